@@ -1,0 +1,242 @@
+"""The ``mopd`` command. Light to import: a command imports what it runs inside its own function."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mopd import __version__
+from mopd.config.load import Loaded, differences, dump, load_recipe, to_tree
+from mopd.types import UserError
+
+DESCRIPTION = "Distil several domain teachers into one student, on-policy, on Megatron-Core."
+EXAMPLES = """\
+examples:
+  mopd config recipes/quickstart.yaml                       every value of a recipe and where it comes from
+  mopd check recipes/quickstart.yaml                        the checks before a run, without the run
+  mopd train recipes/quickstart.yaml                        start the ranks that the recipe needs, and train
+  mopd train recipes/quickstart.yaml --resume               go on from the newest complete checkpoint
+  mopd train my.yaml --set schedule.steps=10 --set run_dir=runs/short
+  torchrun --nproc-per-node 8 -m mopd train my.yaml         the same under your own torchrun (several machines)
+  mopd eval my.yaml --model runs/mine/hf                    validation rewards of any Hugging Face folder
+  mopd report runs/quickstart                               one HTML page and report.json
+  mopd convert megatron-to-hf runs/mine/checkpoints/step_00000100 out/hf
+
+exit codes: 0 done, 1 failure, 2 an error that one line explains, 130 interrupted
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; ``argv`` defaults to the command line."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    args = _parser().parse_args(arguments)
+    try:
+        if args.on_ranks:
+            from mopd.runtime import failure
+
+            if failure.is_rank():
+                return failure.run_as_rank(lambda: args.command(args, arguments))
+        return int(args.command(args, arguments))
+    except UserError as error:
+        print(f"mopd: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mopd: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output left, as in `mopd config … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from mopd.runtime.run_dir import RunDir
+
+    loaded = load_recipe(args.recipe, args.set)
+
+    def work() -> None:
+        from mopd.runtime import local
+
+        local.train(loaded, resume=args.resume)
+
+    run = RunDir(loaded.recipe.run_dir)
+    is_new = not run.path.exists()
+    code = _with_student(loaded, arguments, work, lambda: run.check(loaded, resume=args.resume))
+    if code != 0 and is_new:
+        run.discard_if_unused()
+    return code
+
+
+def _check(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    loaded = load_recipe(args.recipe, args.set)
+
+    def work() -> None:
+        from mopd.runtime import local
+
+        local.check(loaded, as_json=args.json)
+
+    return _with_student(loaded, arguments, work)
+
+
+def _eval(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    loaded = load_recipe(args.recipe, args.set)
+    model = args.model or args.checkpoint
+    if loaded.recipe.validation is None:
+        raise UserError(f"{loaded.path}: eval needs validation: add a validation section")
+
+    def work() -> None:
+        from mopd.runtime import evaluate
+
+        evaluate.evaluate(loaded, model=model, as_json=args.json)
+
+    def checks() -> None:
+        from mopd.runtime.inputs import check_model_folder
+
+        if args.model is not None:
+            check_model_folder(args.model, "--model")
+        if args.checkpoint is not None:
+            _check_checkpoint(args.checkpoint, "--checkpoint")
+
+    return _with_student(loaded, arguments, work, checks)
+
+
+def _config(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    loaded = load_recipe(args.recipe, args.set)
+    if args.diff is not None:
+        other = load_recipe(args.diff)
+        for key, (one, two) in differences(loaded.recipe, other.recipe).items():
+            print(f"{key}: {json.dumps(one, ensure_ascii=False)} -> {json.dumps(two, ensure_ascii=False)}")
+    elif args.json:
+        print(json.dumps(to_tree(loaded.recipe), indent=2, ensure_ascii=False))
+    else:
+        sys.stdout.write(dump(loaded))
+    sys.stdout.flush()
+    return 0
+
+
+def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    if not (args.run / "recipe.yaml").is_file():
+        raise UserError(f"{str(args.run)!r} holds no run: name the run_dir of a run that has begun")
+    from mopd.report.build import build_report
+
+    build_report(args.run)
+    print(args.run / "report.html")
+    return 0
+
+
+def _convert(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from mopd.runtime.inputs import check_model_folder
+
+    sizes = {
+        "tensor_model_parallel_size": args.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {size}: set 1 or more")
+
+    def work() -> None:
+        from mopd.runtime import convert
+
+        function = convert.hf_to_megatron if args.direction == "hf-to-megatron" else convert.megatron_to_hf
+        function(args.source, args.out, **sizes)
+
+    def checks() -> None:
+        if args.direction == "hf-to-megatron":
+            check_model_folder(args.source, "convert")
+        else:
+            _check_checkpoint(args.source, "convert")
+        if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+            raise UserError(f"convert: {str(args.out)!r} exists and is not an empty folder: name another")
+
+    world_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    return _on_ranks(arguments, work, checks, world_size=world_size)
+
+
+def _check_checkpoint(folder: Path, where: str) -> None:
+    if not (folder / "manifest.json").is_file():
+        raise UserError(f"{where}: {str(folder)!r} is no complete checkpoint (no manifest.json): name a step folder")
+
+
+def _with_student(
+    loaded: Loaded, arguments: Sequence[str], work: Callable[[], None], checks: Callable[[], None] = lambda: None
+) -> int:
+    """``_on_ranks`` with the student's layout and the recipe's inputs checked first."""
+    from mopd.runtime import failure
+    from mopd.runtime.inputs import check_inputs, check_world_size
+
+    def all_checks() -> None:
+        check_inputs(loaded)
+        checks()
+
+    def checked_work() -> None:
+        check_world_size(loaded, failure.rank_and_world_size()[1])
+        check_inputs(loaded)
+        work()
+
+    return _on_ranks(arguments, checked_work, all_checks, world_size=loaded.recipe.student.parallel.world_size)
+
+
+def _on_ranks(
+    arguments: Sequence[str], work: Callable[[], None], checks: Callable[[], None], *, world_size: int
+) -> int:
+    """In a rank: do the work (``main`` relays its errors). Elsewhere: check, then start this command as ranks."""
+    from mopd.runtime import failure
+
+    if failure.is_rank():
+        work()
+        return 0
+    checks()
+    from mopd.runtime.launch import launch
+
+    return launch([sys.executable, "-m", "mopd", *arguments], world_size=world_size)
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="mopd", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=raw)
+    parser.add_argument("--version", action="version", version=f"mopd {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: Callable[..., int], text: str, example: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text, epilog=f"example: {example}", formatter_class=raw)
+        made.set_defaults(command=command, on_ranks=command not in (_config, _report))
+        return made
+
+    def add_with_recipe(name: str, command: Callable[..., int], text: str, example: str) -> argparse.ArgumentParser:
+        made = add(name, command, text, example)
+        made.add_argument("recipe", metavar="RECIPE", help="recipe file; docs/recipes.md lists every key")
+        made.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="override a key (YAML value)")
+        return made
+
+    train = add_with_recipe("train", _train, "train a student", "mopd train recipes/quickstart.yaml --resume")
+    train.add_argument("--resume", action="store_true", help="go on with the run in run_dir")
+    check = add_with_recipe("check", _check, "run the checks before a run", "mopd check recipes/quickstart.yaml")
+    check.add_argument("--json", action="store_true", help="print the result as JSON")
+    config = add_with_recipe("config", _config, "print a recipe, resolved", "mopd config my.yaml --set seed=1")
+    config_form = config.add_mutually_exclusive_group()
+    config_form.add_argument("--json", action="store_true", help="print JSON, without origins")
+    config_form.add_argument("--diff", metavar="OTHER", help="print only what differs from another recipe")
+    evaluate = add_with_recipe("eval", _eval, "validation rewards of a model", "mopd eval my.yaml --model runs/mine/hf")
+    evaluate.add_argument("--json", action="store_true", help="print the result as JSON")
+    which = evaluate.add_mutually_exclusive_group()
+    which.add_argument("--model", type=Path, metavar="FOLDER", help="Hugging Face folder; default: student.model")
+    which.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="checkpoint folder of a run")
+    report = add("report", _report, "write report.html and report.json of a run", "mopd report runs/quickstart")
+    report.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    convert = add(
+        "convert", _convert, "convert weights", "mopd convert megatron-to-hf runs/mine/checkpoints/step_00000100 out/hf"
+    )
+    convert.add_argument("direction", choices=("hf-to-megatron", "megatron-to-hf"))
+    convert.add_argument("source", type=Path, metavar="FROM", help="folder to read")
+    convert.add_argument("out", type=Path, metavar="TO", help="folder to write; must be absent or empty")
+    for name in ("tensor", "pipeline"):
+        convert.add_argument(f"--{name}-model-parallel-size", type=int, default=1, metavar="N", help="ranks to use")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,128 @@
+"""``docs/recipes.md``, written from the text under each config field. ``python -m mopd.config.document`` prints it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import sys
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from mopd.config.schema import Recipe
+from mopd.config.tree import field_default, field_types, section_classes, type_values, union_members
+
+INTRODUCTION = """\
+# Recipes: every key
+
+A recipe is one YAML file (JSON is YAML too) that says everything about a run. This page is written from the schema
+in `mopd/config/` by `python -m mopd.config.document`; `mopd config RECIPE` prints a recipe with every value resolved
+and the place that it comes from.
+
+- **Precedence:** default < `base` < recipe < `--set a.b=c`. `base:` names one other recipe file, relative to the
+  file that names it. Sections merge key by key, so teachers merge by name; lists and scalars are replaced. A section
+  whose `type` differs from the one below it replaces that section. `null` takes an optional section away.
+- **`--set key=value`** reads the value as YAML: `--set data.train='[a.parquet, b.parquet]'`. A key part that holds
+  a dot or `=` goes in double quotes: `--set 'data.domain_weights."a.b"=2'`. A later `--set` wins.
+- **Strict:** an unknown key, a wrong type, a repeated key or a key that is not text stops the command with one line
+  that names file, line and dotted path. Two kindnesses: a whole number is taken where a number is expected, and `1e-6`
+  (which YAML 1.1 reads as text) is a number wherever one fits.
+- **Paths** (`run_dir`, model folders, data files, the chat template, a reward's file) are relative to the **current
+  working directory**, not to the recipe. Only `base` is relative to its file.
+- **`type`** chooses among the forms of a section. Where a default is given, the section may leave `type` out.
+"""
+
+
+@functools.cache
+def field_docs(cls: type) -> dict[str, str]:
+    """Field name -> the text under it, read from the source: Python does not keep these strings."""
+    module = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
+    body = next(node.body for node in module.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+    docs: dict[str, str] = {}
+    for statement, below in itertools.pairwise(body):
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            docs[statement.target.id] = " ".join(below.value.value.split())
+    return docs
+
+
+def recipes_page() -> str:
+    """The whole page as Markdown."""
+    lines = [INTRODUCTION]
+    _section(Recipe, "", lines)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _section(cls: type, path: str, lines: list[str]) -> None:
+    """Heading, class text and table of one section, then its subsections."""
+    choice = f" with `type: {' | '.join(type_values(cls))}`" if type_values(cls) else ""
+    lines.append(f"## {f'`{path}`' if path else 'Top level'}{choice}\n")
+    lines.append(_cell(inspect.getdoc(cls) or "") + "\n")
+    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+    docs = field_docs(cls)
+    annotations = field_types(cls)
+    for field in dataclasses.fields(cls):
+        words = (f"`{field.name}`", _words(annotations[field.name]), _default(field), docs[field.name])
+        lines.append("| " + " | ".join(_cell(word) for word in words) + " |")
+    lines.append("")
+    documented: list[type] = []  # validation.domain_rewards takes the same forms as validation.reward
+    for name, annotation in annotations.items():
+        below = f"{path}.{name}" if path else name
+        for member in union_members(annotation):
+            mapped = typing.get_origin(member) is Mapping
+            inner = typing.get_args(member)[1] if mapped else member
+            for section in section_classes(inner):
+                if section not in documented:
+                    documented.append(section)
+                    _section(section, f"{below}.NAME" if mapped else below, lines)
+
+
+def _words(annotation: Any) -> str:
+    """An annotation in a reader's words."""
+    plain = {bool: "true/false", int: "int", float: "float", str: "text", type(None): "null", Any: "any"}
+    parts: list[str] = []
+    for member in union_members(annotation):
+        origin = typing.get_origin(member)
+        if origin is Literal:
+            parts += [f"`{choice}`" for choice in typing.get_args(member)]
+        elif origin is tuple:
+            parts.append(f"list of {_words(typing.get_args(member)[0])}")
+        elif origin is Mapping:
+            parts.append(f"names to {_words(typing.get_args(member)[1])}")
+        elif isinstance(member, type) and dataclasses.is_dataclass(member):
+            parts += [f"`type: {value}`" for value in type_values(member)] or ["section"]
+        else:
+            parts.append(plain[member])
+    return ", ".join(dict.fromkeys(parts))
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    value = field_default(field)
+    if value is dataclasses.MISSING:
+        return "**required**"
+    if dataclasses.is_dataclass(value):
+        return f"`type: {value.type}`" if hasattr(value, "type") else "section defaults"
+    if value is None:
+        return "absent"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, (tuple, dict)):
+        return "empty" if not value else f"`{list(value)}`"
+    return f"`{value}`"
+
+
+def _cell(text: str) -> str:
+    """Text for one table cell: one line, our double backticks as Markdown's single ones."""
+    return " ".join(text.split()).replace("``", "`").replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(recipes_page(), encoding="utf-8")
+    else:
+        sys.stdout.write(recipes_page())

@@ -1,0 +1,152 @@
+"""Loss sections of a recipe, a union by ``type``. Formulas: ``docs/losses.md``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from mopd.config.numbers import require_at_least, require_fraction, require_positive
+
+config = dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+
+Aggregation = Literal["token_mean", "sequence_mean", "token_sum"]
+
+
+@config
+class TopKLoss:
+    """Divergence between teacher and student on the teacher's top-k tokens of every response position."""
+
+    type: Literal["topk_forward_kl", "topk_reverse_kl", "topk_jsd"] = "topk_forward_kl"
+    """KL(teacher||student), KL(student||teacher), or the Jensen-Shannon divergence between them."""
+    top_k: int = 64
+    """Teacher tokens per position."""
+    tail: Literal["bucket", "generalized", "renormalize", "none"] | None = None
+    """What becomes of the mass outside the top-k; absent means the vetted form (reverse: generalized, else bucket)."""
+    beta: float = 0.5
+    """Weight of the teacher in the mixture of ``topk_jsd``; 0 is forward KL and 1 is reverse KL."""
+    temperature: float = 1.0
+    """Divides the logits of both sides."""
+    aggregation: Aggregation = "token_mean"
+    """How token losses become one number; denominators are global."""
+    logprob_min_clamp: float | None = None
+    """Floor of both sides' log-probs (verl's); gradient is zero where it bites, and the share is reported."""
+    loss_max_clamp: float | None = None
+    """Cap of a token's loss; gradient is zero where it bites, and the share is reported."""
+    loss_soft_cap: float | None = None
+    """Cap that keeps a gradient: above c a token's loss grows as c (1 + log(x / c)). The recommended stabiliser."""
+
+    def __post_init__(self) -> None:
+        require_at_least("top_k", self.top_k, 1)
+        require_positive("temperature", self.temperature)
+        require_fraction("beta", self.beta)
+        if self.logprob_min_clamp is not None and self.logprob_min_clamp >= 0:
+            raise ValueError(f"logprob_min_clamp is {self.logprob_min_clamp}: set a negative number, for example -10")
+        for name in ("loss_max_clamp", "loss_soft_cap"):
+            if getattr(self, name) is not None:
+                require_positive(name, getattr(self, name))
+        if self.loss_max_clamp is not None and self.loss_soft_cap is not None:
+            raise ValueError("loss_max_clamp and loss_soft_cap are both set: keep one")
+        if self.type == "topk_reverse_kl" and self.tail == "renormalize" and self.top_k == 1:
+            raise ValueError("tail renormalize with top_k 1 gives no gradient: raise top_k or choose another tail")
+
+    @property
+    def resolved_tail(self) -> str:
+        """The tail in force."""
+        if self.tail is not None:
+            return self.tail
+        return "generalized" if self.type == "topk_reverse_kl" else "bucket"
+
+
+@config
+class KLLoss:
+    """Estimator of a KL from the sampled token alone. Delta = student log-prob - teacher log-prob."""
+
+    type: Literal["k1", "k2", "k3", "k3_reverse"]
+    """k2: gradient of reverse KL; k3: of forward KL; k3_reverse: k3's value with k2's gradient; k1 is refused."""
+    top_k: int = 16
+    """Teacher tokens per position, for the mass and overlap metrics only."""
+    temperature: float = 1.0
+    """Divides the logits of both sides; must equal ``rollout.temperature``."""
+    aggregation: Aggregation = "token_mean"
+    """How token losses become one number; denominators are global."""
+    loss_max_clamp: float | None = None
+    """Cap of a token's loss; gradient is zero where it bites, and the share is reported."""
+
+    def __post_init__(self) -> None:
+        require_at_least("top_k", self.top_k, 1)
+        require_positive("temperature", self.temperature)
+        if self.type == "k1":
+            raise ValueError(
+                "type 'k1' cannot be a differentiable loss: its gradient has expectation 0, so nothing is learned; "
+                "set type: k2 (reverse KL), k3 (forward KL) or policy_gradient (k1 as a detached advantage)"
+            )
+        if self.loss_max_clamp is not None:
+            require_positive("loss_max_clamp", self.loss_max_clamp)
+
+
+@config
+class MismatchCorrection:
+    """Weight for the difference between the trainer's and the rollout engine's probability of the same token."""
+
+    type: Literal["tis", "icepop", "gate"]
+    """tis: truncate the ratio at ``high``; icepop: drop tokens outside [low, high], weight the others by the ratio;
+    gate: MiMo's form, the same drop with the ratio of current student to rollout."""
+    low: float = 0.5
+    """Lower bound of the ratio (icepop, gate)."""
+    high: float = 2.0
+    """Upper bound of the ratio."""
+
+    def __post_init__(self) -> None:
+        require_at_least("low", self.low, 0)
+        if self.high <= self.low:
+            raise ValueError(f"high is {self.high} and low is {self.low}: set high above low")
+
+
+@config
+class PolicyGradient:
+    """Policy gradient with the detached advantage A = -(student - teacher log-prob) (+ weight x task advantage)."""
+
+    type: Literal["policy_gradient"]
+    """Loss type."""
+    advantage: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator inside the advantage; only k1 is unbiased, the others are refused."""
+    task_reward_weight: float = 0.0
+    """Weight of the task advantage (reward minus the mean over the prompt's responses)."""
+    old_logprobs: Literal["student", "rollout"] = "student"
+    """p_old of the PPO ratio: the student's own (on-policy, ratio 1) or the rollout engine's."""
+    clip_ratio_low: float = 0.2
+    """PPO clip below 1."""
+    clip_ratio_high: float = 0.2
+    """PPO clip above 1."""
+    dual_clip: float | None = None
+    """Bound c > 1 of the loss for negative advantages (dual-clip PPO); absent means none."""
+    correction: MismatchCorrection | None = None
+    """Trainer-rollout mismatch weight; absent means none."""
+    top_k: int = 16
+    """Teacher tokens per position, for the mass and overlap metrics only."""
+    temperature: float = 1.0
+    """Divides the logits of both sides; must equal ``rollout.temperature``."""
+    aggregation: Aggregation = "token_mean"
+    """How token losses become one number; denominators are global."""
+
+    def __post_init__(self) -> None:
+        require_at_least("top_k", self.top_k, 1)
+        require_positive("temperature", self.temperature)
+        require_positive("clip_ratio_low", self.clip_ratio_low)
+        require_positive("clip_ratio_high", self.clip_ratio_high)
+        require_at_least("task_reward_weight", self.task_reward_weight, 0)
+        if self.advantage != "k1":
+            raise ValueError(
+                f"advantage is {self.advantage!r}: only k1 is an unbiased advantage "
+                "(k3 gives grad reverse KL - grad forward KL, almost no signal; k2 fails likewise); set advantage: k1"
+            )
+        if self.correction is not None and self.correction.type == "gate" and self.old_logprobs == "rollout":
+            raise ValueError(
+                "correction.type is 'gate' and old_logprobs is 'rollout': the gate already holds that ratio; "
+                "set old_logprobs: student"
+            )
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(f"dual_clip is {self.dual_clip}: set a number above 1")
+
+
+Loss = TopKLoss | KLLoss | PolicyGradient

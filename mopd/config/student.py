@@ -1,0 +1,104 @@
+"""Student sections of a recipe: the model that learns, its layout over ranks and its optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from mopd.config.numbers import require_at_least, require_fraction, require_positive
+
+config = dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+
+
+@config
+class Parallel:
+    """Layout of the Megatron student over the trainer ranks. World size = tensor x pipeline x data."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer's matrices and the vocabulary."""
+    pipeline_model_parallel_size: int = 1
+    """Consecutive stages that the layers are split into."""
+    data_parallel_size: int = 1
+    """Copies of the student, each computing its share of the batch."""
+    sequence_parallel: bool = False
+    """Split activations between the tensor-parallel regions along the sequence; needs tensor parallelism."""
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"):
+            require_at_least(name, getattr(self, name), 1)
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError(
+                "sequence_parallel is true but tensor_model_parallel_size is 1: set tensor_model_parallel_size >= 2"
+            )
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.data_parallel_size
+
+
+@config
+class Optimizer:
+    """Adam, its learning-rate schedule and gradient clipping (Megatron's own optimizer)."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_warmup_steps: int = 0
+    """Optimizer steps of linear warm-up from 0."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the decay from ``lr`` to ``min_lr`` over the rest of ``schedule.steps``."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, on matrices only."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.95
+    """Decay of the second moment."""
+    adam_eps: float = 1e-8
+    """Term added to the denominator of the update."""
+    clip_grad: float = 1.0
+    """Global gradient-norm limit; 0 turns clipping off."""
+    use_distributed_optimizer: bool = True
+    """Shard optimizer states over data-parallel ranks."""
+
+    def __post_init__(self) -> None:
+        require_positive("lr", self.lr)
+        require_at_least("lr_warmup_steps", self.lr_warmup_steps, 0)
+        require_at_least("min_lr", self.min_lr, 0)
+        require_at_least("weight_decay", self.weight_decay, 0)
+        require_at_least("clip_grad", self.clip_grad, 0)
+        require_positive("adam_eps", self.adam_eps)
+        for name in ("adam_beta1", "adam_beta2"):
+            require_fraction(name, getattr(self, name), high_open=True)
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}: set min_lr <= lr")
+
+
+@config
+class Student:
+    """The model that learns: a Hugging Face checkpoint that becomes a Megatron-Core ``GPTModel``."""
+
+    model: str
+    """Folder of the Hugging Face checkpoint (config, tokenizer, safetensors) to start from."""
+    parallel: Parallel = Parallel()
+    """Parallel layout."""
+    optimizer: Optimizer = Optimizer()
+    """Optimizer and learning-rate schedule."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameter and activation dtype; with bfloat16 the optimizer keeps fp32 main weights."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layer spec; ``auto`` takes TransformerEngine where CUDA and the package are present."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recompute: nothing, attention only, or whole layers."""
+    max_tokens_per_micro_batch: int = 16384
+    """Token budget of one micro-batch, padding included; sequences are packed into as few micro-batches as fit."""
+    micro_batch_size: int | None = None
+    """A fixed number of sequences per micro-batch instead of the token budget (parity tests, debugging)."""
+    megatron_overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Extra ``TransformerConfig`` fields, checked against that class when the student starts."""
+
+    def __post_init__(self) -> None:
+        require_at_least("max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, 1)
+        if self.micro_batch_size is not None:
+            require_at_least("micro_batch_size", self.micro_batch_size, 1)

@@ -1,0 +1,267 @@
+"""Hugging Face checkpoint folders, streamed: a lazy safetensors reader and an atomic writer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mopd.conversion.dims import refuse_duplicate_keys
+from mopd.conversion.safetensors_header import TensorInfo, read_header
+from mopd.types import UserError
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER_PATTERNS = (
+    "tokenizer*", "vocab.json", "vocab.txt", "merges.txt", "special_tokens_map.json", "added_tokens.json",
+    "chat_template*", "additional_chat_templates/*", "*.model", "*.tiktoken",
+)  # fmt: skip
+"""Files that make up a tokenizer, chat template included."""
+KEPT_PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    *TOKENIZER_PATTERNS,
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+"""Files that an export takes over byte for byte."""
+_REOPEN_BYTES = 256 * 2**20
+"""A file is mapped into memory while it is open; reopening after this many bytes keeps resident memory bounded."""
+
+
+def matching_files(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    """Files of ``folder`` that match any of the glob patterns, each once, sorted by path."""
+    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, sorted; pickled weights are refused.
+
+    Raises:
+        UserError: no safetensors weights, or an index that is corrupt or points outside the folder.
+    """
+    if (folder / INDEX_FILE).is_file():
+        return [folder / name for name in sorted(set(_read_index(folder / INDEX_FILE).values()))]
+    if (folder / WEIGHTS_FILE).is_file():
+        return [folder / WEIGHTS_FILE]
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickled:
+        raise UserError(
+            f"{folder / pickled[0]}: pickled weights can run code when read; convert them to safetensors"
+        )
+    raise UserError(
+        f"{folder}: no {WEIGHTS_FILE} and no {INDEX_FILE}; give the folder of a Hugging Face checkpoint"
+    )
+
+
+class HfReader:
+    """Reads tensors, or slices of them, of one Hugging Face folder by name; holds at most one file open.
+
+    Opening checks every header and that index and files name the same tensors; no weight is read.
+
+    Raises:
+        UserError: anything missing, corrupt or contradictory, in one line that names the file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        self._where: dict[str, tuple[Path, TensorInfo]] = {}
+        for path in weight_files(self.folder):
+            for name, info in read_header(path).items():
+                if name in self._where:
+                    raise UserError(f"{path}: tensor '{name}' is also in {self._where[name][0]}; keep one")
+                self._where[name] = (path, info)
+        if (self.folder / INDEX_FILE).is_file():
+            self._check_index(_read_index(self.folder / INDEX_FILE))
+        self._handle: Any = None
+        self._handle_path: Path | None = None
+        self._handle_bytes = 0
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors of the checkpoint."""
+        return frozenset(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        return self._find(name)[1].shape
+
+    def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises UserError unless the tensor exists with this shape."""
+        path, info = self._find(name)
+        if info.shape != shape:
+            raise UserError(
+                f"{path}: tensor '{name}' has shape {list(info.shape)}, config.json asks for {list(shape)}; "
+                "config and weights belong to different models"
+            )
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor on CPU, in the dtype of the file; perhaps a view of the mapped file."""
+        path, info = self._find(name)
+        tensor: Tensor = self._open(path, info.stop - info.start).get_tensor(name)
+        return tensor
+
+    def read_slice(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """``tensor.narrow(dim, start, stop - start)`` on CPU, in the dtype of the file; only its bytes are touched.
+
+        The result may be a view of the mapped file: copy what is kept.
+        """
+        path, info = self._find(name)
+        if stop <= start:  # a rank whose vocabulary rows are all padding
+            start = stop = 0
+        share = (stop - start) / info.shape[dim] if info.shape[dim] else 0
+        handle = self._open(path, int((info.stop - info.start) * share))
+        tensor: Tensor = handle.get_slice(name)[(slice(None),) * dim + (slice(start, stop),)]
+        return tensor
+
+    def _find(self, name: str) -> tuple[Path, TensorInfo]:
+        if name not in self._where:
+            raise UserError(f"{self.folder}: tensor '{name}' is missing; the checkpoint is incomplete")
+        return self._where[name]
+
+    def _open(self, path: Path, num_bytes: int) -> Any:
+        if path != self._handle_path or self._handle_bytes > _REOPEN_BYTES:
+            self._handle, self._handle_path, self._handle_bytes = safe_open(path, framework="pt"), path, 0
+        self._handle_bytes += num_bytes
+        return self._handle
+
+    def _check_index(self, index: dict[str, str]) -> None:
+        path = self.folder / INDEX_FILE
+        for name, file in index.items():
+            if name not in self._where or self._where[name][0].name != file:
+                raise UserError(f"{path}: says that tensor '{name}' is in {file}, which does not hold it")
+        unlisted = sorted(set(self._where) - set(index))
+        if unlisted:
+            raise UserError(
+                f"{path}: does not list tensor '{unlisted[0]}' of {self._where[unlisted[0]][0].name}"
+            )
+
+
+class HfWriter:
+    """Writes a Hugging Face folder that appears whole, under its final name, when the ``with`` block ends well.
+
+    Shards are written as they fill into a temporary sibling folder, which is removed if the block raises::
+
+        with HfWriter(target, source=original_folder) as writer:
+            for name, tensor in iter_hf_weights(...):
+                writer.add(name, tensor)
+    """
+
+    def __init__(self, target: Path, *, source: Path, max_shard_bytes: int = 2**30) -> None:
+        """``source`` is the checkpoint whose config, generation config, tokenizer and licence files are copied.
+
+        Raises:
+            UserError: ``target`` exists and is not an empty folder.
+        """
+        self.target = Path(target)
+        self._source = Path(source)
+        self._max_shard_bytes = max_shard_bytes
+        self._shard: dict[str, Tensor] = {}
+        self._shard_bytes = 0
+        self._shards: list[list[str]] = []
+        self._names: set[str] = set()
+        self._total_bytes = 0
+        if self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
+            raise UserError(f"{self.target}: already exists; name another folder or remove it")
+
+    def __enter__(self) -> HfWriter:
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        self._folder = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.", dir=self.target.parent))
+        self._folder.chmod(0o755)  # mkdtemp makes private folders
+        return self
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor (any device; kept in its dtype) and write the shard that it fills, if any."""
+        if name in self._names:
+            raise ValueError(f"tensor {name!r} was added twice")
+        num_bytes = tensor.numel() * tensor.element_size()
+        if self._shard and self._shard_bytes + num_bytes > self._max_shard_bytes:
+            self._write_shard()
+        self._names.add(name)
+        self._shard[name] = tensor.detach().cpu().contiguous()
+        self._shard_bytes += num_bytes
+        self._total_bytes += num_bytes
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            if self._folder.exists():
+                shutil.rmtree(self._folder)
+
+    def _finish(self) -> None:
+        if not self._names:
+            raise ValueError("no tensor was added")
+        self._write_shard()
+        self._name_shards()
+        for path in matching_files(self._source, KEPT_PATTERNS):
+            copy = self._folder / path.relative_to(self._source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
+        for path in self._folder.rglob("*"):
+            if path.is_file():
+                _flush_to_disk(path)
+        self._folder.rename(self.target)  # atomic; replaces an empty folder of that name
+        _flush_to_disk(self.target.parent)
+
+    def _write_shard(self) -> None:
+        save_file(self._shard, self._folder / _part_name(len(self._shards)), metadata={"format": "pt"})
+        self._shards.append(list(self._shard))
+        self._shard, self._shard_bytes = {}, 0
+
+    def _name_shards(self) -> None:
+        """Shard names tell how many there are, which is known only now."""
+        if len(self._shards) == 1:
+            (self._folder / _part_name(0)).rename(self._folder / WEIGHTS_FILE)
+            return
+        index: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            file = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
+            (self._folder / _part_name(number)).rename(self._folder / file)
+            index |= dict.fromkeys(names, file)
+        content = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(index.items()))}
+        (self._folder / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _part_name(number: int) -> str:
+    return f"part-{number:05d}.safetensors"
+
+
+def _flush_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """``weight_map`` of an index file: tensor name -> name of a file in the same folder."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicate_keys)
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error}); fetch the file again") from error
+    index = content["weight_map"] if isinstance(content, dict) and "weight_map" in content else None
+    if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
+        raise UserError(f"{path}: has no 'weight_map' from tensor names to file names; fetch the file again")
+    for name, file in index.items():
+        if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
+            raise UserError(
+                f"{path}: tensor '{name}' points to {file!r}, which is not a file name in this folder"
+            )
+        if not file.endswith(".safetensors"):
+            raise UserError(f"{path}: tensor '{name}' points to {file!r}, which is not a safetensors file")
+    return index

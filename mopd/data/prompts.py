@@ -1,0 +1,225 @@
+"""Prompt files become token ids with a domain, a ground truth and a place to be found again."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mopd.config.schema import Data
+from mopd.data.files import MISSING, lookup, read_rows
+from mopd.types import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptRow:
+    """One row of the data."""
+
+    domain: str
+    text: str
+    """Rendered prompt, before any truncation."""
+    tokens: tuple[int, ...]
+    ground_truth: Any
+    """``None`` when the column is absent."""
+    extra_info: Any
+    """``None`` when the column is absent."""
+    place: str
+    """File and row number, for messages."""
+
+
+class PromptDataset:
+    """Rows in file order, with what was dropped or cut on the way."""
+
+    def __init__(
+        self,
+        rows: Sequence[PromptRow],
+        *,
+        num_filtered: Mapping[str, int] | None = None,
+        num_truncated: Mapping[str, int] | None = None,
+    ) -> None:
+        self.rows = tuple(rows)
+        self.num_filtered = dict(num_filtered or {})
+        """Domain -> rows dropped for their length."""
+        self.num_truncated = dict(num_truncated or {})
+        """Domain -> rows cut to the limit."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, index: int) -> PromptRow:
+        """Row by the number that ``Prompt.row`` holds."""
+        return self.rows[index]
+
+    @property
+    def domain_counts(self) -> dict[str, int]:
+        """Rows per domain, in alphabetical order."""
+        return dict(sorted(Counter(row.domain for row in self.rows).items()))
+
+    @property
+    def rows_by_domain(self) -> dict[str, list[int]]:
+        """Row numbers per domain, ascending; domains in alphabetical order."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for index, row in enumerate(self.rows):
+            found[row.domain].append(index)
+        return dict(sorted(found.items()))
+
+
+def load_prompts(
+    files: Sequence[str], cfg: Data, tokenizer: PreTrainedTokenizerBase, *, needs_ground_truth: bool = False
+) -> PromptDataset:
+    """Read, render and tokenize all ``files``.
+
+    Chat messages go through the chat template with a generation prompt and no further special tokens; a text prompt is
+    tokenized plainly, with the special tokens that the tokenizer adds by itself. ``UserError`` names file, row, column
+    and key for whatever cannot be used; with ``needs_ground_truth`` that includes an absent ground truth.
+    """
+    template = _read_template(cfg.chat_template)
+    rows = [row for file in files for row in _load_file(Path(file), cfg, tokenizer, template, needs_ground_truth)]
+    return _limit_length(rows, cfg)
+
+
+def check_domains_have_teachers(domain_counts: Mapping[str, int], teacher_by_domain: Mapping[str, str]) -> list[str]:
+    """``UserError`` with the counts if rows have no teacher; returns warnings for teachers' domains without rows."""
+    orphans = {domain: count for domain, count in domain_counts.items() if domain not in teacher_by_domain}
+    if orphans:
+        listed = ", ".join(f"{domain!r} ({count} rows)" for domain, count in sorted(orphans.items()))
+        known = ", ".join(map(repr, sorted(teacher_by_domain)))
+        raise UserError(
+            f"no teacher answers for domain {listed}; teachers answer for {known}: "
+            "add the domain to teachers.<name>.domains or remove its rows from the data"
+        )
+    return [
+        f"teachers.{teacher}.domains names {domain!r}, but the data has no row of it"
+        for domain, teacher in sorted(teacher_by_domain.items())
+        if domain not in domain_counts
+    ]
+
+
+def _load_file(
+    path: Path, cfg: Data, tokenizer: PreTrainedTokenizerBase, template: str | None, needs_ground_truth: bool
+) -> list[PromptRow]:
+    keys = (cfg.domain_key, cfg.prompt_key, cfg.ground_truth_key, cfg.extra_info_key)
+    partial: list[dict[str, Any]] = []
+    is_chat: list[bool] = []
+    for number, row in read_rows(path, [key.split(".")[0] for key in keys]):
+        place = f"{path}: row {number}"
+        prompt = _require(row, place, "prompt_key", cfg.prompt_key)
+        is_chat.append(not isinstance(prompt, str))
+        ground_truth = lookup(row, cfg.ground_truth_key)
+        if needs_ground_truth and ground_truth in (MISSING, None):
+            raise UserError(
+                f"{place} has no {cfg.ground_truth_key!r}, which the reward needs: add it or set data.ground_truth_key"
+            )
+        extra_info = lookup(row, cfg.extra_info_key)
+        partial.append(
+            {
+                "domain": _domain(row, place, cfg.domain_key),
+                "text": _render(prompt, place, cfg, tokenizer, template),
+                "ground_truth": None if ground_truth is MISSING else ground_truth,
+                "extra_info": None if extra_info is MISSING else extra_info,
+                "place": place,
+            }
+        )
+    tokens = _tokenize([entry["text"] for entry in partial], is_chat, tokenizer)
+    for entry, ids in zip(partial, tokens, strict=True):
+        if not ids:
+            raise UserError(
+                f"{entry['place']}: the prompt in {cfg.prompt_key!r} (data.prompt_key) has no tokens: fill it"
+            )
+    return [PromptRow(**entry, tokens=ids) for entry, ids in zip(partial, tokens, strict=True)]
+
+
+def _tokenize(
+    texts: Sequence[str], is_chat: Sequence[bool], tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[int, ...]]:
+    ids: dict[int, tuple[int, ...]] = {}
+    for chat in (False, True):
+        chosen = [i for i, flag in enumerate(is_chat) if flag == chat]
+        if chosen:  # a rendered chat already carries its special tokens
+            encoded = tokenizer([texts[i] for i in chosen], add_special_tokens=not chat, verbose=False)["input_ids"]
+            ids.update({i: tuple(row) for i, row in zip(chosen, encoded, strict=True)})
+    return [ids[i] for i in range(len(texts))]
+
+
+def _render(prompt: Any, place: str, cfg: Data, tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    wrong = f"{place}: column {cfg.prompt_key!r} (data.prompt_key)"
+    if not isinstance(prompt, list) or not prompt or not all(isinstance(message, Mapping) for message in prompt):
+        raise UserError(f"{wrong} is {_kind(prompt)}, not text or a list of chat messages")
+    messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+    for message in messages:  # parquet fills absent keys with nulls
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise UserError(f"{wrong} has a message whose {key!r} is {_kind(message.get(key))}, not text")
+    if template is None and tokenizer.chat_template is None:
+        raise UserError(f"{wrong} holds chat messages but the tokenizer has no chat template: set data.chat_template")
+    try:
+        rendered = tokenizer.apply_chat_template(
+            messages,
+            chat_template=template,
+            add_generation_prompt=True,
+            tokenize=False,
+            **cfg.chat_template_kwargs,
+        )
+    except Exception as error:  # templates are user code: they raise what they like
+        raise UserError(f"{place}: the chat template failed: {' '.join(str(error).split())[:200]}") from error
+    return str(rendered)
+
+
+def _domain(row: Mapping[str, Any], place: str, key: str) -> str:
+    domain = _require(row, place, "domain_key", key)
+    if not isinstance(domain, str) or not domain:
+        raise UserError(f"{place}: column {key!r} (data.domain_key) is {_kind(domain)}, not the name of a domain")
+    return domain
+
+
+def _require(row: Mapping[str, Any], place: str, name: str, key: str) -> Any:
+    value = lookup(row, key)
+    if value is MISSING or value is None:
+        raise UserError(f"{place} has no column {key!r} (it has {', '.join(map(repr, row))}): set data.{name}")
+    return value
+
+
+def _limit_length(rows: Sequence[PromptRow], cfg: Data) -> PromptDataset:
+    limit, kept = cfg.max_prompt_length, []
+    filtered: Counter[str] = Counter()
+    truncated: Counter[str] = Counter()
+    for row in rows:
+        if len(row.tokens) <= limit:
+            kept.append(row)
+        elif cfg.overlong_prompts == "error":
+            raise UserError(
+                f"{row.place}: the prompt has {len(row.tokens)} tokens, data.max_prompt_length is {limit}: "
+                "raise it or set data.overlong_prompts: filter or truncate"
+            )
+        elif cfg.overlong_prompts == "filter":
+            filtered[row.domain] += 1
+        else:
+            truncated[row.domain] += 1
+            cut = {"tokens": row.tokens[-limit:]}
+            kept.append(PromptRow(**{name: getattr(row, name) for name in PromptRow.__dataclass_fields__} | cut))
+    gone = sorted(set(filtered) - {row.domain for row in kept})
+    if gone:
+        raise UserError(
+            f"every prompt of domain {', '.join(f'{d!r} ({filtered[d]} rows)' for d in gone)} is longer than "
+            f"data.max_prompt_length {limit} and filtered: raise it or set data.overlong_prompts: truncate"
+        )
+    return PromptDataset(kept, num_filtered=filtered, num_truncated=truncated)
+
+
+def _read_template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file: correct data.chat_template")
+    return Path(path).read_text(encoding="utf-8")
+
+
+def _kind(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"

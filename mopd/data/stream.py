@@ -1,0 +1,102 @@
+"""The endless, seeded, domain-mixed sequence of prompts that training consumes.
+
+Prompt n of the stream is a function of the data, the weights and the seed: how many prompts are taken at a time, and
+whether the run was stopped and restored in between, changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mopd.data.prompts import PromptDataset
+from mopd.types import Prompt, UserError
+
+
+class PromptStream:
+    """Mixes domains by weight and shuffles each domain anew in every epoch of its rows.
+
+    The next prompt comes from the domain that is furthest behind its share, chance deciding between equals: any stretch
+    of the stream holds each domain in proportion to within one prompt or so. Empty ``weights`` are the row counts.
+    """
+
+    def __init__(self, dataset: PromptDataset, weights: Mapping[str, float], seed: int) -> None:
+        """``UserError`` unless ``weights`` is empty or names exactly the dataset's domains."""
+        self._rows = dataset.rows_by_domain
+        self._dataset = dataset
+        self._seed = seed
+        if weights and set(weights) != set(self._rows):
+            raise UserError(
+                f"data.domain_weights names {sorted(weights)}, the data has {list(self._rows)}: "
+                "name every domain or none"
+            )
+        raw = {domain: float(weights[domain]) if weights else len(rows) for domain, rows in self._rows.items()}
+        total = sum(raw.values())
+        self._shares = {domain: weight / total for domain, weight in raw.items()}
+        self._position = 0
+        self._drawn = dict.fromkeys(self._rows, 0)
+        self._orders: dict[str, tuple[int, np.ndarray]] = {}
+
+    @property
+    def position(self) -> int:
+        """Prompts handed out so far; the next prompt's ``sample_id``."""
+        return self._position
+
+    def next(self, num_prompts: int) -> list[Prompt]:
+        """The next prompts; ``sample_id`` counts from 0 through the whole stream."""
+        return [self._next() for _ in range(num_prompts)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able position, with what it is a position in."""
+        return {
+            "position": self._position,
+            "drawn": dict(self._drawn),
+            "seed": self._seed,
+            "num_rows": self._num_rows(),
+            "shares": dict(self._shares),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position; ``UserError`` if data, weights or seed are not those that it was saved with."""
+        own = {"seed": self._seed, "num_rows": self._num_rows(), "shares": self._shares}
+        for name, value in own.items():
+            if state[name] != value:
+                raise UserError(
+                    f"the checkpoint's prompt stream had {name} {state[name]}, this recipe gives {value}: restore "
+                    "data.train, data.domain_weights and the seed, or start a new run_dir"
+                )
+        self._position, self._drawn = state["position"], dict(state["drawn"])
+
+    def _next(self) -> Prompt:
+        lags = {d: share * (self._position + 1) - self._drawn[d] for d, share in self._shares.items()}
+        largest = max(lags.values())
+        behind = [domain for domain, lag in lags.items() if largest - lag < 1e-9]  # equal but for rounding
+        domain = behind[0] if len(behind) == 1 else behind[self._choice(len(behind))]
+        epoch, place = divmod(self._drawn[domain], len(self._rows[domain]))
+        row = self._rows[domain][self._order(domain, epoch)[place]]
+        prompt = Prompt(sample_id=self._position, domain=domain, tokens=self._dataset.row(row).tokens, row=row)
+        self._position += 1
+        self._drawn[domain] += 1
+        return prompt
+
+    def _choice(self, num: int) -> int:
+        return int(_generator(self._seed, "mix", self._position).integers(num))
+
+    def _order(self, domain: str, epoch: int) -> np.ndarray:
+        """Permutation of the domain's rows in this epoch; the latest one is kept."""
+        if domain not in self._orders or self._orders[domain][0] != epoch:
+            order = _generator(self._seed, "shuffle", domain, epoch).permutation(len(self._rows[domain]))
+            self._orders[domain] = (epoch, order)
+        return self._orders[domain][1]
+
+    def _num_rows(self) -> dict[str, int]:
+        return {domain: len(rows) for domain, rows in self._rows.items()}
+
+
+def _generator(*key: str | int) -> np.random.Generator:
+    """A generator that is a function of ``key`` alone."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))

@@ -1,0 +1,46 @@
+"""Loading a tokenizer, and the question whether two of them mean the same by the same ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mopd.types import UserError
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local Hugging Face folder; ``UserError`` names the folder when there is none."""
+    if not Path(folder).is_dir():
+        raise UserError(f"{folder}: no such folder: name a local Hugging Face checkpoint")
+    if not any(Path(folder).glob("*tokenizer*")) and not any(Path(folder).glob("vocab*")):
+        raise UserError(f"{folder}: no tokenizer files (tokenizer.json, tokenizer_config.json): copy them there")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder}: cannot load the tokenizer: {' '.join(str(error).split())[:300]}") from error
+
+
+def compare_tokenizers(
+    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, student_vocab_size: int
+) -> list[str]:
+    """Differences that matter to the teacher's scores, one sentence each; empty when there are none.
+
+    Compared: the token of every id that the student can emit (below ``student_vocab_size``, the rows of its output
+    matrix) and the ids of eos, bos and pad. A larger teacher vocabulary, and ids that only pad the student's matrix,
+    are fine. A special token that one side does not define is not a difference, except eos.
+    """
+    student_tokens = {i: token for token, i in student.get_vocab().items() if i < student_vocab_size}
+    teacher_tokens = {i: token for token, i in teacher.get_vocab().items()}
+    differences = []
+    unlike = sorted(i for i, token in student_tokens.items() if teacher_tokens.get(i) != token)
+    if unlike:
+        listed = ", ".join(f"{i} is {student_tokens[i]!r} / {teacher_tokens.get(i)!r}" for i in unlike[:3])
+        differences.append(
+            f"{len(unlike)} of {len(student_tokens)} ids mean different tokens (student / teacher): {listed}"
+        )
+    for name in ("eos", "bos", "pad"):
+        ours, theirs = getattr(student, f"{name}_token_id"), getattr(teacher, f"{name}_token_id")
+        if ours != theirs and (name == "eos" or None not in (ours, theirs)):
+            differences.append(f"{name}_token_id is {ours} for the student and {theirs} for the teacher")
+    return differences

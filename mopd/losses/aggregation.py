@@ -1,0 +1,63 @@
+"""How the losses of many tokens become one number, as a weight per token.
+
+The denominators are those of the whole batch over all data-parallel ranks and micro-batches, known before the first
+backward. ``sum_t weight_t loss_t`` then is the same number for every split of the batch; nothing divides it again.
+
+    token_mean     1 / num_loss_tokens
+    sequence_mean  1 / (num_samples * loss tokens of the token's own sample)
+    token_sum      1
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+AGGREGATIONS = ("token_mean", "sequence_mean", "token_sum")
+
+
+def token_weights(
+    loss_mask: Tensor,
+    aggregation: str,
+    *,
+    num_loss_tokens: int,
+    num_samples: int,
+    sample_index: Tensor | None = None,
+) -> Tensor:
+    """Weights in the shape of ``loss_mask``, fp32; exactly 0 where the mask is off.
+
+    Args:
+        loss_mask: bool, ``[B, S]`` with one sample per row, or any shape together with ``sample_index``.
+        aggregation: token_mean, sequence_mean or token_sum.
+        num_loss_tokens: loss tokens of the whole batch, all ranks.
+        num_samples: samples of the whole batch, all ranks (also those without a loss token).
+        sample_index: int64, the shape of ``loss_mask``: number of each token's sample within this tensor, for packed
+            or transposed layouts. All loss tokens of a sample must be in this tensor.
+
+    Raises:
+        ValueError: unknown aggregation, wrong shapes, or a denominator below 1.
+    """
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(f"aggregation is {aggregation!r}: choose one of {', '.join(AGGREGATIONS)}")
+    if num_loss_tokens < 1 or num_samples < 1:
+        raise ValueError(f"num_loss_tokens is {num_loss_tokens} and num_samples {num_samples}: both must be at least 1")
+    if loss_mask.dtype != torch.bool:
+        raise ValueError(f"loss_mask is {loss_mask.dtype}: pass bool")
+    if sample_index is None and loss_mask.dim() != 2:
+        raise ValueError(f"loss_mask is {list(loss_mask.shape)}: pass [B, S], or sample_index beside it")
+    if sample_index is not None and sample_index.shape != loss_mask.shape:
+        raise ValueError(
+            f"sample_index is {list(sample_index.shape)}: pass the shape of loss_mask, {list(loss_mask.shape)}"
+        )
+    mask = loss_mask.to(torch.float32)
+    if aggregation == "token_sum":
+        return mask
+    if aggregation == "token_mean":
+        return mask / num_loss_tokens
+    if sample_index is None:
+        lengths = mask.sum(1, keepdim=True).expand_as(mask)
+    else:
+        index = sample_index.flatten()
+        buckets = mask.new_zeros(loss_mask.numel() if index.numel() == 0 else int(index.max()) + 1)
+        lengths = buckets.index_add(0, index, mask.flatten())[index].view_as(mask)
+    return mask / (lengths.clamp_min(1) * num_samples)

@@ -1,0 +1,113 @@
+"""One call of a public function: checked arguments, rows flattened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mopd.losses import checks
+from mopd.losses.chunked import accumulation_dtype
+from mopd.losses.gather import GatherLogProbs
+from mopd.losses.reference import student_logprobs
+from mopd.losses.vocab_parallel import VocabShard, resolve_shard
+
+
+@dataclass(frozen=True)
+class Call:
+    """What every function of the package needs, after the checks."""
+
+    inp: Tensor
+    rows: tuple[int, ...]
+    """Leading dims of the logits."""
+    shard: VocabShard
+    temperature: float
+    weight_T: Tensor | None
+    active_T: Tensor | None
+    """Rows of weight other than 0; None means all."""
+    reference: bool
+    overwrite: bool
+    check_values: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of losses and metrics."""
+        return accumulation_dtype(self.inp)
+
+    def flat(self, per_row: Tensor) -> Tensor:
+        """``[rows, ...]`` to ``[T, ...]``."""
+        return per_row.flatten(0, len(self.rows) - 1)
+
+    def number(self, name: str, per_row: Tensor) -> Tensor:
+        """A float per row, checked, flattened, and 0 on rows of weight 0."""
+        checks.check_rows(name, per_row, self.rows, "float")
+        value = self.flat(per_row).to(self.dtype)
+        return value if self.active_T is None else torch.where(self.active_T, value, 0)
+
+    def ids(self, name: str, per_row: Tensor) -> Tensor:
+        """An id per row, checked and flattened."""
+        checks.check_rows(name, per_row, self.rows, "int")
+        return self.flat(per_row).long()
+
+    def gather(self, ids_TN: Tensor) -> tuple[Tensor, Tensor]:
+        """Differentiable log-probs ``[T, N]`` and log-sum-exp ``[T]``; 0 on rows of weight 0."""
+        if not self.reference:
+            logprobs, lse = GatherLogProbs.apply(  # type: ignore[no-untyped-call]
+                self.inp, ids_TN, self.active_T, self.shard, self.temperature, self.overwrite
+            )
+            return logprobs, lse
+        log_p = student_logprobs(self.inp, self.shard.vocab_size, self.temperature)
+        known = (ids_TN >= 0) & (ids_TN < self.shard.vocab_size)
+        logprobs = torch.where(known, log_p.gather(1, torch.where(known, ids_TN, 0)), -torch.inf)
+        lse = (self.inp.flatten(0, -2)[:, : self.shard.vocab_size].double() / self.temperature).logsumexp(1)
+        if self.active_T is not None:
+            logprobs, lse = torch.where(self.active_T.unsqueeze(1), logprobs, 0), torch.where(self.active_T, lse, 0)
+        return logprobs.to(self.dtype), lse.to(self.dtype)
+
+    def finish(self, loss_T: Tensor, metrics: dict[str, Tensor], reduce_loss: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """Unflattens; sums the rows where asked to."""
+        loss = loss_T.to(self.dtype)
+        loss = loss.sum() if reduce_loss else loss.view(self.rows)
+        return loss, {name: value.detach().to(self.dtype).view(self.rows) for name, value in metrics.items()}
+
+    def weighted(self, loss_T: Tensor) -> Tensor:
+        """Row losses times their weight, exactly 0 on rows of weight 0."""
+        if self.weight_T is None or self.active_T is None:
+            return loss_T
+        return torch.where(self.active_T, loss_T * self.weight_T, 0)
+
+    def masked(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Metrics with 0 on rows of weight 0."""
+        if self.active_T is None:
+            return metrics
+        return {name: torch.where(self.active_T, value, 0) for name, value in metrics.items()}
+
+
+def open_call(
+    inp: Tensor,
+    *,
+    temperature: float,
+    loss_weight: Tensor | None,
+    dist_process_group: dist.ProcessGroup | None,
+    vocab_range: tuple[int, int] | None,
+    true_vocab_size: int | None,
+    overwrite_input: bool,
+    is_cg_capturable: bool,
+    backend: str,
+    check_values: bool,
+) -> Call:
+    """Checks the shared arguments. Raises ValueError."""
+    world_size = 1 if dist_process_group is None else dist.get_world_size(dist_process_group)
+    checks.check_logits(inp, temperature, backend, overwrite_input, world_size)
+    checks.check_capture(is_cg_capturable, check_values)
+    rows = tuple(inp.shape[:-1])
+    shard = resolve_shard(inp.size(-1), dist_process_group, vocab_range, true_vocab_size)
+    weight = active = None
+    if loss_weight is not None:
+        checks.check_rows("loss_weight", loss_weight, rows, "float")
+        weight = loss_weight.detach().flatten().to(accumulation_dtype(inp))
+        active = weight != 0
+    reference = backend == "reference"
+    return Call(inp, rows, shard, temperature, weight, active, reference, overwrite_input, check_values)

@@ -1,0 +1,158 @@
+"""The two streaming passes over the logits: statistics in forward, gradient in backward.
+
+Both read a few rows at a time, so that the extra memory is two small blocks and ``[T, N]`` tensors, and both take the
+exponentials from ``softmax``: one fused, vectorised pass. Its normaliser is not trusted (torch sums it in sequence on
+CPU, which errs by 2e-5 at V = 151,936) but divided out again: the largest entry of a row's softmax is exactly
+1 / normaliser.
+
+Shape legend: T rows, V columns of this rank, N selected ids of a row, R rows of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mopd.losses.rows import Block, blocks, scatter_where
+from mopd.losses.vocab_parallel import LogProbs, VocabShard, exchange
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The ids of each row whose logits matter."""
+
+    column_TN: Tensor
+    """Column on this rank, 0 where not owned."""
+    owned_TN: Tensor
+    removed_TN: Tensor
+    """Entries that form the selected set: once per id, not necessarily owned here."""
+
+
+class Scratch:
+    """Two reusable blocks in the accumulation type."""
+
+    def __init__(self, inp: Tensor, shard: VocabShard, temperature: float) -> None:
+        self.dtype = accumulation_dtype(inp)
+        self.columns = shard.num_columns
+        self.scale = 1.0 / temperature
+        self._inp = inp
+        self._source: Tensor | None = None
+        self._result: Tensor | None = None
+
+    def scaled(self, block: Tensor) -> Tensor:
+        """The true columns of the logits, divided by the temperature, in the accumulation type."""
+        block = block[:, : self.columns]
+        if block.dtype == self.dtype and self.scale == 1.0 and block.is_contiguous():
+            return block
+        if self._source is None or self._source.size(0) < block.size(0):
+            self._source = self._inp.new_empty(block.size(0), self.columns, dtype=self.dtype)
+        copy = self._source[: block.size(0)].copy_(block)
+        return copy if self.scale == 1.0 else copy.mul_(self.scale)
+
+    def result(self, rows: int) -> Tensor:
+        if self._result is None or self._result.size(0) < rows:
+            self._result = self._inp.new_empty(rows, self.columns, dtype=self.dtype)
+        return self._result[:rows]
+
+
+def accumulation_dtype(inp: Tensor) -> torch.dtype:
+    """fp32, or float64 for float64 logits (tests)."""
+    return torch.float64 if inp.dtype == torch.float64 else torch.float32
+
+
+def collect(
+    inp: Tensor, selection: Selection, shard: VocabShard, temperature: float, active_T: Tensor | None
+) -> tuple[LogProbs, Tensor]:
+    """Forward pass over the logits and the collective. Returns the log-probs and this rank's row maximum [T].
+
+    Rows outside ``active_T`` hold meaningless finite numbers.
+    """
+    rows, dtype = selection.column_TN.size(0), accumulation_dtype(inp)
+    peak_T = inp.new_zeros(rows, dtype=dtype)
+    tail_lse_T = inp.new_zeros(rows, dtype=dtype)
+    selected_TN = inp.new_zeros(selection.column_TN.shape, dtype=dtype)
+    if shard.num_columns == 0:
+        peak_T.fill_(-torch.inf)
+        tail_lse_T.fill_(-torch.inf)
+        return exchange(tail_lse_T, selected_TN, selection.removed_TN, shard), peak_T
+    scratch = Scratch(inp, shard, temperature)
+    for block in blocks(inp, active_T):
+        if block.empty:
+            continue
+        owned = block.rows_of(selection.owned_TN)
+        column = block.rows_of(selection.column_TN)
+        logits = scratch.scaled(_read(block, inp))
+        block.put_rows(selected_TN, logits.gather(1, column).masked_fill_(~owned, 0))
+        peak = logits.amax(1)
+        share = torch.softmax(logits, 1, out=scratch.result(logits.size(0)))
+        unit = share.amax(1)
+        removed = owned & block.rows_of(selection.removed_TN)
+        scatter_where(share, column, removed, torch.zeros_like(column, dtype=dtype))
+        tail_lse = torch.where(peak == -torch.inf, peak, peak + torch.log(share.sum(1) / unit))
+        block.put_rows(peak_T, peak)
+        block.put_rows(tail_lse_T, tail_lse)
+    return exchange(tail_lse_T, selected_TN, selection.removed_TN, shard), peak_T
+
+
+def write_gradient(
+    inp: Tensor,
+    out: Tensor,
+    *,
+    entry_TN: Tensor,
+    write_TN: Tensor,
+    column_TN: Tensor,
+    dense_T: Tensor | None,
+    peak_T: Tensor,
+    shard: VocabShard,
+    temperature: float,
+    active_T: Tensor | None,
+) -> None:
+    """Backward pass: ``out[t, j] = dense[t] * exp(z[t, j] / temperature - peak[t])``, then the K entries over it.
+
+    ``dense_T`` is ``-G * upstream / temperature * exp(peak - lse)``; None means that the dense part is zero.
+    The entries replace what the dense part wrote: they were formed in the accumulation type and are rounded once.
+    ``out`` may be ``inp``.
+    """
+    scratch = Scratch(inp, shard, temperature)
+    n = shard.num_columns
+    for block in blocks(inp, active_T):
+        target = block.of(out)
+        if block.empty or n == 0:
+            target.zero_()
+            continue
+        part = _dense(block, inp, out, scratch, dense_T, peak_T)
+        if active_T is not None and block.pick is None and inp.device.type != "cpu":
+            part.masked_fill_(~block.rows_of(active_T).unsqueeze(1), 0)
+        scatter_where(part, block.rows_of(column_TN), block.rows_of(write_TN), block.rows_of(entry_TN))
+        if part.data_ptr() == target.data_ptr():
+            continue
+        if block.pick is not None:
+            target.zero_()
+            target[:, :n].index_copy_(0, block.pick, part.to(target.dtype))
+        else:
+            target[:, :n].copy_(part)
+            target[:, n:].zero_()
+
+
+def _dense(block: Block, inp: Tensor, out: Tensor, scratch: Scratch, dense_T: Tensor | None, peak_T: Tensor) -> Tensor:
+    """The dense part of a block, in ``out`` itself where that needs no conversion."""
+    logits = _read(block, inp)
+    target = block.of(out)
+    direct = block.pick is None and out is not inp and target.dtype == scratch.dtype
+    direct = direct and target.size(1) == scratch.columns and target.is_contiguous()
+    part = target if direct else scratch.result(logits.size(0))
+    if dense_T is None:
+        return part.zero_()
+    torch.softmax(scratch.scaled(logits), 1, out=part)
+    part.mul_((block.rows_of(dense_T) / part.amax(1)).unsqueeze(1))
+    void = block.rows_of(peak_T) == -torch.inf
+    if part.device.type != "cpu" or bool(void.any()):
+        part.masked_fill_(void.unsqueeze(1), 0)
+    return part
+
+
+def _read(block: Block, inp: Tensor) -> Tensor:
+    rows = block.of(inp)
+    return rows if block.pick is None else rows.index_select(0, block.pick)

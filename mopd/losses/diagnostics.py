@@ -1,0 +1,71 @@
+"""Diagnostics that cost a pass of their own: entropy of the student and overlap of the two top-k sets. No gradient.
+
+Shape legend: T rows, K ids of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mopd.losses.chunked import Scratch, accumulation_dtype
+from mopd.losses.rows import blocks
+from mopd.losses.vocab_parallel import VocabShard
+
+LARGEST_EXACT_ID = 1 << 24
+"""Ids travel in fp32, which holds integers up to here."""
+
+
+def entropy_and_overlap(
+    inp: Tensor, ids_TK: Tensor, shard: VocabShard, temperature: float, active_T: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Entropy in nats ``[T]``, and the share of the teacher's ids that are among the student's K most probable ``[T]``.
+
+    One all-reduce of ``[T, tp * (2 + 2 K)]``: per rank the log-sum-exp, the mean logit, and the K best logits with ids.
+    """
+    rows, k = ids_TK.shape
+    dtype = accumulation_dtype(inp)
+    own = inp.new_zeros(rows, 2 + 2 * k, dtype=dtype)
+    own[:, 0] = -torch.inf
+    own[:, 2 : 2 + k] = -torch.inf
+    own[:, 2 + k :] = -1
+    if shard.num_columns:
+        _local(inp, own, k, shard, temperature, active_T)
+    pay = own.new_zeros(rows, shard.world_size, own.size(1))
+    pay[:, shard.rank] = own
+    if shard.world_size > 1:
+        dist.all_reduce(pay, group=shard.group)
+    lse = torch.logsumexp(pay[..., 0], 1)
+    share = torch.exp(pay[..., 0] - lse.unsqueeze(1))
+    entropy = lse - torch.where(share > 0, share * pay[..., 1], 0).sum(1)
+    best = pay[..., 2 : 2 + k].flatten(1).topk(k, dim=1).indices
+    student_ids = pay[..., 2 + k :].flatten(1).gather(1, best).long()
+    valid = (ids_TK >= 0) & (ids_TK < shard.vocab_size)
+    hits = torch.zeros_like(entropy)
+    for column in range(k):  # one column at a time: a [T, K, K] table would be the largest tensor here
+        hits += ((student_ids == ids_TK[:, column : column + 1]).any(1) & valid[:, column]).to(dtype)
+    overlap = hits / valid.sum(1).clamp_min(1)
+    if active_T is not None:
+        entropy, overlap = torch.where(active_T, entropy, 0), torch.where(active_T, overlap, 0)
+    return entropy, overlap
+
+
+def _local(inp: Tensor, own: Tensor, k: int, shard: VocabShard, temperature: float, active_T: Tensor | None) -> None:
+    """Fills this rank's columns of the payload, row block by row block."""
+    scratch = Scratch(inp, shard, temperature)
+    best = min(k, shard.num_columns)
+    for block in blocks(inp, active_T):
+        if block.empty:
+            continue
+        rows = block.of(inp)
+        logits = scratch.scaled(rows if block.pick is None else rows.index_select(0, block.pick))
+        part = block.rows_of(own).clone()
+        part[:, 0] = torch.logsumexp(logits, 1)
+        share = torch.softmax(logits, 1, out=scratch.result(logits.size(0)))
+        total = share.sum(1)
+        part[:, 1] = torch.where(logits == -torch.inf, 0, share * logits).sum(1) / total
+        top = logits.topk(best, dim=1)
+        part[:, 2 : 2 + best] = top.values
+        part[:, 2 + k : 2 + k + best] = (top.indices + shard.start).to(part.dtype)
+        block.put_rows(own, part)

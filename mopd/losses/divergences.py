@@ -1,0 +1,224 @@
+"""The losses of one teacher as functions of a row's K log-probs: value and closed-form gradient.
+
+Every loss here depends on the student's logits only through log p at the ids in S. Written as
+
+    g_k = dLoss/dlog p_k = a_k + b p_k,        A = sum a_k,        P = sum p_k,        u = 1 - P,
+
+the gradient at the ids is ``g_k - G p_k = a_k + p_k (b u - A)`` and elsewhere ``-G p_j`` with ``G = A + b P``. The
+first form has no cancellation: with b = q_tail / u, the naive ``g_k - G p_k`` subtracts numbers of size 1 / u.
+
+Values are sums of ``x log(x / y) - x + y``, each >= 0 and quadratic near x = y; what the extra terms add up to is known
+exactly (0 over K + 1 outcomes) and taken off again, so that a loss near 0 keeps its digits.
+
+Shape legend: T rows, D teachers, K ids; all of this module works on [T, D, K] and [T, D].
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOSSES = ("forward_kl", "reverse_kl", "jsd")
+TAILS = ("bucket", "generalized", "renormalize", "none")
+TAIL_FLOOR = 1e-6
+"""Tail probability below which forward KL extends log p_tail linearly and reverse KL holds q_tail."""
+SMALLEST = 1e-30
+"""Keeps logarithms of an empty tail finite; always multiplied by that tail."""
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """Both distributions on S and on the tail. Entries outside S (not valid) have p = q = 0 and log-probs 0."""
+
+    logp: Tensor
+    """[T, D, K] student, after the clamp."""
+    logq: Tensor
+    """[T, D, K] teacher, after the clamp."""
+    p: Tensor
+    """[T, D, K] student, before the clamp."""
+    p_seen: Tensor
+    """exp(logp)"""
+    q: Tensor
+    """exp(logq)"""
+    valid: Tensor
+    moving: Tensor
+    """Entries in S that the clamp does not hold."""
+    mass_p: Tensor
+    """[T, D] sum of p (unclamped)."""
+    mass_q: Tensor
+    """[T, D] sum of exp(teacher log-prob) (unclamped); up to 1 + 1e-4 by rounding."""
+    tail_p: Tensor
+    """[T, D] 1 - mass_p, known without cancellation."""
+    tail_q: Tensor
+    """[T, D] 1 - mass_q, at least 0."""
+    excess_p: Tensor
+    """[T, D] what the clamp added to the sum of p: exactly 0 without one."""
+    excess_q: Tensor
+    """[T, D] what the clamps added to the teacher's K + 1 probabilities: exactly 0 without any."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """One loss. ``a`` [T, D, K]; ``b`` [T, D] or None for 0; ``floored`` [T, D] bool."""
+
+    value: Tensor
+    a: Tensor
+    b: Tensor | None
+    floored: Tensor | None = None
+    closed: bool = False
+    """sum a = 0 by construction."""
+    a_held: Tensor | None = None
+    """[T, D, K] a_k of entries that the clamp holds; None for 0."""
+
+
+def outcomes(
+    logprobs: Tensor, teacher_logprobs: Tensor, valid: Tensor, tail_p: Tensor, logprob_min_clamp: float | None
+) -> Outcomes:
+    """Applies the clamp and forms masses. ``valid`` marks S; other entries may hold anything."""
+    logp = torch.where(valid, logprobs, 0)
+    logq = torch.where(valid, teacher_logprobs, 0)
+    p, q = logp.exp().masked_fill(~valid, 0), logq.exp().masked_fill(~valid, 0)
+    mass = torch.where(valid, teacher_logprobs.double(), -torch.inf).exp().sum(-1)  # 1 - Q in fp32 would have no digits
+    exact_tail = (1 - mass).clamp_min(0)
+    mass_q, tail_q = mass.to(q.dtype), exact_tail.to(q.dtype)
+    excess_q = (exact_tail - (1 - mass)).to(q.dtype)
+    p_seen, moving, excess_p = p, valid, torch.zeros_like(mass_q)
+    if logprob_min_clamp is not None:
+        floor = math.exp(logprob_min_clamp)
+        moving = valid & (logp > logprob_min_clamp)
+        logp, logq = logp.clamp_min(logprob_min_clamp), logq.clamp_min(logprob_min_clamp)
+        p_seen = torch.where(valid, p.clamp_min(floor), 0)
+        raised = torch.where(valid, q.clamp_min(floor), 0)
+        excess_p, excess_q = (p_seen - p).sum(-1), excess_q + (raised - q).sum(-1)
+        q = raised
+    return Outcomes(logp, logq, p, p_seen, q, valid, moving, p.sum(-1), mass_q, tail_p, tail_q, excess_p, excess_q)
+
+
+def bregman(x: Tensor, log_x: Tensor, y: Tensor, log_y: Tensor) -> Tensor:
+    """``x log(x / y) - x + y``, accurate for x near y; y where x = 0."""
+    d = log_y - log_x
+    near = x * (torch.expm1(d) - d)
+    far = y - x - x * d
+    return torch.where(x > 0, torch.where(d.abs() < 1, near, far), y)
+
+
+def _renormalized(o: Outcomes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """p / P and q / Q on S with their logarithms: p, log p, q, log q."""
+    result = []
+    for log in (o.logp, o.logq):
+        total = torch.logsumexp(log.masked_fill(~o.valid, -torch.inf), -1, keepdim=True)
+        log = torch.where(o.valid, log - total, 0)
+        result += [log.exp().masked_fill(~o.valid, 0), log]
+    return result[0], result[1], result[2], result[3]
+
+
+def forward_kl(o: Outcomes, tail: str) -> Terms:
+    """KL(teacher || student) over the teacher's K ids."""
+    if tail == "renormalize":
+        p, log_p, q, log_q = _renormalized(o)
+        return Terms(bregman(q, log_q, p, log_p).sum(-1), p - q, None, closed=True)
+    if tail == "none":
+        return Terms(torch.where(o.q > 0, o.q * (o.logq - o.logp), 0).sum(-1), -o.q, None)
+    on_ids = bregman(o.q, o.logq, o.p_seen, o.logp).sum(-1)
+    if tail == "generalized":
+        return Terms(on_ids, o.p_seen - o.q, None)
+    u, t = o.tail_p, o.tail_q
+    held = u.clamp_min(TAIL_FLOOR)
+    log_t = t.clamp_min(SMALLEST).log()
+    extended = t * (log_t - held.log() - (u - held) / TAIL_FLOOR) - t + u
+    on_tail = torch.where(u < TAIL_FLOOR, extended, bregman(t, log_t, held, held.log()))
+    return Terms(on_ids + on_tail + o.excess_q - o.excess_p, -o.q, t / held, u < TAIL_FLOOR)
+
+
+def reverse_kl(o: Outcomes, tail: str) -> Terms:
+    """KL(student || teacher) over the teacher's K ids."""
+    if tail == "renormalize":
+        p, log_p, q, log_q = _renormalized(o)
+        value = bregman(p, log_p, q, log_q).sum(-1)
+        return Terms(value, _times(p, log_p - log_q - value.unsqueeze(-1)), None, closed=True)
+    weighted = _times(o.p_seen, o.logp - o.logq)
+    if tail == "none":
+        return Terms(weighted.sum(-1), weighted + o.p_seen, None)
+    on_ids = bregman(o.p_seen, o.logp, o.q, o.logq).sum(-1)
+    if tail == "generalized":
+        return Terms(on_ids, weighted, None)
+    u, t = o.tail_p, o.tail_q.clamp_min(TAIL_FLOOR)
+    log_u = u.clamp_min(SMALLEST).log()
+    value = on_ids + bregman(u.clamp_min(0), log_u, t, t.log()) + o.excess_p - o.excess_q - (t - o.tail_q)
+    # d(x log x)/dx = log x + 1: the ones of ids and tail cancel, except where the clamp stops the id's own
+    return Terms(value, weighted, t.log() - log_u, o.tail_q < TAIL_FLOOR, a_held=-o.p)
+
+
+def jsd(o: Outcomes, tail: str, beta: float) -> Terms:
+    """beta KL(teacher || M) + (1 - beta) KL(student || M), M = beta teacher + (1 - beta) student."""
+    if beta == 0:
+        return forward_kl(o, tail)
+    if beta == 1:
+        return reverse_kl(o, tail)
+    p, log_p, q, log_q = _renormalized(o) if tail == "renormalize" else (o.p_seen, o.logp, o.q, o.logq)
+    value, slope = _mixture(p, log_p, q, log_q, beta)
+    value, weighted = value.sum(-1), (1 - beta) * _times(p, slope)
+    if tail == "renormalize":
+        return Terms(value, weighted - p * weighted.sum(-1, keepdim=True), None, closed=True)
+    if tail != "bucket":
+        return Terms(value, weighted, None)
+    u, t = o.tail_p.clamp_min(0), o.tail_q
+    on_tail, slope = _mixture(u, u.clamp_min(SMALLEST).log(), t, t.clamp_min(SMALLEST).log(), beta)
+    return Terms(value + on_tail, weighted, -(1 - beta) * slope)
+
+
+def _times(p: Tensor, factor: Tensor) -> Tensor:
+    """``p * factor`` with 0 * inf = 0: a student log-prob of -inf contributes nothing to a reverse KL."""
+    return torch.where(p > 0, p * factor, 0)
+
+
+def _mixture(p: Tensor, log_p: Tensor, q: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Per outcome: the Jensen-Shannon term, and log(p / M)."""
+    d = log_p - log_q
+    near = d.clamp(-1, 1)
+    log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
+    m_over_q = torch.where(d.abs() < 1, torch.log1p((1 - beta) * torch.expm1(near)), log_m - log_q)
+    m_over_p = torch.where(d.abs() < 1, torch.log1p(beta * torch.expm1(-near)), log_m - log_p)
+    m = beta * q + (1 - beta) * p
+    zero = torch.zeros_like(p)
+    value = beta * bregman(q, zero, m, m_over_q) + (1 - beta) * bregman(p, zero, m, m_over_p)
+    return value, -m_over_p
+
+
+def divergence(o: Outcomes, loss: str, tail: str, beta: float) -> tuple[Terms, Tensor, Tensor]:
+    """The loss, its gradient at the ids ``g_k - G p_k`` [T, D, K] and the coefficient ``G`` [T, D].
+
+    Gradients are with respect to z / temperature.
+    """
+    if loss == "forward_kl":
+        terms = forward_kl(o, tail)
+    elif loss == "reverse_kl":
+        terms = reverse_kl(o, tail)
+    else:
+        terms = jsd(o, tail, beta)
+    a = torch.where(o.moving, terms.a, 0 if terms.a_held is None else terms.a_held)
+    exact_zero = terms.closed and o.moving is o.valid
+    total_a = torch.zeros_like(o.mass_p) if exact_zero else a.sum(-1)
+    if terms.b is None:
+        return terms, a - o.p * total_a.unsqueeze(-1), total_a
+    at_ids = a + o.p * (terms.b * o.tail_p - total_a).unsqueeze(-1)
+    return terms, at_ids, total_a + terms.b * o.mass_p
+
+
+def cap(
+    value: Tensor, loss_max_clamp: float | None, loss_soft_cap: float | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Capped loss, gradient factor, and where the cap bites (both None without a cap).
+
+    ``loss_max_clamp``: min(x, c), factor 0 above c. ``loss_soft_cap``: c (1 + log(x / c)) above c, factor c / x.
+    """
+    if loss_max_clamp is not None:
+        over = value > loss_max_clamp
+        return value.clamp_max(loss_max_clamp), (~over).to(value.dtype), over
+    if loss_soft_cap is not None:
+        ratio = (value / loss_soft_cap).clamp_min(1)
+        return torch.where(ratio > 1, loss_soft_cap * (1 + ratio.log()), value), 1 / ratio, ratio > 1
+    return value, None, None

@@ -1,0 +1,55 @@
+"""From a checked call to the layers that compute it.
+
+Shape legend: T rows, D teachers, K ids of a teacher.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mopd.losses import checks
+from mopd.losses.call import Call
+from mopd.losses.occurrences import first_and_counts
+from mopd.losses.reference import student_logprobs, topk_loss
+from mopd.losses.topk import Objective, TeacherRows, solve
+
+
+def teacher_rows(
+    call: Call, ids: Tensor, logprobs: Tensor, weights: Tensor | None, target: Tensor | None
+) -> TeacherRows:
+    """Flattens the teachers' side and marks the entries of S."""
+    several = ids.dim() == len(call.rows) + 2
+    ids_TDK, logprobs_TDK = call.flat(ids.detach()).long(), call.flat(logprobs.detach()).to(call.dtype)
+    if not several:
+        ids_TDK, logprobs_TDK = ids_TDK.unsqueeze(1), logprobs_TDK.unsqueeze(1)
+    weights_TD = logprobs_TDK.new_ones(ids_TDK.shape[:2])
+    if weights is not None:
+        weights_TD = call.flat(weights.detach()).to(call.dtype)
+    live = (weights_TD != 0).unsqueeze(-1)
+    if call.active_T is not None:
+        live = live & call.active_T.view(-1, 1, 1)
+    target_T = None if target is None else call.ids("target", target)
+    if call.check_values:
+        checks.check_teacher_values(ids_TDK, logprobs_TDK, live.expand_as(ids_TDK), call.shard.vocab_size)
+        if target_T is not None:
+            checks.check_targets(target_T, None, call.active_T, call.shard.vocab_size)
+    valid = live & (ids_TDK >= 0) & (ids_TDK < call.shard.vocab_size) & (logprobs_TDK != -torch.inf)
+    return TeacherRows(ids_TDK, logprobs_TDK, weights_TD, valid, target_T)
+
+
+def reference_topk(call: Call, objective: Objective, teacher: TeacherRows) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of the reference layer; the metrics come from the closed forms on its log-probs."""
+    log_p = student_logprobs(call.inp, call.shard.vocab_size, call.temperature)
+    loss = topk_loss(log_p, objective, teacher)
+    with torch.no_grad():
+        valid = teacher.valid_TDK.flatten(1)
+        ids = torch.where(valid, teacher.ids_TDK.flatten(1), 0)
+        first, counts = first_and_counts(ids, valid, teacher.ids_TDK.size(1))
+        logprobs = log_p.gather(1, ids)
+        rest = 1 - torch.where(first, logprobs.exp(), 0).sum(1)
+        metrics = solve(objective, teacher, logprobs, rest.clamp_min(1e-30).log(), first, counts).metrics
+        metrics["unweighted_loss"] = loss.detach()
+        if teacher.target_T is not None:
+            metrics["student_logprobs"] = log_p.gather(1, teacher.target_T.unsqueeze(1)).squeeze(1)
+    return call.weighted(loss), call.masked(metrics)

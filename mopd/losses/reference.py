@@ -1,0 +1,110 @@
+"""The losses as their formulas, in float64, differentiated by autograd; single rank, whole vocabulary in memory.
+
+Slow and large on purpose: this is the oracle of the other layers. ``p`` is the student, ``q`` the teacher, ``S`` the
+teacher's ids, ``tail`` everything else.
+
+Shape legend: T rows, V vocabulary, D teachers, K ids of a teacher.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mopd.losses.topk import Objective, TeacherRows
+
+TAIL_FLOOR = 1e-6
+TINY = 1e-30
+
+
+def student_logprobs(inp: Tensor, vocab_size: int, temperature: float) -> Tensor:
+    """log softmax(z / temperature) over the true vocabulary, ``[T, V]`` float64."""
+    return torch.log_softmax(inp.flatten(0, -2)[:, :vocab_size].double() / temperature, dim=-1)
+
+
+def topk_loss(log_p_TV: Tensor, objective: Objective, teacher: TeacherRows) -> Tensor:
+    """``sum_d w_d loss_d`` of every row, ``[T]`` float64."""
+    total = log_p_TV.new_zeros(log_p_TV.size(0))
+    for d in range(teacher.ids_TDK.size(1)):
+        valid, weight = teacher.valid_TDK[:, d], teacher.weights_TD[:, d].double()
+        ids = torch.where(valid, teacher.ids_TDK[:, d], 0)
+        log_q = torch.where(valid, teacher.logprobs_TDK[:, d].double(), 0)
+        log_p = torch.where(valid, log_p_TV.gather(1, ids), 0)
+        loss = capped(one_teacher(log_p, log_q, valid, objective), objective)
+        total = total + torch.where(weight != 0, weight * loss, 0)
+    return total
+
+
+def one_teacher(log_p: Tensor, log_q: Tensor, valid: Tensor, objective: Objective) -> Tensor:
+    """One teacher's loss from log-probs ``[T, K]`` on S; entries that are not valid count in the tails."""
+    p_tail = 1 - _sum(log_p.exp(), valid)
+    q_tail = (1 - _sum(log_q.exp(), valid)).clamp_min(0)
+    if objective.logprob_min_clamp is not None:
+        log_p = log_p.clamp_min(objective.logprob_min_clamp)
+        log_q = log_q.clamp_min(objective.logprob_min_clamp)
+    if objective.tail == "renormalize":
+        log_p, log_q = _normalized(log_p, valid), _normalized(log_q, valid)
+    beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": objective.beta}[objective.loss]
+    if beta == 0:
+        return _forward(log_p, log_q, valid, p_tail, q_tail, objective.tail)
+    if beta == 1:
+        return _reverse(log_p, log_q, valid, p_tail, q_tail, objective.tail)
+    loss = _sum(_jensen_shannon(log_p, log_q, beta), valid)
+    if objective.tail == "bucket":
+        loss = loss + _jensen_shannon(p_tail.clamp_min(TINY).log(), q_tail.clamp_min(TINY).log(), beta)
+    return loss
+
+
+def _forward(log_p: Tensor, log_q: Tensor, valid: Tensor, p_tail: Tensor, q_tail: Tensor, tail: str) -> Tensor:
+    p, q = log_p.exp(), log_q.exp()
+    loss = _sum(q * (log_q - log_p), valid)
+    if tail == "generalized":
+        return loss + _sum(p - q, valid)
+    if tail != "bucket":
+        return loss
+    tangent = math.log(TAIL_FLOOR) + (p_tail - TAIL_FLOOR) / TAIL_FLOOR
+    log_p_tail = torch.where(p_tail < TAIL_FLOOR, tangent, p_tail.clamp_min(TAIL_FLOOR).log())
+    return loss + q_tail * (q_tail.clamp_min(TINY).log() - log_p_tail)
+
+
+def _reverse(log_p: Tensor, log_q: Tensor, valid: Tensor, p_tail: Tensor, q_tail: Tensor, tail: str) -> Tensor:
+    p, q = log_p.exp(), log_q.exp()
+    loss = _sum(_expectation(log_p, log_p - log_q), valid)
+    if tail == "generalized":
+        return loss + _sum(q - p, valid)
+    if tail != "bucket":
+        return loss
+    return loss + p_tail * (p_tail.clamp_min(TINY).log() - q_tail.clamp_min(TAIL_FLOOR).log())
+
+
+def _jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    log_m = torch.logaddexp(math.log(beta) + log_q, math.log1p(-beta) + log_p)
+    return beta * log_q.exp() * (log_q - log_m) + (1 - beta) * _expectation(log_p, log_p - log_m)
+
+
+def _expectation(log_p: Tensor, x: Tensor) -> Tensor:
+    """``p x`` where p > 0, else 0."""
+    some = log_p > -torch.inf
+    return torch.where(some, log_p, 0).exp() * torch.where(some, x, 0) * some
+
+
+def _sum(x: Tensor, valid: Tensor) -> Tensor:
+    return torch.where(valid, x, 0).sum(-1)
+
+
+def _normalized(log: Tensor, valid: Tensor) -> Tensor:
+    """Log-probs conditional on S; 0 outside, and where S is empty."""
+    total = torch.where(valid, log, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.where(valid, log - torch.where(valid.any(-1, keepdim=True), total, 0), 0)
+
+
+def capped(loss: Tensor, objective: Objective) -> Tensor:
+    """The hard clamp or the soft cap."""
+    if objective.loss_max_clamp is not None:
+        return loss.clamp_max(objective.loss_max_clamp)
+    if objective.loss_soft_cap is not None:
+        c = objective.loss_soft_cap
+        return torch.where(loss > c, c * (1 + (loss / c).clamp_min(1).log()), loss)
+    return loss

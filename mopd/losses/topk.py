@@ -1,0 +1,183 @@
+"""Top-k distillation as one autograd function over vocab-parallel logits.
+
+Forward: statistics (one pass over the logits), one all-reduce, loss and coefficients on [T, D, K].
+Backward: the gradient in one pass; no collective.
+
+Shape legend: T rows, D teachers, K ids of a teacher, N = D * K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mopd.losses.chunked import Selection, collect, write_gradient
+from mopd.losses.divergences import Outcomes, Terms, cap, divergence, outcomes
+from mopd.losses.occurrences import first_and_counts, sum_equal
+from mopd.losses.vocab_parallel import LogProbs, VocabShard
+
+METRICS = ("unweighted_loss", "teacher_mass", "student_mass", "clamped", "clamped_entries", "tail_floored")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Which loss, with which stabilisers."""
+
+    loss: str
+    tail: str
+    beta: float
+    temperature: float
+    logprob_min_clamp: float | None
+    loss_max_clamp: float | None
+    loss_soft_cap: float | None
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """The teachers' side, rows flattened."""
+
+    ids_TDK: Tensor
+    logprobs_TDK: Tensor
+    weights_TD: Tensor
+    valid_TDK: Tensor
+    """Entries of S: id in the vocabulary, log-prob above -inf, row and teacher weight not 0."""
+    target_T: Tensor | None
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What the maths on [T, D, K] hands to the streaming passes. Gradients are those of the unweighted row loss."""
+
+    loss_T: Tensor
+    entry_TN: Tensor
+    dense_T: Tensor
+    """-G, summed over teachers."""
+    metrics: dict[str, Tensor]
+
+
+def solve(
+    objective: Objective, teacher: TeacherRows, logprobs_TN: Tensor, log_tail_T: Tensor, first: Tensor, counts: Tensor
+) -> Solution:
+    """Losses of all teachers of a row and their joint gradient.
+
+    ``log_tail_T`` is the mass outside every teacher's ids; ``first`` [T, N] and ``counts`` [T, N, D] say which
+    teachers share an id.
+    """
+    ids, valid, weights = teacher.ids_TDK, teacher.valid_TDK, teacher.weights_TD
+    p_first = torch.where(first, logprobs_TN, -torch.inf).exp()
+    surplus = counts.to(p_first.dtype) - 1  # -1: another teacher's id, part of this teacher's tail
+    tail_p = log_tail_T.exp().unsqueeze(1) - torch.where(first.unsqueeze(2), p_first.unsqueeze(2) * surplus, 0).sum(1)
+    o = outcomes(logprobs_TN.view_as(ids), teacher.logprobs_TDK, valid, tail_p, objective.logprob_min_clamp)
+    terms, at_ids, total = divergence(o, objective.loss, objective.tail, objective.beta)
+    value, factor, capped = cap(terms.value, objective.loss_max_clamp, objective.loss_soft_cap)
+    scale = weights if factor is None else weights * factor
+    total = scale * total
+    entry = sum_equal(ids.flatten(1), valid.flatten(1), (at_ids * scale.unsqueeze(-1)).flatten(1))
+    entry = entry + o.p.flatten(1) * (surplus * total.unsqueeze(1)).sum(2)
+    loss = torch.where(weights != 0, weights * value, 0).sum(1)
+    return Solution(loss, entry, -total.sum(1), _metrics(teacher, o, terms, capped, loss))
+
+
+def _metrics(teacher: TeacherRows, o: Outcomes, terms: Terms, capped: Tensor | None, loss: Tensor) -> dict[str, Tensor]:
+    """Row metrics; with several teachers masses are weighted means, marks hold if they hold for any teacher."""
+    used = teacher.weights_TD != 0
+    share = teacher.weights_TD.abs() / teacher.weights_TD.abs().sum(1, keepdim=True).clamp_min(1e-30)
+    held = o.valid & ~o.moving
+    marked = held.any(-1) if capped is None else held.any(-1) | (capped & used)
+    floored = torch.zeros_like(used) if terms.floored is None else terms.floored & used
+    entries = teacher.valid_TDK.flatten(1).sum(1).clamp_min(1)
+    return {
+        "unweighted_loss": loss,
+        "teacher_mass": (o.mass_q * share).sum(1),
+        "student_mass": (o.mass_p * share).sum(1),
+        "clamped": marked.any(1).to(loss.dtype),
+        "clamped_entries": held.flatten(1).sum(1) / entries.to(loss.dtype),
+        "tail_floored": floored.any(1).to(loss.dtype),
+    }
+
+
+class TopKDistill(torch.autograd.Function):
+    """``apply(inp, objective, teacher, weight_T, active_T, shard, overwrite)`` -> loss rows, then the metrics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inp: Tensor,
+        objective: Objective,
+        teacher: TeacherRows,
+        weight_T: Tensor | None,
+        active_T: Tensor | None,
+        shard: VocabShard,
+        overwrite: bool,
+    ) -> tuple[Tensor, ...]:
+        valid_TN = teacher.valid_TDK.flatten(1)
+        first, counts = first_and_counts(teacher.ids_TDK.flatten(1), valid_TN, teacher.ids_TDK.size(1))
+        selection = _select(teacher, first, shard)
+        stats, peak_T = collect(inp, selection, shard, objective.temperature, active_T)
+        n = valid_TN.size(1)
+        solution = solve(objective, teacher, stats.logprobs_TN[:, :n], stats.log_tail_T, first, counts)
+        metrics = [solution.metrics[name] for name in METRICS]
+        if teacher.target_T is not None:
+            known = (teacher.target_T >= 0) & (teacher.target_T < shard.vocab_size)
+            metrics.append(torch.where(known, stats.logprobs_TN[:, n], -torch.inf))
+        loss = solution.loss_T.clone() if weight_T is None else solution.loss_T * weight_T
+        if active_T is not None:
+            loss, *metrics = (torch.where(active_T, x, 0) for x in (loss, *metrics))
+        factor = torch.ones_like(loss) if weight_T is None else weight_T
+        dense = None
+        if objective.tail != "renormalize" or objective.logprob_min_clamp is not None:
+            dense = solution.dense_T * dense_scale(stats, peak_T)
+        column, owned = selection.column_TN[:, :n], selection.owned_TN[:, :n] & valid_TN
+        ctx.save_for_backward(inp, solution.entry_TN, dense, peak_T, column, owned, factor, active_T)
+        ctx.shard, ctx.temperature, ctx.overwrite, ctx.spent = shard, objective.temperature, overwrite, False
+        ctx.mark_non_differentiable(*metrics)
+        return (loss, *metrics)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_backward(ctx)
+        inp, entry, dense, peak_T, column, owned, factor, active_T = ctx.saved_tensors
+        upstream = grad_loss * factor / ctx.temperature
+        out = inp if ctx.overwrite else torch.empty_like(inp)
+        write_gradient(
+            inp,
+            out,
+            entry_TN=entry * upstream.unsqueeze(1),
+            write_TN=owned,
+            column_TN=column,
+            dense_T=None if dense is None else dense * upstream,
+            peak_T=peak_T,
+            shard=ctx.shard,
+            temperature=ctx.temperature,
+            active_T=active_T,
+        )
+        if ctx.overwrite:
+            torch.autograd.graph.increment_version(inp)
+        return (out, None, None, None, None, None, None)
+
+
+def _select(teacher: TeacherRows, first: Tensor, shard: VocabShard) -> Selection:
+    """Ids to gather: the teachers', then the target (which stays part of the tail unless a teacher lists it)."""
+    ids = teacher.ids_TDK.flatten(1)
+    if teacher.target_T is not None:
+        ids = torch.cat([ids, teacher.target_T.unsqueeze(1)], 1)
+        first = torch.cat([first, torch.zeros_like(first[:, :1])], 1)
+    column, owned = shard.localize(ids)
+    return Selection(column, owned, first)
+
+
+def dense_scale(stats: LogProbs, peak_T: Tensor) -> Tensor:
+    """``exp(peak - lse)``: from this rank's row maximum to the log-sum-exp of the whole row."""
+    return torch.exp((peak_T - stats.shift_T) - stats.log_sum_T)
+
+
+def refuse_second_backward(ctx: Any) -> None:
+    """With ``overwrite_input`` the logits are gone after the first backward."""
+    if ctx.overwrite and ctx.spent:
+        raise RuntimeError("overwrite_input=True: the first backward has overwritten the logits with their gradient")
+    ctx.spent = True

@@ -1,0 +1,195 @@
+"""What a run measures: times of phases, one flat record per step, and the files of records. Light to import.
+
+Names of a record are flat: ``kl_k1/math`` is a metric of one domain, ``timing/rollout_s`` a time. ``docs/metrics.md``
+explains each.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mopd.types import Batch, DomainSums, UserError
+
+VOLATILE_PREFIXES = ("timing/", "rate/", "memory/")
+"""Metrics that differ between two equal runs; all others are equal bit for bit after a resume at the same layout."""
+TOKEN_MEANS = {"k1": "kl_k1", "k3": "kl_k3", "clamped": "clamped_share", "tail_floored": "tail_floored_share"}
+"""Names of the student's sums that read better otherwise as means over tokens; other sums keep their name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics:
+    """The numbers of one optimizer step.
+
+    Example: ``StepMetrics(step=3, values={"loss": 0.2, "kl_k1/math": 0.1, "timing/step_s": 1.5})``.
+    """
+
+    step: int
+    """Optimizer steps done, this one included."""
+    values: Mapping[str, float]
+
+    def by_domain(self, metric: str) -> dict[str, float]:
+        """Values of ``metric/<domain>``."""
+        start = f"{metric}/"
+        return {name.removeprefix(start): value for name, value in self.values.items() if name.startswith(start)}
+
+    @property
+    def record(self) -> dict[str, float | None]:
+        """One line of ``metrics.jsonl``; JSON has no NaN or infinity, they become null."""
+        return {"step": self.step, **{k: v if math.isfinite(v) else None for k, v in self.values.items()}}
+
+
+class StepTimer:
+    """Seconds per phase since the last ``flush``. Phases may overlap (rollout beside training): each is timed alone.
+
+    Example::
+
+        with timer("rollout"):
+            ...
+        timer.flush()  # {"rollout": 1.2, "step": 1.3}
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._begun: float | None = None
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the time of the ``with`` block to ``phase``, also when the block raises."""
+        started = self._clock()
+        if self._begun is None:
+            self._begun = started
+        try:
+            yield
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - started
+
+    def flush(self) -> dict[str, float]:
+        """Seconds per phase, and ``step``: from the first phase that began since the last flush until now. What happens
+        between a flush and the next phase (validation, checkpoints) belongs to no step. Starts anew."""
+        seconds = self._seconds
+        if self._begun is not None:
+            seconds["step"] = self._clock() - self._begun
+        self._seconds, self._begun = {}, None
+        return seconds
+
+
+def merge_step(
+    step: int,
+    *,
+    batch: Batch,
+    sums: Mapping[str, DomainSums],
+    values: Mapping[str, float],
+    timings: Mapping[str, float],
+) -> StepMetrics:
+    """One step's record.
+
+    Args:
+        batch: the samples that were trained on.
+        sums: the student's sums over loss tokens by domain; each becomes a mean, ``<metric>/<domain>``.
+        values: numbers that have their final name (``grad_norm``, ``lr``, …).
+        timings: seconds by phase, as ``StepTimer.flush`` returns them.
+
+    ``loss`` is what the optimizer minimised (sum of ``weighted_loss``). ``rate/train_tokens_per_s`` counts prompt and
+    response tokens of the batch over the whole step, rollout and scoring included.
+    """
+    flat = {"loss": math.fsum(domain.sums["weighted_loss"] for domain in sums.values()), **values}
+    for name, domain in sorted(sums.items()):
+        flat |= _means(name, domain)
+    flat |= _lengths(batch)
+    flat["tokens"] = float(batch.num_tokens)
+    flat |= {f"timing/{phase}_s": seconds for phase, seconds in timings.items()}
+    if timings.get("step"):
+        flat["rate/train_tokens_per_s"] = batch.num_tokens / timings["step"]
+    return StepMetrics(step=step, values=flat)
+
+
+def _means(domain: str, domain_sums: DomainSums) -> dict[str, float]:
+    means = {
+        f"{TOKEN_MEANS.get(name, name)}/{domain}": total / domain_sums.num_tokens
+        for name, total in domain_sums.sums.items()
+        if name != "weighted_loss"
+    }
+    return {**means, f"num_tokens/{domain}": float(domain_sums.num_tokens)}
+
+
+def _lengths(batch: Batch) -> dict[str, float]:
+    """Response lengths, truncation and sample counts by domain."""
+    flat = {}
+    for domain in sorted({sample.domain for sample in batch.samples}):
+        samples = [sample for sample in batch.samples if sample.domain == domain]
+        flat[f"response_length/{domain}"] = sum(sample.response_length for sample in samples) / len(samples)
+        flat[f"truncated_share/{domain}"] = sum(sample.truncated for sample in samples) / len(samples)
+        flat[f"num_samples/{domain}"] = float(len(samples))
+    return flat
+
+
+class JsonlWriter:
+    """Appends records with a ``step``, one JSON object per line; each line is on disk when ``write`` returns.
+
+    Opening a file removes a torn last line, as a crash leaves it; ``UserError`` if another line is no such record.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _keep(path, lambda step: True)
+        self._file = path.open("ab")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record; NaN and infinity are refused with ``ValueError``."""
+        self._file.write(json.dumps(dict(record), ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def truncate_jsonl(path: Path, *, after_step: int) -> None:
+    """Remove the records of steps above ``after_step``, if there is such a file: a resumed run writes them anew."""
+    if path.exists():
+        _keep(path, lambda step: step <= after_step)
+
+
+def _keep(path: Path, wanted: Callable[[int], bool]) -> None:
+    """Keep the records before the first unwanted one."""
+    end = 0
+    for line, record in _complete_lines(path):
+        if not wanted(record["step"]):
+            break
+        end += len(line)
+    if end != path.stat().st_size:
+        with path.open("r+b") as file:
+            file.truncate(end)
+            os.fsync(file.fileno())
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Records of a file that ``JsonlWriter`` writes, perhaps right now: a last line without its end is left out.
+
+    No file: no records. Raises ``UserError`` that names file and line if a line is no record.
+    """
+    return [record for _, record in _complete_lines(path)] if path.exists() else []
+
+
+def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                raise UserError(f"{path}:{number}: not a JSON object with a step: remove the line, or the file")
+            yield line, record

@@ -1,0 +1,152 @@
+"""``report.json`` and ``report.html`` of a run folder, finished or not.
+
+Head-room recovery of a domain = (after - before) / (teacher - before): the share of its teacher's lead that the student
+gained. ``before`` is the validation reward at step 0, ``after`` that of the best validation (highest mean over domains,
+the earliest of equals: the checkpoint that is exported), ``teacher`` the domain's own teacher on the same prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mopd.report.page import render_page
+from mopd.report.run_files import RunFiles
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DomainResult:
+    """Mean validation rewards of one domain; ``None`` where not measured (yet)."""
+
+    before: float | None
+    after: float | None
+    teacher: float | None
+    headroom_recovery: float | None
+    """``None`` also where the teacher does not beat ``before``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What ``report.json`` holds, with ``domains`` by name."""
+
+    domains: Mapping[str, DomainResult]
+    mean_headroom_recovery: float | None
+    best_step: int | None
+    """Step of ``after``."""
+    steps: int
+    """Optimizer steps done."""
+    planned_steps: int
+    wall_s: float
+    """Seconds of all steps (``timing/step_s``) and validations; not start, checkpoints or export."""
+    train_tokens_per_s: float | None
+    """Prompt and response tokens trained on, per second of the steps (rollout and scoring included)."""
+
+
+def build_report(run_dir: str | Path) -> Report:
+    """Write ``report.json`` and ``report.html`` into the run folder and return the former's content.
+
+    Raises:
+        UserError: the folder holds no run, or a file of it is damaged.
+    """
+    files = RunFiles(Path(run_dir))
+    files.require_run()
+    steps, validations = files.steps(), files.validations()
+    recipe = files.recipe_tree()
+    report = summarise(steps, validations, files.teacher_rewards(), planned_steps=recipe["schedule"]["steps"])
+    page = render_page(
+        asdict(report),
+        steps=steps,
+        validations=validations,
+        recipe=recipe,
+        recipe_text=files.recipe_text(),
+        run_name=files.root.resolve().name,
+    )
+    _write(files.report_json, json.dumps(asdict(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    _write(files.report_html, page)
+    return report
+
+
+def summarise(
+    steps: Sequence[Mapping[str, Any]],
+    validations: Sequence[Mapping[str, Any]],
+    teachers: Mapping[str, float],
+    *,
+    planned_steps: int,
+) -> Report:
+    """The report of the records of ``metrics.jsonl`` and ``validation.jsonl`` and the teachers' rewards by domain."""
+    before = next((record["rewards"] for record in validations if record["step"] == 0), {})
+    best = max(
+        (record for record in validations if record["step"] > 0),
+        key=lambda record: (_mean(list(record["rewards"].values())), -record["step"]),
+        default=None,
+    )
+    after = {} if best is None else best["rewards"]
+    domains = {
+        domain: DomainResult(
+            before=before.get(domain),
+            after=after.get(domain),
+            teacher=teachers.get(domain),
+            headroom_recovery=headroom_recovery(before.get(domain), after.get(domain), teachers.get(domain)),
+        )
+        for domain in sorted({*before, *after, *teachers})
+    }
+    recoveries = [result.headroom_recovery for result in domains.values() if result.headroom_recovery is not None]
+    step_s = sum(record.get("timing/step_s", 0.0) for record in steps)
+    tokens = sum(record.get("tokens", 0.0) for record in steps)
+    return Report(
+        domains=domains,
+        mean_headroom_recovery=_mean(recoveries) if recoveries else None,
+        best_step=None if best is None else best["step"],
+        steps=steps[-1]["step"] if steps else 0,
+        planned_steps=planned_steps,
+        wall_s=step_s + sum(record.get("wall_s", 0.0) for record in validations),
+        train_tokens_per_s=tokens / step_s if step_s else None,
+    )
+
+
+def headroom_recovery(before: float | None, after: float | None, teacher: float | None) -> float | None:
+    """``(after - before) / (teacher - before)``; ``None`` unless all are known and the teacher beats ``before``."""
+    if before is None or after is None or teacher is None or teacher <= before:
+        return None
+    return (after - before) / (teacher - before)
+
+
+def print_summary(report: Report, console: Console | None = None) -> None:
+    """The report as a table on the terminal."""
+    table = Table(title=f"step {report.steps} of {report.planned_steps}", title_justify="left")
+    table.add_column("domain")
+    after = "after" if report.best_step is None else f"after (step {report.best_step})"
+    for heading in ("before", after, "teacher", "head-room recovered"):
+        table.add_column(heading, justify="right")
+    for domain, result in report.domains.items():
+        rewards = (_cell(value, "{:.3f}") for value in (result.before, result.after, result.teacher))
+        table.add_row(domain, *rewards, _cell(result.headroom_recovery, "{:.0%}"))
+    if len(report.domains) > 1:
+        table.add_section()
+        table.add_row("mean", "", "", "", _cell(report.mean_headroom_recovery, "{:.0%}"))
+    rate = _cell(report.train_tokens_per_s, "{:,.0f} tokens/s")
+    console = console or Console()
+    console.print(table)
+    console.print(f"{report.wall_s:,.0f} s in steps and validations, {rate} trained", highlight=False)
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)

@@ -1,0 +1,155 @@
+"""Line charts as inline SVG that follows the page's colours (CSS variables ``--series-0`` …), light or dark."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+
+WIDTH, HEIGHT = 420, 230
+LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 26
+NUM_COLOURS = 8
+"""Series beyond these repeat a colour with a dashed line."""
+MAX_POINTS = 300
+"""Longer curves are averaged into this many buckets."""
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """One curve. ``points`` are (step, value) in order of steps."""
+
+    name: str
+    index: int
+    """Number of the colour: the same domain has the same one in every chart."""
+    points: Sequence[Point]
+    goal: float | None = None
+    """A horizontal line in the same colour, for example the teacher's reward."""
+    has_marks: bool = False
+    """Few measured points, drawn as dots; otherwise a noisy curve, drawn faint under its running mean."""
+
+
+def line_chart(series: Sequence[Series], *, label: str) -> Markup:
+    """One SVG; ``label`` describes it to screen readers. Empty text when no series has a point."""
+    series = [one for one in series if one.points]
+    if not series:
+        return Markup()
+    xs = [x for one in series for x, _ in one.points]
+    ys = [y for one in series for _, y in one.points] + [one.goal for one in series if one.goal is not None]
+    x_scale = _Scale(min(xs), max(xs), LEFT, WIDTH - RIGHT)
+    y_ticks = ticks(min(ys), max(ys))
+    y_scale = _Scale(min(y_ticks[0], *ys), max(y_ticks[-1], *ys), HEIGHT - BOTTOM, TOP)
+    parts = [_axes(x_scale, y_scale, y_ticks, [x for x in ticks(min(xs), max(xs)) if min(xs) <= x <= max(xs)])]
+    for one in series:
+        parts += _curve(one, x_scale, y_scale)
+    return Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
+        WIDTH, HEIGHT, label, Markup("").join(parts)
+    )
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """At most ``most + 1`` round numbers (1, 2 or 5 times a power of ten apart) that enclose ``low`` and ``high``."""
+    if high == low:
+        high, low = high + (abs(high) or 1) / 2, low - (abs(low) or 1) / 2
+    rough = (high - low) / (most - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(number * step, 12) for number in range(first, last + 1)]
+
+
+def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+    """At most ``most`` points: means over equal runs of neighbours."""
+    if len(points) <= most:
+        return list(points)
+    edges = [round(i * len(points) / most) for i in range(most + 1)]
+    buckets = [points[a:b] for a, b in itertools.pairwise(edges)]
+    return [(sum(x for x, _ in b) / len(b), sum(y for _, y in b) / len(b)) for b in buckets]
+
+
+def running_mean(points: Sequence[Point], window: int) -> list[Point]:
+    """Each value with its neighbours, ``window`` in all (fewer at the ends)."""
+    half = window // 2
+    means = []
+    for i, (x, _) in enumerate(points):
+        near = points[max(0, i - half) : i + half + 1]
+        means.append((x, sum(y for _, y in near) / len(near)))
+    return means
+
+
+class _Scale:
+    def __init__(self, low: float, high: float, start: float, end: float) -> None:
+        self.low, self.start = low, start
+        self.factor = (end - start) / (high - low) if high > low else 0.0
+        self.shift = 0.0 if high > low else (end - start) / 2
+
+    def __call__(self, value: float) -> float:
+        return round(self.start + self.shift + (value - self.low) * self.factor, 1)
+
+
+def _axes(x_scale: _Scale, y_scale: _Scale, y_ticks: Sequence[float], x_ticks: Sequence[float]) -> Markup:
+    parts = []
+    for value, label in zip(y_ticks, _tick_labels(y_ticks), strict=True):
+        y = y_scale(value)
+        parts.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, y, y))
+        parts.append(Markup('<text x="{}" y="{}" text-anchor="end">{}</text>').format(LEFT - 6, y + 4, label))
+    for value in x_ticks:
+        x = x_scale(value)
+        parts.append(Markup('<text x="{}" y="{}" text-anchor="middle">{}</text>').format(x, HEIGHT - 8, short(value)))
+    return Markup("").join(parts)
+
+
+def _tick_labels(values: Sequence[float]) -> list[str]:
+    """With as many digits as tell neighbours apart: 0.999 and 1.000, not 1 and 1."""
+    labels = [short(value) for value in values]
+    if len(set(labels)) == len(labels):
+        return labels
+    digits = max(0, -math.floor(math.log10(values[1] - values[0])))
+    return [f"{value:.{digits}f}" for value in values]
+
+
+def _curve(one: Series, x_scale: _Scale, y_scale: _Scale) -> list[Markup]:
+    colour = f"s{one.index % NUM_COLOURS}" + (" again" if one.index >= NUM_COLOURS else "")
+    last = short(one.points[-1][1])
+    title = Markup("<title>{}: {} at step {}</title>").format(one.name, last, short(one.points[-1][0]))
+    points = thin(one.points)
+    parts = []
+    if one.goal is not None:
+        y = y_scale(one.goal)
+        goal_title = Markup("<title>teacher of {}: {}</title>").format(one.name, short(one.goal))
+        parts.append(
+            Markup('<line class="goal {}" x1="{}" x2="{}" y1="{}" y2="{}">{}</line>').format(
+                colour, LEFT, WIDTH - RIGHT, y, y, goal_title
+            )
+        )
+    if one.has_marks or len(points) < 8:
+        parts.append(_path(points, x_scale, y_scale, f"curve {colour}", title))
+        for x, y in points:
+            dot = '<circle class="dot {}" cx="{}" cy="{}" r="3"><title>{}: {} at step {}</title></circle>'
+            parts.append(Markup(dot).format(colour, x_scale(x), y_scale(y), one.name, short(y), short(x)))
+        return parts
+    parts.append(_path(points, x_scale, y_scale, f"faint {colour}", title))
+    parts.append(_path(running_mean(points, max(3, len(points) // 20)), x_scale, y_scale, f"curve {colour}", title))
+    return parts
+
+
+def _path(points: Sequence[Point], x_scale: _Scale, y_scale: _Scale, classes: str, title: Markup) -> Markup:
+    joined = " ".join(f"{x_scale(x)},{y_scale(y)}" for x, y in points)
+    return Markup('<polyline class="{}" points="{}">{}</polyline>').format(classes, joined, escape(title))
+
+
+def short(value: float) -> str:
+    """A number in few characters: ``0.05``, ``1.2k``, ``3e-06``."""
+    size = abs(value)
+    if value == 0:
+        return "0"
+    if size < 1e-3:
+        return f"{value:.3g}"
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            return f"{value / (1e3 if suffix == 'k' else limit):.3g}{suffix}"
+    return f"{value:.4g}" if size >= 100 else f"{value:.3g}"

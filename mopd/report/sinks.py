@@ -1,0 +1,166 @@
+"""Where numbers go during a run: ``metrics.jsonl``, the terminal, TensorBoard and, if asked, Weights & Biases."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import uuid
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from mopd.config.load import to_tree
+from mopd.config.schema import Recipe, WandB
+from mopd.metrics import JsonlWriter, StepMetrics, truncate_jsonl
+from mopd.report.progress import make_progress
+from mopd.report.run_files import RunFiles
+from mopd.types import UserError
+
+
+class Sink(Protocol):
+    """Takes numbers; never changes them."""
+
+    def log(self, metrics: StepMetrics) -> None: ...
+    def log_validation(self, step: int, rewards: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Sinks:
+    """All sinks of one run, on rank 0. Every call goes to each of them in turn."""
+
+    def __init__(
+        self, recipe: Recipe, run_dir: Path, *, resume_step: int | None, console: Console | None = None
+    ) -> None:
+        """Open the sinks that ``recipe.metrics`` asks for.
+
+        Args:
+            run_dir: the run's folder; it exists.
+            resume_step: step that a resumed run goes on from: ``metrics.jsonl`` is cut after it. ``None``: a fresh run.
+            console: the terminal; standard output when absent.
+
+        Raises:
+            UserError: Weights & Biases is asked for but not installed, or ``metrics.jsonl`` is damaged.
+        """
+        check_packages(recipe)
+        files = RunFiles(run_dir)
+        if resume_step is not None:
+            truncate_jsonl(files.metrics, after_step=resume_step)
+        self._sinks: list[Sink] = []
+        with ExitStack() as unwind:  # if a later sink cannot open, close those that did
+            for make in self._makers(recipe, files, resume_step, console or Console()):
+                self._sinks.append(make())
+                unwind.callback(self._sinks[-1].close)
+            self._close = unwind.pop_all().close
+
+    @staticmethod
+    def _makers(recipe: Recipe, files: RunFiles, resume_step: int | None, console: Console) -> list[Any]:
+        makers: list[Any] = [lambda: JsonlSink(files.metrics)]
+        if recipe.metrics.tensorboard:
+            makers.append(lambda: TensorBoardSink(files.root / "tensorboard", resume_step))
+        if recipe.metrics.wandb is not None:
+            wandb = recipe.metrics.wandb
+            makers.append(lambda: WandBSink(wandb, files.root, to_tree(recipe)))
+        # Last: its live display must not be open while another sink fails.
+        start_step = resume_step or 0
+        makers.append(lambda: make_progress(console, recipe.schedule.steps, start_step, files.last_rewards()))
+        return makers
+
+    def log(self, metrics: StepMetrics) -> None:
+        """One step's numbers."""
+        for sink in self._sinks:
+            sink.log(metrics)
+
+    def log_validation(self, step: int, rewards: Mapping[str, float]) -> None:
+        """Mean reward by domain on the validation prompts after ``step`` optimizer steps."""
+        for sink in self._sinks:
+            sink.log_validation(step, rewards)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        self._close()
+
+
+def check_packages(recipe: Recipe) -> None:
+    """Raise ``UserError`` if a sink's package is missing; cheap, for use before anything is built."""
+    if recipe.metrics.wandb is not None and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            "metrics.wandb is set but the wandb package is not installed: run pip install wandb, or remove the section"
+        )
+
+
+class JsonlSink:
+    """``metrics.jsonl``: one line per step. Validation has a file of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self._writer = JsonlWriter(path)
+
+    def log(self, metrics: StepMetrics) -> None:
+        self._writer.write(metrics.record)
+
+    def log_validation(self, step: int, rewards: Mapping[str, float]) -> None:
+        """Nothing: ``validation.jsonl`` is written by whoever validates."""
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class TensorBoardSink:
+    """TensorBoard event files; ``kl_k1/math`` becomes the chart ``math`` of the group ``kl_k1``."""
+
+    def __init__(self, folder: Path, resume_step: int | None) -> None:
+        # Imported here: it takes a second, and a recipe may do without it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge_step = None if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(log_dir=str(folder), purge_step=purge_step)
+
+    def log(self, metrics: StepMetrics) -> None:
+        for name, value in metrics.values.items():
+            self._writer.add_scalar(name, value, metrics.step)
+
+    def log_validation(self, step: int, rewards: Mapping[str, float]) -> None:
+        for domain, reward in rewards.items():
+            self._writer.add_scalar(f"reward/{domain}", reward, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandBSink:
+    """A Weights & Biases run, found again at resume by the id kept in ``wandb_id`` of the run folder."""
+
+    def __init__(self, cfg: WandB, run_dir: Path, recipe_tree: Mapping[str, Any]) -> None:
+        import wandb
+
+        id_file = run_dir / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex)
+        try:
+            self._run = wandb.init(
+                project=cfg.project,
+                name=cfg.name or run_dir.resolve().name,
+                mode=cfg.mode,
+                dir=str(run_dir),
+                id=id_file.read_text(),
+                resume="allow",
+                config=dict(recipe_tree),
+            )
+        except wandb.Error as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"metrics.wandb: {reason}: run wandb login, or set metrics.wandb.mode: offline") from error
+        # Our own axis: W&B's refuses steps below the last one it saw, and a resume repeats some.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, metrics: StepMetrics) -> None:
+        finite = {name: value for name, value in metrics.values.items() if math.isfinite(value)}
+        self._run.log({"step": metrics.step, **finite})
+
+    def log_validation(self, step: int, rewards: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **{f"reward/{domain}": reward for domain, reward in rewards.items()}})
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,123 @@
+"""The rollout worker: prompts in, sampled responses into the data plane, their lengths back to the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mopd.data.prompts import PromptDataset
+from mopd.data_plane.interface import DataPlane
+from mopd.engines.interface import Generation, Generator, SamplingParams
+from mopd.rewards.domains import DomainRewards
+from mopd.rewards.interface import RewardItem
+from mopd.rollout.seeds import derive_seed
+from mopd.types import Prompt, SampleMeta
+
+
+class TaskAdvantage:
+    """Reward of each response minus the mean over its prompt's responses, for losses with ``task_reward_weight``."""
+
+    def __init__(self, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase, rewards: DomainRewards) -> None:
+        self._dataset, self._tokenizer, self._rewards = dataset, tokenizer, rewards
+
+    async def __call__(self, prompts: Sequence[Prompt], responses: Sequence[Tensor]) -> list[float]:
+        """``responses`` holds the same number of token sequences for each prompt, prompt after prompt."""
+        per_prompt = len(responses) // len(prompts)
+        texts = self._tokenizer.batch_decode([r.tolist() for r in responses], skip_special_tokens=True)
+        items = [
+            reward_item(self._dataset, prompt.row, text)
+            for prompt, text in zip((p for p in prompts for _ in range(per_prompt)), texts, strict=True)
+        ]
+        rewards = torch.tensor(await self._rewards.score(items), dtype=torch.float64).view(len(prompts), per_prompt)
+        return (rewards - rewards.mean(-1, keepdim=True)).flatten().tolist()
+
+
+class RolloutWorker:
+    """Draws ``samples_per_prompt`` responses per prompt with the generator's weights of the moment."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        plane: DataPlane,
+        *,
+        sampling: SamplingParams,
+        seed: int,
+        samples_per_prompt: int = 1,
+        task_advantage: TaskAdvantage | None = None,
+    ) -> None:
+        self._generator, self._plane = generator, plane
+        self._sampling, self._seed = sampling, seed
+        self._samples_per_prompt = samples_per_prompt
+        self._task_advantage = task_advantage
+
+    async def generate(self, prompts: Sequence[Prompt]) -> list[SampleMeta]:
+        """Sample, put ``ROLLOUT_FIELDS`` (and ``task_advantage`` [R] fp32 where asked for), return the samples.
+
+        Response j of a prompt has sample id ``prompt.sample_id * samples_per_prompt + j`` and a seed derived from it.
+        """
+        num = self._samples_per_prompt
+        repeated = [prompt for prompt in prompts for _ in range(num)]
+        sample_ids = [prompt.sample_id * num + j for prompt in prompts for j in range(num)]
+        version = self._generator.weight_version
+        generations = await self._generator.generate(
+            [prompt.tokens for prompt in repeated],
+            self._sampling,
+            [derive_seed(self._seed, sample_id) for sample_id in sample_ids],
+        )
+        if self._generator.weight_version != version:
+            raise RuntimeError(
+                f"weights changed from version {version} to {self._generator.weight_version} in a rollout"
+            )
+        metas = [
+            _meta(sample_id, prompt, generation, version)
+            for sample_id, prompt, generation in zip(sample_ids, repeated, generations, strict=True)
+        ]
+        await self._plane.put(metas, await self._fields(prompts, repeated, generations))
+        return metas
+
+    async def _fields(
+        self, prompts: Sequence[Prompt], repeated: Sequence[Prompt], generations: Sequence[Generation]
+    ) -> dict[str, list[Tensor]]:
+        fields = {
+            "tokens": [
+                torch.cat([torch.tensor(prompt.tokens, dtype=torch.int64), generation.tokens])
+                for prompt, generation in zip(repeated, generations, strict=True)
+            ],
+            "loss_mask": [torch.ones(len(generation.tokens), dtype=torch.bool) for generation in generations],
+            "rollout_logprobs": [generation.logprobs for generation in generations],
+        }
+        if self._task_advantage is not None:
+            advantages = await self._task_advantage(prompts, [generation.tokens for generation in generations])
+            fields["task_advantage"] = [
+                torch.full((len(generation.tokens),), advantage)
+                for generation, advantage in zip(generations, advantages, strict=True)
+            ]
+        return fields
+
+
+def reward_item(dataset: PromptDataset, row: int, response: str) -> RewardItem:
+    """A decoded response beside what its row says."""
+    found = dataset.row(row)
+    return RewardItem(
+        prompt=found.text,
+        response=response,
+        ground_truth=found.ground_truth,
+        extra_info=found.extra_info,
+        domain=found.domain,
+        place=found.place,
+    )
+
+
+def _meta(sample_id: int, prompt: Prompt, generation: Generation, weight_version: int) -> SampleMeta:
+    return SampleMeta(
+        sample_id=sample_id,
+        domain=prompt.domain,
+        weight_version=weight_version,
+        prompt_length=len(prompt.tokens),
+        response_length=len(generation.tokens),
+        num_loss_tokens=len(generation.tokens),
+        truncated=generation.finish_reason == "length",
+    )

@@ -1,0 +1,72 @@
+"""When checkpoints are written, which are kept, and which one a run resumes from."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from mopd.config.schema import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+"""Written last by ``mopd.student.checkpoint``: a folder without it is incomplete."""
+_PREFIX = "step_"
+
+
+class Saver(Protocol):
+    """The student on all its ranks."""
+
+    def save(self, folder: Path, state: Mapping[str, Any]) -> None: ...
+
+
+class Checkpointer:
+    """Writes ``checkpoints/step_N``; keeps the newest ``keep_last`` and the best."""
+
+    def __init__(self, folder: Path, cfg: Checkpoint, student: Saver, *, last_step: int) -> None:
+        self._folder = folder
+        self._cfg = cfg
+        self._student = student
+        self._last_step = last_step
+
+    def save_if_due(self, step: int, state: Mapping[str, Any], *, best_step: int | None) -> bool:
+        """Save after ``step`` when the rhythm, the last step or a new best asks for it; returns whether it did."""
+        is_new_best = self._cfg.keep_best and best_step == step
+        if step % self._cfg.every_steps and step != self._last_step and not is_new_best:
+            return False
+        target = self.path(step)
+        if target.exists():  # left by a run that died before its manifest
+            shutil.rmtree(target)
+        self._student.save(target, {**state, "step": step})
+        self._remove_old(best_step if self._cfg.keep_best else None)
+        return True
+
+    def path(self, step: int) -> Path:
+        """Folder of the checkpoint after ``step``."""
+        return self._folder / f"{_PREFIX}{step:08d}"
+
+    def _remove_old(self, best_step: int | None) -> None:
+        steps = complete_steps(self._folder)
+        keep = {*steps[-self._cfg.keep_last :], best_step}
+        for step in steps:
+            if step not in keep:
+                # Without its manifest a half-removed folder is incomplete, not corrupt.
+                (self.path(step) / MANIFEST).unlink()
+                shutil.rmtree(self.path(step))
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps with a complete checkpoint, ascending."""
+    return sorted(int(path.parent.name.removeprefix(_PREFIX)) for path in folder.glob(f"{_PREFIX}*/{MANIFEST}"))
+
+
+def latest(folder: Path) -> Path | None:
+    """Newest complete checkpoint, if there is one; warns of incomplete ones."""
+    for path in sorted(folder.glob(f"{_PREFIX}*")):
+        if not (path / MANIFEST).exists():
+            logger.warning("%s is incomplete (no %s) and is ignored", path, MANIFEST)
+    steps = complete_steps(folder)
+    return folder / f"{_PREFIX}{steps[-1]:08d}" if steps else None

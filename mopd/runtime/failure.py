@@ -1,0 +1,138 @@
+"""What a rank does at birth and at death: it never outlives its launcher, and its error reaches the user once.
+
+Under ``mopd``'s own launcher a rank leaves its error as a JSON file in the launch folder and prints nothing; the
+launcher prints the one error that came first. Under raw ``torchrun`` the rank prints by itself: a ``UserError`` as one
+line from one rank (torchrun's store decides which), anything else as a traceback.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mopd.types import UserError
+
+LAUNCH_DIR = "MOPD_LAUNCH_DIR"
+"""Environment variable: folder where ranks leave their process ids and errors."""
+LAUNCHER_PID = "MOPD_LAUNCHER_PID"
+"""Environment variable: process id of the launcher, which must be the rank's parent."""
+TORCHELASTIC_RUN_ID = "TORCHELASTIC_RUN_ID"
+"""Environment variable that torchrun sets in the ranks."""
+USER_ERROR_CODE = 2
+ERROR_CODE = 1
+STORE_TIMEOUT_S = 10.0
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFailure:
+    """An error that ended a rank."""
+
+    rank: int
+    is_user_error: bool
+    message: str
+    """One line for a user error."""
+    traceback: str
+    time_s: float
+    """Seconds since the epoch."""
+
+
+def one_line(error: BaseException) -> str:
+    """The error's message without line breaks."""
+    return " ".join(str(error).split())
+
+
+def is_rank() -> bool:
+    """Whether torchrun (ours or the user's) started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """This process's rank and the number of ranks, as torchrun set them."""
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def run_as_rank(action: Callable[[], object]) -> int:
+    """Run a rank's work and return its exit code; on an error the process ends here.
+
+    Ending with ``os._exit`` is deliberate: after an error other ranks hang in collectives, and joining threads or
+    destroying process groups could wait for them.
+    """
+    launch_dir = _tie_to_parent()
+    # Megatron and torch warn at import and at each deprecated call, once per rank, of nothing that a user can change.
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|mopd\.cpu_shim")
+    try:
+        action()
+    except UserError as error:
+        _leave(error, launch_dir, USER_ERROR_CODE)
+    except Exception as error:
+        _leave(error, launch_dir, ERROR_CODE)
+    return 0
+
+
+def read_failures(launch_dir: Path) -> list[RankFailure]:
+    """The errors that ranks left in the launch folder, earliest first."""
+    found = [RankFailure(**json.loads(path.read_text(encoding="utf-8"))) for path in launch_dir.glob("*.error.json")]
+    return sorted(found, key=lambda failure: failure.time_s)
+
+
+def _tie_to_parent() -> Path | None:
+    """Have the kernel kill this process when its parent dies. Returns the launch folder under our own launcher."""
+    if TORCHELASTIC_RUN_ID not in os.environ:  # the parent is no launcher and may end first by right
+        return None
+    parent = int(os.environ.get(LAUNCHER_PID, os.getppid()))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(ERROR_CODE)
+    if LAUNCH_DIR not in os.environ:
+        return None
+    # Ctrl-C reaches the ranks through the launcher; a Python handler would wait for a collective to end.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    launch_dir = Path(os.environ[LAUNCH_DIR])
+    (launch_dir / f"{os.getpid()}.pid").touch()
+    return launch_dir
+
+
+def _leave(error: Exception, launch_dir: Path | None, code: int) -> None:
+    """Tell the launcher or the user, then end the process."""
+    sys.stdout.flush()
+    if launch_dir is not None:
+        failure = RankFailure(
+            rank=rank_and_world_size()[0],
+            is_user_error=isinstance(error, UserError),
+            message=one_line(error),
+            traceback="".join(traceback.format_exception(error)),
+            time_s=time.time(),
+        )
+        partial = launch_dir / f"{failure.rank}.partial"
+        partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+        partial.rename(launch_dir / f"{failure.rank}.error.json")
+    elif not isinstance(error, UserError):
+        traceback.print_exception(error)
+    elif _is_first_to_tell():
+        print(f"mopd: error: {one_line(error)}", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _is_first_to_tell() -> bool:
+    """Whether this rank is the first to report a user error; torchrun's own store outlives the ranks and counts."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # heavy; most ranks never come here
+
+    timeout = datetime.timedelta(seconds=STORE_TIMEOUT_S)
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    return int(store.add("mopd/user_errors", 1)) == 1

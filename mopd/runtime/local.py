@@ -1,0 +1,212 @@
+"""``mopd train`` and ``mopd check`` on one rank: rank 0 builds everything and runs the controller, the others follow."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mopd.config.load import Loaded
+from mopd.config.schema import Recipe
+from mopd.controller import Controller
+from mopd.conversion.manifest import Manifest
+from mopd.data_plane.local import LocalDataPlane
+from mopd.metrics import read_jsonl, truncate_jsonl
+from mopd.report.build import build_report, print_summary
+from mopd.report.sinks import Sinks
+from mopd.runtime import checkpointing
+from mopd.runtime.failure import rank_and_world_size
+from mopd.runtime.manifests import check_unchanged, make_manifests, write_manifests
+from mopd.runtime.observer import RunObserver
+from mopd.runtime.preflight import Check, Preflight
+from mopd.runtime.ranks import CommandChannel, serve
+from mopd.runtime.run_dir import RunDir, atomic_write_json
+from mopd.runtime.validation import best_of
+from mopd.runtime.workers import Workers, build_workers, read_inputs
+from mopd.student import parallel
+from mopd.student.worker import StudentWorker
+from mopd.types import UserError
+
+logger = logging.getLogger(__name__)
+
+
+def train(loaded: Loaded, *, resume: bool) -> None:
+    """Train on this rank until the recipe's last step.
+
+    Raises:
+        UserError: anything the user can cure; nothing is half-written.
+    """
+    if rank_and_world_size()[0]:
+        _follow(loaded.recipe)
+        return
+    _log_to_terminal()
+    with RunDir(loaded.recipe.run_dir) as run:
+        run.open(loaded, resume=resume)
+        manifests = make_manifests(loaded.recipe)
+        start = checkpointing.latest(run.checkpoints) if resume else None
+        if start is not None:
+            check_unchanged(run.manifest, manifests)
+        elif resume:
+            logger.warning("%s has no complete checkpoint: the run starts again from step 0", run.checkpoints)
+        _lead(loaded.recipe, run.validation, lambda workers: _train(loaded, run, workers, manifests, start))
+
+
+def check(loaded: Loaded, *, as_json: bool) -> None:
+    """Run the preflight and print its outcomes; writes nothing.
+
+    Raises:
+        UserError: the first failed check.
+    """
+    if rank_and_world_size()[0]:
+        _follow(loaded.recipe)
+        return
+    _log_to_terminal()
+    manifests = make_manifests(loaded.recipe)
+
+    async def work(workers: Workers) -> None:
+        await workers.student.publish(0)
+        preflight = Preflight(loaded.recipe, workers, manifests, is_fresh=True)
+        checks = []
+        async for outcome in preflight.run():
+            checks.append(outcome)
+            if outcome.status == "failed":
+                break
+        _print_checks(checks, as_json=as_json)
+        _raise_if_failed(checks[-1])
+
+    _lead(loaded.recipe, None, work)
+
+
+async def _train(
+    loaded: Loaded, run: RunDir, workers: Workers, manifests: dict[str, Manifest], start: Path | None
+) -> None:
+    recipe = loaded.recipe
+    state = workers.student.load(start) if start is not None else None
+    step = 0 if state is None else int(state["step"])
+    await workers.student.publish(step)
+    await _preflight(recipe, run, workers, manifests, loaded, is_fresh=state is None)
+    if state is not None:
+        workers.prompts.load_state_dict(state["prompts"])
+        truncate_jsonl(run.validation, after_step=step)
+    sinks = Sinks(recipe, run.path, resume_step=None if state is None else step)
+    try:
+        checkpointer = checkpointing.Checkpointer(
+            run.checkpoints, recipe.checkpoint, workers.student, last_step=recipe.schedule.steps
+        )
+        observer = RunObserver(
+            sinks=sinks,
+            checkpointer=checkpointer,
+            validator=workers.validator,
+            generator=workers.generator,
+            best=best_of(read_jsonl(run.validation)),
+        )
+        await Controller(
+            recipe,
+            prompts=workers.prompts,
+            rollout=workers.rollout,
+            teachers=workers.teachers,
+            student=workers.student,
+            plane=workers.plane,
+            observer=observer,
+            start_step=step,
+        ).run()
+    finally:
+        sinks.close()
+    _export(recipe, run, workers, observer)
+    print_summary(build_report(run.path))
+
+
+async def _preflight(
+    recipe: Recipe,
+    run: RunDir,
+    workers: Workers,
+    manifests: dict[str, Manifest],
+    loaded: Loaded,
+    *,
+    is_fresh: bool,
+) -> None:
+    """Raise at the first failed check. A fresh run's first files are written here, after the last check."""
+    preflight = Preflight(recipe, workers, manifests, is_fresh=is_fresh)
+    async for outcome in preflight.run():
+        _raise_if_failed(outcome)
+        log = logger.warning if outcome.status == "warning" else logger.info
+        log("preflight %s: %s: %s", outcome.status, outcome.name, outcome.detail)
+    run.write_recipe(loaded)
+    if not is_fresh:
+        return
+    write_manifests(run.manifest, manifests)
+    for path in (run.metrics, run.validation):
+        path.unlink(missing_ok=True)  # of a run that died before its first checkpoint
+    if preflight.rewards is not None and workers.validator is not None:
+        teachers = {domain: {"teacher": reward} for domain, reward in preflight.rewards.teachers.items()}
+        atomic_write_json(run.headroom, teachers)
+        workers.validator.append(0, preflight.rewards.student, wall_s=preflight.rewards.student_wall_s)
+
+
+def _export(recipe: Recipe, run: RunDir, workers: Workers, observer: RunObserver) -> None:
+    """Write the result as a Hugging Face folder: the best validated checkpoint if kept, else the last."""
+    if not recipe.checkpoint.export_hf:
+        return
+    if recipe.checkpoint.keep_best and observer.best is not None and observer.best.step != recipe.schedule.steps:
+        workers.student.load(run.checkpoint(observer.best.step))
+    if run.hf.exists():  # of an earlier end of this run
+        shutil.rmtree(run.hf)
+    workers.student.save_hf(run.hf)
+
+
+def _lead(recipe: Recipe, validation_path: Path | None, work: Callable[[Workers], Coroutine[Any, Any, None]]) -> None:
+    """Rank 0: build everything, do ``work``, release the other ranks."""
+    inputs = read_inputs(recipe)
+    worker, plane, channel = _join(recipe)
+    workers = build_workers(recipe, inputs, worker, plane, channel, validation_path=validation_path)
+    try:
+        asyncio.run(work(workers))
+    finally:
+        if inputs.rewards is not None:
+            inputs.rewards.close()
+    workers.student.stop()
+
+
+def _follow(recipe: Recipe) -> None:
+    """Every other rank: build its part of the student and do what rank 0 says."""
+    worker, _, channel = _join(recipe)
+    serve(worker, channel)
+
+
+def _join(recipe: Recipe) -> tuple[StudentWorker, LocalDataPlane, CommandChannel]:
+    layout = parallel.initialize(
+        recipe.student.parallel, timeout_s=recipe.schedule.wait_timeout_s, seed=recipe.seed
+    )
+    plane = LocalDataPlane(layout.control_group)
+    worker = StudentWorker(recipe, plane, sorted(recipe.teacher_by_domain))
+    return worker, plane, CommandChannel(layout.control_group)
+
+
+def _raise_if_failed(outcome: Check) -> None:
+    if outcome.status == "failed":
+        raise UserError(outcome.detail)
+
+
+def _print_checks(checks: list[Check], *, as_json: bool) -> None:
+    if as_json:
+        rows = [{"name": c.name, "status": c.status, "detail": c.detail} for c in checks]
+        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        return
+    table = Table("check", "status", "detail")
+    colours = {"ok": "green", "failed": "red", "warning": "yellow", "skipped": "dim"}
+    for outcome in checks:
+        table.add_row(outcome.name, f"[{colours[outcome.status]}]{outcome.status}", outcome.detail)
+    Console().print(table)
+
+
+def _log_to_terminal() -> None:
+    """mopd's own messages on standard error; other libraries' only when they warn."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
+    logging.getLogger("mopd").setLevel(logging.INFO)

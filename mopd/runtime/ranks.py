@@ -1,0 +1,125 @@
+"""Rank 0 speaks, the other trainer ranks follow: small JSON commands over gloo, the same method on every rank.
+
+Tensors never travel here: student ranks fetch them from the data plane, by id.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mopd.student.worker import StudentWorker
+from mopd.types import DomainSums, MicroBatchPlan
+from mopd.weight_sync.interface import WeightSync
+
+MAX_COMMAND_BYTES = 64 * 2**20
+
+
+class CommandChannel:
+    """JSON objects from rank 0 to every rank of ``group`` (gloo). Its deadline is the group's timeout."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._alone = group is None or dist.get_world_size(group) == 1
+
+    def send(self, command: dict[str, Any]) -> None:
+        """Rank 0 only."""
+        if self._alone:
+            return
+        payload = torch.frombuffer(bytearray(json.dumps(command).encode()), dtype=torch.uint8)
+        dist.broadcast(torch.tensor([payload.numel()]), src=0, group=self._group)
+        dist.broadcast(payload, src=0, group=self._group)
+
+    def receive(self) -> dict[str, Any]:
+        """Every other rank; waits for rank 0."""
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, src=0, group=self._group)
+        num_bytes = int(size)
+        if not 0 < num_bytes <= MAX_COMMAND_BYTES:
+            raise RuntimeError(f"a command of {num_bytes} bytes arrived; the limit is {MAX_COMMAND_BYTES}")
+        payload = torch.empty(num_bytes, dtype=torch.uint8)
+        dist.broadcast(payload, src=0, group=self._group)
+        command: dict[str, Any] = json.loads(payload.numpy().tobytes())
+        return command
+
+
+class StudentGroup:
+    """The student on all its ranks, as rank 0 sees it."""
+
+    def __init__(self, worker: StudentWorker, channel: CommandChannel, weight_sync: WeightSync) -> None:
+        self.worker = worker
+        self.dp_size = worker.dp_size
+        self._channel = channel
+        self._weight_sync = weight_sync
+
+    def _call(self, name: str, **kwargs: Any) -> Any:
+        self._channel.send({"call": name, "kwargs": kwargs})
+        return execute(self.worker, name, kwargs)
+
+    async def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]:
+        """Loss and gradients of one step; sums per domain over all ranks."""
+        sums: dict[str, DomainSums] = self._call("forward_backward", plan=plan.to_json(), diagnostics=diagnostics)
+        return sums
+
+    async def optim_step(self) -> dict[str, float]:
+        """Clip, check, step. Returns ``grad_norm``, ``lr`` and this rank's peak memory."""
+        values: dict[str, float] = self._call("optim_step")
+        return values | self.worker.memory()
+
+    async def logprobs(self, sample_ids: Sequence[int], *, temperature: float) -> list[Tensor]:
+        """[R] fp32 student log-probs of each sample's response tokens."""
+        rows: list[Tensor] = self._call("logprobs", sample_ids=list(sample_ids), temperature=temperature)
+        return rows
+
+    async def publish(self, weight_version: int) -> None:
+        """Stream the weights to the rollout engine."""
+        self._channel.send({"call": "weights", "kwargs": {}})
+        await self._weight_sync.publish(self.worker.weights(), weight_version)
+
+    def save(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Write model, optimizer, schedule and RNG of all ranks into ``folder``, with the JSON-able ``state``."""
+        self._call("save", folder=str(folder), state=dict(state))
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Read what ``save`` wrote, at this run's layout; returns its ``state``."""
+        state: dict[str, Any] = self._call("load", folder=str(folder))
+        return state
+
+    def save_hf(self, folder: Path) -> None:
+        """Write the student as a Hugging Face folder."""
+        self._call("save_hf", folder=str(folder))
+
+    def stop(self) -> None:
+        """Let the other ranks leave ``serve``."""
+        self._channel.send({"call": "stop", "kwargs": {}})
+
+
+def execute(worker: StudentWorker, name: str, kwargs: dict[str, Any]) -> Any:
+    """Run one command on this rank; the names are all there is."""
+    if name == "forward_backward":
+        return worker.forward_backward(MicroBatchPlan.from_json(kwargs["plan"]), diagnostics=kwargs["diagnostics"])
+    if name == "optim_step":
+        return worker.optim_step()
+    if name == "logprobs":
+        return worker.logprobs(kwargs["sample_ids"], temperature=kwargs["temperature"])
+    if name == "weights":
+        return sum(1 for _ in worker.weights())
+    if name == "save":
+        return worker.save(Path(kwargs["folder"]), kwargs["state"])
+    if name == "load":
+        return worker.load(Path(kwargs["folder"]))
+    if name == "save_hf":
+        return worker.save_hf(Path(kwargs["folder"]))
+    raise RuntimeError(f"unknown command {name!r} from rank 0")
+
+
+def serve(worker: StudentWorker, channel: CommandChannel) -> None:
+    """Follow rank 0 until it says stop."""
+    while (command := channel.receive())["call"] != "stop":
+        execute(worker, command["call"], command["kwargs"])

@@ -1,0 +1,105 @@
+"""Rewards on held-out prompts while training, and what they say about the best checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mopd.config.schema import Recipe
+from mopd.data.prompts import PromptDataset
+from mopd.engines.interface import Generator, SamplingParams
+from mopd.metrics import JsonlWriter
+from mopd.rewards.domains import DomainRewards
+from mopd.rollout.validation import ValidationResult, validate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Best:
+    """The validated step with the highest mean reward over domains; the earliest of equals."""
+
+    step: int
+    reward: float
+
+
+class Validator:
+    """Validates a generator and keeps ``validation.jsonl``."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        dataset: PromptDataset,
+        tokenizer: PreTrainedTokenizerBase,
+        rewards: DomainRewards,
+        path: Path | None,
+    ) -> None:
+        """``path`` is the file that ``record`` appends to; ``None`` where nothing may be written (``mopd check``)."""
+        if recipe.validation is None:
+            raise ValueError("the recipe has no validation section")
+        self._cfg = recipe.validation
+        self._dataset = dataset
+        self._path = path
+        self._seed = recipe.seed
+        self._tokenizer = tokenizer
+        self._rewards = rewards
+        self._max_new_tokens = recipe.rollout.max_response_length
+        self._last_step = recipe.schedule.steps
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Domains of the validation prompts."""
+        return tuple(sorted(self._dataset.domain_counts))
+
+    def is_due(self, step: int) -> bool:
+        """After ``step`` optimizer steps it is time to validate."""
+        return step % self._cfg.every_steps == 0 or step == self._last_step
+
+    async def run(self, generator: Generator, *, domains: tuple[str, ...] | None = None) -> ValidationResult:
+        """Mean reward per domain of what ``generator`` answers; consumes no training randomness."""
+        return await validate(
+            generator,
+            self._dataset,
+            self._tokenizer,
+            self._rewards,
+            sampling=SamplingParams(max_new_tokens=self._max_new_tokens, temperature=self._cfg.temperature),
+            seed=self._seed,
+            domains=domains,
+            max_samples_per_domain=self._cfg.max_samples_per_domain,
+            num_examples=self._cfg.num_examples,
+        )
+
+    async def record(self, generator: Generator, step: int) -> ValidationResult:
+        """``run``, then append one line to the file."""
+        start = time.perf_counter()
+        result = await self.run(generator)
+        self.append(step, result, wall_s=time.perf_counter() - start)
+        return result
+
+    def append(self, step: int, result: ValidationResult, *, wall_s: float) -> None:
+        """Write one line for ``step``."""
+        if self._path is None:
+            raise RuntimeError("this validator has no file to write")
+        line = {
+            "step": step,
+            "rewards": result.rewards,
+            "truncated_share": result.truncated_share,
+            "examples": result.examples,
+            "wall_s": wall_s,
+        }
+        with closing(JsonlWriter(self._path)) as writer:
+            writer.write(line)
+
+
+def best_of(lines: list[dict[str, Any]]) -> Best | None:
+    """Best validated step after training began; ``None`` before the first."""
+    candidates = [Best(step=line["step"], reward=_mean(line["rewards"])) for line in lines if line["step"] > 0]
+    return max(candidates, key=lambda best: (best.reward, -best.step), default=None)
+
+
+def _mean(rewards: Mapping[str, float]) -> float:
+    return sum(rewards.values()) / len(rewards)

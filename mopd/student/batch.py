@@ -1,0 +1,131 @@
+"""From samples to the tensors of one micro-batch.
+
+Shapes: B samples, S tokens of the longest one (padded to a multiple of the tensor-parallel degree where sequence
+parallelism splits it), K teacher tokens. Tokens are [B, S]; what the loss reads is [S, B, …], as logits are.
+
+The logits at sequence row t predict token t + 1, so a response token at position p is scored by row p - 1. One sample
+with prompt (1, 5) and response (7, 8, 2)::
+
+    position       0  1  2  3  4
+    tokens         1  5  7  8  2
+    loss row          ^  ^  ^        rows prompt_length - 1 ... L - 2
+    target            7  8  2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mopd.types import SampleMeta
+
+Fields = Mapping[str, Mapping[int, Tensor]]
+"""Field name -> sample id -> tensor, as fetched from the data plane."""
+
+ROW_FIELDS = ("rollout_logprobs", "teacher_ids", "teacher_logprobs", "teacher_token_logprobs", "task_advantage")
+"""Fields with one entry per response token that a loss may read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossRows:
+    """What the loss reads, row by row of the logits; rows without a response token hold zeros."""
+
+    loss_mask: Tensor
+    """[S, B] bool: this row scores a response token that counts."""
+    targets: Tensor
+    """[S, B] int64: the response token that the row scores."""
+    domains: Tensor
+    """[B] int64: index of each sample's domain."""
+    sample_positions: Tensor
+    """[B] int64: index of each sample among the plan's ascending sample ids; -1 for filler."""
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    """Row fields by name: [S, B] or [S, B, K], dtypes as in the data plane."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Input of one forward pass: right-padded sequences. Packed sequences will be a second form of this type."""
+
+    tokens: Tensor
+    """[B, S] int64."""
+    position_ids: Tensor
+    """[B, S] int64."""
+    attention_mask: Tensor | None
+    """[1, 1, S, S] bool, True = masked, for the local attention; ``None`` where the kernel is causal by itself.
+    Right padding needs no more: a real token never looks at what follows it."""
+    rows: LossRows
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, S)."""
+        return self.tokens.shape[0], self.tokens.shape[1]
+
+
+def build_micro_batch(
+    samples: Sequence[SampleMeta],
+    fields: Fields,
+    *,
+    domains: Sequence[str],
+    positions: Mapping[int, int],
+    pad_to_multiple_of: int,
+    needs_mask: bool,
+    device: torch.device,
+) -> MicroBatch:
+    """Pad ``samples`` into one micro-batch on ``device``. An empty list gives one filler sequence without loss.
+
+    Raises:
+        ValueError: a field's length does not fit the sample's lengths, or a prompt is empty.
+    """
+    size = max(len(samples), 1)
+    longest = max((sample.length for sample in samples), default=1)
+    length = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
+    tokens = torch.zeros(size, length, dtype=torch.int64)
+    targets = torch.zeros(length, size, dtype=torch.int64)
+    loss_mask = torch.zeros(length, size, dtype=torch.bool)
+    row_fields = _empty_row_fields(fields, length, size)
+    for b, sample in enumerate(samples):
+        _check(sample, fields)
+        scored = slice(sample.prompt_length - 1, sample.length - 1)
+        own = fields["tokens"][sample.sample_id]
+        tokens[b, : sample.length] = own
+        targets[scored, b] = own[sample.prompt_length :]
+        loss_mask[scored, b] = fields["loss_mask"][sample.sample_id]
+        for name, values in row_fields.items():
+            values[scored, b] = fields[name][sample.sample_id]
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)[None, None] if needs_mask else None
+    rows = LossRows(
+        loss_mask=loss_mask.to(device),
+        targets=targets.to(device),
+        domains=torch.tensor([domains.index(s.domain) for s in samples] or [0]).to(device),
+        sample_positions=torch.tensor([positions[s.sample_id] for s in samples] or [-1]).to(device),
+        fields={name: values.to(device) for name, values in row_fields.items()},
+    )
+    return MicroBatch(
+        tokens=tokens.to(device),
+        position_ids=torch.arange(length, device=device).expand(size, length),
+        attention_mask=mask,
+        rows=rows,
+    )
+
+
+def _empty_row_fields(fields: Fields, length: int, size: int) -> dict[str, Tensor]:
+    """Zeros [S, B, …] for every row field that was fetched; trailing shape and dtype are the samples' own."""
+    empty = {}
+    for name in ROW_FIELDS:
+        if name in fields:
+            example = next(iter(fields[name].values()))
+            empty[name] = torch.zeros(length, size, *example.shape[1:], dtype=example.dtype)
+    return empty
+
+
+def _check(sample: SampleMeta, fields: Fields) -> None:
+    if sample.prompt_length < 1:
+        raise ValueError(f"sample {sample.sample_id} has an empty prompt: no row could score its first response token")
+    for name, values in fields.items():
+        expected = sample.length if name == "tokens" else sample.response_length
+        actual = values[sample.sample_id].shape[0]
+        if actual != expected:
+            raise ValueError(f"sample {sample.sample_id}: field {name!r} has {actual} entries, {expected} expected")

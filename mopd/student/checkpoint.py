@@ -1,0 +1,252 @@
+"""Checkpoints of the student: Megatron's distributed format, which loads at another parallel layout.
+
+A folder is complete when its ``manifest.json`` exists; it is written last and holds the sha256 of every other file.
+The format's ``.metadata`` and ``common.pt`` are pickles, so ``load`` first compares every file with the manifest and
+refuses what this toolkit has not written or what has changed since.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
+
+from mopd.student.parallel import Layout
+from mopd.types import UserError
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+CONTENT = {"distrib_optim_sharding_type": "fully_reshardable"}
+_KEPT_OPTIONS = ("max_lr", "min_lr", "betas", "eps")
+"""Options of a parameter group that the recipe decides, not the checkpoint."""
+
+
+def save(
+    folder: Path,
+    model: DistributedDataParallel,
+    optimizer: ChainedOptimizer,
+    layout: Layout,
+    *,
+    state: Mapping[str, Any],
+) -> None:
+    """Write a complete checkpoint into ``folder``, which is created; what an interrupted save left there is replaced.
+    Collective.
+
+    ``state`` is JSON-able and comes back from ``load``; it is written by rank 0 as ``state.json``.
+
+    Raises:
+        FileExistsError: ``folder`` already holds a complete checkpoint.
+    """
+    write(folder, _sharded_state(model, optimizer, layout, is_loading=False), layout, state=state)
+
+
+def write(folder: Path, sharded: dict[str, Any], layout: Layout, *, state: Mapping[str, Any]) -> None:
+    """Write a sharded state dict and its manifest into ``folder``. Collective; raises as ``save`` does."""
+    if is_complete(folder):
+        raise FileExistsError(f"{folder} already holds a complete checkpoint")
+    dist.barrier(group=layout.control_group)
+    if layout.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    dist.barrier(group=layout.control_group)
+    dist_checkpointing.save(
+        sharded, str(folder), sharded_strategy=_InProcessTorchDist(layout.control_group), content_metadata=CONTENT
+    )
+    dist.barrier(group=layout.control_group)
+    if layout.rank == 0:
+        write_hash_manifest(folder, {**state, "layout": layout.sizes()})
+    dist.barrier(group=layout.control_group)
+
+
+@torch.no_grad()
+def load(
+    folder: Path,
+    model: DistributedDataParallel,
+    optimizer: ChainedOptimizer,
+    scheduler: OptimizerParamScheduler,
+    layout: Layout,
+    *,
+    num_steps: int,
+) -> dict[str, Any]:
+    """Load weights, optimizer and random states of a verified ``folder``; returns the ``state`` given to ``save``.
+    Collective.
+
+    ``num_steps`` optimizer steps are done: the schedule continues there with the recipe's values.
+    Call ``verify`` first: this unpickles files of the folder.
+    """
+    state = read_state(folder)
+    options = [{name: group[name] for name in _KEPT_OPTIONS} for group in optimizer.param_groups]
+    sharded = _sharded_state(model, optimizer, layout, is_loading=True)
+    same_layout = state["layout"] == layout.sizes()
+    if not same_layout:
+        del sharded["rng"]
+    loaded = dist_checkpointing.load(sharded, str(folder))
+    model.module.load_state_dict(loaded["model"])
+    (part,) = optimizer.chained_optimizers
+    _load_optimizer(part, loaded["optimizer"])
+    for group, kept in zip(optimizer.param_groups, options, strict=True):
+        group.update(kept)
+    scheduler.num_steps = num_steps
+    scheduler.step(0)
+    if same_layout:
+        _set_rng_state(loaded["rng"])
+    return state
+
+
+def write_hash_manifest(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write ``state.json``, then ``manifest.json`` with the sha256 of every file, which completes the folder."""
+    _write_atomically(folder / STATE, state)
+    hashes = {name: _sha256(folder / name) for name in _files(folder)}
+    _write_atomically(folder / MANIFEST, {"sha256": hashes})
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether ``save`` reached its end in ``folder``."""
+    return (folder / MANIFEST).is_file()
+
+
+def verify(folder: Path) -> None:
+    """Compare every file of ``folder`` with its manifest, without unpickling anything.
+
+    Raises:
+        UserError: incomplete checkpoint, or a file that is missing, changed or not in the manifest.
+    """
+    if not is_complete(folder):
+        raise UserError(f"{folder}: no complete checkpoint ({MANIFEST} is missing): resume from another one")
+    try:
+        expected = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / MANIFEST}: unreadable ({error}): resume from another checkpoint") from error
+    found = _files(folder)
+    for name in sorted(set(expected) ^ set(found)):
+        problem = "missing" if name in expected else f"not listed in {MANIFEST}"
+        raise UserError(f"{folder / name}: {problem}: restore the folder or resume from another checkpoint")
+    for name in found:
+        if _sha256(folder / name) != expected[name]:
+            raise UserError(f"{folder / name}: changed since it was saved (sha256): resume from another checkpoint")
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The ``state`` that was given to ``save``, with the saved ``layout``."""
+    state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    return state
+
+
+class _InProcessTorchDist(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Megatron's format written by this process.
+
+    Megatron's own writer starts a manager process and forks per file: seconds per save on a small machine, and
+    processes that outlive a killed rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__("torch_dist", 1)
+        self.group = group
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        by_key, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        torch_save(
+            torch_dist.mcore_to_pyt_state_dict(by_key, False),
+            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1),
+            planner=torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=self.group,
+        )
+
+
+def _sharded_state(
+    model: DistributedDataParallel, optimizer: ChainedOptimizer, layout: Layout, *, is_loading: bool
+) -> dict[str, Any]:
+    """What is saved, as Megatron's sharded state dict. Dense models have one optimizer part."""
+    (part,) = optimizer.chained_optimizers
+    _create_states(part)
+    sharded: dict[str, Any] = {"model": model.module.sharded_state_dict(metadata=dict(CONTENT))}
+    sharded["optimizer"] = part.sharded_state_dict(sharded["model"], is_loading=is_loading, metadata=dict(CONTENT))
+    sharded["rng"] = ShardedObject(
+        "rng",
+        _rng_state(),
+        (layout.pp_size, layout.tp_size),
+        (layout.pp_rank, layout.tp_rank),
+        replica_id=layout.dp_rank,
+    )
+    return sharded
+
+
+def _create_states(part: Any) -> None:
+    """Let optimizer states exist before they are sharded. torch's AdamW also needs a step per parameter, which
+    Megatron's initialiser (written for fused Adam) does not create."""
+    part.init_state_fn(part.optimizer, part.config)
+    if isinstance(part.optimizer, torch.optim.AdamW):
+        for states in part.optimizer.state.values():
+            states.setdefault("step", torch.tensor(0.0))
+
+
+def _load_optimizer(part: Any, loaded: dict[str, Any]) -> None:
+    """Load one optimizer part; works around three faults of Megatron 0.16.1 with torch's AdamW.
+
+    Its loader copies every state of a parameter, ``step`` included, from tensors that have none (so ``step`` is taken
+    away meanwhile), and it hands all parameters one ``step`` tensor, which each would then increment (so each gets its
+    own). The third is in ``_create_states``.
+    """
+    param_state = loaded.pop("param_state", None)
+    part.load_state_dict(loaded)
+    states = list(part.optimizer.state.values())
+    steps = [{"step": own.pop("step").clone()} if "step" in own else {} for own in states]
+    if isinstance(part, DistributedOptimizer):
+        part.load_parameter_state_from_fully_reshardable(param_state)
+    for own, step in zip(states, steps, strict=True):
+        own.update(step)
+    _create_states(part)
+
+
+def _rng_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rng_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    get_cuda_rng_tracker().set_states(state["megatron"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _files(folder: Path) -> list[str]:
+    """Files below ``folder`` by relative name, the manifest excepted."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    return sorted(path.relative_to(folder).as_posix() for path in paths)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _write_atomically(path: Path, value: Mapping[str, Any]) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        json.dump(value, stream, indent=1, sort_keys=True)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)

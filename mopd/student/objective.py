@@ -1,0 +1,187 @@
+"""From the recipe's ``loss`` section to numbers: the loss that is minimised and the sums that people watch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mopd.config.losses import KLLoss, Loss, PolicyGradient, TopKLoss
+from mopd.losses.aggregation import token_weights
+from mopd.losses.api import (
+    parallel_entropy_and_topk_overlap,
+    parallel_gather_logprobs,
+    parallel_policy_gradient,
+    parallel_sampled_kl,
+    parallel_topk_distill,
+)
+from mopd.student.batch import LossRows
+from mopd.student.parallel import Layout
+from mopd.types import DomainSums
+
+DIAGNOSTICS = ("entropy", "topk_overlap")
+"""The dearer metrics, computed when they are asked for."""
+
+
+class Sums:
+    """Per-domain sums of one step, accumulated on the device without a host synchronisation."""
+
+    def __init__(self, names: Sequence[str], *, num_domains: int, num_samples: int, device: torch.device) -> None:
+        self.names = tuple(names)
+        self._totals = torch.zeros(num_domains, len(names), dtype=torch.float64, device=device)
+        self._is_bad = torch.zeros(num_samples + 1, dtype=torch.float64, device=device)
+
+    def add(self, rows: LossRows, columns: Mapping[str, Tensor]) -> None:
+        """Add one micro-batch: ``columns[name]`` is [S, B]; rows outside the loss mask do not count.
+
+        Samples whose loss sum is not finite are marked by their position in the plan.
+        """
+        values = torch.stack([columns[name].detach().double() for name in self.names])
+        by_sample = torch.where(rows.loss_mask, values, 0.0).sum(1)
+        domains = torch.arange(self._totals.shape[0], device=values.device)
+        is_own = rows.domains == domains[:, None]
+        # Not a matrix product: inf * 0 would carry one domain's infinity into the others.
+        self._totals += torch.where(is_own[:, None], by_sample, 0.0).sum(-1)
+        self._is_bad[rows.sample_positions] += ~torch.isfinite(by_sample[self.names.index("loss")])
+
+    def reduce(self, domains: Sequence[str], layout: Layout) -> tuple[dict[str, DomainSums], list[int]]:
+        """Sums over all ranks by domain (domains without a loss token are left out), and the plan positions of samples
+        with a non-finite loss. One all-reduce and one host synchronisation; equal on every rank."""
+        flat = torch.cat([self._totals.flatten(), self._is_bad[:-1]])
+        if not layout.reports_loss:
+            flat = torch.zeros_like(flat)
+        dist.all_reduce(flat)
+        numbers = flat.tolist()
+        result = {}
+        for i, domain in enumerate(domains):
+            by_name = dict(zip(self.names, numbers[i * len(self.names) : (i + 1) * len(self.names)], strict=True))
+            num_tokens = round(by_name.pop("num_tokens"))
+            if num_tokens:
+                result[domain] = DomainSums(num_tokens=num_tokens, sums=by_name)
+        is_bad = numbers[len(domains) * len(self.names) :]
+        return result, [i for i, bad in enumerate(is_bad) if bad]
+
+
+class Objective:
+    """The loss of a recipe on vocabulary-parallel logits.
+
+    ``loss = sum over rows of weight x loss_row`` with weights from ``loss.aggregation`` and global denominators: summed
+    over micro-batches and ranks it is the whole batch's loss, however the batch is cut.
+    """
+
+    def __init__(self, loss: Loss, layout: Layout, *, padded_vocab_size: int, true_vocab_size: int) -> None:
+        self.loss = loss
+        shard = padded_vocab_size // layout.tp_size
+        self._options: dict[str, Any] = {
+            "temperature": loss.temperature,
+            "dist_process_group": layout.tp_group,
+            "vocab_range": (layout.tp_rank * shard, (layout.tp_rank + 1) * shard),
+            "true_vocab_size": true_vocab_size,
+        }
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        """Data-plane fields that this loss and its metrics read."""
+        fields = ["tokens", "loss_mask", "teacher_ids", "teacher_logprobs", "teacher_token_logprobs"]
+        if isinstance(self.loss, PolicyGradient):
+            if self.loss.correction is not None or self.loss.old_logprobs == "rollout":
+                fields.append("rollout_logprobs")
+            if self.loss.task_reward_weight:
+                fields.append("task_advantage")
+        return tuple(fields)
+
+    def new_sums(self, *, num_domains: int, num_samples: int, diagnostics: bool, device: torch.device) -> Sums:
+        """Empty sums with this loss's metrics; the same names on every rank, stages without logits included."""
+        names = ["num_tokens", "loss", "weighted_loss", "k1", "k3", "teacher_mass"]
+        if isinstance(self.loss, TopKLoss):
+            names += ["student_mass", "clamped", "tail_floored"]
+        elif isinstance(self.loss, KLLoss):
+            names += ["clamped"]
+        else:
+            names += ["ratio", "clip_fraction", "correction_weight"]
+        if diagnostics:
+            # The sampled losses never look at the teacher's top-k: there the student's mass on it is a pass of its own.
+            names += DIAGNOSTICS if isinstance(self.loss, TopKLoss) else (*DIAGNOSTICS, "student_mass")
+        return Sums(names, num_domains=num_domains, num_samples=num_samples, device=device)
+
+    def __call__(self, logits: Tensor, *, rows: LossRows, sums: Sums, num_loss_tokens: int, num_samples: int) -> Tensor:
+        """This micro-batch's share of the loss, a fp32 scalar; adds its metrics to ``sums``.
+
+        ``logits`` [S, B, V/tp] are overwritten with their gradient in backward.
+        """
+        weights = token_weights(
+            rows.loss_mask.T, self.loss.aggregation, num_loss_tokens=num_loss_tokens, num_samples=num_samples
+        ).T.contiguous()
+        columns = self._diagnostics(logits, rows, weights) if DIAGNOSTICS[0] in sums.names else {}
+        loss, metrics = self._loss_rows(logits, rows, weights)
+        k1 = metrics["student_logprobs"].double() - rows.fields["teacher_token_logprobs"]
+        teacher_mass = rows.fields["teacher_logprobs"].exp().sum(-1)
+        columns |= {"teacher_mass": teacher_mass} | metrics
+        columns |= {
+            "num_tokens": rows.loss_mask,
+            "loss": metrics["unweighted_loss"],
+            "weighted_loss": loss,
+            "k1": k1,
+            "k3": torch.expm1(-k1) + k1,
+        }
+        sums.add(rows, columns)
+        return loss.sum()
+
+    def logprobs(self, logits: Tensor, targets: Tensor, *, temperature: float) -> Tensor:
+        """[S, B] fp32 log-probs of ``targets`` [S, B] under softmax(logits / temperature)."""
+        options = {**self._options, "temperature": temperature}
+        logprobs, _ = parallel_gather_logprobs(logits, targets[..., None], **options)
+        return logprobs.squeeze(-1)
+
+    def _diagnostics(self, logits: Tensor, rows: LossRows, weights: Tensor) -> dict[str, Tensor]:
+        ids = rows.fields["teacher_ids"]
+        logits = logits.detach()
+        entropy, overlap = parallel_entropy_and_topk_overlap(logits, ids, loss_weight=weights, **self._options)
+        columns = {"entropy": entropy, "topk_overlap": overlap}
+        if not isinstance(self.loss, TopKLoss):
+            logprobs, _ = parallel_gather_logprobs(logits, ids, loss_weight=weights, **self._options)
+            columns["student_mass"] = logprobs.exp().sum(-1)
+        return columns
+
+    def _loss_rows(self, logits: Tensor, rows: LossRows, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Weighted row losses [S, B] and row metrics of the loss's own function."""
+        loss, fields = self.loss, rows.fields
+        options = {**self._options, "loss_weight": weights, "overwrite_input": logits.requires_grad}
+        if isinstance(loss, TopKLoss):
+            return parallel_topk_distill(
+                logits,
+                fields["teacher_ids"],
+                fields["teacher_logprobs"],
+                loss=loss.type.removeprefix("topk_"),
+                tail=loss.resolved_tail,
+                beta=loss.beta,
+                logprob_min_clamp=loss.logprob_min_clamp,
+                loss_max_clamp=loss.loss_max_clamp,
+                loss_soft_cap=loss.loss_soft_cap,
+                target=rows.targets,
+                **options,
+            )
+        teacher = fields["teacher_token_logprobs"]
+        if isinstance(loss, KLLoss):
+            return parallel_sampled_kl(
+                logits, rows.targets, teacher, loss.type, loss_max_clamp=loss.loss_max_clamp, **options
+            )
+        correction = loss.correction
+        return parallel_policy_gradient(
+            logits,
+            rows.targets,
+            teacher,
+            task_advantage=fields["task_advantage"] if loss.task_reward_weight else None,
+            task_reward_weight=loss.task_reward_weight,
+            old_logprobs=fields["rollout_logprobs"] if loss.old_logprobs == "rollout" else None,
+            rollout_logprobs=fields["rollout_logprobs"] if correction is not None else None,
+            clip_ratio_low=loss.clip_ratio_low,
+            clip_ratio_high=loss.clip_ratio_high,
+            dual_clip=loss.dual_clip,
+            correction=None if correction is None else (correction.type, correction.low, correction.high),
+            advantage=loss.advantage,
+            **options,
+        )

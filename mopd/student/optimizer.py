@@ -1,0 +1,105 @@
+"""Megatron's data-parallel gradient buffers, Adam and learning-rate schedule, and the guarded optimizer step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from mopd.config.schema import Optimizer
+from mopd.student.model import StudentModel
+from mopd.types import UserError
+
+
+def wrap_data_parallel(model: StudentModel, *, use_distributed_optimizer: bool) -> DistributedDataParallel:
+    """The model with fp32 gradient buffers that are summed over data-parallel ranks.
+
+    Gradients are sums, never means: ``calculate_per_token_loss`` keeps Megatron from dividing by the data-parallel
+    degree, and the finalizer is called without the token count that it would divide by.
+    """
+    wrapped = DistributedDataParallel(
+        config=model.config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=use_distributed_optimizer
+        ),
+        module=model,
+    )
+    model.config.finalize_model_grads_func = _finalize_sums
+    return wrapped
+
+
+def build_optimizer(
+    config: Optimizer, model: DistributedDataParallel, *, num_steps: int
+) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
+    """Adam over the wrapped model and its schedule over ``num_steps`` optimizer steps.
+
+    Weight decay is Megatron's default: biases and one-dimensional weights (norms) have none. With w warm-up steps, step
+    i (from 0) runs at lr * (i + 1) / (w + 1): a straight line from 0 whose first step is not wasted.
+
+    Raises:
+        UserError: the warm-up is as long as the run.
+    """
+    if config.lr_warmup_steps >= num_steps:
+        raise UserError(
+            f"student.optimizer.lr_warmup_steps is {config.lr_warmup_steps} but schedule.steps is {num_steps}: "
+            "set fewer warm-up steps than steps"
+        )
+    dtype = model.module.config.params_dtype
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_eps=config.adam_eps,
+            clip_grad=config.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=config.use_distributed_optimizer,
+        ),
+        [model],
+    )
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=config.lr / (config.lr_warmup_steps + 1),
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.lr_warmup_steps,
+        lr_decay_steps=num_steps,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=num_steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+    )
+    return optimizer, scheduler
+
+
+def guarded_step(optimizer: ChainedOptimizer) -> float:
+    """Clip by the global norm and step, unless the norm is not finite; returns the norm before clipping.
+
+    A non-finite norm is returned with weights and optimizer states untouched. One host synchronisation.
+    """
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        return norm
+    for part in optimizer.chained_optimizers:
+        parameters = part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
+    optimizer.step_with_ready_grads()
+    return norm
+
+
+def _finalize_sums(model: list[Any], num_tokens: Any, **options: Any) -> None:
+    """Megatron's gradient reductions without its division by ``num_tokens``."""
+    finalize_model_grads(model, None, **options)

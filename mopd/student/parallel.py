@@ -1,0 +1,162 @@
+"""The parallel layout of the trainer ranks. The only module of mopd that reads Megatron's ``parallel_state``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch._C._distributed_c10d import HashStore
+
+from mopd import cpu_shim
+from mopd.config.schema import Parallel
+from mopd.types import UserError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """This rank's place among the trainer ranks and its process groups."""
+
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+    sequence_parallel: bool
+    device: torch.device
+    tp_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup
+    control_group: dist.ProcessGroup
+    """gloo group over all trainer ranks, for CPU tensors: data plane, commands, hashes."""
+
+    @property
+    def is_first_stage(self) -> bool:
+        """This rank holds the embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """This rank computes logits and the loss."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def reports_loss(self) -> bool:
+        """This rank contributes its data-parallel share of the loss to sums over all ranks, its tensor-parallel
+        neighbours (which hold the same numbers) do not."""
+        return self.is_last_stage and self.tp_rank == 0
+
+    def sizes(self) -> dict[str, int]:
+        """Degrees of parallelism by recipe key."""
+        return {
+            "tensor_model_parallel_size": self.tp_size,
+            "pipeline_model_parallel_size": self.pp_size,
+            "data_parallel_size": self.dp_size,
+        }
+
+
+_layout: Layout | None = None
+
+
+@cpu_shim.activate()
+def initialize(parallel: Parallel, *, timeout_s: float, seed: int) -> Layout:
+    """Join the other ranks and build Megatron's process groups; returns the existing layout when it is the same.
+
+    Without an initialised ``torch.distributed`` this joins the ranks that torchrun started (NCCL with CUDA, else gloo),
+    or becomes a world of one. ``timeout_s`` is the deadline of every collective.
+
+    Raises:
+        UserError: the world size is no multiple of tensor x pipeline, or not the recipe's.
+        RuntimeError: another layout is active (``destroy`` it first).
+    """
+    global _layout
+    if _layout is not None:
+        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        if (tp, pp, parallel.sequence_parallel) != (_layout.tp_size, _layout.pp_size, _layout.sequence_parallel):
+            raise RuntimeError(f"another parallel layout is active: {_layout.sizes()}; destroy it first")
+        return _layout
+    _init_distributed(timeout_s)
+    check_world_size(parallel, dist.get_world_size())
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
+    )
+    # Nothing draws from these states (no dropout, weights come from a checkpoint); Megatron's modules ask for them.
+    model_parallel_cuda_manual_seed(seed)
+    _layout = Layout(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        sequence_parallel=parallel.sequence_parallel,
+        device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        control_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
+    )
+    return _layout
+
+
+def raise_together(layout: Layout, check: Callable[[], None]) -> None:
+    """Run ``check`` on rank 0 and raise its ``UserError`` on every rank, so that none waits for the others."""
+    message = b""
+    if layout.rank == 0:
+        try:
+            check()
+        except UserError as error:
+            message = str(error).encode()
+    size = torch.tensor([len(message)])
+    dist.broadcast(size, group_src=0, group=layout.control_group)
+    if not int(size):
+        return
+    text = torch.tensor(list(message), dtype=torch.uint8) if message else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(text, group_src=0, group=layout.control_group)
+    raise UserError(text.numpy().tobytes().decode())
+
+
+def destroy() -> None:
+    """Forget Megatron's process groups; ``initialize`` may then build another layout."""
+    global _layout
+    parallel_state.destroy_model_parallel()
+    _layout = None
+
+
+def check_world_size(parallel: Parallel, world_size: int) -> None:
+    """Raise ``UserError`` unless ``world_size`` ranks fit the layout."""
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if world_size % (tp * pp):
+        raise UserError(
+            f"world size {world_size} is not divisible by student.parallel.tensor_model_parallel_size {tp} x "
+            f"pipeline_model_parallel_size {pp}: start a multiple of {tp * pp} ranks or change these keys"
+        )
+    if world_size != parallel.world_size:
+        raise UserError(
+            f"world size {world_size} is not student.parallel's {tp} x {pp} x data_parallel_size "
+            f"{parallel.data_parallel_size} = {parallel.world_size}: start {parallel.world_size} ranks or set "
+            f"student.parallel.data_parallel_size: {world_size // (tp * pp)}"
+        )
+
+
+def _init_distributed(timeout_s: float) -> None:
+    if dist.is_initialized():
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())

@@ -1,0 +1,337 @@
+"""The student on one trainer rank. Every method is called on all ranks with the same arguments."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mopd import cpu_shim
+from mopd.config.schema import Recipe
+from mopd.conversion.dims import read_dims
+from mopd.conversion.hf import HfReader, HfWriter
+from mopd.data.packing import pack
+from mopd.data_plane.interface import DataPlane
+from mopd.student import checkpoint, parallel
+from mopd.student.batch import Fields, MicroBatch, build_micro_batch
+from mopd.student.forward_step import HookFor, run_schedule
+from mopd.student.model import LogitsHook, build_model
+from mopd.student.model_config import padded_vocab_size, uses_transformer_engine
+from mopd.student.objective import Objective
+from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel
+from mopd.student.weights import iter_hf_weights, load_hf_into
+from mopd.types import DomainSums, MicroBatchPlan, NonFiniteError, SampleMeta, UserError
+
+_MAX_NAMED_SAMPLES = 8
+
+
+class StudentWorker:
+    """Megatron model, optimizer and schedule of one rank, behind sample ids.
+
+    One step is ``forward_backward`` then ``optim_step``. ``weight_version`` counts optimizer steps.
+    """
+
+    def __init__(self, recipe: Recipe, plane: DataPlane, domains: Sequence[str]) -> None:
+        """Join the parallel layout, build the model, load its Hugging Face weights, build the optimizer.
+
+        ``domains`` are all values that a sample's domain may take; their order must be the same on every rank.
+
+        Raises:
+            UserError: the world size, the layout, an override, the checkpoint or the schedule does not fit.
+        """
+        student = recipe.student
+        self.recipe = recipe
+        self.domains = tuple(domains)
+        self.plane = plane
+        self.weight_version = 0
+        self.dims = read_dims(Path(student.model))
+        _check_lengths(recipe, self.dims.max_positions)
+        self.layout = parallel.initialize(student.parallel, timeout_s=recipe.schedule.wait_timeout_s, seed=recipe.seed)
+        with cpu_shim.activate():
+            model = build_model(student, self.dims, self.layout)
+            load_hf_into([model], HfReader(Path(student.model)), self.dims, tp_group=self.layout.tp_group)
+            model.train()
+            self._model = wrap_data_parallel(
+                model, use_distributed_optimizer=student.optimizer.use_distributed_optimizer
+            )
+            self._optimizer, self._scheduler = build_optimizer(
+                student.optimizer, self._model, num_steps=recipe.schedule.steps
+            )
+        self._objective = Objective(
+            recipe.loss,
+            self.layout,
+            padded_vocab_size=padded_vocab_size(self.dims, self.layout),
+            true_vocab_size=self.dims.vocab_size,
+        )
+        self._needs_mask = not uses_transformer_engine(student)
+        self._plan: MicroBatchPlan | None = None
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel degree: the number of rows of a plan."""
+        return self.layout.dp_size
+
+    @cpu_shim.activate()
+    def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]:
+        """Gradients of the whole plan's loss, and its sums by domain (equal on every rank).
+
+        Sums: loss (unweighted token losses), weighted_loss (adds up over domains to the loss that is minimised), k1
+        (student - teacher log-prob of the sampled token), k3, teacher_mass, student_mass, clamped, …; entropy and
+        topk_overlap when ``diagnostics``.
+
+        Raises:
+            NonFiniteError: on every rank, naming domain and samples; weights are untouched.
+        """
+        fields = self._fetch(plan.sample_ids, self._objective.field_names)
+        positions = {sample_id: i for i, sample_id in enumerate(plan.sample_ids)}
+        sums = self._objective.new_sums(
+            num_domains=len(self.domains),
+            num_samples=len(positions),
+            diagnostics=diagnostics,
+            device=self.layout.device,
+        )
+
+        def hook_for(batch: MicroBatch) -> LogitsHook:
+            return partial(
+                self._objective,
+                rows=batch.rows,
+                sums=sums,
+                num_loss_tokens=plan.num_loss_tokens,
+                num_samples=plan.num_samples,
+            )
+
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self._run(plan, fields, positions, hook_for, forward_only=False)
+        result, bad = sums.reduce(self.domains, self.layout)
+        if bad:
+            raise NonFiniteError(self._describe_bad_loss(plan, bad))
+        num_tokens = sum(domain.num_tokens for domain in result.values())
+        if num_tokens != plan.num_loss_tokens:
+            raise ValueError(f"loss masks hold {num_tokens} tokens but the plan says {plan.num_loss_tokens}")
+        self._plan = plan
+        return result
+
+    @cpu_shim.activate()
+    def optim_step(self) -> dict[str, float]:
+        """Clip and apply the gradients of the last ``forward_backward``; returns ``grad_norm`` (before clipping) and
+        the ``lr`` that was used, and counts one ``weight_version`` more.
+
+        Raises:
+            NonFiniteError: the gradient norm is not finite; weights and optimizer states are untouched.
+            RuntimeError: no gradients since the last step.
+        """
+        if self._plan is None:
+            raise RuntimeError("optim_step without a forward_backward before it")
+        lr = float(self._optimizer.param_groups[0]["lr"])
+        norm = guarded_step(self._optimizer)
+        if not math.isfinite(norm):
+            samples = [sample for rank in self._plan.micro_batches for batch in rank for sample in batch]
+            raise NonFiniteError(
+                f"gradient norm is {norm} at step {self.weight_version + 1} although every loss is finite: "
+                f"{_name(samples)}; the weights are unchanged; lower student.optimizer.lr or set loss.loss_soft_cap"
+            )
+        self._scheduler.step(1)
+        self._plan = None
+        self.weight_version += 1
+        return {"grad_norm": norm, "lr": lr}
+
+    @cpu_shim.activate()
+    @torch.no_grad()
+    def logprobs(self, sample_ids: Sequence[int], *, temperature: float = 1.0) -> list[Tensor]:
+        """Log-probs of each sample's response tokens under softmax(logits / temperature), from fields ``tokens`` and
+        ``loss_mask``: [R] fp32 on rank 0 in the order of ``sample_ids``, an empty list elsewhere. Draws no
+        randomness."""
+        ids = sorted(set(sample_ids))
+        fields = self._fetch(ids, ("tokens", "loss_mask"))
+        plan = self._plan_forward(ids, fields)
+        collected: list[Tensor] = []
+
+        def hook_for(batch: MicroBatch) -> LogitsHook:
+            def hook(logits: Tensor) -> Tensor:
+                collected.append(self._objective.logprobs(logits, batch.rows.targets, temperature=temperature))
+                return collected[-1].sum()
+
+            return hook
+
+        self._run(plan, fields, {i: n for n, i in enumerate(ids)}, hook_for, forward_only=True)
+        lengths = [fields["loss_mask"][i].shape[0] for i in ids]
+        flat = torch.zeros(sum(lengths), device=self.layout.device)
+        views = dict(zip(ids, torch.split(flat, lengths), strict=True))
+        if self.layout.reports_loss:
+            for samples, rows in zip(plan.micro_batches[self.layout.dp_rank], collected, strict=True):
+                for b, sample in enumerate(samples):
+                    views[sample.sample_id].copy_(rows[sample.prompt_length - 1 : sample.length - 1, b])
+        dist.all_reduce(flat)
+        if self.layout.rank:
+            return []
+        by_id = dict(zip(ids, torch.split(flat.cpu(), lengths), strict=True))
+        return [by_id[i] for i in sample_ids]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights as ``(hf_name, CPU tensor)`` on rank 0; other ranks get nothing but must exhaust the iterator."""
+        items = iter_hf_weights(
+            [self._model],
+            self.dims,
+            tp_group=self.layout.tp_group,
+            pp_group=self.layout.pp_group,
+            data_parallel_rank=self.layout.dp_rank,
+        )
+        while True:
+            # The consumer between two items must not run under the shim.
+            with cpu_shim.activate():
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+    @cpu_shim.activate()
+    def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
+        """Write a complete checkpoint (see ``checkpoint.save``); ``extra`` (JSON-able) comes back from ``load``."""
+        state = {
+            "weight_version": self.weight_version,
+            "source": str(Path(self.recipe.student.model).resolve()),
+            "dtype": self.recipe.student.dtype,
+            "extra": dict(extra),
+        }
+        checkpoint.save(folder, self._model, self._optimizer, self.layout, state=state)
+
+    @cpu_shim.activate()
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Restore a checkpoint written by ``save``, at this or another layout; returns its ``extra``.
+
+        Raises:
+            UserError: on every rank, if the folder is incomplete or differs from its manifest.
+        """
+        parallel.raise_together(self.layout, partial(checkpoint.verify, folder))
+        state = checkpoint.read_state(folder)
+        self.weight_version = state["weight_version"]
+        checkpoint.load(
+            folder, self._model, self._optimizer, self._scheduler, self.layout, num_steps=self.weight_version
+        )
+        self._plan = None
+        extra: dict[str, Any] = state["extra"]
+        return extra
+
+    def save_hf(self, folder: Path) -> None:
+        """Write the student as a Hugging Face folder with the config and tokenizer files of ``student.model``.
+
+        Raises:
+            UserError: on every rank, if ``folder`` exists and is not empty.
+        """
+        source = Path(self.recipe.student.model)
+        parallel.raise_together(self.layout, lambda: _require_new(folder, source))
+        if self.layout.rank:
+            for _ in self.weights():
+                raise RuntimeError("weights arrived at a rank other than 0")
+        else:
+            with HfWriter(folder, source=source) as writer:
+                for name, tensor in self.weights():
+                    writer.add(name, tensor)
+        dist.barrier(group=self.layout.control_group)
+
+    def memory(self) -> dict[str, float]:
+        """Peak memory of this rank so far, in GiB: device memory with CUDA, else resident memory."""
+        if torch.cuda.is_available():
+            return {"memory/student_peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+        unit = 1 if sys.platform == "darwin" else 2**10
+        return {"memory/student_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+
+    def _fetch(self, sample_ids: Sequence[int], names: Sequence[str]) -> Fields:
+        fetched = self.plane.fetch(sample_ids, names)
+        return {name: dict(zip(sample_ids, fetched[name], strict=True)) for name in names}
+
+    def _run(
+        self,
+        plan: MicroBatchPlan,
+        fields: Fields,
+        positions: Mapping[int, int],
+        hook_for: HookFor,
+        *,
+        forward_only: bool,
+    ) -> None:
+        """The schedule over this data-parallel rank's share of the plan."""
+        share = plan.micro_batches[self.layout.dp_rank]
+        batches = (
+            build_micro_batch(
+                samples,
+                fields,
+                domains=self.domains,
+                positions=positions,
+                pad_to_multiple_of=self.layout.tp_size if self.layout.sequence_parallel else 1,
+                needs_mask=self._needs_mask,
+                device=self.layout.device,
+            )
+            for samples in share
+        )
+        run_schedule(self._model, batches, len(share), hook_for, forward_only=forward_only)
+
+    def _plan_forward(self, sample_ids: Sequence[int], fields: Fields) -> MicroBatchPlan:
+        """A plan for samples of which only the fields are known."""
+        samples = [
+            SampleMeta(
+                sample_id=i,
+                domain=self.domains[0],
+                weight_version=self.weight_version,
+                prompt_length=fields["tokens"][i].shape[0] - fields["loss_mask"][i].shape[0],
+                response_length=fields["loss_mask"][i].shape[0],
+                num_loss_tokens=int(fields["loss_mask"][i].sum()),
+            )
+            for i in sample_ids
+        ]
+        student = self.recipe.student
+        plan = pack(
+            samples,
+            dp_size=1,
+            max_tokens=student.max_tokens_per_micro_batch,
+            micro_batch_size=student.micro_batch_size,
+        )
+        # There may be fewer samples than ranks; ranks without any pass filler through the pipeline.
+        (batches,) = plan.micro_batches
+        num = -(-len(batches) // self.dp_size)
+        shares = [batches[rank :: self.dp_size] for rank in range(self.dp_size)]
+        return replace(plan, micro_batches=tuple(share + ((),) * (num - len(share)) for share in shares))
+
+    def _describe_bad_loss(self, plan: MicroBatchPlan, positions: Sequence[int]) -> str:
+        wanted = {plan.sample_ids[i] for i in positions}
+        samples = [s for rank in plan.micro_batches for batch in rank for s in batch if s.sample_id in wanted]
+        return (
+            f"loss is not finite at step {self.weight_version + 1}: {_name(samples)}; the weights are unchanged; "
+            "check these domains' teachers, or lower student.optimizer.lr"
+        )
+
+
+def _name(samples: Sequence[SampleMeta]) -> str:
+    """Domains and sample ids for a message, the first few ids of each domain."""
+    by_domain: dict[str, list[int]] = {}
+    for sample in samples:
+        by_domain.setdefault(sample.domain, []).append(sample.sample_id)
+    parts = []
+    for domain, ids in sorted(by_domain.items()):
+        named = ", ".join(str(i) for i in sorted(ids)[:_MAX_NAMED_SAMPLES])
+        more = f" and {len(ids) - _MAX_NAMED_SAMPLES} more" if len(ids) > _MAX_NAMED_SAMPLES else ""
+        parts.append(f"domain {domain!r} samples {named}{more}")
+    return "; ".join(parts)
+
+
+def _check_lengths(recipe: Recipe, max_positions: int) -> None:
+    needed = recipe.data.max_prompt_length + recipe.rollout.max_response_length
+    if needed > max_positions:
+        raise UserError(
+            f"data.max_prompt_length {recipe.data.max_prompt_length} + rollout.max_response_length "
+            f"{recipe.rollout.max_response_length} = {needed} exceeds the model's {max_positions} positions "
+            f"({recipe.student.model}): lower one of them"
+        )
+
+
+def _require_new(folder: Path, source: Path) -> None:
+    HfWriter(folder, source=source)

@@ -1,0 +1,140 @@
+"""What flows between the workers: ids, lengths and names, never a tensor. No torch in this module.
+
+One sample's life, with small numbers::
+
+    Prompt(sample_id=7, domain="math", tokens=(1, 5, 9), row=3)               # from the prompt stream
+    SampleMeta(sample_id=7, domain="math", weight_version=2,
+               prompt_length=3, response_length=4, num_loss_tokens=4)         # after the rollout
+    tensor fields of sample 7 in the data plane (L = 3 + 4 tokens, R = 4 response tokens, K = top-k):
+        tokens [L] int64 · loss_mask [R] bool · rollout_logprobs [R] fp32
+        teacher_ids [R, K] int32 · teacher_logprobs [R, K] fp32 · teacher_token_logprobs [R] fp32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+ROLLOUT_FIELDS = ("tokens", "loss_mask", "rollout_logprobs")
+"""Fields that the rollout worker writes."""
+TEACHER_FIELDS = ("teacher_ids", "teacher_logprobs", "teacher_token_logprobs")
+"""Fields that the teacher worker writes."""
+LOSS_FIELDS = ROLLOUT_FIELDS + TEACHER_FIELDS
+"""Fields that must exist before a sample can be trained on (``task_advantage`` joins them where a loss needs it)."""
+
+
+class UserError(Exception):
+    """An error that the user can cure: one line that names what clashes, the values and the key to set. Exit code 2."""
+
+
+class NonFiniteError(UserError):
+    """A loss or gradient norm is NaN or infinite; the message names step, domain and sample ids."""
+
+
+class StaleBatchError(RuntimeError):
+    """A claimed batch is further behind the student's weights than ``schedule.max_staleness`` allows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One tokenized prompt of the domain-mixed stream."""
+
+    sample_id: int
+    """Position in the stream; unique in a run, the root of this sample's random seed."""
+    domain: str
+    """Value of the row's domain column."""
+    tokens: tuple[int, ...]
+    """Token ids of the rendered prompt."""
+    row: int
+    """Row number in the loaded dataset, where ground truth and extra info are found."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleMeta:
+    """What the controller knows of a sample: identity and lengths."""
+
+    sample_id: int
+    domain: str
+    weight_version: int
+    """Version of the student's weights that sampled the response."""
+    prompt_length: int
+    response_length: int
+    num_loss_tokens: int
+    """Response tokens with ``loss_mask`` set."""
+    truncated: bool = False
+    """The response ended at the length limit, not at a stop token."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response together."""
+        return self.prompt_length + self.response_length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Samples claimed for one optimizer step, in order of their ids."""
+
+    samples: tuple[SampleMeta, ...]
+
+    @property
+    def sample_ids(self) -> tuple[int, ...]:
+        return tuple(sample.sample_id for sample in self.samples)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """The global denominator of ``token_mean``, known before the first backward."""
+        return sum(sample.num_loss_tokens for sample in self.samples)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sample.length for sample in self.samples)
+
+    @property
+    def min_weight_version(self) -> int:
+        return min(sample.weight_version for sample in self.samples)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatchPlan:
+    """Which sample is computed where: ``micro_batches[dp_rank][i]`` holds the samples of micro-batch ``i``.
+
+    Every data-parallel rank has the same number of micro-batches (pipeline schedules need it).
+
+    Example: two DP ranks, two micro-batches each, five samples:
+    ``micro_batches = (((s0, s3), (s4,)), ((s1,), (s2,)))``.
+    """
+
+    micro_batches: tuple[tuple[tuple[SampleMeta, ...], ...], ...]
+    num_loss_tokens: int
+    """Loss tokens of the whole batch, over all ranks."""
+    num_samples: int
+    """Samples of the whole batch, over all ranks (the denominator of ``sequence_mean``)."""
+
+    @property
+    def sample_ids(self) -> tuple[int, ...]:
+        """All sample ids of the plan, ascending."""
+        return tuple(sorted(s.sample_id for rank in self.micro_batches for mb in rank for s in mb))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types, for the trip from rank 0 to the other ranks."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> MicroBatchPlan:
+        """Inverse of ``to_json``."""
+        micro_batches = tuple(
+            tuple(tuple(SampleMeta(**sample) for sample in mb) for mb in rank) for rank in data["micro_batches"]
+        )
+        return cls(
+            micro_batches=micro_batches, num_loss_tokens=data["num_loss_tokens"], num_samples=data["num_samples"]
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DomainSums:
+    """Sums over one domain's loss tokens in one step, over all ranks: divide by ``num_tokens`` for a mean."""
+
+    num_tokens: int
+    sums: Mapping[str, float]
+    """Metric name -> sum over tokens: loss, k1, k3, teacher_mass, clamped, … (see ``docs/metrics`` in report/)."""

@@ -1,0 +1,62 @@
+"""The floors hold, and what must stay light stays light."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from importlinter.cli import lint_imports
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "megatron", "ray", "vllm", "transformers")
+LIGHT = ("mopd.types", "mopd.metrics", "mopd.config.load", "mopd.config.document", "mopd.controller", "mopd.cli")
+
+
+def test_import_contracts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    kept = lint_imports(config_filename=".importlinter", no_cache=True, no_logo=True) == 0
+    assert kept, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_modules_import_nothing_heavy(module: str) -> None:
+    code = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stderr == ""
+    assert done.stdout == "[]\n"
+
+
+def names_in(path: Path) -> set[str]:
+    """Every imported module or name, attribute and plain name that a file mentions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {part for alias in node.names for part in alias.name.split(".")}
+            names |= set((getattr(node, "module", None) or "").split("."))
+    return names
+
+
+def test_one_file_reads_parallel_state() -> None:
+    readers = [path for path in (ROOT / "mopd").rglob("*.py") if "parallel_state" in names_in(path)]
+    allowed = {ROOT / "mopd" / "student" / "parallel.py", ROOT / "mopd" / "cpu_shim.py"}
+    assert [str(path.relative_to(ROOT)) for path in readers if path not in allowed] == []
+
+
+def test_environment_is_read_in_runtime_only() -> None:
+    readers = [path for path in (ROOT / "mopd").rglob("*.py") if names_in(path) & {"environ", "getenv"}]
+    outside = [path.relative_to(ROOT) for path in readers if ROOT / "mopd" / "runtime" not in path.parents]
+    assert [str(path) for path in outside] == []
+
+
+def test_nothing_is_pickled() -> None:
+    pickling = {"pickle", "cloudpickle", "dill"}
+    assert [str(path.relative_to(ROOT)) for path in (ROOT / "mopd").rglob("*.py") if names_in(path) & pickling] == []

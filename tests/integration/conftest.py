@@ -1,0 +1,12 @@
+"""One small world for all integration tests; each test gets run folders of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.world import World, build_world
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(tmp_path_factory.mktemp("world"))

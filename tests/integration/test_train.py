@@ -1,0 +1,132 @@
+"""The main job through the command line: train, what it leaves behind, and what reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.integration.world import ANSWERS, World, mopd, read_metrics, read_validation
+
+pytestmark = [pytest.mark.slow, pytest.mark.multirank]
+
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def run_dir(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("train") / "run"
+    recipe = world.write_recipe(
+        folder,
+        schedule__steps=STEPS,
+        validation__every_steps=10,
+        checkpoint__every_steps=10,
+        student__optimizer={"lr": 5e-3},
+        metrics__tensorboard=True,
+    )
+    done = mopd("train", recipe)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_student_learns_from_both_teachers(run_dir: Path) -> None:
+    lines = read_metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for domain in ANSWERS:
+        assert lines[-1][f"loss/{domain}"] < 0.2 * lines[0][f"loss/{domain}"]
+    first, *_, last = read_validation(run_dir)
+    assert first["rewards"] == {"left": 0.0, "right": 0.0}
+    assert last["rewards"] == {"left": 1.0, "right": 1.0}
+
+
+def test_metrics_are_per_domain(run_dir: Path) -> None:
+    line = read_metrics(run_dir)[1]  # step 2 is a diagnostic step
+    for domain in ANSWERS:
+        for name in ("loss", "kl_k1", "kl_k3", "teacher_mass", "student_mass", "clamped_share", "entropy", "topk_overlap"):
+            assert f"{name}/{domain}" in line
+        assert line[f"num_samples/{domain}"] == 4
+        assert 0 < line[f"teacher_mass/{domain}"] <= 1
+        assert line[f"kl_k3/{domain}"] >= 0
+    total = sum(line[f"num_tokens/{d}"] * line[f"loss/{d}"] for d in ANSWERS)
+    assert line["loss"] == pytest.approx(total / sum(line[f"num_tokens/{d}"] for d in ANSWERS), rel=1e-6)
+
+
+def test_report(run_dir: Path) -> None:
+    report = json.loads((run_dir / "report.json").read_text())
+    assert report["steps"] == STEPS
+    assert report["train_tokens_per_s"] > 0
+    for domain in ANSWERS:
+        entry = report["domains"][domain]
+        assert entry["before"] == 0.0
+        assert entry["after"] == entry["teacher"] == 1.0
+        assert entry["headroom_recovery"] == 1.0
+    html = (run_dir / "report.html").read_text()
+    assert "http://" not in html.replace("http://www.w3.org", "")
+    assert "https://" not in html
+    assert mopd("report", run_dir).returncode == 0
+
+
+def test_exported_result_answers_like_the_teachers(run_dir: Path, world: World) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "hf")
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "hf")
+    for domain, expected in ANSWERS.items():
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"{domain} 1000"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        with torch.no_grad():
+            output = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+        answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert answer == expected
+
+
+def test_eval_reads_folder_and_checkpoint(run_dir: Path, world: World) -> None:
+    recipe = world.write_recipe(run_dir.parent / "again")
+    last = read_validation(run_dir)[-1]["rewards"]
+    for model in (["--model", run_dir / "hf"], ["--checkpoint", run_dir / "checkpoints" / f"step_{STEPS:08d}"]):
+        done = mopd("eval", recipe, *model, "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["rewards"] == last
+
+
+def test_checkpoint_converts_to_hugging_face(run_dir: Path, world: World, tmp_path: Path) -> None:
+    out = tmp_path / "hf"
+    done = mopd("convert", "megatron-to-hf", run_dir / "checkpoints" / f"step_{STEPS:08d}", out)
+    assert done.returncode == 0, done.stderr
+    exported = AutoModelForCausalLM.from_pretrained(out)
+    source = AutoModelForCausalLM.from_pretrained(world.student)
+    assert exported.state_dict().keys() == source.state_dict().keys()
+    assert any(not torch.equal(a, b) for a, b in zip(exported.parameters(), source.parameters(), strict=True))
+
+
+def test_hugging_face_to_megatron_and_back_is_bit_exact(world: World, tmp_path: Path) -> None:
+    megatron, out = tmp_path / "megatron", tmp_path / "hf"
+    done = mopd("convert", "hf-to-megatron", world.student, megatron, "--tensor-model-parallel-size", "2")
+    assert done.returncode == 0, done.stderr
+    done = mopd("convert", "megatron-to-hf", megatron, out)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (out, world.student))
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        assert torch.equal(weight, theirs[name]), name
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (out / name).read_bytes() == (world.student / name).read_bytes()
+
+
+def test_validation_consumes_no_training_randomness(run_dir: Path, world: World, tmp_path: Path) -> None:
+    other = tmp_path / "run"
+    recipe = world.write_recipe(
+        other,
+        schedule__steps=STEPS,
+        validation={"every_steps": 3, "temperature": 1.0},
+        checkpoint__every_steps=STEPS,
+        checkpoint__keep_best=False,
+        student__optimizer={"lr": 5e-3},
+        preflight__require_better_teacher=False,
+    )
+    done = mopd("train", recipe)
+    assert done.returncode == 0, done.stderr
+    assert read_metrics(other) == read_metrics(run_dir)

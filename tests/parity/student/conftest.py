@@ -1,0 +1,106 @@
+"""One start of 2, 4 and 1 ranks each serves every test of this folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fixtures.tiny_models import make_hf_model
+from tests.parity.student.harness import run_ranks
+
+Results = dict[str, Any]
+
+TWO_RANK_LAYOUTS = {
+    "tp2": {"tp": 2, "pp": 1, "dp": 1, "sp": False},
+    "tp2_sp": {"tp": 2, "pp": 1, "dp": 1, "sp": True},
+    "pp2": {"tp": 1, "pp": 2, "dp": 1, "sp": False},
+    "dp2": {"tp": 1, "pp": 1, "dp": 2, "sp": False},
+}
+FOUR_RANK_LAYOUTS = {
+    "tp2_pp2": {"tp": 2, "pp": 2, "dp": 1, "sp": False},
+    "tp2_sp_dp2": {"tp": 2, "pp": 1, "dp": 2, "sp": True},
+    "pp2_dp2": {"tp": 1, "pp": 2, "dp": 2, "sp": False},
+}
+ONE = {"tp": 1, "pp": 1, "dp": 1, "sp": False}
+MICRO_BATCH_SIZES = (1, 2, 8)
+OTHER_LOSSES = ("reverse", "jsd", "k2", "policy_gradient")
+
+
+@pytest.fixture(scope="session")
+def student_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything of this folder's jobs: checkpoints in and out."""
+    return tmp_path_factory.mktemp("student")
+
+
+@pytest.fixture(scope="session")
+def hf_model(student_folder: Path) -> Path:
+    """The checkpoint that every layout starts from: Qwen3, tied embeddings, an odd vocabulary."""
+    return make_hf_model(student_folder / "hf", "qwen3")
+
+
+@pytest.fixture(scope="session")
+def untied_model(student_folder: Path) -> Path:
+    """Qwen2: biases and an output layer of its own."""
+    return make_hf_model(student_folder / "hf_untied", "qwen2", seed=1, tie_word_embeddings=False)
+
+
+def _size_cases(layouts: dict[str, Results]) -> dict[str, Results]:
+    return {
+        f"{name}/mbs{size}": {**layout, "micro_batch_size": size, "steps": 1}
+        for name, layout in layouts.items()
+        for size in MICRO_BATCH_SIZES
+    }
+
+
+@pytest.fixture(scope="session")
+def two_ranks(hf_model: Path, untied_model: Path, student_folder: Path) -> Results:
+    tp2, tp2_sp, pp2, dp2 = TWO_RANK_LAYOUTS.values()
+    cases = _size_cases(TWO_RANK_LAYOUTS)
+    for name in ("tp2", "pp2", "dp2"):
+        layout = TWO_RANK_LAYOUTS[name]
+        cases |= {f"{name}/{loss}": {**layout, "loss": loss, "steps": 1} for loss in OTHER_LOSSES}
+        cases[f"{name}/untied"] = {**layout, "model": str(untied_model), "steps": 1, "logprobs": True}
+        cases[f"{name}/logprobs"] = {**layout, "logprobs": True}
+    cases["tp2_sp/recompute_full"] = {**tp2_sp, "recompute": "full", "steps": 1}
+    cases["tp2/recompute_selective"] = {**tp2, "recompute": "selective", "steps": 1}
+    saved = {
+        "tp2": tp2,
+        "dp2": dp2,
+        "tp2_plain": {**tp2, "distributed_optimizer": False},
+        "tp2_bf16": {**tp2, "dtype": "bfloat16"},
+    }
+    for name, case in saved.items():
+        folder = {"save": str(student_folder / f"saved_{name}")}
+        cases[f"save/{name}"] = {**case, "steps": 2, **folder, "steps_after": 2}
+    loaded = {
+        "tp2/tp2": tp2, "tp2/pp2": pp2, "tp2/dp2": dp2, "dp2/dp2": dp2, "dp2/tp2": tp2,
+        "tp2_plain/tp2_plain": saved["tp2_plain"], "tp2_plain/pp2_plain": {**pp2, "distributed_optimizer": False},
+        "tp2_bf16/tp2_bf16": saved["tp2_bf16"],
+    }  # fmt: skip
+    for name, case in loaded.items():
+        source = name.split("/")[0]
+        cases[f"load/{name}"] = {**case, "load": str(student_folder / f"saved_{source}"), "steps_after": 2}
+    for name in ("tp2", "pp2", "dp2"):
+        cases[f"poison/{name}"] = {**TWO_RANK_LAYOUTS[name], "poison": True}
+    return run_ranks(2, {"model": str(hf_model), "cases": cases}, student_folder / "two")
+
+
+@pytest.fixture(scope="session")
+def four_ranks(two_ranks: Results, hf_model: Path, student_folder: Path) -> Results:
+    cases = _size_cases(FOUR_RANK_LAYOUTS)
+    layout = FOUR_RANK_LAYOUTS["tp2_pp2"]
+    cases["load/tp2/tp2_pp2"] = {**layout, "load": str(student_folder / "saved_tp2"), "steps_after": 2}
+    return run_ranks(4, {"model": str(hf_model), "cases": cases}, student_folder / "four")
+
+
+@pytest.fixture(scope="session")
+def one_rank(two_ranks: Results, hf_model: Path, untied_model: Path, student_folder: Path) -> Results:
+    cases = _size_cases({"one": ONE})
+    cases["one/budget"] = {**ONE, "steps": 1}
+    cases |= {f"one/{loss}": {**ONE, "loss": loss, "steps": 1} for loss in OTHER_LOSSES}
+    cases["one/untied"] = {**ONE, "model": str(untied_model), "steps": 1, "logprobs": True}
+    cases["one/logprobs"] = {**ONE, "logprobs": True}
+    cases["load/tp2/one"] = {**ONE, "load": str(student_folder / "saved_tp2"), "steps_after": 2}
+    return run_ranks(1, {"model": str(hf_model), "cases": cases}, student_folder / "one")

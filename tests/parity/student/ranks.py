@@ -1,0 +1,194 @@
+"""One rank of a parity job: builds a student per case, trains a few steps, writes what it saw (rank 0).
+
+A job is ``{"model": folder, "out": file, "cases": {name: case}}``; a case names its layout (``tp``, ``pp``, ``dp``,
+``sp``) and what to do; see ``run_case``. The process group lives through all cases, Megatron's groups
+are rebuilt per layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mopd.config.losses import KLLoss, MismatchCorrection, PolicyGradient, TopKLoss
+from mopd.config.schema import (
+    Checkpoint,
+    Data,
+    Optimizer,
+    Parallel,
+    Preflight,
+    Recipe,
+    Rollout,
+    Schedule,
+    Student,
+    Teacher,
+)
+from mopd.data.packing import pack
+from mopd.data_plane.local import LocalDataPlane
+from mopd.student import parallel
+from mopd.student.worker import StudentWorker
+from mopd.types import MicroBatchPlan, UserError
+from tests.parity.student.samples import DOMAINS, make_samples, put
+
+TOP_K = 8
+NUM_SAMPLES = 16
+LOSSES = {
+    "default": TopKLoss(top_k=TOP_K),
+    "reverse": TopKLoss(type="topk_reverse_kl", top_k=TOP_K, temperature=1.5, aggregation="sequence_mean"),
+    "jsd": TopKLoss(type="topk_jsd", top_k=TOP_K, aggregation="token_sum", loss_soft_cap=1.0),
+    "k2": KLLoss(type="k2", top_k=TOP_K),
+    "policy_gradient": PolicyGradient(
+        type="policy_gradient",
+        top_k=TOP_K,
+        task_reward_weight=0.5,
+        old_logprobs="rollout",
+        correction=MismatchCorrection(type="icepop"),
+    ),
+}
+
+
+def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
+    """The recipe of a case; everything that a case does not name is the same for all."""
+    return Recipe(
+        run_dir="unused",
+        student=Student(
+            model=model,
+            dtype=case.get("dtype", "float32"),
+            recompute=case.get("recompute", "none"),
+            micro_batch_size=case.get("micro_batch_size"),
+            max_tokens_per_micro_batch=64,
+            parallel=Parallel(
+                tensor_model_parallel_size=case["tp"],
+                pipeline_model_parallel_size=case["pp"],
+                data_parallel_size=case["dp"],
+                sequence_parallel=case["sp"],
+            ),
+            optimizer=Optimizer(
+                lr=3e-3,
+                lr_warmup_steps=1,
+                weight_decay=0.1,
+                clip_grad=1.0,
+                use_distributed_optimizer=case.get("distributed_optimizer", True),
+            ),
+        ),
+        teachers={"all": Teacher(model="unused", domains=DOMAINS)},
+        data=Data(train=("unused",), max_prompt_length=16),
+        rollout=Rollout(max_response_length=16, samples_per_prompt=2),
+        loss=LOSSES[case.get("loss", "default")],
+        schedule=Schedule(steps=10, prompts_per_step=NUM_SAMPLES, wait_timeout_s=120),
+        checkpoint=Checkpoint(keep_best=False),
+        preflight=Preflight(require_better_teacher=False),
+    )
+
+
+class Case:
+    """A student and its samples; step s trains on samples ``s * 100 …``."""
+
+    def __init__(self, model: str, case: dict[str, Any]) -> None:
+        self.case = case
+        recipe = make_recipe(model, case)
+        layout = parallel.initialize(recipe.student.parallel, timeout_s=120, seed=0)
+        self.plane = LocalDataPlane(layout.control_group)
+        self.worker = StudentWorker(recipe, self.plane, DOMAINS)
+        self.known: set[int] = set()
+
+    def plan(self, step: int, **poison: Any) -> MicroBatchPlan:
+        metas, fields = make_samples(
+            NUM_SAMPLES, vocab_size=self.worker.dims.vocab_size, top_k=TOP_K, seed=step, first_id=100 * step
+        )
+        if poison:
+            fields["teacher_logprobs"][poison["sample"]][-1, 0] = float("nan")
+        put(self.plane, metas, fields)
+        return pack(
+            metas,
+            dp_size=self.worker.dp_size,
+            max_tokens=self.worker.recipe.student.max_tokens_per_micro_batch,
+            micro_batch_size=self.worker.recipe.student.micro_batch_size,
+        )
+
+    def train(self, num_steps: int) -> list[dict[str, Any]]:
+        """Per step: sums by domain and metric, gradient norm, lr."""
+        seen = []
+        for _ in range(num_steps):
+            step = self.worker.weight_version + 1
+            sums = self.worker.forward_backward(self.plan(step), diagnostics=True)
+            metrics = {f"{name}/{domain}": value for domain in sums for name, value in sums[domain].sums.items()}
+            tokens = {f"num_tokens/{domain}": value.num_tokens for domain, value in sums.items()}
+            seen.append(metrics | tokens | self.worker.optim_step())
+        return seen
+
+    def weights_hash(self) -> str:
+        """Of all weights, bit by bit (rank 0)."""
+        digest = hashlib.sha256()
+        for name, tensor in self.worker.weights():
+            digest.update(name.encode() + tensor.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
+    """Optionally load, train ``steps``, save, train ``steps_after``; report what was seen and weight hashes."""
+    it = Case(model, case)
+    result: dict[str, Any] = {}
+    if "load" in case:
+        result["extra"] = it.worker.load(Path(case["load"]))
+        result["weight_version"] = it.worker.weight_version
+        result["loaded_hash"] = it.weights_hash()
+    if case.get("logprobs"):
+        it.plan(0)
+        rows = it.worker.logprobs([3, 1, 2])
+        result["logprobs"] = [row.tolist() for row in rows]
+        result["one_logprob"] = [row.tolist() for row in it.worker.logprobs([5])]
+    result["steps"] = it.train(case.get("steps", 0))
+    if "save" in case:
+        it.worker.save(Path(case["save"]), {"note": "kept"})
+        result["saved_hash"] = it.weights_hash()
+    result["steps_after"] = it.train(case.get("steps_after", 0))
+    result["hash"] = it.weights_hash()
+    if "poison" in case:
+        result["poison"] = poison(it)
+    return result
+
+
+def poison(it: Case) -> dict[str, Any]:
+    """A NaN among the teacher's log-probs, then infinite gradients behind a finite loss: what stops, what changed."""
+    before = it.weights_hash()
+    result: dict[str, Any] = {}
+    try:
+        it.worker.forward_backward(it.plan(8, sample=5), diagnostics=False)
+    except UserError as error:
+        result["loss"] = str(error)
+    it.worker.forward_backward(it.plan(9), diagnostics=False)
+    for buffer in it.worker._model.buffers:
+        buffer.grad_data.fill_(float("inf"))
+    try:
+        it.worker.optim_step()
+    except UserError as error:
+        result["grad_norm"] = str(error)
+    return result | {"is_unchanged": before == it.weights_hash()}
+
+
+def layout_of(case: dict[str, Any]) -> tuple[int, ...]:
+    return (case["tp"], case["pp"], case["dp"], case["sp"])
+
+
+def main(job_path: str) -> None:
+    job = json.loads(Path(job_path).read_text())
+    results, active = {}, None
+    # Loads follow all saves; within each, one layout after another: building the process groups is dear.
+    for name, case in sorted(job["cases"].items(), key=lambda item: ("load" in item[1], layout_of(item[1]))):
+        if active is not None and active != layout_of(case):
+            parallel.destroy()
+        active = layout_of(case)
+        results[name] = run_case(case.get("model", job["model"]), case)
+    if torch.distributed.get_rank() == 0:
+        Path(job["out"]).write_text(json.dumps(results))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

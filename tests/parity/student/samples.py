@@ -1,0 +1,63 @@
+"""Seeded samples with teacher fields, without a rollout or a teacher."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mopd.data_plane.local import LocalDataPlane
+from mopd.types import SampleMeta
+
+DOMAINS = ("math", "code")
+
+
+def make_samples(
+    num: int, *, vocab_size: int, top_k: int, seed: int = 0, first_id: int = 0
+) -> tuple[list[SampleMeta], dict[str, list[Tensor]]]:
+    """``num`` samples of unequal lengths in two domains, all loss fields included."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    metas, fields = [], {}
+    for i in range(num):
+        prompt, response = draw(1, 9), draw(1, 14)
+        teacher = torch.log_softmax(2 * torch.randn(response, vocab_size, generator=generator), -1)
+        # Never token 0: transformers gives the padding token's embedding no gradient.
+        tokens = torch.randint(1, vocab_size, (prompt + response,), generator=generator)
+        loss_mask = torch.rand(response, generator=generator) > 0.1
+        loss_mask[-1] = True
+        top = teacher.topk(top_k)
+        own = teacher.gather(1, tokens[prompt:, None])[:, 0]
+        values = {
+            "tokens": tokens,
+            "loss_mask": loss_mask,
+            "rollout_logprobs": own - 0.3 * torch.rand(response, generator=generator),
+            "teacher_ids": top.indices.int(),
+            "teacher_logprobs": top.values,
+            "teacher_token_logprobs": own,
+            "task_advantage": torch.randn(1, generator=generator).expand(response),
+        }
+        for name, value in values.items():
+            fields.setdefault(name, []).append(value)
+        metas.append(
+            SampleMeta(
+                sample_id=first_id + i,
+                domain=DOMAINS[draw(0, 2)],
+                weight_version=0,
+                prompt_length=prompt,
+                response_length=response,
+                num_loss_tokens=int(loss_mask.sum()),
+            )
+        )
+    return metas, fields
+
+
+def put(plane: LocalDataPlane, metas: Sequence[SampleMeta], fields: dict[str, list[Tensor]]) -> None:
+    """Write the samples where the plane lives (rank 0)."""
+    if plane.is_holder:
+        asyncio.run(plane.put(metas, fields))

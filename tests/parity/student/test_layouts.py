@@ -1,0 +1,103 @@
+"""The loss and its gradient do not depend on how the student is spread out or the batch is cut.
+
+Invariant: one HF checkpoint and one batch give the same loss, gradient norm and metrics (1e-5 relative, fp32) for TP1,
+TP2, TP2+SP, PP2, DP2, TP2xPP2, TP2+SPxDP2, PP2xDP2 and micro-batches of 1, 2 and 8 samples or by token budget; and the
+numbers are right: they equal the definition, evaluated in float64 on transformers' own model. Not exercised: CUDA,
+TransformerEngine, packed sequences, context parallelism.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.parity.student.conftest import FOUR_RANK_LAYOUTS, MICRO_BATCH_SIZES, OTHER_LOSSES, TWO_RANK_LAYOUTS
+from tests.parity.student.samples import DOMAINS, make_samples
+
+pytestmark = [pytest.mark.multirank, pytest.mark.slow]
+
+Results = dict[str, Any]
+
+
+def assert_same_step(step: Results, expected: Results) -> None:
+    assert step.keys() == expected.keys()
+    for name, value in expected.items():
+        assert step[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("size", MICRO_BATCH_SIZES)
+@pytest.mark.parametrize("layout", TWO_RANK_LAYOUTS)
+def test_two_ranks_equal_one(two_ranks: Results, one_rank: Results, layout: str, size: int) -> None:
+    assert_same_step(two_ranks[f"{layout}/mbs{size}"]["steps"][0], one_rank["one/budget"]["steps"][0])
+
+
+@pytest.mark.parametrize("size", MICRO_BATCH_SIZES)
+@pytest.mark.parametrize("layout", FOUR_RANK_LAYOUTS)
+def test_four_ranks_equal_one(four_ranks: Results, one_rank: Results, layout: str, size: int) -> None:
+    assert_same_step(four_ranks[f"{layout}/mbs{size}"]["steps"][0], one_rank["one/budget"]["steps"][0])
+
+
+@pytest.mark.parametrize("size", MICRO_BATCH_SIZES)
+def test_micro_batch_size_on_one_rank(one_rank: Results, size: int) -> None:
+    assert_same_step(one_rank[f"one/mbs{size}"]["steps"][0], one_rank["one/budget"]["steps"][0])
+
+
+@pytest.mark.parametrize("loss", [*OTHER_LOSSES, "untied"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
+def test_other_losses_and_models(two_ranks: Results, one_rank: Results, layout: str, loss: str) -> None:
+    assert_same_step(two_ranks[f"{layout}/{loss}"]["steps"][0], one_rank[f"one/{loss}"]["steps"][0])
+
+
+@pytest.mark.parametrize("case", ["tp2_sp/recompute_full", "tp2/recompute_selective"])
+def test_recompute_changes_nothing(two_ranks: Results, one_rank: Results, case: str) -> None:
+    assert_same_step(two_ranks[case]["steps"][0], one_rank["one/budget"]["steps"][0])
+
+
+def test_equals_the_definition(one_rank: Results, hf_model: Path) -> None:
+    """Forward KL on the teacher's top-k and the rest as one outcome, mean over the batch's loss tokens, in float64."""
+    model = AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float64)
+    metas, fields = make_samples(16, vocab_size=model.config.vocab_size, top_k=8, seed=1, first_id=100)
+    total, by_domain = torch.zeros(()), dict.fromkeys(DOMAINS, 0.0)
+    for i, meta in enumerate(metas):
+        logits = model(fields["tokens"][i][None]).logits[0]
+        for r in range(meta.response_length):
+            if not fields["loss_mask"][i][r]:
+                continue
+            p_all = torch.softmax(logits[meta.prompt_length + r - 1], -1)
+            q = fields["teacher_logprobs"][i][r].double().exp()
+            p = p_all[fields["teacher_ids"][i][r].long()]
+            kl = (q * (q / p).log()).sum() + (1 - q.sum()) * ((1 - q.sum()) / (1 - p.sum())).log()
+            total = total + kl
+            by_domain[meta.domain] += float(kl)
+    loss = total / sum(meta.num_loss_tokens for meta in metas)
+    loss.backward()
+    norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
+    step = one_rank["one/budget"]["steps"][0]
+    assert step["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert step["weighted_loss/math"] + step["weighted_loss/code"] == pytest.approx(float(loss), rel=1e-5)
+    for domain in DOMAINS:
+        assert step[f"loss/{domain}"] == pytest.approx(by_domain[domain], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "untied"])
+def test_logprobs_equal_transformers(
+    two_ranks: Results, one_rank: Results, hf_model: Path, untied_model: Path, name: str
+) -> None:
+    """``logprobs`` returns each response token's log-prob, in the order asked, at every layout; also for one sample."""
+    model = AutoModelForCausalLM.from_pretrained(untied_model if name == "untied" else hf_model, dtype=torch.float32)
+    metas, fields = make_samples(16, vocab_size=model.config.vocab_size, top_k=8, seed=0, first_id=0)
+    expected = []
+    for i in (3, 1, 2, 5):
+        tokens, start = fields["tokens"][i], metas[i].prompt_length
+        with torch.no_grad():
+            rows = torch.log_softmax(model(tokens[None]).logits[0], -1)
+        expected.append(torch.stack([rows[t - 1, tokens[t]] for t in range(start, len(tokens))]))
+    for results in (one_rank[f"one/{name}"], *(two_ranks[f"{layout}/{name}"] for layout in ("tp2", "pp2", "dp2"))):
+        rows = [torch.tensor(row) for row in results["logprobs"] + results["one_logprob"]]
+        for row, wanted in zip(rows, expected, strict=True):
+            torch.testing.assert_close(row, wanted, atol=1e-4, rtol=0)

@@ -1,0 +1,241 @@
+"""Recipes load strictly, merge by the written order, and print to something that loads back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from mopd.config.load import Loaded, differences, dump, load_recipe, to_tree
+from mopd.config.losses import KLLoss, TopKLoss
+from mopd.config.schema import CustomReward
+from mopd.types import UserError
+from tests.fixtures.recipe import RECIPE
+
+Write = Callable[..., str]
+
+
+def refusal(path: str, *overrides: str) -> str:
+    """The one line that a recipe is refused with."""
+    with pytest.raises(UserError) as caught:
+        load_recipe(path, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_values_and_origins(write: Write) -> None:
+    loaded = load_recipe(write(), ["seed=7"])
+    assert loaded.recipe.student.optimizer.lr == 1e-6  # YAML 1.1 reads this as text
+    assert loaded.recipe.teachers["math"].domains == ("math",)
+    assert loaded.recipe.seed == 7
+    assert loaded.origins["student.optimizer.lr"] == "recipe.yaml:4"
+    assert loaded.origins["seed"] == "--set"
+    assert loaded.origins["student.optimizer.min_lr"] == "default"
+    assert loaded.sources == ("recipe.yaml",)
+
+
+def test_precedence_default_base_recipe_set(write: Write) -> None:
+    write(RECIPE + "seed: 1\ncheckpoint: {every_steps: 11, keep_last: 11}\n", "base/tiny.yaml")
+    top = write("base: ../base/tiny.yaml\nseed: 2\ncheckpoint: {keep_last: 12}\n", "mine/top.yaml")
+    recipe = load_recipe(top, ["checkpoint.keep_last=13", "seed=3", "seed=4"]).recipe
+    assert recipe.checkpoint.keep_best is True  # default
+    assert recipe.checkpoint.every_steps == 11  # base
+    assert recipe.checkpoint.keep_last == 13  # --set over recipe over base
+    assert recipe.seed == 4  # the later --set
+    loaded = load_recipe(top)
+    assert (loaded.recipe.seed, loaded.recipe.checkpoint.keep_last) == (2, 12)
+    assert loaded.origins["checkpoint.every_steps"] == "base/tiny.yaml:11"
+    assert loaded.origins["checkpoint.keep_last"] == "mine/top.yaml:3"
+    assert loaded.sources == ("base/tiny.yaml", "mine/top.yaml")
+
+
+def test_teachers_merge_by_name_and_lists_are_replaced(write: Write) -> None:
+    write(name="base.yaml")
+    top = write(
+        "base: base.yaml\nteachers:\n  math: {replicas: 2}\n  code: {model: models/code, domains: [code]}\n"
+        "data: {train: [other.jsonl, more.jsonl]}\n"
+    )
+    recipe = load_recipe(top).recipe
+    assert list(recipe.teachers) == ["math", "code"]
+    assert (recipe.teachers["math"].model, recipe.teachers["math"].replicas) == ("models/math", 2)
+    assert recipe.data.train == ("other.jsonl", "more.jsonl")
+    assert recipe.data.validation == ("validation.jsonl",)
+
+
+def test_section_of_another_type_replaces(write: Write) -> None:
+    write(RECIPE + "loss: {type: topk_reverse_kl, top_k: 8, tail: none}\n", "base.yaml")
+    merged = load_recipe(write("base: base.yaml\nloss: {top_k: 9}\n")).recipe.loss
+    assert merged == TopKLoss(type="topk_reverse_kl", top_k=9, tail="none")
+    assert load_recipe(write("base: base.yaml\nloss: {type: k2}\n")).recipe.loss == KLLoss(type="k2")
+    sibling = load_recipe("base.yaml", ["loss.type=topk_jsd", "loss.beta=0.3"]).recipe.loss
+    assert sibling == TopKLoss(type="topk_jsd", beta=0.3)
+
+
+def test_type_that_equals_the_default_merges(write: Write) -> None:
+    """The base leaves ``type`` out, which means the default's; naming that type above it changes nothing."""
+    write(RECIPE + "loss: {top_k: 8}\n", "base.yaml")
+    assert load_recipe(write("base: base.yaml\nloss: {type: topk_forward_kl}\n")).recipe.loss == TopKLoss(top_k=8)
+    assert load_recipe(write("base: base.yaml\nloss: {type: k3}\n")).recipe.loss == KLLoss(type="k3")
+
+
+def test_type_key_in_a_free_form_section_is_a_plain_key(write: Write) -> None:
+    write(RECIPE + "# \n", "base.yaml")
+    loaded = load_recipe(
+        write("base: base.yaml\nstudent: {megatron_overrides: {type: a, x: 1}}\n"),
+        ["student.megatron_overrides.type=b", "student.megatron_overrides.eps=1e-5"],
+    )
+    assert loaded.recipe.student.megatron_overrides == {"type": "b", "x": 1, "eps": 1e-5}
+
+
+def test_unions_inside_named_sections(write: Write) -> None:
+    custom = "{type: custom, path: r.py, function: f, timeout_s: 3}"
+    recipe = load_recipe(write(), [f"validation.domain_rewards.math={custom}"]).recipe
+    assert recipe.validation is not None
+    reward = recipe.validation.domain_rewards["math"]
+    assert reward == CustomReward(type="custom", path="r.py", function="f", timeout_s=3.0)
+    assert isinstance(reward, CustomReward) and isinstance(reward.timeout_s, float)
+
+
+def test_null_takes_an_optional_section_away(write: Write) -> None:
+    off = ["validation=null", "checkpoint.keep_best=false", "preflight.require_better_teacher=false"]
+    assert load_recipe(write(), off).recipe.validation is None
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("student.optimizer.lrr=1", "unknown key 'student.optimizer.lrr'; did you mean 'lr'?"),
+        ("schedul={steps: 1}", "unknown key 'schedul'; did you mean 'schedule'?"),
+        (
+            "student.tensor_model_parallel_size=2",
+            "unknown key 'student.tensor_model_parallel_size'; "
+            "did you mean 'student.parallel.tensor_model_parallel_size'?",
+        ),
+        ("schedule.steps=many", "schedule.steps: expected a whole number, got 'many'"),
+        ("schedule.steps=2.5", "schedule.steps: expected a whole number, got 2.5"),
+        ("schedule.steps=true", "schedule.steps: expected a whole number, got true"),
+        ("student.optimizer.lr=fast", "student.optimizer.lr: expected a number, got 'fast'"),
+        ("student.optimizer.lr=.inf", "student.optimizer.lr: expected a number, got inf"),
+        ("student.model=3", "student.model: expected text, got 3"),
+        ("student.dtype=fp8", "student.dtype: expected one of float32, bfloat16, got 'fp8'"),
+        ("checkpoint.keep_best=1", "checkpoint.keep_best: expected true or false, got 1"),
+        ("data.train=train.jsonl", "data.train: expected a list (text each), got 'train.jsonl'"),
+        ("data.train=[1]", "data.train: expected a list (text each), got [1]"),
+        ("data.seed=x", "data.seed: expected a whole number or null, got 'x'"),
+        ("rollout=null", "rollout: expected a section, got null"),
+        ("rollout={engine: torch}", "rollout.engine: expected a section, got 'torch'"),
+        ("data.domain_weights=[1]", "data.domain_weights: expected a section of named values, got [1]"),
+        ("data.domain_weights.math=much", "data.domain_weights.math: expected a number, got 'much'"),
+        ("run_dir={a: 1}", "run_dir: expected text, got a section"),
+        ("loss.type=topk_kl", "loss.type: unknown type 'topk_kl'; did you mean 'topk_jsd'?"),
+        ("validation.domain_rewards.math={path: r.py}", "missing key type: set one of exact_match, custom"),
+        ("teachers.code={domains: [code]}", "missing key teachers.code.model"),
+        ("teachers.math.replicas=0", "teachers.math.replicas is 0: set 1 or more"),
+        ("loss.type=k1", "loss.type 'k1' cannot be a differentiable loss"),
+        ("data.domain_weights.math=-1", "data.domain_weights.math is -1.0: set a positive number"),
+    ],
+)
+def test_refusals_name_file_path_and_cure(write: Write, override: str, line: str) -> None:
+    refused = refusal(write(), override)
+    assert refused.startswith("recipe.yaml (--set): ")
+    assert line in refused
+
+
+def test_refusals_name_the_line_of_the_file_that_holds_the_key(write: Write) -> None:
+    write(RECIPE.replace("prompts_per_step: 4", "promts_per_step: 4"), "base.yaml")
+    assert refusal(write("base: base.yaml\n")).startswith("base.yaml:8: unknown key 'schedule.promts_per_step'")
+    assert refusal(write(RECIPE + "rollout:\n  top_p: a\n")).startswith("recipe.yaml:11: rollout.top_p: expected")
+    assert refusal(write(RECIPE + "loss:\n\n  top_k: 0\n")).startswith("recipe.yaml:12: loss.top_k is 0")
+    cross = refusal(write(RECIPE + "loss:\n  type: k2\nrollout: {top_p: 0.5}\n"))
+    assert cross.startswith("recipe.yaml:11: loss.type 'k2' estimates")
+
+
+def test_missing_keys_are_all_named(write: Write) -> None:
+    assert refusal(write("run_dir: x\nseed: 1\n")) == ("recipe.yaml: missing keys student, teachers, data, schedule")
+    text = RECIPE.replace("steps: 3, prompts_per_step: 4", "max_staleness: 0")
+    assert refusal(write(text)) == "recipe.yaml:8: missing keys schedule.steps, schedule.prompts_per_step"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "recipe.yaml:3: key 'a' repeats line 1: remove one of them"),
+        ("data:\n  x: 1\n  x: 1\n", "recipe.yaml:3: key 'x' repeats line 2: remove one of them"),
+        ("on: 1\n", "recipe.yaml:1: key True is not text: put it in quotes"),
+        ("a: &x {b: {c: *x}}\n", "recipe.yaml:1: an alias refers to the value that holds it"),
+        ("a: [1\nb: 2\n", "recipe.yaml:2: not readable as YAML"),
+        ("a: !!python/name:os.system\n", "recipe.yaml:1: not readable as YAML"),
+        ("", "recipe.yaml: expected keys with values"),
+        ("- a\n", "recipe.yaml: expected keys with values"),
+        ("base: [a]\n", "recipe.yaml:1: base: expected the path of one recipe file"),
+        ("base: none.yaml\n", "recipe.yaml:1: base 'none.yaml' does not exist"),
+        ("base: recipe.yaml\n", "recipe.yaml:1: base 'recipe.yaml' leads back"),
+        ("base: {type: x}\n", "recipe.yaml:1: base: expected the path of one recipe file"),
+    ],
+)
+def test_unreadable_files(write: Write, text: str, line: str) -> None:
+    assert refusal(write(text)).startswith(line)
+
+
+def test_missing_recipe(write: Write) -> None:
+    write()
+    assert refusal("nothing.yaml") == "recipe 'nothing.yaml' does not exist: check the path"
+
+
+@pytest.mark.parametrize("override", ["steps", "=1", "a..b=1", ".a=1", "a.=1", "student.model=[1, 2"])
+def test_unreadable_overrides(write: Write, override: str) -> None:
+    assert refusal(write(), override).startswith("--set")
+
+
+AWKWARD = [
+    'data.domain_weights."a.b=c"=1e-3',
+    "data.domain_weights.yes=2",
+    'data.domain_key="a: b # c\\nd"',
+    "data.prompt_key='1e-6'",
+    "data.extra_info_key='null'",
+    "rollout.top_k=-1",
+    'student.megatron_overrides={a: 1e-5, b: [1e-3, "x\\ny", null], c: {d: true, e: {}}, f: "\\U0001F600"}',
+    "student.optimizer.adam_eps=1.2345678901234567e-11",
+    "loss={type: policy_gradient, correction: {type: tis}}",
+    "metrics.wandb={project: p}",
+]
+
+
+@pytest.mark.parametrize("overrides", [[], AWKWARD])
+def test_dump_loads_back_identically(write: Write, overrides: list[str]) -> None:
+    loaded = load_recipe(write(), overrides)
+    again = load_recipe(write(dump(loaded), "resolved.yaml"))
+    assert again.recipe == loaded.recipe
+    assert "default" not in again.origins.values()
+    plain = load_recipe(write(dump(loaded, origins=False), "plain.yaml"))
+    assert plain.recipe == loaded.recipe
+    as_json = load_recipe(write(json.dumps(to_tree(loaded.recipe), ensure_ascii=False), "resolved.json"))
+    assert as_json.recipe == loaded.recipe
+
+
+def test_dump_shows_where_each_value_comes_from(write: Write) -> None:
+    lines = dump(load_recipe(write(), ["seed=1"])).splitlines()
+    assert "run_dir: runs/one  # recipe.yaml:1" in lines
+    assert "seed: 1  # --set" in lines
+    assert "    lr: 1.0e-06  # recipe.yaml:4" in lines
+    assert "    min_lr: 0.0  # default" in lines
+
+
+def test_where_heads_an_error_line(write: Write) -> None:
+    loaded: Loaded = load_recipe(write(), ["seed=1"])
+    assert loaded.where("student", "model") == "recipe.yaml:3: student.model"
+    assert loaded.where("rollout", "top_p") == "recipe.yaml: rollout.top_p"
+    assert loaded.where("student", "parallel") == "recipe.yaml: student.parallel"
+    assert loaded.where("seed") == "recipe.yaml (--set): seed"
+
+
+def test_differences(write: Write) -> None:
+    one = load_recipe(write()).recipe
+    two = load_recipe("recipe.yaml", ["seed=1", "loss.type=k2", "data.train=[x]"]).recipe
+    found = differences(one, two)
+    assert found["seed"] == (0, 1)
+    assert found["data.train"] == (["train.jsonl"], ["x"])
+    assert found["loss.tail"] == (None, None)  # only one of the two losses has the key
+    assert "run_dir" not in found
+    assert differences(one, one) == {}

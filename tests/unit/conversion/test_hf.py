@@ -1,0 +1,241 @@
+"""Reading and writing Hugging Face folders: slices, sharded files, every kind of damage, all or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from mopd.conversion.hf import HfReader, HfWriter
+from mopd.types import UserError
+from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def tensors() -> dict[str, Tensor]:
+    return {
+        "a.weight": torch.randn(6, 4),
+        "b.weight": torch.randn(4, 6).to(torch.bfloat16),
+        "c.bias": torch.arange(5, dtype=torch.float32),
+        "d.scalar": torch.tensor(3.0),
+    }
+
+
+@pytest.fixture
+def single(tmp_path: Path, tensors: dict[str, Tensor]) -> Path:
+    folder = tmp_path / "single"
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def sharded(tmp_path: Path, tensors: dict[str, Tensor]) -> Path:
+    """a and b in the first file, c and d in the second."""
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    index = {}
+    for number, names in enumerate((("a.weight", "b.weight"), ("c.bias", "d.scalar")), start=1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in names}, folder / file)
+        index |= dict.fromkeys(names, file)
+    write_index(folder, index)
+    return folder
+
+
+def write_index(folder: Path, index: dict[str, str]) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    return json.loads((folder / INDEX).read_text())["weight_map"]
+
+
+def refusal(folder: Path) -> str:
+    """The message with which a folder is refused when it is opened: one line."""
+    with pytest.raises(UserError) as error:
+        HfReader(folder)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["single", "sharded"])
+def test_reads_tensors_and_slices(kind: str, tensors: dict[str, Tensor], request: pytest.FixtureRequest):
+    reader = HfReader(request.getfixturevalue(kind))
+    assert reader.names == set(tensors)
+    for name, tensor in tensors.items():
+        assert reader.shape(name) == tensor.shape
+        assert torch.equal(reader.read(name), tensor) and reader.read(name).dtype == tensor.dtype
+    assert torch.equal(reader.read_slice("a.weight", 0, 2, 5), tensors["a.weight"][2:5])
+    assert torch.equal(reader.read_slice("b.weight", 1, 3, 6), tensors["b.weight"][:, 3:])
+    assert reader.read_slice("a.weight", 0, 6, 6).shape == (0, 4)
+
+
+def test_missing_tensor_and_wrong_shape_name_the_file(single: Path):
+    reader = HfReader(single)
+    with pytest.raises(UserError, match=r"single.*'x\.weight' is missing"):
+        reader.read("x.weight")
+    with pytest.raises(UserError, match=r"model\.safetensors.*\[6, 4\].*\[4, 6\]"):
+        reader.require_shape("a.weight", (4, 6))
+
+
+def test_truncated_file(sharded: Path):
+    path = sharded / "model-00002-of-00002.safetensors"
+    os.truncate(path, path.stat().st_size - 3)
+    message = refusal(sharded)
+    assert str(path) in message and "truncated" in message
+
+
+@pytest.mark.parametrize("size", [0, 5, 8, 20])
+def test_file_that_ends_in_its_header(single: Path, size: int):
+    os.truncate(single / "model.safetensors", size)
+    assert str(single / "model.safetensors") in refusal(single)
+
+
+def test_trailing_bytes(single: Path):
+    with (single / "model.safetensors").open("ab") as file:
+        file.write(b"extra")
+    assert "longer than its header says" in refusal(single)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"not json",
+        b"[]",
+        b'{"a": 3}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 7]}}',
+        b'{"a": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "a": {"dtype": "F32", "shape": [1], '
+        b'"data_offsets": [4, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "b": {"dtype": "F32", "shape": [1], '
+        b'"data_offsets": [4, 8]}}',
+        b"\xff" * 16,
+    ],
+)
+def test_corrupt_header(tmp_path: Path, header: bytes):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    assert str(path) in refusal(tmp_path)
+
+
+def test_header_length_of_garbage(single: Path):
+    path = single / "model.safetensors"
+    path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
+    assert str(path) in refusal(single)
+
+
+@pytest.mark.parametrize("file", ["../single/model.safetensors", "/etc/passwd", "..", "", "x\\y.safetensors", "w.bin"])
+def test_index_that_points_elsewhere(sharded: Path, single: Path, file: str):
+    write_index(sharded, {**read_index(sharded), "a.weight": file})
+    message = refusal(sharded)
+    assert str(sharded / INDEX) in message and "a.weight" in message
+
+
+def test_index_and_files_must_agree(sharded: Path):
+    index = read_index(sharded)
+    write_index(sharded, {**index, "a.weight": index["c.bias"]})
+    assert "'a.weight'" in refusal(sharded)
+    write_index(sharded, {name: file for name, file in index.items() if name != "a.weight"})
+    assert "does not list tensor 'a.weight'" in refusal(sharded)
+    write_index(sharded, {**index, "z": index["c.bias"]})
+    assert "'z'" in refusal(sharded)
+    (sharded / index["c.bias"]).unlink()
+    write_index(sharded, index)
+    assert index["c.bias"] in refusal(sharded)
+
+
+def test_tensor_in_two_files(sharded: Path, tensors: dict[str, Tensor]):
+    second = read_index(sharded)["c.bias"]
+    save_file({name: tensors[name] for name in ("a.weight", "c.bias", "d.scalar")}, sharded / second)
+    assert "'a.weight'" in refusal(sharded)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}'])
+def test_corrupt_index(sharded: Path, content: str):
+    (sharded / INDEX).write_text(content)
+    assert str(sharded / INDEX) in refusal(sharded)
+
+
+def test_duplicate_key_in_index(sharded: Path):
+    file = read_index(sharded)["a.weight"]
+    (sharded / INDEX).write_text('{"weight_map": {"a.weight": "' + file + '", "a.weight": "' + file + '"}}')
+    assert "'a.weight' occurs twice" in refusal(sharded)
+
+
+def test_pickled_weights_are_refused(tmp_path: Path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02")
+    assert "pickled" in refusal(tmp_path)
+
+
+def test_folder_without_weights(tmp_path: Path):
+    assert "no model.safetensors" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [2**30, 40_000])
+def test_written_folder_is_complete_and_transformers_loads_it(tmp_path: Path, max_shard_bytes: int):
+    source = make_hf_model(tmp_path / "source")
+    make_tokenizer(source)
+    (source / "LICENSE").write_text("as it was")
+    reader = HfReader(source)
+    with HfWriter(tmp_path / "target", source=source, max_shard_bytes=max_shard_bytes) as writer:
+        for name in sorted(reader.names):
+            writer.add(name, reader.read(name))
+    target = tmp_path / "target"
+    for path in source.iterdir():
+        if not path.name.startswith("model"):
+            assert (target / path.name).read_bytes() == path.read_bytes(), path.name
+    written = {path.name for path in target.iterdir()}
+    assert "LICENSE" in written and not any(name.startswith("part-") for name in written)
+    assert (INDEX in written) == (max_shard_bytes == 40_000)
+    expected = load_file(source / "model.safetensors")
+    state = AutoModelForCausalLM.from_pretrained(target).state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+    assert HfReader(target).names == reader.names
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]
+
+
+def test_shards_stay_within_the_limit(tmp_path: Path, single: Path):
+    with HfWriter(tmp_path / "target", source=single, max_shard_bytes=250) as writer:
+        for number in range(5):
+            writer.add(f"t{number}", torch.full((25,), number))
+    shards = sorted((tmp_path / "target").glob("*.safetensors"))
+    assert [list(load_file(path)) for path in shards] == [[f"t{number}"] for number in range(5)]
+
+
+def test_nothing_is_left_when_writing_fails(tmp_path: Path, single: Path):
+    def write_half(writer: HfWriter) -> None:
+        for number in range(4):
+            writer.add(f"t{number}", torch.zeros(100))
+        raise RuntimeError("rank lost")
+
+    writer = HfWriter(tmp_path / "target", source=single, max_shard_bytes=400)
+    with pytest.raises(RuntimeError, match="rank lost"), writer:
+        write_half(writer)
+    assert [path.name for path in tmp_path.iterdir()] == ["single"]
+
+
+def test_existing_target_is_not_overwritten(tmp_path: Path, single: Path):
+    (tmp_path / "empty").mkdir()
+    with HfWriter(tmp_path / "empty", source=single) as writer:
+        writer.add("t", torch.zeros(1))
+    with pytest.raises(UserError, match="already exists"):
+        HfWriter(tmp_path / "empty", source=single)
+
+
+def test_a_tensor_cannot_be_added_twice(tmp_path: Path, single: Path):
+    with pytest.raises(ValueError, match="twice"), HfWriter(tmp_path / "target", source=single) as writer:
+        writer.add("t", torch.zeros(1))
+        writer.add("t", torch.zeros(1))

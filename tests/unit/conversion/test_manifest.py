@@ -1,0 +1,111 @@
+"""A manifest changes exactly when config, weights or tokenizer do, and unchanged files are not read twice."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mopd.conversion.hf import HfReader, HfWriter
+from mopd.conversion.manifest import Manifest, compare_manifests, make_manifest
+from mopd.types import UserError
+from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = make_hf_model(tmp_path / "model")
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "caches" / "hashes.json"
+
+
+def changed(old: Manifest, new: Manifest) -> list[str]:
+    return [phrase.split()[0] for phrase in compare_manifests(old, new)]
+
+
+def test_json_round_trip(model: Path, cache: Path):
+    manifest = make_manifest(model, cache_file=cache)
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert all(len(value) == 64 for key, value in manifest.to_json().items() if key != "path")
+    with pytest.raises(TypeError):
+        Manifest.from_json({**manifest.to_json(), "extra": "x"})
+
+
+def test_each_change_is_named(model: Path, cache: Path):
+    before = make_manifest(model, cache_file=cache)
+    assert changed(before, make_manifest(model, cache_file=cache)) == []
+    (model / "config.json").write_text((model / "config.json").read_text() + " ")
+    assert changed(before, make_manifest(model, cache_file=cache)) == ["config_sha256"]
+    (model / "tokenizer.json").write_text((model / "tokenizer.json").read_text() + " ")
+    assert changed(before, make_manifest(model, cache_file=cache)) == ["config_sha256", "tokenizer_sha256"]
+
+
+def test_one_changed_weight_is_seen(model: Path, cache: Path):
+    before = make_manifest(model, cache_file=cache)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"][3] += 1
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, model / "model.safetensors")
+    assert changed(before, make_manifest(model, cache_file=cache)) == ["weights_sha256"]
+
+
+def test_swapped_tensors_and_other_dtypes_are_other_weights(tmp_path: Path, model: Path, cache: Path):
+    before = make_manifest(model, cache_file=cache)
+    for change in ("swap", "dtype", "shape"):
+        tensors = load_file(model / "model.safetensors")
+        q, k = "model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight"
+        if change == "swap":
+            tensors[q], tensors[k] = tensors[k], tensors[q]
+        elif change == "dtype":
+            tensors[q] = tensors[q].view(torch.int32)
+        else:
+            tensors[q] = tensors[q].view(8, 8)
+        folder = tmp_path / change
+        folder.mkdir()
+        (folder / "config.json").write_bytes((model / "config.json").read_bytes())
+        save_file(tensors, folder / "model.safetensors")
+        assert "weights_sha256" in changed(before, make_manifest(folder, cache_file=cache))
+
+
+def test_weights_hash_does_not_depend_on_sharding(tmp_path: Path, model: Path, cache: Path):
+    reader = HfReader(model)
+    with HfWriter(tmp_path / "sharded", source=model, max_shard_bytes=20_000) as writer:
+        for name in sorted(reader.names, reverse=True):
+            writer.add(name, reader.read(name))
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    old, new = (make_manifest(folder, cache_file=cache) for folder in (model, tmp_path / "sharded"))
+    assert changed(old, new) == [] and old.path != new.path
+
+
+def test_unchanged_files_come_from_the_cache(model: Path, cache: Path):
+    """Bytes are changed behind the cache's back: same size and time, old hash; a new time reveals them."""
+    before = make_manifest(model, cache_file=cache)
+    path = model / "model.safetensors"
+    stat = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x55")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert make_manifest(model, cache_file=cache) == before
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert changed(before, make_manifest(model, cache_file=cache)) == ["weights_sha256"]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"x": 1}'])
+def test_corrupt_cache_is_named(model: Path, cache: Path, content: str):
+    cache.parent.mkdir()
+    cache.write_text(content)
+    with pytest.raises(UserError, match=r"hashes\.json.*delete it"):
+        make_manifest(model, cache_file=cache)
+
+
+def test_folder_that_is_no_checkpoint(tmp_path: Path, cache: Path):
+    with pytest.raises(UserError, match=r"config\.json: missing"):
+        make_manifest(tmp_path, cache_file=cache)

@@ -1,0 +1,122 @@
+"""Merges and splits, against layouts written out by hand from Megatron's definition."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mopd.conversion import families
+from mopd.conversion.dims import ModelDims, read_dims
+from mopd.conversion.hf import HfReader
+from mopd.conversion.mapping import load_shard, merge_qkv, split_qkv, split_shards
+from tests.fixtures.tiny_models import make_hf_model
+
+DIMS = ModelDims(
+    family="qwen2", num_layers=2, hidden_size=3, ffn_hidden_size=4, num_attention_heads=4, num_query_groups=2,
+    head_dim=2, vocab_size=5, max_positions=16, rotary_base=1e4, norm_epsilon=1e-6, tied_embeddings=False,
+    qk_norm=False, qkv_bias=True,
+)  # fmt: skip
+
+
+@pytest.fixture
+def checkpoint() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in families.hf_tensors(DIMS).items()}
+
+
+def load(checkpoint: dict[str, Tensor], placed: families.Placed, rank: int, size: int, padded_rows: int = 0) -> Tensor:
+    def read_slice(name: str, dim: int, start: int, stop: int) -> Tensor:
+        return checkpoint[name].narrow(dim, start, stop - start)
+
+    return load_shard(placed, read_slice, DIMS, rank=rank, size=size, padded_rows=padded_rows)
+
+
+def row(name: str) -> families.Placed:
+    return next(placed for placed in families.all_params(DIMS) if name in placed.megatron)
+
+
+def test_qkv_rows_go_group_by_group():
+    """Two groups of two query heads with two channels: q0 q1 k0 v0, then q2 q3 k1 v1."""
+    q, k, v = torch.arange(8), torch.arange(10, 14), torch.arange(20, 24)
+    assert merge_qkv([q, k, v], DIMS).tolist() == [0, 1, 2, 3, 10, 11, 20, 21, 4, 5, 6, 7, 12, 13, 22, 23]
+
+
+def test_qkv_shard_holds_whole_groups(checkpoint: dict[str, Tensor]):
+    prefix = "model.layers.1.self_attn."
+    shard = load(checkpoint, row("decoder.layers.1.self_attention.linear_qkv.weight"), rank=1, size=2)
+    q, k, v = (checkpoint[f"{prefix}{part}_proj.weight"] for part in "qkv")
+    assert torch.equal(shard, torch.cat([q[4:8], k[2:4], v[2:4]]))
+
+
+def test_gate_rows_stand_above_up_rows_on_each_rank(checkpoint: dict[str, Tensor]):
+    shard = load(checkpoint, row("decoder.layers.0.mlp.linear_fc1.weight"), rank=1, size=2)
+    gate, up = (checkpoint[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up"))
+    assert torch.equal(shard, torch.cat([gate[2:], up[2:]]))
+
+
+def test_output_projections_are_cut_along_their_inputs(checkpoint: dict[str, Tensor]):
+    shard = load(checkpoint, row("decoder.layers.0.mlp.linear_fc2.weight"), rank=0, size=2)
+    assert torch.equal(shard, checkpoint["model.layers.0.mlp.down_proj.weight"][:, :2])
+
+
+def test_vocabulary_is_padded_with_zeros(checkpoint: dict[str, Tensor]):
+    """Five rows over three ranks of three rows: rank 1 has one row of padding, rank 2 nothing else."""
+    placed, table = row("output_layer.weight"), checkpoint["lm_head.weight"]
+    shards = [load(checkpoint, placed, rank, 3, padded_rows=3) for rank in range(3)]
+    assert torch.equal(shards[0], table[:3])
+    assert torch.equal(shards[1][:2], table[3:])
+    assert not shards[1][2:].any() and not shards[2].any()
+    assert torch.equal(split_shards(placed, shards, DIMS)[0], table)
+
+
+def test_padded_vocabulary_must_hold_the_true_one(checkpoint: dict[str, Tensor]):
+    with pytest.raises(ValueError, match="vocabulary of 5"):
+        load(checkpoint, row("output_layer.weight"), rank=0, size=2, padded_rows=2)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_split_undoes_load_for_every_row(checkpoint: dict[str, Tensor], size: int):
+    seen = set()
+    for placed in families.all_params(DIMS):
+        shards = [load(checkpoint, placed, rank, size, padded_rows=4 if size == 2 else 8) for rank in range(size)]
+        tensors = split_shards(placed, shards, DIMS)
+        for name, tensor in zip(placed.hf_names, tensors, strict=True):
+            assert torch.equal(tensor, checkpoint[name]), name
+            assert tensor.is_contiguous()
+            seen.add(name)
+        exported, model = ({t.untyped_storage().data_ptr() for t in group} for group in (tensors, shards))
+        assert len(exported) == len(tensors) and not exported & model, "an exported tensor shares its memory"
+    assert seen == set(checkpoint)
+
+
+def test_tables_name_both_layer_specs():
+    names = {name for param in families.LAYER for name in param.megatron}
+    assert {
+        "decoder.layers.{layer}.input_layernorm.weight",
+        "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.{layer}.pre_mlp_layernorm.weight",
+        "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight",
+    } <= names
+
+
+def test_table_lists_what_transformers_saves(tmp_path: Path):
+    """Names and shapes of each family, tied and untied, are exactly those of a saved checkpoint."""
+    for family in families.FAMILIES:
+        for tied in (True, False):
+            folder = make_hf_model(tmp_path / f"{family}-{tied}", family, tie_word_embeddings=tied, vocab_size=61)
+            reader = HfReader(folder)
+            found = {name: reader.shape(name) for name in reader.names}
+            assert found == families.hf_tensors(read_dims(folder))
+
+
+def test_parts_of_a_single_group_have_memory_of_their_own():
+    """With one key/value head q, k and v are contiguous pieces of one tensor; exported as views they would alias."""
+    dims = dataclasses.replace(DIMS, num_query_groups=1)
+    parts = [torch.randn(8, 3), torch.randn(2, 3), torch.randn(2, 3)]
+    split = split_qkv(merge_qkv(parts, dims), dims)
+    assert all(torch.equal(part, again) for part, again in zip(parts, split, strict=True))
+    assert len({part.untyped_storage().data_ptr() for part in split}) == 3

@@ -1,0 +1,196 @@
+"""Prompt files: what practitioners have becomes tokens, and what cannot be used is named in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from mopd.config.schema import Data
+from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts
+from mopd.data.tokenizer import load_tokenizer
+from mopd.types import UserError
+from tests.fixtures.tiny_models import make_tokenizer
+
+Row = dict[str, Any]
+Load = Callable[..., PromptDataset]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return load_tokenizer(folder)
+
+
+@pytest.fixture
+def load(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Load:
+    """Write rows to ``data.jsonl`` or ``data.parquet`` and load them."""
+
+    def run(rows: list[Row], kind: str = "jsonl", needs_ground_truth: bool = False, **keys: Any) -> PromptDataset:
+        path = tmp_path / f"data.{kind}"
+        if kind == "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        cfg = Data(train=(str(path),), **keys)
+        return load_prompts(cfg.train, cfg, tokenizer, needs_ground_truth=needs_ground_truth)
+
+    return run
+
+
+def chat(text: str, **extra: Any) -> list[Row]:
+    return [{"role": "user", "content": text, **extra}]
+
+
+def row(prompt: Any = "ab", domain: Any = "math", answer: Any = "12", **extra: Any) -> Row:
+    return {"data_source": domain, "prompt": prompt, "reward_model": {"ground_truth": answer}, **extra}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_chat_rows_in_both_formats(load: Load, tokenizer: PreTrainedTokenizerBase, kind: str) -> None:
+    rows = [row(chat("ab"), extra_info={"index": 4, "split": "train"}), row(chat("cd?"), "code", "x")]
+    dataset = load(rows, kind, needs_ground_truth=True)
+    assert [r.domain for r in dataset.rows] == ["math", "code"]
+    assert dataset.row(0).text == "user:ab\nassistant:"
+    assert (
+        list(dataset.row(0).tokens)
+        == tokenizer.apply_chat_template(chat("ab"), add_generation_prompt=True)["input_ids"]
+    )
+    assert [r.ground_truth for r in dataset.rows] == ["12", "x"]
+    assert dataset.row(0).extra_info == {"index": 4, "split": "train"}
+    assert dataset.row(1).extra_info is None
+    assert dataset.domain_counts == {"code": 1, "math": 1}
+    assert dataset.rows_by_domain == {"code": [1], "math": [0]}
+
+
+def test_text_prompts_take_the_tokenizers_own_special_tokens(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path, adds_bos=True)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in (row("ab c"), row(chat("d")))))
+    cfg = Data(train=(str(path),))
+    dataset = load_prompts(cfg.train, cfg, load_tokenizer(tmp_path))
+    assert tokenizer.decode(dataset.row(0).tokens) == "<bos>ab c"
+    assert tokenizer.decode(dataset.row(1).tokens) == "user:d\nassistant:"
+
+
+def test_column_names_are_keys_of_the_recipe(load: Load) -> None:
+    rows = [{"meta": {"kind": "math"}, "q": {"text": "ab"}, "answer": 7}]
+    for kind in ("jsonl", "parquet"):
+        keys = {"domain_key": "meta.kind", "prompt_key": "q.text", "ground_truth_key": "answer"}
+        dataset = load(rows, kind, needs_ground_truth=True, **keys)
+        found = dataset.row(0)
+        assert (found.domain, found.text, found.ground_truth, found.extra_info) == ("math", "ab", 7, None)
+
+
+def test_recipes_template_and_its_arguments(load: Load, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ mood }}:{{ messages[0]['content'] }}{% if add_generation_prompt %}>{% endif %}")
+    dataset = load([row(chat("ab"))], chat_template=str(template), chat_template_kwargs={"mood": "calm"})
+    assert dataset.row(0).text == "calm:ab>"
+    with pytest.raises(UserError, match=r"nowhere.jinja: no such file: correct data.chat_template"):
+        load([row()], chat_template="nowhere.jinja")
+
+
+def test_parquet_nulls_in_messages_are_absent_keys(load: Load, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m.name is defined %}{{ m.name }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    rows = [row(chat("ab", name=None)), row(chat("cd", name="eve"))]
+    dataset = load(rows, "parquet", chat_template=str(template))
+    assert [r.text for r in dataset.rows] == ["ab", "evecd"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_unusable_rows_are_named(load: Load, kind: str) -> None:
+    cases: list[tuple[Row, str]] = [
+        (row(domain=3), r"row 0: column 'data_source' \(data.domain_key\) is int 3"),
+        (row(domain=""), r"row 0: column 'data_source' \(data.domain_key\) is str ''"),
+        (row(domain=None), r"row 0 has no column 'data_source' .* set data.domain_key"),
+        ({"data_source": "math", "question": "a"}, r"row 0 has no column 'prompt' .* set data.prompt_key"),
+        (row(7), r"row 0: column 'prompt' \(data.prompt_key\) is int 7, not text"),
+        (row([{"role": "user", "content": 5}]), r"row 0: .*\(data.prompt_key\) has a message whose 'content' is int 5"),
+        (row(""), r"row 0: the prompt in 'prompt' \(data.prompt_key\) has no tokens"),
+        (row(answer=None), r"row 0 has no 'reward_model.ground_truth', .* set data.ground_truth_key"),
+    ]
+    for bad, message in cases:
+        with pytest.raises(UserError, match=message) as caught:
+            load([bad], kind, needs_ground_truth=True)
+        assert f"data.{kind}" in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="row 2"):
+        load([row(), row(), row("")], kind)
+
+
+def test_unusable_files_are_named(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, load: Load) -> None:
+    (tmp_path / "text.csv").write_text("a,b\n")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    pq.write_table(pa.Table.from_pylist([], schema=pa.schema({"prompt": pa.string()})), tmp_path / "empty.parquet")
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing here")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "data_source": "m"}\n{"prompt"\n')
+    (tmp_path / "list.jsonl").write_text("[1]\n")
+    cases = {
+        "absent.parquet": "no such file",
+        "text.csv": "unknown kind '.csv'",
+        "empty.jsonl": "has no rows",
+        "empty.parquet": "has no rows",
+        "bad.parquet": "unreadable parquet",
+        "bad.jsonl": "line 2 is not JSON",
+        "list.jsonl": "line 1 is list",
+    }
+    for name, message in cases.items():
+        cfg = Data(train=(str(tmp_path / name),))
+        with pytest.raises(UserError, match=message) as caught:
+            load_prompts(cfg.train, cfg, tokenizer)
+        assert name in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"none of the columns.*it has"):
+        load([{"x": 1}], "parquet")
+
+
+def test_overlong_prompts(load: Load) -> None:
+    rows = [row("abcdef"), row("ab"), row("abcde", "code"), row("cd", "code")]
+    with pytest.raises(
+        UserError, match=r"row 0: the prompt has 6 tokens, data.max_prompt_length is 4.*overlong_prompts"
+    ):
+        load(rows, max_prompt_length=4)
+    kept = load(rows, max_prompt_length=4, overlong_prompts="filter")
+    assert [r.text for r in kept.rows] == ["ab", "cd"]
+    assert kept.num_filtered == {"math": 1, "code": 1} and kept.num_truncated == {}
+    cut = load(rows, max_prompt_length=4, overlong_prompts="truncate")
+    whole = load(rows)
+    assert [r.tokens for r in cut.rows] == [r.tokens[-4:] for r in whole.rows]
+    assert cut.row(0).text == "abcdef"
+    assert cut.num_truncated == {"math": 1, "code": 1} and cut.num_filtered == {}
+    assert len(load(rows, max_prompt_length=6)) == 4
+    with pytest.raises(UserError, match=r"every prompt of domain 'math' \(2 rows\).*data.max_prompt_length 3"):
+        load([row("abcdef"), row("abcd"), row("a", "code")], max_prompt_length=3, overlong_prompts="filter")
+
+
+def test_chat_without_a_template_and_broken_templates(
+    load: Load, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    plain = make_tokenizer(tmp_path / "plain", chat_template=None)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row(chat("ab"))))
+    cfg = Data(train=(str(path),))
+    with pytest.raises(UserError, match=r"no chat template: set data.chat_template"):
+        load_prompts(cfg.train, cfg, plain)
+    template = tmp_path / "broken.jinja"
+    template.write_text("{{ raise_exception('only two turns') }}")
+    with pytest.raises(UserError, match="chat template failed: only two turns"):
+        load([row(chat("ab"))], chat_template=str(template))
+
+
+def test_every_domain_needs_a_teacher() -> None:
+    counts = {"math": 10, "law": 3, "code": 5, "art": 1}
+    with pytest.raises(UserError, match=r"'art' \(1 rows\), 'law' \(3 rows\); teachers answer for 'code', 'math'"):
+        check_domains_have_teachers(counts, {"math": "m", "code": "c"})
+    warnings = check_domains_have_teachers({"math": 10}, {"math": "m", "code": "c"})
+    assert len(warnings) == 1 and "teachers.c.domains names 'code'" in warnings[0]
+    assert check_domains_have_teachers({"math": 10}, {"math": "m"}) == []

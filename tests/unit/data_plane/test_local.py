@@ -1,0 +1,161 @@
+"""LocalDataPlane: written once, read by name, claimed in order, the same bytes on every rank."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from mopd.data_plane.local import LocalDataPlane
+from mopd.types import Batch, SampleMeta
+
+
+def meta(sample_id: int, response_length: int = 2) -> SampleMeta:
+    return SampleMeta(
+        sample_id=sample_id,
+        domain="math",
+        weight_version=0,
+        prompt_length=1,
+        response_length=response_length,
+        num_loss_tokens=response_length,
+    )
+
+
+def rows(*ids: int) -> list[torch.Tensor]:
+    return [torch.arange(i + 1) for i in ids]
+
+
+def test_put_update_get_round_trip() -> None:
+    async def run() -> None:
+        plane = LocalDataPlane()
+        await plane.put([meta(3), meta(1)], {"tokens": rows(3, 1)})
+        await plane.update([1, 3], {"scores": [torch.tensor([0.5]), torch.tensor([1.5])]})
+        got = await plane.get([3, 1], ["scores", "tokens"])
+        assert list(got) == ["scores", "tokens"]
+        assert [t.item() for t in got["scores"]] == [1.5, 0.5]
+        assert [t.tolist() for t in got["tokens"]] == [[0, 1, 2, 3], [0, 1]]
+        assert plane.num_samples == 2
+
+    asyncio.run(run())
+
+
+def test_second_write_unknown_sample_and_unknown_field_name_the_ids() -> None:
+    async def run() -> None:
+        plane = LocalDataPlane()
+        await plane.put([meta(5)], {"tokens": rows(5)})
+        with pytest.raises(KeyError, match=r"\[5\].*second time"):
+            await plane.put([meta(6), meta(5)], {"tokens": rows(6, 5)})
+        with pytest.raises(KeyError, match=r"\[6\].*unknown"):  # the refused put left nothing behind
+            await plane.get([6], ["tokens"])
+        with pytest.raises(KeyError, match=r"\[9\].*second time"):
+            await plane.put([meta(9), meta(9)], {"tokens": rows(1, 1)})
+        with pytest.raises(KeyError, match=r"'tokens' of samples \[5\]"):
+            await plane.update([5], {"tokens": rows(5)})
+        with pytest.raises(KeyError, match=r"'scores' does not exist for samples \[5\]"):
+            await plane.get([5], ["scores"])
+        with pytest.raises(KeyError, match=r"\[7\]"):
+            await plane.update([7], {"scores": rows(1)})
+        with pytest.raises(ValueError, match="1 tensors for 2 samples"):
+            await plane.put([meta(10), meta(11)], {"tokens": rows(1)})
+
+    asyncio.run(run())
+
+
+def test_claim_waits_for_all_fields_and_takes_lowest_ids_once() -> None:
+    async def run() -> None:
+        plane = LocalDataPlane()
+        await plane.put([meta(4), meta(2), meta(9)], {"tokens": rows(4, 2, 9)})
+        claim = asyncio.create_task(plane.claim(2, ["tokens", "scores"], timeout_s=5))
+        await asyncio.sleep(0.01)
+        await plane.update([9], {"scores": rows(9)})
+        await asyncio.sleep(0.01)
+        assert not claim.done()
+        await plane.update([2, 4], {"scores": rows(2, 4)})
+        first = await claim
+        assert first.sample_ids == (2, 4)  # 9 was ready first, lower ids still win
+        second = await plane.claim(1, ["tokens"], timeout_s=0)
+        assert second.sample_ids == (9,)
+        await plane.release(first)
+        assert plane.num_samples == 1
+        with pytest.raises(KeyError, match="not claimed"):
+            await plane.release(first)
+
+    asyncio.run(run())
+
+
+def test_claim_deadline_says_what_is_missing() -> None:
+    async def run() -> None:
+        plane = LocalDataPlane()
+        await plane.put([meta(0), meta(1)], {"tokens": rows(0, 1)})
+        await plane.update([1], {"scores": rows(1)})
+        with pytest.raises(TimeoutError, match=r"2 samples with tokens, scores: 1 ready, 2 unclaimed.*scores \(1\)"):
+            await plane.claim(2, ["tokens", "scores"], timeout_s=0.02)
+        assert (await plane.claim(1, ["scores"], timeout_s=0.02)).sample_ids == (1,)  # the failed claim took nothing
+
+    asyncio.run(run())
+
+
+def test_release_of_unclaimed_sample_is_refused() -> None:
+    async def run() -> None:
+        plane = LocalDataPlane()
+        await plane.put([meta(0)], {"tokens": rows(0)})
+        with pytest.raises(KeyError, match=r"\[0\]"):
+            await plane.release(Batch(samples=(meta(0),)))
+
+    asyncio.run(run())
+
+
+def _fields() -> dict[str, list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "tokens": [torch.randint(0, 99, (n,), generator=generator) for n in (3, 1, 4)],
+        "loss_mask": [torch.rand(n, generator=generator) > 0.5 for n in (2, 0, 3)],
+        "teacher_logprobs": [torch.randn(n, 2, generator=generator) for n in (2, 0, 3)],
+        "teacher_ids": [torch.randint(0, 9, (2, n), generator=generator, dtype=torch.int32).T for n in (2, 0, 3)],
+        "empty": [torch.zeros(0) for _ in range(3)],
+    }
+
+
+def _fetch_rank(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    plane = LocalDataPlane(dist.group.WORLD)
+    if rank == 0:
+        asyncio.run(plane.put([meta(i) for i in (10, 11, 12)], _fields()))
+    order, names = [12, 10, 11], ["loss_mask", "teacher_ids", "tokens", "teacher_logprobs", "empty"]
+    got = plane.fetch(order, names)
+    expected = {name: [_fields()[name][i - 10] for i in order] for name in names}
+    result = {"names": list(got) == names}
+    result["equal"] = all(
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        for name in names
+        for a, b in zip(got[name], expected[name], strict=True)
+    )
+    errors = []
+    for ids, fields in (([99], ["tokens"]), ([10], ["nothing"]), ([10 + rank], ["tokens"])):
+        try:
+            plane.fetch(ids, fields)
+        except (KeyError, RuntimeError) as error:
+            errors.append(str(error))
+    if rank == 1:
+        try:
+            asyncio.run(plane.get([10], ["tokens"]))
+        except RuntimeError as error:
+            errors.append(str(error))
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(result | {"errors": errors}))
+    dist.destroy_process_group()
+
+
+@pytest.mark.multirank
+def test_fetch_gives_every_rank_the_same_tensors_and_errors(tmp_path: Path) -> None:
+    mp.spawn(_fetch_rank, args=(str(tmp_path),), nprocs=2)
+    results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    for result in results:
+        assert result["names"] and result["equal"]
+        assert "[99]" in result["errors"][0] and "'nothing'" in result["errors"][1]
+    assert "rank 1 asked for [11]" in results[1]["errors"][2] and "rank 0 for [10]" in results[1]["errors"][2]
+    assert "first rank only" in results[1]["errors"][3]

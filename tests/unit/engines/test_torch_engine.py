@@ -1,0 +1,238 @@
+"""TorchEngine against transformers itself: the same distributions, whatever the batching, and no shared randomness."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
+
+from mopd.config.schema import TorchEngine as TorchEngineConfig
+from mopd.engines.interface import Generation, SamplingParams, Scores
+from mopd.engines.torch_engine import TorchEngine
+from mopd.types import UserError
+from tests.fixtures.tiny_models import EOS_ID, VOCAB_SIZE, make_hf_model
+
+PROMPTS = [[5, 9, 11], [7], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22, 23], [5, 9, 11], [30, 3]]
+SEEDS = [10, 11, 12, 13, 14, 15]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    folders = {
+        family: make_hf_model(root / family, family, seed=3, tie_word_embeddings=family != "llama")
+        for family in ("qwen3", "qwen2", "llama")
+    }
+    for folder in folders.values():  # many stop tokens: random models end their responses at different steps
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS_ID, *range(30, 36)]}))
+    return folders
+
+
+@pytest.fixture(scope="module")
+def engine(folders: dict[str, Path]) -> TorchEngine:
+    return TorchEngine.from_pretrained(folders["qwen3"], TorchEngineConfig())
+
+
+def generate(engine: TorchEngine, prompts: list[list[int]], seeds: list[int], **sampling: float) -> list[Generation]:
+    return asyncio.run(engine.generate(prompts, SamplingParams(**{"max_new_tokens": 16, **sampling}), seeds))
+
+
+def score(
+    engine: TorchEngine, prompts: list[list[int]], generations: list[Generation], **kwargs: float
+) -> list[Scores]:
+    tokens = [torch.tensor([*p, *g.tokens.tolist()]) for p, g in zip(prompts, generations, strict=True)]
+    kwargs = {"top_k": 8, "temperature": 1.0, **kwargs}
+    return asyncio.run(engine.score(tokens, [len(p) for p in prompts], **kwargs))
+
+
+@torch.no_grad()
+def reference_logprobs(folder: Path, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
+    """[R, V]: one sequence at a time, no cache, no padding."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits.double() / temperature, -1).float()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_generation_scoring_and_transformers_agree(folders: dict[str, Path], family: str) -> None:
+    cfg = TorchEngineConfig(max_tokens_per_batch=60, max_logits_rows=7)
+    engine = TorchEngine.from_pretrained(folders[family], cfg)
+    generations = generate(engine, PROMPTS, SEEDS, temperature=0.7)
+    assert len({len(g.tokens) for g in generations}) > 1  # rows left the batch at different steps
+    scores = score(engine, PROMPTS, generations, temperature=0.7)
+    for prompt, generation, given in zip(PROMPTS, generations, scores, strict=True):
+        expected = reference_logprobs(folders[family], prompt, generation.tokens.tolist(), 0.7)
+        own = expected.gather(-1, generation.tokens[:, None]).squeeze(-1)
+        torch.testing.assert_close(generation.logprobs, own, rtol=0, atol=1e-5)
+        torch.testing.assert_close(given.token_logprobs, own, rtol=0, atol=1e-5)
+        top = expected.topk(8, dim=-1)
+        torch.testing.assert_close(given.logprobs, top.values, rtol=0, atol=1e-5)
+        torch.testing.assert_close(expected.gather(-1, given.ids.long()), top.values, rtol=0, atol=1e-5)
+        assert given.ids.dtype == torch.int32 and given.logprobs.dtype == torch.float32
+        assert (given.logprobs.diff(dim=-1) <= 0).all()
+
+
+def test_neighbours_change_nothing(engine: TorchEngine) -> None:
+    together = generate(engine, PROMPTS, SEEDS)
+    for prompt, seed, expected in zip(PROMPTS, SEEDS, together, strict=True):
+        alone = generate(engine, [prompt], [seed])[0]
+        assert alone.tokens.tolist() == expected.tokens.tolist()
+        assert alone.finish_reason == expected.finish_reason
+        torch.testing.assert_close(alone.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    shuffled = generate(engine, PROMPTS[::-1], SEEDS[::-1])
+    assert [g.tokens.tolist() for g in shuffled[::-1]] == [g.tokens.tolist() for g in together]
+
+
+def test_seed_decides_and_length_limit_only_cuts(engine: TorchEngine) -> None:
+    first, again, other = generate(engine, [[5, 9, 11]] * 3, [1, 1, 2])
+    assert first.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist()
+    short = generate(engine, [[5, 9, 11]], [1], max_new_tokens=3)[0]
+    assert short.tokens.tolist() == first.tokens.tolist()[:3]
+
+
+def test_greedy_equals_transformers_generate(folders: dict[str, Path], engine: TorchEngine) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders["qwen3"], dtype=torch.float32)
+    for prompt, generation in zip(PROMPTS, generate(engine, PROMPTS, SEEDS, temperature=0.0), strict=True):
+        expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=16)[0, len(prompt) :]
+        assert generation.tokens.tolist() == expected.tolist()
+
+
+def test_every_stop_token_ends_a_response(tmp_path: Path) -> None:
+    folder = make_hf_model(tmp_path, seed=3, scale=0.02)  # nearly uniform: all kinds of ends within 200 tokens
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": [{EOS_ID}, 20]}}')
+    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig())
+    assert engine.stop_ids == (EOS_ID, 20)
+    generations = generate(engine, [[5, 6]] * 32, list(range(32)), max_new_tokens=30)
+    assert {g.tokens[-1].item() for g in generations if g.finish_reason == "stop"} == {EOS_ID, 20}
+    for generation in generations:
+        ends = [t for t in generation.tokens.tolist() if t in (EOS_ID, 20)]
+        if generation.finish_reason == "stop":
+            assert ends == [generation.tokens[-1].item()]
+        else:
+            assert not ends and len(generation.tokens) == 30
+    assert {g.finish_reason for g in generations} == {"stop", "length"}
+
+
+def test_random_state_is_left_alone(folders: dict[str, Path]) -> None:
+    before = torch.get_rng_state()
+    engine = TorchEngine.from_pretrained(folders["qwen3"], TorchEngineConfig())
+    empty = TorchEngine.empty(folders["qwen3"], TorchEngineConfig())
+    generations = generate(engine, PROMPTS, SEEDS, top_p=0.9, top_k=5)
+    score(engine, PROMPTS, generations)
+    asyncio.run(empty.load_weights(engine.model.named_parameters(), 1))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_full_vocabulary_and_empty_response(engine: TorchEngine) -> None:
+    sequence = torch.tensor([4, 8, 15, 16])
+    whole, nothing = asyncio.run(engine.score([sequence, sequence], [2, 4], top_k=VOCAB_SIZE, temperature=1.0))
+    torch.testing.assert_close(whole.logprobs.exp().sum(-1), torch.ones(2))
+    assert sorted(whole.ids[0].tolist()) == list(range(VOCAB_SIZE))
+    assert nothing.ids.shape == (0, VOCAB_SIZE) and nothing.token_logprobs.shape == (0,)
+    with pytest.raises(ValueError, match=f"top_k is {VOCAB_SIZE + 1}.*vocabulary of {VOCAB_SIZE}"):
+        asyncio.run(engine.score([sequence], [2], top_k=VOCAB_SIZE + 1, temperature=1.0))
+    with pytest.raises(ValueError, match="prompt length 0"):
+        asyncio.run(engine.score([sequence], [0], top_k=1, temperature=1.0))
+
+
+def test_scores_may_enter_autograd(engine: TorchEngine) -> None:
+    generation = generate(engine, [[5, 6]], [0])[0]
+    given = score(engine, [[5, 6]], [generation])[0]
+    for tensor in (generation.tokens, generation.logprobs, given.ids, given.logprobs, given.token_logprobs):
+        assert not tensor.is_inference()
+    weight = torch.ones((), requires_grad=True)
+    (weight * given.logprobs).sum().backward()  # an inference tensor raises here
+    (weight * generation.logprobs).sum().backward()
+    assert weight.grad is not None
+
+
+def test_model_that_changes_its_logits_is_refused_for_scoring(tmp_path: Path) -> None:
+    config = GraniteConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, logits_scaling=4.0, initializer_range=0.5, eos_token_id=2,
+    )  # fmt: skip
+    GraniteForCausalLM(config).save_pretrained(tmp_path)
+    engine = TorchEngine.from_pretrained(tmp_path, TorchEngineConfig())
+    with pytest.raises(UserError, match="'granite' changes its logits"):
+        asyncio.run(engine.score([torch.tensor([4, 5, 6])], [1], top_k=2, temperature=1.0))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])  # tied and untied embeddings
+def test_loaded_weights_answer_like_the_checkpoint(folders: dict[str, Path], family: str, tmp_path: Path) -> None:
+    tied = family == "qwen3"
+    other = make_hf_model(tmp_path, family, seed=8, tie_word_embeddings=tied)
+    source = TorchEngine.from_pretrained(other, TorchEngineConfig())
+    source.stop_ids = TorchEngine.from_pretrained(folders[family], TorchEngineConfig()).stop_ids
+    engine = TorchEngine.empty(folders[family], TorchEngineConfig())
+    assert engine.weight_version == -1
+    with pytest.raises(RuntimeError, match="no weights"):
+        generate(engine, [[5]], [0])
+    names = [name for name, _ in source.model.named_parameters()]
+    assert ("lm_head.weight" in names) is not tied
+    asyncio.run(engine.load_weights(source.model.named_parameters(), 7))
+    assert engine.weight_version == 7
+    assert [g.tokens.tolist() for g in generate(engine, PROMPTS, SEEDS)] == [
+        g.tokens.tolist() for g in generate(source, PROMPTS, SEEDS)
+    ]
+
+
+def test_wrong_weights_are_refused_and_leave_no_half_loaded_engine(
+    engine: TorchEngine, folders: dict[str, Path]
+) -> None:
+    good = list(engine.model.named_parameters())
+    name, tensor = good[3]
+    wrong = {
+        f"{name!r} has shape": [*good[:3], (name, tensor[:1]), *good[4:]],
+        f"did not arrive, among them {name!r}": [*good[:3], *good[4:]],
+        "'extra' does not exist": [*good, ("extra", tensor)],
+        f"{name!r} arrives twice": [*good, good[3]],
+    }
+    target = TorchEngine.empty(folders["qwen3"], TorchEngineConfig())
+    for message, weights in wrong.items():
+        asyncio.run(target.load_weights(good, 1))
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(target.load_weights(weights, 2))
+        assert target.weight_version == -1
+        with pytest.raises(RuntimeError, match="no weights"):
+            generate(target, [[5]], [0])
+
+
+def test_unreadable_checkpoints_name_the_folder(tmp_path: Path) -> None:
+    def refuse(folder: Path, match: str) -> None:
+        with pytest.raises(UserError, match=match) as caught:
+            TorchEngine.from_pretrained(folder, TorchEngineConfig())
+        assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+    refuse(tmp_path / "nowhere", "no config.json")
+    make_hf_model(tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    refuse(tmp_path / "cut", "cannot load the model")
+    weights.unlink()
+    refuse(tmp_path / "cut", "no safetensors")
+    (tmp_path / "cut" / "config.json").write_text("{")
+    refuse(tmp_path / "cut", "unreadable")
+    small, large = make_hf_model(tmp_path / "small", num_layers=1), make_hf_model(tmp_path / "large", num_layers=2)
+    (large / "model.safetensors").write_bytes((small / "model.safetensors").read_bytes())
+    refuse(large, "missing keys")
+
+
+def test_prompt_longer_than_the_model(engine: TorchEngine) -> None:
+    with pytest.raises(UserError, match=r"prompt longer than the model: 250 .* 16 > max_position_embeddings 256"):
+        generate(engine, [[3] * 250], [0])
+    with pytest.raises(UserError, match="sequence longer than the model: 257"):
+        asyncio.run(engine.score([torch.full((257,), 3)], [1], top_k=1, temperature=1.0))
+
+
+def test_bfloat16_engine_reports_fp32_logprobs(folders: dict[str, Path]) -> None:
+    engine = TorchEngine.from_pretrained(folders["qwen3"], TorchEngineConfig(dtype="bfloat16"))
+    generation = generate(engine, [[5, 6]], [0])[0]
+    assert next(engine.model.parameters()).dtype == torch.bfloat16
+    assert generation.logprobs.dtype == torch.float32
+    torch.testing.assert_close(
+        score(engine, [[5, 6]], [generation])[0].token_logprobs, generation.logprobs, rtol=0, atol=0.1
+    )

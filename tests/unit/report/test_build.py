@@ -1,0 +1,102 @@
+"""``report.json``: what is measured, from records of a run folder."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mopd.report.build import build_report, headroom_recovery, print_summary
+from mopd.types import UserError
+
+
+def test_the_best_validation_is_after_and_step_zero_is_before(run_dir: Path) -> None:
+    build_report(run_dir)
+    stored = json.loads((run_dir / "report.json").read_text())
+    code, maths = stored["domains"]["code"], stored["domains"]["open/maths"]
+    assert set(code) == {"before", "after", "teacher", "headroom_recovery"}
+    assert (code["before"], code["after"], code["teacher"]) == (0.2, 0.6, 0.7)
+    assert code["headroom_recovery"] == pytest.approx(0.8)
+    assert maths["headroom_recovery"] == pytest.approx(5 / 6)
+    assert stored["best_step"] == 20
+    assert stored["mean_headroom_recovery"] == pytest.approx((0.8 + 5 / 6) / 2)
+    assert (stored["steps"], stored["planned_steps"]) == (40, 40)
+    assert stored["wall_s"] == pytest.approx(40 * 2 + 3 * 5)
+    assert stored["train_tokens_per_s"] == pytest.approx(150)
+
+
+def test_of_equally_good_validations_the_earliest_is_the_result(run_dir: Path) -> None:
+    lines = [{"step": step, "rewards": {"code": reward}} for step, reward in ((0, 0.9), (20, 0.5), (40, 0.5))]
+    (run_dir / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert build_report(run_dir).best_step == 20
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "teacher", "expected"),
+    [
+        (0.25, 0.5, 0.75, 0.5),
+        (0.5, 0.25, 0.75, -1.0),
+        (0.5, 0.6, 0.5, None),
+        (0.5, None, 0.75, None),
+        (None, 0.5, 0.75, None),
+        (0.5, 0.6, None, None),
+        (0.0, 0.0, 0.5, 0.0),
+    ],
+)
+def test_headroom_recovery(
+    before: float | None, after: float | None, teacher: float | None, expected: float | None
+) -> None:
+    assert headroom_recovery(before, after, teacher) == expected
+
+
+def test_a_run_that_has_only_just_begun(run_dir: Path) -> None:
+    for name in ("metrics.jsonl", "validation.jsonl", "headroom.json"):
+        (run_dir / name).unlink()
+    report = build_report(run_dir)
+    assert (report.steps, report.wall_s, report.train_tokens_per_s, report.best_step) == (0, 0, None, None)
+    assert report.domains == {} and report.mean_headroom_recovery is None
+    assert "No step has finished yet" in (run_dir / "report.html").read_text()
+
+
+def test_a_run_that_is_writing_its_next_line(run_dir: Path) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "lo')
+    assert build_report(run_dir).steps == 40
+
+
+def test_before_the_second_validation_there_is_no_after(run_dir: Path) -> None:
+    first = (run_dir / "validation.jsonl").read_text().splitlines(keepends=True)[0]
+    (run_dir / "validation.jsonl").write_text(first)
+    result = build_report(run_dir).domains["code"]
+    assert (result.before, result.after, result.headroom_recovery) == (0.2, None, None)
+
+
+def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no run") as caught:
+        build_report(tmp_path / "nowhere")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_damaged_line_is_named_and_nothing_is_written(run_dir: Path) -> None:
+    (run_dir / "validation.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(UserError, match=r"validation\.jsonl"):
+        build_report(run_dir)
+    assert not (run_dir / "report.json").exists()
+
+
+def test_the_summary_shows_every_number(run_dir: Path) -> None:
+    out = io.StringIO()
+    print_summary(build_report(run_dir), Console(file=out, width=100))
+    for text in ("open/maths", "0.400", "0.900", "1.000", "83%", "80%", "82%", "after (step 20)", "150 tokens/s"):
+        assert text in out.getvalue()
+
+
+def test_a_report_needs_no_torch(run_dir: Path) -> None:
+    code = f"import sys, mopd.report.build as b; b.build_report({str(run_dir)!r}); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout == "False\n"

@@ -1,0 +1,121 @@
+"""``report.html``: complete, self-contained, and safe to open whatever the model wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from mopd.report.build import build_report
+
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and collects them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join("".join(self.texts).split())
+
+
+def page_of(run_dir: Path) -> Page:
+    build_report(run_dir)
+    return Page((run_dir / "report.html").read_text())
+
+
+def test_the_page_shows_results_curves_generations_and_recipe(run_dir: Path) -> None:
+    page = page_of(run_dir)
+    for text in ("recovered 82% of its teachers", "before 0.400", "after 0.900", "teacher 1.000", "answer at 0"):
+        assert text in page.text
+    assert "answer at 20" in page.text and "answer at 40" not in page.text
+    assert "prompts_per_step: 8 # " in page.text
+    labels = {attributes["aria-label"] for tag, attributes in page.tags if tag == "svg"}
+    assert {"Validation reward over steps", "KL(student ‖ teacher) over steps", "Loss over steps"} <= labels
+    assert {"Top-k overlap over steps", "grad_norm over steps", "timing/step_s over steps"} <= labels
+
+
+def test_nothing_is_fetched_from_anywhere(run_dir: Path) -> None:
+    page = page_of(run_dir)
+    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
+    names = {name for _, attributes in page.tags for name in attributes}
+    assert not {"src", "href", "srcset", "data", "xlink:href"} & names
+    assert not re.search(r"https?://|url\(|@import", (run_dir / "report.html").read_text())
+
+
+def test_markup_in_prompts_and_answers_stays_text(run_dir: Path) -> None:
+    evil = "</pre><script>alert(1)</script>\"'&"
+    examples = {evil: [{"prompt": evil, "response": evil, "ground_truth": evil, "reward": 1.0}]}
+    line = {"step": 0, "rewards": {evil: 0.5}, "examples": examples, "wall_s": 1.0}
+    (run_dir / "validation.jsonl").write_text(json.dumps(line) + "\n")
+    record = {"step": 1, "loss": 1.0, f"loss/{evil}": 1.0, "timing/step_s": 1.0}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    page = page_of(run_dir)
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert page.text.count("alert(1)") >= 5  # bar, legend, prompt, answer, ground truth
+
+
+def test_a_domain_may_hold_a_slash(run_dir: Path) -> None:
+    titles = [title for title in re.findall(r"<title>(.*?)</title>", _html(run_dir)) if "at step 40" in title]
+    assert "open/maths: 0.05 at step 40" in titles
+
+
+def test_bars_are_placed_in_percent_of_the_reward_range(run_dir: Path) -> None:
+    styles = [a["style"] for tag, a in page_of(run_dir).tags if tag == "i" and a["style"] is not None]
+    assert [" ".join(style.split()) for style in styles[:3]] == [
+        "width: 20.0%",
+        "left: 20.0%; width: 40.0%;",
+        "left: 70.0%",
+    ]
+
+
+def test_rewards_outside_zero_and_one_stay_on_the_track(run_dir: Path) -> None:
+    lines = [{"step": s, "rewards": {"code": r}, "wall_s": 1.0} for s, r in ((0, -10.0), (20, 30.0))]
+    (run_dir / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    html = _html(run_dir)
+    positions = [float(number) for number in re.findall(r"(?:left|width): (-?[\d.]+)%", html)]
+    assert positions and all(0 <= position <= 100 for position in positions)
+
+
+def test_a_prompt_that_stands_in_the_data_twice_is_shown_twice(run_dir: Path) -> None:
+    example = {"prompt": [{"role": "user", "content": "twice?"}], "response": "a", "ground_truth": None, "reward": 0.0}
+    line = {"step": 0, "rewards": {"code": 0.5}, "examples": {"code": [example, example]}, "wall_s": 1.0}
+    (run_dir / "validation.jsonl").write_text(json.dumps(line) + "\n")
+    assert page_of(run_dir).text.count("twice?") == 2
+
+
+@pytest.mark.parametrize("steps", [1, 2000])
+def test_size_does_not_grow_with_the_number_of_steps(run_dir: Path, steps: int) -> None:
+    records = [{"step": s, "loss": 1 / s, "loss/code": 1 / s, "timing/step_s": 0.1} for s in range(1, steps + 1)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert len(_html(run_dir)) < 100_000
+
+
+def _html(run_dir: Path) -> str:
+    build_report(run_dir)
+    return (run_dir / "report.html").read_text()

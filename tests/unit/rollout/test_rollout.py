@@ -1,0 +1,188 @@
+"""Rollout and validation with a real engine: ids, seeds, fields and rewards."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from mopd.config.schema import CustomReward, Validation
+from mopd.config.schema import TorchEngine as TorchEngineConfig
+from mopd.data.prompts import PromptDataset, PromptRow
+from mopd.data_plane.local import LocalDataPlane
+from mopd.engines.interface import SamplingParams
+from mopd.engines.torch_engine import TorchEngine
+from mopd.rewards.domains import build_rewards
+from mopd.rollout.seeds import derive_seed
+from mopd.rollout.validation import ValidationResult, validate
+from mopd.rollout.worker import RolloutWorker, TaskAdvantage
+from mopd.types import ROLLOUT_FIELDS, Prompt, SampleMeta, UserError
+from tests.fixtures.tiny_models import EOS_ID, make_hf_model, make_tokenizer
+
+SAMPLING = SamplingParams(max_new_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_tokenizer(path)
+    return make_hf_model(path, seed=5, scale=0.1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    return make_tokenizer(folder)
+
+
+@pytest.fixture
+def engine(folder: Path) -> TorchEngine:
+    """An engine with weights of version 3."""
+    engine = TorchEngine.empty(folder, TorchEngineConfig())
+    source = TorchEngine.from_pretrained(folder, TorchEngineConfig())
+    asyncio.run(engine.load_weights(source.model.named_parameters(), 3))
+    return engine
+
+
+@pytest.fixture
+def dataset(tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+    texts = [("math", "1+1="), ("code", "ab?"), ("math", "2+2="), ("math", "9"), ("code", "cd?")]
+    rows = [
+        PromptRow(
+            domain=domain,
+            text=text,
+            tokens=tuple(tokenizer(text)["input_ids"]),
+            ground_truth="?",
+            extra_info=None,
+            place=f"file: row {i}",
+        )
+        for i, (domain, text) in enumerate(texts)
+    ]
+    return PromptDataset(rows)
+
+
+def prompts(dataset: PromptDataset) -> list[Prompt]:
+    return [Prompt(sample_id=40 + i, domain=row.domain, tokens=row.tokens, row=i) for i, row in enumerate(dataset.rows)]
+
+
+def roll(engine: TorchEngine, given: list[Prompt], **kwargs: object) -> tuple[list[SampleMeta], dict]:
+    async def run() -> tuple[list[SampleMeta], dict]:
+        plane = LocalDataPlane()
+        worker = RolloutWorker(engine, plane, **{"sampling": SAMPLING, "seed": 1, **kwargs})
+        metas = await worker.generate(given)
+        return metas, await plane.get([meta.sample_id for meta in metas], ROLLOUT_FIELDS)
+
+    return asyncio.run(run())
+
+
+def test_metas_and_fields_describe_the_same_samples(engine: TorchEngine, dataset: PromptDataset) -> None:
+    given = prompts(dataset)
+    metas, fields = roll(engine, given)
+    assert [meta.sample_id for meta in metas] == [40, 41, 42, 43, 44]
+    for i, (prompt, meta) in enumerate(zip(given, metas, strict=True)):
+        tokens = fields["tokens"][i]
+        assert tokens.dtype == torch.int64 and tuple(tokens[: meta.prompt_length].tolist()) == prompt.tokens
+        assert len(tokens) == meta.length and meta.domain == prompt.domain and meta.weight_version == 3
+        assert fields["loss_mask"][i].all() and fields["loss_mask"][i].dtype == torch.bool
+        assert len(fields["loss_mask"][i]) == len(fields["rollout_logprobs"][i]) == meta.response_length
+        assert meta.num_loss_tokens == meta.response_length
+        assert meta.truncated == (tokens[-1].item() != EOS_ID)
+
+
+def test_a_sample_depends_on_its_id_not_on_its_batch(engine: TorchEngine, dataset: PromptDataset) -> None:
+    given = prompts(dataset)
+    _, together = roll(engine, given, samples_per_prompt=3)
+    metas, alone = roll(engine, given[2:3], samples_per_prompt=3)
+    assert [meta.sample_id for meta in metas] == [126, 127, 128]
+    assert [t.tolist() for t in alone["tokens"]] == [t.tolist() for t in together["tokens"][6:9]]
+    assert len({tuple(t.tolist()) for t in alone["tokens"]}) > 1
+    _, other_seed = roll(engine, given[2:3], samples_per_prompt=3, seed=2)
+    assert [t.tolist() for t in other_seed["tokens"]] != [t.tolist() for t in alone["tokens"]]
+
+
+def test_seeds_are_63_bit_and_of_two_families() -> None:
+    seeds = [derive_seed(s, i, purpose) for s in (0, 1) for i in range(200) for purpose in ("rollout", "validation")]
+    assert len(set(seeds)) == 800
+    assert min(seeds) >= 0 and 2**62 < max(seeds) < 2**63
+    assert derive_seed(1, 23) == derive_seed(1, 23, "rollout") != derive_seed(12, 3)
+
+
+def test_task_advantage_is_reward_minus_the_prompts_mean(
+    engine: TorchEngine, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    source = tmp_path / "length.py"
+    source.write_text("def length(response, **row):\n    return len(response)\n")
+    rewards = build_rewards(Validation(reward=CustomReward(type="custom", path=str(source), function="length")))
+    advantage = TaskAdvantage(dataset, tokenizer, rewards)
+    plane = LocalDataPlane()
+    worker = RolloutWorker(engine, plane, sampling=SAMPLING, seed=1, samples_per_prompt=4, task_advantage=advantage)
+
+    async def run() -> dict:
+        metas = await worker.generate(prompts(dataset))
+        return await plane.get([meta.sample_id for meta in metas], ["tokens", "task_advantage"])
+
+    fields = asyncio.run(run())
+    rewards.close()
+    per_sample = [values.unique().item() for values in fields["task_advantage"]]  # one value along a response
+    for start, row in zip(range(0, 20, 4), dataset.rows, strict=True):
+        answers = [
+            tokenizer.decode(t[len(row.tokens) :], skip_special_tokens=True)
+            for t in fields["tokens"][start : start + 4]
+        ]
+        mean = sum(map(len, answers)) / 4
+        assert per_sample[start : start + 4] == pytest.approx([len(answer) - mean for answer in answers])
+    assert any(per_sample)
+
+
+def run_validation(
+    engine: TorchEngine, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase, **kwargs: object
+) -> ValidationResult:
+    kwargs = {"sampling": replace(SAMPLING, temperature=0.0), "seed": 1, "num_examples": 1, **kwargs}
+    return asyncio.run(validate(engine, dataset, tokenizer, build_rewards(Validation()), **kwargs))
+
+
+def test_validation_rewards_each_domain(
+    engine: TorchEngine, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    first = run_validation(engine, dataset, tokenizer)
+    answer = first.examples["math"][0]["response"]
+    rows = [replace(row, ground_truth=answer if i == 0 else "never") for i, row in enumerate(dataset.rows)]
+    result = run_validation(engine, PromptDataset(rows), tokenizer, num_examples=2)
+    assert result.rewards == {"code": 0.0, "math": pytest.approx(1 / 3)}
+    assert result.num_samples == {"code": 2, "math": 3}
+    assert list(result.rewards) == ["code", "math"]
+    assert [example["prompt"] for example in result.examples["math"]] == ["1+1=", "2+2="]
+    assert result.examples["math"][0] == {
+        "prompt": "1+1=", "response": answer, "ground_truth": answer, "reward": 1.0
+    }  # fmt: skip
+    only = run_validation(engine, PromptDataset(rows), tokenizer, max_samples_per_domain=1, domains=["math"])
+    assert only.rewards == {"math": 1.0} and only.num_samples == {"math": 1}
+    with pytest.raises(UserError, match="no row of domain 'law'"):
+        run_validation(engine, dataset, tokenizer, domains=["law"])
+
+
+def test_sampled_validation_repeats_itself_and_leaves_training_alone(
+    engine: TorchEngine, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    state = torch.get_rng_state()
+    _, before = roll(engine, prompts(dataset))
+    first = run_validation(engine, dataset, tokenizer, sampling=SAMPLING, num_examples=9)
+    assert run_validation(engine, dataset, tokenizer, sampling=SAMPLING, num_examples=9) == first
+    assert run_validation(engine, dataset, tokenizer, sampling=SAMPLING, num_examples=9, seed=2) != first
+    same_numbers = [replace(prompt, sample_id=prompt.row) for prompt in prompts(dataset)]
+    _, training = roll(engine, same_numbers)  # sample n and row n must not share a seed
+    answers = {
+        row.domain: [
+            tokenizer.decode(t[len(r.tokens) :], skip_special_tokens=True)
+            for t, r in zip(training["tokens"], dataset.rows, strict=True)
+            if r.domain == row.domain
+        ]
+        for row in dataset.rows
+    }
+    assert {d: [e["response"] for e in examples] for d, examples in first.examples.items()} != answers
+    _, after = roll(engine, prompts(dataset))
+    assert [t.tolist() for t in before["tokens"]] == [t.tolist() for t in after["tokens"]]
+    assert torch.equal(state, torch.get_rng_state())

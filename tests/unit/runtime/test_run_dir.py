@@ -1,0 +1,172 @@
+"""One writer per run folder, no folder reused by accident, and a resumed run that is the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mopd.config.load import Loaded, load_recipe
+from mopd.runtime.run_dir import RunDir, atomic_write_json, atomic_write_text, check_same_run
+from mopd.types import UserError
+from tests.fixtures.recipe import RECIPE
+
+ROOT = Path(__file__).parents[3]
+Load = Callable[..., Loaded]
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Load the small recipe, with overrides, in an empty current directory."""
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(RECIPE)
+    return lambda *overrides: load_recipe("recipe.yaml", overrides)
+
+
+def begin(loaded: Loaded) -> Path:
+    """A run that has begun and ended."""
+    with RunDir(loaded.recipe.run_dir) as run:
+        run.open(loaded, resume=False)
+        run.write_recipe(loaded)
+    return run.path
+
+
+def test_fresh_run_takes_an_absent_or_empty_folder(load: Load) -> None:
+    loaded = load()
+    Path("runs/one").mkdir(parents=True)
+    Path("runs/one/.lock").touch()  # left by a process that was killed
+    path = begin(loaded)
+    assert {entry.name for entry in path.iterdir()} == {"recipe.yaml"}
+    assert load_recipe(path / "recipe.yaml").recipe == loaded.recipe
+
+
+def test_run_that_wrote_nothing_leaves_nothing(load: Load) -> None:
+    loaded = load()
+    with RunDir(loaded.recipe.run_dir) as run:
+        run.open(loaded, resume=False)
+        assert (run.path / ".lock").is_file()
+    assert not run.path.exists()
+
+
+def test_a_used_folder_needs_resume(load: Load) -> None:
+    loaded = load()
+    path = begin(loaded)
+    before = sorted(path.iterdir())
+    for refuse in (RunDir.check, RunDir.open):
+        with pytest.raises(UserError, match=r"^recipe.yaml:1: run_dir: 'runs/one' is not empty: add --resume"):
+            refuse(RunDir(path), loaded, resume=False)
+    assert sorted(path.iterdir()) == before
+    RunDir(path).check(loaded, resume=True)
+
+
+def test_resume_needs_a_run(load: Load) -> None:
+    loaded = load()
+    for refuse in (RunDir.check, RunDir.open):
+        with pytest.raises(UserError, match="holds no run to resume"):
+            refuse(RunDir("runs/one"), loaded, resume=True)
+    assert not Path("runs").exists()
+
+
+def test_run_dir_may_not_be_a_file(load: Load) -> None:
+    Path("runs").mkdir()
+    Path("runs/one").touch()
+    with pytest.raises(UserError, match="is a file"):
+        RunDir("runs/one").check(load(), resume=False)
+
+
+def test_second_writer_is_refused_by_process_id(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first writer is another process; killing it frees the folder at once."""
+    monkeypatch.setattr("mopd.runtime.run_dir.LOCK_WAIT_S", 0.1)
+    code = (
+        "import sys, time; from mopd.config.load import load_recipe; from mopd.runtime.run_dir import RunDir\n"
+        "loaded = load_recipe('recipe.yaml'); run = RunDir('runs/one'); run.open(loaded, resume=False)\n"
+        "run.write_recipe(loaded); print('taken', flush=True); time.sleep(60)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"taken\n"
+        for refuse in (RunDir.check, RunDir.open):
+            with pytest.raises(UserError, match=rf"is in use by process {writer.pid}"):
+                refuse(RunDir("runs/one"), load(), resume=True)
+        writer.send_signal(signal.SIGKILL)
+    with RunDir("runs/one") as run:
+        run.open(load(), resume=True)
+
+
+def test_resume_may_change_where_and_how_long_it_runs(load: Load) -> None:
+    path = begin(load())
+    moved = path.rename("elsewhere")
+    given = load(
+        "run_dir=elsewhere",
+        "student.parallel.data_parallel_size=2",
+        "student.max_tokens_per_micro_batch=99",
+        "schedule.steps=9",
+        "schedule.wait_timeout_s=1",
+        "checkpoint.keep_last=9",
+        "metrics.wandb={project: p}",
+        "rollout.engine.max_tokens_per_batch=9",
+        "teachers.math.engine.max_logits_rows=9",
+        "teachers.math.replicas=2",
+    )
+    RunDir(moved).check(given, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "listed"),
+    [
+        (["seed=1"], "seed (0 -> 1)"),
+        (["schedule.prompts_per_step=8"], "schedule.prompts_per_step (4 -> 8)"),
+        (["student.optimizer.lr=1"], "student.optimizer.lr (1e-06 -> 1.0)"),
+        (["teachers.math.model=other"], 'teachers.math.model ("models/math" -> "other")'),
+        (["teachers.code={model: m, domains: [code]}"], 'teachers.code.model (absent -> "m")'),
+        (["loss.top_k=3", "rollout.top_p=0.5"], "rollout.top_p (1.0 -> 0.5), loss.top_k (64 -> 3)"),
+    ],
+)
+def test_resume_may_not_change_what_is_learned(load: Load, overrides: list[str], listed: str) -> None:
+    path = begin(load())
+    with pytest.raises(UserError) as caught:
+        check_same_run(load_recipe(path / "recipe.yaml"), load(*overrides))
+    assert listed in str(caught.value)
+    assert "schedule.steps" not in str(caught.value)
+    with pytest.raises(UserError, match="differs from the run to resume"), RunDir(path) as run:
+        run.open(load(*overrides), resume=True)
+    begin_again = RunDir(path)
+    begin_again.open(load(), resume=True)  # the refused one gave the lock back
+    begin_again.close()
+
+
+def test_folder_of_a_killed_writer_is_discarded_unless_it_holds_something(load: Load) -> None:
+    loaded = load()
+    killed = RunDir("runs/one")
+    killed.open(loaded, resume=False)
+    RunDir("runs/one").discard_if_unused()
+    assert not Path("runs/one").exists()
+    begin(loaded)
+    RunDir("runs/one").discard_if_unused()
+    assert Path("runs/one/recipe.yaml").is_file()
+
+
+def test_paths(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert run.checkpoint(50) == tmp_path / "checkpoints" / "step_00000050"
+    assert run.metrics == tmp_path / "metrics.jsonl"
+
+
+def test_atomic_write_replaces_whole_files(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    atomic_write_json(path, {"a": 1})
+    atomic_write_json(path, {"ä": [2.5]})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"ä": [2.5]}
+    with pytest.raises(ValueError, match="Out of range"):
+        atomic_write_json(path, {"a": float("nan")})
+    with pytest.raises(UnicodeEncodeError):
+        atomic_write_text(path, "\ud800")
+    assert json.loads(path.read_text(encoding="utf-8")) == {"ä": [2.5]}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mopd.config.schema import Student
+from mopd.conversion.dims import ModelDims
+from mopd.student.model_config import check_overrides, transformer_config, uses_transformer_engine
+from mopd.student.parallel import Layout
+from mopd.types import UserError
+
+DIMS = ModelDims(
+    family="qwen3", num_layers=4, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_query_groups=2,
+    head_dim=32, vocab_size=45, max_positions=256, rotary_base=10000.0, norm_epsilon=1e-6, tied_embeddings=True,
+    qk_norm=True, qkv_bias=False,
+)  # fmt: skip
+
+
+def student(**keys: Any) -> Student:
+    return Student(model="unused", **keys)
+
+
+def test_a_typo_names_the_nearest_field() -> None:
+    with pytest.raises(UserError, match=r"overrides.recompute_moduls: .*did you mean 'recompute_modules'"):
+        check_overrides({"recompute_moduls": ["core_attn"]})
+
+
+def test_a_field_that_mopd_sets_is_refused(layout: Layout) -> None:
+    with pytest.raises(UserError, match=r"student.megatron_overrides.num_layers: mopd sets this field"):
+        transformer_config(student(megatron_overrides={"num_layers": 2}), DIMS, layout)
+    with pytest.raises(UserError, match="mopd sets this field"):
+        check_overrides({"finalize_model_grads_func": None})
+
+
+def test_a_value_that_megatron_refuses_is_one_line(layout: Layout) -> None:
+    overrides = {"recompute_granularity": "nonsense", "recompute_method": "uniform"}
+    with pytest.raises(UserError, match=r"student.megatron_overrides .* Megatron refuses: ") as error:
+        transformer_config(student(megatron_overrides=overrides), DIMS, layout)
+    assert "\n" not in str(error.value)
+
+
+def test_enum_fields_are_given_by_name() -> None:
+    assert check_overrides({"attention_backend": "unfused"})["attention_backend"].name == "unfused"
+    with pytest.raises(UserError, match="'nonsense' is none of "):
+        check_overrides({"attention_backend": "nonsense"})
+
+
+def test_overrides_reach_the_config(layout: Layout) -> None:
+    config = transformer_config(student(megatron_overrides={"attention_softmax_in_fp32": False}), DIMS, layout)
+    assert config.attention_softmax_in_fp32 is False
+    assert (config.kv_channels, config.params_dtype, config.hidden_dropout) == (32, torch.bfloat16, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "key"),
+    [({"tp_size": 4}, "tensor_model_parallel_size 4"), ({"pp_size": 3}, "pipeline_model_parallel_size 3")],
+)
+def test_a_layout_that_splits_heads_or_layers_is_refused(layout: Layout, sizes: dict[str, int], key: str) -> None:
+    with pytest.raises(UserError, match=f"student.parallel.{key} does not divide the model's"):
+        transformer_config(student(), DIMS, replace(layout, **sizes))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_transformer_engine_without_cuda_is_refused() -> None:
+    with pytest.raises(UserError, match=r"student.transformer_impl is 'transformer_engine' but .* missing"):
+        uses_transformer_engine(student(transformer_impl="transformer_engine"))
+    assert not uses_transformer_engine(student(transformer_impl="auto"))

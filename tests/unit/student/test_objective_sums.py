@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import torch
+
+from mopd.student.batch import LossRows
+from mopd.student.objective import Sums
+
+
+def make_rows() -> LossRows:
+    """Two samples: domain 1 with rows 0 and 1, domain 0 with row 1."""
+    return LossRows(
+        loss_mask=torch.tensor([[True, False], [True, True]]),
+        targets=torch.zeros(2, 2, dtype=torch.int64),
+        domains=torch.tensor([1, 0]),
+        sample_positions=torch.tensor([4, 2]),
+    )
+
+
+def test_sums_by_domain_ignore_rows_outside_the_mask() -> None:
+    sums = Sums(("num_tokens", "loss"), num_domains=3, num_samples=5, device=torch.device("cpu"))
+    rows = make_rows()
+    loss = torch.tensor([[1.0, float("nan")], [2.0, 4.0]])
+    sums.add(rows, {"num_tokens": rows.loss_mask, "loss": loss})
+    assert sums._totals.tolist() == [[1, 4], [2, 3], [0, 0]]
+    assert not sums._is_bad.any()
+
+
+def test_a_bad_loss_marks_its_sample_and_no_other_domain() -> None:
+    sums = Sums(("num_tokens", "loss"), num_domains=2, num_samples=5, device=torch.device("cpu"))
+    rows = make_rows()
+    loss = torch.tensor([[1.0, 0.0], [float("inf"), 4.0]])
+    sums.add(rows, {"num_tokens": rows.loss_mask, "loss": loss})
+    assert sums._is_bad.nonzero().flatten().tolist() == [4]
+    assert sums._totals[0].tolist() == [1, 4]

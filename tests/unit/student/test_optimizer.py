@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel
+
+from mopd import cpu_shim
+from mopd.config.schema import Optimizer, Student
+from mopd.student.model import build_model
+from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel
+from mopd.student.parallel import Layout
+from mopd.types import UserError
+from tests.unit.student.test_model_config import DIMS
+
+
+def build(layout: Layout, **keys: Any) -> tuple[DistributedDataParallel, Any, Any]:
+    with cpu_shim.activate():
+        model = build_model(Student(model="unused", dtype="float32"), DIMS, layout)
+        for parameter in model.parameters():
+            parameter.data.fill_(0.5)
+        wrapped = wrap_data_parallel(model, use_distributed_optimizer=True)
+        return (wrapped, *build_optimizer(Optimizer(lr=1.0, **keys), wrapped, num_steps=8))
+
+
+def lrs(layout: Layout, **keys: Any) -> list[float]:
+    _, optimizer, scheduler = build(layout, **keys)
+    seen = []
+    for _ in range(8):
+        seen.append(optimizer.param_groups[0]["lr"])
+        scheduler.step(1)
+    return seen
+
+
+def test_warm_up_is_a_line_that_reaches_the_peak(layout: Layout) -> None:
+    assert lrs(layout, lr_warmup_steps=3, lr_decay_style="constant") == pytest.approx([0.25, 0.5, 0.75] + [1.0] * 5)
+
+
+def test_decay_ends_at_min_lr_after_the_last_step(layout: Layout) -> None:
+    seen = lrs(layout, min_lr=0.2, lr_decay_style="linear")
+    assert seen == pytest.approx([1.0 - 0.1 * i for i in range(8)])
+
+
+def test_warm_up_as_long_as_the_run_is_refused(layout: Layout) -> None:
+    with pytest.raises(UserError, match=r"student.optimizer.lr_warmup_steps is 8 but schedule.steps is 8"):
+        build(layout, lr_warmup_steps=8)
+
+
+def fill_gradients(model: DistributedDataParallel, value: float) -> None:
+    for buffer in model.buffers:
+        buffer.grad_data.fill_(value)
+
+
+def test_decay_touches_matrices_only(layout: Layout) -> None:
+    model, optimizer, _ = build(layout, weight_decay=0.1)
+    with cpu_shim.activate():
+        fill_gradients(model, 0.0)
+        assert guarded_step(optimizer) == 0.0
+    for name, parameter in model.named_parameters():
+        assert torch.all(parameter == (0.5 if parameter.dim() == 1 else 0.45)), name
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_norm_changes_nothing(layout: Layout, value: float) -> None:
+    model, optimizer, _ = build(layout, weight_decay=0.1)
+    with cpu_shim.activate():
+        fill_gradients(model, 1.0)
+        model.buffers[0].grad_data[3] = value
+        norm = guarded_step(optimizer)
+    assert not norm < float("inf")
+    assert all(torch.all(parameter == 0.5) for parameter in model.parameters())
+    assert not optimizer.chained_optimizers[0].optimizer.state
+
+
+def test_gradients_are_clipped_by_the_global_norm(layout: Layout) -> None:
+    model, optimizer, _ = build(layout, clip_grad=1.0)
+    with cpu_shim.activate():
+        fill_gradients(model, 2.0)
+        norm = guarded_step(optimizer)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert norm == pytest.approx(2.0 * count**0.5, rel=1e-5)
+    (part,) = optimizer.chained_optimizers
+    first_moment = torch.cat([states["exp_avg"] for states in part.optimizer.state.values()])
+    assert first_moment.double().norm() == pytest.approx(0.1 * 1.0, rel=1e-4)

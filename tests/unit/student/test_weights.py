@@ -1,0 +1,141 @@
+"""Loading into and exporting from one rank's model: what does not fit is refused, in one line that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from mopd import cpu_shim
+from mopd.config.schema import Parallel, Student
+from mopd.conversion.dims import ModelDims, read_dims
+from mopd.conversion.hf import HfReader
+from mopd.student import parallel
+from mopd.student.model import build_model
+from mopd.student.weights import iter_hf_weights, load_hf_into
+from mopd.types import UserError
+from tests.fixtures.tiny_models import make_hf_model
+
+Tensors = dict[str, Tensor]
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+TE_NAMES = {
+    "input_layernorm": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+@pytest.fixture(scope="module")
+def layout() -> Iterator[parallel.Layout]:
+    yield parallel.initialize(Parallel(), timeout_s=60, seed=0)
+    parallel.destroy()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return make_hf_model(tmp_path / "hf", "qwen3")
+
+
+@pytest.fixture
+def model(checkpoint: Path, layout: parallel.Layout) -> nn.Module:
+    return build(checkpoint, layout)
+
+
+def build(checkpoint: Path, layout: parallel.Layout, dtype: str = "float32") -> nn.Module:
+    with cpu_shim.activate():
+        return build_model(Student(model=str(checkpoint), dtype=dtype), read_dims(checkpoint), layout)
+
+
+def load(model: nn.Module, checkpoint: Path, layout: parallel.Layout) -> None:
+    load_hf_into([model], HfReader(checkpoint), read_dims(checkpoint), tp_group=layout.tp_group)
+
+
+def export(model: nn.Module, dims: ModelDims, layout: parallel.Layout, dtype: torch.dtype | None = None) -> Tensors:
+    groups = {"tp_group": layout.tp_group, "pp_group": layout.pp_group}
+    return dict(iter_hf_weights([model], dims, **groups, data_parallel_rank=0, dtype=dtype))
+
+
+def edit(checkpoint: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    change(tensors)
+    save_file(tensors, checkpoint / "model.safetensors")
+
+
+def test_exported_tensors_do_not_follow_the_model(checkpoint: Path, model: nn.Module, layout: parallel.Layout):
+    load(model, checkpoint, layout)
+    tensors = export(model, read_dims(checkpoint), layout)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    expected = load_file(checkpoint / "model.safetensors")
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+
+
+def test_dtype_on_request(checkpoint: Path, model: nn.Module, layout: parallel.Layout):
+    load(model, checkpoint, layout)
+    tensors = export(model, read_dims(checkpoint), layout, dtype=torch.bfloat16)
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        assert torch.equal(tensors[name], tensor.bfloat16())
+
+
+def test_wrapped_model_and_names_of_the_transformer_engine_spec(checkpoint: Path, layout: parallel.Layout):
+    """The same layers with their norms where TransformerEngine keeps them, inside two wrappers."""
+    model = build(checkpoint, layout)
+    for layer in model.decoder.layers:
+        for local, fused in TE_NAMES.items():
+            owner, _, name = fused.rpartition(".")
+            layer.get_submodule(owner).register_parameter(name, getattr(layer, local).weight)
+            delattr(layer, local)
+    wrapped = nn.ModuleDict({"module": nn.ModuleDict({"module": model})})
+    load(wrapped, checkpoint, layout)
+    assert any(name.endswith("linear_fc1.layer_norm_weight") for name, _ in model.named_parameters())
+    tensors = export(wrapped, read_dims(checkpoint), layout)
+    expected = load_file(checkpoint / "model.safetensors")
+    assert set(tensors) == set(expected)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"hf: tensor '.*1\.mlp\.up_proj\.weight' is missing"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"model\.safetensors: .*norm\.weight.*\[3\]"),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.o_proj.bias": torch.zeros(64)}),
+            r"'model\.layers\.0\.self_attn\.o_proj\.bias' has no place in model_type qwen3",
+        ),
+        (lambda t: t.update({HEAD: t[EMBEDDING] + 1}), "'tie_word_embeddings' is true"),
+    ],
+)
+def test_checkpoint_that_does_not_fit(
+    checkpoint: Path, model: nn.Module, layout: parallel.Layout, change: Callable[[Tensors], object], message: str
+):
+    edit(checkpoint, change)
+    with pytest.raises(UserError, match=message) as refusal:
+        load(model, checkpoint, layout)
+    assert "\n" not in str(refusal.value)
+
+
+def test_redundant_tensors_of_old_checkpoints_are_accepted(checkpoint: Path, model: nn.Module, layout: parallel.Layout):
+    """A tied head that repeats the embedding, and rotary frequencies that follow from the config."""
+    redundant = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
+    edit(checkpoint, lambda t: t.update({HEAD: t[EMBEDDING].clone(), **redundant}))
+    load(model, checkpoint, layout)
+    assert HEAD not in export(model, read_dims(checkpoint), layout)
+
+
+def test_parameter_without_a_row_is_a_bug(checkpoint: Path, model: nn.Module, layout: parallel.Layout):
+    model.decoder.layers[0].register_parameter("novel", nn.Parameter(torch.zeros(1)))
+    with pytest.raises(RuntimeError, match=r"decoder\.layers\.0\.novel"):
+        load(model, checkpoint, layout)
+
+
+def test_model_that_lacks_a_parameter_is_a_bug(checkpoint: Path, model: nn.Module, layout: parallel.Layout):
+    load(model, checkpoint, layout)
+    del model.decoder.final_layernorm
+    with pytest.raises(RuntimeError, match=r"no pipeline stage holds 'decoder\.final_layernorm\.weight'"):
+        export(model, read_dims(checkpoint), layout)

@@ -1,0 +1,137 @@
+"""The command line: light to import, one line per user error, exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mopd.cli import main
+from mopd.config.load import load_recipe
+from tests.fixtures.recipe import RECIPE
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "megatron", "ray", "vllm", "transformers", "numpy", "pyarrow", "rich")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The small recipe in the current directory; its models and data do not exist."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    Path("recipe.yaml").write_text(RECIPE)
+    return "recipe.yaml"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["config", "recipe.yaml"], ["train", "recipe.yaml"]])
+def test_answers_without_heavy_imports(recipe: str, arguments: list[str]) -> None:
+    """``train`` refuses a missing model here, before anything heavy is imported."""
+    code = (
+        "import sys\nfrom mopd.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        f"print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True, timeout=60)
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    for command in ("train", "check", "config", "eval", "report", "convert"):
+        assert f"  mopd {command} " in out
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_config_prints_what_loads_back(recipe: str, form: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["--set", "seed=5", "--set", "loss.type=k2"]
+    assert main(["config", recipe, *overrides, *form]) == 0
+    Path("printed.yaml").write_text(capsys.readouterr().out)
+    assert load_recipe("printed.yaml").recipe == load_recipe(recipe, ["seed=5", "loss.type=k2"]).recipe
+
+
+def test_config_diff(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("other.yaml").write_text(f"base: {recipe}\nseed: 3\nschedule: {{steps: 9}}\n")
+    assert main(["config", recipe, "--diff", "other.yaml"]) == 0
+    assert capsys.readouterr().out == "seed: 0 -> 3\nschedule.steps: 3 -> 9\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["config", "none.yaml"], "recipe 'none.yaml' does not exist: check the path"),
+        (["config", "recipe.yaml", "--diff", "none.yaml"], "recipe 'none.yaml' does not exist: check the path"),
+        (["config", "recipe.yaml", "--set", "sed=1"], "recipe.yaml (--set): unknown key 'sed'; did you mean 'seed'?"),
+        (["train", "recipe.yaml"], "recipe.yaml:3: student.model: folder 'models/student' does not exist"),
+        (["train", "recipe.yaml", "--resume"], "recipe.yaml:3: student.model: folder"),
+        (["check", "recipe.yaml"], "recipe.yaml:3: student.model: folder"),
+        (["eval", "recipe.yaml"], "recipe.yaml:3: student.model: folder"),
+        (["report", "runs/none"], "'runs/none' holds no run"),
+        (["convert", "hf-to-megatron", "none", "out"], "convert: folder 'none' does not exist"),
+        (["convert", "megatron-to-hf", "none", "out"], "convert: 'none' is no complete checkpoint"),
+        (
+            ["convert", "hf-to-megatron", "a", "b", "--tensor-model-parallel-size", "0"],
+            "--tensor-model-parallel-size is 0: set 1 or more",
+        ),
+    ],
+)
+def test_user_errors_are_one_line(
+    recipe: str, arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"mopd: error: {line}")
+    assert captured.err.count("\n") == 1
+    assert [entry.name for entry in Path().iterdir() if entry.name != "other.yaml"] == ["recipe.yaml"]
+
+
+def test_used_run_folder_is_refused_before_ranks_start(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("models/student", "models/math", "runs/one"):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "config.json").write_text("{}")
+    for file in ("train.jsonl", "validation.jsonl"):
+        Path(file).write_text("{}\n")
+    assert main(["train", recipe]) == 2
+    assert "recipe.yaml:1: run_dir: 'runs/one' is not empty" in capsys.readouterr().err
+    assert main(["train", recipe, "--resume"]) == 2
+    assert "holds no run to resume" in capsys.readouterr().err
+
+
+def test_closed_pipe_is_no_traceback(recipe: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = f"set -o pipefail; {sys.executable} -m mopd config {recipe} | head -c 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout == "#"
+    assert done.stderr == ""
+
+
+@pytest.mark.multirank
+def test_raw_torchrun_with_another_world_size(recipe: str, tmp_path: Path) -> None:
+    """Every rank sees the error; one tells, before torchrun's report."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, "-m", "mopd", "train", recipe], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("needs 1 ranks, torchrun started 2") == 1
+    assert "mopd: error: recipe.yaml: student.parallel: tensor_model_parallel_size 1 x" in done.stderr
+    assert "mopd.types.UserError" not in done.stderr
+
+
+def test_keyboard_interrupt(recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mopd.cli.load_recipe", interrupted)
+    assert main(["config", recipe]) == 130
+    assert capsys.readouterr().err == "mopd: interrupted\n"

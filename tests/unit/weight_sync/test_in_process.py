@@ -1,0 +1,61 @@
+"""In-process weight sync with real engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mopd.config.schema import TorchEngine as TorchEngineConfig
+from mopd.engines.interface import SamplingParams
+from mopd.engines.torch_engine import TorchEngine
+from mopd.weight_sync.in_process import InProcessWeightSync
+from tests.fixtures.tiny_models import make_hf_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hf_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_a_stream_reaches_every_engine(folder: Path, num_engines: int) -> None:
+    source = TorchEngine.from_pretrained(folder, TorchEngineConfig())
+    engines = [TorchEngine.empty(folder, TorchEngineConfig()) for _ in range(num_engines)]
+    sync = InProcessWeightSync(engines)
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        yield from source.model.named_parameters()
+
+    asyncio.run(sync.publish(stream(), 4))
+    sampling = SamplingParams(max_new_tokens=8)
+    (expected,) = asyncio.run(source.generate([[5, 6, 7]], sampling, [1]))
+    for engine in engines:
+        assert engine.weight_version == 4
+        (given,) = asyncio.run(engine.generate([[5, 6, 7]], sampling, [1]))
+        assert torch.equal(given.tokens, expected.tokens) and torch.equal(given.logprobs, expected.logprobs)
+
+
+def test_the_engines_copy_is_its_own(folder: Path) -> None:
+    source = TorchEngine.from_pretrained(folder, TorchEngineConfig())
+    engine = TorchEngine.empty(folder, TorchEngineConfig())
+    asyncio.run(InProcessWeightSync([engine]).publish(source.model.named_parameters(), 0))
+    sampling = SamplingParams(max_new_tokens=8)
+    (before,) = asyncio.run(engine.generate([[5, 6, 7]], sampling, [1]))
+    with torch.no_grad():
+        for parameter in source.model.parameters():
+            parameter.zero_()
+    (after,) = asyncio.run(engine.generate([[5, 6, 7]], sampling, [1]))
+    assert torch.equal(before.logprobs, after.logprobs)
+
+
+def test_a_partial_stream_is_an_error(folder: Path) -> None:
+    engine = TorchEngine.empty(folder, TorchEngineConfig())
+    with pytest.raises(ValueError, match="did not arrive"):
+        asyncio.run(InProcessWeightSync([engine]).publish(iter([]), 1))
+    with pytest.raises(ValueError, match="at least one generator"):
+        InProcessWeightSync([])

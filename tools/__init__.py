@@ -1,0 +1,1 @@
+"""Programs for developers and newcomers; nothing in ``mopd`` imports them."""

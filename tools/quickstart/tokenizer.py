@@ -1,0 +1,35 @@
+"""A character tokenizer in Hugging Face format, chat template included."""
+
+from __future__ import annotations
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tools.quickstart.tasks import LETTERS
+
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<user>", "<assistant>")
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, plus pad, bos, eos, unk and the two roles of the chat template."""
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, " ", *LETTERS))}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<user>", "<assistant>"],
+        clean_up_tokenization_spaces=False,
+        model_max_length=128,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer

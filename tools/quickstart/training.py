@@ -1,0 +1,131 @@
+"""Supervised training of a tiny Qwen3 on questions and answers, in plain PyTorch. Shapes: B questions, S tokens."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from tools.quickstart.tasks import Question, questions
+
+IGNORED = -100
+"""Label of tokens without a loss (cross_entropy's ``ignore_index``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One stretch of supervised training."""
+
+    domains: tuple[str, ...]
+    lengths: tuple[int, int]
+    steps: int
+    batch_size: int
+    lr: float
+    seed: str
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast, shape: dict[str, int], seed: int) -> Qwen3ForCausalLM:
+    """A Qwen3 with fresh weights; ``shape`` holds the sizes of its config."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        tie_word_embeddings=True,
+        max_position_embeddings=128,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.05,
+        dtype="float32",
+        **shape,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config.do_sample = True
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, prompt: str) -> list[int]:
+    """Token ids of a one-message chat, ready for the assistant's answer."""
+    messages = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, batch: Sequence[Question]) -> tuple[Tensor, Tensor]:
+    """Right-padded ``(tokens, labels)``, both [B, S] int64; a label is the next token; answers and eos only."""
+    rows = []
+    for question in batch:
+        prompt = prompt_ids(tokenizer, question.prompt)
+        answer = [*tokenizer(question.answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        rows.append((prompt + answer, [IGNORED] * (len(prompt) - 1) + answer + [IGNORED]))
+    width = max(len(tokens) for tokens, _ in rows)
+    pad = tokenizer.pad_token_id
+    tokens_BS = torch.tensor([tokens + [pad] * (width - len(tokens)) for tokens, _ in rows])
+    labels_BS = torch.tensor([labels + [IGNORED] * (width - len(labels)) for _, labels in rows])
+    return tokens_BS, labels_BS
+
+
+def _mixed(phase: Phase, held_out: frozenset[str]) -> Iterator[Question]:
+    """Questions of the phase's domains in turn, without those kept for validation."""
+    streams = itertools.cycle([questions(domain, phase.lengths, phase.seed) for domain in phase.domains])
+    return (question for question in (next(stream) for stream in streams) if question.prompt not in held_out)
+
+
+def learning_rate(step: int, phase: Phase) -> float:
+    """Warm-up over the first twentieth, then a cosine down to a twentieth of the peak."""
+    warmup = max(1, phase.steps // 20)
+    if step < warmup:
+        return phase.lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, phase.steps - warmup)
+    return phase.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def train(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    phase: Phase,
+    held_out: frozenset[str],
+    report: Callable[[int, float], None],
+) -> float:
+    """Train ``model`` in place; ``report(step, loss)`` is called after each step. Returns seconds taken."""
+    started = time.monotonic()
+    stream = _mixed(phase, held_out)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=phase.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    model.train()
+    for step in range(phase.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, phase)
+        tokens_BS, labels_BS = encode(tokenizer, list(itertools.islice(stream, phase.batch_size)))
+        # Right padding and a causal mask: no answer token can see the padding, so no attention mask is needed.
+        logits_BSV = model(input_ids=tokens_BS, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), ignore_index=IGNORED)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        report(step + 1, loss.item())
+    return time.monotonic() - started
+
+
+@torch.no_grad()
+def exact_match(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, asked: Sequence[Question]) -> float:
+    """Share of questions whose greedy answer is exactly right."""
+    model.eval()
+    prompts = [prompt_ids(tokenizer, question.prompt) for question in asked]
+    width = max(map(len, prompts))
+    tokens_BS = torch.tensor([[tokenizer.pad_token_id] * (width - len(row)) + row for row in prompts])
+    visible_BS = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
+    room = max(len(question.answer) for question in asked) + 2
+    output = model.generate(
+        input_ids=tokens_BS, attention_mask=visible_BS, max_new_tokens=room, do_sample=False, temperature=None
+    )
+    answers = tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
+    return sum(answer == question.answer for answer, question in zip(answers, asked, strict=True)) / len(asked)
