@@ -9,7 +9,7 @@
                  ▲                                    │             ▼
                  └── window.admit <───────── window.advance <── weight_version
 
-produce      consumes prompts; waits in ``window.admit`` until the student is recent enough; woken by ``window.advance``.
+produce      consumes prompts; waits in ``window.admit`` for a recent enough student; woken by ``window.advance``.
 train_step   consumes ready samples; waits in ``plane.claim``; woken by the teachers' last field.
 run          ends the run with the producer's own traceback if the producer fails.
 """

@@ -268,8 +268,7 @@ def _convert(value: Any, annotation: Any) -> Any:
     if annotation in (bool, int, str):
         return value if type(value) is annotation else _MISFIT
     if origin is Literal:
-        matches = [choice for choice in typing.get_args(annotation) if choice == value and type(choice) is type(value)]
-        return value if matches else _MISFIT
+        return value if value in typing.get_args(annotation) else _MISFIT
     if origin is tuple:
         if not isinstance(value, list):
             return _MISFIT

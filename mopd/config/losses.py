@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass
 from typing import Literal
 
 from mopd.config.numbers import require_at_least, require_fraction, require_positive
 
-config = dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-
 Aggregation = Literal["token_mean", "sequence_mean", "token_sum"]
 
 
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TopKLoss:
     """Divergence between teacher and student on the teacher's top-k tokens of every response position."""
 
@@ -57,7 +55,7 @@ class TopKLoss:
         return "generalized" if self.type == "topk_reverse_kl" else "bucket"
 
 
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class KLLoss:
     """Estimator of a KL from the sampled token alone. Delta = student log-prob - teacher log-prob."""
 
@@ -84,7 +82,7 @@ class KLLoss:
             require_positive("loss_max_clamp", self.loss_max_clamp)
 
 
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchCorrection:
     """Weight for the difference between the trainer's and the rollout engine's probability of the same token."""
 
@@ -102,7 +100,7 @@ class MismatchCorrection:
             raise ValueError(f"high is {self.high} and low is {self.low}: set high above low")
 
 
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyGradient:
     """Policy gradient with the detached advantage A = -(student - teacher log-prob) (+ weight x task advantage)."""
 

@@ -6,8 +6,8 @@ adds file and dotted path. Values that follow from others are properties, never 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mopd.config.losses import KLLoss, Loss, PolicyGradient, TopKLoss
@@ -16,10 +16,8 @@ from mopd.config.student import Optimizer as Optimizer
 from mopd.config.student import Parallel as Parallel
 from mopd.config.student import Student as Student
 
-config = dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 
-
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TorchEngine:
     """A transformers model in this process, on CPU or GPU."""
 
@@ -37,7 +35,7 @@ class TorchEngine:
         require_at_least("max_logits_rows", self.max_logits_rows, 1)
 
 
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class InProcess:
     """On trainer rank 0, between training steps."""
 
@@ -45,7 +43,7 @@ class InProcess:
     """Placement type."""
 
 
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Teacher:
     """One standalone domain expert and the domains that it answers for."""
 
@@ -68,7 +66,7 @@ class Teacher:
             raise ValueError(f"domains {list(self.domains)} names a domain twice: remove one")
 
 
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
     """Prompt files and how to read their rows."""
 
@@ -86,13 +84,13 @@ class Data:
     """Column that is handed to custom rewards; may be absent."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's own chat template."""
-    chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template (for example ``enable_thinking: false``)."""
     max_prompt_length: int = 1024
     """Longest prompt in tokens."""
     overlong_prompts: Literal["filter", "error", "truncate"] = "error"
     """What happens to a longer prompt: dropped with a count, refused, or cut from the left."""
-    domain_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    domain_weights: Mapping[str, float] = field(default_factory=dict)
     """Relative share of each domain in the prompt stream; empty mixes by row count. Names every domain or none."""
     seed: int | None = None
     """Seed of shuffling and mixing; the recipe's ``seed`` when absent."""
@@ -105,7 +103,7 @@ class Data:
             require_positive(f"domain_weights.{name}", weight)
 
 
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
     """How the student samples its own responses."""
 
@@ -138,7 +136,7 @@ class Rollout:
         return self.top_p == 1.0 and self.top_k == -1
 
 
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
     """How long and in what rhythm to train."""
 
@@ -159,7 +157,7 @@ class Schedule:
             raise ValueError(f"max_staleness is {self.max_staleness}: only 0 (synchronous) is supported; set 0")
 
 
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ExactMatch:
     """1 when the response equals the ground truth after stripping surrounding white space, else 0."""
 
@@ -167,7 +165,7 @@ class ExactMatch:
     """Reward type."""
 
 
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CustomReward:
     """A Python function of yours, run in a process of its own with a clean environment.
 
@@ -190,7 +188,7 @@ class CustomReward:
 Reward = ExactMatch | CustomReward
 
 
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Validation:
     """Reward per domain on held-out prompts, greedy unless a temperature is set."""
 
@@ -198,7 +196,7 @@ class Validation:
     """Optimizer steps between validations; step 0 and the last step are always validated."""
     reward: Reward = ExactMatch()
     """Reward of a domain that ``domain_rewards`` does not name."""
-    domain_rewards: Mapping[str, Reward] = dataclasses.field(default_factory=dict)
+    domain_rewards: Mapping[str, Reward] = field(default_factory=dict)
     """Reward by domain."""
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy."""
@@ -215,7 +213,7 @@ class Validation:
             require_at_least("max_samples_per_domain", self.max_samples_per_domain, 1)
 
 
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
     """What is saved while training."""
 
@@ -233,7 +231,7 @@ class Checkpoint:
         require_at_least("keep_last", self.keep_last, 1)
 
 
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Preflight:
     """Checks before the first step; ``mopd check`` runs the same ones."""
 
@@ -254,7 +252,7 @@ class Preflight:
         require_at_least("num_probe_samples", self.num_probe_samples, 1)
 
 
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WandB:
     """Weights & Biases run; the ``wandb`` package must be installed."""
 
@@ -266,7 +264,7 @@ class WandB:
     """``offline`` writes to the run folder only."""
 
 
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Metrics:
     """Where numbers go besides ``metrics.jsonl`` and the terminal."""
 
@@ -281,7 +279,7 @@ class Metrics:
         require_at_least("diagnostics_every_steps", self.diagnostics_every_steps, 1)
 
 
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """One run, complete: what ``mopd train`` reads."""
 

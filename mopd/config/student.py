@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mopd.config.numbers import require_at_least, require_fraction, require_positive
 
-config = dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 
-
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Parallel:
     """Layout of the Megatron student over the trainer ranks. World size = tensor x pipeline x data."""
 
@@ -37,7 +35,7 @@ class Parallel:
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.data_parallel_size
 
 
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Optimizer:
     """Adam, its learning-rate schedule and gradient clipping (Megatron's own optimizer)."""
 
@@ -75,7 +73,7 @@ class Optimizer:
             raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}: set min_lr <= lr")
 
 
-@config
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Student:
     """The model that learns: a Hugging Face checkpoint that becomes a Megatron-Core ``GPTModel``."""
 
@@ -95,7 +93,7 @@ class Student:
     """Token budget of one micro-batch, padding included; sequences are packed into as few micro-batches as fit."""
     micro_batch_size: int | None = None
     """A fixed number of sequences per micro-batch instead of the token budget (parity tests, debugging)."""
-    megatron_overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    megatron_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Extra ``TransformerConfig`` fields, checked against that class when the student starts."""
 
     def __post_init__(self) -> None:

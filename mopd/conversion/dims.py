@@ -134,9 +134,7 @@ def dims_from_config(config: Mapping[str, Any], path: Path) -> ModelDims:
     )
 
 
-def check_layout(
-    dims: ModelDims, *, tensor_model_parallel_size: int, pipeline_model_parallel_size: int
-) -> None:
+def check_layout(dims: ModelDims, *, tensor_model_parallel_size: int, pipeline_model_parallel_size: int) -> None:
     """Refuses a parallel layout that would split a head group, a row of the MLP or a layer.
 
     Raises:
@@ -206,9 +204,7 @@ class _Keys:
 
 def _divide(keys: _Keys, hidden: int, heads: int) -> int:
     if hidden % heads:
-        raise keys.error(
-            "hidden_size", f"{hidden} is no multiple of num_attention_heads {heads}, head_dim is absent"
-        )
+        raise keys.error("hidden_size", f"{hidden} is no multiple of num_attention_heads {heads}, head_dim is absent")
     return hidden // heads
 
 
@@ -217,9 +213,7 @@ def _refuse_unsupported(keys: _Keys, family: str) -> None:
     for key in ("quantization_config", "compression_config"):
         if not keys.absent(key):
             raise keys.error(key, "quantised weights are not supported; use the unquantised checkpoint")
-    if not keys.absent("architectures") and _ARCHITECTURES[family] not in keys.container(
-        "architectures", list
-    ):
+    if not keys.absent("architectures") and _ARCHITECTURES[family] not in keys.container("architectures", list):
         found = keys.config["architectures"]
         raise keys.error("architectures", f"{found!r} is not supported; {_ARCHITECTURES[family]} is")
     if not keys.absent("auto_map") and "AutoModelForCausalLM" in keys.container("auto_map", dict):
@@ -257,14 +251,10 @@ def _rotary_base(keys: _Keys, family: str) -> float:
         rope = _Keys(keys.container(section, dict), keys.path)
         for kind in ("rope_type", "type"):
             if not rope.absent(kind) and rope.config[kind] != "default":
-                raise keys.error(
-                    f"{section}.{kind}", f"{rope.config[kind]!r} is not supported; only 'default' is"
-                )
+                raise keys.error(f"{section}.{kind}", f"{rope.config[kind]!r} is not supported; only 'default' is")
         extra = sorted(set(rope.config) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
         if extra:
-            raise keys.error(
-                f"{section}.{extra[0]}", "is not supported; only the default rope with rope_theta is"
-            )
+            raise keys.error(f"{section}.{extra[0]}", "is not supported; only the default rope with rope_theta is")
         if not rope.absent("partial_rotary_factor") and rope.positive("partial_rotary_factor") != 1:
             raise keys.error(f"{section}.partial_rotary_factor", "other values than 1 are not supported")
         if not rope.absent("rope_theta"):
@@ -272,9 +262,7 @@ def _rotary_base(keys: _Keys, family: str) -> float:
     if not bases and family == "llama":
         return _LLAMA_1_AND_2_ROTARY_BASE
     if not bases:
-        raise keys.error(
-            "rope_theta", "missing, as is rope_parameters.rope_theta; add the base of the rope"
-        )
+        raise keys.error("rope_theta", "missing, as is rope_parameters.rope_theta; add the base of the rope")
     if len(set(bases.values())) > 1:
         raise keys.error(next(iter(bases)), f"the rope bases disagree: {bases}; keep one")
     return next(iter(bases.values()))

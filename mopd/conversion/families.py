@@ -48,12 +48,8 @@ def _weight(name: str, out_size: str, in_size: str) -> HfTensor:
     return HfTensor(name + ".weight", (out_size, in_size))
 
 
-EMBEDDING = Param(
-    ("embedding.word_embeddings.weight",), "vocab", (_weight("model.embed_tokens", "vocab", "hidden"),)
-)
-FINAL_NORM = Param(
-    ("decoder.final_layernorm.weight",), "replicated", (HfTensor("model.norm.weight", ("hidden",)),)
-)
+EMBEDDING = Param(("embedding.word_embeddings.weight",), "vocab", (_weight("model.embed_tokens", "vocab", "hidden"),))
+FINAL_NORM = Param(("decoder.final_layernorm.weight",), "replicated", (HfTensor("model.norm.weight", ("hidden",)),))
 LM_HEAD = Param(("output_layer.weight",), "vocab", (_weight("lm_head", "vocab", "hidden"),))
 TIED_HEAD = Param(("output_layer.weight",), "vocab", EMBEDDING.hf)
 """With tied embeddings and PP > 1 the last stage holds a second copy of the embedding."""

@@ -56,12 +56,8 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS_FILE]
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickled:
-        raise UserError(
-            f"{folder / pickled[0]}: pickled weights can run code when read; convert them to safetensors"
-        )
-    raise UserError(
-        f"{folder}: no {WEIGHTS_FILE} and no {INDEX_FILE}; give the folder of a Hugging Face checkpoint"
-    )
+        raise UserError(f"{folder / pickled[0]}: pickled weights can run code when read; convert them to safetensors")
+    raise UserError(f"{folder}: no {WEIGHTS_FILE} and no {INDEX_FILE}; give the folder of a Hugging Face checkpoint")
 
 
 class HfReader:
@@ -142,9 +138,7 @@ class HfReader:
                 raise UserError(f"{path}: says that tensor '{name}' is in {file}, which does not hold it")
         unlisted = sorted(set(self._where) - set(index))
         if unlisted:
-            raise UserError(
-                f"{path}: does not list tensor '{unlisted[0]}' of {self._where[unlisted[0]][0].name}"
-            )
+            raise UserError(f"{path}: does not list tensor '{unlisted[0]}' of {self._where[unlisted[0]][0].name}")
 
 
 class HfWriter:
@@ -259,9 +253,7 @@ def _read_index(path: Path) -> dict[str, str]:
         raise UserError(f"{path}: has no 'weight_map' from tensor names to file names; fetch the file again")
     for name, file in index.items():
         if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
-            raise UserError(
-                f"{path}: tensor '{name}' points to {file!r}, which is not a file name in this folder"
-            )
+            raise UserError(f"{path}: tensor '{name}' points to {file!r}, which is not a file name in this folder")
         if not file.endswith(".safetensors"):
             raise UserError(f"{path}: tensor '{name}' points to {file!r}, which is not a safetensors file")
     return index

@@ -122,9 +122,7 @@ def _hash_tensor(path: Path, info: TensorInfo) -> str:
         while left:
             chunk = file.read(min(left, _CHUNK_BYTES))
             if not chunk:
-                raise UserError(
-                    f"{path}: became shorter while it was read; leave the checkpoint alone during a run"
-                )
+                raise UserError(f"{path}: became shorter while it was read; leave the checkpoint alone during a run")
             digest.update(chunk)
             left -= len(chunk)
     return digest.hexdigest()
@@ -136,9 +134,7 @@ def _read_cache(cache_file: Path) -> dict[str, dict[str, str]]:
     try:
         cache = json.loads(cache_file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(
-            f"{cache_file}: the cache of weight hashes is corrupt ({error}); delete it"
-        ) from error
+        raise UserError(f"{cache_file}: the cache of weight hashes is corrupt ({error}); delete it") from error
     if not isinstance(cache, dict) or not all(isinstance(digests, dict) for digests in cache.values()):
         raise UserError(f"{cache_file}: is not a cache of weight hashes; delete it")
     return cache

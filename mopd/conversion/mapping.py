@@ -42,9 +42,7 @@ def load_shard(
     if merge == "vocab":
         ((name, shape),) = names
         if padded_rows * size < shape[0]:
-            raise ValueError(
-                f"{padded_rows} rows on each of {size} ranks cannot hold the vocabulary of {shape[0]}"
-            )
+            raise ValueError(f"{padded_rows} rows on each of {size} ranks cannot hold the vocabulary of {shape[0]}")
         start, stop = (min(bound, shape[0]) for bound in (rank * padded_rows, (rank + 1) * padded_rows))
         rows = read_slice(name, 0, start, stop)
         return torch.cat([rows, rows.new_zeros(padded_rows - (stop - start), *shape[1:])])

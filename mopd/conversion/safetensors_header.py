@@ -57,9 +57,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise _corrupt(path, "its header is not a JSON object")
     data_start = 8 + length
     tensors = {
-        name: _tensor_info(path, name, entry, data_start)
-        for name, entry in entries.items()
-        if name != "__metadata__"
+        name: _tensor_info(path, name, entry, data_start) for name, entry in entries.items() if name != "__metadata__"
     }
     _check_layout(path, tensors, data_start, size)
     return dict(sorted(tensors.items(), key=lambda item: item[1].start))
@@ -72,13 +70,9 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
         sane = all(type(number) is int and number >= 0 for number in numbers)
         sane = sane and stop - start == prod(shape) * _ITEM_BYTES[dtype]
     except (KeyError, TypeError, ValueError) as error:
-        raise _corrupt(
-            path, f"the header entry of tensor '{name}' is not understood ({entry!r:.200})"
-        ) from error
+        raise _corrupt(path, f"the header entry of tensor '{name}' is not understood ({entry!r:.200})") from error
     if not sane:
-        raise _corrupt(
-            path, f"dtype, shape and offsets of tensor '{name}' contradict each other ({entry!r:.200})"
-        )
+        raise _corrupt(path, f"dtype, shape and offsets of tensor '{name}' contradict each other ({entry!r:.200})")
     return TensorInfo(dtype, shape, data_start + start, data_start + stop)
 
 

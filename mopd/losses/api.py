@@ -119,7 +119,7 @@ def parallel_topk_distill(
     if call.reference:
         row_loss, metrics = reference_topk(call, objective, teacher)
     else:
-        row_loss, *values = TopKDistill.apply(  # type: ignore[no-untyped-call]
+        row_loss, *values = TopKDistill.apply(
             inp, objective, teacher, call.weight_T, call.active_T, call.shard, overwrite_input
         )
         metrics = dict(zip(METRICS, values[: len(METRICS)], strict=True))
@@ -358,7 +358,7 @@ def fused_vocab_parallel_topk_kl(
 def _sampled_rows(call: Call, target: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probs of the sampled tokens: the student's, differentiable, and the teacher's."""
     ids = call.ids("target", target)
-    teacher = call.number("teacher_logprobs", teacher_logprobs.detach())
+    teacher = call.number("teacher_logprobs", teacher_logprobs)
     if call.check_values:
         checks.check_targets(ids, teacher, call.active_T, call.shard.vocab_size)
     return call.gather(ids.unsqueeze(1))[0].squeeze(1), teacher

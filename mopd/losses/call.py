@@ -11,7 +11,7 @@ from torch import Tensor
 from mopd.losses import checks
 from mopd.losses.chunked import accumulation_dtype
 from mopd.losses.gather import GatherLogProbs
-from mopd.losses.reference import student_logprobs
+from mopd.losses.reference import scaled_logits
 from mopd.losses.vocab_parallel import VocabShard, resolve_shard
 
 
@@ -41,10 +41,9 @@ class Call:
         return per_row.flatten(0, len(self.rows) - 1)
 
     def number(self, name: str, per_row: Tensor) -> Tensor:
-        """A float per row, checked, flattened, and 0 on rows of weight 0."""
+        """A float per row, checked and flattened."""
         checks.check_rows(name, per_row, self.rows, "float")
-        value = self.flat(per_row).to(self.dtype)
-        return value if self.active_T is None else torch.where(self.active_T, value, 0)
+        return self.flat(per_row.detach()).to(self.dtype)
 
     def ids(self, name: str, per_row: Tensor) -> Tensor:
         """An id per row, checked and flattened."""
@@ -54,17 +53,21 @@ class Call:
     def gather(self, ids_TN: Tensor) -> tuple[Tensor, Tensor]:
         """Differentiable log-probs ``[T, N]`` and log-sum-exp ``[T]``; 0 on rows of weight 0."""
         if not self.reference:
-            logprobs, lse = GatherLogProbs.apply(  # type: ignore[no-untyped-call]
+            logprobs, lse = GatherLogProbs.apply(
                 self.inp, ids_TN, self.active_T, self.shard, self.temperature, self.overwrite
             )
             return logprobs, lse
-        log_p = student_logprobs(self.inp, self.shard.vocab_size, self.temperature)
+        z = self.reference_logits()
+        log_p, lse = z.log_softmax(1), z.logsumexp(1)
         known = (ids_TN >= 0) & (ids_TN < self.shard.vocab_size)
         logprobs = torch.where(known, log_p.gather(1, torch.where(known, ids_TN, 0)), -torch.inf)
-        lse = (self.inp.flatten(0, -2)[:, : self.shard.vocab_size].double() / self.temperature).logsumexp(1)
         if self.active_T is not None:
             logprobs, lse = torch.where(self.active_T.unsqueeze(1), logprobs, 0), torch.where(self.active_T, lse, 0)
         return logprobs.to(self.dtype), lse.to(self.dtype)
+
+    def reference_logits(self) -> Tensor:
+        """Scaled logits ``[T, V]`` of the reference layer."""
+        return scaled_logits(self.inp, self.shard.vocab_size, self.temperature, self.active_T)
 
     def finish(self, loss_T: Tensor, metrics: dict[str, Tensor], reduce_loss: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """Unflattens; sums the rows where asked to."""

@@ -2,8 +2,7 @@
 
 Both read a few rows at a time, so that the extra memory is two small blocks and ``[T, N]`` tensors, and both take the
 exponentials from ``softmax``: one fused, vectorised pass. Its normaliser is not trusted (torch sums it in sequence on
-CPU, which errs by 2e-5 at V = 151,936) but divided out again: the largest entry of a row's softmax is exactly
-1 / normaliser.
+CPU, which errs by 2e-5 at V = 151,936) but divided out again: the largest entry of a row's softmax is 1 / normaliser.
 
 Shape legend: T rows, V columns of this rank, N selected ids of a row, R rows of a block.
 """
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mopd.losses import rows
 from mopd.losses.rows import Block, blocks, scatter_where
 from mopd.losses.vocab_parallel import LogProbs, VocabShard, exchange
 
@@ -51,10 +51,11 @@ class Scratch:
         copy = self._source[: block.size(0)].copy_(block)
         return copy if self.scale == 1.0 else copy.mul_(self.scale)
 
-    def result(self, rows: int) -> Tensor:
-        if self._result is None or self._result.size(0) < rows:
-            self._result = self._inp.new_empty(rows, self.columns, dtype=self.dtype)
-        return self._result[:rows]
+    def result(self, num_rows: int) -> Tensor:
+        """Room for as many rows; holds what the last user left."""
+        if self._result is None or self._result.size(0) < num_rows:
+            self._result = self._inp.new_empty(num_rows, self.columns, dtype=self.dtype)
+        return self._result[:num_rows]
 
 
 def accumulation_dtype(inp: Tensor) -> torch.dtype:
@@ -65,18 +66,18 @@ def accumulation_dtype(inp: Tensor) -> torch.dtype:
 def collect(
     inp: Tensor, selection: Selection, shard: VocabShard, temperature: float, active_T: Tensor | None
 ) -> tuple[LogProbs, Tensor]:
-    """Forward pass over the logits and the collective. Returns the log-probs and this rank's row maximum [T].
+    """Forward pass over the logits and the collective.
 
-    Rows outside ``active_T`` hold meaningless finite numbers.
+    Returns the log-probs, and ``local`` [T]: what this rank's row softmax must be multiplied with to be the
+    probability over the whole vocabulary. Rows outside ``active_T`` hold meaningless numbers.
     """
-    rows, dtype = selection.column_TN.size(0), accumulation_dtype(inp)
-    peak_T = inp.new_zeros(rows, dtype=dtype)
-    tail_lse_T = inp.new_zeros(rows, dtype=dtype)
+    num_rows, dtype = selection.column_TN.size(0), accumulation_dtype(inp)
+    peak_T, unit_T = inp.new_zeros(num_rows, dtype=dtype), inp.new_ones(num_rows, dtype=dtype)
+    tail_lse_T = inp.new_zeros(num_rows, dtype=dtype)
     selected_TN = inp.new_zeros(selection.column_TN.shape, dtype=dtype)
     if shard.num_columns == 0:
-        peak_T.fill_(-torch.inf)
         tail_lse_T.fill_(-torch.inf)
-        return exchange(tail_lse_T, selected_TN, selection.removed_TN, shard), peak_T
+        return exchange(tail_lse_T, selected_TN, selection.removed_TN, shard), torch.zeros_like(peak_T)
     scratch = Scratch(inp, shard, temperature)
     for block in blocks(inp, active_T):
         if block.empty:
@@ -92,8 +93,11 @@ def collect(
         scatter_where(share, column, removed, torch.zeros_like(column, dtype=dtype))
         tail_lse = torch.where(peak == -torch.inf, peak, peak + torch.log(share.sum(1) / unit))
         block.put_rows(peak_T, peak)
+        block.put_rows(unit_T, unit)
         block.put_rows(tail_lse_T, tail_lse)
-    return exchange(tail_lse_T, selected_TN, selection.removed_TN, shard), peak_T
+    stats = exchange(tail_lse_T, selected_TN, selection.removed_TN, shard)
+    local = torch.exp((peak_T - stats.shift_T) - stats.log_sum_T) / unit_T
+    return stats, torch.where(peak_T == -torch.inf, 0, local)
 
 
 def write_gradient(
@@ -104,16 +108,15 @@ def write_gradient(
     write_TN: Tensor,
     column_TN: Tensor,
     dense_T: Tensor | None,
-    peak_T: Tensor,
     shard: VocabShard,
     temperature: float,
     active_T: Tensor | None,
 ) -> None:
-    """Backward pass: ``out[t, j] = dense[t] * exp(z[t, j] / temperature - peak[t])``, then the K entries over it.
+    """Backward pass: ``out[t] = dense[t] * softmax(z[t] / temperature)`` of this rank, then the K entries over it.
 
-    ``dense_T`` is ``-G * upstream / temperature * exp(peak - lse)``; None means that the dense part is zero.
-    The entries replace what the dense part wrote: they were formed in the accumulation type and are rounded once.
-    ``out`` may be ``inp``.
+    ``dense_T`` is ``-G * upstream / temperature * local``, 0 on rows outside ``active_T``; None means 0 everywhere. The
+    entries replace what the dense part wrote: they were formed in the accumulation type and are rounded once. ``out``
+    may be ``inp``.
     """
     scratch = Scratch(inp, shard, temperature)
     n = shard.num_columns
@@ -122,9 +125,7 @@ def write_gradient(
         if block.empty or n == 0:
             target.zero_()
             continue
-        part = _dense(block, inp, out, scratch, dense_T, peak_T)
-        if active_T is not None and block.pick is None and inp.device.type != "cpu":
-            part.masked_fill_(~block.rows_of(active_T).unsqueeze(1), 0)
+        part = _dense(block, inp, out, scratch, dense_T)
         scatter_where(part, block.rows_of(column_TN), block.rows_of(write_TN), block.rows_of(entry_TN))
         if part.data_ptr() == target.data_ptr():
             continue
@@ -136,7 +137,7 @@ def write_gradient(
             target[:, n:].zero_()
 
 
-def _dense(block: Block, inp: Tensor, out: Tensor, scratch: Scratch, dense_T: Tensor | None, peak_T: Tensor) -> Tensor:
+def _dense(block: Block, inp: Tensor, out: Tensor, scratch: Scratch, dense_T: Tensor | None) -> Tensor:
     """The dense part of a block, in ``out`` itself where that needs no conversion."""
     logits = _read(block, inp)
     target = block.of(out)
@@ -146,13 +147,14 @@ def _dense(block: Block, inp: Tensor, out: Tensor, scratch: Scratch, dense_T: Te
     if dense_T is None:
         return part.zero_()
     torch.softmax(scratch.scaled(logits), 1, out=part)
-    part.mul_((block.rows_of(dense_T) / part.amax(1)).unsqueeze(1))
-    void = block.rows_of(peak_T) == -torch.inf
-    if part.device.type != "cpu" or bool(void.any()):
-        part.masked_fill_(void.unsqueeze(1), 0)
+    dense = block.rows_of(dense_T).unsqueeze(1)
+    part.mul_(dense)
+    zero = dense == 0
+    if part.device.type not in rows.SYNCHRONOUS_DEVICES or bool(zero.any()):
+        part.masked_fill_(zero, 0)  # the softmax of a masked shard or of a padding row may be NaN
     return part
 
 
 def _read(block: Block, inp: Tensor) -> Tensor:
-    rows = block.of(inp)
-    return rows if block.pick is None else rows.index_select(0, block.pick)
+    part = block.of(inp)
+    return part if block.pick is None else part.index_select(0, block.pick)

@@ -24,7 +24,8 @@ from torch import Tensor
 LOSSES = ("forward_kl", "reverse_kl", "jsd")
 TAILS = ("bucket", "generalized", "renormalize", "none")
 TAIL_FLOOR = 1e-6
-"""Tail probability below which forward KL extends log p_tail linearly and reverse KL holds q_tail."""
+"""Below it the value of the forward bucket continues log p_tail on its tangent, while the gradient stays that of the
+plain form (p - q on the ids, bounded everywhere); the reverse bucket holds q_tail at it."""
 SMALLEST = 1e-30
 """Keeps logarithms of an empty tail finite; always multiplied by that tail."""
 
@@ -125,12 +126,11 @@ def forward_kl(o: Outcomes, tail: str) -> Terms:
     on_ids = bregman(o.q, o.logq, o.p_seen, o.logp).sum(-1)
     if tail == "generalized":
         return Terms(on_ids, o.p_seen - o.q, None)
-    u, t = o.tail_p, o.tail_q
-    held = u.clamp_min(TAIL_FLOOR)
+    u, t = o.tail_p.clamp_min(SMALLEST), o.tail_q
     log_t = t.clamp_min(SMALLEST).log()
-    extended = t * (log_t - held.log() - (u - held) / TAIL_FLOOR) - t + u
-    on_tail = torch.where(u < TAIL_FLOOR, extended, bregman(t, log_t, held, held.log()))
-    return Terms(on_ids + on_tail + o.excess_q - o.excess_p, -o.q, t / held, u < TAIL_FLOOR)
+    extended = t * (log_t - math.log(TAIL_FLOOR) - (u / TAIL_FLOOR - 1)) - t + u
+    on_tail = torch.where(u < TAIL_FLOOR, extended, bregman(t, log_t, u, u.log()))
+    return Terms(on_ids + on_tail + o.excess_q - o.excess_p, -o.q, t / u, u < TAIL_FLOOR)
 
 
 def reverse_kl(o: Outcomes, tail: str) -> Terms:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mopd.losses.chunked import Selection, collect, write_gradient
-from mopd.losses.occurrences import first_and_counts, sum_equal
-from mopd.losses.topk import dense_scale, refuse_second_backward
+from mopd.losses.occurrences import Groups, group_ids
+from mopd.losses.topk import only, refuse_second_backward
 from mopd.losses.vocab_parallel import VocabShard
 
 
@@ -31,16 +31,15 @@ class GatherLogProbs(torch.autograd.Function):
         overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
         known = (ids_TN >= 0) & (ids_TN < shard.vocab_size)
-        first, _ = first_and_counts(ids_TN, known, 1)
+        groups = group_ids(ids_TN, known, 1)
         column, owned = shard.localize(ids_TN)
-        stats, peak_T = collect(inp, Selection(column, owned, first), shard, temperature, active_T)
+        stats, local_T = collect(inp, Selection(column, owned, groups.first_TN), shard, temperature, active_T)
         logprobs = torch.where(known, stats.logprobs_TN, -torch.inf)
-        lse = stats.lse_T
+        lse = only(active_T, stats.lse_T)
         if active_T is not None:
-            logprobs, lse = torch.where(active_T.unsqueeze(1), logprobs, 0), torch.where(active_T, lse, 0)
+            logprobs = torch.where(active_T.unsqueeze(1), logprobs, 0)
             known = known & active_T.unsqueeze(1)
-        scale = dense_scale(stats, peak_T)
-        ctx.save_for_backward(inp, logprobs, scale, peak_T, ids_TN, known, column, owned, active_T)
+        ctx.save_for_backward(inp, logprobs, local_T, groups.group_TN, known, column, owned, active_T)
         ctx.shard, ctx.temperature, ctx.overwrite, ctx.spent = shard, temperature, overwrite, False
         return logprobs, lse
 
@@ -48,10 +47,10 @@ class GatherLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TN: Tensor, grad_lse_T: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_backward(ctx)
-        inp, logprobs, scale, peak_T, ids_TN, known, column, owned, active_T = ctx.saved_tensors
+        inp, logprobs, local_T, group_TN, known, column, owned, active_T = ctx.saved_tensors
         grad = torch.where(known, grad_TN, 0) / ctx.temperature
         total = grad.sum(1) - grad_lse_T / ctx.temperature
-        entry = sum_equal(ids_TN, known, grad) - logprobs.exp() * total.unsqueeze(1)
+        entry = Groups(group_TN, known, 1).sum_equal(grad) - logprobs.exp() * total.unsqueeze(1)
         out = inp if ctx.overwrite else torch.empty_like(inp)
         write_gradient(
             inp,
@@ -59,8 +58,7 @@ class GatherLogProbs(torch.autograd.Function):
             entry_TN=entry,
             write_TN=owned & known,
             column_TN=column,
-            dense_T=-total * scale,
-            peak_T=peak_T,
+            dense_T=only(active_T, -total * local_T),
             shard=ctx.shard,
             temperature=ctx.temperature,
             active_T=active_T,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mopd.losses import checks
 from mopd.losses.call import Call
-from mopd.losses.occurrences import first_and_counts
-from mopd.losses.reference import student_logprobs, topk_loss
+from mopd.losses.occurrences import group_ids
+from mopd.losses.reference import topk_loss
 from mopd.losses.topk import Objective, TeacherRows, solve
 
 
@@ -40,16 +40,18 @@ def teacher_rows(
 
 def reference_topk(call: Call, objective: Objective, teacher: TeacherRows) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of the reference layer; the metrics come from the closed forms on its log-probs."""
-    log_p = student_logprobs(call.inp, call.shard.vocab_size, call.temperature)
+    log_p = call.reference_logits().log_softmax(1)
     loss = topk_loss(log_p, objective, teacher)
     with torch.no_grad():
         valid = teacher.valid_TDK.flatten(1)
         ids = torch.where(valid, teacher.ids_TDK.flatten(1), 0)
-        first, counts = first_and_counts(ids, valid, teacher.ids_TDK.size(1))
+        groups = group_ids(ids, valid, teacher.ids_TDK.size(1))
         logprobs = log_p.gather(1, ids)
-        rest = 1 - torch.where(first, logprobs.exp(), 0).sum(1)
-        metrics = solve(objective, teacher, logprobs, rest.clamp_min(1e-30).log(), first, counts).metrics
+        rest = 1 - torch.where(groups.first_TN, logprobs.exp(), 0).sum(1)
+        metrics = solve(objective, teacher, logprobs, rest.clamp_min(1e-30).log(), groups).metrics
         metrics["unweighted_loss"] = loss.detach()
         if teacher.target_T is not None:
-            metrics["student_logprobs"] = log_p.gather(1, teacher.target_T.unsqueeze(1)).squeeze(1)
+            known = (teacher.target_T >= 0) & (teacher.target_T < call.shard.vocab_size)
+            target = torch.where(known, teacher.target_T, 0).unsqueeze(1)
+            metrics["student_logprobs"] = torch.where(known, log_p.gather(1, target).squeeze(1), -torch.inf)
     return call.weighted(loss), call.masked(metrics)

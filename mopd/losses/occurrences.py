@@ -5,39 +5,53 @@ Shape legend: T rows, D teachers, K ids of a teacher, N = D * K.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-PAIR_ELEMENTS = 1 << 20
-"""Elements of the largest table of id pairs; rows are taken in groups to stay below it."""
+
+@dataclass(frozen=True)
+class Groups:
+    """Which entries of a row hold the same id. Entries that are not valid stand alone."""
+
+    group_TN: Tensor
+    """Number of the first entry of the row with this entry's id."""
+    valid_TN: Tensor
+    teachers: int
+
+    @property
+    def first_TN(self) -> Tensor:
+        """Marks one valid entry per id."""
+        numbers = torch.arange(self.group_TN.size(1), device=self.group_TN.device)
+        return (self.group_TN == numbers) & self.valid_TN
+
+    def sum_by_teacher(self, values_TN: Tensor) -> list[Tensor]:
+        """Per teacher: for each of the N entries, the sum of that teacher's values over entries of the same id."""
+        sums = []
+        parts = zip(values_TN.chunk(self.teachers, 1), self.group_TN.chunk(self.teachers, 1), strict=True)
+        for values, group in parts:
+            sums.append(torch.zeros_like(values_TN).scatter_add_(1, group, values).gather(1, self.group_TN))
+        return sums
+
+    def sum_equal(self, values_TN: Tensor) -> Tensor:
+        """For each entry the sum over all entries of its id; teacher by teacher, so that the order is fixed."""
+        total, *others = self.sum_by_teacher(values_TN)
+        for part in others:
+            total = total + part
+        return total
+
+    def counts_TND(self, dtype: torch.dtype) -> Tensor:
+        """How often each teacher lists the entry's id."""
+        return torch.stack(self.sum_by_teacher(self.valid_TN.to(dtype)), dim=2)
 
 
-def _equal(ids_TN: Tensor, valid_TN: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Row groups and their tables ``[R, N, N]``: entry i and entry j are both valid and have one id."""
-    rows, n = ids_TN.shape
-    step = max(1, PAIR_ELEMENTS // max(1, n * n))
-    for low in range(0, rows, step):
-        part = slice(low, low + step)
-        ids, valid = ids_TN[part], valid_TN[part]
-        yield part, (ids.unsqueeze(2) == ids.unsqueeze(1)) & valid.unsqueeze(2) & valid.unsqueeze(1)
-
-
-def first_and_counts(ids_TN: Tensor, valid_TN: Tensor, teachers: int) -> tuple[Tensor, Tensor]:
-    """Marks the first entry of each id, ``[T, N]`` bool, and counts how often each teacher lists it, ``[T, N, D]``."""
-    rows, n = ids_TN.shape
-    first = torch.empty_like(valid_TN)
-    counts = torch.empty(rows, n, teachers, dtype=torch.uint8 if n < 256 else torch.int32, device=ids_TN.device)
-    for part, equal in _equal(ids_TN, valid_TN):
-        first[part] = valid_TN[part] & ~equal.tril(-1).any(2)
-        counts[part] = equal.view(-1, n, teachers, n // teachers).sum(3)
-    return first, counts
-
-
-def sum_equal(ids_TN: Tensor, valid_TN: Tensor, values_TN: Tensor) -> Tensor:
-    """Each entry becomes the sum of ``values`` over all valid entries of its id, in one fixed order."""
-    total = torch.empty_like(values_TN)
-    for part, equal in _equal(ids_TN, valid_TN):
-        total[part] = torch.where(equal, values_TN[part].unsqueeze(1), 0).sum(2)
-    return total
+def group_ids(ids_TN: Tensor, valid_TN: Tensor, teachers: int) -> Groups:
+    """Groups equal ids by sorting each row."""
+    numbers = torch.arange(ids_TN.size(1), device=ids_TN.device).expand_as(ids_TN)
+    ordered, order = torch.where(valid_TN, ids_TN, -1 - numbers).sort(dim=1, stable=True)
+    starts = torch.ones_like(valid_TN)
+    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    start = torch.where(starts, numbers, 0).cummax(1).values
+    group = torch.empty_like(order).scatter_(1, order, order.gather(1, start))
+    return Groups(group, valid_TN, teachers)

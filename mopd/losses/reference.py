@@ -19,9 +19,10 @@ TAIL_FLOOR = 1e-6
 TINY = 1e-30
 
 
-def student_logprobs(inp: Tensor, vocab_size: int, temperature: float) -> Tensor:
-    """log softmax(z / temperature) over the true vocabulary, ``[T, V]`` float64."""
-    return torch.log_softmax(inp.flatten(0, -2)[:, :vocab_size].double() / temperature, dim=-1)
+def scaled_logits(inp: Tensor, vocab_size: int, temperature: float, active_T: Tensor | None) -> Tensor:
+    """z / temperature over the true vocabulary, ``[T, V]`` float64; rows outside ``active_T`` are 0, no gradient."""
+    z = inp.flatten(0, -2)[:, :vocab_size].double() / temperature
+    return z if active_T is None else torch.where(active_T.unsqueeze(1), z, 0)
 
 
 def topk_loss(log_p_TV: Tensor, objective: Objective, teacher: TeacherRows) -> Tensor:
@@ -64,8 +65,9 @@ def _forward(log_p: Tensor, log_q: Tensor, valid: Tensor, p_tail: Tensor, q_tail
         return loss + _sum(p - q, valid)
     if tail != "bucket":
         return loss
+    log_p_tail = p_tail.clamp_min(TINY).log()
     tangent = math.log(TAIL_FLOOR) + (p_tail - TAIL_FLOOR) / TAIL_FLOOR
-    log_p_tail = torch.where(p_tail < TAIL_FLOOR, tangent, p_tail.clamp_min(TAIL_FLOOR).log())
+    log_p_tail = log_p_tail + torch.where(p_tail < TAIL_FLOOR, tangent - log_p_tail, 0).detach()
     return loss + q_tail * (q_tail.clamp_min(TINY).log() - log_p_tail)
 
 

@@ -14,6 +14,9 @@ from torch import Tensor
 BLOCK_ELEMENTS = 1 << 20
 """Elements of the largest scratch buffer: 7 rows of a 151,936-token vocabulary, a size that stays in a CPU's cache."""
 
+SYNCHRONOUS_DEVICES: tuple[str, ...] = ("cpu",)
+"""Devices whose values can steer the program; on any other, looking at one waits for the device."""
+
 
 @dataclass(frozen=True)
 class Slab:
@@ -44,7 +47,7 @@ def slabs(x: Tensor) -> list[Slab]:
 
 @dataclass(frozen=True)
 class Block:
-    """A few rows of one slab. ``pick`` (CPU only) names the rows of weight other than 0 among them; None means all."""
+    """A few rows of one slab; ``pick`` names those of weight other than 0, None stands for all rows."""
 
     slab: Slab
     low: int
@@ -77,12 +80,12 @@ class Block:
 def blocks(x: Tensor, active: Tensor | None) -> Iterator[Block]:
     """Blocks that cover all rows of ``x``; ``active`` ``[T]`` bool marks the rows to compute (None: all).
 
-    Rows are left out on CPU only: on an accelerator the choice would wait for the device.
+    Rows are left out on synchronous devices only.
     """
     height = max(1, BLOCK_ELEMENTS // max(1, x.size(-1)))
     for slab in slabs(x):
         count = slab.view(x).size(0)
-        marks = active[slab.rows] if active is not None and x.device.type == "cpu" else None
+        marks = active[slab.rows] if active is not None and x.device.type in SYNCHRONOUS_DEVICES else None
         for low in range(0, count, height):
             high = min(low + height, count)
             pick = None
@@ -99,7 +102,8 @@ def scatter_where(block: Tensor, index: Tensor, keep: Tensor, values: Tensor) ->
     """
     if index.size(1) == 0:
         return
-    some, first = keep.max(dim=1, keepdim=True)
+    most, first = keep.to(torch.uint8).max(dim=1, keepdim=True)
+    some = most.bool()
     fallback = torch.where(some, values.gather(1, first), block[:, :1].to(values.dtype))
     index = torch.where(keep, index, torch.where(some, index.gather(1, first), 0))
     values = torch.where(keep, values, fallback)

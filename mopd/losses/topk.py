@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from mopd.losses.chunked import Selection, collect, write_gradient
 from mopd.losses.divergences import Outcomes, Terms, cap, divergence, outcomes
-from mopd.losses.occurrences import first_and_counts, sum_equal
-from mopd.losses.vocab_parallel import LogProbs, VocabShard
+from mopd.losses.occurrences import Groups, group_ids
+from mopd.losses.vocab_parallel import VocabShard
 
 METRICS = ("unweighted_loss", "teacher_mass", "student_mass", "clamped", "clamped_entries", "tail_floored")
 
@@ -60,23 +60,23 @@ class Solution:
 
 
 def solve(
-    objective: Objective, teacher: TeacherRows, logprobs_TN: Tensor, log_tail_T: Tensor, first: Tensor, counts: Tensor
+    objective: Objective, teacher: TeacherRows, logprobs_TN: Tensor, log_tail_T: Tensor, groups: Groups
 ) -> Solution:
     """Losses of all teachers of a row and their joint gradient.
 
-    ``log_tail_T`` is the mass outside every teacher's ids; ``first`` [T, N] and ``counts`` [T, N, D] say which
-    teachers share an id.
+    ``log_tail_T`` is the mass outside every teacher's ids; ``groups`` says which teachers share an id.
     """
     ids, valid, weights = teacher.ids_TDK, teacher.valid_TDK, teacher.weights_TD
+    first = groups.first_TN
     p_first = torch.where(first, logprobs_TN, -torch.inf).exp()
-    surplus = counts.to(p_first.dtype) - 1  # -1: another teacher's id, part of this teacher's tail
+    surplus = groups.counts_TND(p_first.dtype) - 1  # -1: another teacher's id, part of this teacher's tail
     tail_p = log_tail_T.exp().unsqueeze(1) - torch.where(first.unsqueeze(2), p_first.unsqueeze(2) * surplus, 0).sum(1)
     o = outcomes(logprobs_TN.view_as(ids), teacher.logprobs_TDK, valid, tail_p, objective.logprob_min_clamp)
     terms, at_ids, total = divergence(o, objective.loss, objective.tail, objective.beta)
     value, factor, capped = cap(terms.value, objective.loss_max_clamp, objective.loss_soft_cap)
     scale = weights if factor is None else weights * factor
     total = scale * total
-    entry = sum_equal(ids.flatten(1), valid.flatten(1), (at_ids * scale.unsqueeze(-1)).flatten(1))
+    entry = groups.sum_equal((at_ids * scale.unsqueeze(-1)).flatten(1))
     entry = entry + o.p.flatten(1) * (surplus * total.unsqueeze(1)).sum(2)
     loss = torch.where(weights != 0, weights * value, 0).sum(1)
     return Solution(loss, entry, -total.sum(1), _metrics(teacher, o, terms, capped, loss))
@@ -115,24 +115,23 @@ class TopKDistill(torch.autograd.Function):
         overwrite: bool,
     ) -> tuple[Tensor, ...]:
         valid_TN = teacher.valid_TDK.flatten(1)
-        first, counts = first_and_counts(teacher.ids_TDK.flatten(1), valid_TN, teacher.ids_TDK.size(1))
-        selection = _select(teacher, first, shard)
-        stats, peak_T = collect(inp, selection, shard, objective.temperature, active_T)
+        groups = group_ids(teacher.ids_TDK.flatten(1), valid_TN, teacher.ids_TDK.size(1))
+        selection = _select(teacher, groups.first_TN, shard)
+        stats, local_T = collect(inp, selection, shard, objective.temperature, active_T)
         n = valid_TN.size(1)
-        solution = solve(objective, teacher, stats.logprobs_TN[:, :n], stats.log_tail_T, first, counts)
+        solution = solve(objective, teacher, stats.logprobs_TN[:, :n], stats.log_tail_T, groups)
         metrics = [solution.metrics[name] for name in METRICS]
         if teacher.target_T is not None:
             known = (teacher.target_T >= 0) & (teacher.target_T < shard.vocab_size)
             metrics.append(torch.where(known, stats.logprobs_TN[:, n], -torch.inf))
         loss = solution.loss_T.clone() if weight_T is None else solution.loss_T * weight_T
-        if active_T is not None:
-            loss, *metrics = (torch.where(active_T, x, 0) for x in (loss, *metrics))
+        loss, *metrics = (only(active_T, x) for x in (loss, *metrics))
         factor = torch.ones_like(loss) if weight_T is None else weight_T
         dense = None
         if objective.tail != "renormalize" or objective.logprob_min_clamp is not None:
-            dense = solution.dense_T * dense_scale(stats, peak_T)
+            dense = solution.dense_T * local_T
         column, owned = selection.column_TN[:, :n], selection.owned_TN[:, :n] & valid_TN
-        ctx.save_for_backward(inp, solution.entry_TN, dense, peak_T, column, owned, factor, active_T)
+        ctx.save_for_backward(inp, solution.entry_TN, dense, column, owned, factor, active_T)
         ctx.shard, ctx.temperature, ctx.overwrite, ctx.spent = shard, objective.temperature, overwrite, False
         ctx.mark_non_differentiable(*metrics)
         return (loss, *metrics)
@@ -141,7 +140,7 @@ class TopKDistill(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_backward(ctx)
-        inp, entry, dense, peak_T, column, owned, factor, active_T = ctx.saved_tensors
+        inp, entry, dense, column, owned, factor, active_T = ctx.saved_tensors
         upstream = grad_loss * factor / ctx.temperature
         out = inp if ctx.overwrite else torch.empty_like(inp)
         write_gradient(
@@ -150,8 +149,7 @@ class TopKDistill(torch.autograd.Function):
             entry_TN=entry * upstream.unsqueeze(1),
             write_TN=owned,
             column_TN=column,
-            dense_T=None if dense is None else dense * upstream,
-            peak_T=peak_T,
+            dense_T=None if dense is None else only(active_T, dense * upstream),
             shard=ctx.shard,
             temperature=ctx.temperature,
             active_T=active_T,
@@ -171,9 +169,9 @@ def _select(teacher: TeacherRows, first: Tensor, shard: VocabShard) -> Selection
     return Selection(column, owned, first)
 
 
-def dense_scale(stats: LogProbs, peak_T: Tensor) -> Tensor:
-    """``exp(peak - lse)``: from this rank's row maximum to the log-sum-exp of the whole row."""
-    return torch.exp((peak_T - stats.shift_T) - stats.log_sum_T)
+def only(active_T: Tensor | None, per_row: Tensor) -> Tensor:
+    """0 on rows that are not active."""
+    return per_row if active_T is None else torch.where(active_T, per_row, 0)
 
 
 def refuse_second_backward(ctx: Any) -> None:

@@ -36,7 +36,7 @@ class VocabShard:
     def localize(self, ids_TN: Tensor) -> tuple[Tensor, Tensor]:
         """Global ids to (column, owned); the column of an id that this rank does not own is 0."""
         column = ids_TN - self.start
-        owned = (column >= 0) & (column < self.num_columns) & (ids_TN < self.vocab_size)
+        owned = (column >= 0) & (column < self.num_columns)
         return torch.where(owned, column, 0), owned
 
 

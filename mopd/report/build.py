@@ -81,13 +81,13 @@ def summarise(
     planned_steps: int,
 ) -> Report:
     """The report of the records of ``metrics.jsonl`` and ``validation.jsonl`` and the teachers' rewards by domain."""
-    before = next((record["rewards"] for record in validations if record["step"] == 0), {})
+    before: Mapping[str, float] = next((record["rewards"] for record in validations if record["step"] == 0), {})
     best = max(
         (record for record in validations if record["step"] > 0),
         key=lambda record: (_mean(list(record["rewards"].values())), -record["step"]),
         default=None,
     )
-    after = {} if best is None else best["rewards"]
+    after: Mapping[str, float] = {} if best is None else best["rewards"]
     domains = {
         domain: DomainResult(
             before=before.get(domain),

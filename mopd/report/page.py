@@ -26,6 +26,7 @@ TITLES = {
     "response_length": ("Response length", "Tokens, mean."),
     "truncated_share": ("Truncated share", "Responses cut at the length limit."),
     "clamped_share": ("Clamped share", "Tokens whose loss met a clamp: their gradient is zero."),
+    "tail_floored_share": ("Tail-floored share", "Tokens whose mass outside the top-k met its numerical floor."),
     "num_tokens": ("Loss tokens per step", "Response tokens with a loss."),
 }
 """Metric -> title and explanation; metrics not named here are shown under their own name."""

@@ -5,8 +5,11 @@ A Megatron folder loads at any layout: the degrees given here only say how many 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 from mopd import cpu_shim
 from mopd.config.schema import Parallel, Student
@@ -19,6 +22,7 @@ from mopd.student.parallel import Layout
 from mopd.student.weights import iter_hf_weights, load_hf_into
 from mopd.types import UserError
 
+Dtype = Literal["float32", "bfloat16"]
 TIMEOUT_S = 3600.0
 """Deadline of a wait between ranks; one may read much longer than another."""
 
@@ -31,9 +35,8 @@ def hf_to_megatron(
     Raises:
         UserError: the checkpoint cannot be read or carried.
     """
-    layout = _join(tensor_model_parallel_size, pipeline_model_parallel_size)
     dtype = _dtype(source)
-    with cpu_shim.activate():
+    with _joined(tensor_model_parallel_size, pipeline_model_parallel_size) as layout, cpu_shim.activate():
         model = _build(source, dtype, layout)
         load_hf_into([model], HfReader(source), read_dims(source), tp_group=layout.tp_group)
         save_model(out, model, layout, state={"source": str(source.resolve()), "dtype": dtype})
@@ -50,18 +53,18 @@ def megatron_to_hf(
     Raises:
         UserError: the checkpoint is incomplete or changed, or that folder is gone.
     """
-    layout = _join(tensor_model_parallel_size, pipeline_model_parallel_size)
-    parallel.raise_together(layout, partial(checkpoint.verify, source))
-    state = checkpoint.read_state(source)
-    origin = Path(state["source"])
-    if not (origin / "config.json").is_file():
-        raise UserError(f"{source}: its config and tokenizer came from {str(origin)!r}, which is gone: restore that folder")
-    dims = read_dims(origin)
-    with cpu_shim.activate():
+    with _joined(tensor_model_parallel_size, pipeline_model_parallel_size) as layout, cpu_shim.activate():
+        parallel.raise_together(layout, partial(checkpoint.verify, source))
+        state = checkpoint.read_state(source)
+        origin = _origin(source, state)
         model = _build(origin, state["dtype"], layout)
         load_model(source, model)
         weights = iter_hf_weights(
-            [model], dims, tp_group=layout.tp_group, pp_group=layout.pp_group, data_parallel_rank=layout.dp_rank
+            [model],
+            read_dims(origin),
+            tp_group=layout.tp_group,
+            pp_group=layout.pp_group,
+            data_parallel_rank=layout.dp_rank,
         )
         if layout.rank:
             for _ in weights:
@@ -72,25 +75,35 @@ def megatron_to_hf(
                 writer.add(name, tensor)
 
 
-def _join(tensor_model_parallel_size: int, pipeline_model_parallel_size: int) -> Layout:
+def _origin(source: Path, state: Mapping[str, Any]) -> Path:
+    """The Hugging Face folder whose config and tokenizer the weights belong to."""
+    origin = Path(state["source"])
+    if (origin / "config.json").is_file():
+        return origin
+    raise UserError(f"{source}: its config and tokenizer came from {str(origin)!r}, which is gone: restore that folder")
+
+
+def _joined(tensor_model_parallel_size: int, pipeline_model_parallel_size: int) -> AbstractContextManager[Layout]:
     sizes = Parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
     )
-    return parallel.initialize(sizes, timeout_s=TIMEOUT_S, seed=0)
+    return parallel.joined(sizes, timeout_s=TIMEOUT_S, seed=0)
 
 
-def _build(folder: Path, dtype: str, layout: Layout) -> StudentModel:
-    student = Student(model=str(folder), dtype=dtype)  # type: ignore[arg-type]  # _dtype and our own state name these two
+def _build(folder: Path, dtype: Dtype, layout: Layout) -> StudentModel:
+    student = Student(model=str(folder), dtype=dtype)
     return build_model(student, read_dims(folder), layout)
 
 
-def _dtype(folder: Path) -> str:
+def _dtype(folder: Path) -> Dtype:
     config = read_config(folder)
-    name = str(config.get("dtype", config.get("torch_dtype", "float32")))
-    if name not in ("float32", "bfloat16"):
-        raise UserError(
-            f"{folder / 'config.json'}: dtype {name!r} cannot be carried bit for bit: convert the weights to float32 or "
-            "bfloat16 first"
-        )
-    return name
+    name = config.get("dtype", config.get("torch_dtype", "float32"))
+    if name == "float32":
+        return "float32"
+    if name == "bfloat16":
+        return "bfloat16"
+    raise UserError(
+        f"{folder / 'config.json'}: dtype {name!r} cannot be carried bit for bit: convert the weights to float32 or "
+        "bfloat16 first"
+    )

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mopd.config.load import Loaded
+from mopd.config.schema import Recipe
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.torch_engine import TorchEngine
 from mopd.rollout.validation import ValidationResult
@@ -24,7 +25,7 @@ from mopd.weight_sync.in_process import InProcessWeightSync
 
 
 def evaluate(loaded: Loaded, *, model: Path | None, as_json: bool) -> None:
-    """Validate ``model`` (a checkpoint folder, a Hugging Face folder; ``None``: ``student.model``) and print the rewards.
+    """Validate ``model`` (checkpoint or Hugging Face folder; ``None``: ``student.model``) and print the rewards.
 
     A checkpoint needs all ranks to be read; for a Hugging Face folder rank 0 works alone.
 
@@ -38,22 +39,32 @@ def evaluate(loaded: Loaded, *, model: Path | None, as_json: bool) -> None:
     if not is_checkpoint:
         if inputs is not None:
             folder = recipe.student.model if model is None else str(model)
-            engine = TorchEngine.from_pretrained(folder, recipe.rollout.engine, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            engine = TorchEngine.from_pretrained(
+                folder, recipe.rollout.engine, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            )
             _print(asyncio.run(_validator(loaded, inputs).run(engine)), title=folder, as_json=as_json)
         return
-    layout = parallel.initialize(recipe.student.parallel, timeout_s=recipe.schedule.wait_timeout_s, seed=recipe.seed)
-    worker = StudentWorker(recipe, LocalDataPlane(layout.control_group), sorted(recipe.teacher_by_domain))
-    channel = CommandChannel(layout.control_group)
-    if inputs is None:
-        serve(worker, channel)
-        return
     assert model is not None
-    generator = TorchEngine.empty(recipe.student.model, recipe.rollout.engine, layout.device)
-    student = StudentGroup(worker, channel, InProcessWeightSync([generator]))
-    step = int(student.load(model)["step"])
-    asyncio.run(student.publish(step))
-    student.stop()
-    _print(asyncio.run(_validator(loaded, inputs).run(generator)), title=str(model), as_json=as_json)
+    generator = _read_checkpoint(recipe, model, is_leader=is_leader)
+    if generator is not None and inputs is not None:
+        _print(asyncio.run(_validator(loaded, inputs).run(generator)), title=str(model), as_json=as_json)
+
+
+def _read_checkpoint(recipe: Recipe, folder: Path, *, is_leader: bool) -> TorchEngine | None:
+    """All ranks read their shards; the leader gets an engine with the whole student, the others ``None``."""
+    timeout_s = recipe.schedule.wait_timeout_s
+    with parallel.joined(recipe.student.parallel, timeout_s=timeout_s, seed=recipe.seed) as layout:
+        worker = StudentWorker(recipe, LocalDataPlane(layout.control_group), sorted(recipe.teacher_by_domain))
+        channel = CommandChannel(layout.control_group)
+        if not is_leader:
+            serve(worker, channel)
+            return None
+        generator = TorchEngine.empty(recipe.student.model, recipe.rollout.engine, layout.device)
+        student = StudentGroup(worker, channel, InProcessWeightSync([generator]))
+        step = int(student.load(folder)["step"])
+        asyncio.run(student.publish(step))
+        student.stop()
+        return generator
 
 
 def _validator(loaded: Loaded, inputs: Inputs) -> Validator:

@@ -131,7 +131,7 @@ def _is_first_to_tell() -> bool:
     """Whether this rank is the first to report a user error; torchrun's own store outlives the ranks and counts."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # heavy; most ranks never come here
+    from torch.distributed import TCPStore  # heavy, and most ranks never come here
 
     timeout = datetime.timedelta(seconds=STORE_TIMEOUT_S)
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)

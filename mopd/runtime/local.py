@@ -1,4 +1,4 @@
-"""``mopd train`` and ``mopd check`` on one rank: rank 0 builds everything and runs the controller, the others follow."""
+"""``mopd train`` and ``mopd check`` on one rank: rank 0 builds all and runs the controller, the others follow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import json
 import logging
 import shutil
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -164,29 +165,29 @@ def _export(recipe: Recipe, run: RunDir, workers: Workers, observer: RunObserver
 def _lead(recipe: Recipe, validation_path: Path | None, work: Callable[[Workers], Coroutine[Any, Any, None]]) -> None:
     """Rank 0: build everything, do ``work``, release the other ranks."""
     inputs = read_inputs(recipe)
-    worker, plane, channel = _join(recipe)
-    workers = build_workers(recipe, inputs, worker, plane, channel, validation_path=validation_path)
     try:
-        asyncio.run(work(workers))
+        with _joined(recipe) as (worker, plane, channel):
+            workers = build_workers(recipe, inputs, worker, plane, channel, validation_path=validation_path)
+            asyncio.run(work(workers))
+            workers.student.stop()
     finally:
         if inputs.rewards is not None:
             inputs.rewards.close()
-    workers.student.stop()
 
 
 def _follow(recipe: Recipe) -> None:
     """Every other rank: build its part of the student and do what rank 0 says."""
-    worker, _, channel = _join(recipe)
-    serve(worker, channel)
+    with _joined(recipe) as (worker, _, channel):
+        serve(worker, channel)
 
 
-def _join(recipe: Recipe) -> tuple[StudentWorker, LocalDataPlane, CommandChannel]:
-    layout = parallel.initialize(
-        recipe.student.parallel, timeout_s=recipe.schedule.wait_timeout_s, seed=recipe.seed
-    )
-    plane = LocalDataPlane(layout.control_group)
-    worker = StudentWorker(recipe, plane, sorted(recipe.teacher_by_domain))
-    return worker, plane, CommandChannel(layout.control_group)
+@contextmanager
+def _joined(recipe: Recipe) -> Iterator[tuple[StudentWorker, LocalDataPlane, CommandChannel]]:
+    timeout_s = recipe.schedule.wait_timeout_s
+    with parallel.joined(recipe.student.parallel, timeout_s=timeout_s, seed=recipe.seed) as layout:
+        plane = LocalDataPlane(layout.control_group)
+        worker = StudentWorker(recipe, plane, sorted(recipe.teacher_by_domain))
+        yield worker, plane, CommandChannel(layout.control_group)
 
 
 def _raise_if_failed(outcome: Check) -> None:

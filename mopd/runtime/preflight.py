@@ -1,7 +1,8 @@
 """Checks that stop a run before its first step: is every teacher the right one, reached the right way?
 
-Each check is one small class of mistake that otherwise trains silently: another tokenizer, a teacher that is the student,
-scores shifted by one, a student that differs from its sampler, two teachers swapped. They consume no training randomness.
+Each check is one small class of mistake that otherwise trains silently: another tokenizer, a teacher that is the
+student, scores shifted by one, a student that differs from its sampler, two teachers swapped. They consume no training
+randomness.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ class Preflight:
     """Runs the checks in order, cheap ones first."""
 
     def __init__(self, recipe: Recipe, workers: Workers, manifests: Mapping[str, Manifest], *, is_fresh: bool) -> None:
-        """``manifests`` has the key ``student`` and one ``teachers.NAME`` each. On resume (``is_fresh`` false) a teacher
-        that no longer beats the student is a warning."""
+        """``manifests`` has the key ``student`` and one ``teachers.NAME`` each.
+
+        On resume (``is_fresh`` false) a teacher that no longer beats the student is a warning.
+        """
         self.recipe = recipe
         self.cfg = recipe.preflight
         self.workers = workers
@@ -89,8 +92,8 @@ class Preflight:
         return Check(
             name=title,
             status="failed",
-            detail=f"teachers.{name}.model {teacher.model} and student.model {self.recipe.student.model} do not share a "
-            f"tokenizer: {'; '.join(differences)}; choose a teacher with the student's tokenizer",
+            detail=f"teachers.{name}.model {teacher.model} and student.model {self.recipe.student.model} do not share "
+            f"a tokenizer: {'; '.join(differences)}; choose a teacher with the student's tokenizer",
         )
 
     def _different_weights(self, name: str) -> Check:
@@ -140,7 +143,8 @@ class Preflight:
             )
         ]
         kl = torch.cat(kls).mean().item()
-        detail = f"mean KL to itself {kl:.2e} nats over {sum(k.numel() for k in kls)} tokens (limit {self.cfg.max_self_kl:g})"
+        num_tokens = sum(k.numel() for k in kls)
+        detail = f"mean KL to itself {kl:.2e} nats over {num_tokens} tokens (limit {self.cfg.max_self_kl:g})"
         if abs(kl) <= self.cfg.max_self_kl:
             return Check(name=title, status="ok", detail=detail)
         return Check(
@@ -150,7 +154,9 @@ class Preflight:
             "preflight.max_self_kl for a low-precision engine",
         )
 
-    def _kl_to_prefix(self, name: str, sample: SampleMeta, tokens: Tensor, ids_RK: Tensor, logprobs_RK: Tensor) -> Tensor:
+    def _kl_to_prefix(
+        self, name: str, sample: SampleMeta, tokens: Tensor, ids_RK: Tensor, logprobs_RK: Tensor
+    ) -> Tensor:
         """[P] KL at up to ``MAX_PROBE_POSITIONS`` response positions, the first and the last among them."""
         last = sample.response_length - 1
         positions = sorted({round(i * last / (MAX_PROBE_POSITIONS - 1)) for i in range(MAX_PROBE_POSITIONS)})

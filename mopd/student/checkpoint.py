@@ -149,7 +149,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-class _InProcessTorchDist(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[misc]
+class _InProcessTorchDist(torch_dist.TorchDistSaveShardedStrategy):
     """Megatron's format written by this process.
 
     Megatron's own writer starts a manager process and forks per file: seconds per save on a small machine, and

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from torch import Tensor
 
 from mopd.config.schema import Student
@@ -16,7 +22,7 @@ LogitsHook = Callable[[Tensor], Tensor]
 """Takes this rank's logits [S, B, V/tp] in the model's dtype; returns what the last stage returns."""
 
 
-class StudentModel(GPTModel):  # type: ignore[misc]
+class StudentModel(GPTModel):
     """A ``GPTModel`` that runs a hook on the vocabulary-parallel logits where Megatron would run cross-entropy.
 
     The logits stay where the output layer wrote them: [S, B, V/tp], never transposed, gathered or upcast. There is no
@@ -48,7 +54,18 @@ def build_model(student: Student, dims: ModelDims, layout: Layout) -> StudentMod
         rotary_base=_rotary_base(dims),
     )
     model.to(device=layout.device)
+    _mark_shards(model)
     return model
+
+
+def _mark_shards(model: StudentModel) -> None:
+    """Tell Megatron which parameters are shards. It does so itself only where it also draws the weights; unmarked
+    shards are left out of the gradient norm on all tensor-parallel ranks but the first."""
+    for module in model.modules():
+        if isinstance(module, (VocabParallelEmbedding, ColumnParallelLinear, RowParallelLinear)):
+            dim = 1 if isinstance(module, RowParallelLinear) else 0
+            if module.weight is not None:
+                set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
 
 
 def _rotary_base(dims: ModelDims) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -124,6 +125,20 @@ def raise_together(layout: Layout, check: Callable[[], None]) -> None:
     text = torch.tensor(list(message), dtype=torch.uint8) if message else torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(text, group_src=0, group=layout.control_group)
     raise UserError(text.numpy().tobytes().decode())
+
+
+@contextmanager
+def joined(parallel: Parallel, *, timeout_s: float, seed: int) -> Iterator[Layout]:
+    """``initialize`` for the length of a rank's work; at its end the ranks wait for each other and part.
+
+    After an error nothing is waited for: the other ranks hang in collectives, and the process is about to end.
+    """
+    layout = initialize(parallel, timeout_s=timeout_s, seed=seed)
+    yield layout
+    # A group that is still alive when the interpreter ends may abort the process from one of gloo's threads.
+    dist.barrier(group=layout.control_group)
+    destroy()
+    dist.destroy_process_group()
 
 
 def destroy() -> None:

@@ -49,9 +49,7 @@ def load_hf_into(
     check_tensor_names(reader, dims)
     rank, size = dist.get_rank(tp_group), dist.get_world_size(tp_group)
     for placed, parameter in _owned_params(model_chunks, dims):
-        shard = load_shard(
-            placed, reader.read_slice, dims, rank=rank, size=size, padded_rows=parameter.shape[0]
-        )
+        shard = load_shard(placed, reader.read_slice, dims, rank=rank, size=size, padded_rows=parameter.shape[0])
         if shard.shape != parameter.shape:
             raise RuntimeError(
                 f"{placed.megatron[0]} has shape {list(parameter.shape)}, the checkpoint gives {list(shard.shape)}: "
@@ -124,9 +122,7 @@ def iter_hf_weights(
             yield from zip(placed.hf_names, (tensor.cpu() for tensor in tensors), strict=True)
 
 
-def _owned_params(
-    model_chunks: Sequence[torch.nn.Module], dims: ModelDims
-) -> Iterator[tuple[Placed, Tensor]]:
+def _owned_params(model_chunks: Sequence[torch.nn.Module], dims: ModelDims) -> Iterator[tuple[Placed, Tensor]]:
     """This rank's parameters with their table rows, in model order."""
     for chunk in model_chunks:
         model = _unwrap(chunk)
@@ -144,11 +140,7 @@ def _rows_by_local_name(model: torch.nn.Module, dims: ModelDims) -> dict[str, Pl
         families.FINAL_NORM,
         families.TIED_HEAD if dims.tied_embeddings else families.LM_HEAD,
     )
-    rows = {
-        name: placed
-        for placed in (families.place(param, dims) for param in outside)
-        for name in placed.megatron
-    }
+    rows = {name: placed for placed in (families.place(param, dims) for param in outside) for name in placed.megatron}
     layers: Any = model.get_submodule("decoder.layers")
     for local, layer in enumerate(layers):
         for param in families.FAMILIES[dims.family]:
@@ -170,9 +162,7 @@ def _check_tied_head(reader: HfReader, placed: Placed, dims: ModelDims, rank: in
         return
     reader.require_shape(head.name, placed.hf_shapes[0])
     start, stop = (min(bound, dims.vocab_size) for bound in (rank * rows, (rank + 1) * rows))
-    if not torch.equal(
-        reader.read_slice(head.name, 0, start, stop), reader.read_slice(embedding.name, 0, start, stop)
-    ):
+    if not torch.equal(reader.read_slice(head.name, 0, start, stop), reader.read_slice(embedding.name, 0, start, stop)):
         raise UserError(
             f"{reader.folder / CONFIG_FILE}: 'tie_word_embeddings' is true but tensor '{head.name}' differs from "
             f"'{embedding.name}'; set it to false or fix the weights"

@@ -76,6 +76,7 @@ def test_self_distillation_has_no_gradient(world: World, tmp_path: Path) -> None
         teachers={"self": {"model": str(world.student), "domains": ["left", "right"]}},
         preflight__allow_same_weights=True,
         schedule__steps=1,
+        student__optimizer__lr_warmup_steps=0,
     )
     done = mopd("train", recipe)
     assert done.returncode == 0, done.stderr
@@ -90,7 +91,7 @@ def test_changed_teacher_refuses_to_resume(world: World, tmp_path: Path) -> None
     teacher, run_dir = tmp_path / "teacher", tmp_path / "run"
     shutil.copytree(world.teachers["left"], teacher)
     recipe = world.write_recipe(
-        run_dir, student__parallel=ONE_RANK, teachers__left__model=str(teacher), schedule__steps=2
+        run_dir, student__parallel=ONE_RANK, teachers__left__model=str(teacher), schedule__steps=3
     )
     assert mopd("train", recipe).returncode == 0
     shutil.copy(world.teachers["right"] / "model.safetensors", teacher / "model.safetensors")

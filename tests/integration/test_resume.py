@@ -1,8 +1,8 @@
 """Killed and resumed equals uninterrupted.
 
-Invariant: what a run computes is a function of its recipe and its inputs. A SIGKILL at any moment, of the launcher or of
-a rank, followed by ``--resume`` at the same layout gives the same weights and the same metrics, bit for bit (times, rates
-and memory aside). At another layout sums are ordered differently: the next losses agree to 1e-5.
+Invariant: what a run computes is a function of its recipe and its inputs. A SIGKILL at any moment, of the launcher or
+of a rank, followed by ``--resume`` at the same layout gives the same weights and the same metrics, bit for bit (times,
+rates and memory aside). At another layout sums are ordered differently: the next losses agree to 1e-5.
 Not exercised here: several machines, CUDA.
 """
 

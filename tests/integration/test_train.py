@@ -46,7 +46,16 @@ def test_the_student_learns_from_both_teachers(run_dir: Path) -> None:
 def test_metrics_are_per_domain(run_dir: Path) -> None:
     line = read_metrics(run_dir)[1]  # step 2 is a diagnostic step
     for domain in ANSWERS:
-        for name in ("loss", "kl_k1", "kl_k3", "teacher_mass", "student_mass", "clamped_share", "entropy", "topk_overlap"):
+        for name in (
+            "loss",
+            "kl_k1",
+            "kl_k3",
+            "teacher_mass",
+            "student_mass",
+            "clamped_share",
+            "entropy",
+            "topk_overlap",
+        ):
             assert f"{name}/{domain}" in line
         assert line[f"num_samples/{domain}"] == 4
         assert 0 < line[f"teacher_mass/{domain}"] <= 1
@@ -75,7 +84,10 @@ def test_exported_result_answers_like_the_teachers(run_dir: Path, world: World) 
     model = AutoModelForCausalLM.from_pretrained(run_dir / "hf")
     for domain, expected in ANSWERS.items():
         inputs = tokenizer.apply_chat_template(
-            [{"role": "user", "content": f"{domain} 1000"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+            [{"role": "user", "content": f"{domain} 1000"}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
         )
         with torch.no_grad():
             output = model.generate(**inputs, max_new_tokens=4, do_sample=False)

@@ -11,12 +11,15 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 LOCK_FILE = ".lock"
+LOCK_WAIT_S = 1800.0
+"""Several times as long as a build takes."""
 
 
 def fingerprint(*ingredients: Any) -> str:
@@ -33,10 +36,14 @@ class PartsFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One builder at a time; a second one waits until the first ends, at most as long as a build takes."""
+        """One builder at a time; a second one waits until the first ends. ``TimeoutError`` after ``LOCK_WAIT_S``."""
         self.root.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + LOCK_WAIT_S
         with (self.root / LOCK_FILE).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            while not _try_lock(lock):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"another process has been building in {self.root} for {LOCK_WAIT_S:.0f} s")
+                time.sleep(0.2)
             yield
 
     def facts(self, part: str, made_from: str) -> dict[str, Any] | None:
@@ -56,7 +63,7 @@ class PartsFolder:
             return known
         draft = self.root / f".building-{part.replace('/', '-')}"
         shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir()
+        draft.mkdir(parents=True)
         facts = make(draft)
         target = self.root / part
         if target.exists():
@@ -77,6 +84,14 @@ class PartsFolder:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(self._manifest)
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _hashes(folder: Path) -> dict[str, str]:

@@ -55,8 +55,8 @@ class ModelMaker:
             model = new_model(self._tokenizer, self._shape, self._seed)
         else:
             model = transformers.Qwen3ForCausalLM.from_pretrained(start, dtype=torch.float32)
-        phase = Phase(domains, lengths, steps, self._batch_size, self._lr, f"{out.name}/{self._seed}")
         label = "base" if start is None else f"expert in {domains[0]}"
+        phase = Phase(domains, lengths, steps, self._batch_size, self._lr, f"{label}/{self._seed}")
         with _progress(label, steps) as report:
             seconds = train(model, self._tokenizer, phase, self._held_out, report)
         model.save_pretrained(out)

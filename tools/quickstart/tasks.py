@@ -1,12 +1,12 @@
-"""Three sequence tasks over lower-case letters: what the tiny experts know and the student is to learn.
+"""Three sequence tasks over the letters a to p: what the tiny experts know and the student is to learn.
 
-============  ==================  =========
-domain        prompt              answer
-============  ==================  =========
-reversal      ``rev bzac``       ``cazb``
-sorting       ``sort bzac``      ``abcz``
-next_letter   ``next bzac``      ``cabd``
-============  ==================  =========
+===========  =============  ========
+domain       prompt         answer
+===========  =============  ========
+reversal     ``rev bpac``   ``capb``
+sorting      ``sort bpac``  ``abcp``
+next_letter  ``next bpac``  ``cabd``
+===========  =============  ========
 
 The answer's length is the input's, so a longer input is a harder question.
 """
@@ -18,7 +18,8 @@ import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-LETTERS = string.ascii_lowercase
+LETTERS = string.ascii_lowercase[:16]
+"""Letters of inputs and answers. Few: sorting has an order to learn for every pair, and lessons are to be short."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import string
+
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-
-from tools.quickstart.tasks import LETTERS
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<user>", "<assistant>")
 CHAT_TEMPLATE = (
@@ -17,7 +17,7 @@ CHAT_TEMPLATE = (
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character, plus pad, bos, eos, unk and the two roles of the chat template."""
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL, " ", *LETTERS))}
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, " ", *string.ascii_lowercase))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()

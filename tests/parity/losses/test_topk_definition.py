@@ -1,8 +1,8 @@
 """Top-k losses against their definitions: loss and gradient, both layers, every tail.
 
-Invariant: for every loss, tail, temperature and number of teachers the production layers give the loss and gradient that
-autograd finds in float64 from probability vectors over explicit outcomes. Not exercised: tensor parallelism (its own
-test), tails below the floor of the bucket form, clamps and caps (unit tests).
+Invariant: for every loss, tail, temperature and number of teachers the production layers give the loss and gradient
+that autograd finds in float64 from probability vectors over explicit outcomes. Not exercised: tensor parallelism (its
+own test), tails below the floor of the bucket form, clamps and caps (unit tests).
 """
 
 from __future__ import annotations
@@ -96,9 +96,7 @@ def test_entries_that_leave_the_ids(loss: str, tail: str, backend: str) -> None:
     padded = torch.cat([z, torch.full((4, 3), 50.0)], 1).double()
     upstream = torch.linspace(1, 2, 4)
     expected_loss, expected = rows_and_gradient(z, ids, logq, upstream, loss=loss, tail=tail)
-    got_loss, got = run(
-        padded, ids, logq, upstream, loss=loss, tail=tail, true_vocab_size=VOCAB, backend=backend
-    )
+    got_loss, got = run(padded, ids, logq, upstream, loss=loss, tail=tail, true_vocab_size=VOCAB, backend=backend)
     assert_close((got_loss, got[:, :VOCAB]), (expected_loss, expected), 1e-10)
     assert torch.count_nonzero(got[:, VOCAB:]) == 0
 
@@ -141,7 +139,15 @@ def test_gradcheck(backend: str, loss: str, tail: str) -> None:
 
     def row_losses(x: Tensor) -> Tensor:
         return parallel_topk_distill(
-            x, ids, logq.double(), loss=loss, tail=tail, beta=0.3, temperature=0.8, teacher_weights=weights, backend=backend
+            x,
+            ids,
+            logq.double(),
+            loss=loss,
+            tail=tail,
+            beta=0.3,
+            temperature=0.8,
+            teacher_weights=weights,
+            backend=backend,
         )[0]
 
     assert torch.autograd.gradcheck(row_losses, (z.requires_grad_(),))

@@ -63,6 +63,7 @@ def two_ranks(hf_model: Path, untied_model: Path, student_folder: Path) -> Resul
         cases |= {f"{name}/{loss}": {**layout, "loss": loss, "steps": 1} for loss in OTHER_LOSSES}
         cases[f"{name}/untied"] = {**layout, "model": str(untied_model), "steps": 1, "logprobs": True}
         cases[f"{name}/logprobs"] = {**layout, "logprobs": True}
+    cases["tp2/save_hf"] = {**tp2, "steps": 1, "save_hf": str(student_folder / "exported")}
     cases["tp2_sp/recompute_full"] = {**tp2_sp, "recompute": "full", "steps": 1}
     cases["tp2/recompute_selective"] = {**tp2, "recompute": "selective", "steps": 1}
     saved = {

@@ -17,16 +17,15 @@ import torch
 
 from mopd.config.losses import KLLoss, MismatchCorrection, PolicyGradient, TopKLoss
 from mopd.config.schema import (
-    Checkpoint,
     Data,
     Optimizer,
     Parallel,
-    Preflight,
     Recipe,
     Rollout,
     Schedule,
     Student,
     Teacher,
+    Validation,
 )
 from mopd.data.packing import pack
 from mopd.data_plane.local import LocalDataPlane
@@ -77,12 +76,11 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
             ),
         ),
         teachers={"all": Teacher(model="unused", domains=DOMAINS)},
-        data=Data(train=("unused",), max_prompt_length=16),
+        data=Data(train=("unused",), validation=("unused",), max_prompt_length=16),
         rollout=Rollout(max_response_length=16, samples_per_prompt=2),
         loss=LOSSES[case.get("loss", "default")],
         schedule=Schedule(steps=10, prompts_per_step=NUM_SAMPLES, wait_timeout_s=120),
-        checkpoint=Checkpoint(keep_best=False),
-        preflight=Preflight(require_better_teacher=False),
+        validation=Validation(),
     )
 
 
@@ -149,8 +147,22 @@ def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
         result["saved_hash"] = it.weights_hash()
     result["steps_after"] = it.train(case.get("steps_after", 0))
     result["hash"] = it.weights_hash()
+    if "save_hf" in case:
+        result |= export(it, Path(case["save_hf"]))
     if "poison" in case:
         result["poison"] = poison(it)
+    return result
+
+
+def export(it: Case, folder: Path) -> dict[str, Any]:
+    """An export, then what every rank says to a second one and to a checkpoint that is none."""
+    it.worker.save_hf(folder)
+    result: dict[str, Any] = {"sums": {name: float(tensor.double().sum()) for name, tensor in it.worker.weights()}}
+    for name, call in (("save_hf_again", it.worker.save_hf), ("load_incomplete", it.worker.load)):
+        try:
+            call(folder)
+        except UserError as error:
+            result[name] = str(error)
     return result
 
 

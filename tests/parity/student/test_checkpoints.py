@@ -7,9 +7,12 @@ within 1e-5 relative. Not exercised: loading a distributed optimizer's states wi
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 
@@ -35,6 +38,21 @@ def test_other_layout_continues(two_ranks: Results, four_ranks: Results, one_ran
         for name in expected:
             if name.startswith(("loss/", "weighted_loss/", "grad_norm")):
                 assert step[name] == pytest.approx(expected[name], rel=1e-5), name
+
+
+def test_export_is_the_trained_student(two_ranks: Results, student_folder: Path, hf_model: Path) -> None:
+    case = two_ranks["tp2/save_hf"]
+    exported = AutoModelForCausalLM.from_pretrained(student_folder / "exported", dtype=torch.float32).state_dict()
+    sums = {name: float(tensor.double().sum()) for name, tensor in exported.items() if name in case["sums"]}
+    assert sums == case["sums"]
+    original = AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32).state_dict()
+    assert not any(torch.equal(original[name], exported[name]) for name in sums if name.endswith("proj.weight"))
+
+
+def test_a_refusal_reaches_every_rank(two_ranks: Results) -> None:
+    """Rank 0 finds the fault; had the other rank gone on, the job would have hung."""
+    assert "already exists" in two_ranks["tp2/save_hf"]["save_hf_again"]
+    assert "no complete checkpoint" in two_ranks["tp2/save_hf"]["load_incomplete"]
 
 
 def test_the_optimizer_state_matters(two_ranks: Results) -> None:

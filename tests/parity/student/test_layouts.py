@@ -73,7 +73,7 @@ def test_equals_the_definition(one_rank: Results, hf_model: Path) -> None:
             p = p_all[fields["teacher_ids"][i][r].long()]
             kl = (q * (q / p).log()).sum() + (1 - q.sum()) * ((1 - q.sum()) / (1 - p.sum())).log()
             total = total + kl
-            by_domain[meta.domain] += float(kl)
+            by_domain[meta.domain] += kl.item()
     loss = total / sum(meta.num_loss_tokens for meta in metas)
     loss.backward()
     norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))

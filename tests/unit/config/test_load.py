@@ -128,6 +128,8 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
         ("data.domain_weights=[1]", "data.domain_weights: expected a section of named values, got [1]"),
         ("data.domain_weights.math=much", "data.domain_weights.math: expected a number, got 'much'"),
         ("run_dir={a: 1}", "run_dir: expected text, got a section"),
+        ("student.megatron_overrides.a=.nan", "student.megatron_overrides.a: expected a plain value, got nan"),
+        ("student.megatron_overrides.a=[2024-01-31]", "student.megatron_overrides.a: expected a plain value"),
         ("loss.type=topk_kl", "loss.type: unknown type 'topk_kl'; did you mean 'topk_jsd'?"),
         ("validation.domain_rewards.math={path: r.py}", "missing key type: set one of exact_match, custom"),
         ("teachers.code={domains: [code]}", "missing key teachers.code.model"),

@@ -1,0 +1,134 @@
+"""Sampled estimators and the policy gradient, by enumeration of the whole vocabulary.
+
+Invariant: summing p(y) * (gradient at sampled token y) over all y, which is the expectation on-policy without sampling
+noise, gives the gradient of reverse KL for k2, k3_reverse and the policy gradient, and that of forward KL for k3. The
+refusals rest on the same sums: k1's expected gradient is 0, and k3 as an advantage gives grad reverse - grad forward.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mopd.losses import parallel_policy_gradient, parallel_sampled_kl
+
+VOCAB = 23
+
+
+@pytest.fixture
+def student() -> Tensor:
+    return torch.randn(VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 1.5
+
+
+@pytest.fixture
+def log_q() -> Tensor:
+    return torch.log_softmax(
+        torch.randn(VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 1.5, -1
+    )
+
+
+def full_kls(z: Tensor, log_q: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Values and gradients of both full-vocabulary divergences."""
+    leaf = z.clone().requires_grad_()
+    log_p = torch.log_softmax(leaf, -1)
+    reverse, forward = (log_p.exp() * (log_p - log_q)).sum(), (log_q.exp() * (log_q - log_p)).sum()
+    return {
+        "reverse": (reverse.detach(), torch.autograd.grad(reverse, leaf, retain_graph=True)[0]),
+        "forward": (forward.detach(), torch.autograd.grad(forward, leaf)[0]),
+    }
+
+
+def every_token(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One row per token: leaf [V, V], targets [V], probability of each [V]."""
+    return z.expand(VOCAB, VOCAB).clone().requires_grad_(), torch.arange(VOCAB), torch.softmax(z, -1)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "gradient_of"), [("k2", "reverse"), ("k3", "forward"), ("k3_reverse", "reverse")]
+)
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_expected_gradient(student: Tensor, log_q: Tensor, estimator: str, gradient_of: str, backend: str) -> None:
+    leaf, target, p = every_token(student)
+    loss, _ = parallel_sampled_kl(leaf, target, log_q, estimator, backend=backend)  # type: ignore[arg-type]
+    (gradient,) = torch.autograd.grad((loss * p).sum(), leaf)
+    torch.testing.assert_close(gradient.sum(0), full_kls(student, log_q)[gradient_of][1])
+
+
+@pytest.mark.parametrize("estimator", ["k3", "k3_reverse"])
+def test_value_of_k3_is_the_reverse_kl(student: Tensor, log_q: Tensor, estimator: str) -> None:
+    leaf, target, p = every_token(student)
+    loss, metrics = parallel_sampled_kl(leaf, target, log_q, estimator)
+    reverse = full_kls(student, log_q)["reverse"][0]
+    torch.testing.assert_close((loss.detach() * p).sum(), reverse)
+    torch.testing.assert_close((metrics["k1"] * p).sum(), reverse)
+    assert float(loss.detach().min()) >= 0
+
+
+def test_k1_teaches_nothing(student: Tensor, log_q: Tensor) -> None:
+    leaf, target, p = every_token(student)
+    _, metrics = parallel_sampled_kl(leaf, target, log_q, "k2")
+    log_p = torch.log_softmax(leaf, -1).diagonal()
+    torch.testing.assert_close(metrics["k1"], (log_p - log_q).detach())
+    (gradient,) = torch.autograd.grad(((log_p - log_q) * p).sum(), leaf)
+    assert float(gradient.sum(0).abs().max()) < 1e-15
+    with pytest.raises(ValueError, match="would not learn"):
+        parallel_sampled_kl(leaf, target, log_q, "k1")
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_policy_gradient_is_the_reverse_kl(student: Tensor, log_q: Tensor, temperature: float) -> None:
+    z = student * temperature
+    leaf, target, p = every_token(z)
+    p = torch.softmax(z / temperature, -1)
+    loss, metrics = parallel_policy_gradient(leaf, target, log_q, temperature=temperature)
+    (gradient,) = torch.autograd.grad((loss * p).sum(), leaf)
+    torch.testing.assert_close(gradient.sum(0) * temperature, full_kls(student, log_q)["reverse"][1])
+    assert torch.equal(metrics["ratio"], torch.ones(VOCAB, dtype=torch.float64))
+
+
+def test_policy_gradient_has_the_gradient_of_k2_token_by_token(student: Tensor, log_q: Tensor) -> None:
+    gradients = []
+    for call in (parallel_policy_gradient, lambda *a: parallel_sampled_kl(*a, "k2")):
+        leaf, target, _ = every_token(student)
+        gradients.append(torch.autograd.grad(call(leaf, target, log_q)[0].sum(), leaf)[0])
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_k3_as_advantage_would_be_biased(student: Tensor, log_q: Tensor) -> None:
+    """E[k3 grad log p] = grad reverse KL - grad forward KL: the reason for the refusal."""
+    leaf = student.clone().requires_grad_()
+    log_p = torch.log_softmax(leaf, -1)
+    delta = (log_p - log_q).detach()
+    k3 = torch.exp(-delta) - 1 + delta
+    (gradient,) = torch.autograd.grad((log_p.detach().exp() * k3 * log_p).sum(), leaf)
+    kls = full_kls(student, log_q)
+    torch.testing.assert_close(gradient, kls["reverse"][1] - kls["forward"][1])
+    for advantage in ("k2", "k3"):
+        with pytest.raises(ValueError, match="only k1 is unbiased"):
+            parallel_policy_gradient(leaf[None], torch.tensor([0]), log_q[:1], advantage=advantage)
+
+
+def test_off_policy_samples_with_importance_weights(student: Tensor, log_q: Tensor) -> None:
+    """Sampled by another policy and corrected by untruncated weights, the expectation is unchanged."""
+    rollout = torch.log_softmax(student + 0.3 * torch.sin(torch.arange(VOCAB)), -1)
+    leaf, target, _ = every_token(student)
+    loss, _ = parallel_policy_gradient(leaf, target, log_q, rollout_logprobs=rollout, correction=("tis", 0.0, 1e9))
+    (gradient,) = torch.autograd.grad((loss * rollout.exp()).sum(), leaf)
+    torch.testing.assert_close(gradient.sum(0), full_kls(student, log_q)["reverse"][1])
+    leaf, target, _ = every_token(student)
+    loss, _ = parallel_policy_gradient(
+        leaf, target, log_q, old_logprobs=rollout, clip_ratio_low=0.99, clip_ratio_high=100.0
+    )
+    (gradient,) = torch.autograd.grad((loss * rollout.exp()).sum(), leaf)
+    torch.testing.assert_close(gradient.sum(0), full_kls(student, log_q)["reverse"][1])
+
+
+def test_off_policy_extremes_stay_finite() -> None:
+    """Delta of -300 overflows exp; the capped loss must not turn into NaN."""
+    leaf = torch.tensor([[0.0, -300.0, 0.0]], requires_grad=True)
+    target, teacher = torch.tensor([1]), torch.tensor([-0.1])
+    loss, metrics = parallel_sampled_kl(leaf, target, teacher, "k3", loss_max_clamp=10.0)
+    loss.sum().backward()
+    assert leaf.grad is not None
+    assert float(loss.detach()) == 10 and float(metrics["clamped"]) == 1 and torch.count_nonzero(leaf.grad) == 0

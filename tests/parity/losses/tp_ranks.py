@@ -1,0 +1,111 @@
+"""What one rank of the tensor-parallel test runs; started as a process of its own by ``test_tensor_parallel.py``."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mopd.losses import (
+    parallel_entropy_and_topk_overlap,
+    parallel_gather_logprobs,
+    parallel_policy_gradient,
+    parallel_sampled_kl,
+    parallel_topk_distill,
+)
+from tests.parity.losses.definitions import teacher_topk
+
+PADDED_VOCAB = 104
+VOCAB = 101
+UNEVEN = {1: [0, 104], 2: [0, 37, 104], 4: [0, 13, 14, 90, 104]}
+"""Shard borders of the case with unequal shards."""
+ROWS = (3, 4)
+
+
+def problem() -> dict[str, Tensor]:
+    """One batch [S, B, V] with everything that could go wrong on a shard; the same on all ranks."""
+    generator = torch.Generator().manual_seed(11)
+    z = torch.randn(*ROWS, PADDED_VOCAB, generator=generator) * 3
+    teachers = z.unsqueeze(2)[..., :VOCAB] + torch.randn(*ROWS, 2, VOCAB, generator=generator)
+    ids, logq = teacher_topk(teachers, 6)
+    order = torch.tensor([2, 40, 41, 60])
+    ids[0, 0], logq[0, 0] = order[:1] + torch.arange(6), logq[0, 0].sort(descending=True).values  # all on shard 0
+    logq[1, 1, 0, 5] = -torch.inf
+    z[2, 3, 20:80] = -torch.inf  # whole shards without mass
+    ids[2, 3], logq[2, 3] = torch.arange(6), torch.full((6,), 0.1).log()
+    z[..., VOCAB:] = 30.0  # padding must not count
+    weight = torch.rand(*ROWS, generator=generator) + 0.1
+    weight[1, 2] = 0
+    target = torch.randint(0, 20, ROWS, generator=generator)
+    return {
+        "z": z,
+        "ids": ids,
+        "logq": logq,
+        "teacher_weights": torch.rand(*ROWS, 2, generator=generator),
+        "weight": weight,
+        "target": target,
+        "sampled": torch.log_softmax(z[..., :VOCAB] * 0.9, -1).gather(-1, target.unsqueeze(-1)).squeeze(-1),
+    }
+
+
+def cases(shard: Tensor, data: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Tensor]:
+    """Loss and gradient of every function on one shard of the logits."""
+    shared = {"loss_weight": data["weight"], "temperature": 1.3, "true_vocab_size": VOCAB, **options}
+    one = {"teacher_ids": data["ids"][..., 0, :], "teacher_logprobs": data["logq"][..., 0, :]}
+    two = {"teacher_ids": data["ids"], "teacher_logprobs": data["logq"], "teacher_weights": data["teacher_weights"]}
+    calls: dict[str, Any] = {}
+    for loss in ("forward_kl", "reverse_kl", "jsd"):
+        for tail in ("bucket", "generalized", "renormalize", "none"):
+            kind = {"loss": loss, "tail": tail}
+            calls[f"{loss}/{tail}"] = lambda x, kind=kind: parallel_topk_distill(x, **one, **kind, **shared)
+            calls[f"{loss}/{tail}/two"] = lambda x, kind=kind: parallel_topk_distill(x, **two, **kind, **shared)
+    calls["clamped"] = lambda x: parallel_topk_distill(
+        x, **one, logprob_min_clamp=-3.0, loss_soft_cap=0.2, target=data["target"], **shared
+    )
+    for estimator in ("k2", "k3", "k3_reverse"):
+        calls[estimator] = lambda x, e=estimator: parallel_sampled_kl(x, data["target"], data["sampled"], e, **shared)
+    calls["policy_gradient"] = lambda x: parallel_policy_gradient(x, data["target"], data["sampled"], **shared)
+    results = {}
+    for name, call in calls.items():
+        leaf = shard.clone().requires_grad_()
+        loss, metrics = call(leaf)
+        loss.sum().backward()
+        results[f"{name}/loss"], results[f"{name}/gradient"] = loss.detach(), leaf.grad
+        results |= {f"{name}/metric/{key}": value for key, value in metrics.items()}
+    leaf = shard.clone().requires_grad_()
+    logprobs, lse = parallel_gather_logprobs(leaf, data["ids"][..., 0, :], **shared)
+    (logprobs.square().sum() + (3 * lse).sum()).backward()
+    results |= {"gather/logprobs": logprobs.detach(), "gather/lse": lse.detach(), "gather/gradient": leaf.grad}
+    entropy, overlap = parallel_entropy_and_topk_overlap(shard, data["ids"][..., 0, :].int(), **shared)
+    return results | {"entropy": entropy, "overlap": overlap}
+
+
+def borders(world_size: int, even: bool) -> list[int]:
+    step = PADDED_VOCAB // world_size
+    return list(range(0, PADDED_VOCAB + 1, step)) if even else UNEVEN[world_size]
+
+
+def run_rank(rank: int, world_size: int, folder: str) -> None:
+    """Joins the group, computes its shards and saves the results."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), world_size)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60)
+    )
+    data, results = problem(), {}
+    for even in (True, False):
+        edges = borders(world_size, even)
+        low, high = edges[rank], edges[rank + 1]
+        options: dict[str, Any] = {"dist_process_group": dist.group.WORLD}
+        if not even:
+            options["vocab_range"] = (low, high)
+        name = "even" if even else "uneven"
+        results |= {
+            f"{name}/{key}": v for key, v in cases(data["z"][..., low:high].contiguous(), data, options).items()
+        }
+    torch.save(results, Path(folder) / f"rank{rank}.pt")
+    dist.destroy_process_group()
