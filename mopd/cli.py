@@ -120,10 +120,14 @@ def _config(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     if not (args.run / "recipe.yaml").is_file():
         raise UserError(f"{str(args.run)!r} holds no run: name the run_dir of a run that has begun")
-    from mopd.report.build import build_report
+    from mopd.report.build import build_report, print_summary
 
-    build_report(args.run)
-    print(args.run / "report.html")
+    report = build_report(args.run)
+    if args.json:
+        sys.stdout.write((args.run / "report.json").read_text(encoding="utf-8"))
+    else:
+        print_summary(report)
+        print(args.run / "report.html")
     return 0
 
 
@@ -227,6 +231,7 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="checkpoint folder of a run")
     report = add("report", _report, "write report.html and report.json of a run", "mopd report runs/quickstart")
     report.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    report.add_argument("--json", action="store_true", help="print report.json instead of the table")
     convert = add(
         "convert", _convert, "convert weights", "mopd convert megatron-to-hf runs/mine/checkpoints/step_00000100 out/hf"
     )

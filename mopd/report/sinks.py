@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import uuid
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from rich.console import Console
 from mopd.config.load import to_tree
 from mopd.config.schema import Recipe, WandB
 from mopd.metrics import JsonlWriter, StepMetrics, truncate_jsonl
+from mopd.report.packages import check_packages
 from mopd.report.progress import make_progress
 from mopd.report.run_files import RunFiles
 from mopd.types import UserError
@@ -81,14 +81,6 @@ class Sinks:
     def close(self) -> None:
         """Flush and close everything."""
         self._close()
-
-
-def check_packages(recipe: Recipe) -> None:
-    """Raise ``UserError`` if a sink's package is missing; cheap, for use before anything is built."""
-    if recipe.metrics.wandb is not None and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            "metrics.wandb is set but the wandb package is not installed: run pip install wandb, or remove the section"
-        )
 
 
 class JsonlSink:

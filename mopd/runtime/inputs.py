@@ -8,13 +8,14 @@ from pathlib import Path
 
 from mopd.config.load import Loaded
 from mopd.config.schema import CustomReward
+from mopd.report.packages import check_packages
 from mopd.types import UserError
 
 
 def check_inputs(loaded: Loaded) -> None:
-    """Every model folder, data file, chat template and reward file of the recipe is there.
+    """Every model folder, data file, chat template and reward file of the recipe is there, and every package.
 
-    Raises ``UserError`` that names recipe, key and path.
+    Raises ``UserError`` that names recipe, key and path or package.
     """
     recipe = loaded.recipe
     _check_model(loaded, recipe.student.model, "student", "model")
@@ -29,6 +30,7 @@ def check_inputs(loaded: Loaded) -> None:
         _check_file(loaded, recipe.data.chat_template, "data", "chat_template")
     for path, reward in _custom_rewards(loaded):
         _check_file(loaded, reward.path, *path, "path")
+    check_packages(recipe)
 
 
 def check_world_size(loaded: Loaded, world_size: int) -> None:

@@ -122,6 +122,7 @@ async def _train(
         sinks.close()
     _export(recipe, run, workers, observer)
     print_summary(build_report(run.path))
+    print(f"report: {run.path / 'report.html'}")
 
 
 async def _preflight(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,17 @@ def test_recipe_opens_with_hardware_wall_time_and_expected_result(path: Path) ->
 def test_base_is_used(path: Path) -> None:
     """A base that no recipe stands on is never checked."""
     assert any(str(path) in load_recipe(recipe).sources for recipe in RECIPES)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=name)
+def test_recipes_in_the_documentation_resolve(page: Path, tmp_path: Path) -> None:
+    """Every YAML block that names a run folder is a whole recipe."""
+    blocks = re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    for number, block in enumerate(block for block in blocks if block.startswith("run_dir:")):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(block, encoding="utf-8")
+        load_recipe(path)
+
+
+def test_the_readme_shows_a_recipe() -> None:
+    assert "```yaml\nrun_dir:" in (ROOT / "README.md").read_text(encoding="utf-8")

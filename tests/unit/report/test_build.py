@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from mopd.cli import main
 from mopd.report.build import build_report, headroom_recovery, print_summary
 from mopd.types import UserError
 
@@ -100,3 +101,12 @@ def test_the_summary_shows_every_number(run_dir: Path) -> None:
 def test_a_report_needs_no_torch(run_dir: Path) -> None:
     code = f"import sys, mopd.report.build as b; b.build_report({str(run_dir)!r}); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout == "False\n"
+
+
+def test_report_command_prints_table_or_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert "open/maths" in shown
+    assert shown.rstrip().endswith("report.html")
+    assert main(["report", str(run_dir), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["domains"]["code"]["after"] == 0.6
