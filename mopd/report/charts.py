@@ -53,13 +53,14 @@ def line_chart(series: Sequence[Series], *, label: str) -> Markup:
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
     """At most ``most + 1`` round numbers (1, 2 or 5 times a power of ten apart) that enclose ``low`` and ``high``."""
-    if high == low:
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # rounding noise at most
         high, low = high + (abs(high) or 1) / 2, low - (abs(low) or 1) / 2
     rough = (high - low) / (most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(number * step, 12) for number in range(first, last + 1)]
+    digits = 2 - math.floor(math.log10(step))
+    return [round(number * step, digits) for number in range(first, last + 1)]
 
 
 def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:

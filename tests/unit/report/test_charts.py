@@ -30,6 +30,16 @@ def test_ticks_of_a_constant_enclose_it() -> None:
         assert marks[0] < value < marks[-1]
 
 
+@pytest.mark.parametrize(("low", "high"), [(0.0, 3e-16), (-2e-15, 5e-15), (1.0, 1.0 + 2e-15), (1e9, 1e9 + 1e-6)])
+def test_values_at_the_resolution_of_floats_are_drawn(low: float, high: float) -> None:
+    """A student that starts as its teacher has losses of rounding noise."""
+    marks = ticks(low, high)
+    assert marks[0] <= low and high <= marks[-1]
+    assert len(set(marks)) == len(marks)
+    drawn = line_chart([Series(name="a", index=0, points=[(0, low), (1, high)], goal=None, has_marks=True)], label="x")
+    assert "nan" not in drawn
+
+
 def test_thinning_keeps_the_mean_and_the_range_of_steps() -> None:
     points = [(float(x), float(x % 7)) for x in range(1000)]
     few = thin(points, 100)
