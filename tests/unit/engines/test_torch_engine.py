@@ -14,7 +14,7 @@ from mopd.config.schema import TorchEngine as TorchEngineConfig
 from mopd.engines.interface import Generation, SamplingParams, Scores
 from mopd.engines.torch_engine import TorchEngine
 from mopd.types import UserError
-from tests.fixtures.tiny_models import EOS_ID, VOCAB_SIZE, make_hf_model
+from tests.fixtures.tiny_models import EOS_ID, FP32_FORWARD_ATOL, VOCAB_SIZE, make_hf_model
 
 PROMPTS = [[5, 9, 11], [7], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22, 23], [5, 9, 11], [30, 3]]
 SEEDS = [10, 11, 12, 13, 14, 15]
@@ -51,10 +51,10 @@ def score(
 
 @torch.no_grad()
 def reference_logprobs(folder: Path, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
-    """[R, V]: one sequence at a time, no cache, no padding."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    """[R, V] in float64: one sequence at a time, no cache, no padding."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits.double() / temperature, -1).float()
+    return torch.log_softmax(logits / temperature, -1).float()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
@@ -67,11 +67,11 @@ def test_generation_scoring_and_transformers_agree(folders: dict[str, Path], fam
     for prompt, generation, given in zip(PROMPTS, generations, scores, strict=True):
         expected = reference_logprobs(folders[family], prompt, generation.tokens.tolist(), 0.7)
         own = expected.gather(-1, generation.tokens[:, None]).squeeze(-1)
-        torch.testing.assert_close(generation.logprobs, own, rtol=0, atol=1e-5)
-        torch.testing.assert_close(given.token_logprobs, own, rtol=0, atol=1e-5)
+        torch.testing.assert_close(generation.logprobs, own, rtol=0, atol=FP32_FORWARD_ATOL)
+        torch.testing.assert_close(given.token_logprobs, own, rtol=0, atol=FP32_FORWARD_ATOL)
         top = expected.topk(8, dim=-1)
-        torch.testing.assert_close(given.logprobs, top.values, rtol=0, atol=1e-5)
-        torch.testing.assert_close(expected.gather(-1, given.ids.long()), top.values, rtol=0, atol=1e-5)
+        torch.testing.assert_close(given.logprobs, top.values, rtol=0, atol=FP32_FORWARD_ATOL)
+        torch.testing.assert_close(expected.gather(-1, given.ids.long()), top.values, rtol=0, atol=FP32_FORWARD_ATOL)
         assert given.ids.dtype == torch.int32 and given.logprobs.dtype == torch.float32
         assert (given.logprobs.diff(dim=-1) <= 0).all()
 
@@ -82,7 +82,7 @@ def test_neighbours_change_nothing(engine: TorchEngine) -> None:
         alone = generate(engine, [prompt], [seed])[0]
         assert alone.tokens.tolist() == expected.tokens.tolist()
         assert alone.finish_reason == expected.finish_reason
-        torch.testing.assert_close(alone.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+        torch.testing.assert_close(alone.logprobs, expected.logprobs, rtol=0, atol=FP32_FORWARD_ATOL)
     shuffled = generate(engine, PROMPTS[::-1], SEEDS[::-1])
     assert [g.tokens.tolist() for g in shuffled[::-1]] == [g.tokens.tolist() for g in together]
 

@@ -19,7 +19,7 @@ from mopd.teachers.group import TeacherGroup
 from mopd.teachers.routing import Routing
 from mopd.teachers.worker import TeacherWorker
 from mopd.types import TEACHER_FIELDS, SampleMeta, UserError
-from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model
+from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, VOCAB_SIZE, make_hf_model
 
 ROUTING = Routing({"math": "mathematician", "algebra": "mathematician", "code": "coder"})
 
@@ -91,8 +91,10 @@ def test_each_sample_is_scored_by_its_domains_teacher(engines: dict[str, TorchEn
         engine = engines[ROUTING.teacher_of(meta.domain)]
         (expected,) = asyncio.run(engine.score([tokens[i]], [meta.prompt_length], top_k=5, temperature=0.8))
         assert torch.equal(fields["teacher_ids"][i], expected.ids)
-        torch.testing.assert_close(fields["teacher_logprobs"][i], expected.logprobs, rtol=0, atol=1e-5)
-        torch.testing.assert_close(fields["teacher_token_logprobs"][i], expected.token_logprobs, rtol=0, atol=1e-5)
+        torch.testing.assert_close(fields["teacher_logprobs"][i], expected.logprobs, rtol=0, atol=FP32_FORWARD_ATOL)
+        torch.testing.assert_close(
+            fields["teacher_token_logprobs"][i], expected.token_logprobs, rtol=0, atol=FP32_FORWARD_ATOL
+        )
         assert fields["teacher_ids"][i].shape == (meta.response_length, 5)
 
 
@@ -113,7 +115,7 @@ def test_replicas_share_tokens_and_keep_the_order(engines: dict[str, TorchEngine
     shared = asyncio.run(group.score(tokens, starts, top_k=4, temperature=1.0))
     alone = asyncio.run(engines["coder"].score(tokens, starts, top_k=4, temperature=1.0))
     for a, b in zip(shared, alone, strict=True):
-        torch.testing.assert_close(a.logprobs, b.logprobs, rtol=0, atol=1e-5)
+        torch.testing.assert_close(a.logprobs, b.logprobs, rtol=0, atol=FP32_FORWARD_ATOL)
     loads = [sum(map(sum, replica.requests)) for replica in replicas]
     assert sum(loads) == sum(map(len, tokens)) and abs(loads[0] - loads[1]) <= max(map(len, tokens))
 
