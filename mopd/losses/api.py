@@ -23,7 +23,8 @@ Formulas: ``docs/losses.md``. What all of them share:
 ``is_cg_capturable``
     promises a CUDA graph can capture the call; excludes ``check_values``.
 ``backend``
-    ``chunked`` (bounded memory), ``reference`` (float64 autograd, single rank), ``auto`` (the fastest that fits).
+    ``triton`` (CUDA kernels; no float64 logits), ``chunked`` (any device, bounded memory), ``reference`` (float64
+    autograd, single rank), ``auto``: triton on CUDA where it is installed and fits, else chunked.
 ``check_values``
     also checks numbers (id range, NaN, mass above 1 + 1e-4); waits for the device.
 
@@ -42,12 +43,12 @@ from torch import Tensor
 from mopd.losses import checks
 from mopd.losses.call import Call, open_call
 from mopd.losses.diagnostics import LARGEST_EXACT_ID, entropy_and_overlap
-from mopd.losses.layers import reference_topk, teacher_rows
+from mopd.losses.layers import chunked_topk, reference_topk, teacher_rows, triton_topk
 from mopd.losses.policy_gradient import Surrogate, policy_gradient
 from mopd.losses.sampled import check_estimator, sampled_kl
-from mopd.losses.topk import METRICS, Objective, TopKDistill
+from mopd.losses.topk import Objective
 
-Backend = Literal["auto", "reference", "chunked"]
+Backend = Literal["auto", "reference", "chunked", "triton"]
 Metrics = dict[str, Tensor]
 
 
@@ -66,6 +67,7 @@ def parallel_topk_distill(
     loss_weight: Tensor | None = None,
     teacher_weights: Tensor | None = None,
     target: Tensor | None = None,
+    with_entropy: bool = False,
     reduce_loss: bool = False,
     dist_process_group: dist.ProcessGroup | None = None,
     vocab_range: tuple[int, int] | None = None,
@@ -93,11 +95,13 @@ def parallel_topk_distill(
         loss_soft_cap: per teacher, c (1 + log(loss / c)) above c, gradient times c / loss.
         teacher_weights: fp32 ``[rows, D]``, required for D > 1; a teacher of weight 0 is ignored on that row.
         target: int64 ``[rows]``, the sampled token; adds its log-prob to the metrics at no extra pass.
+        with_entropy: adds the student's entropy to the metrics; no extra pass in the Triton layer.
 
     Returns:
         loss ``[rows]`` (or the sum) and metrics ``[rows]``: ``unweighted_loss``; ``teacher_mass`` and
         ``student_mass`` on S; ``clamped`` 1 where a clamp or cap bites; ``clamped_entries``, the share of S whose
-        student log-prob is held; ``tail_floored`` 1 where a tail is below 1e-6; ``student_logprobs`` with ``target``.
+        student log-prob is held; ``tail_floored`` 1 where a tail is below 1e-6; ``student_logprobs`` with ``target``;
+        ``entropy`` in nats.
     """
     call = open_call(
         inp,
@@ -115,16 +119,13 @@ def parallel_topk_distill(
     checks.check_caps(logprob_min_clamp, loss_max_clamp, loss_soft_cap)
     checks.check_teacher(call.rows, teacher_ids, teacher_logprobs, teacher_weights, call.shard.vocab_size)
     objective = Objective(loss, tail, beta, temperature, logprob_min_clamp, loss_max_clamp, loss_soft_cap)
-    teacher = teacher_rows(call, teacher_ids, teacher_logprobs, teacher_weights, target)
-    if call.reference:
-        row_loss, metrics = reference_topk(call, objective, teacher)
+    teacher_side = (call, teacher_ids, teacher_logprobs, teacher_weights, target)
+    if call.on_triton(teacher_ids.shape[len(call.rows) :].numel()):
+        row_loss, metrics = triton_topk(objective, *teacher_side, with_entropy)
+    elif call.reference:
+        row_loss, metrics = reference_topk(call, objective, teacher_rows(*teacher_side), with_entropy)
     else:
-        row_loss, *values = TopKDistill.apply(
-            inp, objective, teacher, call.weight_T, call.active_T, call.shard, overwrite_input
-        )
-        metrics = dict(zip(METRICS, values[: len(METRICS)], strict=True))
-        if target is not None:
-            metrics["student_logprobs"] = values[-1]
+        row_loss, metrics = chunked_topk(call, objective, teacher_rows(*teacher_side), with_entropy)
     return call.finish(row_loss, metrics, reduce_loss)
 
 
@@ -164,7 +165,7 @@ def parallel_gather_logprobs(
     checks.check_columns("ids", ids, call.rows, "int")
     if ids.dim() != len(call.rows) + 1:
         raise ValueError(f"ids is {list(ids.shape)}: inp has rows {list(call.rows)}, pass {list(call.rows)} + [K]")
-    flat = call.flat(ids).long()
+    flat = call.flat(ids)
     if check_values:
         active = None if call.active_T is None else call.active_T.unsqueeze(1).expand_as(flat)
         checks.check_targets(flat, None, active, call.shard.vocab_size)

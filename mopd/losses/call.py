@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from mopd.losses import checks
 from mopd.losses.chunked import accumulation_dtype
 from mopd.losses.gather import GatherLogProbs
 from mopd.losses.reference import scaled_logits
+from mopd.losses.triton import support
 from mopd.losses.vocab_parallel import VocabShard, resolve_shard
 
 
@@ -25,11 +27,29 @@ class Call:
     shard: VocabShard
     temperature: float
     weight_T: Tensor | None
-    active_T: Tensor | None
-    """Rows of weight other than 0; None means all."""
-    reference: bool
+    backend: str
+    """As it was asked for."""
     overwrite: bool
     check_values: bool
+
+    @cached_property
+    def active_T(self) -> Tensor | None:
+        """Rows of weight other than 0; None means all. Not made where nobody asks: the Triton layer looks itself."""
+        return None if self.weight_T is None else self.weight_T != 0
+
+    @cached_property
+    def layer(self) -> str:
+        """The layer that serves this call: reference, chunked or triton."""
+        return support.resolve(self.backend, self.inp)
+
+    @property
+    def reference(self) -> bool:
+        """Whether the float64 oracle serves this call."""
+        return self.layer == "reference"
+
+    def on_triton(self, num_ids: int) -> bool:
+        """Whether the Triton layer serves a call with so many ids a row. Raises ValueError where it was named."""
+        return self.layer == "triton" and support.fits(num_ids, self.backend)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,12 +66,20 @@ class Call:
         return self.flat(per_row.detach()).to(self.dtype)
 
     def ids(self, name: str, per_row: Tensor) -> Tensor:
-        """An id per row, checked and flattened."""
+        """An id per row, checked and flattened; int32 or int64 as it came."""
         checks.check_rows(name, per_row, self.rows, "int")
-        return self.flat(per_row).long()
+        return self.flat(per_row)
 
     def gather(self, ids_TN: Tensor) -> tuple[Tensor, Tensor]:
         """Differentiable log-probs ``[T, N]`` and log-sum-exp ``[T]``; 0 on rows of weight 0."""
+        if self.on_triton(ids_TN.size(1)):
+            from mopd.losses.triton.functions import TritonGather
+
+            logprobs, lse = TritonGather.apply(
+                self.inp, ids_TN.contiguous(), self.weight_T, self.shard, self.temperature, self.overwrite
+            )
+            return logprobs, lse
+        ids_TN = ids_TN.long()
         if not self.reference:
             logprobs, lse = GatherLogProbs.apply(
                 self.inp, ids_TN, self.active_T, self.shard, self.temperature, self.overwrite
@@ -107,10 +135,9 @@ def open_call(
     checks.check_capture(is_cg_capturable, check_values)
     rows = tuple(inp.shape[:-1])
     shard = resolve_shard(inp.size(-1), dist_process_group, vocab_range, true_vocab_size)
-    weight = active = None
+    support.resolve(backend, inp)
+    weight = None
     if loss_weight is not None:
         checks.check_rows("loss_weight", loss_weight, rows, "float")
         weight = loss_weight.detach().flatten().to(accumulation_dtype(inp))
-        active = weight != 0
-    reference = backend == "reference"
-    return Call(inp, rows, shard, temperature, weight, active, reference, overwrite_input, check_values)
+    return Call(inp, rows, shard, temperature, weight, backend, overwrite_input, check_values)

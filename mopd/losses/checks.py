@@ -11,7 +11,7 @@ from mopd.losses.divergences import LOSSES, TAILS
 
 MASS_LIMIT = 1 + 1e-4
 """Largest teacher mass that counts as rounding."""
-BACKENDS = ("auto", "reference", "chunked")
+BACKENDS = ("auto", "reference", "chunked", "triton")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

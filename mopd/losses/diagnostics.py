@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mopd.losses.chunked import Scratch, accumulation_dtype
-from mopd.losses.rows import blocks
+from mopd.losses.rows import Block, blocks
 from mopd.losses.vocab_parallel import VocabShard
 
 LARGEST_EXACT_ID = 1 << 24
@@ -36,9 +36,7 @@ def entropy_and_overlap(
     pay[:, shard.rank] = own
     if shard.world_size > 1:
         dist.all_reduce(pay, group=shard.group)
-    lse = torch.logsumexp(pay[..., 0], 1)
-    share = torch.exp(pay[..., 0] - lse.unsqueeze(1))
-    entropy = lse - torch.where(share > 0, share * pay[..., 1], 0).sum(1)
+    entropy = _entropy_of_parts(pay[..., 0], pay[..., 1])
     best = pay[..., 2 : 2 + k].flatten(1).topk(k, dim=1).indices
     student_ids = pay[..., 2 + k :].flatten(1).gather(1, best).long()
     valid = (ids_TK >= 0) & (ids_TK < shard.vocab_size)
@@ -51,6 +49,40 @@ def entropy_and_overlap(
     return entropy, overlap
 
 
+def entropy_rows(inp: Tensor, shard: VocabShard, temperature: float, active_T: Tensor | None) -> Tensor:
+    """Entropy in nats ``[T]``; a pass and an all-reduce of ``[T, tp * 2]``: each rank's log-sum-exp and mean logit."""
+    pay = inp.new_zeros(inp.shape[:-1].numel(), shard.world_size, 2, dtype=accumulation_dtype(inp))
+    own = pay[:, shard.rank]
+    own[:, 0] = -torch.inf
+    scratch = Scratch(inp, shard, temperature)
+    for block in blocks(inp, active_T) if shard.num_columns else ():
+        if not block.empty:
+            block.put_rows(own, _lse_and_mean(_logits(block, inp, scratch), scratch))
+    if shard.world_size > 1:
+        dist.all_reduce(pay, group=shard.group)
+    entropy = _entropy_of_parts(pay[..., 0], pay[..., 1])
+    return entropy if active_T is None else torch.where(active_T, entropy, 0)
+
+
+def _entropy_of_parts(lse: Tensor, mean: Tensor) -> Tensor:
+    """Entropy [T] of a distribution in parts: log-sum-exp and mean logit of each part, [T, parts]."""
+    joint = torch.logsumexp(lse, 1)
+    share = torch.exp(lse - joint.unsqueeze(1))
+    return joint - torch.where(share > 0, share * mean, 0).sum(1)
+
+
+def _logits(block: Block, inp: Tensor, scratch: Scratch) -> Tensor:
+    rows = block.of(inp)
+    return scratch.scaled(rows if block.pick is None else rows.index_select(0, block.pick))
+
+
+def _lse_and_mean(logits: Tensor, scratch: Scratch) -> Tensor:
+    """Log-sum-exp and mean logit of a block's rows, [R, 2]."""
+    share = torch.softmax(logits, 1, out=scratch.result(logits.size(0)))
+    mean = torch.where(logits == -torch.inf, 0, share * logits).sum(1) / share.sum(1)
+    return torch.stack([torch.logsumexp(logits, 1), mean], 1)
+
+
 def _local(inp: Tensor, own: Tensor, k: int, shard: VocabShard, temperature: float, active_T: Tensor | None) -> None:
     """Fills this rank's columns of the payload, row block by row block."""
     scratch = Scratch(inp, shard, temperature)
@@ -58,13 +90,9 @@ def _local(inp: Tensor, own: Tensor, k: int, shard: VocabShard, temperature: flo
     for block in blocks(inp, active_T):
         if block.empty:
             continue
-        rows = block.of(inp)
-        logits = scratch.scaled(rows if block.pick is None else rows.index_select(0, block.pick))
+        logits = _logits(block, inp, scratch)
         part = block.rows_of(own).clone()
-        part[:, 0] = torch.logsumexp(logits, 1)
-        share = torch.softmax(logits, 1, out=scratch.result(logits.size(0)))
-        total = share.sum(1)
-        part[:, 1] = torch.where(logits == -torch.inf, 0, share * logits).sum(1) / total
+        part[:, :2] = _lse_and_mean(logits, scratch)
         top = logits.topk(best, dim=1)
         part[:, 2 : 2 + best] = top.values
         part[:, 2 + k : 2 + k + best] = (top.indices + shard.start).to(part.dtype)

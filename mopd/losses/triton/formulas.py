@@ -1,0 +1,220 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The losses of ``mopd/losses/divergences.py`` on one row, as functions of a Triton program.
+
+Vectors over the N entries of a row stand in sorted order; vectors over its D teachers are formed by sums over
+``member`` [D, N] and handed back to the entries by ``spread``. fp32 throughout; ``expm1`` and ``log1p`` are series,
+because their library versions do not exist in the interpreter.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FORWARD: tl.constexpr = tl.constexpr(0)
+REVERSE: tl.constexpr = tl.constexpr(1)
+JSD: tl.constexpr = tl.constexpr(2)
+BUCKET: tl.constexpr = tl.constexpr(0)
+GENERALIZED: tl.constexpr = tl.constexpr(1)
+RENORMALIZE: tl.constexpr = tl.constexpr(2)
+NONE: tl.constexpr = tl.constexpr(3)
+
+TAIL_FLOOR: tl.constexpr = tl.constexpr(1e-6)
+LOG_TAIL_FLOOR: tl.constexpr = tl.constexpr(-13.815510557964274)
+SMALLEST: tl.constexpr = tl.constexpr(1e-30)
+
+
+@triton.jit
+def by_teacher(x, member):
+    """Sum over each teacher's entries: [N] to [D]."""
+    return tl.sum(tl.where(member, x[None, :], 0.0), 1)
+
+
+@triton.jit
+def spread(per_teacher, member):
+    """Each entry's own teacher's value: [D] to [N]; 0 outside S."""
+    return tl.sum(tl.where(member, per_teacher[:, None], 0.0), 0)
+
+
+@triton.jit
+def expm1_rest(d):
+    """``expm1(d) - d`` for |d| <= 1, without cancellation: the series up to d^13 / 13!."""
+    r = 1.0 + d * (1.0 / 13.0)
+    r = 1.0 + d * (1.0 / 12.0) * r
+    r = 1.0 + d * (1.0 / 11.0) * r
+    r = 1.0 + d * (1.0 / 10.0) * r
+    r = 1.0 + d * (1.0 / 9.0) * r
+    r = 1.0 + d * (1.0 / 8.0) * r
+    r = 1.0 + d * (1.0 / 7.0) * r
+    r = 1.0 + d * (1.0 / 6.0) * r
+    r = 1.0 + d * (1.0 / 5.0) * r
+    r = 1.0 + d * (1.0 / 4.0) * r
+    r = 1.0 + d * (1.0 / 3.0) * r
+    return 0.5 * d * d * r
+
+
+@triton.jit
+def log1p(y):
+    """``log(1 + y)`` for y in [1/e - 1, e - 1], as 2 atanh(y / (2 + y)): the series up to s^21 / 21."""
+    s = y / (2.0 + y)
+    t = s * s
+    r = 1.0 / 21.0
+    r = 1.0 / 19.0 + t * r
+    r = 1.0 / 17.0 + t * r
+    r = 1.0 / 15.0 + t * r
+    r = 1.0 / 13.0 + t * r
+    r = 1.0 / 11.0 + t * r
+    r = 1.0 / 9.0 + t * r
+    r = 1.0 / 7.0 + t * r
+    r = 1.0 / 5.0 + t * r
+    r = 1.0 / 3.0 + t * r
+    return 2.0 * s * (1.0 + t * r)
+
+
+@triton.jit
+def bregman(x, log_x, y, log_y):
+    """``x log(x / y) - x + y``, accurate for x near y; y where x = 0."""
+    d = log_y - log_x
+    near = x * expm1_rest(tl.minimum(tl.maximum(d, -1.0), 1.0))
+    far = y - x - x * d
+    return tl.where(x > 0, tl.where(tl.abs(d) < 1, near, far), y)
+
+
+@triton.jit
+def times(p, factor):
+    """``p * factor`` with 0 * inf = 0."""
+    return tl.where(p > 0, p * factor, 0.0)
+
+
+@triton.jit
+def conditional(log, valid, member):
+    """Probabilities conditional on S, and their logarithms; 0 outside S."""
+    peak = tl.max(tl.where(member, log[None, :], float("-inf")), 1)
+    above = tl.exp(log - spread(peak, member))
+    log = tl.where(valid, (log - spread(peak, member)) - tl.log(spread(by_teacher(above, member), member)), 0.0)
+    return tl.where(valid, tl.exp(log), 0.0), log
+
+
+@triton.jit
+def mixture(
+    p,
+    log_p,
+    q,
+    log_q,
+    beta,
+    rest,
+    log_beta,
+    log_rest,
+):
+    """Per outcome: the Jensen-Shannon term, and log(p / M) with M = beta q + rest p, rest = 1 - beta."""
+    d = log_p - log_q
+    near = tl.minimum(tl.maximum(d, -1.0), 1.0)
+    a, b = log_q + log_beta, log_p + log_rest
+    top = tl.maximum(a, b)
+    log_m = top + tl.log(1.0 + tl.exp(tl.minimum(a, b) - top))
+    close = tl.abs(d) < 1
+    m_over_q = tl.where(close, log1p(rest * (near + expm1_rest(near))), log_m - log_q)
+    m_over_p = tl.where(close, log1p(beta * (expm1_rest(-near) - near)), log_m - log_p)
+    m = beta * q + rest * p
+    value = beta * bregman(q, 0.0, m, m_over_q) + rest * bregman(p, 0.0, m, m_over_p)
+    return value, -m_over_p
+
+
+@triton.jit
+def forward_kl(
+    p,
+    logp,
+    p_seen,
+    q,
+    logq,
+    valid,
+    member,
+    u,
+    t,
+    TAIL: tl.constexpr,
+):
+    """KL(teacher || student): value [D], a [N], b [D], floored [D], a_held [N]. ``u`` and ``t`` are the tails [D]."""
+    floored = u < u
+    b, a_held = tl.where(floored, 1.0, 0.0), tl.zeros_like(p)
+    if TAIL == RENORMALIZE:
+        p, logp = conditional(logp, valid, member)
+        q, logq = conditional(logq, valid, member)
+        value = by_teacher(bregman(q, logq, p, logp), member)
+        a = p - q
+    elif TAIL == NONE:
+        value = by_teacher(tl.where(q > 0, q * (logq - logp), 0.0), member)
+        a = -q
+    elif TAIL == GENERALIZED:
+        value = by_teacher(bregman(q, logq, p_seen, logp), member)
+        a = p_seen - q
+    else:
+        value = by_teacher(bregman(q, logq, p_seen, logp), member)
+        a = -q
+        u = tl.maximum(u, SMALLEST)
+        log_t = tl.log(tl.maximum(t, SMALLEST))
+        extended = t * (log_t - LOG_TAIL_FLOOR - (u / TAIL_FLOOR - 1.0)) - t + u
+        floored = u < TAIL_FLOOR
+        value += tl.where(floored, extended, bregman(t, log_t, u, tl.log(u)))
+        b = t / u
+    return value, a, b, floored, a_held
+
+
+@triton.jit
+def reverse_kl(
+    p,
+    logp,
+    p_seen,
+    q,
+    logq,
+    valid,
+    member,
+    u,
+    t,
+    TAIL: tl.constexpr,
+):
+    """KL(student || teacher), as ``forward_kl``."""
+    floored = u < u
+    b, a_held = tl.where(floored, 1.0, 0.0), tl.zeros_like(p)
+    if TAIL == RENORMALIZE:
+        p, logp = conditional(logp, valid, member)
+        q, logq = conditional(logq, valid, member)
+        value = by_teacher(bregman(p, logp, q, logq), member)
+        a = times(p, logp - logq - spread(value, member))
+    else:
+        a = times(p_seen, logp - logq)
+        if TAIL == NONE:
+            value = by_teacher(a, member)
+            a += p_seen
+        else:
+            value = by_teacher(bregman(p_seen, logp, q, logq), member)
+        if TAIL == BUCKET:
+            floored = t < TAIL_FLOOR
+            held = tl.maximum(t, TAIL_FLOOR)
+            log_u = tl.log(tl.maximum(u, SMALLEST))
+            value += bregman(tl.maximum(u, 0.0), log_u, held, tl.log(held)) - (held - t)
+            b = tl.log(held) - log_u
+            a_held = -p
+    return value, a, b, floored, a_held
+
+
+@triton.jit
+def jsd(p, logp, p_seen, q, logq, valid, member, u, t, beta, rest, log_beta, log_rest, TAIL: tl.constexpr):
+    """beta KL(teacher || M) + (1 - beta) KL(student || M), as ``forward_kl``."""
+    floored = u < u
+    b, a_held = tl.where(floored, 1.0, 0.0), tl.zeros_like(p)
+    seen = p_seen
+    if TAIL == RENORMALIZE:
+        seen, logp = conditional(logp, valid, member)
+        q, logq = conditional(logq, valid, member)
+    value, slope = mixture(seen, logp, q, logq, beta, rest, log_beta, log_rest)
+    value = by_teacher(value, member)
+    a = rest * times(seen, slope)
+    if TAIL == RENORMALIZE:
+        a -= seen * spread(by_teacher(a, member), member)
+    elif TAIL == BUCKET:
+        u = tl.maximum(u, 0.0)
+        log_u, log_t = tl.log(tl.maximum(u, SMALLEST)), tl.log(tl.maximum(t, SMALLEST))
+        on_tail, slope = mixture(u, log_u, t, log_t, beta, rest, log_beta, log_rest)
+        value += on_tail
+        b = -rest * slope
+    return value, a, b, floored, a_held

@@ -1,0 +1,114 @@
+"""Launch parameters of the streaming kernels, from a table that is shipped with the package.
+
+No autotuner runs inside a training step: it would time destructive kernels on live data, differ between the ranks of
+one group, and break CUDA graphs. ``tune`` measures on scratch tensors; ``save_table`` keeps what it found.
+
+An entry is for a width (columns of one rank), a dtype, a number of ids per row, a number of rows and a device; a lookup
+takes the nearest entry, by powers of two, among those of its dtype and device (``any`` where the device has none).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+TABLE = Path(__file__).with_name("tuning.json")
+ANY_DEVICE = "any"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one kernel is started: columns of a tile, warps of a program, tiles that are loaded ahead."""
+
+    block: int
+    warps: int
+    stages: int
+    """1 or 2 for ``stats``; ``dense`` has one tile a program, and 1."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Launch parameters for one bucket."""
+
+    width: int
+    dtype: str
+    k: int
+    rows: int
+    device: str
+    stats: Launch
+    splits: int
+    """Programs that share a row in the statistics pass; more than 1 where there are too few rows to fill the device."""
+    dense: Launch
+
+
+def load_table(path: Path = TABLE) -> list[Entry]:
+    """Reads a table. Raises ValueError where a field is missing or unknown."""
+    entries = []
+    for raw in json.loads(path.read_text())["entries"]:
+        try:
+            launches = {name: Launch(**raw[name]) for name in ("stats", "dense")}
+            entries.append(Entry(**{**raw, **launches}))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path}: entry {raw} does not fit: {error}") from error
+    return entries
+
+
+def save_table(entries: Iterable[Entry], path: Path = TABLE) -> None:
+    """Writes a table, one entry a line."""
+    lines = ",\n  ".join(json.dumps(asdict(entry)) for entry in entries)
+    path.write_text(f'{{"entries": [\n  {lines}\n]}}\n')
+
+
+def merge(old: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
+    """``old`` with entries of the same bucket replaced by ``new``, sorted."""
+
+    def bucket(e: Entry) -> tuple[str, str, int, int, int]:
+        return (e.device, e.dtype, e.width, e.k, e.rows)
+
+    table = {bucket(e): e for e in old} | {bucket(e): e for e in new}
+    return [table[key] for key in sorted(table)]
+
+
+def lookup(width: int, dtype: torch.dtype, k: int, rows: int, device: str, entries: Sequence[Entry]) -> Entry:
+    """The nearest entry. Raises ValueError where the table has none for the dtype.
+
+    ``width`` must be the same on all ranks of a group (the mean shard), for ``splits`` shapes what they exchange.
+    """
+    name = str(dtype).removeprefix("torch.")
+    known = [e for e in entries if e.dtype == name]
+    usable = [e for e in known if e.device == device] or [e for e in known if e.device == ANY_DEVICE]
+    if not usable:
+        raise ValueError(f"the tuning table has no entry for {name} on {device!r} or {ANY_DEVICE!r}: add one")
+
+    def distance(e: Entry) -> float:
+        pairs = ((e.width, width), (e.k, k), (e.rows, rows))
+        return sum(abs(math.log2(max(a, 1)) - math.log2(max(b, 1))) for a, b in pairs)
+
+    return min(usable, key=distance)
+
+
+@cache
+def shipped(width: int, dtype: torch.dtype, k: int, rows: int, device: str) -> Entry:
+    """``lookup`` in the shipped table; ``rows`` as a power of two keeps this cache small."""
+    return lookup(width, dtype, k, rows, device, _shipped_table())
+
+
+@cache
+def _shipped_table() -> tuple[Entry, ...]:
+    return tuple(load_table())
+
+
+def device_name(device: torch.device) -> str:
+    """The name under which entries of a device are kept."""
+    return _cuda_name(device.index) if device.type == "cuda" else device.type
+
+
+@cache
+def _cuda_name(index: int | None) -> str:
+    return torch.cuda.get_device_name(index)

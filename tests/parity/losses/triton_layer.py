@@ -1,0 +1,37 @@
+"""What the tests of the Triton layer share: where it runs, and one call with its gradient.
+
+With a CUDA device the kernels are compiled and run there; without one they run in Triton's interpreter, whose fp32 to
+bf16 stores cut off instead of rounding (``tests/conftest.py`` switches it on). Shapes are small: the interpreter needs
+about a millisecond for an operation of a program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mopd.losses import parallel_topk_distill
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LOSSES = ("forward_kl", "reverse_kl", "jsd")
+TAILS = ("bucket", "generalized", "renormalize", "none")
+
+
+def to_device(value: Any) -> Any:
+    """Tensors onto the device, in the strides they have; anything else as it is."""
+    return value.to(DEVICE) if isinstance(value, Tensor) else value
+
+
+def run(
+    z: Tensor, ids: Tensor, logq: Tensor, upstream: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Loss, gradient of ``(upstream * loss).sum()`` and metrics, on the CPU."""
+    leaf = z.detach().to(DEVICE)
+    leaf = (leaf.clone() if leaf.is_contiguous() else leaf).requires_grad_()
+    options = {"backend": "triton", **{name: to_device(value) for name, value in options.items()}}
+    loss, metrics = parallel_topk_distill(leaf, ids.to(DEVICE), logq.to(DEVICE), **options)
+    upstream = torch.ones_like(loss) if upstream is None else upstream.to(DEVICE)
+    (gradient,) = torch.autograd.grad(loss, leaf, upstream)
+    return loss.detach().cpu(), gradient.cpu(), {name: value.cpu() for name, value in metrics.items()}
