@@ -93,10 +93,14 @@ class Student:
     """Token budget of one micro-batch, padding included; sequences are packed into as few micro-batches as fit."""
     micro_batch_size: int | None = None
     """A fixed number of sequences per micro-batch instead of the token budget (parity tests, debugging)."""
+    lm_head_memory_budget_mib: int = 1024
+    """Memory for logits and their gradient on one rank. A micro-batch that needs more runs the LM head and the loss in
+    chunks of tokens, and the log says so."""
     megatron_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Extra ``TransformerConfig`` fields, checked against that class when the student starts."""
 
     def __post_init__(self) -> None:
         require_at_least("max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, 1)
+        require_at_least("lm_head_memory_budget_mib", self.lm_head_memory_budget_mib, 1)
         if self.micro_batch_size is not None:
             require_at_least("micro_batch_size", self.micro_batch_size, 1)

@@ -20,6 +20,7 @@ from mopd.engines.decoding import decode
 from mopd.engines.interface import Generation, SamplingParams, Scores
 from mopd.engines.loading import build_empty_model, load_model, read_stop_ids
 from mopd.engines.sampling import uniforms
+from mopd.losses.teacher_topk import chunked_topk_logprobs
 from mopd.types import UserError
 
 
@@ -140,28 +141,30 @@ class TorchEngine:
         hidden_BSH = self._hidden(input_ids.to(device))
         hidden_RH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1])[places_R.to(device)]
         del hidden_BSH
-        parts = [
-            _top_logprobs(self._head(hidden).float(), target, top_k, temperature)
-            for hidden, target in zip(
-                hidden_RH.split(self._cfg.max_logits_rows), targets_R.split(self._cfg.max_logits_rows), strict=True
-            )
-        ]
-        ids, logprobs, token_logprobs = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
-        return ids, logprobs, token_logprobs
+        head = self.model.get_output_embeddings()
+        scored = chunked_topk_logprobs(
+            hidden_RH,
+            head.weight,
+            top_k,
+            max_rows=self._cfg.max_logits_rows,
+            target=targets_R,
+            temperature=temperature,
+            bias=getattr(head, "bias", None),
+        )
+        return scored.ids.cpu(), scored.logprobs.cpu(), cast(Tensor, scored.target_logprobs).cpu()
 
     def _hidden(self, input_ids_BS: Tensor) -> Tensor:
         """Last hidden states, [B, S, H]."""
         return cast(Tensor, self.model.get_decoder()(input_ids=input_ids_BS, use_cache=False).last_hidden_state)
 
-    def _head(self, hidden: Tensor) -> Tensor:
-        return cast(Tensor, self.model.get_output_embeddings()(hidden))
-
     def _check_head(self, tokens: Tensor) -> None:
         """Scoring applies the output matrix itself; refuse models that do more to their logits (caps, scales)."""
         probe = tokens[:8].long()[None].to(self.model.device)
+        head = self.model.get_output_embeddings()
         with torch.inference_mode():
             expected = self.model(input_ids=probe, use_cache=False).logits
-            difference = (self._head(self._hidden(probe)) - expected).abs().max().item()
+            actual = torch.nn.functional.linear(self._hidden(probe), head.weight, getattr(head, "bias", None))
+            difference = (actual - expected).abs().max().item()
         if not difference <= 1e-3 * max(1.0, expected.abs().max().item()):
             raise UserError(
                 f"{self.name}: model type {self.model.config.model_type!r} changes its logits after the output matrix "
@@ -210,12 +213,3 @@ class TorchEngine:
     def _require_weights(self) -> None:
         if not self._has_weights:
             raise RuntimeError(f"the engine of {self.name} has no weights: call load_weights first")
-
-
-def _top_logprobs(logits_RV: Tensor, target_R: Tensor, top_k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    if temperature != 1:
-        logits_RV = logits_RV / temperature
-    normaliser = logits_RV.logsumexp(-1)
-    top = logits_RV.topk(top_k, dim=-1)
-    target_logits = logits_RV.gather(-1, target_R[:, None]).squeeze(-1)
-    return top.indices.int(), top.values - normaliser[:, None], target_logits - normaliser

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mopd.losses.linear import choose_rows
 from mopd.types import SampleMeta
 
 Fields = Mapping[str, Mapping[int, Tensor]]
@@ -35,6 +36,9 @@ class LossRows:
 
     loss_mask: Tensor
     """[S, B] bool: this row scores a response token that counts."""
+    loss_rows: Tensor | None
+    """[N] int64: flat numbers of these rows, ascending, never empty; ``None`` for all. Known without asking the
+    device, so that the LM head can leave prompts and padding out."""
     targets: Tensor
     """[S, B] int64: the response token that the row scores."""
     domains: Tensor
@@ -96,8 +100,10 @@ def build_micro_batch(
         for name, values in row_fields.items():
             values[scored, b] = fields[name][sample.sample_id]
     mask = torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)[None, None] if needs_mask else None
+    chosen = choose_rows(loss_mask)
     rows = LossRows(
         loss_mask=loss_mask.to(device),
+        loss_rows=None if chosen is None else chosen.to(device),
         targets=targets.to(device),
         domains=torch.tensor([domains.index(s.domain) for s in samples] or [0]).to(device),
         sample_positions=torch.tensor([positions[s.sample_id] for s in samples] or [-1]).to(device),

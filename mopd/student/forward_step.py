@@ -11,10 +11,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mopd.student.batch import MicroBatch
-from mopd.student.model import LogitsHook
+from mopd.student.model import HeadHook
 
-HookFor = Callable[[MicroBatch], LogitsHook]
-"""What the last stage does with the logits of one micro-batch."""
+HookFor = Callable[[MicroBatch], HeadHook]
+"""What the last stage does with the LM head of one micro-batch."""
 
 
 def run_schedule(

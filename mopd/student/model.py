@@ -1,8 +1,10 @@
-"""The student: Megatron's ``GPTModel`` whose last stage hands its logits to a hook."""
+"""The student: Megatron's ``GPTModel`` whose last stage hands its LM head to a hook."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import (
@@ -18,20 +20,39 @@ from mopd.conversion.dims import ModelDims
 from mopd.student.model_config import layer_specs, padded_vocab_size, transformer_config
 from mopd.student.parallel import Layout
 
-LogitsHook = Callable[[Tensor], Tensor]
-"""Takes this rank's logits [S, B, V/tp] in the model's dtype; returns what the last stage returns."""
+
+@dataclass(frozen=True, eq=False)
+class LMHead:
+    """The two factors of this rank's logits, ``hidden @ weight.T``."""
+
+    hidden: Tensor
+    """[S, B, H], or this rank's share [S/tp, B, H] under sequence parallelism."""
+    weight: Tensor
+    """[V/tp, H]: the output layer's, or the embedding's where the two are tied."""
+
+
+HeadHook = Callable[[LMHead], Tensor]
+"""Takes this rank's head; returns what the last stage returns."""
 
 
 class StudentModel(GPTModel):
-    """A ``GPTModel`` that runs a hook on the vocabulary-parallel logits where Megatron would run cross-entropy.
+    """A ``GPTModel`` that runs a hook where Megatron would compute logits and cross-entropy.
 
-    The logits stay where the output layer wrote them: [S, B, V/tp], never transposed, gathered or upcast. There is no
-    ``Float16Module`` around this model (it would upcast what the model returns); its parameters already have the dtype.
+    The hook decides which rows become logits and how many of them exist at a time. There is no ``Float16Module``
+    around this model (it would upcast what the model returns); its parameters already have the dtype.
     """
 
-    def compute_language_model_loss(self, labels: LogitsHook, logits: Tensor) -> Tensor:
-        """``GPTModel.forward`` passes its ``labels`` argument through unread; here it carries the hook."""
-        return labels(logits)
+    def _postprocess(self, hidden_states: Tensor, *, labels: HeadHook | None, **rest: Any) -> Tensor:
+        """``GPTModel.forward`` passes its ``labels`` argument through unread; here it carries the hook.
+
+        The output layer holds its weight but is not run, so nothing may hang on its forward: the overlapped parameter
+        gather of Megatron's DDP would (``wrap_data_parallel`` leaves it off).
+        """
+        if not self.post_process or labels is None:
+            return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return labels(LMHead(hidden_states, weight))
 
 
 def build_model(student: Student, dims: ModelDims, layout: Layout) -> StudentModel:

@@ -27,6 +27,8 @@ MAKE_VOCAB_SIZE_DIVISIBLE_BY = 1
 """The embedding is padded to a multiple of this times the TP degree: no more than the split needs."""
 
 _OPTIMIZER_OWNED = ("calculate_per_token_loss", "finalize_model_grads_func", "grad_scale_func", "no_sync_func")
+_HEAD_OWNED = ("mtp_num_layers", "defer_embedding_wgrad_compute", "wgrad_deferral_limit")
+"""Fields of Megatron's own output layer, which mopd does not run."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -97,7 +99,7 @@ def check_overrides(overrides: Mapping[str, Any], *, owned: Any = ()) -> dict[st
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else "see megatron.core's TransformerConfig for the names"
             raise UserError(f"student.megatron_overrides.{name}: TransformerConfig has no such field; {hint}")
-        if name in owned or name in _OPTIMIZER_OWNED:
+        if name in owned or name in (*_OPTIMIZER_OWNED, *_HEAD_OWNED):
             raise UserError(
                 f"student.megatron_overrides.{name}: mopd sets this field from the checkpoint and the recipe's other "
                 "keys; remove the override"

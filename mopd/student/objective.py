@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +20,15 @@ from mopd.losses.api import (
     parallel_sampled_kl,
     parallel_topk_distill,
 )
+from mopd.losses.linear_chunks import RowLoss, linear_loss
+from mopd.losses.linear_head import Head, Rows
+from mopd.losses.linear_plan import Plan, head_plan
 from mopd.student.batch import LossRows
+from mopd.student.model import LMHead
 from mopd.student.parallel import Layout
-from mopd.types import DomainSums
+from mopd.types import DomainSums, UserError
+
+logger = logging.getLogger(__name__)
 
 DIAGNOSTICS = ("entropy", "topk_overlap")
 """The dearer metrics, computed when they are asked for."""
@@ -66,19 +74,21 @@ class Sums:
 
 
 class Objective:
-    """The loss of a recipe on vocabulary-parallel logits.
+    """The loss of a recipe on a vocabulary-parallel LM head.
 
     ``loss = sum over rows of weight x loss_row`` with weights from ``loss.aggregation`` and global denominators: summed
-    over micro-batches and ranks it is the whole batch's loss, however the batch is cut.
+    over micro-batches and ranks it is the whole batch's loss, however the batch is cut. Only rows with a loss token
+    become logits.
     """
 
-    def __init__(self, loss: Loss, layout: Layout, *, padded_vocab_size: int, true_vocab_size: int) -> None:
+    def __init__(self, loss: Loss, layout: Layout, *, true_vocab_size: int, lm_head_memory_budget_mib: int) -> None:
         self.loss = loss
-        shard = padded_vocab_size // layout.tp_size
+        self._layout = layout
+        self._budget_mib = lm_head_memory_budget_mib
+        self._has_told = False
         self._options: dict[str, Any] = {
             "temperature": loss.temperature,
             "dist_process_group": layout.tp_group,
-            "vocab_range": (layout.tp_rank * shard, (layout.tp_rank + 1) * shard),
             "true_vocab_size": true_vocab_size,
         }
 
@@ -107,37 +117,101 @@ class Objective:
             names += DIAGNOSTICS if isinstance(self.loss, TopKLoss) else (*DIAGNOSTICS, "student_mass")
         return Sums(names, num_domains=num_domains, num_samples=num_samples, device=device)
 
-    def __call__(self, logits: Tensor, *, rows: LossRows, sums: Sums, num_loss_tokens: int, num_samples: int) -> Tensor:
+    def __call__(self, head: LMHead, *, rows: LossRows, sums: Sums, num_loss_tokens: int, num_samples: int) -> Tensor:
         """This micro-batch's share of the loss, a fp32 scalar; adds its metrics to ``sums``.
 
-        ``logits`` [S, B, V/tp] are overwritten with their gradient in backward.
+        The gradient of the head's weight goes to its ``main_grad``. Backward must start here, with gradient 1.
         """
         weights = token_weights(
             rows.loss_mask.T, self.loss.aggregation, num_loss_tokens=num_loss_tokens, num_samples=num_samples
-        ).T.contiguous()
-        columns = self._diagnostics(logits, rows, weights) if DIAGNOSTICS[0] in sums.names else {}
-        loss, metrics = self._loss_rows(logits, rows, weights)
-        k1 = metrics["student_logprobs"].double() - rows.fields["teacher_token_logprobs"]
-        teacher_mass = rows.fields["teacher_logprobs"].exp().sum(-1)
-        columns |= {"teacher_mass": teacher_mass} | metrics
+        ).T
+        data = {"targets": rows.targets, "weights": weights, **rows.fields}
+        flat = {name: value.flatten(0, 1) for name, value in data.items()}
+        row_loss = partial(self._losses_and_columns, flat, diagnostics=DIAGNOSTICS[0] in sums.names)
+        loss, columns = self._run(head, row_loss, rows.loss_rows)
+        sums.add(rows, {"num_tokens": rows.loss_mask} | columns)
+        return loss
+
+    def logprobs(self, head: LMHead, targets: Tensor, *, temperature: float) -> Tensor:
+        """[S, B] fp32 log-probs of ``targets`` [S, B] under softmax(logits / temperature)."""
+        options = {**self._options, "temperature": temperature}
+
+        def gather(logits: Tensor, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
+            own, _ = parallel_gather_logprobs(logits, rows.of(targets.flatten())[:, None], **options)
+            return own.squeeze(1), {"logprobs": own.detach().squeeze(1)}
+
+        _, columns = self._run(head, gather, None)
+        return columns["logprobs"]
+
+    def _run(self, head: LMHead, row_loss: RowLoss, index: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum and columns [S, B] of ``row_loss`` over the rows of ``index``, within the memory budget."""
+        layout = self._layout
+        own = Head(
+            layout.tp_group,
+            sequence_parallel=layout.sequence_parallel,
+            gradient_accumulation_fusion=hasattr(head.weight, "main_grad"),
+            dummy_weight_grad=False,
+        )
+        num_rows = head.hidden.shape[:-1].numel() * (layout.tp_size if layout.sequence_parallel else 1)
+        num_rows = num_rows if index is None else index.numel()
+        try:
+            plan = head_plan(
+                head.hidden,
+                head.weight,
+                own,
+                memory_budget=self._budget_mib * 2**20,
+                num_rows=num_rows,
+                strategy="auto",
+                scalar=True,
+                sliceable=False,
+                unit_upstream=True,
+                equal_shards=True,
+            )
+        except ValueError as error:
+            raise UserError(
+                f"student.lm_head_memory_budget_mib {self._budget_mib} cannot be kept: {error}; raise it, or lower "
+                "student.max_tokens_per_micro_batch"
+            ) from error
+        self._tell(plan, num_rows, head.weight)
+        return linear_loss(head.hidden, head.weight, row_loss, plan=plan, head=own, index_N=index, unit_upstream=True)
+
+    def _tell(self, plan: Plan, num_rows: int, weight: Tensor) -> None:
+        """Say once that the head runs in chunks."""
+        if plan.strategy == "materialize" or self._has_told or not self._layout.reports_loss:
+            return
+        self._has_told = True
+        needed = num_rows * weight.size(0) * weight.element_size() / 2**20
+        logger.warning(
+            "LM head: the logits of %d tokens would take %.0f MiB, more than student.lm_head_memory_budget_mib %d: "
+            "such micro-batches are computed %d tokens at a time",
+            num_rows,
+            needed,
+            self._budget_mib,
+            plan.rows,
+        )
+
+    def _losses_and_columns(
+        self, data: Mapping[str, Tensor], logits: Tensor, rows: Rows, *, diagnostics: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Weighted losses [R] of some rows and their metrics, from their logits [R, V/tp].
+
+        The logits are overwritten with their gradient in backward.
+        """
+        own = {name: rows.of(value) for name, value in data.items()}
+        columns = self._diagnostics(logits, own) if diagnostics else {}
+        loss, metrics = self._loss_rows(logits, own)
+        k1 = metrics["student_logprobs"].double() - own["teacher_token_logprobs"]
+        columns |= {"teacher_mass": own["teacher_logprobs"].exp().sum(-1)} | metrics
         columns |= {
-            "num_tokens": rows.loss_mask,
             "loss": metrics["unweighted_loss"],
-            "weighted_loss": loss,
+            "weighted_loss": loss.detach(),
             "k1": k1,
             "k3": torch.expm1(-k1) + k1,
         }
-        sums.add(rows, columns)
-        return loss.sum()
+        return loss, columns
 
-    def logprobs(self, logits: Tensor, targets: Tensor, *, temperature: float) -> Tensor:
-        """[S, B] fp32 log-probs of ``targets`` [S, B] under softmax(logits / temperature)."""
-        options = {**self._options, "temperature": temperature}
-        logprobs, _ = parallel_gather_logprobs(logits, targets[..., None], **options)
-        return logprobs.squeeze(-1)
-
-    def _diagnostics(self, logits: Tensor, rows: LossRows, weights: Tensor) -> dict[str, Tensor]:
-        ids = rows.fields["teacher_ids"]
+    def _diagnostics(self, logits: Tensor, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        ids, weights = own["teacher_ids"], own["weights"]
         logits = logits.detach()
         entropy, overlap = parallel_entropy_and_topk_overlap(logits, ids, loss_weight=weights, **self._options)
         columns = {"entropy": entropy, "topk_overlap": overlap}
@@ -146,38 +220,38 @@ class Objective:
             columns["student_mass"] = logprobs.exp().sum(-1)
         return columns
 
-    def _loss_rows(self, logits: Tensor, rows: LossRows, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Weighted row losses [S, B] and row metrics of the loss's own function."""
-        loss, fields = self.loss, rows.fields
-        options = {**self._options, "loss_weight": weights, "overwrite_input": logits.requires_grad}
+    def _loss_rows(self, logits: Tensor, own: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Weighted losses [R] and metrics [R] of the loss's own function."""
+        loss = self.loss
+        options = {**self._options, "loss_weight": own["weights"], "overwrite_input": logits.requires_grad}
         if isinstance(loss, TopKLoss):
             return parallel_topk_distill(
                 logits,
-                fields["teacher_ids"],
-                fields["teacher_logprobs"],
+                own["teacher_ids"],
+                own["teacher_logprobs"],
                 loss=loss.type.removeprefix("topk_"),
                 tail=loss.resolved_tail,
                 beta=loss.beta,
                 logprob_min_clamp=loss.logprob_min_clamp,
                 loss_max_clamp=loss.loss_max_clamp,
                 loss_soft_cap=loss.loss_soft_cap,
-                target=rows.targets,
+                target=own["targets"],
                 **options,
             )
-        teacher = fields["teacher_token_logprobs"]
+        teacher = own["teacher_token_logprobs"]
         if isinstance(loss, KLLoss):
             return parallel_sampled_kl(
-                logits, rows.targets, teacher, loss.type, loss_max_clamp=loss.loss_max_clamp, **options
+                logits, own["targets"], teacher, loss.type, loss_max_clamp=loss.loss_max_clamp, **options
             )
         correction = loss.correction
         return parallel_policy_gradient(
             logits,
-            rows.targets,
+            own["targets"],
             teacher,
-            task_advantage=fields["task_advantage"] if loss.task_reward_weight else None,
+            task_advantage=own["task_advantage"] if loss.task_reward_weight else None,
             task_reward_weight=loss.task_reward_weight,
-            old_logprobs=fields["rollout_logprobs"] if loss.old_logprobs == "rollout" else None,
-            rollout_logprobs=fields["rollout_logprobs"] if correction is not None else None,
+            old_logprobs=own["rollout_logprobs"] if loss.old_logprobs == "rollout" else None,
+            rollout_logprobs=own["rollout_logprobs"] if correction is not None else None,
             clip_ratio_low=loss.clip_ratio_low,
             clip_ratio_high=loss.clip_ratio_high,
             dual_clip=loss.dual_clip,

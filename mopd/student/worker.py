@@ -24,8 +24,8 @@ from mopd.data_plane.interface import DataPlane
 from mopd.student import checkpoint, parallel
 from mopd.student.batch import Fields, MicroBatch, build_micro_batch
 from mopd.student.forward_step import HookFor, run_schedule
-from mopd.student.model import LogitsHook, build_model
-from mopd.student.model_config import padded_vocab_size, uses_transformer_engine
+from mopd.student.model import HeadHook, LMHead, build_model
+from mopd.student.model_config import uses_transformer_engine
 from mopd.student.objective import Objective
 from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel
 from mopd.student.weights import iter_hf_weights, load_hf_into
@@ -69,8 +69,8 @@ class StudentWorker:
         self._objective = Objective(
             recipe.loss,
             self.layout,
-            padded_vocab_size=padded_vocab_size(self.dims, self.layout),
             true_vocab_size=self.dims.vocab_size,
+            lm_head_memory_budget_mib=student.lm_head_memory_budget_mib,
         )
         self._needs_mask = not uses_transformer_engine(student)
         self._plan: MicroBatchPlan | None = None
@@ -100,7 +100,7 @@ class StudentWorker:
             device=self.layout.device,
         )
 
-        def hook_for(batch: MicroBatch) -> LogitsHook:
+        def hook_for(batch: MicroBatch) -> HeadHook:
             return partial(
                 self._objective,
                 rows=batch.rows,
@@ -156,9 +156,9 @@ class StudentWorker:
         plan = self._plan_forward(ids, fields)
         collected: list[Tensor] = []
 
-        def hook_for(batch: MicroBatch) -> LogitsHook:
-            def hook(logits: Tensor) -> Tensor:
-                collected.append(self._objective.logprobs(logits, batch.rows.targets, temperature=temperature))
+        def hook_for(batch: MicroBatch) -> HeadHook:
+            def hook(head: LMHead) -> Tensor:
+                collected.append(self._objective.logprobs(head, batch.rows.targets, temperature=temperature))
                 return collected[-1].sum()
 
             return hook

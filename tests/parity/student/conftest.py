@@ -25,6 +25,7 @@ FOUR_RANK_LAYOUTS = {
 }
 ONE = {"tp": 1, "pp": 1, "dp": 1, "sp": False}
 MICRO_BATCH_SIZES = (1, 2, 8)
+HEAD_LOSSES = ("default", "k2", "policy_gradient")
 OTHER_LOSSES = ("reverse", "jsd", "k2", "policy_gradient")
 
 
@@ -46,6 +47,29 @@ def untied_model(student_folder: Path) -> Path:
     return make_hf_model(student_folder / "hf_untied", "qwen2", seed=1, tie_word_embeddings=False)
 
 
+@pytest.fixture(scope="session")
+def wide_models(student_folder: Path) -> dict[str, str]:
+    """A vocabulary so large that the logits of a few samples pass a budget of 1 MiB on each of two ranks."""
+    return {
+        name: str(
+            make_hf_model(student_folder / f"hf_wide_{name}", "qwen3", vocab_size=16_001, tie_word_embeddings=tied)
+        )
+        for name, tied in (("tied", True), ("untied", False))
+    }
+
+
+def _head_cases(layouts: dict[str, Results], models: dict[str, str], head_mib: int) -> dict[str, Results]:
+    """Top-k and sampled losses on a large vocabulary, with and without tied embeddings."""
+    return {
+        f"{name}/wide/{loss}/{tied}": {
+            **layout, "model": model, "loss": loss, "head_mib": head_mib, "micro_batch_size": 8, "steps": 1
+        }
+        for name, layout in layouts.items()
+        for loss in HEAD_LOSSES
+        for tied, model in models.items()
+    }  # fmt: skip
+
+
 def _size_cases(layouts: dict[str, Results]) -> dict[str, Results]:
     return {
         f"{name}/mbs{size}": {**layout, "micro_batch_size": size, "steps": 1}
@@ -55,7 +79,7 @@ def _size_cases(layouts: dict[str, Results]) -> dict[str, Results]:
 
 
 @pytest.fixture(scope="session")
-def two_ranks(hf_model: Path, untied_model: Path, student_folder: Path) -> Results:
+def two_ranks(hf_model: Path, untied_model: Path, wide_models: dict[str, str], student_folder: Path) -> Results:
     tp2, tp2_sp, pp2, dp2 = TWO_RANK_LAYOUTS.values()
     cases = _size_cases(TWO_RANK_LAYOUTS)
     for name in ("tp2", "pp2", "dp2"):
@@ -83,6 +107,7 @@ def two_ranks(hf_model: Path, untied_model: Path, student_folder: Path) -> Resul
     for name, case in loaded.items():
         source = name.split("/")[0]
         cases[f"load/{name}"] = {**case, "load": str(student_folder / f"saved_{source}"), "steps_after": 2}
+    cases |= _head_cases(TWO_RANK_LAYOUTS, wide_models, head_mib=1)
     for name in ("tp2", "pp2", "dp2"):
         cases[f"poison/{name}"] = {**TWO_RANK_LAYOUTS[name], "poison": True}
     return run_ranks(2, {"model": str(hf_model), "cases": cases}, student_folder / "two")
@@ -97,8 +122,13 @@ def four_ranks(two_ranks: Results, hf_model: Path, student_folder: Path) -> Resu
 
 
 @pytest.fixture(scope="session")
-def one_rank(two_ranks: Results, hf_model: Path, untied_model: Path, student_folder: Path) -> Results:
+def one_rank(
+    two_ranks: Results, hf_model: Path, untied_model: Path, wide_models: dict[str, str], student_folder: Path
+) -> Results:
     cases = _size_cases({"one": ONE})
+    cases |= _head_cases({"one": ONE}, wide_models, head_mib=1024) | _head_cases(
+        {"small": ONE}, wide_models, head_mib=1
+    )
     cases["one/budget"] = {**ONE, "steps": 1}
     cases |= {f"one/{loss}": {**ONE, "loss": loss, "steps": 1} for loss in OTHER_LOSSES}
     cases["one/untied"] = {**ONE, "model": str(untied_model), "steps": 1, "logprobs": True}

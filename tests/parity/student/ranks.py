@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mopd import cpu_shim
 from mopd.config.losses import KLLoss, MismatchCorrection, PolicyGradient, TopKLoss
 from mopd.config.schema import (
     Data,
@@ -61,6 +62,7 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
             recompute=case.get("recompute", "none"),
             micro_batch_size=case.get("micro_batch_size"),
             max_tokens_per_micro_batch=64,
+            lm_head_memory_budget_mib=case.get("head_mib", 1024),
             parallel=Parallel(
                 tensor_model_parallel_size=case["tp"],
                 pipeline_model_parallel_size=case["pp"],
@@ -117,8 +119,26 @@ class Case:
             sums = self.worker.forward_backward(self.plan(step), diagnostics=True)
             metrics = {f"{name}/{domain}": value for domain in sums for name, value in sums[domain].sums.items()}
             tokens = {f"num_tokens/{domain}": value.num_tokens for domain, value in sums.items()}
-            seen.append(metrics | tokens | self.worker.optim_step())
+            exact = {"exact_grad_norm": self.exact_grad_norm()} if "head_mib" in self.case else {}
+            seen.append(metrics | tokens | self.worker.optim_step() | exact)
         return seen
+
+    @cpu_shim.activate()
+    def exact_grad_norm(self) -> float:
+        """In float64: torch's fp32 norm of a million numbers, which Megatron takes on a CPU, errs by 1e-4."""
+        optimizer = self.worker._optimizer
+        optimizer.prepare_grads()
+        total = torch.zeros((), dtype=torch.float64)
+        for grad in optimizer.get_main_grads_for_grad_norm():
+            total += grad.double().square().sum()
+        torch.distributed.all_reduce(total, group=optimizer.get_grad_stats_parallel_group())
+        return float(total.sqrt())
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether ``flag`` holds on some rank."""
+        total = torch.tensor(int(flag))
+        torch.distributed.all_reduce(total)
+        return bool(total)
 
     def weights_hash(self) -> str:
         """Of all weights, bit by bit (rank 0)."""
@@ -142,6 +162,7 @@ def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
         result["logprobs"] = [row.tolist() for row in rows]
         result["one_logprob"] = [row.tolist() for row in it.worker.logprobs([5])]
     result["steps"] = it.train(case.get("steps", 0))
+    result["head_in_chunks"] = it.any_rank(it.worker._objective._has_told)
     if "save" in case:
         it.worker.save(Path(case["save"]), {"note": "kept"})
         result["saved_hash"] = it.weights_hash()

@@ -1,9 +1,10 @@
 """The loss and its gradient do not depend on how the student is spread out or the batch is cut.
 
 Invariant: one HF checkpoint and one batch give the same loss, gradient norm and metrics (1e-5 relative, fp32) for TP1,
-TP2, TP2+SP, PP2, DP2, TP2xPP2, TP2+SPxDP2, PP2xDP2 and micro-batches of 1, 2 and 8 samples or by token budget; and the
-numbers are right: they equal the definition, evaluated in float64 on transformers' own model. Not exercised: CUDA,
-TransformerEngine, packed sequences, context parallelism.
+TP2, TP2+SP, PP2, DP2, TP2xPP2, TP2+SPxDP2, PP2xDP2 and micro-batches of 1, 2 and 8 samples or by token budget, and
+whether the LM head makes all logits at once or those of a few tokens at a time; and the numbers are right: they equal
+the definition, evaluated in float64 on transformers' own model. Not exercised: CUDA, TransformerEngine, packed
+sequences, context parallelism.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.parity.student.conftest import FOUR_RANK_LAYOUTS, MICRO_BATCH_SIZES, OTHER_LOSSES, TWO_RANK_LAYOUTS
+from tests.parity.student.conftest import (
+    FOUR_RANK_LAYOUTS,
+    HEAD_LOSSES,
+    MICRO_BATCH_SIZES,
+    OTHER_LOSSES,
+    TWO_RANK_LAYOUTS,
+)
 from tests.parity.student.samples import DOMAINS, make_samples
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
@@ -56,6 +63,21 @@ def test_other_losses_and_models(two_ranks: Results, one_rank: Results, layout: 
 @pytest.mark.parametrize("case", ["tp2_sp/recompute_full", "tp2/recompute_selective"])
 def test_recompute_changes_nothing(two_ranks: Results, one_rank: Results, case: str) -> None:
     assert_same_step(two_ranks[case]["steps"][0], one_rank["one/budget"]["steps"][0])
+
+
+@pytest.mark.parametrize("tied", ["tied", "untied"])
+@pytest.mark.parametrize("loss", HEAD_LOSSES)
+@pytest.mark.parametrize("layout", ["small", *TWO_RANK_LAYOUTS])
+def test_lm_head_in_chunks_equals_all_logits_at_once(
+    two_ranks: Results, one_rank: Results, layout: str, loss: str, tied: str
+) -> None:
+    """A memory budget of 1 MiB changes neither losses and metrics nor the gradient norm."""
+    results = one_rank if layout == "small" else two_ranks
+    chunked, plain = results[f"{layout}/wide/{loss}/{tied}"], one_rank[f"one/wide/{loss}/{tied}"]
+    assert chunked["head_in_chunks"] and not plain["head_in_chunks"]
+    step, expected = ({**result["steps"][0]} for result in (chunked, plain))
+    assert step.pop("grad_norm") == pytest.approx(expected.pop("grad_norm"), rel=1e-4)  # see Case.exact_grad_norm
+    assert_same_step(step, expected)
 
 
 def test_equals_the_definition(one_rank: Results, hf_model: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
 
 from mopd.config.schema import TorchEngine as TorchEngineConfig
@@ -74,6 +76,26 @@ def test_generation_scoring_and_transformers_agree(folders: dict[str, Path], fam
         torch.testing.assert_close(expected.gather(-1, given.ids.long()), top.values, rtol=0, atol=FP32_FORWARD_ATOL)
         assert given.ids.dtype == torch.int32 and given.logprobs.dtype == torch.float32
         assert (given.logprobs.diff(dim=-1) <= 0).all()
+
+
+def test_scoring_never_holds_more_rows_of_logits_than_allowed(folders: dict[str, Path]) -> None:
+    engine = TorchEngine.from_pretrained(folders["qwen3"], TorchEngineConfig(max_logits_rows=4))
+    generations = generate(engine, PROMPTS, SEEDS)
+    expected = score(engine, PROMPTS, generations)  # also probes the model's own logits, once
+    rows: list[int] = []
+
+    class Rows(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dim() > 1 and result.shape[-1] == VOCAB_SIZE:
+                rows.append(result.numel() // VOCAB_SIZE)
+            return result
+
+    with Rows():
+        again = score(engine, PROMPTS, generations)
+    assert set(rows) - {engine.model.config.hidden_size} <= {1, 2, 3, 4} and 4 in rows  # H rows: the weight, transposed
+    for first, second in zip(expected, again, strict=True):
+        assert torch.equal(first.ids, second.ids) and torch.equal(first.logprobs, second.logprobs)
 
 
 def test_neighbours_change_nothing(engine: TorchEngine) -> None:

@@ -33,6 +33,8 @@ def test_a_field_that_mopd_sets_is_refused(layout: Layout) -> None:
         transformer_config(student(megatron_overrides={"num_layers": 2}), DIMS, layout)
     with pytest.raises(UserError, match="mopd sets this field"):
         check_overrides({"finalize_model_grads_func": None})
+    with pytest.raises(UserError, match=r"overrides.mtp_num_layers: mopd sets this field"):
+        check_overrides({"mtp_num_layers": 1})
 
 
 def test_a_value_that_megatron_refuses_is_one_line(layout: Layout) -> None:

@@ -10,6 +10,7 @@ def make_rows() -> LossRows:
     """Two samples: domain 1 with rows 0 and 1, domain 0 with row 1."""
     return LossRows(
         loss_mask=torch.tensor([[True, False], [True, True]]),
+        loss_rows=torch.tensor([0, 2, 3]),
         targets=torch.zeros(2, 2, dtype=torch.int64),
         domains=torch.tensor([1, 0]),
         sample_positions=torch.tensor([4, 2]),
