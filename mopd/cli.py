@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mopd import __version__
+from mopd.bench.plan import add_arguments as add_bench_arguments
 from mopd.config.load import Loaded, differences, dump, load_recipe, to_tree
 from mopd.types import UserError
 
@@ -25,6 +27,7 @@ examples:
   mopd eval my.yaml --model runs/mine/hf                    validation rewards of any Hugging Face folder
   mopd report runs/quickstart                               one HTML page and report.json
   mopd convert megatron-to-hf runs/mine/checkpoints/step_00000100 out/hf
+  mopd bench losses --quick                                 time, memory and error of the losses beside others
 
 exit codes: 0 done, 1 failure, 2 an error that one line explains, 130 interrupted
 """
@@ -160,6 +163,12 @@ def _convert(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     return _on_ranks(arguments, work, checks, world_size=world_size)
 
 
+def _bench(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from mopd.bench import losses
+
+    return losses.run(args, shlex.join(["mopd", *arguments]))
+
+
 def _check_checkpoint(folder: Path, where: str) -> None:
     if not (folder / "manifest.json").is_file():
         raise UserError(f"{where}: {str(folder)!r} is no complete checkpoint (no manifest.json): name a step folder")
@@ -207,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, command: Callable[..., int], text: str, example: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text, epilog=f"example: {example}", formatter_class=raw)
-        made.set_defaults(command=command, on_ranks=command not in (_config, _report))
+        made.set_defaults(command=command, on_ranks=command not in (_config, _report, _bench))
         return made
 
     def add_with_recipe(name: str, command: Callable[..., int], text: str, example: str) -> argparse.ArgumentParser:
@@ -240,6 +249,9 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("out", type=Path, metavar="TO", help="folder to write; must be absent or empty")
     for name in ("tensor", "pipeline"):
         convert.add_argument(f"--{name}-model-parallel-size", type=int, default=1, metavar="N", help="ranks to use")
+    bench = add("bench", _bench, "measure the losses", "mopd bench losses --shapes 512,151936,64 --json")
+    bench.add_argument("what", choices=("losses",))
+    add_bench_arguments(bench)
     return parser
 
 

@@ -1,0 +1,1 @@
+"""The losses beside plain PyTorch, published styles and released packages. Entry: ``mopd bench losses``."""

@@ -1,0 +1,126 @@
+"""The baselines compute the losses that they are labelled with, and so do the float64 definitions that judge them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from mopd.bench import exact, styles
+from tests.parity.losses.definitions import rows_and_gradient, teacher_topk
+
+ROWS, VOCAB, K = 7, 41, 5
+TAILS = {"bucket": "bucket", "truncated": "none", "renormalized": "renormalize", "renormalized teacher": "none"}
+STYLES: list[tuple[Callable[..., Tensor], str]] = [
+    (styles.eager, "bucket"),
+    (styles.ghost_token, "bucket"),
+    (styles.verl, "truncated"),
+    (styles.verl_with_diagnostics, "truncated"),
+    (styles.nemo_rl, "renormalized teacher"),
+    (styles.eager_renormalized, "renormalized"),
+]
+
+
+class Problem:
+    """Logits, ids, log-probs and upstream of a few rows, and what a loss and its gradient are by definition."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.logits = torch.randn(ROWS, VOCAB, generator=generator).mul_(2)
+        self.ids, self.logprobs = teacher_topk(torch.randn(ROWS, VOCAB, generator=generator).mul_(2), K)
+        self.upstream = torch.rand(ROWS, generator=generator) + 0.5
+
+    def expected(self, loss: str) -> tuple[Tensor, Tensor]:
+        logprobs = self.logprobs.double().log_softmax(1) if loss == "renormalized teacher" else self.logprobs
+        rows, gradient = rows_and_gradient(
+            self.logits, self.ids, logprobs, self.upstream, loss="forward_kl", tail=TAILS[loss]
+        )
+        if loss == "truncated":
+            gradient[rows < 0] = 0
+            rows = rows.clamp_min(0)
+        return rows, gradient
+
+
+@pytest.fixture
+def problem() -> Problem:
+    return Problem()
+
+
+@pytest.mark.parametrize(("style", "loss"), STYLES, ids=lambda x: getattr(x, "__name__", x))
+def test_styles_by_definition(
+    problem: Problem, style: Callable[..., Tensor], loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(styles, "CHUNK_ROWS", 3)  # several chunks, the last one shorter
+    rows, gradient = problem.expected(loss)
+    leaf = problem.logits.clone().requires_grad_()
+    got = style(leaf, problem.ids, problem.logprobs)
+    (got_gradient,) = torch.autograd.grad(got, leaf, problem.upstream)
+    torch.testing.assert_close(got.double(), rows, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got_gradient.double(), gradient, rtol=1e-5, atol=1e-6)
+    assert torch.equal(leaf, problem.logits)
+
+
+@pytest.mark.parametrize("loss", TAILS)
+def test_float64_definitions(problem: Problem, loss: str) -> None:
+    rows, gradient = problem.expected(loss)
+    got = exact.DEFINITIONS[loss](problem.logits.double().log_softmax(1), problem.ids, problem.logprobs.double())
+    torch.testing.assert_close(got, rows, rtol=1e-9, atol=1e-12)
+    got = exact.gradient(loss, problem.logits, problem.ids, problem.logprobs, problem.upstream)
+    torch.testing.assert_close(got, gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_cross_entropy(problem: Problem) -> None:
+    leaf = problem.logits.clone().requires_grad_()
+    (got,) = torch.autograd.grad(
+        styles.torch_cross_entropy(leaf, problem.ids, problem.logprobs), leaf, problem.upstream
+    )
+    p = problem.logits.double().softmax(1)
+    p[torch.arange(ROWS), problem.ids[:, 0]] -= 1
+    expected = p * problem.upstream.double().unsqueeze(1)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-7)
+    exactly = exact.gradient("cross entropy", problem.logits, problem.ids, problem.logprobs, problem.upstream)
+    torch.testing.assert_close(exactly, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_clamped_entries_pull_no_longer() -> None:
+    """Where the student's log-prob is below -10 its entry neither adds to the row's q mass nor to its own gradient."""
+    logits = torch.tensor([[30.0, 0.0, 5.0, 1.0]], requires_grad=True)
+    ids = torch.tensor([[0, 1]])
+    logprobs = torch.tensor([[0.5, 0.25]]).log()
+    loss, _, _ = styles.VerlTopK.apply(logits, ids, logprobs, False)
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    p = logits.detach().double().softmax(1)
+    expected = 0.5 * p
+    expected[0, 0] -= 0.5
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-7)
+    known = 0.5 * (torch.tensor(0.5).log() - p[0, 0].log()) + 0.25 * (torch.tensor(0.25).log() + 10)
+    torch.testing.assert_close(loss[0].double(), known.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_diagnostics(problem: Problem) -> None:
+    _, shared, mass = styles.VerlTopK.apply(problem.logits, problem.ids, problem.logprobs, True)
+    p = problem.logits.double().softmax(1)
+    for t in range(ROWS):
+        best = sorted(range(VOCAB), key=lambda j: -float(p[t, j]))[:K]
+        both = set(best) & set(problem.ids[t].tolist())
+        assert int(shared[t]) == len(both)
+        assert float(mass[t]) == pytest.approx(sum(float(p[t, j]) for j in both), rel=1e-5)
+    assert int(shared.sum()) > 0
+
+
+def test_errors_measure_what_was_added(problem: Problem) -> None:
+    exactly = exact.gradient("bucket", problem.logits, problem.ids, problem.logprobs, problem.upstream)
+    none = exact.errors("bucket", exactly, problem.logits, problem.ids, problem.logprobs, problem.upstream)
+    assert none == {"relative": 0.0, "scaled": 0.0}
+    wrong = exactly.clone()
+    wrong[2, problem.ids[2, 0]] += 0.125
+    found = exact.errors("bucket", wrong, problem.logits, problem.ids, problem.logprobs, problem.upstream)
+    assert found["relative"] == pytest.approx(0.125 / float(exactly.norm()))
+    p, q = problem.logits[2].double().softmax(0)[problem.ids[2]], problem.logprobs[2].double().exp()
+    size = float(problem.upstream[2]) * float(p.norm() + q.norm())
+    assert found["scaled"] == pytest.approx(0.125 / size)
+    wrong[0, 0] = torch.nan
+    found = exact.errors("bucket", wrong, problem.logits, problem.ids, problem.logprobs, problem.upstream)
+    assert found["relative"] != found["relative"]
