@@ -135,6 +135,12 @@ def _entropy(pay, parts, shift, total, p, logp, first, scale, inv_tau, PARTS_PAD
 
 
 @triton.jit
+def _target_logprob(target, above, inv_tau, log_total, vocab_size):
+    """Log-prob of a target id from its logit above the shift; -inf outside the vocabulary."""
+    return tl.where((target >= 0) & (target < vocab_size), above * inv_tau - log_total, MINUS_INFINITY)
+
+
+@triton.jit
 def _any(mark):
     """1 where any element of a vector holds, else 0."""
     return tl.max(mark.to(tl.int32), 0).to(tl.float32)
@@ -214,11 +220,9 @@ def loss_kernel(
     metrics = metrics_ptr + row
     _put_metrics(metrics, num_rows, active, loss, mass_q, mass_p, teacher_weight, held, over, floored, valid)
     if target_ptr is not None:
-        target = tl.load(target_ptr + row)
-        logprob = (tl.load(pay + pay_begin + N) - shift) * inv_tau - log_total
-        logprob = tl.where((target >= 0) & (target < vocab_size), logprob, MINUS_INFINITY)
+        above = tl.load(pay + pay_begin + N) - shift
+        logprob = _target_logprob(tl.load(target_ptr + row), above, inv_tau, log_total, vocab_size)
         tl.store(metrics + TARGET * num_rows, tl.where(active, logprob, 0.0))
     if ENTROPY:
         entropy = _entropy(pay, parts, shift, total_exp, p, logp, first, scale, inv_tau, PARTS_PAD)
-        position = TARGET + (1 if target_ptr is not None else 0)
-        tl.store(metrics + position * num_rows, tl.where(active, entropy, 0.0))
+        tl.store(metrics + (TARGET + (0 if target_ptr is None else 1)) * num_rows, tl.where(active, entropy, 0.0))
