@@ -101,7 +101,7 @@ def test_equals_the_definition(one_rank: Results, hf_model: Path) -> None:
     norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
     step = one_rank["one/budget"]["steps"][0]
     assert step["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    assert step["weighted_loss/math"] + step["weighted_loss/code"] == pytest.approx(float(loss), rel=1e-5)
+    assert step["weighted_loss/math"] + step["weighted_loss/code"] == pytest.approx(loss.item(), rel=1e-5)
     for domain in DOMAINS:
         assert step[f"loss/{domain}"] == pytest.approx(by_domain[domain], rel=1e-5)
 
