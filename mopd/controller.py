@@ -6,10 +6,13 @@
                  │ rollout.generate: tokens,          │             │ claim a batch that has all loss fields
                  │   rollout_logprobs ──> DATA PLANE  │ ids ready   │ pack it, student.forward_backward, optim_step
                  │ teachers.score: teacher fields ──> ├──> claim ──>│ release, publish weights
-                 ▲                                    │             ▼
+                 │   failed: discard, next prompt ──┐ │             ▼
+                 ▲ ▲────────────────────────────────┘ │             │
                  └── window.admit <───────── window.advance <── weight_version
 
 produce      consumes prompts; waits in ``window.admit`` for a recent enough student; woken by ``window.advance``.
+             A sample that no teacher replica could score ends the run, or (``on_failure: replace``) it is discarded,
+             counted, and the next prompt of its domain takes its place: a batch is never smaller.
 train_step   consumes ready samples; waits in ``plane.claim``; woken by the teachers' last field.
 run          ends the run with the producer's own traceback if the producer fails.
 """
@@ -17,14 +20,27 @@ run          ends the run with the producer's own traceback if the producer fail
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import logging
+from collections import Counter, deque
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from mopd.config.schema import Recipe
 from mopd.data.packing import pack
 from mopd.metrics import StepMetrics, StepTimer, merge_step
-from mopd.types import LOSS_FIELDS, Batch, DomainSums, MicroBatchPlan, Prompt, SampleMeta, StaleBatchError, UserError
+from mopd.types import (
+    LOSS_FIELDS,
+    Batch,
+    DomainSums,
+    FailedSample,
+    MicroBatchPlan,
+    Prompt,
+    SampleMeta,
+    StaleBatchError,
+    UserError,
+)
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -33,6 +49,7 @@ class Prompts(Protocol):
     """Seeded stream of prompts whose position can be stored."""
 
     def next(self, num_prompts: int) -> list[Prompt]: ...
+    def next_of(self, domain: str) -> Prompt: ...
     def state_dict(self) -> dict[str, Any]: ...
 
 
@@ -43,9 +60,9 @@ class Rollout(Protocol):
 
 
 class Teachers(Protocol):
-    """Score samples, each by its domain's teacher, and write the teacher fields."""
+    """Score samples, each by its domain's teachers, and write the teacher fields; returns what could not be scored."""
 
-    async def score(self, samples: Sequence[SampleMeta]) -> None: ...
+    async def score(self, samples: Sequence[SampleMeta]) -> list[FailedSample]: ...
 
 
 class Student(Protocol):
@@ -63,6 +80,7 @@ class Plane(Protocol):
 
     async def claim(self, num_samples: int, fields: Sequence[str], *, timeout_s: float) -> Batch: ...
     async def release(self, batch: Batch) -> None: ...
+    async def discard(self, sample_ids: Sequence[int]) -> None: ...
 
 
 class Observer(Protocol):
@@ -135,6 +153,7 @@ class Controller:
         self.timer = StepTimer()
         self._loss_fields = (*LOSS_FIELDS, "task_advantage") if recipe.needs_task_advantage else LOSS_FIELDS
         self._states_before: deque[Mapping[str, Any]] = deque()
+        self._replaced: Counter[str] = Counter()
 
     async def produce(self) -> None:
         """Carry prompts through rollout and scoring, one step's worth at a time."""
@@ -142,10 +161,45 @@ class Controller:
             await self.window.admit()
             self._states_before.append(self.prompts.state_dict())
             prompts = self.prompts.next(self.schedule.prompts_per_step)
-            with self.timer("rollout"):
-                samples = await self.rollout.generate(prompts)
-            with self.timer("teachers"):
-                await self.teachers.score(samples)
+            num_left = self.schedule.prompts_per_step  # replacements for one batch: after that something is wrong
+            while prompts:
+                with self.timer("rollout"):
+                    samples = await self.rollout.generate(prompts)
+                with self.timer("teachers"):
+                    failed = await self.teachers.score(samples)
+                prompts = await self._replace(prompts, samples, failed, num_left)
+                num_left -= len(prompts)
+
+    async def _replace(
+        self,
+        prompts: Sequence[Prompt],
+        samples: Sequence[SampleMeta],
+        failed: Sequence[FailedSample],
+        num_left: int,
+    ) -> list[Prompt]:
+        """Discard and count every sample of a prompt of which one failed (they may share a baseline); returns as many
+        new prompts of the same domains. ``UserError`` when more than ``num_left`` are needed."""
+        per_prompt = self.recipe.rollout.samples_per_prompt
+        lost = {failure.sample.sample_id // per_prompt: failure for failure in failed}
+        if len(lost) > num_left:
+            last = failed[-1]
+            raise UserError(
+                f"on_failure replace: more than {self.schedule.prompts_per_step} prompts of one step could not be "
+                f"scored, the last one by teachers.{last.teacher} (domain {last.sample.domain!r}): {last.reason}: "
+                "see the replicas' logs"
+            )
+        for failure in lost.values():
+            logger.warning(
+                "sample %d of domain %r is replaced: teachers.%s: %s",
+                failure.sample.sample_id,
+                failure.sample.domain,
+                failure.teacher,
+                failure.reason,
+            )
+        gone = [sample for sample in samples if sample.sample_id // per_prompt in lost]
+        await self.plane.discard([sample.sample_id for sample in gone])
+        self._replaced.update(sample.domain for sample in gone)
+        return [self.prompts.next_of(prompt.domain) for prompt in prompts if prompt.sample_id in lost]
 
     async def train_step(self) -> StepMetrics:
         """One optimizer step of the student."""
@@ -172,7 +226,16 @@ class Controller:
         with self.timer("weight_sync"):
             await self.student.publish(self.weight_version)
         values["staleness"] = float(staleness)
+        if self.recipe.on_failure == "replace":
+            values |= self._take_replaced(batch)
         return merge_step(step, batch=batch, sums=sums, values=values, timings=self.timer.flush())
+
+    def _take_replaced(self, batch: Batch) -> dict[str, float]:
+        """Samples replaced since the last step, by domain; 0 for the batch's other domains."""
+        domains = sorted({sample.domain for sample in batch.samples} | self._replaced.keys())
+        counts = {f"replaced_samples/{domain}": float(self._replaced[domain]) for domain in domains}
+        self._replaced.clear()
+        return counts
 
     async def run(self) -> None:
         """Train until ``schedule.steps`` optimizer steps are done."""
@@ -184,7 +247,7 @@ class Controller:
                 await self.observer.after_step(self.weight_version, self.prompts_state)
                 await self.window.advance(self.weight_version)
         finally:
-            producer.cancel()
+            await _end(producer)
 
     @property
     def prompts_state(self) -> Mapping[str, Any]:
@@ -195,9 +258,17 @@ class Controller:
 async def _unless_failed(producer: asyncio.Task[None], work: Awaitable[T]) -> T:
     """Await ``work``, or raise the producer's error as soon as it fails, steps named."""
     task = asyncio.ensure_future(work)
-    await asyncio.wait({producer, task}, return_when=asyncio.FIRST_COMPLETED)
-    if producer.done():
-        task.cancel()
-        producer.result()
-        raise UserError("the prompt producer ended before the last step")
-    return task.result()
+    try:
+        await asyncio.wait({producer, task}, return_when=asyncio.FIRST_COMPLETED)
+        if producer.done():
+            producer.result()
+            raise UserError("the prompt producer ended before the last step")
+        return task.result()
+    finally:
+        await _end(task)
+
+
+async def _end(task: asyncio.Future[Any]) -> None:
+    """Cancel and wait: nothing of it may still run when the engines are closed."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

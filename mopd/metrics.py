@@ -18,7 +18,9 @@ from typing import Any
 
 from mopd.types import Batch, DomainSums, UserError
 
-VOLATILE_PREFIXES = ("timing/", "rate/", "memory/")
+GROUP_ROOMS = ("teachers", "rollouts")
+"""First parts of the names of groups' numbers: ``teachers/latency_p95_s/math``."""
+VOLATILE_PREFIXES = ("timing/", "rate/", "memory/", *(f"{room}/" for room in GROUP_ROOMS))
 """Metrics that differ between two equal runs; all others are equal bit for bit after a resume at the same layout."""
 TOKEN_MEANS = {"k1": "kl_k1", "k3": "kl_k3", "clamped": "clamped_share", "tail_floored": "tail_floored_share"}
 """Names of the student's sums that read better otherwise as means over tokens; other sums keep their name."""
@@ -39,6 +41,13 @@ class StepMetrics:
         """Values of ``metric/<domain>``."""
         start = f"{metric}/"
         return {name.removeprefix(start): value for name, value in self.values.items() if name.startswith(start)}
+
+    def plus(self, values: Mapping[str, float]) -> StepMetrics:
+        """These numbers and more. ``ValueError`` for a name that there is already."""
+        again = sorted(set(values) & set(self.values))
+        if again:
+            raise ValueError(f"metrics {', '.join(again)} of step {self.step} are given twice")
+        return StepMetrics(step=self.step, values={**self.values, **values})
 
     @property
     def record(self) -> dict[str, float | None]:

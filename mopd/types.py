@@ -8,6 +8,9 @@ One sample's life, with small numbers::
     tensor fields of sample 7 in the data plane (L = 3 + 4 tokens, R = 4 response tokens, K = top-k):
         tokens [L] int64 · loss_mask [R] bool · rollout_logprobs [R] fp32
         teacher_ids [R, K] int32 · teacher_logprobs [R, K] fp32 · teacher_token_logprobs [R] fp32
+
+A recipe with an ensemble (D = most teachers of any domain > 1) has ``teacher_ids`` and ``teacher_logprobs`` [R, D, K]
+in all domains; what stands beyond a domain's own teachers has weight 0.
 """
 
 from __future__ import annotations
@@ -69,6 +72,16 @@ class SampleMeta:
     def length(self) -> int:
         """Tokens of prompt and response together."""
         return self.prompt_length + self.response_length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailedSample:
+    """A sample that no replica of a teacher could score, where the recipe says ``on_failure: replace``."""
+
+    sample: SampleMeta
+    teacher: str
+    reason: str
+    """The last error, one line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

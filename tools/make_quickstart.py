@@ -1,4 +1,5 @@
-"""Make what ``recipes/quickstart.yaml`` needs: a weak base model, three experts, and prompts. About two minutes, once.
+"""Make what ``recipes/quickstart.yaml`` and ``recipes/two_teachers_vllm_cpu.yaml`` need: a weak base model, three
+experts, and prompts. About two minutes, once.
 
 A character-level Qwen3 of half a million weights learns three sequence tasks (reversal, sorting, next letter) on inputs
 of 2 to 4 letters: the *base*. Three copies of it then each study one task on 3 to 8 letters: the *experts*. On the
@@ -12,6 +13,7 @@ Left out on purpose: anything that a real expert has beyond being better than th
 
     runs/quickstart_assets/base, teachers/{reversal, sorting, next_letter}   Hugging Face folders
     runs/quickstart_assets/data/{train, validation}.parquet                  columns as in docs/data.md
+    runs/quickstart_assets/data_by_domain/DOMAIN_{train, validation}.parquet  the same rows, for runs with fewer domains
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ def build(folder: PartsFolder, *, threads: int) -> dict[str, dict[str, float]]:
     data = fingerprint(VERSION, LETTERS, LENGTHS, TRAIN_ROWS, VALIDATION_ROWS)
     base = fingerprint(data, SEED, SHAPE, LR, BATCH_SIZE, BASE_LENGTHS, STEPS["base"])
     experts = {domain: fingerprint(base, domain, STEPS[domain]) for domain in TASKS}
-    parts = {"data": data, "base": base} | {f"teachers/{domain}": made_from for domain, made_from in experts.items()}
+    parts = {"data": data, "data_by_domain": data, "base": base} | {
+        f"teachers/{domain}": made_from for domain, made_from in experts.items()
+    }
     found = {part: folder.facts(part, made_from) for part, made_from in parts.items()}
     if None in found.values():
         # Imported here: a second call answers without loading torch.
@@ -84,6 +88,7 @@ def build(folder: PartsFolder, *, threads: int) -> dict[str, dict[str, float]]:
         from tools.quickstart.prompts import write_prompts
 
         found["data"] = folder.build("data", data, lambda out: write_prompts(out, prompts()))
+        found["data_by_domain"] = folder.build("data_by_domain", data, lambda out: write_prompts(out, by_domain()))
         maker = ModelMaker(validation(), seed=SEED, shape=SHAPE, batch_size=BATCH_SIZE, lr=LR, threads=threads)
         found["base"] = folder.build(
             "base", base, lambda out: maker.make(out, None, tuple(TASKS), BASE_LENGTHS, STEPS["base"])
@@ -94,7 +99,7 @@ def build(folder: PartsFolder, *, threads: int) -> dict[str, dict[str, float]]:
                 made_from,
                 lambda out, domain=domain: maker.make(out, folder.root / "base", (domain,), LENGTHS, STEPS[domain]),
             )
-    return {part.split("/")[-1]: facts["exact_match"] for part, facts in found.items() if part != "data"}
+    return {part.split("/")[-1]: facts["exact_match"] for part, facts in found.items() if not part.startswith("data")}
 
 
 def validation() -> dict[str, list[Question]]:
@@ -114,6 +119,15 @@ def prompts() -> dict[str, list[Question]]:
     return {
         split: [question for row in zip(*by_domain.values(), strict=True) for question in row]
         for split, by_domain in by_split.items()
+    }
+
+
+def by_domain() -> dict[str, list[Question]]:
+    """The same questions, one split for each domain: ``sorting_train`` and so on."""
+    return {
+        f"{domain}_{split}": [question for question in asked if question.domain == domain]
+        for split, asked in prompts().items()
+        for domain in TASKS
     }
 
 

@@ -1,1 +1,1 @@
-"""The losses beside plain PyTorch, published styles and released packages. Entry: ``mopd bench losses``."""
+"""Benchmarks beside plain PyTorch, published styles, released packages and bare engines. Entry: ``mopd bench``."""

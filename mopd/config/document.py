@@ -40,6 +40,13 @@ and the place that it comes from.
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """Field name -> the text under it, read from the source: Python does not keep these strings."""
+    docs: dict[str, str] = {}
+    for ancestor in reversed(cls.__mro__[:-1]):
+        docs |= _own_field_docs(ancestor)
+    return docs
+
+
+def _own_field_docs(cls: type) -> dict[str, str]:
     module = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
     body = next(node.body for node in module.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
     docs: dict[str, str] = {}
@@ -54,14 +61,16 @@ def field_docs(cls: type) -> dict[str, str]:
 def recipes_page() -> str:
     """The whole page as Markdown."""
     lines = [INTRODUCTION]
-    _section(Recipe, "", lines)
+    _section(Recipe, "", lines, {})
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _section(cls: type, path: str, lines: list[str]) -> None:
-    """Heading, class text and table of one section, then its subsections."""
+def _section(cls: type, path: str, lines: list[str], told: dict[type, str]) -> None:
+    """Heading, class text and table of one section, then its subsections; ``told`` is where a class already stands."""
     choice = f" with `type: {' | '.join(type_values(cls))}`" if type_values(cls) else ""
-    lines.append(f"## {f'`{path}`' if path else 'Top level'}{choice}\n")
+    heading = f"{f'`{path}`' if path else 'Top level'}{choice}"
+    told[cls] = heading
+    lines.append(f"## {heading}\n")
     lines.append(_cell(inspect.getdoc(cls) or "") + "\n")
     lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
     docs = field_docs(cls)
@@ -70,16 +79,21 @@ def _section(cls: type, path: str, lines: list[str]) -> None:
         words = (f"`{field.name}`", _words(annotations[field.name]), _default(field), docs[field.name])
         lines.append("| " + " | ".join(_cell(word) for word in words) + " |")
     lines.append("")
-    documented: list[type] = []  # validation.domain_rewards takes the same forms as validation.reward
+    elsewhere: list[str] = []
+    new: list[tuple[type, str]] = []
     for name, annotation in annotations.items():
         below = f"{path}.{name}" if path else name
         for member in union_members(annotation):
             mapped = typing.get_origin(member) is Mapping
-            inner = typing.get_args(member)[1] if mapped else member
-            for section in section_classes(inner):
-                if section not in documented:
-                    documented.append(section)
-                    _section(section, f"{below}.NAME" if mapped else below, lines)
+            for section in section_classes(typing.get_args(member)[1] if mapped else member):
+                if section in told:
+                    elsewhere.append(f"{name}: {told[section]}")
+                elif section not in (known for known, _ in new):
+                    new.append((section, f"{below}.NAME" if mapped else below))
+    if elsewhere:
+        lines.append(f"Sections that stand above: {'; '.join(elsewhere)}.\n")
+    for section, below in new:
+        _section(section, below, lines, told)
 
 
 def _words(annotation: Any) -> str:

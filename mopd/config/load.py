@@ -20,6 +20,7 @@ from typing import Any, Literal, NoReturn
 
 import yaml
 
+from mopd.config.groups import Teacher
 from mopd.config.schema import Recipe
 from mopd.config.tree import (
     SET_ORIGIN,
@@ -81,10 +82,23 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
         tree = merge(tree, section, Recipe)
     if overrides:
         tree = merge(tree, read_overrides(overrides), Recipe)
+    tree = _spread_teacher_defaults(tree)
     builder = _Builder(os.fspath(path))
     recipe = builder.dataclass(tree, Recipe, (), None)
     origins = {dotted(key): builder.origins.get(key, DEFAULT_ORIGIN) for key in leaf_paths(to_tree(recipe))}
     return Loaded(recipe=recipe, origins=origins, path=os.fspath(path), sources=tuple(name for name, _ in chain))
+
+
+def _spread_teacher_defaults(tree: Section) -> Section:
+    """Put ``teacher_defaults`` under every teacher, each value with the place where the table stands."""
+    defaults, teachers = tree.items.get("teacher_defaults"), tree.items.get("teachers")
+    if not isinstance(defaults, Section) or not isinstance(teachers, Section):
+        return tree
+    spread = {
+        name: merge(defaults, teacher, Teacher) if isinstance(teacher, Section) else teacher
+        for name, teacher in teachers.items.items()
+    }
+    return Section(tree.items | {"teachers": Section(spread, teachers.origin)}, tree.origin)
 
 
 def to_tree(value: Any) -> Any:

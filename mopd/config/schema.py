@@ -10,60 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mopd.config.assignment import Assignment
+from mopd.config.engines import TorchEngine as TorchEngine
+from mopd.config.engines import VllmEngine as VllmEngine
+from mopd.config.groups import EngineGroup, Teacher, TeacherDefaults
+from mopd.config.groups import Routing as Routing
 from mopd.config.losses import KLLoss, Loss, PolicyGradient, TopKLoss
 from mopd.config.numbers import require_at_least, require_fraction, require_positive
+from mopd.config.placement import External as External
+from mopd.config.placement import InProcess as InProcess
+from mopd.config.placement import Local as Local
+from mopd.config.placement import RayPlacement as RayPlacement
 from mopd.config.student import Optimizer as Optimizer
 from mopd.config.student import Parallel as Parallel
 from mopd.config.student import Student as Student
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TorchEngine:
-    """A transformers model in this process, on CPU or GPU."""
-
-    type: Literal["torch"] = "torch"
-    """Engine type."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Parameter and activation dtype; log-probs are fp32 whatever this is."""
-    max_tokens_per_batch: int = 65536
-    """Token budget of one forward pass, padding included; a larger request is split."""
-    max_logits_rows: int = 1024
-    """Rows of [vocabulary] logits that scoring holds at a time."""
-
-    def __post_init__(self) -> None:
-        require_at_least("max_tokens_per_batch", self.max_tokens_per_batch, 1)
-        require_at_least("max_logits_rows", self.max_logits_rows, 1)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InProcess:
-    """On trainer rank 0, between training steps."""
-
-    type: Literal["in_process"] = "in_process"
-    """Placement type."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Teacher:
-    """One standalone domain expert and the domains that it answers for."""
-
-    model: str
-    """Folder of the teacher's Hugging Face checkpoint."""
-    domains: tuple[str, ...]
-    """Values of the data's domain column that go to this teacher."""
-    engine: TorchEngine = TorchEngine()
-    """Engine that runs the model."""
-    placement: InProcess = InProcess()
-    """Where the replicas run."""
-    replicas: int = 1
-    """Copies of the teacher; each owns its resources."""
-
-    def __post_init__(self) -> None:
-        require_at_least("replicas", self.replicas, 1)
-        if not self.domains:
-            raise ValueError("domains is empty: name at least one value of the data's domain column")
-        if len(set(self.domains)) != len(self.domains):
-            raise ValueError(f"domains {list(self.domains)} names a domain twice: remove one")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,13 +64,9 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rollout:
-    """How the student samples its own responses."""
+class Rollout(EngineGroup):
+    """How the student samples its own responses, and the replicas that run its weights."""
 
-    engine: TorchEngine = TorchEngine()
-    """Engine that runs the student's weights."""
-    placement: InProcess = InProcess()
-    """Where the engine runs."""
     max_response_length: int = 1024
     """Longest response in tokens; longer ones are cut and counted as truncated."""
     temperature: float = 1.0
@@ -123,12 +79,19 @@ class Rollout:
     """Responses drawn per prompt."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.placement, RayPlacement) and self.placement.shared_pool is not None:
+            raise ValueError(
+                f"placement.shared_pool is {self.placement.shared_pool!r}: only teachers take turns; remove it"
+            )
+        self.check_group()
         require_at_least("max_response_length", self.max_response_length, 1)
         require_positive("temperature", self.temperature)
         require_fraction("top_p", self.top_p, low_open=True)
         require_at_least("samples_per_prompt", self.samples_per_prompt, 1)
         if self.top_k != -1 and self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}: set -1 (all) or a positive number")
+        if isinstance(self.placement, External) and self.placement.protocol == "openai":
+            raise ValueError("placement.protocol is 'openai': such a server takes no weight updates; set mopd")
 
     @property
     def is_exact(self) -> bool:
@@ -239,17 +202,35 @@ class Preflight:
     """Permit a teacher with the student's own weights (self-distillation)."""
     require_better_teacher: bool = True
     """Refuse a fresh run whose teacher does not beat the student on its own domain's validation prompts."""
-    max_self_kl: float = 1e-5
-    """Largest mean KL, in nats per token, of a teacher scored against itself."""
-    max_logprob_difference: float = 1e-3
-    """Largest mean |student - engine| log-prob difference at equal weights (widen it for bfloat16)."""
+    compare_with_transformers: bool = True
+    """Compare each teacher's scores, through the whole path, with a transformers forward of its folder, on this
+    machine's CPU. Set false for teachers that do not fit there: their alignment is then unproven."""
+    max_self_kl: float | None = None
+    """Largest mean KL, in nats per token, between a teacher's scores and its own folder; absent: 1e-5 where the engine
+    computes in float32, else 5e-3."""
+    max_logprob_difference: float | None = None
+    """Largest mean log-prob difference at equal weights, of student and rollout engine and of a teacher and its folder;
+    absent: 1e-3 where both compute in float32, else 5e-2."""
     num_probe_samples: int = 4
     """Probe sequences per teacher."""
 
     def __post_init__(self) -> None:
-        require_positive("max_self_kl", self.max_self_kl)
-        require_positive("max_logprob_difference", self.max_logprob_difference)
+        for name in ("max_self_kl", "max_logprob_difference"):
+            if getattr(self, name) is not None:
+                require_positive(name, getattr(self, name))
         require_at_least("num_probe_samples", self.num_probe_samples, 1)
+
+    def self_kl_limit(self, dtype: str) -> float:
+        """``max_self_kl`` for an engine that computes in ``dtype``."""
+        if self.max_self_kl is not None:
+            return self.max_self_kl
+        return 1e-5 if dtype == "float32" else 5e-3
+
+    def logprob_limit(self, *dtypes: str) -> float:
+        """``max_logprob_difference`` between two that compute in ``dtypes``."""
+        if self.max_logprob_difference is not None:
+            return self.max_logprob_difference
+        return 1e-3 if set(dtypes) == {"float32"} else 5e-2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,8 +270,13 @@ class Recipe:
     """Root of all randomness; sampling seeds derive from it and the sample id."""
     student: Student
     """The model that learns."""
+    teacher_defaults: TeacherDefaults = TeacherDefaults()
+    """Keys that every teacher inherits, the one such table; a teacher's own keys win."""
     teachers: Mapping[str, Teacher]
     """Domain experts by name; metrics and reports use the name."""
+    on_failure: Literal["stop", "replace"] = "stop"
+    """A sample that no replica of its teacher could score: end the run, or count it and take the stream's next prompt
+    of its domain instead. Never a smaller batch."""
     data: Data
     """Prompt files."""
     rollout: Rollout = Rollout()
@@ -311,6 +297,7 @@ class Recipe:
     def __post_init__(self) -> None:
         self._check_teachers()
         self._check_loss()
+        self._check_vllm_rollout()
         if self.samples_per_step % self.student.parallel.data_parallel_size:
             raise ValueError(
                 f"schedule.prompts_per_step {self.schedule.prompts_per_step} x rollout.samples_per_prompt "
@@ -329,15 +316,23 @@ class Recipe:
     def _check_teachers(self) -> None:
         if not self.teachers:
             raise ValueError("teachers is empty: name at least one teacher")
-        owner: dict[str, str] = {}
+        defaults = [name for name, teacher in self.teachers.items() if teacher.default]
+        if len(defaults) > 1:
+            raise ValueError(f"teachers.{defaults[1]}.default is true and teachers.{defaults[0]}.default too: keep one")
+        for domain, names in self.assignment.by_domain.items():
+            without = [name for name in names if self.teachers[name].weight is None]
+            if len(names) > 1 and without:
+                both = " and ".join(f"teachers.{name}.domains" for name in names)
+                raise ValueError(
+                    f"{both} name {domain!r}, but teachers.{without[0]}.weight is absent: leave the domain in one of "
+                    "them, or give each a weight (an ensemble)"
+                )
         for name, teacher in self.teachers.items():
-            for domain in teacher.domains:
-                if domain in owner:
-                    raise ValueError(
-                        f"teachers.{owner[domain]}.domains and teachers.{name}.domains both name {domain!r}: "
-                        "leave it in one of them"
-                    )
-                owner[domain] = name
+            if teacher.scores_at_temperature_1_only and self.loss.temperature != 1.0:
+                raise ValueError(
+                    f"loss.temperature is {self.loss.temperature}, but teachers.{name} runs vLLM, which scores at "
+                    f"temperature 1 only: set loss.temperature: 1.0, or teachers.{name}.engine.type: torch"
+                )
 
     def _check_loss(self) -> None:
         sampled = isinstance(self.loss, (KLLoss, PolicyGradient))
@@ -360,10 +355,28 @@ class Recipe:
                 "rollout.samples_per_prompt is 1: set it to 2 or more"
             )
 
+    def _check_vllm_rollout(self) -> None:
+        """vLLM reports log-probs of the logits as they are, or after temperature and cuts, nothing between."""
+        if not isinstance(self.rollout.engine, VllmEngine) or isinstance(self.rollout.placement, External):
+            return
+        if self.rollout.is_exact:
+            return
+        if self.rollout.temperature != 1.0:
+            raise ValueError(
+                f"rollout.temperature is {self.rollout.temperature}, rollout.top_p {self.rollout.top_p} and "
+                f"rollout.top_k {self.rollout.top_k}, but rollout.engine vllm reports log-probs before the cuts at "
+                "temperature 1 only: set temperature: 1.0, or top_p: 1.0 and top_k: -1"
+            )
+        if self.validation is not None and self.validation.temperature not in (0.0, 1.0):
+            raise ValueError(
+                f"validation.temperature is {self.validation.temperature}, but rollout.engine vllm with rollout.top_p "
+                "or top_k draws at temperature 0 or 1 only: set one of these"
+            )
+
     @property
-    def teacher_by_domain(self) -> dict[str, str]:
-        """Domain -> name of the teacher that answers for it."""
-        return {domain: name for name, teacher in self.teachers.items() for domain in teacher.domains}
+    def assignment(self) -> Assignment:
+        """Which teachers answer for which domain."""
+        return Assignment(self.teachers)
 
     @property
     def data_seed(self) -> int:

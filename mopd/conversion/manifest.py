@@ -35,7 +35,8 @@ class Manifest:
     config_sha256: str
     """Bytes of ``config.json``."""
     weights_sha256: str
-    """Names, dtypes, shapes and bytes of all tensors."""
+    """Names, dtypes, shapes and bytes of all tensors; empty when they were not hashed (a teacher whose weights only
+    somebody else's server has)."""
     tokenizer_sha256: str
     """Names and bytes of the tokenizer files, chat template included."""
 
@@ -49,8 +50,10 @@ class Manifest:
         return cls(**data)
 
 
-def make_manifest(folder: Path, *, cache_file: Path) -> Manifest:
-    """Hash a model folder; weight files whose (path, size, mtime_ns) stand in ``cache_file`` are not read again.
+def make_manifest(folder: Path, *, cache_file: Path, with_weights: bool = True) -> Manifest:
+    """Hash a model folder, without its weights if so asked.
+
+    Weight files whose (path, size, mtime_ns) stand in ``cache_file`` are not read again.
 
     Raises:
         UserError: the folder is no sound Hugging Face checkpoint, or the cache file is corrupt.
@@ -60,7 +63,7 @@ def make_manifest(folder: Path, *, cache_file: Path) -> Manifest:
     return Manifest(
         path=str(folder),
         config_sha256=_hash_files(folder, [folder / CONFIG_FILE]),
-        weights_sha256=_hash_weights(folder, cache_file),
+        weights_sha256=_hash_weights(folder, cache_file) if with_weights else "",
         tokenizer_sha256=_hash_files(folder, matching_files(folder, TOKENIZER_PATTERNS)),
     )
 

@@ -82,19 +82,25 @@ def load_prompts(
     return _limit_length(rows, cfg)
 
 
-def check_domains_have_teachers(domain_counts: Mapping[str, int], teacher_by_domain: Mapping[str, str]) -> list[str]:
+def check_domains_have_teachers(
+    domain_counts: Mapping[str, int],
+    teachers_by_domain: Mapping[str, Sequence[str]],
+    *,
+    default_teacher: str | None = None,
+) -> list[str]:
     """``UserError`` with the counts if rows have no teacher; returns warnings for teachers' domains without rows."""
-    orphans = {domain: count for domain, count in domain_counts.items() if domain not in teacher_by_domain}
-    if orphans:
+    orphans = {domain: count for domain, count in domain_counts.items() if domain not in teachers_by_domain}
+    if orphans and default_teacher is None:
         listed = ", ".join(f"{domain!r} ({count} rows)" for domain, count in sorted(orphans.items()))
-        known = ", ".join(map(repr, sorted(teacher_by_domain)))
+        known = ", ".join(map(repr, sorted(teachers_by_domain)))
         raise UserError(
             f"no teacher answers for domain {listed}; teachers answer for {known}: "
-            "add the domain to teachers.<name>.domains or remove its rows from the data"
+            "add the domain to teachers.<name>.domains, set default: true for one teacher, or remove the rows"
         )
     return [
         f"teachers.{teacher}.domains names {domain!r}, but the data has no row of it"
-        for domain, teacher in sorted(teacher_by_domain.items())
+        for domain, teachers in sorted(teachers_by_domain.items())
+        for teacher in teachers
         if domain not in domain_counts
     ]
 

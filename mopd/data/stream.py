@@ -38,6 +38,8 @@ class PromptStream:
         self._shares = {domain: weight / total for domain, weight in raw.items()}
         self._position = 0
         self._drawn = dict.fromkeys(self._rows, 0)
+        self._replaced = dict.fromkeys(self._rows, 0)
+        """Prompts of each domain that another one has taken the place of; the shares do not count them."""
         self._orders: dict[str, tuple[int, np.ndarray]] = {}
 
     @property
@@ -49,11 +51,17 @@ class PromptStream:
         """The next prompts; ``sample_id`` counts from 0 through the whole stream."""
         return [self._next() for _ in range(num_prompts)]
 
+    def next_of(self, domain: str) -> Prompt:
+        """The next prompt of one domain, out of turn: it takes the place of one whose sample could not be finished."""
+        self._replaced[domain] += 1
+        return self._take(domain)
+
     def state_dict(self) -> dict[str, Any]:
         """JSON-able position, with what it is a position in."""
         return {
             "position": self._position,
             "drawn": dict(self._drawn),
+            "replaced": dict(self._replaced),
             "seed": self._seed,
             "num_rows": self._num_rows(),
             "shares": dict(self._shares),
@@ -68,13 +76,19 @@ class PromptStream:
                     f"the checkpoint's prompt stream had {name} {state[name]}, this recipe gives {value}: restore "
                     "data.train, data.domain_weights and the seed, or start a new run_dir"
                 )
-        self._position, self._drawn = state["position"], dict(state["drawn"])
+        self._position = state["position"]
+        self._drawn, self._replaced = dict(state["drawn"]), dict(state["replaced"])
 
     def _next(self) -> Prompt:
-        lags = {d: share * (self._position + 1) - self._drawn[d] for d, share in self._shares.items()}
+        kept = {domain: drawn - self._replaced[domain] for domain, drawn in self._drawn.items()}
+        num_prompts = sum(kept.values()) + 1
+        lags = {domain: share * num_prompts - kept[domain] for domain, share in self._shares.items()}
         largest = max(lags.values())
         behind = [domain for domain, lag in lags.items() if largest - lag < 1e-9]  # equal but for rounding
         domain = behind[0] if len(behind) == 1 else behind[self._choice(len(behind))]
+        return self._take(domain)
+
+    def _take(self, domain: str) -> Prompt:
         epoch, place = divmod(self._drawn[domain], len(self._rows[domain]))
         row = self._rows[domain][self._order(domain, epoch)[place]]
         prompt = Prompt(sample_id=self._position, domain=domain, tokens=self._dataset.row(row).tokens, row=row)

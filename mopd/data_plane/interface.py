@@ -14,7 +14,8 @@ class DataPlane(Protocol):
     """Producers put, the controller claims and releases, student ranks fetch.
 
     A field of a sample is written exactly once; writing it again, or naming an unknown sample or field, raises
-    ``KeyError`` with the ids. No sample disappears without ``release``.
+    ``KeyError`` with the ids. No sample disappears without ``release`` or
+    ``discard``.
     """
 
     async def put(self, metas: Sequence[SampleMeta], fields: Mapping[str, Sequence[Tensor]]) -> None:
@@ -38,6 +39,10 @@ class DataPlane(Protocol):
 
     async def release(self, batch: Batch) -> None:
         """Forget a claimed batch."""
+        ...
+
+    async def discard(self, sample_ids: Sequence[int]) -> None:
+        """Forget samples that nobody claimed: they could not be finished, and whoever calls this counts them."""
         ...
 
     def fetch(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:

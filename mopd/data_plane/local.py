@@ -98,6 +98,16 @@ class LocalDataPlane:
             self._claimed.remove(sample_id)
             del self._metas[sample_id], self._fields[sample_id]
 
+    async def discard(self, sample_ids: Sequence[int]) -> None:
+        """See ``DataPlane.discard``; ``KeyError`` for samples that are unknown or claimed. All or nothing."""
+        self._require_holder("discard")
+        self._require_samples(sample_ids)
+        claimed = [i for i in sample_ids if i in self._claimed]
+        if claimed:
+            raise KeyError(f"samples {_short(claimed)} are discarded but claimed")
+        for sample_id in sample_ids:
+            del self._metas[sample_id], self._fields[sample_id]
+
     def fetch(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
         """See ``DataPlane.fetch``. An unknown sample or field raises ``KeyError`` on every rank."""
         if self._group is None:

@@ -1,16 +1,77 @@
 """The two things an engine can do: generate and score. Everything on an engine's far side is its own affair.
 
-An engine may live in this process (``torch``), in a child process or on another machine (``vllm``): callers only await.
+An engine may live in this process, in a child process or on another machine: callers only await. The errors of an
+engine that is somewhere else say whether another replica may be tried.
 Shapes: R response tokens of one sample, K = top-k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
+
+
+class EngineError(RuntimeError):
+    """An engine did not do what it was asked; the message names the engine."""
+
+
+class EngineUnavailable(EngineError):
+    """No usable answer: connection refused or reset, deadline passed, engine dead, HTTP 5xx, or an answer that is
+    corrupt or belongs to another request. Another replica may be tried."""
+
+
+class EngineBusy(EngineError):
+    """The engine's queue is full (HTTP 429). Another replica may be tried, or this one after ``retry_after_s``."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineRejected(EngineError):
+    """The engine refuses the request as such (any other HTTP 4xx): asking again, or elsewhere, is pointless."""
+
+
+class StaleWeights(EngineUnavailable):
+    """A rollout replica serves another ``weight_version`` than the one asked for, or is between two versions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineLimits:
+    """What one request to an engine may ask for; ``None`` is no limit of the engine's own."""
+
+    max_tokens_per_request: int | None = None
+    """Tokens of prompts and responses of one request together."""
+    max_queued_tokens: int | None = None
+    """Tokens that may wait and run at a time; beyond them requests are answered with ``EngineBusy``."""
+    max_body_bytes: int | None = None
+    """Bytes of one HTTP body."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineInfo:
+    """Who answers: what a caller must know before it trusts the scores."""
+
+    model: str
+    """The checkpoint, as the engine's owner spells it."""
+    kind: Literal["torch", "vllm", "openai"]
+    vocab_size: int
+    """Rows of the output matrix, padding included."""
+    max_positions: int
+    """Longest sequence that the engine takes."""
+    dtype: str
+    """Parameter dtype, for example ``float32``."""
+    weight_version: int
+    """-1: the weights of the checkpoint, or none yet."""
+    manifest: Mapping[str, str] | None = None
+    """``config_sha256``, ``weights_sha256`` and ``tokenizer_sha256`` of the folder that the engine loaded, where its
+    owner hashed it (``mopd.conversion.manifest``)."""
+    max_logprobs: int | None = None
+    """Largest ``top_k`` of ``score``; ``None`` is the vocabulary."""
+    limits: EngineLimits = EngineLimits()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,4 +135,12 @@ class Scorer(Protocol):
         self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
     ) -> list[Scores]:
         """Score the response part of each sequence (``tokens[i][prompt_lengths[i]:]``)."""
+        ...
+
+
+class Described(Protocol):
+    """What every engine that a group may hold offers besides its work."""
+
+    async def info(self) -> EngineInfo:
+        """Model, versions and limits of this moment; ``EngineUnavailable`` if the engine does not answer."""
         ...

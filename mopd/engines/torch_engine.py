@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from mopd.config.schema import TorchEngine as TorchEngineConfig
 from mopd.engines.batching import token_budget_batches
 from mopd.engines.decoding import decode
-from mopd.engines.interface import Generation, SamplingParams, Scores
+from mopd.engines.interface import EngineInfo, Generation, SamplingParams, Scores
 from mopd.engines.loading import build_empty_model, load_model, read_stop_ids
 from mopd.engines.sampling import uniforms
 from mopd.losses.teacher_topk import chunked_topk_logprobs
@@ -25,7 +25,7 @@ from mopd.types import UserError
 
 
 class TorchEngine:
-    """Implements ``Generator`` and ``Scorer`` (``mopd.engines.interface``)."""
+    """Implements ``Generator``, ``Scorer`` and ``Described`` (``mopd.engines.interface``)."""
 
     def __init__(
         self, model: PreTrainedModel, cfg: TorchEngineConfig, *, name: str, stop_ids: Sequence[int], has_weights: bool
@@ -62,6 +62,17 @@ class TorchEngine:
     def max_positions(self) -> int:
         """Longest sequence that the model supports."""
         return int(self.model.config.get_text_config().max_position_embeddings)
+
+    async def info(self) -> EngineInfo:
+        """See ``Described.info``. The folder is not hashed here."""
+        return EngineInfo(
+            model=self.name,
+            kind="torch",
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+            dtype=self._cfg.dtype,
+            weight_version=self.weight_version,
+        )
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mopd.report.groups import GroupResult, summarise_groups
 from mopd.report.page import render_page
 from mopd.report.run_files import RunFiles
 
@@ -47,6 +48,8 @@ class Report:
     """Seconds of all steps (``timing/step_s``) and validations; not start, checkpoints or export."""
     train_tokens_per_s: float | None
     """Prompt and response tokens trained on, per second of the steps (rollout and scoring included)."""
+    groups: Mapping[str, Mapping[str, GroupResult]]
+    """``teachers`` and ``rollouts`` -> group or replica -> its work; a group of one replica stands for it."""
 
 
 def build_report(run_dir: str | Path) -> Report:
@@ -108,6 +111,7 @@ def summarise(
         planned_steps=planned_steps,
         wall_s=step_s + sum(record.get("wall_s", 0.0) for record in validations),
         train_tokens_per_s=tokens / step_s if step_s else None,
+        groups=summarise_groups(steps),
     )
 
 
@@ -134,7 +138,30 @@ def print_summary(report: Report, console: Console | None = None) -> None:
     rate = _cell(report.train_tokens_per_s, "{:,.0f} tokens/s")
     console = console or Console()
     console.print(table)
+    if report.groups:
+        console.print(_group_table(report.groups))
     console.print(f"{report.wall_s:,.0f} s in steps and validations, {rate} trained", highlight=False)
+
+
+def _group_table(groups: Mapping[str, Mapping[str, GroupResult]]) -> Table:
+    table = Table()
+    table.add_column("group")
+    for heading in ("samples", "tokens/s", "p50 s", "p95 s", "p99 s", "MiB", "retries", "failures"):
+        table.add_column(heading, justify="right")
+    for room, names in groups.items():
+        table.add_section()
+        for name, result in names.items():
+            latencies = (result.latency_p50_s, result.latency_p95_s, result.latency_p99_s)
+            table.add_row(
+                f"{room.removesuffix('s')} {name}",
+                f"{result.samples:,}",
+                _cell(result.tokens_per_s, "{:,.0f}"),
+                *(_cell(latency, "{:.3g}") for latency in latencies),
+                _cell(None if result.payload_bytes is None else result.payload_bytes / 2**20, "{:.1f}"),
+                _cell(result.retries, "{:d}"),
+                _cell(result.failures, "{:d}"),
+            )
+    return table
 
 
 def _cell(value: float | None, form: str) -> str:

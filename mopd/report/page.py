@@ -11,6 +11,7 @@ from markupsafe import Markup
 
 from mopd.metrics import VOLATILE_PREFIXES
 from mopd.report.charts import NUM_COLOURS, Series, line_chart, short
+from mopd.report.groups import group_values, is_group_metric
 
 TITLES = {
     "kl_k1": (
@@ -20,6 +21,11 @@ TITLES = {
     "loss": ("Loss", "What the student minimised, per response token."),
     "topk_overlap": ("Top-k overlap", "Share of the teacher's top-k tokens that are in the student's top-k."),
     "kl_k3": ("KL, k3 estimator", "The same KL from an estimator that is never negative; KL above is k1."),
+    "kl_net": (
+        "KL above its floor",
+        "The KL above less what the teacher's engine measured against the teacher itself.",
+    ),
+    "kl_floor": ("Floor of the KL", "What a teacher's engine measured against its own folder, before the first step."),
     "entropy": ("Student entropy", "Nats per token."),
     "teacher_mass": ("Teacher mass in the top-k", "Probability that the teacher's top-k captures."),
     "student_mass": ("Student mass in the teacher's top-k", "Probability that the student gives to those tokens."),
@@ -32,6 +38,12 @@ TITLES = {
 """Metric -> title and explanation; metrics not named here are shown under their own name."""
 MAIN = ("kl_k1", "loss", "topk_overlap")
 """Shown at once; the others fold away."""
+GROUP_CHARTS = {
+    "tokens_per_s": ("tokens per second", "While the group had work; prompts and responses."),
+    "latency_p95_s": ("seconds per request, p95", "From sending to the answer."),
+    "queue_depth": ("waiting requests", "The most in a step that waited for a replica."),
+}
+"""Metric of groups -> heading and explanation of its chart."""
 
 
 def render_page(
@@ -56,7 +68,14 @@ def render_page(
     environment = Environment(
         loader=PackageLoader("mopd.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    environment.filters |= {"short": short, "percent": _percent, "reward": _reward, "duration": _duration}
+    environment.filters |= {
+        "short": short,
+        "percent": _percent,
+        "reward": _reward,
+        "duration": _duration,
+        "number": _number,
+        "size": _size,
+    }
     return environment.get_template("report.html.j2").render(
         run_name=run_name,
         report=report,
@@ -66,6 +85,7 @@ def render_page(
         reward_chart=_reward_chart(validations, domains, teachers),
         main_charts=_charts({name: curves[name] for name in MAIN if name in curves}, domains),
         other_charts=_charts({name: curve for name, curve in sorted(curves.items()) if name not in MAIN}, domains),
+        group_charts=_group_charts(steps),
         examples=_examples(validations, report["best_step"]),
         phases=_phases(steps),
         recipe_lines=[_recipe_line(line) for line in recipe_text.splitlines()],
@@ -79,6 +99,8 @@ def _curves_by_metric(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str,
     has_domains = {name.split("/", 1)[0] for record in steps for name in record if _domain_of(name)}
     for record in steps:
         for name, value in record.items():
+            if is_group_metric(name):
+                continue
             metric, domain = (name.split("/", 1)[0], _domain_of(name)) if _domain_of(name) else (name, "")
             if name == "step" or value is None or (not domain and metric in has_domains):
                 continue
@@ -99,6 +121,28 @@ def _charts(curves: Mapping[str, Mapping[str, list[tuple[float, float]]]], domai
             for domain, points in sorted(by_domain.items())
         ]
         charts.append({"title": title, "text": text, "svg": line_chart(series, label=f"{title} over steps")})
+    return charts
+
+
+def _group_charts(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A chart per room and metric, one curve per group (replicas are in the table only)."""
+    points: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
+    for record in steps:
+        for room, names in group_values(record).items():
+            for name, values in names.items():
+                for metric in GROUP_CHARTS:
+                    if metric in values and "replicas" in values:
+                        curves = points.setdefault((room, metric), {})
+                        curves.setdefault(name, []).append((record["step"], values[metric]))
+    charts = []
+    for (room, metric), curves in points.items():
+        heading, text = GROUP_CHARTS[metric]
+        title = f"{room.removesuffix('s').capitalize()}: {heading}"
+        series = [Series(name=name, index=i, points=curves[name]) for i, name in enumerate(sorted(curves))]
+        legend = [{"name": one.name, "index": one.index} for one in series]
+        charts.append(
+            {"title": title, "text": text, "legend": legend, "svg": line_chart(series, label=f"{title} over steps")}
+        )
     return charts
 
 
@@ -185,6 +229,14 @@ def _percent(value: float | None) -> str:
 
 def _reward(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else short(value)
+
+
+def _size(num_bytes: int | None) -> str:
+    return "–" if num_bytes is None else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def _duration(seconds: float) -> str:

@@ -12,11 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mopd.metrics import StepMetrics
+from mopd.report.groups import BREAKER_STATES, Room, group_values, trouble
 
 LINE_EVERY_S = 10.0
 """Plain lines are at least this far apart, however fast the steps are."""
 COLUMNS = {"kl_k1": "KL", "loss": "loss", "topk_overlap": "overlap", "response_length": "length"}
 """Metric -> heading of the live table. Overlap comes on diagnostic steps only and stays until the next."""
+FLOOR = "kl_floor"
+"""Metric that does not change in a run, and is missing where the teachers could not be compared with their folders."""
 
 
 def make_progress(
@@ -35,6 +38,7 @@ class LiveProgress:
         self._rows: dict[str, dict[str, float]] = {}
         self._rewards = dict(rewards)
         self._validated = ""
+        self._groups: dict[str, Room] = {}
         bar = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.description}"))
         self._bar = Progress(*bar, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), expand=True)
         self._task = self._bar.add_task("", total=steps, completed=start_step)
@@ -42,9 +46,10 @@ class LiveProgress:
         self._live.start()
 
     def log(self, metrics: StepMetrics) -> None:
-        for metric in COLUMNS:
+        for metric in (*COLUMNS, FLOOR):
             for domain, value in metrics.by_domain(metric).items():
                 self._rows.setdefault(domain, {})[metric] = value
+        self._groups = group_values(metrics.values)
         self._bar.update(self._task, completed=metrics.step, description=_speed(metrics))
 
     def log_validation(self, step: int, rewards: Mapping[str, float]) -> None:
@@ -57,13 +62,14 @@ class LiveProgress:
     def _draw(self) -> Group:
         table = Table(box=None, pad_edge=False)
         table.add_column("domain")
-        for heading in (*COLUMNS.values(), f"reward{self._validated}"):
+        columns = {**COLUMNS, FLOOR: "KL floor"} if any(FLOOR in row for row in self._rows.values()) else COLUMNS
+        for heading in (*columns.values(), f"reward{self._validated}"):
             table.add_column(heading, justify="right")
         for domain in sorted({*self._rows, *self._rewards}):
             row = self._rows.get(domain, {})
-            cells = [_number(row.get(metric)) for metric in COLUMNS]
+            cells = [_number(row.get(metric)) if metric != FLOOR else _tiny(row.get(metric)) for metric in columns]
             table.add_row(domain, *cells, _number(self._rewards.get(domain)))
-        return Group(table, self._bar)
+        return Group(table, *([_group_table(self._groups)] if self._groups else []), self._bar)
 
 
 class PlainProgress:
@@ -78,18 +84,26 @@ class PlainProgress:
         self._clock = clock
         self._started = clock()
         self._last_line = -math.inf
+        self._trouble: list[str] = []
 
     def log(self, metrics: StepMetrics) -> None:
+        self._log_trouble(metrics)
         now = self._clock()
         if metrics.step < self._steps and now - self._last_line < LINE_EVERY_S:
             return
         self._last_line = now
         left = (now - self._started) / (metrics.step - self._start_step) * (self._steps - metrics.step)
         by_domain = "  ".join(f"{domain} {_number(value)}" for domain, value in metrics.by_domain("kl_k1").items())
+        floors = metrics.by_domain(FLOOR)
+        if floors and metrics.step == self._start_step + 1:
+            self._line("  KL floor  " + "  ".join(f"{domain} {_tiny(value)}" for domain, value in floors.items()))
         self._line(
             f"step {metrics.step}/{self._steps}  loss {_number(metrics.values['loss'])}  KL {by_domain}  "
             f"{_speed(metrics)}  {_duration(left)} left"
         )
+        for room, names in group_values(metrics.values).items():
+            rates = (f"{name} {_rate(values)}" for name, values in names.items() if "replicas" in values)
+            self._line(f"  {room}  {'  '.join(rates)}")
 
     def log_validation(self, step: int, rewards: Mapping[str, float]) -> None:
         by_domain = "  ".join(f"{domain} {_number(reward)}" for domain, reward in rewards.items())
@@ -98,8 +112,52 @@ class PlainProgress:
     def close(self) -> None:
         """Nothing to do."""
 
+    def _log_trouble(self, metrics: StepMetrics) -> None:
+        """A replica that stops working or works again is told at once, and once."""
+        texts = trouble(metrics.values)
+        for text in texts:
+            if text not in self._trouble:
+                self._line(f"step {metrics.step}/{self._steps}  {text}")
+        for text in self._trouble:
+            if text not in texts and text.rsplit(" ", 1)[-1] in BREAKER_STATES:
+                self._line(f"step {metrics.step}/{self._steps}  {text.rsplit(' ', 1)[0]} works again")
+        self._trouble = texts
+
     def _line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _group_table(groups: Mapping[str, Room]) -> Table:
+    """Who answered how fast in the last step, and which replica does not work."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("group")
+    headings = ("up", "samples", "tokens/s", "p50 s", "p95 s", "p99 s", "MB", "waiting", "tokens under way", "retries")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for room, names in groups.items():
+        for name, values in names.items():
+            is_group = "replicas" in values
+            up = f"{values['replicas_up']:.0f}/{values['replicas']:.0f}" if is_group else _state(values)
+            numbers = ("samples", "tokens_per_s", "latency_p50_s", "latency_p95_s", "latency_p99_s")
+            counts = ("queue_depth", "in_flight_tokens", "retries" if is_group else "failures")
+            cells = [_short(values[key]) if key in values else "" for key in numbers]
+            cells.append(_short(values["payload_bytes"] / 1e6) if "payload_bytes" in values else "")
+            cells += [f"{values[key]:.0f}" if key in values else "" for key in counts]
+            table.add_row(f"{room.removesuffix('s')} {name}", up, *cells)
+    return table
+
+
+def _rate(values: Mapping[str, float]) -> str:
+    parts = [f"{values['tokens_per_s']:,.0f} tokens/s"] if "tokens_per_s" in values else ["idle"]
+    if "latency_p95_s" in values:
+        parts.append(f"p95 {values['latency_p95_s']:.3g} s")
+    if "payload_bytes" in values:
+        parts.append(f"{_short(values['payload_bytes'] / 1e6)} MB")
+    return " ".join(parts)
+
+
+def _state(values: Mapping[str, float]) -> str:
+    return BREAKER_STATES[int(values["breaker"])]
 
 
 def _speed(metrics: StepMetrics) -> str:
@@ -107,6 +165,15 @@ def _speed(metrics: StepMetrics) -> str:
     rate = metrics.values.get("rate/train_tokens_per_s")
     parts = [] if seconds is None else [f"{seconds:.2f} s/step"]
     return "  ".join(parts if rate is None else [*parts, f"{rate:,.0f} tokens/s"])
+
+
+def _short(value: float) -> str:
+    """Three digits, never in powers of ten."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _tiny(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"
 
 
 def _number(value: float | None) -> str:

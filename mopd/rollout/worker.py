@@ -11,10 +11,13 @@ from transformers import PreTrainedTokenizerBase
 from mopd.data.prompts import PromptDataset
 from mopd.data_plane.interface import DataPlane
 from mopd.engines.interface import Generation, Generator, SamplingParams
+from mopd.replicas.interface import SampleFailed
 from mopd.rewards.domains import DomainRewards
 from mopd.rewards.interface import RewardItem
 from mopd.rollout.seeds import derive_seed
-from mopd.types import Prompt, SampleMeta
+from mopd.types import Prompt, SampleMeta, UserError
+
+MAX_NAMED_SAMPLES = 8
 
 
 class TaskAdvantage:
@@ -57,16 +60,17 @@ class RolloutWorker:
         """Sample, put ``ROLLOUT_FIELDS`` (and ``task_advantage`` [R] fp32 where asked for), return the samples.
 
         Response j of a prompt has sample id ``prompt.sample_id * samples_per_prompt + j`` and a seed derived from it.
+        ``UserError`` with samples, domains and the last error when no replica gives a response.
         """
         num = self._samples_per_prompt
         repeated = [prompt for prompt in prompts for _ in range(num)]
         sample_ids = [prompt.sample_id * num + j for prompt in prompts for j in range(num)]
         version = self._generator.weight_version
-        generations = await self._generator.generate(
-            [prompt.tokens for prompt in repeated],
-            self._sampling,
-            [derive_seed(self._seed, sample_id) for sample_id in sample_ids],
-        )
+        seeds = [derive_seed(self._seed, sample_id) for sample_id in sample_ids]
+        try:
+            generations = await self._generator.generate([prompt.tokens for prompt in repeated], self._sampling, seeds)
+        except SampleFailed as error:
+            raise UserError(_describe(error, sample_ids, repeated)) from error
         if self._generator.weight_version != version:
             raise RuntimeError(
                 f"weights changed from version {version} to {self._generator.weight_version} in a rollout"
@@ -109,6 +113,14 @@ def reward_item(dataset: PromptDataset, row: int, response: str) -> RewardItem:
         domain=found.domain,
         place=found.place,
     )
+
+
+def _describe(error: SampleFailed, sample_ids: Sequence[int], prompts: Sequence[Prompt]) -> str:
+    ids = ", ".join(str(sample_ids[i]) for i in error.positions[:MAX_NAMED_SAMPLES])
+    more = f" and {len(error.positions) - MAX_NAMED_SAMPLES} more" if len(error.positions) > MAX_NAMED_SAMPLES else ""
+    domains = ", ".join(repr(domain) for domain in sorted({prompts[i].domain for i in error.positions}))
+    reason = " ".join(str(error).split())
+    return f"rollout gave no response for samples {ids}{more} of domain {domains}: {reason}: see the replicas' logs"
 
 
 def _meta(sample_id: int, prompt: Prompt, generation: Generation, weight_version: int) -> SampleMeta:

@@ -20,7 +20,7 @@ _PREFIX = "step_"
 class Saver(Protocol):
     """The student on all its ranks."""
 
-    def save(self, folder: Path, state: Mapping[str, Any]) -> None: ...
+    async def save(self, folder: Path, state: Mapping[str, Any]) -> None: ...
 
 
 class Checkpointer:
@@ -32,7 +32,7 @@ class Checkpointer:
         self._student = student
         self._last_step = last_step
 
-    def save_if_due(self, step: int, state: Mapping[str, Any], *, best_step: int | None) -> bool:
+    async def save_if_due(self, step: int, state: Mapping[str, Any], *, best_step: int | None) -> bool:
         """Save after ``step`` when the rhythm, the last step or a new best asks for it; returns whether it did."""
         is_new_best = self._cfg.keep_best and best_step == step
         if step % self._cfg.every_steps and step != self._last_step and not is_new_best:
@@ -40,7 +40,7 @@ class Checkpointer:
         target = self.path(step)
         if target.exists():  # left by a run that died before its manifest
             shutil.rmtree(target)
-        self._student.save(target, {**state, "step": step})
+        await self._student.save(target, {**state, "step": step})
         self._remove_old(best_step if self._cfg.keep_best else None)
         return True
 

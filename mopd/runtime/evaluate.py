@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
+from mopd.config.engines import TorchEngine as TorchEngineConfig
 from mopd.config.load import Loaded
+from mopd.config.placement import InProcess
 from mopd.config.schema import Recipe
-from mopd.data_plane.local import LocalDataPlane
+from mopd.conversion.hf import HfReader
+from mopd.engines.loading import read_config
 from mopd.engines.torch_engine import TorchEngine
+from mopd.replicas.interface import SampleFailed
+from mopd.replicas.router import Router
 from mopd.rollout.validation import ValidationResult
 from mopd.runtime.failure import rank_and_world_size
-from mopd.runtime.ranks import CommandChannel, StudentGroup, serve
+from mopd.runtime.joining import joined
+from mopd.runtime.placement.groups import Groups
+from mopd.runtime.placement.interface import ROLLOUT
+from mopd.runtime.placement.weights import GroupWeightSync
+from mopd.runtime.ranks import StudentGroup, serve
 from mopd.runtime.validation import Validator
-from mopd.runtime.workers import Inputs, build_validator, read_inputs
-from mopd.student import parallel
-from mopd.student.worker import StudentWorker
-from mopd.weight_sync.in_process import InProcessWeightSync
+from mopd.runtime.workers import Inputs, build_routers, build_validator, read_inputs
+from mopd.types import UserError
 
 
 def evaluate(loaded: Loaded, *, model: Path | None, as_json: bool) -> None:
@@ -36,35 +47,70 @@ def evaluate(loaded: Loaded, *, model: Path | None, as_json: bool) -> None:
     is_checkpoint = model is not None and not (model / "config.json").is_file()
     is_leader = rank_and_world_size()[0] == 0
     inputs = read_inputs(recipe) if is_leader else None
-    if not is_checkpoint:
-        if inputs is not None:
-            folder = recipe.student.model if model is None else str(model)
-            engine = TorchEngine.from_pretrained(
-                folder, recipe.rollout.engine, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            )
-            _print(asyncio.run(_validator(loaded, inputs).run(engine)), title=folder, as_json=as_json)
-        return
-    assert model is not None
-    generator = _read_checkpoint(recipe, model, is_leader=is_leader)
-    if generator is not None and inputs is not None:
-        _print(asyncio.run(_validator(loaded, inputs).run(generator)), title=str(model), as_json=as_json)
+    if is_checkpoint:
+        assert model is not None
+        _evaluate_checkpoint(loaded, inputs, model, as_json=as_json)
+    elif inputs is not None:
+        folder = recipe.student.model if model is None else str(model)
+        result = asyncio.run(_evaluate_folder(loaded, inputs, folder))
+        _print(result, title=folder, as_json=as_json)
 
 
-def _read_checkpoint(recipe: Recipe, folder: Path, *, is_leader: bool) -> TorchEngine | None:
-    """All ranks read their shards; the leader gets an engine with the whole student, the others ``None``."""
-    timeout_s = recipe.schedule.wait_timeout_s
-    with parallel.joined(recipe.student.parallel, timeout_s=timeout_s, seed=recipe.seed) as layout:
-        worker = StudentWorker(recipe, LocalDataPlane(layout.control_group), sorted(recipe.teacher_by_domain))
-        channel = CommandChannel(layout.control_group)
-        if not is_leader:
+async def _evaluate_folder(loaded: Loaded, inputs: Inputs, folder: str) -> ValidationResult:
+    """With the recipe's rollout group as it would sample from that folder."""
+    recipe, validator = loaded.recipe, _validator(loaded, inputs)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rollout = recipe.rollout
+    if isinstance(rollout.engine, TorchEngineConfig) and isinstance(rollout.placement, InProcess):
+        # transformers renames what older checkpoints call otherwise; the other engines take the student's names only.
+        return await validator.run(TorchEngine.from_pretrained(folder, rollout.engine, device))
+
+    async def work(router: Router) -> ValidationResult:
+        await GroupWeightSync(router).publish(_read_weights(Path(folder)), 0)
+        return await validator.run(router)
+
+    student = dataclasses.replace(recipe.student, model=folder)
+    return await _with_rollout(dataclasses.replace(recipe, student=student), device, work)
+
+
+def _evaluate_checkpoint(loaded: Loaded, inputs: Inputs | None, folder: Path, *, as_json: bool) -> None:
+    """All ranks read their shards and stream the whole student to the leader's rollout group."""
+    recipe = loaded.recipe
+    domains = None if inputs is None else list(inputs.train.domain_counts)
+    with joined(recipe, domains) as (worker, _, channel):
+        if inputs is None:
             serve(worker, channel)
-            return None
-        generator = TorchEngine.empty(recipe.student.model, recipe.rollout.engine, layout.device)
-        student = StudentGroup(worker, channel, InProcessWeightSync([generator]))
-        step = int(student.load(folder)["step"])
-        asyncio.run(student.publish(step))
-        student.stop()
-        return generator
+            return
+        validator = _validator(loaded, inputs)
+
+        async def work(router: Router) -> ValidationResult:
+            student = StudentGroup(worker, channel, GroupWeightSync(router))
+            await student.publish(int((await student.load(folder))["step"]))
+            return await validator.run(router)
+
+        result = asyncio.run(_with_rollout(recipe, worker.layout.device, work))
+        channel.send({"call": "stop", "kwargs": {}})
+    _print(result, title=str(folder), as_json=as_json)
+
+
+async def _with_rollout(
+    recipe: Recipe, device: torch.device, work: Callable[[Router], Coroutine[Any, Any, ValidationResult]]
+) -> ValidationResult:
+    """``work`` with the recipe's rollout group, which has no weights yet."""
+    async with Groups(recipe, log_dir=None, device=device, only=(ROLLOUT,)) as groups:
+        try:
+            return await work(build_routers(groups)[ROLLOUT])
+        except SampleFailed as error:
+            raise UserError(" ".join(str(error).split())) from error
+
+
+def _read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a Hugging Face folder; a tied output matrix that is stored all the same is left out."""
+    reader = HfReader(folder)
+    is_tied = bool(read_config(folder).get_text_config().tie_word_embeddings)
+    for name in sorted(reader.names):
+        if not (is_tied and name == "lm_head.weight"):
+            yield name, reader.read(name)
 
 
 def _validator(loaded: Loaded, inputs: Inputs) -> Validator:

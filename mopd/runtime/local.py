@@ -6,8 +6,7 @@ import asyncio
 import json
 import logging
 import shutil
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,22 @@ from mopd.controller import Controller
 from mopd.conversion.manifest import Manifest
 from mopd.data_plane.local import LocalDataPlane
 from mopd.metrics import read_jsonl, truncate_jsonl
+from mopd.replicas.interface import SampleFailed
+from mopd.replicas.watch import GroupWatch
 from mopd.report.build import build_report, print_summary
 from mopd.report.sinks import Sinks
 from mopd.runtime import checkpointing
 from mopd.runtime.failure import rank_and_world_size
-from mopd.runtime.manifests import check_unchanged, make_manifests, write_manifests
+from mopd.runtime.joining import joined
+from mopd.runtime.manifests import check_unchanged, make_manifests, read_fingerprints, write_manifests
 from mopd.runtime.observer import RunObserver
+from mopd.runtime.placement.groups import Groups
 from mopd.runtime.preflight import Check, Preflight
 from mopd.runtime.ranks import CommandChannel, serve
 from mopd.runtime.run_dir import RunDir, atomic_write_json
 from mopd.runtime.validation import best_of
-from mopd.runtime.workers import Workers, build_workers, read_inputs
-from mopd.student import parallel
+from mopd.runtime.watching import StepWatch, read_floors, write_parity
+from mopd.runtime.workers import Inputs, Workers, build_workers, read_inputs
 from mopd.student.worker import StudentWorker
 from mopd.types import UserError
 
@@ -56,7 +59,7 @@ def train(loaded: Loaded, *, resume: bool) -> None:
             check_unchanged(run.manifest, manifests)
         elif resume:
             logger.warning("%s has no complete checkpoint: the run starts again from step 0", run.checkpoints)
-        _lead(loaded.recipe, run.validation, lambda workers: _train(loaded, run, workers, manifests, start))
+        _lead(loaded.recipe, run, lambda workers: _train(loaded, run, workers, manifests, start))
 
 
 def check(loaded: Loaded, *, as_json: bool) -> None:
@@ -89,7 +92,7 @@ async def _train(
     loaded: Loaded, run: RunDir, workers: Workers, manifests: dict[str, Manifest], start: Path | None
 ) -> None:
     recipe = loaded.recipe
-    state = workers.student.load(start) if start is not None else None
+    state = await workers.student.load(start) if start is not None else None
     step = 0 if state is None else int(state["step"])
     await workers.student.publish(step)
     await _preflight(recipe, run, workers, manifests, loaded, is_fresh=state is None)
@@ -103,6 +106,7 @@ async def _train(
         )
         observer = RunObserver(
             sinks=sinks,
+            watch=StepWatch(GroupWatch([*workers.routers.values()]), recipe.assignment, read_floors(run.parity)),
             checkpointer=checkpointer,
             validator=workers.validator,
             generator=workers.generator,
@@ -120,7 +124,7 @@ async def _train(
         ).run()
     finally:
         sinks.close()
-    _export(recipe, run, workers, observer)
+    await _export(recipe, run, workers, observer)
     print_summary(build_report(run.path))
     print(f"report: {run.path / 'report.html'}")
 
@@ -135,15 +139,18 @@ async def _preflight(
     is_fresh: bool,
 ) -> None:
     """Raise at the first failed check. A fresh run's first files are written here, after the last check."""
-    preflight = Preflight(recipe, workers, manifests, is_fresh=is_fresh)
+    stored = {} if is_fresh else read_fingerprints(run.manifest)
+    preflight = Preflight(recipe, workers, manifests, is_fresh=is_fresh, fingerprints=stored)
     async for outcome in preflight.run():
         _raise_if_failed(outcome)
         log = logger.warning if outcome.status == "warning" else logger.info
         log("preflight %s: %s: %s", outcome.status, outcome.name, outcome.detail)
     run.write_recipe(loaded)
+    if is_fresh or not run.parity.exists():
+        write_parity(run.parity, preflight.parity)
     if not is_fresh:
         return
-    write_manifests(run.manifest, manifests)
+    write_manifests(run.manifest, manifests, preflight.fingerprints)
     for path in (run.metrics, run.validation):
         path.unlink(missing_ok=True)  # of a run that died before its first checkpoint
     if preflight.rewards is not None and workers.validator is not None:
@@ -152,43 +159,53 @@ async def _preflight(
         workers.validator.append(0, preflight.rewards.student, wall_s=preflight.rewards.student_wall_s)
 
 
-def _export(recipe: Recipe, run: RunDir, workers: Workers, observer: RunObserver) -> None:
+async def _export(recipe: Recipe, run: RunDir, workers: Workers, observer: RunObserver) -> None:
     """Write the result as a Hugging Face folder: the best validated checkpoint if kept, else the last."""
     if not recipe.checkpoint.export_hf:
         return
     if recipe.checkpoint.keep_best and observer.best is not None and observer.best.step != recipe.schedule.steps:
-        workers.student.load(run.checkpoint(observer.best.step))
+        await workers.student.load(run.checkpoint(observer.best.step))
     if run.hf.exists():  # of an earlier end of this run
         shutil.rmtree(run.hf)
-    workers.student.save_hf(run.hf)
+    await workers.student.save_hf(run.hf)
 
 
-def _lead(recipe: Recipe, validation_path: Path | None, work: Callable[[Workers], Coroutine[Any, Any, None]]) -> None:
-    """Rank 0: build everything, do ``work``, release the other ranks."""
+def _lead(recipe: Recipe, run: RunDir | None, work: Callable[[Workers], Coroutine[Any, Any, None]]) -> None:
+    """Rank 0: start every group, build everything, do ``work``, release the other ranks. ``run`` is the folder to write
+    in, if any."""
     inputs = read_inputs(recipe)
     try:
-        with _joined(recipe) as (worker, plane, channel):
-            workers = build_workers(recipe, inputs, worker, plane, channel, validation_path=validation_path)
-            asyncio.run(work(workers))
-            workers.student.stop()
+        with joined(recipe, list(inputs.train.domain_counts)) as (worker, plane, channel):
+            asyncio.run(_with_groups(recipe, run, inputs, worker, plane, channel, work))
+            channel.send({"call": "stop", "kwargs": {}})
     finally:
         if inputs.rewards is not None:
             inputs.rewards.close()
 
 
+async def _with_groups(
+    recipe: Recipe,
+    run: RunDir | None,
+    inputs: Inputs,
+    worker: StudentWorker,
+    plane: LocalDataPlane,
+    channel: CommandChannel,
+    work: Callable[[Workers], Coroutine[Any, Any, None]],
+) -> None:
+    log_dir, validation_path = (None, None) if run is None else (run.logs, run.validation)
+    async with Groups(recipe, log_dir=log_dir, device=worker.layout.device) as groups:
+        try:
+            await work(
+                await build_workers(recipe, inputs, worker, plane, channel, groups, validation_path=validation_path)
+            )
+        except SampleFailed as error:
+            raise UserError(f"{error}: see the replicas' logs") from error
+
+
 def _follow(recipe: Recipe) -> None:
     """Every other rank: build its part of the student and do what rank 0 says."""
-    with _joined(recipe) as (worker, _, channel):
+    with joined(recipe, None) as (worker, _, channel):
         serve(worker, channel)
-
-
-@contextmanager
-def _joined(recipe: Recipe) -> Iterator[tuple[StudentWorker, LocalDataPlane, CommandChannel]]:
-    timeout_s = recipe.schedule.wait_timeout_s
-    with parallel.joined(recipe.student.parallel, timeout_s=timeout_s, seed=recipe.seed) as layout:
-        plane = LocalDataPlane(layout.control_group)
-        worker = StudentWorker(recipe, plane, sorted(recipe.teacher_by_domain))
-        yield worker, plane, CommandChannel(layout.control_group)
 
 
 def _raise_if_failed(outcome: Check) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mopd.engines.interface import Generator
@@ -19,12 +19,14 @@ class RunObserver:
         self,
         *,
         sinks: Sinks,
+        watch: Callable[[StepMetrics], StepMetrics],
         checkpointer: Checkpointer,
         validator: Validator | None,
         generator: Generator,
         best: Best | None,
     ) -> None:
         self._sinks = sinks
+        self._watch = watch
         self._checkpointer = checkpointer
         self._validator = validator
         self._generator = generator
@@ -32,7 +34,7 @@ class RunObserver:
 
     def log(self, metrics: StepMetrics) -> None:
         """One step's numbers to every sink."""
-        self._sinks.log(metrics)
+        self._sinks.log(self._watch(metrics))
 
     async def after_step(self, step: int, prompts_state: Mapping[str, Any]) -> None:
         """Validate, then save: a checkpoint never misses the validation of its own step."""
@@ -43,4 +45,4 @@ class RunObserver:
             if self.best is None or reward > self.best.reward:
                 self.best = Best(step=step, reward=reward)
         best_step = self.best.step if self.best else None
-        self._checkpointer.save_if_due(step, {"prompts": dict(prompts_state)}, best_step=best_step)
+        await self._checkpointer.save_if_due(step, {"prompts": dict(prompts_state)}, best_step=best_step)

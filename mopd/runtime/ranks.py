@@ -5,8 +5,9 @@ Tensors never travel here: student ranks fetch them from the data plane, by id.
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,53 +51,77 @@ class CommandChannel:
 
 
 class StudentGroup:
-    """The student on all its ranks, as rank 0 sees it."""
+    """The student on all its ranks, as rank 0 sees it.
+
+    One command at a time: each is collective, and a stream of weights lets other coroutines run between its tensors.
+    """
 
     def __init__(self, worker: StudentWorker, channel: CommandChannel, weight_sync: WeightSync) -> None:
         self.worker = worker
         self.dp_size = worker.dp_size
         self._channel = channel
         self._weight_sync = weight_sync
+        self._turn = asyncio.Lock()
+        self._published: int | None = None
+        """Version of the weights that the ranks hold now; ``None`` while that version was not published."""
 
-    def _call(self, name: str, **kwargs: Any) -> Any:
-        self._channel.send({"call": name, "kwargs": kwargs})
-        return execute(self.worker, name, kwargs)
+    async def _call(self, name: str, *, changes_weights: bool = False, **kwargs: Any) -> Any:
+        async with self._turn:
+            if changes_weights:
+                self._published = None
+            self._channel.send({"call": name, "kwargs": kwargs})
+            return execute(self.worker, name, kwargs)
 
     async def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]:
         """Loss and gradients of one step; sums per domain over all ranks."""
-        sums: dict[str, DomainSums] = self._call("forward_backward", plan=plan.to_json(), diagnostics=diagnostics)
+        sums: dict[str, DomainSums] = await self._call("forward_backward", plan=plan.to_json(), diagnostics=diagnostics)
         return sums
 
     async def optim_step(self) -> dict[str, float]:
         """Clip, check, step. Returns ``grad_norm``, ``lr`` and this rank's peak memory."""
-        values: dict[str, float] = self._call("optim_step")
+        values: dict[str, float] = await self._call("optim_step", changes_weights=True)
         return values | self.worker.memory()
 
     async def logprobs(self, sample_ids: Sequence[int], *, temperature: float) -> list[Tensor]:
         """[R] fp32 student log-probs of each sample's response tokens."""
-        rows: list[Tensor] = self._call("logprobs", sample_ids=list(sample_ids), temperature=temperature)
+        rows: list[Tensor] = await self._call("logprobs", sample_ids=list(sample_ids), temperature=temperature)
         return rows
 
     async def publish(self, weight_version: int) -> None:
         """Stream the weights to the rollout engine."""
+        async with self._turn:
+            await self._publish(weight_version)
+
+    async def republish(self, is_needed: Callable[[], bool]) -> None:
+        """Stream the published weights once more, to replicas that came back without them.
+
+        Nothing is sent if the student's weights have changed since they were published (``publish`` follows), or if
+        ``is_needed()`` is false when the student is free.
+        """
+        async with self._turn:
+            if self._published is not None and is_needed():
+                await self._publish(self._published)
+
+    async def _publish(self, weight_version: int) -> None:
         self._channel.send({"call": "weights", "kwargs": {}})
         await self._weight_sync.publish(self.worker.weights(), weight_version)
+        self._published = weight_version
 
-    def save(self, folder: Path, state: Mapping[str, Any]) -> None:
+    async def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Write model, optimizer, schedule and RNG of all ranks into ``folder``, with the JSON-able ``state``."""
-        self._call("save", folder=str(folder), state=dict(state))
+        await self._call("save", folder=str(folder), state=dict(state))
 
-    def load(self, folder: Path) -> dict[str, Any]:
+    async def load(self, folder: Path) -> dict[str, Any]:
         """Read what ``save`` wrote, at this run's layout; returns its ``state``."""
-        state: dict[str, Any] = self._call("load", folder=str(folder))
+        state: dict[str, Any] = await self._call("load", changes_weights=True, folder=str(folder))
         return state
 
-    def save_hf(self, folder: Path) -> None:
+    async def save_hf(self, folder: Path) -> None:
         """Write the student as a Hugging Face folder."""
-        self._call("save_hf", folder=str(folder))
+        await self._call("save_hf", folder=str(folder))
 
     def stop(self) -> None:
-        """Let the other ranks leave ``serve``."""
+        """Let the other ranks leave ``serve``; nothing may be under way."""
         self._channel.send({"call": "stop", "kwargs": {}})
 
 

@@ -22,8 +22,13 @@ CHANGEABLE_ON_RESUME = (
     "teachers.*.engine.*",
     "teachers.*.placement.*",
     "teachers.*.replicas",
+    "teachers.*.routing.*",
+    "teacher_defaults.*",
+    "on_failure",
     "rollout.engine.*",
     "rollout.placement.*",
+    "rollout.replicas",
+    "rollout.routing.*",
     "schedule.steps",
     "schedule.wait_timeout_s",
     "validation.every_steps",
@@ -40,8 +45,9 @@ LOCK_WAIT_S = 2.0
 class RunDir:
     """One run's folder. ``check`` looks, ``open`` takes it, ``close`` gives it back; only rank 0 opens it.
 
-    A fresh run needs a folder that is absent or empty (a ``.lock`` alone counts as empty); a resumed run needs one with
-    a ``recipe.yaml``. A run that ends before it wrote anything leaves nothing behind.
+    A fresh run needs a folder that is absent or empty (a ``.lock``, and ``logs`` of a start that failed, count as
+    empty); a resumed run needs one with a ``recipe.yaml``. A run that ends before it wrote anything leaves nothing
+    behind.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -50,6 +56,7 @@ class RunDir:
         self.manifest = self.path / "manifest.json"
         self.metrics = self.path / "metrics.jsonl"
         self.validation = self.path / "validation.jsonl"
+        self.parity = self.path / "parity.json"
         self.headroom = self.path / "headroom.json"
         self.checkpoints = self.path / "checkpoints"
         self.hf = self.path / "hf"
@@ -138,7 +145,7 @@ class RunDir:
         if resume and not self.recipe.is_file():
             raise UserError(f"{where}: {str(self.path)!r} holds no run to resume: leave --resume out, or set run_dir")
         names = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
-        if not resume and names - {".lock"}:
+        if not resume and names - {".lock", "logs"}:
             raise UserError(f"{where}: {str(self.path)!r} is not empty: add --resume, or set another run_dir")
 
     def _take(self, lock: int, *, close_on_refusal: bool = False) -> None:

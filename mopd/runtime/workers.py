@@ -1,32 +1,34 @@
-"""Rank 0's workers, built from a recipe: prompts, rollout engine, teachers, validation. Other ranks only follow."""
+"""Rank 0's workers, built from a recipe: prompts, rollout, teachers, validation. Other ranks only follow."""
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mopd.config.schema import Recipe, Teacher
+from mopd.config.schema import Recipe
 from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts
 from mopd.data.stream import PromptStream
 from mopd.data.tokenizer import load_tokenizer
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import Generator, SamplingParams
-from mopd.engines.torch_engine import TorchEngine
+from mopd.engines.interface import SamplingParams
+from mopd.replicas.router import Router
 from mopd.rewards.domains import DomainRewards, build_rewards
 from mopd.rollout.worker import RolloutWorker, TaskAdvantage
+from mopd.runtime.placement.groups import Groups
+from mopd.runtime.placement.interface import ROLLOUT
+from mopd.runtime.placement.weights import GroupWeightSync
 from mopd.runtime.ranks import CommandChannel, StudentGroup
 from mopd.runtime.validation import Validator
 from mopd.student.worker import StudentWorker
 from mopd.teachers.group import TeacherGroup
-from mopd.teachers.routing import Routing
 from mopd.teachers.worker import TeacherWorker
 from mopd.types import UserError
-from mopd.weight_sync.in_process import InProcessWeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +51,18 @@ class Workers:
     prompts: PromptStream
     plane: LocalDataPlane
     student: StudentGroup
-    generator: TorchEngine
-    """Samples with the student's published weights."""
+    routers: dict[str, Router]
+    """Group key (``rollout``, ``teachers.NAME``) -> its replicas as one engine."""
     rollout: RolloutWorker
-    teacher_engines: dict[str, list[TorchEngine]]
-    """Teacher -> its replicas."""
+    teacher_groups: dict[str, TeacherGroup]
+    """Teacher -> its group."""
     teachers: TeacherWorker
     validator: Validator | None
+
+    @property
+    def generator(self) -> Router:
+        """Samples with the student's published weights."""
+        return self.routers[ROLLOUT]
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -65,22 +72,6 @@ class Workers:
     def dataset(self) -> PromptDataset:
         """Training prompts."""
         return self.inputs.train
-
-    @property
-    def student_vocab_size(self) -> int:
-        """Ids that the student can emit."""
-        return self.generator.vocab_size
-
-    def teacher_generator(self, name: str) -> Generator:
-        """A replica of a teacher that can also generate."""
-        return self.teacher_engines[name][0]
-
-    def prefix_logits(self, name: str, tokens: Tensor) -> Tensor:
-        """[V] fp32 logits of a teacher after ``tokens`` [L], by a plain forward: no batch, no padding, no cache."""
-        model = self.teacher_engines[name][0].model
-        with torch.inference_mode():
-            logits: Tensor = model(input_ids=tokens[None].to(model.device), use_cache=False).logits[0, -1]
-        return logits.float().cpu().clone()
 
 
 def read_inputs(recipe: Recipe) -> Inputs:
@@ -93,7 +84,10 @@ def read_inputs(recipe: Recipe) -> Inputs:
     rewards = build_rewards(recipe.validation) if recipe.validation is not None else None
     train_needs_truth = recipe.needs_task_advantage and rewards is not None and rewards.needs_ground_truth
     train = load_prompts(recipe.data.train, recipe.data, tokenizer, needs_ground_truth=train_needs_truth)
-    for warning in check_domains_have_teachers(train.domain_counts, recipe.teacher_by_domain):
+    assignment = recipe.assignment
+    for warning in check_domains_have_teachers(
+        train.domain_counts, assignment.by_domain, default_teacher=assignment.default
+    ):
         logger.warning("%s", warning)
     for domain, count in {**train.num_filtered, **train.num_truncated}.items():
         logger.warning("data.overlong_prompts %s: %d prompts of %s", recipe.data.overlong_prompts, count, domain)
@@ -106,21 +100,29 @@ def read_inputs(recipe: Recipe) -> Inputs:
     return Inputs(tokenizer=tokenizer, train=train, validation=validation, rewards=rewards)
 
 
-def build_workers(
+def build_routers(groups: Groups) -> dict[str, Router]:
+    """One router for each group that was started."""
+    return {
+        key: Router(plan.name, groups.replicas(key), plan.group.routing, kind=plan.kind)
+        for key, plan in groups.plans.items()
+    }
+
+
+async def build_workers(
     recipe: Recipe,
     inputs: Inputs,
     worker: StudentWorker,
     plane: LocalDataPlane,
     channel: CommandChannel,
+    groups: Groups,
     *,
     validation_path: Path | None,
 ) -> Workers:
-    """Construct and wire; loads every teacher. The generator has no weights until the student publishes."""
-    device = worker.layout.device
-    generator = TorchEngine.empty(recipe.student.model, recipe.rollout.engine, device)
-    engines = {name: _load_replicas(teacher, device) for name, teacher in recipe.teachers.items()}
-    _check_top_k(recipe, engines)
-    groups = {name: TeacherGroup(name, group, vocab_size=group[0].vocab_size) for name, group in engines.items()}
+    """Construct and wire, on the event loop that ``groups`` was started on. The rollout has no weights until the
+    student publishes."""
+    routers = build_routers(groups)
+    student = StudentGroup(worker, channel, GroupWeightSync(routers[ROLLOUT]))
+    teachers = {name: await _teacher_group(name, routers, groups) for name in recipe.teachers}
     sampling = SamplingParams(
         max_new_tokens=recipe.rollout.max_response_length,
         temperature=recipe.rollout.temperature,
@@ -130,30 +132,39 @@ def build_workers(
     advantage = None
     if recipe.needs_task_advantage and inputs.rewards is not None:
         advantage = TaskAdvantage(inputs.train, inputs.tokenizer, inputs.rewards)
+    groups.watch(routers, republish=student.republish)
     return Workers(
         inputs=inputs,
         prompts=PromptStream(inputs.train, recipe.data.domain_weights, recipe.data_seed),
         plane=plane,
-        student=StudentGroup(worker, channel, InProcessWeightSync([generator])),
-        generator=generator,
+        student=student,
+        routers=routers,
         rollout=RolloutWorker(
-            generator,
+            routers[ROLLOUT],
             plane,
             sampling=sampling,
             seed=recipe.seed,
             samples_per_prompt=recipe.rollout.samples_per_prompt,
             task_advantage=advantage,
         ),
-        teacher_engines=engines,
+        teacher_groups=teachers,
         teachers=TeacherWorker(
-            groups,
-            Routing(recipe.teacher_by_domain),
+            teachers,
+            recipe.assignment,
             plane,
             top_k=recipe.loss.top_k,
             temperature=recipe.loss.temperature,
+            keep_going=recipe.on_failure == "replace",
         ),
         validator=build_validator(recipe, inputs, validation_path),
     )
+
+
+async def _teacher_group(name: str, routers: Mapping[str, Router], groups: Groups) -> TeacherGroup:
+    key = f"teachers.{name}"
+    engine: Any = groups.replicas(key)[0].engine
+    info = await engine.info()
+    return TeacherGroup(name, routers[key], vocab_size=info.vocab_size, turn=functools.partial(groups.turn, key))
 
 
 def build_validator(recipe: Recipe, inputs: Inputs, path: Path | None) -> Validator | None:
@@ -163,22 +174,9 @@ def build_validator(recipe: Recipe, inputs: Inputs, path: Path | None) -> Valida
     return Validator(recipe, inputs.validation, inputs.tokenizer, inputs.rewards, path)
 
 
-def _load_replicas(teacher: Teacher, device: torch.device) -> list[TorchEngine]:
-    return [TorchEngine.from_pretrained(teacher.model, teacher.engine, device) for _ in range(teacher.replicas)]
-
-
-def _check_top_k(recipe: Recipe, engines: dict[str, list[TorchEngine]]) -> None:
-    for name, group in engines.items():
-        if recipe.loss.top_k > group[0].vocab_size:
-            raise UserError(
-                f"loss.top_k is {recipe.loss.top_k} but teachers.{name}.model has a vocabulary of "
-                f"{group[0].vocab_size}: lower loss.top_k"
-            )
-
-
 def _check_validation_domains(recipe: Recipe, train: PromptDataset, validation: PromptDataset) -> None:
-    unknown = sorted(set(validation.domain_counts) - set(recipe.teacher_by_domain))
-    if unknown:
+    unknown = sorted(set(validation.domain_counts) - set(recipe.assignment.by_domain))
+    if unknown and recipe.assignment.default is None:
         raise UserError(
             f"data.validation has domains {unknown} that no teacher answers for: remove these rows or name a teacher"
         )

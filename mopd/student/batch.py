@@ -46,7 +46,7 @@ class LossRows:
     sample_positions: Tensor
     """[B] int64: index of each sample among the plan's ascending sample ids; -1 for filler."""
     fields: Mapping[str, Tensor] = field(default_factory=dict)
-    """Row fields by name: [S, B] or [S, B, K], dtypes as in the data plane."""
+    """Row fields by name: [S, B], [S, B, K] or (D teachers, an ensemble) [S, B, D, K], dtypes as in the data plane."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,10 +81,21 @@ class Objective:
     become logits.
     """
 
-    def __init__(self, loss: Loss, layout: Layout, *, true_vocab_size: int, lm_head_memory_budget_mib: int) -> None:
+    def __init__(
+        self,
+        loss: Loss,
+        layout: Layout,
+        *,
+        true_vocab_size: int,
+        lm_head_memory_budget_mib: int,
+        teacher_weights: Tensor | None = None,
+    ) -> None:
+        """``teacher_weights`` [domains, D] fp32 is given where teacher fields are [S, B, D, K] (an ensemble); rows add
+        up to 1, and 0 stands where a domain has no further teacher."""
         self.loss = loss
         self._layout = layout
         self._budget_mib = lm_head_memory_budget_mib
+        self._teacher_weights = teacher_weights
         self._has_told = False
         self._options: dict[str, Any] = {
             "temperature": loss.temperature,
@@ -126,6 +137,8 @@ class Objective:
             rows.loss_mask.T, self.loss.aggregation, num_loss_tokens=num_loss_tokens, num_samples=num_samples
         ).T
         data = {"targets": rows.targets, "weights": weights, **rows.fields}
+        if self._teacher_weights is not None:
+            data["teacher_weights"] = self._teacher_weights[rows.domains].expand(*rows.loss_mask.shape, -1)
         flat = {name: value.flatten(0, 1) for name, value in data.items()}
         row_loss = partial(self._losses_and_columns, flat, diagnostics=DIAGNOSTICS[0] in sums.names)
         loss, columns = self._run(head, row_loss, rows.loss_rows)
@@ -201,7 +214,7 @@ class Objective:
         columns = self._diagnostics(logits, own) if diagnostics else {}
         loss, metrics = self._loss_rows(logits, own)
         k1 = metrics["student_logprobs"].double() - own["teacher_token_logprobs"]
-        columns |= {"teacher_mass": own["teacher_logprobs"].exp().sum(-1)} | metrics
+        columns |= {"teacher_mass": _over_teachers(own, own["teacher_logprobs"].exp().sum(-1))} | metrics
         columns |= {
             "loss": metrics["unweighted_loss"],
             "weighted_loss": loss.detach(),
@@ -213,12 +226,15 @@ class Objective:
     def _diagnostics(self, logits: Tensor, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         ids, weights = own["teacher_ids"], own["weights"]
         logits = logits.detach()
-        entropy, overlap = parallel_entropy_and_topk_overlap(logits, ids, loss_weight=weights, **self._options)
-        columns = {"entropy": entropy, "topk_overlap": overlap}
-        if not isinstance(self.loss, TopKLoss):
-            logprobs, _ = parallel_gather_logprobs(logits, ids, loss_weight=weights, **self._options)
-            columns["student_mass"] = logprobs.exp().sum(-1)
-        return columns
+        overlaps, masses = [], []
+        for ids_RK in ids.unbind(1) if "teacher_weights" in own else (ids,):
+            entropy, overlap = parallel_entropy_and_topk_overlap(logits, ids_RK, loss_weight=weights, **self._options)
+            overlaps.append(overlap)
+            if not isinstance(self.loss, TopKLoss):
+                logprobs, _ = parallel_gather_logprobs(logits, ids_RK, loss_weight=weights, **self._options)
+                masses.append(logprobs.exp().sum(-1))
+        columns = {"entropy": entropy, "topk_overlap": _joined(own, overlaps)}
+        return columns | ({"student_mass": _joined(own, masses)} if masses else {})
 
     def _loss_rows(self, logits: Tensor, own: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Weighted losses [R] and metrics [R] of the loss's own function."""
@@ -236,6 +252,7 @@ class Objective:
                 loss_max_clamp=loss.loss_max_clamp,
                 loss_soft_cap=loss.loss_soft_cap,
                 target=own["targets"],
+                teacher_weights=own.get("teacher_weights"),
                 **options,
             )
         teacher = own["teacher_token_logprobs"]
@@ -259,3 +276,14 @@ class Objective:
             advantage=loss.advantage,
             **options,
         )
+
+
+def _joined(own: Mapping[str, Tensor], per_teacher: Sequence[Tensor]) -> Tensor:
+    """[R] from one [R] for each teacher."""
+    return _over_teachers(own, torch.stack([*per_teacher], dim=-1) if "teacher_weights" in own else per_teacher[0])
+
+
+def _over_teachers(own: Mapping[str, Tensor], values: Tensor) -> Tensor:
+    """[R]: the weighted mean over an ensemble's teachers of [R, D]; without ensembles ``values`` [R] itself."""
+    weights = own.get("teacher_weights")
+    return values if weights is None else (weights * values).sum(-1)

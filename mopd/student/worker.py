@@ -70,6 +70,7 @@ class StudentWorker:
             recipe.loss,
             self.layout,
             true_vocab_size=self.dims.vocab_size,
+            teacher_weights=self._teacher_weights(),
             lm_head_memory_budget_mib=student.lm_head_memory_budget_mib,
         )
         self._needs_mask = not uses_transformer_engine(student)
@@ -245,6 +246,13 @@ class StudentWorker:
             return {"memory/student_peak_gib": torch.cuda.max_memory_allocated() / 2**30}
         unit = 1 if sys.platform == "darwin" else 2**10
         return {"memory/student_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+
+    def _teacher_weights(self) -> Tensor | None:
+        """[domains, D] for the objective of a recipe with an ensemble."""
+        assignment = self.recipe.assignment
+        if assignment.max_teachers == 1:
+            return None
+        return torch.tensor(assignment.weight_table(self.domains), device=self.layout.device)
 
     def _fetch(self, sample_ids: Sequence[int], names: Sequence[str]) -> Fields:
         fetched = self.plane.fetch(sample_ids, names)

@@ -1,4 +1,7 @@
-"""The teacher worker: reads sampled tokens, asks each domain's teacher, writes its view of every response token."""
+"""The teacher worker: reads sampled tokens, asks each domain's teachers, writes their view of every response token.
+
+Shapes: R response tokens of one sample, K = top-k, D = most teachers of any domain.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,19 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
+from mopd.config.assignment import Assignment
 from mopd.data_plane.interface import DataPlane
 from mopd.engines.interface import Scores
+from mopd.replicas.interface import NoReplica, SampleFailed
+from mopd.replicas.tasks import all_or_none
 from mopd.teachers.group import TeacherGroup
-from mopd.teachers.routing import Routing
-from mopd.types import SampleMeta
+from mopd.types import FailedSample, SampleMeta, UserError
+
+MAX_NAMED_SAMPLES = 8
+Answers = dict[int, Scores | FailedSample]
+"""One teacher's answer by sample id."""
 
 
 class TeacherWorker:
@@ -21,41 +31,84 @@ class TeacherWorker:
     def __init__(
         self,
         groups: Mapping[str, TeacherGroup],
-        routing: Routing,
+        assignment: Assignment,
         plane: DataPlane,
         *,
         top_k: int,
         temperature: float,
+        keep_going: bool = False,
     ) -> None:
-        self._groups, self._routing, self._plane = dict(groups), routing, plane
+        """``keep_going``: samples that cannot be scored are returned (``on_failure: replace``) instead of an end."""
+        self._groups, self._assignment, self._plane = dict(groups), assignment, plane
         self._top_k, self._temperature = top_k, temperature
+        self._keep_going = keep_going
 
-    async def score(self, metas: Sequence[SampleMeta]) -> None:
-        """Score each sample with its domain's teacher, teachers side by side.
+    async def score(self, metas: Sequence[SampleMeta]) -> list[FailedSample]:
+        """Score each sample with its domain's teachers, teachers side by side; returns those that cannot be scored,
+        which get no field. Several teachers make one ensemble, see ``merge``.
 
-        ``UserError`` for a domain without a teacher; ``RuntimeError`` with teacher and sample id for scores of
-        the wrong shape or type, ids outside the teacher's vocabulary, or log-probs that are not finite.
+        Raises:
+            UserError: a domain has no teacher; a sample cannot be scored and we are not to keep going, or a teacher has
+                no replica left: names samples, domain, teacher and last error.
+            RuntimeError: with teacher and sample id, for scores of the wrong shape or type, ids outside the teacher's
+                vocabulary, or log-probs that are not finite.
         """
-        samples: dict[str, list[SampleMeta]] = defaultdict(list)
+        asked: dict[str, list[SampleMeta]] = defaultdict(list)
         for meta in metas:
-            samples[self._routing.teacher_of(meta.domain)].append(meta)
-        await asyncio.gather(*(self._score_group(self._groups[name], share) for name, share in samples.items()))
-
-    async def _score_group(self, group: TeacherGroup, metas: Sequence[SampleMeta]) -> None:
-        sample_ids = [meta.sample_id for meta in metas]
-        tokens = (await self._plane.get(sample_ids, ["tokens"]))["tokens"]
-        scores = await group.score(
-            tokens, [meta.prompt_length for meta in metas], top_k=self._top_k, temperature=self._temperature
+            for name in self._assignment.teachers_of(meta.domain):
+                asked[name].append(meta)
+        answers = await all_or_none(
+            [asyncio.create_task(self._ask(self._groups[name], share)) for name, share in asked.items()]
         )
+        by_teacher = dict(zip(asked, answers, strict=True))
+        failed: dict[int, FailedSample] = {}
+        fields: dict[int, dict[str, Tensor]] = {}
+        for meta in metas:
+            views: list[Scores] = []
+            for name in self._assignment.teachers_of(meta.domain):
+                answer = by_teacher[name][meta.sample_id]
+                if isinstance(answer, FailedSample):
+                    failed.setdefault(meta.sample_id, answer)
+                else:
+                    views.append(answer)
+            if meta.sample_id not in failed:
+                weights = self._assignment.weights_of(meta.domain)
+                fields[meta.sample_id] = merge(views, weights, num_teachers=self._assignment.max_teachers)
+        if fields:
+            names = next(iter(fields.values()))
+            await self._plane.update([*fields], {name: [own[name] for own in fields.values()] for name in names})
+        return [*failed.values()]
+
+    async def _ask(self, group: TeacherGroup, metas: Sequence[SampleMeta]) -> Answers:
+        tokens = (await self._plane.get([meta.sample_id for meta in metas], ["tokens"]))["tokens"]
+        try:
+            scores = await group.score(
+                tokens,
+                [meta.prompt_length for meta in metas],
+                top_k=self._top_k,
+                temperature=self._temperature,
+                stop_at_failure=not self._keep_going,
+            )
+        except SampleFailed as error:
+            raise self._end(group, [metas[i] for i in error.positions], error) from error
+        answers: Answers = {}
         for meta, given in zip(metas, scores, strict=True):
-            self._check(group, meta, given)
-        await self._plane.update(
-            sample_ids,
-            {
-                "teacher_ids": [given.ids for given in scores],
-                "teacher_logprobs": [given.logprobs for given in scores],
-                "teacher_token_logprobs": [given.token_logprobs for given in scores],
-            },
+            if not isinstance(given, SampleFailed):
+                self._check(group, meta, given)
+                answers[meta.sample_id] = given
+            elif isinstance(given.last_error, NoReplica):  # replacements would meet the same end
+                raise self._end(group, [meta], given) from given
+            else:
+                answers[meta.sample_id] = FailedSample(sample=meta, teacher=group.name, reason=_one_line(given))
+        return answers
+
+    def _end(self, group: TeacherGroup, metas: Sequence[SampleMeta], error: SampleFailed) -> UserError:
+        domains = ", ".join(repr(domain) for domain in sorted({meta.domain for meta in metas}))
+        ids = ", ".join(str(meta.sample_id) for meta in metas[:MAX_NAMED_SAMPLES])
+        more = f" and {len(metas) - MAX_NAMED_SAMPLES} more" if len(metas) > MAX_NAMED_SAMPLES else ""
+        cure = "see the replicas' logs" if self._keep_going else "see the replicas' logs, or set on_failure: replace"
+        return UserError(
+            f"teachers.{group.name} did not score samples {ids}{more} of domain {domains}: {_one_line(error)}: {cure}"
         )
 
     def _check(self, group: TeacherGroup, meta: SampleMeta, scores: Scores) -> None:
@@ -76,3 +129,31 @@ class TeacherWorker:
             raise RuntimeError(f"{where}: a log-prob is not finite")
         if not bool(((scores.ids >= 0) & (scores.ids < group.vocab_size)).all()):
             raise RuntimeError(f"{where}: an id is outside the vocabulary of {group.vocab_size}")
+
+
+def merge(views: Sequence[Scores], weights: Sequence[float], *, num_teachers: int) -> dict[str, Tensor]:
+    """``TEACHER_FIELDS`` of one sample from its teachers' scores; ``weights`` add up to 1.
+
+    ``teacher_ids`` int32 and ``teacher_logprobs`` fp32 are [R, D, K] for D = ``num_teachers`` (teachers beyond
+    ``views`` repeat the first one; the loss gives them weight 0), or [R, K] for D = 1. ``teacher_token_logprobs`` [R]
+    fp32 is the weighted mean of the teachers' log-probs: the log of their weighted geometric mean (``docs/losses.md``).
+    """
+    if num_teachers == 1:
+        (only,) = views
+        return {
+            "teacher_ids": only.ids,
+            "teacher_logprobs": only.logprobs,
+            "teacher_token_logprobs": only.token_logprobs,
+        }
+    padded = [*views, *[views[0]] * (num_teachers - len(views))]
+    token_logprobs = torch.stack([view.token_logprobs for view in views])
+    shares = torch.tensor(weights, dtype=torch.float64)
+    return {
+        "teacher_ids": torch.stack([view.ids for view in padded], dim=1),
+        "teacher_logprobs": torch.stack([view.logprobs for view in padded], dim=1),
+        "teacher_token_logprobs": (shares[:, None] * token_logprobs.double()).sum(0).float(),
+    }
+
+
+def _one_line(error: SampleFailed) -> str:
+    return " ".join(str(error).split())

@@ -161,12 +161,10 @@ def start_mopd(*arguments: str | Path) -> subprocess.Popen[str]:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """Lines of ``metrics.jsonl`` without times, rates and memory."""
+    """Lines of ``metrics.jsonl`` without times, rates, memory, and the groups' numbers (mostly times too)."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [
-        {name: value for name, value in line.items() if not name.startswith(("timing/", "rate/", "memory/"))}
-        for line in lines
-    ]
+    left_out = ("timing/", "rate/", "memory/", "rollouts/", "teachers/")
+    return [{name: value for name, value in line.items() if not name.startswith(left_out)} for line in lines]
 
 
 def read_validation(run_dir: Path) -> list[dict[str, Any]]:

@@ -27,9 +27,17 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "recipe.yaml"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["config", "recipe.yaml"], ["train", "recipe.yaml"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["config", "recipe.yaml"],
+        ["train", "recipe.yaml"],
+        ["serve", "recipe.yaml", "--teacher", "math"],
+    ],
+)
 def test_answers_without_heavy_imports(recipe: str, arguments: list[str]) -> None:
-    """``train`` refuses a missing model here, before anything heavy is imported."""
+    """``train`` and ``serve`` refuse a missing model here, before anything heavy is imported."""
     code = (
         "import sys\nfrom mopd.cli import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
@@ -46,7 +54,7 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    for command in ("train", "check", "config", "eval", "report", "convert"):
+    for command in ("train", "check", "config", "eval", "serve", "report", "convert"):
         assert f"  mopd {command} " in out
 
 
@@ -74,6 +82,17 @@ def test_config_diff(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "recipe.yaml", "--resume"], "recipe.yaml:3: student.model: folder"),
         (["check", "recipe.yaml"], "recipe.yaml:3: student.model: folder"),
         (["eval", "recipe.yaml"], "recipe.yaml:3: student.model: folder"),
+        (["serve", "recipe.yaml"], "serve recipe.yaml: a recipe has several engines, an engine file has one: name --t"),
+        (
+            ["serve", "recipe.yaml", "--teacher", "maths"],
+            "--teacher maths: the recipe has no such teacher; it has",
+        ),
+        (["serve", "recipe.yaml", "--teacher", "math"], "recipe.yaml:6: teachers.math.model: folder"),
+        (["serve", "recipe.yaml", "--rollout"], "recipe.yaml:3: student.model: folder"),
+        (
+            ["serve", "recipe.yaml", "--rollout", "--replica", "1"],
+            "--replica 1: rollout has 1 replicas, numbered",
+        ),
         (["report", "runs/none"], "'runs/none' holds no run"),
         (["convert", "hf-to-megatron", "none", "out"], "convert: folder 'none' does not exist"),
         (["convert", "megatron-to-hf", "none", "out"], "convert: 'none' is no complete checkpoint"),

@@ -112,6 +112,13 @@ def test_a_step_record_holds_means_by_domain_and_what_was_minimised() -> None:
     assert metrics.by_domain("loss") == pytest.approx({"math": 0.5, "code": 1.5})
 
 
+def test_more_numbers_join_a_step_but_never_replace_one() -> None:
+    metrics = StepMetrics(step=2, values={"loss": 1.0}).plus({"teachers/samples/math": 4.0})
+    assert metrics.record == {"step": 2, "loss": 1.0, "teachers/samples/math": 4.0}
+    with pytest.raises(ValueError, match="metrics loss of step 2 are given twice"):
+        metrics.plus({"loss": 2.0})
+
+
 def test_a_domain_whose_samples_have_no_loss_token_still_counts_its_samples() -> None:
     batch = Batch(samples=(sample(0, "math", 4),))
     values = merge_step(1, batch=batch, sums={}, values={}, timings={}).values

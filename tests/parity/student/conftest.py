@@ -25,7 +25,9 @@ FOUR_RANK_LAYOUTS = {
 }
 ONE = {"tp": 1, "pp": 1, "dp": 1, "sp": False}
 MICRO_BATCH_SIZES = (1, 2, 8)
-HEAD_LOSSES = ("default", "k2", "policy_gradient")
+ENSEMBLES = {"ensemble": "default", "ensemble_k2": "k2"}
+"""Cases in which one domain has two teachers, with their losses."""
+HEAD_LOSSES = ("default", "k2", "policy_gradient", "ensemble")
 OTHER_LOSSES = ("reverse", "jsd", "k2", "policy_gradient")
 
 
@@ -47,6 +49,10 @@ def untied_model(student_folder: Path) -> Path:
     return make_hf_model(student_folder / "hf_untied", "qwen2", seed=1, tie_word_embeddings=False)
 
 
+def _ensemble(case: str) -> Results:
+    return {"ensemble": True, "loss": ENSEMBLES[case], "steps": 1}
+
+
 @pytest.fixture(scope="session")
 def wide_models(student_folder: Path) -> dict[str, str]:
     """A vocabulary so large that the logits of a few samples pass a budget of 1 MiB on each of two ranks."""
@@ -59,10 +65,11 @@ def wide_models(student_folder: Path) -> dict[str, str]:
 
 
 def _head_cases(layouts: dict[str, Results], models: dict[str, str], head_mib: int) -> dict[str, Results]:
-    """Top-k and sampled losses on a large vocabulary, with and without tied embeddings."""
+    """Top-k and sampled losses and an ensemble on a large vocabulary, with and without tied embeddings."""
+    own = {"head_mib": head_mib, "micro_batch_size": 8, "steps": 1}
     return {
         f"{name}/wide/{loss}/{tied}": {
-            **layout, "model": model, "loss": loss, "head_mib": head_mib, "micro_batch_size": 8, "steps": 1
+            **layout, "model": model, **own, **(_ensemble(loss) if loss in ENSEMBLES else {"loss": loss})
         }
         for name, layout in layouts.items()
         for loss in HEAD_LOSSES
@@ -85,6 +92,7 @@ def two_ranks(hf_model: Path, untied_model: Path, wide_models: dict[str, str], s
     for name in ("tp2", "pp2", "dp2"):
         layout = TWO_RANK_LAYOUTS[name]
         cases |= {f"{name}/{loss}": {**layout, "loss": loss, "steps": 1} for loss in OTHER_LOSSES}
+        cases |= {f"{name}/{case}": {**layout, **_ensemble(case)} for case in ENSEMBLES}
         cases[f"{name}/untied"] = {**layout, "model": str(untied_model), "steps": 1, "logprobs": True}
         cases[f"{name}/logprobs"] = {**layout, "logprobs": True}
     cases["tp2/save_hf"] = {**tp2, "steps": 1, "save_hf": str(student_folder / "exported")}
@@ -131,6 +139,7 @@ def one_rank(
     )
     cases["one/budget"] = {**ONE, "steps": 1}
     cases |= {f"one/{loss}": {**ONE, "loss": loss, "steps": 1} for loss in OTHER_LOSSES}
+    cases |= {f"one/{case}": {**ONE, **_ensemble(case)} for case in ENSEMBLES}
     cases["one/untied"] = {**ONE, "model": str(untied_model), "steps": 1, "logprobs": True}
     cases["one/logprobs"] = {**ONE, "logprobs": True}
     cases["load/tp2/one"] = {**ONE, "load": str(student_folder / "saved_tp2"), "steps_after": 2}

@@ -33,7 +33,7 @@ from mopd.data_plane.local import LocalDataPlane
 from mopd.student import parallel
 from mopd.student.worker import StudentWorker
 from mopd.types import MicroBatchPlan, UserError
-from tests.parity.student.samples import DOMAINS, make_samples, put
+from tests.parity.student.samples import DOMAINS, ENSEMBLE, make_samples, put
 
 TOP_K = 8
 NUM_SAMPLES = 16
@@ -49,6 +49,15 @@ LOSSES = {
         old_logprobs="rollout",
         correction=MismatchCorrection(type="icepop"),
     ),
+}
+
+
+TEACHERS = {
+    "one": {"all": Teacher(model="unused", domains=DOMAINS)},
+    "ensemble": {
+        "first": Teacher(model="unused", domains=DOMAINS, weight=1.0),
+        "second": Teacher(model="unused", domains=("math",), weight=3.0),
+    },
 }
 
 
@@ -77,7 +86,7 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
                 use_distributed_optimizer=case.get("distributed_optimizer", True),
             ),
         ),
-        teachers={"all": Teacher(model="unused", domains=DOMAINS)},
+        teachers=TEACHERS["ensemble" if "ensemble" in case else "one"],
         data=Data(train=("unused",), validation=("unused",), max_prompt_length=16),
         rollout=Rollout(max_response_length=16, samples_per_prompt=2),
         loss=LOSSES[case.get("loss", "default")],
@@ -99,7 +108,12 @@ class Case:
 
     def plan(self, step: int, **poison: Any) -> MicroBatchPlan:
         metas, fields = make_samples(
-            NUM_SAMPLES, vocab_size=self.worker.dims.vocab_size, top_k=TOP_K, seed=step, first_id=100 * step
+            NUM_SAMPLES,
+            vocab_size=self.worker.dims.vocab_size,
+            top_k=TOP_K,
+            seed=step,
+            first_id=100 * step,
+            weights=ENSEMBLE if "ensemble" in self.case else None,
         )
         if poison:
             fields["teacher_logprobs"][poison["sample"]][-1, 0] = float("nan")

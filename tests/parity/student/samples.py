@@ -12,12 +12,18 @@ from mopd.data_plane.local import LocalDataPlane
 from mopd.types import SampleMeta
 
 DOMAINS = ("math", "code")
+Weights = dict[str, tuple[float, float]]
+ENSEMBLE: Weights = {"math": (0.25, 0.75), "code": (1.0, 0.0)}
+"""Shares of two teachers: both answer for math, the first one alone for code."""
 
 
 def make_samples(
-    num: int, *, vocab_size: int, top_k: int, seed: int = 0, first_id: int = 0
+    num: int, *, vocab_size: int, top_k: int, seed: int = 0, first_id: int = 0, weights: Weights | None = None
 ) -> tuple[list[SampleMeta], dict[str, list[Tensor]]]:
-    """``num`` samples of unequal lengths in two domains, all loss fields included."""
+    """``num`` samples of unequal lengths in two domains, all loss fields included.
+
+    With ``weights`` (shares by domain) the teacher fields are those of an ensemble, a second teacher beside the first.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
@@ -44,10 +50,18 @@ def make_samples(
         }
         for name, value in values.items():
             fields.setdefault(name, []).append(value)
+        domain = DOMAINS[draw(0, 2)]
+        if weights is not None:
+            second = torch.log_softmax(2 * torch.randn(response, vocab_size, generator=generator), -1)
+            top = second.topk(top_k)
+            for name, value in (("teacher_ids", top.indices.int()), ("teacher_logprobs", top.values)):
+                fields[name][-1] = torch.stack([fields[name][-1], value], dim=1)
+            own = weights[domain][0] * own + weights[domain][1] * second.gather(1, tokens[prompt:, None])[:, 0]
+            fields["teacher_token_logprobs"][-1] = own
         metas.append(
             SampleMeta(
                 sample_id=first_id + i,
-                domain=DOMAINS[draw(0, 2)],
+                domain=domain,
                 weight_version=0,
                 prompt_length=prompt,
                 response_length=response,

@@ -18,13 +18,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.parity.student.conftest import (
+    ENSEMBLES,
     FOUR_RANK_LAYOUTS,
     HEAD_LOSSES,
     MICRO_BATCH_SIZES,
     OTHER_LOSSES,
     TWO_RANK_LAYOUTS,
 )
-from tests.parity.student.samples import DOMAINS, make_samples
+from tests.parity.student.samples import DOMAINS, ENSEMBLE, make_samples
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 
@@ -54,7 +55,7 @@ def test_micro_batch_size_on_one_rank(one_rank: Results, size: int) -> None:
     assert_same_step(one_rank[f"one/mbs{size}"]["steps"][0], one_rank["one/budget"]["steps"][0])
 
 
-@pytest.mark.parametrize("loss", [*OTHER_LOSSES, "untied"])
+@pytest.mark.parametrize("loss", [*OTHER_LOSSES, *ENSEMBLES, "untied"])
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
 def test_other_losses_and_models(two_ranks: Results, one_rank: Results, layout: str, loss: str) -> None:
     assert_same_step(two_ranks[f"{layout}/{loss}"]["steps"][0], one_rank[f"one/{loss}"]["steps"][0])
@@ -104,6 +105,43 @@ def test_equals_the_definition(one_rank: Results, hf_model: Path) -> None:
     assert step["weighted_loss/math"] + step["weighted_loss/code"] == pytest.approx(loss.item(), rel=1e-5)
     for domain in DOMAINS:
         assert step[f"loss/{domain}"] == pytest.approx(by_domain[domain], rel=1e-5)
+
+
+def test_an_ensemble_equals_the_definition(one_rank: Results, hf_model: Path) -> None:
+    """The token loss is the sum of each teacher's forward KL times its share; masses and overlaps are means with the
+    same shares; k1 is the student's log-prob less such a mean of the teachers'. In float64 on transformers' own model.
+    """
+    model = AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float64)
+    metas, fields = make_samples(
+        16, vocab_size=model.config.vocab_size, top_k=8, seed=1, first_id=100, weights=ENSEMBLE
+    )
+    names = ("loss", "k1", "teacher_mass", "student_mass", "topk_overlap")
+    expected = {f"{name}/{domain}": 0.0 for name in names for domain in DOMAINS}
+    total = torch.zeros(())
+    for i, meta in enumerate(metas):
+        logits = model(fields["tokens"][i][None]).logits[0]
+        for r in range(meta.response_length):
+            if not fields["loss_mask"][i][r]:
+                continue
+            log_p = torch.log_softmax(logits[meta.prompt_length + r - 1], -1)
+            for d, share in enumerate(ENSEMBLE[meta.domain]):
+                ids = fields["teacher_ids"][i][r, d].long()
+                q, p = fields["teacher_logprobs"][i][r, d].double().exp(), log_p.exp()[ids]
+                kl = (q * (q / p).log()).sum() + (1 - q.sum()) * ((1 - q.sum()) / (1 - p.sum())).log()
+                total = total + share * kl
+                own_top = set(log_p.topk(8).indices.tolist())
+                expected[f"loss/{meta.domain}"] += share * kl.item()
+                expected[f"teacher_mass/{meta.domain}"] += share * q.sum().item()
+                expected[f"student_mass/{meta.domain}"] += share * p.sum().item()
+                expected[f"topk_overlap/{meta.domain}"] += share * len(own_top & set(ids.tolist())) / 8
+            own = log_p[fields["tokens"][i][meta.prompt_length + r]]
+            expected[f"k1/{meta.domain}"] += (own - fields["teacher_token_logprobs"][i][r]).item()
+    (total / sum(meta.num_loss_tokens for meta in metas)).backward()
+    norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
+    step = one_rank["one/ensemble"]["steps"][0]
+    assert step["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    for name, value in expected.items():
+        assert step[name] == pytest.approx(value, rel=1e-5), name
 
 
 @pytest.mark.parametrize("name", ["logprobs", "untied"])

@@ -190,7 +190,8 @@ def test_chat_without_a_template_and_broken_templates(
 def test_every_domain_needs_a_teacher() -> None:
     counts = {"math": 10, "law": 3, "code": 5, "art": 1}
     with pytest.raises(UserError, match=r"'art' \(1 rows\), 'law' \(3 rows\); teachers answer for 'code', 'math'"):
-        check_domains_have_teachers(counts, {"math": "m", "code": "c"})
-    warnings = check_domains_have_teachers({"math": 10}, {"math": "m", "code": "c"})
-    assert len(warnings) == 1 and "teachers.c.domains names 'code'" in warnings[0]
-    assert check_domains_have_teachers({"math": 10}, {"math": "m"}) == []
+        check_domains_have_teachers(counts, {"math": ("m",), "code": ("c",)})
+    assert check_domains_have_teachers(counts, {"math": ("m",), "code": ("c",)}, default_teacher="m") == []
+    warnings = check_domains_have_teachers({"math": 10}, {"math": ("m",), "code": ("c", "d")})
+    assert len(warnings) == 2 and "teachers.c.domains names 'code'" in warnings[0]
+    assert check_domains_have_teachers({"math": 10}, {"math": ("m",)}) == []

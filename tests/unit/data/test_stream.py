@@ -80,6 +80,24 @@ def test_restored_stream_continues_exactly() -> None:
     assert restored.next(50) == expected
 
 
+def test_a_prompt_out_of_turn_is_the_domains_next_and_leaves_the_shares_alone() -> None:
+    stream = PromptStream(DATA, {"math": 1, "code": 1, "law": 1}, 4)
+    before = stream.next(30)
+    twin = PromptStream(DATA, {"math": 1, "code": 1, "law": 1}, 4)
+    twin.next(30)
+    expected = next(prompt for prompt in twin.next(30) if prompt.domain == "code")
+    extra = [stream.next_of("code") for _ in range(4)]
+    assert (extra[0].row, extra[0].tokens) == (expected.row, expected.tokens)
+    assert [prompt.sample_id for prompt in extra] == [30, 31, 32, 33]
+    state = stream.state_dict()
+    after = stream.next(60)
+    assert Counter(prompt.domain for prompt in before + after) == {"math": 30, "code": 30, "law": 30}
+    assert Counter(prompt.domain for prompt in after[:3]) == {"math": 1, "code": 1, "law": 1}
+    restored = PromptStream(DATA, {"math": 1, "code": 1, "law": 1}, 4)
+    restored.load_state_dict(state)
+    assert restored.next(60) == after
+
+
 def test_position_in_other_data_is_refused() -> None:
     state = PromptStream(DATA, {}, 4).state_dict()
     with pytest.raises(UserError, match="seed 4, this recipe gives 5"):

@@ -110,6 +110,23 @@ def test_release_of_unclaimed_sample_is_refused() -> None:
     asyncio.run(run())
 
 
+def test_discarded_samples_are_gone_and_claimed_ones_stay() -> None:
+    async def run() -> None:
+        plane = LocalDataPlane()
+        await plane.put([meta(i) for i in (1, 2, 3)], {"tokens": rows(1, 2, 3)})
+        await plane.discard([2])
+        with pytest.raises(KeyError, match=r"\[2\] are unknown"):
+            await plane.discard([1, 2])
+        batch = await plane.claim(2, ["tokens"], timeout_s=0)
+        assert batch.sample_ids == (1, 3)  # the refused discard left 1 alone
+        with pytest.raises(KeyError, match=r"\[3\] are discarded but claimed"):
+            await plane.discard([3])
+        await plane.release(batch)
+        assert plane.num_samples == 0
+
+    asyncio.run(run())
+
+
 def _fields() -> dict[str, list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return {

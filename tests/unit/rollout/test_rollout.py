@@ -10,12 +10,14 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mopd.config.schema import CustomReward, Validation
+from mopd.config.schema import CustomReward, Routing, Validation
 from mopd.config.schema import TorchEngine as TorchEngineConfig
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import SamplingParams
 from mopd.engines.torch_engine import TorchEngine
+from mopd.replicas.interface import Replica
+from mopd.replicas.router import Router
 from mopd.rewards.domains import build_rewards
 from mopd.rollout.seeds import derive_seed
 from mopd.rollout.validation import ValidationResult, validate
@@ -101,6 +103,14 @@ def test_a_sample_depends_on_its_id_not_on_its_batch(engine: TorchEngine, datase
     assert len({tuple(t.tolist()) for t in alone["tokens"]}) > 1
     _, other_seed = roll(engine, given[2:3], samples_per_prompt=3, seed=2)
     assert [t.tolist() for t in other_seed["tokens"]] != [t.tolist() for t in alone["tokens"]]
+
+
+def test_a_rollout_without_replicas_names_samples_and_reason(engine: TorchEngine, dataset: PromptDataset) -> None:
+    router = Router("rollout", [Replica(name="rollout.0", engine=engine)], Routing(), kind="rollout")
+    router.set_weight_version(3)
+    router.remove("rollout.0", reason="killed twice")
+    with pytest.raises(UserError, match=r"rollout gave no response for samples 40, .* 'math': .*killed twice"):
+        roll(router, prompts(dataset))
 
 
 def test_seeds_are_63_bit_and_of_two_families() -> None:

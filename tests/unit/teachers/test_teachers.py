@@ -1,56 +1,71 @@
-"""Teachers: the right teacher for each domain, shared work between replicas, and no bad score in the data plane."""
+"""Teachers: the right ones for each domain, ensembles by weight, failures named or returned, no bad score kept."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from mopd.config.assignment import Assignment
+from mopd.config.groups import Routing, Teacher
 from mopd.config.schema import TorchEngine as TorchEngineConfig
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import Scores
+from mopd.engines.interface import EngineRejected, EngineUnavailable, Scores
 from mopd.engines.torch_engine import TorchEngine
+from mopd.replicas.interface import Replica
+from mopd.replicas.router import Router
 from mopd.teachers.group import TeacherGroup
-from mopd.teachers.routing import Routing
 from mopd.teachers.worker import TeacherWorker
-from mopd.types import TEACHER_FIELDS, SampleMeta, UserError
+from mopd.types import TEACHER_FIELDS, FailedSample, SampleMeta, UserError
 from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, VOCAB_SIZE, make_hf_model
 
-ROUTING = Routing({"math": "mathematician", "algebra": "mathematician", "code": "coder"})
+ROUTING = Routing(max_attempts=2, backoff_s=0.0, breaker_reset_s=0.0)
+
+
+def teacher(*domains: str, weight: float | None = None, default: bool = False) -> Teacher:
+    return Teacher(model="unread", domains=domains, weight=weight, default=default)
+
+
+ONE_EACH = {"mathematician": teacher("math", "algebra"), "coder": teacher("code")}
+ENSEMBLE = {"mathematician": teacher("math", weight=3.0), "coder": teacher("math", "code", weight=1.0)}
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TorchEngine]:
     root = tmp_path_factory.mktemp("teachers")
-    folders = {name: make_hf_model(root / name, seed=i) for i, name in enumerate(("mathematician", "coder", "spare"))}
+    folders = {name: make_hf_model(root / name, seed=i) for i, name in enumerate(("mathematician", "coder"))}
     return {name: TorchEngine.from_pretrained(folder, TorchEngineConfig()) for name, folder in folders.items()}
 
 
-class Counting:
-    """A scorer that notes the lengths it was asked for and answers through a real engine, or with altered scores."""
+class Altered:
+    """A scorer that answers through a real engine, with one sample's scores changed or refused."""
 
-    def __init__(self, engine: TorchEngine, **changes: object) -> None:
-        self.engine, self.changes = engine, changes
-        self.requests: list[list[int]] = []
+    def __init__(self, engine: TorchEngine, *, length: int, change: Callable[[Scores], Scores]) -> None:
+        """``change`` meets the sample of ``length`` tokens; it may raise."""
+        self.engine, self.length, self.change = engine, length, change
+        self.requests = 0
 
     async def score(
         self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
     ) -> list[Scores]:
-        self.requests.append([len(t) for t in tokens])
-        await asyncio.sleep(0.01)
+        self.requests += 1
+        await asyncio.sleep(0)
         scores = await self.engine.score(tokens, prompt_lengths, top_k=top_k, temperature=temperature)
-        return [
-            *scores[:-1],
-            replace(scores[-1], **{k: change(getattr(scores[-1], k)) for k, change in self.changes.items()}),
-        ]
+        return [self.change(s) if len(t) == self.length else s for t, s in zip(tokens, scores, strict=True)]
+
+
+def group(name: str, scorer: object, routing: Routing = ROUTING) -> TeacherGroup:
+    router = Router(name, [Replica(name=f"{name}.0", engine=scorer)], routing, kind="teacher")
+    return TeacherGroup(name, router, vocab_size=VOCAB_SIZE)
 
 
 def samples(*domains: str) -> tuple[list[SampleMeta], list[Tensor]]:
+    """Samples 70, 71, … of 5, 7, 7, 9, 9, … tokens."""
     generator = torch.Generator().manual_seed(1)
     metas, tokens = [], []
     for i, domain in enumerate(domains):
@@ -69,27 +84,34 @@ def samples(*domains: str) -> tuple[list[SampleMeta], list[Tensor]]:
     return metas, tokens
 
 
-def run_worker(groups: dict[str, TeacherGroup], *domains: str, top_k: int = 5) -> dict[str, list[Tensor]]:
+def run_worker(
+    teachers: dict[str, Teacher], groups: dict[str, TeacherGroup], *domains: str, keep_going: bool = False
+) -> tuple[dict[str, list[Tensor]], list[FailedSample], tuple[int, ...]]:
+    """Fields of the samples that were scored, the others, and the ids of the former."""
     metas, tokens = samples(*domains)
 
-    async def run() -> dict[str, list[Tensor]]:
+    async def run() -> tuple[dict[str, list[Tensor]], list[FailedSample], tuple[int, ...]]:
         plane = LocalDataPlane()
         await plane.put(metas, {"tokens": tokens})
-        await TeacherWorker(groups, ROUTING, plane, top_k=top_k, temperature=0.8).score(metas)
-        batch = await plane.claim(len(metas), TEACHER_FIELDS, timeout_s=0)
-        return await plane.get(batch.sample_ids, TEACHER_FIELDS)
+        worker = TeacherWorker(groups, Assignment(teachers), plane, top_k=5, temperature=0.8, keep_going=keep_going)
+        failed = await worker.score(metas)
+        batch = await plane.claim(len(metas) - len(failed), TEACHER_FIELDS, timeout_s=0)
+        return await plane.get(batch.sample_ids, TEACHER_FIELDS), failed, batch.sample_ids
 
     return asyncio.run(run())
 
 
+def alone(engine: TorchEngine, tokens: Tensor, meta: SampleMeta) -> Scores:
+    (scores,) = asyncio.run(engine.score([tokens], [meta.prompt_length], top_k=5, temperature=0.8))
+    return scores
+
+
 def test_each_sample_is_scored_by_its_domains_teacher(engines: dict[str, TorchEngine]) -> None:
-    groups = {name: TeacherGroup(name, [engines[name]], vocab_size=VOCAB_SIZE) for name in ("mathematician", "coder")}
     domains = ("code", "math", "algebra", "code", "math")
-    fields = run_worker(groups, *domains)
-    metas, tokens = samples(*domains)
-    for i, meta in enumerate(metas):
-        engine = engines[ROUTING.teacher_of(meta.domain)]
-        (expected,) = asyncio.run(engine.score([tokens[i]], [meta.prompt_length], top_k=5, temperature=0.8))
+    fields, failed, _ = run_worker(ONE_EACH, {name: group(name, engines[name]) for name in ONE_EACH}, *domains)
+    assert failed == []
+    for i, (meta, tokens) in enumerate(zip(*samples(*domains), strict=True)):
+        expected = alone(engines["coder" if meta.domain == "code" else "mathematician"], tokens, meta)
         assert torch.equal(fields["teacher_ids"][i], expected.ids)
         torch.testing.assert_close(fields["teacher_logprobs"][i], expected.logprobs, rtol=0, atol=FP32_FORWARD_ATOL)
         torch.testing.assert_close(
@@ -98,71 +120,129 @@ def test_each_sample_is_scored_by_its_domains_teacher(engines: dict[str, TorchEn
         assert fields["teacher_ids"][i].shape == (meta.response_length, 5)
 
 
+def test_an_ensemble_writes_every_view_and_the_weighted_mean(engines: dict[str, TorchEngine]) -> None:
+    domains = ("math", "code")
+    fields, _, _ = run_worker(ENSEMBLE, {name: group(name, engines[name]) for name in ENSEMBLE}, *domains)
+    (math, code), (math_tokens, code_tokens) = samples(*domains)
+    views = [alone(engines[name], math_tokens, math) for name in ENSEMBLE]
+    assert torch.equal(fields["teacher_ids"][0], torch.stack([view.ids for view in views], dim=1))
+    expected = 0.75 * views[0].token_logprobs + 0.25 * views[1].token_logprobs
+    torch.testing.assert_close(fields["teacher_token_logprobs"][0], expected, rtol=0, atol=1e-5)
+    only = alone(engines["coder"], code_tokens, code)
+    assert fields["teacher_ids"][1].shape == (code.response_length, 2, 5)
+    assert torch.equal(fields["teacher_ids"][1][:, 0], only.ids)
+    torch.testing.assert_close(fields["teacher_token_logprobs"][1], only.token_logprobs, rtol=0, atol=1e-5)
+
+
+def test_the_default_teacher_takes_what_nobody_names(engines: dict[str, TorchEngine]) -> None:
+    teachers = {"mathematician": teacher("math"), "coder": teacher(default=True)}
+    fields, _, _ = run_worker(teachers, {name: group(name, engines[name]) for name in teachers}, "law", "math")
+    metas, tokens = samples("law", "math")
+    assert torch.equal(fields["teacher_ids"][0], alone(engines["coder"], tokens[0], metas[0]).ids)
+    assert torch.equal(fields["teacher_ids"][1], alone(engines["mathematician"], tokens[1], metas[1]).ids)
+
+
 def test_unknown_domain_is_named_before_anything_is_scored(engines: dict[str, TorchEngine]) -> None:
-    scorer = Counting(engines["coder"])
+    scorer = Altered(engines["coder"], length=0, change=lambda s: s)
     with pytest.raises(
         UserError, match=r"'law' \(known: 'algebra', 'code', 'math'\): add it to teachers.<name>.domains"
     ):
-        run_worker({"coder": TeacherGroup("coder", [scorer], vocab_size=VOCAB_SIZE)}, "code", "law")
-    assert scorer.requests == []
+        run_worker(ONE_EACH, {"coder": group("coder", scorer)}, "code", "law")
+    assert scorer.requests == 0
 
 
-def test_replicas_share_tokens_and_keep_the_order(engines: dict[str, TorchEngine]) -> None:
-    replicas = [Counting(engines["coder"]), Counting(engines["coder"])]
-    group = TeacherGroup("coder", replicas, vocab_size=VOCAB_SIZE)
-    metas, tokens = samples(*["code"] * 9)
-    starts = [meta.prompt_length for meta in metas]
-    shared = asyncio.run(group.score(tokens, starts, top_k=4, temperature=1.0))
-    alone = asyncio.run(engines["coder"].score(tokens, starts, top_k=4, temperature=1.0))
-    for a, b in zip(shared, alone, strict=True):
-        torch.testing.assert_close(a.logprobs, b.logprobs, rtol=0, atol=FP32_FORWARD_ATOL)
-    loads = [sum(map(sum, replica.requests)) for replica in replicas]
-    assert sum(loads) == sum(map(len, tokens)) and abs(loads[0] - loads[1]) <= max(map(len, tokens))
+def test_a_group_takes_its_turn_around_the_work(engines: dict[str, TorchEngine]) -> None:
+    seen: list[str] = []
+
+    @asynccontextmanager
+    async def turn():  # type: ignore[no-untyped-def]
+        seen.append("awake")
+        yield
+        seen.append("asleep")
+
+    def note(scores: Scores) -> Scores:
+        seen.append("scored")
+        return scores
+
+    groups = {"coder": group("coder", Altered(engines["coder"], length=5, change=note))}
+    groups["coder"].turn = turn
+    run_worker({"coder": teacher("code")}, groups, "code")
+    assert seen == ["awake", "scored", "asleep"]
 
 
-def test_a_busy_replica_gets_less(engines: dict[str, TorchEngine]) -> None:
-    replicas = [Counting(engines["coder"]), Counting(engines["coder"])]
-    group = TeacherGroup("coder", replicas, vocab_size=VOCAB_SIZE)
-
-    async def run() -> None:
-        long = asyncio.create_task(group.score([torch.full((60,), 4)], [1], top_k=1, temperature=1.0))
-        await asyncio.sleep(0)
-        await group.score([torch.full((9,), 4)] * 3, [1] * 3, top_k=1, temperature=1.0)
-        await long
-        await group.score([torch.full((9,), 4)], [1], top_k=1, temperature=1.0)  # all idle again: the first one
-
-    asyncio.run(run())
-    assert [replica.requests for replica in replicas] == [[[60], [9]], [[9, 9, 9]]]
+def unavailable(scores: Scores) -> Scores:
+    raise EngineUnavailable("coder.0: no answer")
 
 
-def test_groups_need_replicas_of_their_own(engines: dict[str, TorchEngine]) -> None:
-    with pytest.raises(ValueError, match=r"teachers.coder has no replica"):
-        TeacherGroup("coder", [], vocab_size=1)
-    with pytest.raises(ValueError, match=r"teachers.coder: two replicas are one engine"):
-        TeacherGroup("coder", [engines["coder"]] * 2, vocab_size=1)
+def rejected(scores: Scores) -> Scores:
+    raise EngineRejected("coder.0: too long for me")
 
 
-BAD_SCORES = {
-    "ids is .* expected torch.int32": {"ids": lambda t: t.long()},
-    r"logprobs is torch.float32 \[2, 5\], expected torch.float32 \[3, 5\]": {"logprobs": lambda t: t[1:]},
-    r"token_logprobs is torch.float32 \[4\], expected torch.float32 \[3\]": {
-        "token_logprobs": lambda t: torch.cat([t, t[:1]])
-    },
-    "a log-prob is not finite": {"logprobs": lambda t: t.masked_fill(t == t.min(), float("-inf"))},
-    "an id is outside the vocabulary of": {"ids": lambda t: t + VOCAB_SIZE},
+def test_a_failure_ends_the_run_with_sample_domain_teacher_and_last_error(engines: dict[str, TorchEngine]) -> None:
+    groups = {"coder": group("coder", Altered(engines["coder"], length=7, change=rejected))}
+    with pytest.raises(UserError) as caught:
+        run_worker({"coder": teacher("code")}, groups, *["code"] * 2)
+    message = str(caught.value)
+    assert message.startswith("teachers.coder did not score samples 71 of domain 'code': ")
+    assert "too long for me" in message and "on_failure: replace" in message and "\n" not in message
+
+
+def test_samples_that_fail_are_returned_and_the_others_kept(engines: dict[str, TorchEngine]) -> None:
+    scorers = {"coder": Altered(engines["coder"], length=7, change=rejected), "mathematician": engines["mathematician"]}
+    domains = ("code", "math", "code", "code")  # 5, 7, 7 and 9 tokens: the mathematician takes the first 7
+    fields, failed, ids = run_worker(
+        ONE_EACH, {name: group(name, scorer) for name, scorer in scorers.items()}, *domains, keep_going=True
+    )
+    assert [(f.sample.sample_id, f.teacher) for f in failed] == [(72, "coder")]
+    assert "too long for me" in failed[0].reason
+    assert ids == (70, 71, 73)
+    metas, tokens = samples(*domains)
+    assert torch.equal(fields["teacher_ids"][2], alone(engines["coder"], tokens[3], metas[3]).ids)
+
+
+def test_a_sample_of_an_ensemble_needs_all_its_teachers(engines: dict[str, TorchEngine]) -> None:
+    scorers = {"coder": Altered(engines["coder"], length=5, change=rejected), "mathematician": engines["mathematician"]}
+    groups = {name: group(name, scorer) for name, scorer in scorers.items()}
+    _, failed, ids = run_worker(ENSEMBLE, groups, "math", "math", keep_going=True)
+    assert [f.sample.sample_id for f in failed] == [70] and ids == (71,)
+
+
+def test_a_teacher_without_replicas_ends_even_a_run_that_replaces(engines: dict[str, TorchEngine]) -> None:
+    groups = {"coder": group("coder", engines["coder"])}
+    groups["coder"].router.remove("coder.0", reason="killed three times")
+    with pytest.raises(
+        UserError, match=r"teachers.coder did not score samples 70 of domain 'code': .*killed three times"
+    ):
+        run_worker({"coder": teacher("code")}, groups, "code", keep_going=True)
+
+
+def test_one_dead_teacher_ends_the_others_work(engines: dict[str, TorchEngine]) -> None:
+    """Nothing is left behind: asyncio would warn of a task that nobody awaited, and the tests forbid warnings."""
+    scorers = {
+        "coder": Altered(engines["coder"], length=5, change=unavailable),
+        "mathematician": engines["mathematician"],
+    }
+    with pytest.raises(UserError, match=r"2 attempts on coder\.0, coder\.0"):
+        run_worker(ONE_EACH, {name: group(name, scorer) for name, scorer in scorers.items()}, "code", "math")
+
+
+BAD_SCORES: dict[str, Callable[[Scores], Scores]] = {
+    "ids is .* expected torch.int32": lambda s: replace(s, ids=s.ids.long()),
+    r"logprobs is torch.float32 \[2, 5\], expected torch.float32 \[3, 5\]": lambda s: replace(
+        s, logprobs=s.logprobs[1:]
+    ),
+    r"token_logprobs is torch.float32 \[4\], expected torch.float32 \[3\]": lambda s: replace(
+        s, token_logprobs=torch.cat([s.token_logprobs, s.token_logprobs[:1]])
+    ),
+    "a log-prob is not finite": lambda s: replace(
+        s, logprobs=s.logprobs.masked_fill(s.logprobs == s.logprobs.min(), float("-inf"))
+    ),
+    "an id is outside the vocabulary of": lambda s: replace(s, ids=s.ids + VOCAB_SIZE),
 }
 
 
 @pytest.mark.parametrize("message", BAD_SCORES)
 def test_bad_scores_name_teacher_and_sample(engines: dict[str, TorchEngine], message: str) -> None:
-    scorer = Counting(engines["coder"], **BAD_SCORES[message])
-    groups = {"coder": TeacherGroup("coder", [scorer], vocab_size=VOCAB_SIZE)}
-    with pytest.raises(RuntimeError, match=f"teacher 'coder' on sample 72: {message}"):
-        run_worker(groups, "code", "code", "code")
-
-
-def test_a_failing_replica_fails_the_group(engines: dict[str, TorchEngine], tmp_path: Path) -> None:
-    broken = TorchEngine.empty(make_hf_model(tmp_path), TorchEngineConfig())
-    group = TeacherGroup("coder", [engines["coder"], broken], vocab_size=VOCAB_SIZE)
-    with pytest.raises(RuntimeError, match="no weights"):
-        asyncio.run(group.score([torch.tensor([4, 5])] * 2, [1, 1], top_k=1, temperature=1.0))
+    groups = {"coder": group("coder", Altered(engines["coder"], length=5, change=BAD_SCORES[message]))}
+    with pytest.raises(RuntimeError, match=f"teacher 'coder' on sample 70: {message}"):
+        run_worker({"coder": teacher("code")}, groups, "code", "code")

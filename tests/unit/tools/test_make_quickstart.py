@@ -55,6 +55,8 @@ def test_prompts_have_the_columns_that_practitioners_have(tmp_path: Path) -> Non
     assert message["role"] == "user" and message["content"].startswith("rev ")
     assert row["reward_model"] == {"style": "rule", "ground_truth": message["content"].removeprefix("rev ")[::-1]}
     assert row["extra_info"] == {"index": rows.index(row), "split": "validation"}
+    apart = pq.read_table(tmp_path / "data_by_domain/reversal_validation.parquet").to_pylist()
+    assert [r["prompt"] for r in apart] == [r["prompt"] for r in rows if r["data_source"] == "reversal"]
 
 
 @pytest.mark.usefixtures("small")

@@ -1,0 +1,116 @@
+"""Placement sections of a recipe, a union by ``type``: where the replicas of an engine run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mopd.config.numbers import require_at_least, require_positive
+
+LAST_PORT = 65535
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InProcess:
+    """On trainer rank 0, between training steps."""
+
+    type: Literal["in_process"] = "in_process"
+    """Placement type."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Local:
+    """Child processes of trainer rank 0, one engine server each, on this machine's loopback interface."""
+
+    type: Literal["local"]
+    """Placement type."""
+    port_range: tuple[int, ...] | None = None
+    """First and last port that servers may take; absent: any free one."""
+    gpus: tuple[int, ...] = ()
+    """GPUs of this group by number, shared out in order, ``engine.tensor_parallel_size`` to each replica; empty: every
+    replica sees all of them (or there are none)."""
+    num_threads: int | None = None
+    """CPU threads of one replica; absent: the machine's cores over the number of replicas."""
+    startup_timeout_s: float = 600.0
+    """Deadline for a server to become healthy, model loading included."""
+    max_restarts: int = 3
+    """How often each replica that died is started again. After that the others carry on; the run stops when none is
+    left."""
+
+    def __post_init__(self) -> None:
+        _check_supervised(self.startup_timeout_s, self.max_restarts)
+        if self.num_threads is not None:
+            require_at_least("num_threads", self.num_threads, 1)
+        if len(set(self.gpus)) != len(self.gpus) or any(gpu < 0 for gpu in self.gpus):
+            raise ValueError(f"gpus is {list(self.gpus)}: name each GPU once, from 0")
+        if self.port_range is None:
+            return
+        first, last = self.port_range if len(self.port_range) == 2 else (0, 0)
+        if not 1 <= first <= last <= LAST_PORT:
+            raise ValueError(f"port_range is {list(self.port_range)}: set [first, last] within 1 to {LAST_PORT}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayPlacement:
+    """Actors on a Ray cluster: one placement group per teacher, every replica packed onto one node."""
+
+    type: Literal["ray"]
+    """Placement type."""
+    address: str | None = None
+    """Address of the cluster (``host:port``, or ``auto`` on one of its nodes); absent: a cluster of this machine that
+    lives as long as the run."""
+    num_cpus: int = 1
+    """CPUs of one replica, as Ray counts them."""
+    num_gpus: int = 0
+    """GPUs of one replica; at least ``engine.tensor_parallel_size`` where there are GPUs."""
+    shared_pool: str | None = None
+    """Name of a pool that several groups share by turns: only one is awake at a time, the least recently used sleeps
+    first. Absent: resources of its own."""
+    startup_timeout_s: float = 600.0
+    """Deadline for a replica to become healthy, placement and model loading included."""
+    max_restarts: int = 3
+    """How often each replica that died is started again. After that the others carry on; the run stops when none is
+    left."""
+
+    def __post_init__(self) -> None:
+        _check_supervised(self.startup_timeout_s, self.max_restarts)
+        require_at_least("num_cpus", self.num_cpus, 1)
+        require_at_least("num_gpus", self.num_gpus, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class External:
+    """Servers that somebody else runs. Their engine is theirs: the ``engine`` section beside this one is not read."""
+
+    type: Literal["external"]
+    """Placement type."""
+    urls: tuple[str, ...]
+    """One URL per replica, as in ``http://host:8000``."""
+    protocol: Literal["mopd", "openai"] = "mopd"
+    """``mopd``: ``mopd serve``, binary. ``openai``: a stock vLLM server; slower, teachers only, temperature 1 only."""
+    token_file: str | None = None
+    """File with the servers' access token; absent: they ask for none."""
+    served_model_name: str | None = None
+    """Model name to ask an ``openai`` server for; absent: the only one that it lists."""
+    startup_timeout_s: float = 60.0
+    """Deadline for every server to answer when the run starts."""
+
+    def __post_init__(self) -> None:
+        require_positive("startup_timeout_s", self.startup_timeout_s)
+        if not self.urls:
+            raise ValueError("urls is empty: name at least one server")
+        if len(set(self.urls)) != len(self.urls):
+            raise ValueError(f"urls {list(self.urls)} names a server twice: remove one")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"urls has {url!r}: begin it with http:// or https://")
+        if self.served_model_name is not None and self.protocol != "openai":
+            raise ValueError("served_model_name is set but protocol is 'mopd': remove it or set protocol: openai")
+
+
+Placement = InProcess | Local | RayPlacement | External
+
+
+def _check_supervised(startup_timeout_s: float, max_restarts: int) -> None:
+    require_positive("startup_timeout_s", startup_timeout_s)
+    require_at_least("max_restarts", max_restarts, 0)

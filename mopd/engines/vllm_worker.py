@@ -1,0 +1,60 @@
+"""What runs inside vLLM's own worker processes. vLLM mixes this class into its worker; methods are called by name."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+
+class WorkerExtension:
+    """Methods that ``VllmEngine`` calls in every worker (one per GPU of the replica)."""
+
+    reload_weights: Any
+    """vLLM's own method of the worker: replaces the weights in place, name by name."""
+    model_runner: Any
+    """vLLM's own."""
+
+    def mopd_watch(self, owner_pid: int) -> None:
+        """End this worker and vLLM's core process as soon as process ``owner_pid``, which started them, is gone.
+
+        vLLM's core does not notice that its owner was killed and would keep its memory for ever.
+        """
+        core_pid = os.getpid() if os.getppid() == owner_pid else os.getppid()
+        descriptor = os.pidfd_open(owner_pid)
+        threading.Thread(target=_kill_after, args=(descriptor, core_pid), daemon=True, name="mopd-watch").start()
+
+    def mopd_load_weights(self, paths: Sequence[str]) -> int:
+        """Replace all weights by the tensors of these safetensors files; returns how many tensors were read."""
+        count = 0
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            nonlocal count
+            for path in paths:
+                with safe_open(path, framework="pt", device="cpu") as file:
+                    for name in file.keys():  # noqa: SIM118 (not a mapping)
+                        count += 1
+                        yield name, file.get_tensor(name)
+
+        self.reload_weights(weights_iterator=tensors())
+        self._refresh_tied_head()
+        return count
+
+    def _refresh_tied_head(self) -> None:
+        """A tied output matrix receives no tensor of its own, so that vLLM's reload leaves what it derived from the old
+        one (on a CPU a packed copy, from which it would go on computing logits)."""
+        model = self.model_runner.get_model()
+        if model.config.get_text_config().tie_word_embeddings:
+            model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
+
+def _kill_after(owner_descriptor: int, core_pid: int) -> None:
+    select.select([owner_descriptor], [], [])  # readable when the owner has ended; waits as long as this worker lives
+    os.kill(core_pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,51 @@
+"""What a group of replicas is made of, and how it says that a sample cannot be done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mopd.engines.interface import Generator, Scorer
+
+Kind = Literal["teacher", "rollout"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replica:
+    """One copy of a model, ready to work.
+
+    Example: ``Replica(name="math.1", engine=RemoteEngine("http://127.0.0.1:41503", timeout_s=60.0))``.
+    """
+
+    name: str
+    """Unique in its group; stands in errors, metrics and names of log files."""
+    engine: Scorer | Generator
+    """A teacher's replica scores, a rollout replica generates. ``bytes_sent`` and ``bytes_received``, where an engine
+    has them, are read as running totals of its payload."""
+
+
+class SampleFailed(RuntimeError):
+    """Samples that no replica could do. The message names the group, the attempts and the last error."""
+
+    def __init__(
+        self, group: str, positions: Sequence[int], *, attempts: Sequence[str], last_error: BaseException
+    ) -> None:
+        """
+        Args:
+            group: for example ``teacher 'math'``.
+            positions: places of the samples in the caller's request.
+            attempts: replicas that were tried, in order; one may stand there twice.
+            last_error: why the last of them (or the wait for one) failed.
+        """
+        tried = f"{len(attempts)} attempts on {', '.join(attempts)}" if attempts else "no replica was tried"
+        reason = " ".join(str(last_error).split()) or type(last_error).__name__
+        super().__init__(f"{group} could not answer for {len(positions)} samples: {tried}; last error: {reason}")
+        self.group = group
+        self.positions = tuple(positions)
+        self.attempts = tuple(attempts)
+        self.last_error = last_error
+
+
+class NoReplica(RuntimeError):
+    """No replica of the group can take work, and none will soon; the message tells the state of each."""

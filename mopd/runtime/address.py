@@ -1,0 +1,93 @@
+"""Where a server listens and who may talk to it. Light to import: a taken port is told before anything is loaded."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mopd.runtime.run_dir import atomic_write_json
+from mopd.types import UserError
+
+BACKLOG = 2048
+LAST_PORT = 65535
+MIN_TOKEN_CHARACTERS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """Where to listen, and who may talk."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes any free one."""
+    token_file: Path | None = None
+    """Must be there when ``host`` is not the loopback interface."""
+    ready_file: Path | None = None
+    """Written when the server answers: ``{url, pid}`` as JSON, which is also printed on one line."""
+
+    def read_token(self) -> str | None:
+        """The secret, or None for an open server on the loopback interface; ``UserError`` for an open one elsewhere."""
+        if self.token_file is not None:
+            return read_token_file(self.token_file)
+        if not _is_loopback(self.host):
+            raise UserError(
+                f"--host {self.host} is not the loopback interface, and anyone who reaches it could use the engine: "
+                "set --token-file to a file with a secret"
+            )
+        return None
+
+    @contextmanager
+    def listen(self) -> Iterator[socket.socket]:
+        """A listening socket: whoever connects waits until the engine is ready. ``UserError`` if the port is taken."""
+        if not 0 <= self.port <= LAST_PORT:
+            raise UserError(f"--port {self.port} is no port: set 0 (any free one) to {LAST_PORT}")
+        try:
+            family, *_, sockaddr = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server(sockaddr[:2], family=family, backlog=BACKLOG)
+        except OSError as error:
+            reason = (os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)).lower()
+            raise UserError(
+                f"cannot listen on {self.host}:{self.port}: {reason}: set another --port or --host"
+            ) from error
+        with listener:
+            listener.setblocking(False)
+            yield listener
+
+    def announce(self, listener: socket.socket) -> None:
+        """Tell that the server answers: the file first, then the line."""
+        host, port = listener.getsockname()[:2]
+        if ipaddress.ip_address(host).is_unspecified:
+            host = socket.gethostname()
+        ready = {"url": f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", "pid": os.getpid()}
+        if self.ready_file is not None:
+            atomic_write_json(self.ready_file, ready)
+        print(json.dumps(ready), flush=True)
+
+
+def read_token_file(path: Path) -> str:
+    """The secret in a file, surrounding white space cut; ``UserError`` if it is missing, short or not printable."""
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"token file {str(path)!r} cannot be read: {error}") from error
+    if len(token) < MIN_TOKEN_CHARACTERS or not token.isprintable() or " " in token:
+        raise UserError(
+            f"token file {str(path)!r} must hold one word of {MIN_TOKEN_CHARACTERS} or more ASCII characters: "
+            "write one, for example with `openssl rand -hex 32`"
+        )
+    return token
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: it may mean any interface
+        return False

@@ -1,0 +1,1 @@
+"""Where the replicas of teachers and rollout run: started, watched, restarted and ended here. See ``groups.Groups``."""

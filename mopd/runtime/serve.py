@@ -1,0 +1,177 @@
+"""``mopd serve``: one engine behind one HTTP server, in this process, until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import uvicorn
+
+from mopd.config.engines import TorchEngine as TorchEngineConfig
+from mopd.conversion.hf import weight_files
+from mopd.conversion.manifest import HASHES, make_manifest
+from mopd.conversion.safetensors_header import read_header
+from mopd.data.tokenizer import load_tokenizer
+from mopd.runtime.address import BACKLOG, Address
+from mopd.runtime.engine_file import EngineFile
+from mopd.runtime.engine_loading import load_engine
+from mopd.runtime.manifests import CACHE_FILE
+from mopd.serving.admission import ServerLimits
+from mopd.serving.app import EngineServer, Served, create_app
+from mopd.serving.host import CanClose, DirectHost, EngineHost, ThreadHost
+from mopd.wire.limits import MAX_CHUNK_BYTES
+
+logger = logging.getLogger(__name__)
+KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections (httpx: 5 s): a server that closes first loses the request on its way."""
+CLOSE_TIMEOUT_S = 10.0
+
+
+def serve(file: EngineFile, address: Address, listener: socket.socket, token: str | None) -> int:
+    """Load the engine, serve on ``listener`` until SIGTERM or until the engine is dead; returns the exit code.
+
+    Raises:
+        UserError: the model cannot be loaded.
+    """
+    _log_to_terminal(file.label)
+    code, is_computing = asyncio.run(_serve(file, address, listener, token))
+    if is_computing:  # the interpreter would wait for the thread, which nobody waits for any more
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+async def _serve(file: EngineFile, address: Address, listener: socket.socket, token: str | None) -> tuple[int, bool]:
+    """``(exit code, whether a call still runs in the engine's thread)``."""
+    loop = asyncio.get_running_loop()
+    manifest = await loop.run_in_executor(None, _manifest, file)
+    host = await start_host(file)
+    died = asyncio.Event()
+    served = Served(
+        role=file.role,
+        name=file.name,
+        host=host,
+        limits=server_limits(file),
+        manifest=manifest,
+        tokenizer=_tokenizer(file.model),
+        token=token,
+        on_dead=died.set,
+    )
+    engine_server = EngineServer(served)
+    config = uvicorn.Config(
+        create_app(engine_server),
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(served.limits.drain_timeout_s),
+        backlog=BACKLOG,
+    )
+    server = _Server(config, on_ready=lambda: address.announce(listener), on_exit=engine_server.drain)
+
+    async def stop_when_dead() -> None:
+        await died.wait()
+        server.should_exit = True
+
+    watch = asyncio.create_task(stop_when_dead())
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        await _close_engine(host)
+    if server.interrupted:
+        raise KeyboardInterrupt
+    failed = died.is_set() or not server.started
+    return int(failed), isinstance(host, ThreadHost) and host.is_computing
+
+
+async def start_host(file: EngineFile) -> EngineHost:
+    """The engine of a file, loaded, in its host. ``UserError`` if the model cannot be loaded."""
+    engine = await load_engine(file, "cuda" if torch.cuda.is_available() else "cpu")
+    if isinstance(file.engine, TorchEngineConfig):
+        return ThreadHost(engine, max_batch_tokens=file.engine.max_tokens_per_batch)
+    return DirectHost(engine)
+
+
+def server_limits(file: EngineFile) -> ServerLimits:
+    """Limits that follow from the file and the model's size."""
+    if file.role == "teacher":
+        max_update_bytes = 0
+    else:
+        headers = [read_header(path) for path in weight_files(Path(file.model))]
+        num_weights = sum(prod(info.shape) for header in headers for info in header.values())
+        max_update_bytes = 2 * 4 * num_weights + 2**20  # fp32, and room for matrices that the checkpoint holds once
+    token_bytes = 32 * file.max_tokens_per_request + 2**20  # id, length, prompt length or seed, of the shortest samples
+    return ServerLimits(
+        max_tokens_per_request=file.max_tokens_per_request,
+        max_queued_tokens=max(file.max_queued_tokens, file.max_tokens_per_request),
+        max_body_bytes=token_bytes if file.role == "teacher" else max(token_bytes, MAX_CHUNK_BYTES),
+        max_update_bytes=max_update_bytes,
+        request_timeout_s=file.request_timeout_s,
+    )
+
+
+class _Server(uvicorn.Server):
+    """Tells when it answers, and ends normally on SIGTERM."""
+
+    def __init__(self, config: uvicorn.Config, *, on_ready: Callable[[], None], on_exit: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready, self._on_exit = on_ready, on_exit
+        self.interrupted = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._on_ready()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Without raising the signal once more after the shutdown, as uvicorn does: a drained server ended well."""
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.interrupted = self.interrupted or sig == signal.SIGINT
+        self._on_exit()
+        super().handle_exit(sig, frame)
+
+
+def _manifest(file: EngineFile) -> dict[str, str]:
+    manifest = make_manifest(Path(file.model), cache_file=CACHE_FILE.expanduser()).to_json()
+    return {name: manifest[name] for name in HASHES}
+
+
+def _tokenizer(model: str) -> Any:
+    """For text prompts of ``/v1/completions``; None for a folder without tokenizer files, which scores all the same."""
+    if not any(Path(model).glob("*tokenizer*")) and not any(Path(model).glob("vocab*")):
+        return None
+    return load_tokenizer(model)
+
+
+async def _close_engine(host: EngineHost) -> None:
+    if isinstance(host.engine, CanClose):
+        await asyncio.wait_for(host.engine.close(), CLOSE_TIMEOUT_S)
+
+
+def _log_to_terminal(label: str) -> None:
+    logging.basicConfig(level=logging.WARNING, format=f"{label}: %(message)s", force=True)
+    logging.getLogger("mopd").setLevel(logging.INFO)

@@ -1,0 +1,48 @@
+"""What a step's record gets besides the student's numbers: the groups' work and the floor of the measured KL."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from mopd.config.assignment import Assignment
+from mopd.metrics import StepMetrics
+from mopd.replicas.watch import GroupWatch
+from mopd.runtime.parity import Parity
+from mopd.runtime.run_dir import atomic_write_json
+
+
+class StepWatch:
+    """Adds ``teachers/…`` and ``rollouts/…`` (see ``mopd.replicas.watch``), ``kl_floor/DOMAIN`` and ``kl_net/DOMAIN``.
+
+    ``kl_floor`` is the KL that a domain's teachers measured against their own folders before the first step; ``kl_net``
+    is ``kl_k1`` less that.
+    """
+
+    def __init__(self, groups: GroupWatch, assignment: Assignment, floors: Mapping[str, float]) -> None:
+        """``floors`` by teacher; a domain with a teacher that could not be compared has no floor."""
+        self._groups, self._assignment, self._floors = groups, assignment, dict(floors)
+
+    def __call__(self, metrics: StepMetrics) -> StepMetrics:
+        """The record with these numbers."""
+        values = self._groups.flush()
+        for domain, kl in metrics.by_domain("kl_k1").items():
+            names = self._assignment.teachers_of(domain)
+            if all(name in self._floors for name in names):
+                weights = self._assignment.weights_of(domain)
+                floor = sum(w * self._floors[name] for w, name in zip(weights, names, strict=True))
+                values |= {f"kl_floor/{domain}": floor, f"kl_net/{domain}": kl - floor}
+        return metrics.plus(values)
+
+
+def write_parity(path: Path, parity: Mapping[str, Parity]) -> None:
+    """Keep what the preflight of a fresh run measured, by teacher: a resumed run reports against the same floors."""
+    atomic_write_json(path, {name: asdict(measured) for name, measured in parity.items()})
+
+
+def read_floors(path: Path) -> dict[str, float]:
+    """Teacher -> KL floor; rounding can make a KL of 0 negative, which is a floor of 0."""
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    return {name: max(0.0, measured["kl"]) for name, measured in stored.items()}

@@ -1,0 +1,1 @@
+"""An HTTP server around one engine: scoring, sampling, weight updates."""

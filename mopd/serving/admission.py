@@ -1,0 +1,157 @@
+"""Which work is let in: bounded by tokens, none while weights change or the engine sleeps, none while the
+server ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mopd.serving.errors import Refusal, busy, too_large
+
+RETRY_AFTER_S = (0.05, 30.0)
+"""Bounds of what a refused client is told."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerLimits:
+    """What one server takes."""
+
+    max_tokens_per_request: int
+    """Tokens of prompts and responses of one request; more is answered with 413."""
+    max_queued_tokens: int
+    """Tokens that wait, run, or whose answers are not sent yet; more is answered with 429."""
+    max_body_bytes: int = 64 * 2**20
+    """Bytes of one body; more is answered with 413."""
+    max_update_bytes: int = 0
+    """Bytes of all tensors of one weight update, kept in host memory until it is complete."""
+    request_timeout_s: float = 600.0
+    """Longest life of a request, whatever its deadline header says."""
+    body_timeout_s: float = 60.0
+    """Longest time for one body to arrive, or for one slice of an answer to leave."""
+    update_timeout_s: float = 600.0
+    """Longest time between two messages of a weight update; then it is forgotten and the old weights serve again."""
+    drain_timeout_s: float = 60.0
+    """Longest time that running requests get to end after SIGTERM."""
+
+    def __post_init__(self) -> None:
+        if self.max_queued_tokens < self.max_tokens_per_request:
+            raise ValueError(
+                f"max_queued_tokens {self.max_queued_tokens} is below max_tokens_per_request "
+                f"{self.max_tokens_per_request}: such a request could never enter"
+            )
+
+
+class Admission:
+    """Counts tokens and running work. Belongs to one event loop."""
+
+    def __init__(self, limits: ServerLimits) -> None:
+        self.limits = limits
+        self.queued_tokens = 0
+        """Tokens admitted and not yet released."""
+        self.num_running = 0
+        """Requests whose engine work has not ended."""
+        self._closed_because: Refusal | None = None
+        self._is_paused = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._done_tokens = 0
+        self._busy_s = 0.0
+        self._busy_since = 0.0
+
+    def admit(self, num_tokens: int) -> Reservation:
+        """Room for a request of ``num_tokens``. The caller must release it.
+
+        Raises:
+            Refusal: 413 if it can never enter, 429 if the queue is full, 409 during a weight update, 503 while asleep
+                and at the end.
+        """
+        if self._closed_because is not None:
+            raise self._closed_because
+        limit = self.limits.max_tokens_per_request
+        if num_tokens > limit:
+            raise too_large(f"a request of {num_tokens} tokens: this server takes {limit} at a time")
+        excess = self.queued_tokens + num_tokens - self.limits.max_queued_tokens
+        if excess > 0:
+            raise busy(
+                f"{self.queued_tokens} of {self.limits.max_queued_tokens} tokens are queued: no room for {num_tokens}",
+                retry_after_s=self._time_for(excess),
+            )
+        if self.queued_tokens == 0:
+            self._busy_since = time.monotonic()
+        self.queued_tokens += num_tokens
+        return Reservation(self, num_tokens)
+
+    def pause(self, reason: Refusal) -> None:
+        """Let nothing in for a while: weights change, or the engine sleeps. ``Refusal`` when it is paused or ends."""
+        if self._closed_because is not None:
+            raise self._closed_because
+        self._closed_because, self._is_paused = reason, True
+
+    def resume(self) -> None:
+        """Let work in again, unless the server ends."""
+        if self._is_paused:
+            self._closed_because, self._is_paused = None, False
+
+    def close(self, kind: str, message: str) -> None:
+        """Let nothing in from now on."""
+        self._closed_because, self._is_paused = Refusal(503, kind, message), False
+
+    @property
+    def closed_kind(self) -> str | None:
+        """``draining`` or ``dead`` when the server ends."""
+        return None if self._closed_because is None or self._is_paused else self._closed_because.kind
+
+    async def wait_idle(self, timeout_s: float) -> None:
+        """Returns when no engine work runs; ``Refusal`` 504 at the deadline."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except asyncio.TimeoutError as error:
+            raise Refusal(504, "deadline", f"{self.num_running} requests did not end in {timeout_s:g} s") from error
+
+    def _time_for(self, num_tokens: int) -> float:
+        """Seconds in which this server works through ``num_tokens``, by its record so far."""
+        low, high = RETRY_AFTER_S
+        busy_s = self._busy_s + time.monotonic() - self._busy_since
+        if self._done_tokens == 0 or busy_s <= 0:
+            return 1.0
+        return min(max(num_tokens * busy_s / self._done_tokens, low), high)
+
+    def _start(self) -> None:
+        self.num_running += 1
+        self._idle.clear()
+
+    def _stop(self) -> None:
+        self.num_running -= 1
+        if self.num_running == 0:
+            self._idle.set()
+
+    def _release(self, num_tokens: int) -> None:
+        self.queued_tokens -= num_tokens
+        self._done_tokens += num_tokens
+        if self.queued_tokens == 0:
+            self._busy_s += time.monotonic() - self._busy_since
+
+
+class Reservation:
+    """Room of one request: ``running`` while the engine works, ``release`` when its answer has left."""
+
+    def __init__(self, admission: Admission, num_tokens: int) -> None:
+        self._admission = admission
+        self._num_tokens = num_tokens
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The engine's part."""
+        self._admission._start()
+        try:
+            yield
+        finally:
+            self._admission._stop()
+
+    def release(self) -> None:
+        """Once or more."""
+        self._admission._release(self._num_tokens)
+        self._num_tokens = 0

@@ -1,0 +1,375 @@
+"""The HTTP application around one engine. One process serves one replica; nothing is shared between servers.
+
+::
+
+    request ─ token? ─ length? ─ body (limit, deadline) ─ decode ─ room in the queue? ─ version? ─ engine ─ answer
+                401      411         413  408  429           400       429 413 409 503    409      500 504
+
+A request whose client goes away is cancelled: it leaves the queue, or is aborted at an engine that can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import ValidationError
+
+from mopd.engines.interface import EngineInfo, EngineLimits, EngineUnavailable
+from mopd.serving.admission import Admission, Reservation, ServerLimits
+from mopd.serving.bodies import BodyReader, SlicedResponse, discard, disconnected, read_deadline
+from mopd.serving.completions import CompletionRequest, Tokenizer, make_work
+from mopd.serving.errors import Refusal, bad_request, stale_weights
+from mopd.serving.host import CanSleep, CanTellHealth, EngineHost
+from mopd.serving.metrics import ServerMetrics
+from mopd.serving.updates import WeightUpdates
+from mopd.serving.work import GenerateWork, ScoreWork, Work
+from mopd.types import UserError
+from mopd.wire.codec import VERSION, MessageT, WireError, decode, encode
+from mopd.wire.limits import CONTENT_TYPE, DEADLINE_HEADER
+from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest
+from mopd.wire.weights import WeightAbort, WeightBegin, WeightChunk, WeightCommit, WeightVersion
+
+logger = logging.getLogger(__name__)
+LARGE_BYTES = 2**18
+"""Bodies above this are coded in a thread, so that ``/health`` answers meanwhile."""
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What a server serves."""
+
+    role: Literal["teacher", "rollout"]
+    """A teacher's weights are fixed; a rollout has none until the first update."""
+    name: str
+    """The group's name in the recipe."""
+    host: EngineHost
+    limits: ServerLimits
+    manifest: dict[str, str] | None = None
+    """Hashes of the folder that the engine loaded."""
+    tokenizer: Tokenizer | None = None
+    """For text prompts of ``/v1/completions``."""
+    token: str | None = None
+    """Access token that every path but ``/health`` asks for."""
+    on_dead: Callable[[], None] = lambda: None
+    """Called once when the engine is dead for good."""
+
+
+class EngineServer:
+    """Handlers and state of one application. Belongs to one event loop."""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        self.admission = Admission(served.limits)
+        self.updates = WeightUpdates(
+            served.host, self.admission, has_weights=served.role == "teacher", fixed=served.role == "teacher"
+        )
+        self.metrics = ServerMetrics(self.admission, self.updates)
+        self._bodies = BodyReader(max_body_bytes=served.limits.max_body_bytes, timeout_s=served.limits.body_timeout_s)
+        self._info: EngineInfo | None = None
+        self._is_asleep = False
+
+    async def start(self) -> None:
+        """Before the first request."""
+        await self.served.host.start()
+        self._info = await self.served.host.engine.info()
+
+    async def close(self) -> None:
+        """After the last request."""
+        self.drain()
+        self.updates.close()
+        await self.served.host.close()
+
+    def drain(self) -> None:
+        """Let nothing new in; what runs may end."""
+        if self.admission.closed_kind is None:
+            self.admission.close("draining", "the server is about to end")
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine's own account, completed by what the server knows."""
+        assert self._info is not None
+        limits = self.served.limits
+        return dataclasses.replace(
+            self._info,
+            weight_version=self.updates.weight_version,
+            manifest=self.served.manifest,
+            limits=EngineLimits(
+                max_tokens_per_request=limits.max_tokens_per_request,
+                max_queued_tokens=limits.max_queued_tokens,
+                max_body_bytes=limits.max_body_bytes,
+            ),
+        )
+
+    async def health(self) -> Response:
+        """200 while the server takes requests (a rollout server without weights does: it waits for them)."""
+        engine = self.served.host.engine
+        if self.admission.closed_kind is None and isinstance(engine, CanTellHealth):
+            await self._engine_call(engine.check_health())
+        kind = self.admission.closed_kind
+        return JSONResponse({"status": kind or "ok"}, status_code=200 if kind is None else 503)
+
+    async def show_info(self) -> Response:
+        """Who answers, with which weights and limits."""
+        served = self.served
+        info = dataclasses.asdict(self.info)
+        return JSONResponse({"wire_version": VERSION, "role": served.role, "name": served.name, "engine": info})
+
+    async def show_metrics(self) -> Response:
+        """Prometheus' text format."""
+        return Response(self.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    async def models(self) -> Response:
+        """OpenAI's list of models: this one."""
+        model = {"id": self.info.model, "object": "model", "max_model_len": self.info.max_positions}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def score(self, request: Request) -> Response:
+        """Score response tokens."""
+        deadline = self._deadline(request)
+        work = ScoreWork(await self._read(request, ScoreRequest))
+        response = await self._serve(request, deadline, work)
+        self.metrics.scored_tokens.inc(work.num_rows)
+        return response
+
+    async def generate(self, request: Request) -> Response:
+        """Draw responses."""
+        deadline = self._deadline(request)
+        work = GenerateWork(await self._read(request, GenerateRequest))
+        response = await self._serve(request, deadline, work)
+        self.metrics.generated_tokens.inc(work.num_rows)
+        return response
+
+    async def completions(self, request: Request) -> Response:
+        """OpenAI's form, for other clients."""
+        deadline = self._deadline(request)
+        body = await self._bodies.read(request)
+        try:
+            asked = CompletionRequest.model_validate_json(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise bad_request(f"{place}: {first['msg']}") from error
+        work = make_work(asked, self.info, self.served.tokenizer)
+        self.updates.require(self.updates.weight_version)
+        reservation = self.admission.admit(work.num_tokens)
+        try:
+            with reservation.running():
+                answer = await self._until(request, deadline, work.run(self.served.host))
+        finally:
+            reservation.release()
+        return JSONResponse(answer)
+
+    async def weights_begin(self, request: Request) -> Response:
+        """First message of a weight update."""
+        return _message(self.updates.begin(await self._read(request, WeightBegin)))
+
+    async def weights_chunk(self, request: Request) -> Response:
+        """Tensors of a weight update."""
+        return _message(self.updates.add(await self._read(request, WeightChunk)))
+
+    async def weights_commit(self, request: Request) -> Response:
+        """Last message of a weight update; answers when the new weights serve."""
+        message = await self._read(request, WeightCommit)
+        return _message(await self._engine_call(self.updates.commit(message)))
+
+    async def weights_abort(self, request: Request) -> Response:
+        """End of an update that will not be completed."""
+        return _message(self.updates.abort(await self._read(request, WeightAbort)))
+
+    def _deadline(self, request: Request) -> float:
+        return read_deadline(request, DEADLINE_HEADER, self.served.limits.request_timeout_s)
+
+    async def sleep(self, request: Request) -> Response:
+        """Give the engine's memory back until ``wake``; what runs may end. Asleep already is fine."""
+        await self._bodies.read(request)
+        engine = self._sleeper()
+        if self.updates.is_running:
+            raise stale_weights("a weight update is on its way")
+        if not self._is_asleep:
+            self.admission.pause(Refusal(503, "asleep", "the engine is asleep: wake it first"))
+            try:
+                await self.admission.wait_idle(self.served.limits.request_timeout_s)
+                await self._engine_call(engine.sleep())
+                self._is_asleep = True
+            finally:
+                if not self._is_asleep:
+                    self.admission.resume()
+        return JSONResponse({"status": "asleep"})
+
+    async def wake(self, request: Request) -> Response:
+        """Undo ``sleep``. Awake already is fine."""
+        await self._bodies.read(request)
+        engine = self._sleeper()
+        if self._is_asleep:
+            await self._engine_call(engine.wake_up())
+            self._is_asleep = False
+            self.admission.resume()
+        return JSONResponse({"status": "awake"})
+
+    def _sleeper(self) -> CanSleep:
+        engine = self.served.host.engine
+        if not isinstance(engine, CanSleep):
+            raise bad_request("this engine cannot sleep")
+        return engine
+
+    async def _read(self, request: Request, cls: type[MessageT]) -> MessageT:
+        body = await self._bodies.read(request)
+        self.metrics.received_bytes.inc(len(body))
+        try:
+            return await _maybe_in_thread(len(body), decode, body, cls)
+        except WireError as error:
+            raise bad_request(str(error)) from error
+
+    async def _serve(self, request: Request, deadline: float, work: Work) -> Response:
+        """Admission, the engine's call, the answer. Room in the queue is held until the answer has left."""
+        work.check(self.info)
+        reservation = self.admission.admit(work.num_tokens)
+        try:
+            self.updates.require(work.weight_version)
+            with reservation.running():
+                answer = await self._until(request, deadline, work.run(self.served.host))
+            num_bytes = sum(value.nbytes for value in vars(answer).values() if hasattr(value, "nbytes"))
+            return self._sliced(await _maybe_in_thread(num_bytes, _encode, answer), reservation)
+        except BaseException:
+            reservation.release()
+            raise
+
+    def _sliced(self, body: bytes, reservation: Reservation) -> Response:
+        self.metrics.sent_bytes.inc(len(body))
+        timeout_s = self.served.limits.body_timeout_s
+        return SlicedResponse(body, CONTENT_TYPE, slice_timeout_s=timeout_s, on_end=reservation.release)
+
+    async def _until(self, request: Request, deadline: float, call: Awaitable[ResultT]) -> ResultT:
+        """The call's result; the call is cancelled at the deadline and when the client has gone."""
+        task = asyncio.ensure_future(self._engine_call(call))
+        gone = asyncio.create_task(disconnected(request))
+        try:
+            timeout_s = max(0.0, deadline - time.monotonic())
+            await asyncio.wait({task, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if gone.done():
+                raise Refusal(499, "client_gone", "the client went away")
+            raise Refusal(504, "deadline", "the deadline passed before the engine was done")
+        finally:
+            for pending in (task, gone):
+                pending.cancel()
+            await asyncio.gather(task, gone, return_exceptions=True)
+
+    async def _engine_call(self, call: Awaitable[ResultT]) -> ResultT:
+        """The engine's errors as refusals. A dead engine ends the server: its supervisor starts another."""
+        try:
+            return await call
+        except (ValueError, UserError) as error:
+            raise bad_request(" ".join(str(error).split())) from error
+        except EngineUnavailable as error:
+            message = " ".join(str(error).split())
+            logger.error("the engine is dead: %s", message)
+            if self.admission.closed_kind != "dead":
+                self.admission.close("dead", f"the engine is dead: {message}")
+                self.served.on_dead()
+            raise Refusal(503, "dead", f"the engine is dead: {message}") from error
+
+
+def create_app(server: EngineServer) -> FastAPI:
+    """The application; start and close of the engine's host are tied to its lifespan."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await server.start()
+        yield
+        await server.close()
+
+    app = FastAPI(title="mopd engine server", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    guarded = [Depends(_token_check(server.served.token))]
+    app.add_api_route("/health", server.health, methods=["GET"], response_model=None)
+    for path, getter in (
+        ("/info", server.show_info),
+        ("/metrics", server.show_metrics),
+        ("/v1/models", server.models),
+    ):
+        app.add_api_route(path, getter, methods=["GET"], response_model=None, dependencies=guarded)
+    for path, handler in (
+        ("/v1/score", server.score),
+        ("/v1/generate", server.generate),
+        ("/v1/completions", server.completions),
+        ("/v1/sleep", server.sleep),
+        ("/v1/wake", server.wake),
+        ("/v1/weights/begin", server.weights_begin),
+        ("/v1/weights/chunk", server.weights_chunk),
+        ("/v1/weights/commit", server.weights_commit),
+        ("/v1/weights/abort", server.weights_abort),
+    ):
+        counted = _counted(server.metrics, path, handler)
+        app.add_api_route(path, counted, methods=["POST"], response_model=None, dependencies=guarded)
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        assert isinstance(error, Refusal)
+        if error.status not in (408, 499):  # that client does not send, or is gone
+            await discard(request)
+        return error.response()
+
+    app.add_exception_handler(Refusal, refuse)
+    return app
+
+
+def _token_check(token: str | None) -> Callable[[Request], Awaitable[None]]:
+    async def check(request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            raise Refusal(401, "unauthorized", "send the server's token: Authorization: Bearer TOKEN")
+
+    return check
+
+
+def _counted(
+    metrics: ServerMetrics, path: str, handler: Callable[[Request], Awaitable[Response]]
+) -> Callable[[Request], Awaitable[Response]]:
+    async def count(request: Request) -> Response:
+        start = time.monotonic()
+        status = 500
+        try:
+            response = await handler(request)
+            status = response.status_code
+            return response
+        except Refusal as refusal:
+            status = refusal.status
+            raise
+        except Exception:  # an exception that reaches uvicorn also closes the connection, under the next request
+            logger.exception("%s failed", path)
+            return Refusal(500, "internal_error", "a fault of the server: its log has the traceback").response()
+        finally:
+            metrics.requests.labels(path, str(status)).inc()
+            metrics.latency_s.labels(path).observe(time.monotonic() - start)
+
+    return count
+
+
+def _encode(answer: ScoreAnswer | GenerateAnswer) -> bytes:
+    try:
+        return encode(answer)
+    except ValueError as error:  # log-probs that the asked dtype cannot hold
+        raise bad_request(str(error)) from error
+
+
+def _message(message: WeightVersion) -> Response:
+    return Response(encode(message), media_type=CONTENT_TYPE)
+
+
+async def _maybe_in_thread(num_bytes: int, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
+    if num_bytes <= LARGE_BYTES:
+        return function(*arguments)
+    return await asyncio.to_thread(function, *arguments)

@@ -1,0 +1,152 @@
+"""Versioned weight updates of a rollout server: begin, chunks, commit. Half an update never serves.
+
+::
+
+    serving v ──begin──> receiving v+1 (no work; tensors kept aside) ──commit──> loading ──ok──> serving v+1
+        ▲                     │ abort, or silence for update_timeout_s             │ failed
+        └─────────────────────┘                                                    └──> no weights: work is refused
+    a new begin replaces the update before it (its sender died)                         (409) until an update succeeds
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mopd.serving.admission import Admission
+from mopd.serving.errors import Refusal, bad_request, stale_weights
+from mopd.serving.host import EngineHost
+from mopd.wire.codec import WireError
+from mopd.wire.weights import (
+    Staging,
+    WeightAbort,
+    WeightBegin,
+    WeightChunk,
+    WeightCommit,
+    WeightVersion,
+)
+
+
+@dataclass(slots=True)
+class _Update:
+    update_id: str
+    weight_version: int
+    staging: Staging
+    silence: asyncio.TimerHandle
+    """Fires when the sender has said nothing for too long."""
+
+
+class WeightUpdates:
+    """The version that a server answers with, and the update on its way."""
+
+    def __init__(self, host: EngineHost, admission: Admission, *, has_weights: bool, fixed: bool) -> None:
+        """``has_weights`` tells that the engine can answer now; ``fixed`` weights (a teacher's) are never updated."""
+        self._host, self._admission = host, admission
+        self._has_weights, self._fixed = has_weights, fixed
+        self._weight_version = -1
+        self._update: _Update | None = None
+        self._is_loading = False
+
+    @property
+    def is_running(self) -> bool:
+        """An update is on its way or being loaded."""
+        return self._update is not None or self._is_loading
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that answer; -1 for the checkpoint's, or none."""
+        return self._weight_version
+
+    def require(self, weight_version: int) -> None:
+        """``Refusal`` 409 unless the engine answers with this version."""
+        if not self._has_weights:
+            raise stale_weights("the server has no weights yet")
+        if weight_version != self._weight_version:
+            raise stale_weights(f"the server has weights {self._weight_version}, not {weight_version}")
+
+    def begin(self, message: WeightBegin) -> WeightVersion:
+        """No more work is let in; what runs may end."""
+        self._require_updatable()
+        self._drop()
+        self._admission.pause(stale_weights(f"weights {message.weight_version} are on their way"))
+        self._update = _Update(
+            update_id=message.update_id,
+            weight_version=message.weight_version,
+            staging=Staging(max_bytes=self._admission.limits.max_update_bytes),
+            silence=self._alarm(),
+        )
+        return WeightVersion(weight_version=self._weight_version)
+
+    def add(self, chunk: WeightChunk) -> WeightVersion:
+        """Keep a chunk aside. A bad one ends the update (400); the old weights serve again."""
+        update = self._current(chunk.update_id)
+        try:
+            update.staging.add(chunk)
+        except WireError as error:
+            self._drop()
+            raise bad_request(str(error)) from error
+        update.silence.cancel()
+        update.silence = self._alarm()
+        return WeightVersion(weight_version=self._weight_version)
+
+    async def commit(self, message: WeightCommit) -> WeightVersion:
+        """Load what arrived if it is all there, and serve it."""
+        update = self._current(message.update_id)
+        try:
+            tensors = update.staging.finish(message)
+        except WireError as error:
+            self._drop()
+            raise bad_request(str(error)) from error
+        update.silence.cancel()
+        self._update = None
+        self._is_loading = True
+        try:
+            await self._admission.wait_idle(self._admission.limits.request_timeout_s)
+            await self._load(tensors.items(), update.weight_version)
+        finally:
+            self._is_loading = False
+            self._admission.resume()
+        return WeightVersion(weight_version=self._weight_version)
+
+    def abort(self, message: WeightAbort) -> WeightVersion:
+        """Forget the update; the old weights serve again."""
+        self._current(message.update_id)
+        self._drop()
+        return WeightVersion(weight_version=self._weight_version)
+
+    def close(self) -> None:
+        """Stop the alarm."""
+        self._drop()
+
+    async def _load(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+        self._has_weights, self._weight_version = False, -1
+        await self._host.load_weights(weights, weight_version)
+        if self._host.engine.weight_version != weight_version:
+            raise RuntimeError(
+                f"the engine has weights {self._host.engine.weight_version} after {weight_version} were loaded"
+            )
+        self._has_weights, self._weight_version = True, weight_version
+
+    def _require_updatable(self) -> None:
+        if self._fixed:
+            raise Refusal(403, "forbidden", "this server's weights are fixed: only a rollout server takes new ones")
+        if self._is_loading:
+            raise stale_weights("an update is being loaded")
+
+    def _current(self, update_id: str) -> _Update:
+        self._require_updatable()
+        if self._update is None or self._update.update_id != update_id:
+            raise stale_weights("no such weight update: it was replaced, aborted, or silent for too long")
+        return self._update
+
+    def _alarm(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._admission.limits.update_timeout_s, self._drop)
+
+    def _drop(self) -> None:
+        if self._update is not None:
+            self._update.silence.cancel()
+            self._update = None
+            self._admission.resume()

@@ -1,0 +1,190 @@
+"""Messages as bytes: a small msgpack map whose arrays are raw little-endian buffers.
+
+A message is a frozen dataclass with a class attribute ``kind``; fields made by ``array_field`` are one-dimensional
+numpy arrays, all others scalars. On the wire::
+
+    {"kind": "score", "version": 1, "head": <msgpack map of the scalars>,
+     "arrays": {"tokens": <4 bytes per id>, ...}, "crc": CRC-32 of head and arrays in order}
+
+Floating arrays may travel as float16 (the message's ``logprob_dtype`` says so) and are float32 in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+import zlib
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import msgpack
+import numpy as np
+
+from mopd.wire.limits import MAX_HEAD_BYTES
+
+VERSION = 1
+"""Version of the wire format; the two ends must agree."""
+LOGPROB = "logprob"
+"""Marks an array whose dtype on the wire is the message's ``logprob_dtype``."""
+LOGPROB_DTYPES = {"float32": "<f4", "float16": "<f2"}
+
+Array = np.ndarray[Any, Any]
+
+
+class WireError(ValueError):
+    """Bytes that are not the message they should be."""
+
+
+class Message(Protocol):
+    """What ``encode`` and ``decode`` handle."""
+
+    kind: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def check(self) -> None:
+        """``WireError`` if the fields do not fit one another."""
+        ...
+
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+def array_field(dtype: str) -> Any:
+    """A field that holds a one-dimensional array: numpy's name of a little-endian dtype, or ``LOGPROB``."""
+    return dataclasses.field(metadata={"dtype": dtype})
+
+
+def encode(message: Message) -> bytes:
+    """The message as a body. ``ValueError`` for a log-prob that float16 cannot hold."""
+    fields = _fields(type(message))
+    head = msgpack.packb({name: getattr(message, name) for name, spec in fields.items() if spec.dtype is None})
+    crc = zlib.crc32(head)
+    arrays: dict[str, memoryview] = {}
+    for name, spec in fields.items():
+        if spec.dtype is not None:
+            arrays[name] = _buffer(getattr(message, name), _wire_dtype(spec.dtype, message), name)
+            crc = zlib.crc32(arrays[name], crc)
+    outer = {"kind": type(message).kind, "version": VERSION, "head": head, "arrays": arrays, "crc": crc}
+    return typing.cast(bytes, msgpack.packb(outer))
+
+
+def decode(body: bytes | bytearray | memoryview, cls: type[MessageT]) -> MessageT:
+    """Inverse of ``encode``: arrays are fresh, writable and of the machine's byte order.
+
+    Raises:
+        WireError: not msgpack, another kind or version, a missing or unknown field, a wrong type, a wrong checksum, or
+            fields that do not fit one another.
+    """
+    outer = _unpack(body)
+    _require_keys(outer, {"kind", "version", "head", "arrays", "crc"}, "message")
+    if outer["kind"] != cls.kind or outer["version"] != VERSION:
+        raise WireError(
+            f"expected kind {cls.kind!r} version {VERSION}, got {_shown(outer['kind'])} version "
+            f"{_shown(outer['version'])}"
+        )
+    head, arrays = outer["head"], outer["arrays"]
+    if not isinstance(head, bytes) or len(head) > MAX_HEAD_BYTES:
+        raise WireError(f"head is not a buffer of at most {MAX_HEAD_BYTES} bytes")
+    fields = _fields(cls)
+    array_names = [name for name, spec in fields.items() if spec.dtype is not None]
+    _require_keys(arrays, set(array_names), "arrays")
+    crc = zlib.crc32(head)
+    for name in array_names:
+        if not isinstance(arrays[name], bytes):
+            raise WireError(f"array {name!r} is not a buffer")
+        crc = zlib.crc32(arrays[name], crc)
+    if type(outer["crc"]) is not int or crc != outer["crc"]:
+        raise WireError("checksum does not match: the bytes changed on their way")
+    values = _scalars(_unpack(head), fields)
+    for name in array_names:
+        values[name] = _array(arrays[name], fields[name].dtype, values, name)
+    message = cls(**values)
+    message.check()
+    return message
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Field:
+    annotation: Any
+    dtype: str | None
+    """None for a scalar."""
+
+
+@cache
+def _fields(cls: type[Any]) -> dict[str, _Field]:
+    hints = typing.get_type_hints(cls)
+    return {f.name: _Field(hints[f.name], f.metadata.get("dtype")) for f in dataclasses.fields(cls)}
+
+
+def _buffer(array: Array, dtype: str, name: str) -> memoryview:
+    with np.errstate(over="ignore"):  # found below
+        cast = np.ascontiguousarray(array, dtype=dtype)
+    if cast.ndim != 1:
+        raise ValueError(f"array {name!r} has {cast.ndim} dimensions, expected 1")
+    if dtype == "<f2" and not np.array_equal(np.isfinite(cast), np.isfinite(array)):
+        raise ValueError(f"array {name!r} holds values that float16 cannot: ask for float32")
+    return cast.view(np.uint8).data  # msgpack wants bytes, not elements
+
+
+def _array(data: bytes, dtype: str | None, values: Mapping[str, Any], name: str) -> Array:
+    assert dtype is not None
+    if dtype == LOGPROB:
+        dtype = LOGPROB_DTYPES[values["logprob_dtype"]]
+    wire = np.dtype(dtype)
+    if len(data) % wire.itemsize:
+        raise WireError(f"array {name!r} has {len(data)} bytes, not a multiple of {wire.itemsize}")
+    native = np.dtype(np.float32) if wire.kind == "f" else wire.newbyteorder("=")
+    return np.frombuffer(data, dtype=wire).astype(native, copy=True)
+
+
+def _wire_dtype(dtype: str, message: Any) -> str:
+    return LOGPROB_DTYPES[message.logprob_dtype] if dtype == LOGPROB else dtype
+
+
+def _unpack(data: bytes | bytearray | memoryview) -> Any:
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=True, max_ext_len=0)
+    except RecursionError as error:
+        raise WireError("not msgpack: nested too deeply") from error
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        # a truncated body, an unknown type byte, extra bytes, text that is not UTF-8 or a map key that is no text
+        raise WireError(f"not msgpack: {_shown(str(error) or type(error).__name__)}") from error
+
+
+def _require_keys(value: Any, keys: set[str], what: str) -> None:
+    if not isinstance(value, dict):
+        raise WireError(f"{what} is not a map")
+    if value.keys() != keys:
+        odd = sorted(str(key)[:40] for key in value.keys() ^ keys)
+        raise WireError(f"{what} misses or does not know {', '.join(odd[:4])}")
+
+
+def _scalars(head: Any, fields: Mapping[str, _Field]) -> dict[str, Any]:
+    annotations = {name: spec.annotation for name, spec in fields.items() if spec.dtype is None}
+    _require_keys(head, set(annotations), "head")
+    return {name: _scalar(head[name], annotation, name) for name, annotation in annotations.items()}
+
+
+def _scalar(value: Any, annotation: Any, name: str) -> Any:
+    if typing.get_origin(annotation) is typing.Literal:
+        if isinstance(value, str) and value in typing.get_args(annotation):
+            return value
+    elif typing.get_origin(annotation) is tuple:
+        if isinstance(value, list):
+            return tuple(_plain(item) for item in value)
+    elif annotation is float and type(value) in (int, float):
+        return float(value)
+    elif type(value) is annotation:
+        return value
+    raise WireError(f"{name} is {_shown(value)}: wrong type")
+
+
+def _plain(value: Any) -> Any:
+    """Lists as tuples, all the way down."""
+    return tuple(_plain(item) for item in value) if isinstance(value, list) else value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

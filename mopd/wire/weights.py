@@ -1,0 +1,236 @@
+"""A model's weights as a series of bounded messages: begin, chunks, commit.
+
+A chunk holds whole tensors and parts of tensors, in the order of the stream; a tensor larger than a chunk is cut. The
+receiver keeps everything aside until the commit, which says how many tensors there were and a digest of their names,
+dtypes and shapes: what did not arrive completely is never used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mopd.wire.codec import Array, WireError, array_field
+from mopd.wire.limits import MAX_CHUNK_BYTES, MAX_CHUNK_PIECES, MAX_HEAD_BYTES, MAX_NAME_BYTES
+
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int8", "uint8")
+}
+"""Dtypes of weights on the wire, by name: raw little-endian bytes."""
+MAX_ELEMENTS = 2**48
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DATA_BYTES = MAX_CHUNK_BYTES - MAX_HEAD_BYTES - 4096
+"""Tensor bytes of one chunk: the body, msgpack frame and head included, stays within ``MAX_CHUNK_BYTES``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightBegin:
+    """From now until commit or abort the server does no other work. Every message is answered by ``WeightVersion``."""
+
+    kind: ClassVar[str] = "weight_begin"
+    update_id: str
+    """Drawn by the sender; stands in everything that follows."""
+    weight_version: int
+
+    def check(self) -> None:
+        """See ``Message.check``."""
+        if self.weight_version < 0:
+            raise WireError(f"weight_version is {self.weight_version}: set 0 or more")
+        if not 1 <= len(self.update_id) <= 64:
+            raise WireError("update_id is not text of 1 to 64 characters")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightChunk:
+    """Parts of tensors, one after the other in ``data``."""
+
+    kind: ClassVar[str] = "weight_chunk"
+    update_id: str
+    index: int
+    """0, 1, 2, …: a chunk out of turn is refused."""
+    pieces: tuple[Any, ...]
+    """``(name, dtype, shape, first byte within the tensor, bytes)`` each."""
+    data: Array = array_field("|u1")
+
+    def check(self) -> None:
+        """See ``Message.check``."""
+        if not 1 <= len(self.pieces) <= MAX_CHUNK_PIECES:
+            raise WireError(f"{len(self.pieces)} pieces in a chunk: send 1 to {MAX_CHUNK_PIECES}")
+        total = 0
+        for piece in self.pieces:
+            _check_piece(piece)
+            total += piece[4]
+        if total != len(self.data):
+            raise WireError(f"the pieces add up to {total} bytes but {len(self.data)} came")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightCommit:
+    """Everything was sent: use it if it all arrived."""
+
+    kind: ClassVar[str] = "weight_commit"
+    update_id: str
+    num_tensors: int
+    digest: bytes
+    """``TensorLedger.digest`` of what was sent."""
+
+    def check(self) -> None:
+        """See ``Message.check``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightAbort:
+    """Forget the update; the old weights stay."""
+
+    kind: ClassVar[str] = "weight_abort"
+    update_id: str
+
+    def check(self) -> None:
+        """See ``Message.check``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightVersion:
+    """The server's answer: the version of the weights that it has now (an update on its way does not count)."""
+
+    kind: ClassVar[str] = "weight_version"
+    weight_version: int
+
+    def check(self) -> None:
+        """See ``Message.check``."""
+
+
+class TensorLedger:
+    """Count and digest of tensors in order; both ends keep one and compare at the commit."""
+
+    def __init__(self) -> None:
+        self.num_tensors = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        """One more tensor."""
+        self.num_tensors += 1
+        self._digest.update(f"{name}\0{dtype}\0{list(shape)}\n".encode())
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes."""
+        return self._digest.digest()
+
+
+Piece = tuple[str, str, tuple[int, ...], int, int]
+
+
+def cut(
+    weights: Iterable[tuple[str, Tensor]], ledger: TensorLedger, *, data_bytes: int = DATA_BYTES
+) -> Iterator[tuple[tuple[Piece, ...], Array]]:
+    """``(pieces, data [at most data_bytes] uint8)`` of each chunk; tensors enter ``ledger`` as they pass.
+
+    Holds one chunk and one tensor at a time. ``ValueError`` for a dtype or name that does not travel.
+    """
+    pieces: list[Piece] = []
+    parts: list[Array] = []
+    free = data_bytes
+    for name, tensor in weights:
+        if tensor.dtype not in _DTYPE_NAMES:
+            raise ValueError(f"weight {name!r} has dtype {tensor.dtype}, which does not travel")
+        if len(name.encode()) > MAX_NAME_BYTES:
+            raise ValueError(f"weight name {name[:40]!r}… is longer than {MAX_NAME_BYTES} bytes")
+        dtype, shape = _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
+        ledger.add(name, dtype, shape)
+        # one copy, into memory of our own: the stream may reuse its tensor while a part of it waits here
+        raw = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8).numpy()
+        start = 0
+        while True:
+            stop = min(len(raw), start + free)
+            pieces.append((name, dtype, shape, start, stop - start))
+            parts.append(raw[start:stop])
+            free -= stop - start
+            if free == 0 or len(pieces) == MAX_CHUNK_PIECES:
+                yield tuple(pieces), np.concatenate(parts)
+                pieces, parts, free = [], [], data_bytes
+            start = stop
+            if start == len(raw):
+                break
+    if pieces:
+        yield tuple(pieces), np.concatenate(parts)
+
+
+class Staging:
+    """Collects the tensors of one update on the receiving side."""
+
+    def __init__(self, *, max_bytes: int) -> None:
+        """``max_bytes`` bounds all tensors together."""
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._next_index = 0
+        self._ledger = TensorLedger()
+        self._tensors: dict[str, Tensor] = {}
+        self._open: tuple[str, Array, int] | None = None
+        """Name, buffer and filled bytes of the tensor that is not complete."""
+
+    def add(self, chunk: WeightChunk) -> None:
+        """Take the next chunk. ``WireError`` for one out of turn, or a tensor that comes twice, in disorder or too
+        large."""
+        if chunk.index != self._next_index:
+            raise WireError(f"chunk {chunk.index} came when {self._next_index} was due")
+        self._next_index += 1
+        start = 0
+        for name, dtype, shape, offset, num_bytes in chunk.pieces:
+            self._add_piece(name, dtype, shape, offset, chunk.data[start : start + num_bytes])
+            start += num_bytes
+
+    def _add_piece(self, name: str, dtype: str, shape: tuple[int, ...], offset: int, data: Array) -> None:
+        if self._open is None:
+            if name in self._tensors:
+                raise WireError(f"weight {name!r} arrives twice")
+            total = prod(shape) * DTYPES[dtype].itemsize
+            self._num_bytes += total
+            if self._num_bytes > self._max_bytes:
+                raise WireError(f"the weights exceed the {self._max_bytes} bytes that this model can have")
+            self._tensors[name] = torch.empty(shape, dtype=DTYPES[dtype])
+            buffer = self._tensors[name].reshape(-1).view(torch.uint8).numpy()
+            self._ledger.add(name, dtype, shape)
+            self._open = (name, buffer, 0)
+        open_name, buffer, filled = self._open
+        tensor = self._tensors[open_name]
+        if name != open_name or offset != filled or DTYPES[dtype] != tensor.dtype or shape != tuple(tensor.shape):
+            raise WireError(f"weight {name!r} at byte {offset} came when byte {filled} of {open_name!r} was due")
+        buffer[filled : filled + len(data)] = data
+        filled += len(data)
+        self._open = None if filled == len(buffer) else (open_name, buffer, filled)
+
+    def finish(self, commit: WeightCommit) -> dict[str, Tensor]:
+        """All tensors by name. ``WireError`` if what arrived is not all that was sent."""
+        if self._open is not None:
+            name, buffer, filled = self._open
+            raise WireError(f"weight {name!r} is incomplete: {filled} of {len(buffer)} bytes arrived")
+        if (commit.num_tensors, commit.digest) != (self._ledger.num_tensors, self._ledger.digest):
+            raise WireError(f"{commit.num_tensors} weights were sent but {self._ledger.num_tensors} arrived, or others")
+        return self._tensors
+
+
+def _check_piece(piece: Any) -> None:
+    if not isinstance(piece, tuple) or len(piece) != 5:
+        raise WireError("a piece is not (name, dtype, shape, first byte, bytes)")
+    name, dtype, shape, offset, num_bytes = piece
+    if not isinstance(name, str) or not 1 <= len(name.encode()) <= MAX_NAME_BYTES:
+        raise WireError(f"a weight's name is not text of 1 to {MAX_NAME_BYTES} bytes")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise WireError(f"weight {name!r} has an unknown dtype")
+    if not isinstance(shape, tuple) or len(shape) > 8 or not all(type(size) is int and size >= 0 for size in shape):
+        raise WireError(f"weight {name!r} has an impossible shape")
+    if prod(max(size, 1) for size in shape) >= MAX_ELEMENTS:  # strides of an empty tensor count as well
+        raise WireError(f"weight {name!r} has an impossible shape")
+    if type(offset) is not int or type(num_bytes) is not int or offset < 0 or num_bytes < 0:
+        raise WireError(f"weight {name!r} has a negative place")
+    if offset + num_bytes > prod(shape) * DTYPES[dtype].itemsize:
+        raise WireError(f"weight {name!r} has more bytes than its shape")

@@ -1,0 +1,44 @@
+"""Whole runs with an ensemble and a default teacher."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.world import World, mopd, read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.multirank]
+
+
+def test_an_ensemble_and_a_default_teacher_train_on_two_ranks(world: World, tmp_path: Path) -> None:
+    """Domain ``left`` has two teachers that disagree; ``right`` is named by nobody and goes to the default teacher."""
+    run_dir = tmp_path / "run"
+    left, right = str(world.teachers["left"]), str(world.teachers["right"])
+    recipe = world.write_recipe(
+        run_dir,
+        teachers={
+            "left": {"model": left, "domains": ["left"], "weight": 3},
+            "doubter": {"model": right, "domains": ["left"], "weight": 1},
+            "right": {"model": right, "default": True},
+        },
+        preflight__require_better_teacher=False,
+        schedule__steps=4,
+    )
+    done = mopd("train", recipe)
+    assert done.returncode == 0, done.stderr
+    lines = read_metrics(run_dir)
+    assert len(lines) == 4
+    for line in lines:
+        assert line["num_samples/left"] + line["num_samples/right"] == 8
+        for domain in ("left", "right"):
+            assert 0 <= line[f"kl_floor/{domain}"] < 1e-6
+            assert line[f"kl_net/{domain}"] == pytest.approx(line[f"kl_k1/{domain}"] - line[f"kl_floor/{domain}"])
+            assert 0 < line[f"teacher_mass/{domain}"] <= 1 + 1e-5
+    assert lines[-1]["loss/right"] < lines[0]["loss/right"]
+    parity = json.loads((run_dir / "parity.json").read_text(encoding="utf-8"))
+    assert set(parity) == {"left", "doubter", "right"}
+    assert all(measured["max_difference"] < 1e-4 and measured["num_positions"] > 8 for measured in parity.values())
+    headroom = json.loads((run_dir / "headroom.json").read_text(encoding="utf-8"))
+    assert headroom == {"left": {"teacher": 1.0}, "right": {"teacher": 1.0}}  # the better one of left's two

@@ -1,0 +1,295 @@
+"""What becomes of samples when replicas die, hang, lie or refuse: real servers, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mopd.config.schema import Recipe
+from mopd.engines.interface import Scores, StaleWeights
+from mopd.engines.remote import RemoteEngine
+from mopd.engines.torch_engine import TorchEngine
+from mopd.replicas.interface import SampleFailed
+from mopd.replicas.router import Router
+from mopd.runtime.placement.interface import ROLLOUT
+from tests.fixtures.servers import running_server
+from tests.integration.groups import (
+    LEFT,
+    LOCAL,
+    ROUTING,
+    SAMPLING,
+    Student,
+    assert_same_scores,
+    is_alive,
+    make_engine,
+    make_models,
+    make_recipe,
+    make_samples,
+    pid_of,
+    run,
+    score_here,
+    started,
+    supervised,
+    until,
+)
+from tests.integration.world import World
+
+pytestmark = [pytest.mark.slow, pytest.mark.multirank]
+
+TOP_K = 8
+NUM_SAMPLES = 120
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def samples() -> tuple[list[Tensor], list[int]]:
+    return make_samples(NUM_SAMPLES)
+
+
+@pytest.fixture(scope="module")
+def expected(models: World, samples: tuple[list[Tensor], list[int]]) -> list[Scores]:
+    return score_here(models.teachers["left"], *samples, top_k=TOP_K)
+
+
+def local_recipe(models: World, folder: Path, *, replicas: int, **routing: float) -> Recipe:
+    defaults = {"placement": LOCAL, "replicas": replicas, "routing": {**ROUTING, **routing}}
+    return make_recipe(models, folder, teacher_defaults=defaults)
+
+
+async def score(router: Router, samples: tuple[list[Tensor], list[int]]) -> list[Scores]:
+    return await router.score(*samples, top_k=TOP_K, temperature=1.0)
+
+
+async def kill_in_the_middle(router: Router, pid: int, work: asyncio.Task[list[Scores]]) -> None:
+    """SIGKILL once some requests have been answered and others are under way."""
+    before = sum(counters.num_requests for counters in router.take_numbers().replicas)
+    answered = before
+    while answered < 3:
+        await asyncio.sleep(0.002)
+        assert not work.done(), "too fast for this test: send more samples"
+        answered += sum(counters.num_requests for counters in router.take_numbers().replicas)
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_killed_replica_of_two_loses_and_doubles_no_sample(
+    models: World, tmp_path: Path, samples: tuple[list[Tensor], list[int]], expected: list[Scores]
+) -> None:
+    """Then it dies once more than it may be restarted, and the other one carries on alone."""
+    recipe = local_recipe(models, tmp_path, replicas=2)
+
+    async def work() -> None:
+        async with started(recipe, tmp_path / "logs", [LEFT]) as (groups, routers):
+            router = routers[LEFT]
+            placement = supervised(groups, LEFT)
+            task = asyncio.create_task(score(router, samples))
+            await kill_in_the_middle(router, pid_of(groups, LEFT, 0), task)
+            assert_same_scores(await task, expected)
+            assert router.take_numbers().retries > 0
+            await until(lambda: placement.pids[0] is not None)
+            assert placement.restarts == [1, 0]
+            assert_same_scores(await score(router, samples), expected)
+            numbers = router.take_numbers()
+            assert sum(replica.num_samples for replica in numbers.replicas) == NUM_SAMPLES
+            assert all(replica.num_samples > 0 for replica in numbers.replicas)
+            os.kill(pid_of(groups, LEFT, 0), signal.SIGKILL)
+            await until(lambda: [replica.name for replica in router.replicas] == ["left.1"])
+            assert_same_scores(await score(router, samples), expected)
+            assert placement.restarts == [1, 0]
+
+    run(work())
+
+
+def test_a_single_replica_is_restarted_and_then_the_stop_is_clear(
+    models: World, tmp_path: Path, samples: tuple[list[Tensor], list[int]], expected: list[Scores]
+) -> None:
+    recipe = local_recipe(models, tmp_path, replicas=1)
+
+    async def work() -> None:
+        async with started(recipe, tmp_path / "logs", [LEFT]) as (groups, routers):
+            task = asyncio.create_task(score(routers[LEFT], samples))
+            await kill_in_the_middle(routers[LEFT], pid_of(groups, LEFT, 0), task)
+            assert_same_scores(await task, expected)
+            task = asyncio.create_task(score(routers[LEFT], samples))
+            await kill_in_the_middle(routers[LEFT], pid_of(groups, LEFT, 0), task)
+            with pytest.raises(SampleFailed) as failure:
+                await task
+            for part in (
+                "teacher 'left'",
+                "no replica is left",
+                "left.0",
+                "was killed by SIGKILL",
+                "max_restarts is 1",
+            ):
+                assert part in str(failure.value)
+            assert "teachers.left.0.log" in str(failure.value)
+
+    run(work())
+
+
+def test_a_hanging_replica_is_left_and_replaced(
+    models: World, tmp_path: Path, samples: tuple[list[Tensor], list[int]], expected: list[Scores]
+) -> None:
+    """It keeps its connections and answers nothing: only deadlines tell."""
+    recipe = local_recipe(models, tmp_path, replicas=2, request_timeout_s=3.0)
+
+    async def work() -> None:
+        async with started(recipe, None, [LEFT]) as (groups, routers):
+            hanging = pid_of(groups, LEFT, 0)
+            os.kill(hanging, signal.SIGSTOP)
+            assert_same_scores(await score(routers[LEFT], samples), expected)
+            numbers = {replica.name: replica for replica in routers[LEFT].take_numbers().replicas}
+            assert numbers["left.0"].num_samples == 0 and numbers["left.0"].failures > 0
+            assert numbers["left.1"].num_samples == NUM_SAMPLES
+            placement = supervised(groups, LEFT)
+            await until(lambda: placement.pids[0] not in (None, hanging))
+            assert not is_alive(hanging)
+            assert_same_scores(await score(routers[LEFT], samples), expected)
+
+    run(work())
+
+
+class MurderousStudent(Student):
+    """Kills a server in the middle of a push, once."""
+
+    victim: int | None = None
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        for number, item in enumerate(self.weights.items()):
+            if number == 1 and self.victim is not None:
+                os.kill(self.victim, signal.SIGKILL)
+                self.victim = None
+            yield item
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_server_killed_during_an_update_never_serves_half_of_it(models: World, tmp_path: Path, replicas: int) -> None:
+    """It comes back without weights, gets the current ones, and answers for no other version."""
+    group = {"max_response_length": 4, "placement": LOCAL, "replicas": replicas, "routing": ROUTING}
+    recipe = make_recipe(models, tmp_path, rollout=group)
+    prompts, seeds = [[3, 4, 5 + i] for i in range(8)], list(range(8))
+
+    async def work() -> None:
+        student = MurderousStudent(models.student)
+        async with started(recipe, None, [ROLLOUT], student) as (groups, routers):
+            await student.publish(1)
+            student.weights = {name: weight * 1.1 for name, weight in student.weights.items()}
+            student.victim = pid_of(groups, ROLLOUT, 0)
+            await student.publish(2)
+            local = TorchEngine.empty(models.student, make_engine())
+            await local.load_weights(student.weights.items(), 2)
+            right = await local.generate(prompts, SAMPLING, seeds)
+            for given in (await routers[ROLLOUT].generate(prompts, SAMPLING, seeds), await restarted(groups)):
+                for one, other in zip(given, right, strict=True):
+                    assert one.tokens.tolist() == other.tokens.tolist()
+                    torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-4, rtol=0)
+            assert student.num_republished > 0
+
+    async def restarted(groups: object) -> list[object]:
+        placement = supervised(groups, ROLLOUT)  # type: ignore[arg-type]
+        await until(lambda: placement.restarts[0] == 1 and placement.pids[0] is not None)
+        known = placement.engines[0]
+        await until(lambda: known.weight_version == 2)
+        engine = RemoteEngine(known.url, token=placement.token, timeout_s=20.0)  # the router's own must not be touched
+        for version in (1, -1):
+            engine.weight_version = version
+            with pytest.raises(StaleWeights):
+                await engine.generate(prompts, SAMPLING, seeds)
+        engine.weight_version = 2
+        drawn = list(await engine.generate(prompts, SAMPLING, seeds))
+        await engine.close()
+        return drawn
+
+    run(work())
+
+
+def external_recipe(models: World, folder: Path, *urls: str, **routing: float) -> Recipe:
+    placement = {"type": "external", "urls": list(urls)}
+    return make_recipe(models, folder, teacher_defaults={"placement": placement, "routing": {**ROUTING, **routing}})
+
+
+def test_a_full_queue_turns_requests_away_until_there_is_room(
+    models: World, tmp_path: Path, samples: tuple[list[Tensor], list[int]], expected: list[Scores]
+) -> None:
+    engine = TorchEngine.from_pretrained(models.teachers["left"], make_engine())
+    with running_server(engine, limits={"max_tokens_per_request": 64, "max_queued_tokens": 100}) as server:
+        recipe = external_recipe(models, tmp_path, server.url)
+
+        async def work() -> None:
+            async with started(recipe, None, [LEFT]) as (_, routers):
+                assert_same_scores(await score(routers[LEFT], samples), expected)
+                (replica,) = routers[LEFT].take_numbers().replicas
+                assert replica.busy_answers > 0 and replica.failures == 0
+                assert replica.num_samples == NUM_SAMPLES
+
+        run(work())
+
+
+@asynccontextmanager
+async def liar(port: int):  # type: ignore[no-untyped-def]
+    """A proxy that changes one byte of every scoring answer."""
+    num_lies = 0
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_lies
+        upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", port)
+        forward = asyncio.create_task(copy(reader, upstream_writer))
+        try:
+            while data := await upstream_reader.read(2**16):
+                if b"token_logprobs" in data:
+                    num_lies += 1
+                    place = data.rindex(b"token_logprobs") + 20
+                    data = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+                writer.write(data)
+                await writer.drain()
+        except ConnectionError:
+            return
+        finally:
+            forward.cancel()
+            upstream_writer.close()
+            writer.close()
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(2**16):
+            writer.write(data)
+            await writer.drain()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", lambda: num_lies
+    finally:
+        server.close()
+
+
+def test_a_corrupt_answer_is_rejected_and_asked_for_elsewhere(
+    models: World, tmp_path: Path, samples: tuple[list[Tensor], list[int]], expected: list[Scores]
+) -> None:
+    engine = TorchEngine.from_pretrained(models.teachers["left"], make_engine())
+    with running_server(engine) as server:
+
+        async def work() -> None:
+            async with liar(int(server.url.rsplit(":", 1)[1])) as (url, num_lies):
+                recipe = external_recipe(models, tmp_path, url, server.url)
+                async with started(recipe, None, [LEFT]) as (_, routers):
+                    assert_same_scores(await score(routers[LEFT], samples), expected)
+                    false, true = routers[LEFT].take_numbers().replicas
+                    assert num_lies() > 0
+                    assert false.num_samples == 0 and false.failures == num_lies()
+                    assert true.num_samples == NUM_SAMPLES
+                recipe = external_recipe(models, tmp_path, url, max_attempts=2)
+                async with started(recipe, None, [LEFT]) as (_, routers):
+                    with pytest.raises(SampleFailed, match="checksum"):
+                        await score(routers[LEFT], samples)
+
+        run(work())

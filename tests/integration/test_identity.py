@@ -1,0 +1,112 @@
+"""Teachers behind servers that somebody else runs: the right ones pass the preflight, swapped ones never train."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mopd.config.engines import TorchEngine as TorchEngineConfig
+from mopd.conversion.manifest import HASHES, make_manifest
+from mopd.engines.torch_engine import TorchEngine
+from tests.fixtures.mistakes import MistakenEngine
+from tests.fixtures.servers import running_server
+from tests.integration.world import World, mopd, read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.multirank]
+
+ONE_RANK = {"tensor_model_parallel_size": 1}
+
+
+@contextmanager
+def served(engine: TorchEngine, folder: Path, *, port: int = 0) -> Iterator[str]:
+    """URL of a server around ``engine`` that gives the hashes of ``folder``, as ``mopd serve`` does for its model."""
+    hashes = make_manifest(folder, cache_file=folder.parent / "hashes.json").to_json()
+    with running_server(engine, port=port, manifest={name: hashes[name] for name in HASHES}) as server:
+        yield server.url
+
+
+@contextmanager
+def teacher_server(folder: Path, *, port: int = 0) -> Iterator[str]:
+    """URL of a server of the model in ``folder``."""
+    with served(TorchEngine.from_pretrained(folder, TorchEngineConfig()), folder, port=port) as url:
+        yield url
+
+
+def external(url: str, **keys: Any) -> dict[str, Any]:
+    return {"type": "external", "urls": [url], **keys}
+
+
+def test_servers_are_told_apart_by_their_hashes(world: World, tmp_path: Path) -> None:
+    with teacher_server(world.teachers["left"]) as left, teacher_server(world.teachers["right"]) as right:
+        keys = {"teachers__left__placement": external(left), "teachers__right__placement": external(right)}
+        done = mopd("check", world.write_recipe(tmp_path / "run", student__parallel=ONE_RANK, **keys), "--json")
+        assert done.returncode == 0, done.stderr
+        checks = {check["name"]: check["detail"] for check in json.loads(done.stdout)}
+        assert checks["identity of left"] == "its replica has the hashes of the recipe's folder"
+        swapped = {
+            "teachers__left__placement": external(right),
+            "teachers__right__placement": external(left),
+            "preflight__require_better_teacher": False,
+        }
+        done = mopd("train", world.write_recipe(tmp_path / "run", student__parallel=ONE_RANK, **swapped))
+    assert done.returncode == 2, done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("mopd: error:")]
+    assert "teachers.left: weights_sha256 is " in error and "replica left.0" in error
+
+
+@pytest.mark.parametrize("mistake", ["shifted by one", "dropped bos", "swapped"])
+def test_a_server_with_the_right_hashes_and_wrong_scores(world: World, tmp_path: Path, mistake: str) -> None:
+    folder = world.teachers["right" if mistake == "swapped" else "left"]
+    engine = MistakenEngine.from_pretrained(folder, TorchEngineConfig())
+    engine.mistake = mistake
+    with served(engine, world.teachers["left"]) as url:
+        recipe = world.write_recipe(
+            tmp_path / "run",
+            student__parallel=ONE_RANK,
+            teachers__left__placement=external(url),
+            preflight__require_better_teacher=False,
+        )
+        done = mopd("train", recipe)
+    assert done.returncode == 2, done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("mopd: error:")]
+    assert "the scores are not this teacher's; check teachers.left.engine and placement" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stock_server_is_known_by_its_scores(world: World, tmp_path: Path) -> None:
+    """Nobody can hash its files and the recipe's folder has no weights: at resume its scores on the probe must be those
+    of the start."""
+    folder, run_dir = tmp_path / "left_without_weights", tmp_path / "run"
+    shutil.copytree(world.teachers["left"], folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    with teacher_server(world.teachers["left"]) as url:
+        recipe = world.write_recipe(
+            run_dir,
+            student__parallel=ONE_RANK,
+            teachers__left__model=str(folder),
+            teachers__left__placement=external(url, protocol="openai"),
+            schedule__steps=2,
+            student__optimizer__lr_warmup_steps=0,
+        )
+        done = mopd("train", recipe)
+        again = mopd("train", recipe, "--resume", "--set", "schedule.steps=3")
+    assert done.returncode == 0, done.stderr
+    assert "no hashes to compare; its scores on a fixed probe are kept" in done.stderr
+    assert "unproven: teachers.left.model" in done.stderr and "holds no weights to compare with" in done.stderr
+    assert "a teacher behind an openai server only scores" in done.stderr
+    line = read_metrics(run_dir)[0]
+    assert "kl_floor/right" in line and "kl_floor/left" not in line
+    assert again.returncode == 0, again.stderr
+    assert "same scores on the fixed probe as at the start" in again.stderr
+    with teacher_server(world.teachers["right"], port=int(url.rpartition(":")[2])):
+        refused = mopd("train", recipe, "--resume", "--set", "schedule.steps=4")
+    assert refused.returncode == 2, refused.stderr
+    assert (
+        "teachers.left.placement.urls: scores on the fixed probe are not those that the run began with"
+        in refused.stderr
+    )

@@ -1,0 +1,259 @@
+"""Replicas in this process, in child processes and at URLs: the same scores, started together, gone together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from mopd.runtime.placement.groups import Groups, plan_groups
+from mopd.runtime.placement.interface import ROLLOUT
+from mopd.types import UserError
+from tests.fixtures.servers import engine_file, serve_process, wait_until
+from tests.integration.groups import (
+    LEFT,
+    LOCAL,
+    RIGHT,
+    SAMPLING,
+    Student,
+    assert_same_scores,
+    is_alive,
+    make_models,
+    make_recipe,
+    make_samples,
+    pid_of,
+    run,
+    score_here,
+    started,
+)
+from tests.integration.world import REPOSITORY, World, environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.multirank]
+
+TOP_K = 8
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+def test_every_placement_scores_like_transformers(models: World, tmp_path: Path) -> None:
+    """``left`` runs in child processes, ``right`` in this one, a third behind somebody else's server."""
+    token = tmp_path / "token"
+    token.write_text("a-secret-of-many-characters\n")
+    file = tmp_path / "engine.json"
+    engine_file(models.student, max_logprobs=TOP_K).write(file)
+    tokens, starts = make_samples(24)
+    with serve_process(file, "--token-file", token) as server:
+        url = server.wait_ready()["url"]
+        recipe = make_recipe(
+            models,
+            tmp_path,
+            teachers={
+                "left": {"model": str(models.teachers["left"]), "domains": ["left"], "placement": LOCAL, "replicas": 2},
+                "right": {"model": str(models.teachers["right"]), "domains": ["right"], "replicas": 2},
+                "far": {
+                    "model": str(models.student),
+                    "domains": ["far"],
+                    "placement": {"type": "external", "urls": [url], "token_file": str(token)},
+                },
+            },
+            rollout={"max_response_length": 4, "placement": LOCAL},
+        )
+
+        async def work() -> None:
+            student = Student(models.student)
+            async with started(recipe, tmp_path / "logs", None, student) as (groups, routers):
+                folders = {
+                    LEFT: models.teachers["left"],
+                    RIGHT: models.teachers["right"],
+                    "teachers.far": models.student,
+                }
+                for key, folder in folders.items():
+                    given = await routers[key].score(tokens, starts, top_k=TOP_K, temperature=1.0)
+                    assert_same_scores(given, score_here(folder, tokens, starts, top_k=TOP_K))
+                assert {n.name: n.num_samples > 0 for n in routers[LEFT].take_numbers().replicas} == {
+                    "left.0": True,
+                    "left.1": True,
+                }
+                await student.publish(7)
+                (drawn,) = await routers[ROLLOUT].generate([[3, 4, 5]], SAMPLING, [11])
+                sequence = torch.cat([torch.tensor([3, 4, 5]), drawn.tokens])
+                expected = score_here(models.student, [sequence], [3], top_k=TOP_K)[0].token_logprobs
+                torch.testing.assert_close(drawn.logprobs, expected, atol=1e-4, rtol=0)
+                pids = [pid_of(groups, LEFT, 0), pid_of(groups, LEFT, 1), pid_of(groups, ROLLOUT, 0)]
+                assert all(is_alive(pid) for pid in pids)
+            assert not any(is_alive(pid) for pid in pids)
+            assert server.process.poll() is None  # not ours to end
+
+        run(work())
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {
+        "teachers.left.0.log",
+        "teachers.left.1.log",
+        "rollout.0.log",
+    }
+
+
+def test_only_its_own_sub_config_travels(models: World, tmp_path: Path) -> None:
+    recipe = make_recipe(models, tmp_path, teacher_defaults={"placement": LOCAL})
+    (file,) = plan_groups(recipe)[LEFT].files
+    text = json.dumps(file.to_json())
+    assert str(models.teachers["left"]) in text
+    for foreign in (models.teachers["right"], models.student, models.train, recipe.run_dir):
+        assert str(foreign) not in text
+
+
+def test_no_free_port(models: World, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        recipe = make_recipe(models, tmp_path, teacher_defaults={"placement": {**LOCAL, "port_range": [port, port]}})
+        message = start_error(recipe_groups(recipe, LEFT))
+    assert message.startswith(f"{LEFT}.placement.port_range is [{port}, {port}] and every port in it is in use")
+
+
+def test_a_server_that_cannot_load_its_model(models: World, tmp_path: Path) -> None:
+    """One line with the cause; the replica that could start is not left behind."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in models.teachers["left"].iterdir():
+        content = path.read_bytes()
+        (broken / path.name).write_bytes(content[:-200] if path.suffix == ".safetensors" else content)
+    recipe = make_recipe(
+        models,
+        tmp_path,
+        teacher_defaults={"placement": LOCAL},
+        teachers__left={"model": str(broken), "domains": ["left"]},
+    )
+    groups = recipe_groups(recipe, LEFT, RIGHT, log_dir=tmp_path / "logs")
+    before = children()
+    message = start_error(groups)
+    assert message.startswith(f"{LEFT}: left.0 ended with exit code 2 at its start")
+    assert "broken" in message and "teachers.left.0.log" in message and "\n" not in message
+    assert children() == before
+
+
+def test_a_server_that_is_not_ready_in_time(models: World, tmp_path: Path) -> None:
+    recipe = make_recipe(models, tmp_path, teacher_defaults={"placement": {**LOCAL, "startup_timeout_s": 0.3}})
+    before = children()
+    message = start_error(recipe_groups(recipe, LEFT))
+    assert "left.0 was not ready within 0.3 s: raise placement.startup_timeout_s" in message
+    assert children() == before
+
+
+def test_an_external_server_that_is_not_there(models: World, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    placement = {"type": "external", "urls": [url], "startup_timeout_s": 1.0}
+    recipe = make_recipe(models, tmp_path, teacher_defaults={"placement": placement})
+    message = start_error(recipe_groups(recipe, LEFT))
+    assert message.startswith(f"{LEFT}.placement.urls: {url} is not healthy after 1 s")
+
+
+def test_a_changed_model_is_not_restarted(models: World, tmp_path: Path) -> None:
+    """The replica would answer, with another model's scores."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in models.teachers["left"].iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    recipe = make_recipe(
+        models,
+        tmp_path,
+        teacher_defaults={"placement": LOCAL},
+        teachers__left={"model": str(folder), "domains": ["left"]},
+    )
+    tokens, starts = make_samples(2)
+
+    async def work() -> None:
+        async with started(recipe, None, [LEFT]) as (groups, routers):
+            weights = models.teachers["right"] / "model.safetensors"
+            (folder / "model.safetensors").write_bytes(weights.read_bytes())
+            os.kill(pid_of(groups, LEFT, 0), signal.SIGKILL)
+            with pytest.raises(Exception, match="is not the model any more that the run began with"):
+                await routers[LEFT].score(tokens, starts, top_k=TOP_K, temperature=1.0)
+
+    run(work())
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+import torch
+from mopd.config.load import load_recipe
+from mopd.runtime.placement.groups import Groups
+
+async def main():
+    recipe = load_recipe(sys.argv[1]).recipe
+    async with Groups(recipe, log_dir=None, device=torch.device("cpu"), only=["teachers.left"]) as groups:
+        if sys.argv[2] == "while ready":
+            print(*groups.placement("teachers.left").pids, flush=True)
+            await asyncio.sleep(300)
+
+if sys.argv[2] == "while starting":
+    print("starting", flush=True)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("moment", ["while starting", "while ready"])
+def test_servers_die_with_their_parent(models: World, tmp_path: Path, moment: str) -> None:
+    make_recipe(models, tmp_path, teacher_defaults={"placement": LOCAL, "replicas": 2})
+    (tmp_path / "tmp").mkdir()
+    script = tmp_path / "parent.py"
+    script.write_text(textwrap.dedent(PARENT), encoding="utf-8")
+    parent = subprocess.Popen(
+        [sys.executable, script, tmp_path / "recipe.yaml", moment],
+        cwd=REPOSITORY,
+        env={**environment(), "TMPDIR": str(tmp_path / "tmp")},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline()
+    wait_until(lambda: len(servers_below(parent.pid)) == 2)
+    family = descendants(parent.pid)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not any(is_alive(pid) for pid in family), timeout_s=10.0)
+    assert not list((tmp_path / "tmp").glob("mopd-servers-*"))
+
+
+def recipe_groups(recipe: object, *only: str, log_dir: Path | None = None) -> Groups:
+    return Groups(recipe, log_dir=log_dir, device=torch.device("cpu"), only=only)  # type: ignore[arg-type]
+
+
+def start_error(groups: Groups) -> str:
+    with pytest.raises(UserError) as failure:
+        run(groups.start())
+    return str(failure.value)
+
+
+def children() -> set[int]:
+    return set(descendants(os.getpid()))
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text(encoding="ascii").split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def servers_below(pid: int) -> list[int]:
+    """Processes that run ``mopd serve``, keepers left out."""
+    found = []
+    for child in descendants(pid):
+        words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        if b"serve" in words and not any(b"keeper" in word for word in words):
+            found.append(child)
+    return found

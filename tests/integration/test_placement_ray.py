@@ -1,0 +1,143 @@
+"""Replicas as servers of Ray actors, on a cluster of this machine that lives as long as the groups."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mopd.runtime.placement.interface import ROLLOUT
+from mopd.types import UserError
+from tests.integration.groups import (
+    LEFT,
+    RIGHT,
+    ROUTING,
+    SAMPLING,
+    Student,
+    assert_same_scores,
+    is_alive,
+    make_models,
+    make_recipe,
+    make_samples,
+    pid_of,
+    run,
+    score_here,
+    started,
+    supervised,
+    until,
+)
+from tests.integration.world import World
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.multirank,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
+]
+
+RAY = {"type": "ray", "startup_timeout_s": 120.0, "max_restarts": 1}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+def test_replicas_on_ray(models: World, tmp_path: Path) -> None:
+    """Scores, weights, a killed server, a lost agent, and nothing left behind."""
+    recipe = make_recipe(
+        models,
+        tmp_path,
+        teacher_defaults={"placement": RAY, "replicas": 2},
+        rollout={"max_response_length": 4, "placement": RAY, "routing": ROUTING},
+    )
+    samples = make_samples(24)
+    expected = score_here(models.teachers["left"], *samples, top_k=8)
+
+    async def work() -> None:
+        student = Student(models.student)
+        async with started(recipe, tmp_path / "logs", [LEFT, ROLLOUT], student) as (groups, routers):
+            placement = supervised(groups, LEFT)
+            assert_same_scores(await routers[LEFT].score(*samples, top_k=8, temperature=1.0), expected)
+            await student.publish(1)
+            await routers[ROLLOUT].generate([[3, 4, 5]], SAMPLING, [1])
+            tables = ray().util.placement_group_table()
+            rooms = [table for table in tables.values() if table["state"] == "CREATED"]
+            assert sorted(len(room["bundles"]) for room in rooms) == [1, 2]
+
+            os.kill(pid_of(groups, LEFT, 0), signal.SIGKILL)
+            agent = parent_of(parent_of(pid_of(groups, LEFT, 1)))  # server, keeper, agent
+            orphan = pid_of(groups, LEFT, 1)
+            os.kill(agent, signal.SIGKILL)
+            assert_same_scores(await routers[LEFT].score(*samples, top_k=8, temperature=1.0), expected)
+            await until(lambda: placement.restarts == [1, 1] and None not in placement.pids)
+            assert not is_alive(orphan)
+            assert_same_scores(await routers[LEFT].score(*samples, top_k=8, temperature=1.0), expected)
+            pids = [pid_of(groups, LEFT, 0), pid_of(groups, LEFT, 1), pid_of(groups, ROLLOUT, 0)]
+        assert not any(is_alive(pid) for pid in pids)
+        assert not ray().is_initialized()
+
+    run(work(), timeout_s=300.0)
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {
+        "teachers.left.0.log",
+        "teachers.left.1.log",
+        "rollout.0.log",
+    }
+
+
+def test_a_plan_that_does_not_fit_names_the_shortage(models: World, tmp_path: Path) -> None:
+    recipe = make_recipe(models, tmp_path, teacher_defaults={"placement": {**RAY, "num_gpus": 2}, "replicas": 3})
+
+    async def work() -> None:
+        with pytest.raises(UserError, match=r"teachers\.left: .* 3 replicas of 2 GPUs .* 12 GPUs are missing"):
+            async with started(recipe, None, [LEFT, RIGHT]):
+                pass
+        assert not ray().is_initialized()
+        await asyncio.sleep(0)
+
+    run(work())
+
+
+def test_a_replica_lies_on_one_node_of_a_cluster_that_others_run(models: World, tmp_path: Path) -> None:
+    """Two nodes of 3 CPUs: two replicas of 3 fit, one of 4 does not although 6 are free. The cluster stays."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
+    try:
+        cluster.add_node(num_cpus=3)
+        placement = {**RAY, "address": cluster.address, "num_cpus": 3}
+        recipe = make_recipe(models, tmp_path, teacher_defaults={"placement": placement, "replicas": 2})
+        samples = make_samples(24)
+        expected = score_here(models.teachers["left"], *samples, top_k=8)
+
+        async def work() -> None:
+            async with started(recipe, tmp_path / "logs", [LEFT]) as (_, routers):
+                assert_same_scores(await routers[LEFT].score(*samples, top_k=8, temperature=1.0), expected)
+                (room,) = ray().util.placement_group_table().values()
+                assert len(set(room["bundles_to_node_id"].values())) == 2
+            larger = {**placement, "num_cpus": 4}
+            wide = make_recipe(models, tmp_path, teacher_defaults={"placement": larger})
+            with pytest.raises(UserError, match="no node has that much left in one place"):
+                async with started(wide, None, [LEFT]):
+                    pass
+
+        run(work(), timeout_s=200.0)
+        assert len(cluster.list_all_nodes()) == 2
+    finally:
+        cluster.shutdown()
+
+
+def parent_of(pid: int) -> int:
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    return int(stat.rsplit(")", 1)[1].split()[1])
+
+
+def ray() -> Any:
+    import ray as package
+    import ray.util
+
+    return package

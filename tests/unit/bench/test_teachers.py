@@ -1,0 +1,67 @@
+"""``mopd bench teachers`` on the torch engine: the whole path runs, and what it reports is what happened."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+
+from mopd.bench import teacher_path
+from mopd.bench.teacher_path import Throughput
+from mopd.bench.teacher_payload import NUM_ROWS, make_answer, measure_decode, payload_goal
+from mopd.cli import main
+from mopd.wire.codec import encode
+
+GOOD = Throughput(
+    engine="vllm",
+    num_weights=1,
+    num_sequences=2,
+    num_tokens=20,
+    num_rows=10,
+    top_k=64,
+    bare_s=(1.0, 9.0, 2.0),
+    path_s=(1.0, 10.0, 1.0),
+    answer_bytes_per_row=520.0,
+    prompt_bytes_share=0.0,
+    others_cores=0.1,
+)
+
+
+def test_answers_are_small_and_become_tensors_fast() -> None:
+    decode = measure_decode(64)
+    assert decode.binary_bytes == len(encode(make_answer(64))) <= payload_goal(64) * NUM_ROWS
+    assert decode.is_met and decode.speedup >= 10 and decode.json_s > decode.lists_s
+
+
+@pytest.mark.parametrize(
+    "change", [{"path_s": (1.2, 11.0, 9.0)}, {"answer_bytes_per_row": 545.0}, {"prompt_bytes_share": 0.01}]
+)
+def test_each_goal_counts(change: dict[str, object]) -> None:
+    assert GOOD.ratios == [1.0, 0.9, 2.0] and GOOD.median_ratio == 1.0 and GOOD.is_met
+    assert not replace(GOOD, **change).is_met  # type: ignore[arg-type]
+
+
+def test_the_whole_path_on_the_torch_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    monkeypatch.setattr(teacher_path, "MODEL", small)
+    code = main(
+        ["bench", "teachers", "--engine", "torch", "--pairs", "2", "--sequences", "6", "--top-k", "8", "--json"]
+    )
+    shown = json.loads(capsys.readouterr().out)
+    throughput = shown["throughput"]
+    assert len(throughput["ratios"]) == 2 and all(ratio > 0 for ratio in throughput["ratios"])
+    assert throughput["num_rows"] == throughput["num_tokens"] - 6 * teacher_path.PROMPT_LENGTH
+    rows = throughput["num_rows"]
+    assert 8 * 8 + 4 < throughput["answer_bytes_per_row"] < 8 * 8 + 4 + 400 / rows
+    assert throughput["prompt_bytes_share"] == 0 and 0 <= throughput["others_cores"] <= (os.cpu_count() or 1)
+    assert shown["makespan"]["is_met"]
+    assert code == (0 if all(part["is_met"] for part in shown.values()) else 1)
+
+
+def test_impossible_options_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "teachers", "--pairs", "0"]) == 2
+    assert capsys.readouterr().err == "mopd: error: --pairs is 0: set 1 or more\n"

@@ -1,0 +1,173 @@
+"""Teacher and rollout groups in a recipe: defaults, ensembles, the default teacher, what fits together."""
+
+from __future__ import annotations
+
+import pytest
+
+from mopd.config.groups import Teacher
+from mopd.config.load import Loaded, dump, load_recipe
+from mopd.config.placement import RayPlacement
+from mopd.config.schema import External, InProcess, Local, TorchEngine, VllmEngine
+from mopd.types import UserError
+from tests.unit.config.conftest import Write
+
+TWO = """\
+run_dir: runs/two
+student: {model: models/student}
+teacher_defaults:
+  engine: {type: vllm, dtype: float32, max_model_len: 512}
+  placement: {type: local, max_restarts: 1}
+  replicas: 2
+  routing: {request_timeout_s: 30}
+teachers:
+  math: {model: models/math, domains: [math]}
+  code:
+    model: models/code
+    domains: [code]
+    replicas: 3
+    engine: {max_model_len: 1024}
+    placement: {type: in_process}
+data: {train: [train.jsonl], validation: [validation.jsonl]}
+schedule: {steps: 3, prompts_per_step: 4}
+validation: {every_steps: 1}
+"""
+
+
+def load(write: Write, *overrides: str, text: str = TWO) -> Loaded:
+    return load_recipe(write(text), overrides)
+
+
+def refusal(write: Write, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(write, *overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_teachers_inherit_the_defaults_key_by_key(write: Write) -> None:
+    teachers = load(write).recipe.teachers
+    assert teachers["math"].engine == VllmEngine(type="vllm", dtype="float32", max_model_len=512)
+    assert teachers["math"].placement == Local(type="local", max_restarts=1)
+    assert teachers["math"].replicas == 2
+    assert teachers["code"].engine == VllmEngine(type="vllm", dtype="float32", max_model_len=1024)
+    assert teachers["code"].placement == InProcess()
+    assert teachers["code"].replicas == 3
+    assert teachers["code"].routing.request_timeout_s == 30
+
+
+def test_an_engine_of_another_type_takes_nothing_from_the_defaults(write: Write) -> None:
+    teachers = load(write, "teachers.math.engine={type: torch, max_tokens_per_batch: 7}").recipe.teachers
+    assert teachers["math"].engine == TorchEngine(max_tokens_per_batch=7)
+
+
+def test_a_teachers_own_key_wins_whatever_file_or_flag_sets_the_default(write: Write) -> None:
+    write(TWO, "base.yaml")
+    loaded = load_recipe(write("base: base.yaml\nteacher_defaults: {replicas: 5}\n", "over.yaml"), ["seed=1"])
+    assert [teacher.replicas for teacher in loaded.recipe.teachers.values()] == [5, 3]
+    by_flag = load_recipe("over.yaml", ["teacher_defaults.replicas=7"]).recipe.teachers
+    assert [teacher.replicas for teacher in by_flag.values()] == [7, 3]
+
+
+def test_inherited_values_show_where_they_stand(write: Write) -> None:
+    loaded = load(write)
+    assert loaded.origins["teachers.math.replicas"] == "recipe.yaml:6"
+    assert loaded.origins["teachers.code.replicas"] == "recipe.yaml:13"
+    assert loaded.origins["teachers.math.engine.dtype"] == "recipe.yaml:4"
+    assert loaded.origins["teachers.math.engine.max_num_seqs"] == "default"
+    assert "  math:\n    engine:\n      type: vllm  # recipe.yaml:4" in dump(loaded)
+
+
+def test_the_resolved_recipe_loads_back_identically(write: Write) -> None:
+    loaded = load(write, "teachers.math.weight=2", "on_failure=replace")
+    assert load_recipe(write(dump(loaded), "resolved.yaml")).recipe == loaded.recipe
+
+
+@pytest.mark.parametrize("key", ["model", "domains", "weight", "default"])
+def test_what_makes_a_teacher_itself_is_no_default(write: Write, key: str) -> None:
+    assert f"unknown key 'teacher_defaults.{key}'" in refusal(write, f"teacher_defaults.{key}=x")
+
+
+def test_a_bad_default_is_named_where_it_stands(write: Write) -> None:
+    assert "teacher_defaults.replicas is 0: set 1 or more" in refusal(write, "teacher_defaults.replicas=0")
+
+
+def test_defaults_that_clash_are_no_error_while_every_teacher_overrides_one_side(write: Write) -> None:
+    clash = "teacher_defaults.placement={type: local, gpus: [0, 1, 2]}"
+    overrides = ("teachers.math.replicas=3", "teachers.code.replicas=3", "teachers.code.placement={type: local}")
+    assert [t.placement.gpus for t in load(write, clash, *overrides).recipe.teachers.values()] == [(0, 1, 2)] * 2
+    message = refusal(write, clash, *overrides[1:])
+    assert "teachers.math.placement.gpus names 3 GPUs, but 2 replicas" in message
+
+
+def test_several_teachers_of_a_domain_need_weights(write: Write) -> None:
+    assert "teachers.math.domains and teachers.code.domains name 'code', but teachers.code.weight is absent" in refusal(
+        write, "teachers.math.domains=[math, code]", "teachers.math.weight=3"
+    )
+
+
+def test_shares_of_an_ensemble_add_up_to_one(write: Write) -> None:
+    assignment = load(
+        write, "teachers.math.domains=[math, code]", "teachers.math.weight=3", "teachers.code.weight=1"
+    ).recipe.assignment
+    assert assignment.teachers_of("code") == ("math", "code")
+    assert assignment.weights_of("code") == (0.75, 0.25)
+    assert assignment.weights_of("math") == (1.0,)
+    assert assignment.max_teachers == 2
+    assert assignment.weight_table(["math", "code"]) == ((1.0, 0.0), (0.75, 0.25))
+
+
+def test_only_a_named_default_teacher_answers_for_other_domains(write: Write) -> None:
+    with pytest.raises(UserError, match=r"no teacher answers for domain 'law' \(known: 'code', 'math'\)"):
+        load(write).recipe.assignment.teachers_of("law")
+    recipe = load(write, "teachers.other={model: m, default: true}").recipe
+    assert recipe.assignment.teachers_of("law") == ("other",)
+    assert recipe.assignment.teachers_of("math") == ("math",)
+    assert recipe.assignment.domains_among(["law", "math"]) == ("code", "law", "math")
+    assert recipe.assignment.domains_of("other", ["law", "math"]) == ("law",)
+    assert load(write).recipe.assignment.domains_among(["law"]) == ("code", "math")
+
+
+REFUSALS = {
+    "teachers.x={model: m}": "teachers.x.domains is empty: name at least one value",
+    "teachers.math.weight=0": "teachers.math.weight is 0.0: set a positive number",
+    "loss.temperature=0.5": "loss.temperature is 0.5, but teachers.math runs vLLM, which scores at temperature 1 only",
+    "teachers.math.placement={type: external, urls: []}": "urls is empty",
+    "teachers.math.placement={type: external, urls: ['host:1']}": "urls has 'host:1': begin it with http://",
+    "teachers.code.placement={type: external, urls: ['http://a', 'http://b']}": "but placement.urls names 2",
+    "rollout.placement={type: external, urls: ['http://a'], protocol: openai}": "such a server takes no weight updates",
+    "teachers.math.placement.gpus=[0, 1, 2]": "placement.gpus names 3 GPUs, but 2 replicas of tensor_parallel_size 1",
+    "teachers.math.placement.port_range=[9, 3]": "port_range is [9, 3]: set [first, last]",
+    "teachers.math.placement={type: ray, shared_pool: p, num_gpus: 1, max_restarts: -1}": "max_restarts is -1",
+    "teachers.math.placement={type: ray, shared_pool: p}": "placement.shared_pool is 'p', but only engine.type vllm",
+    "rollout.placement={type: ray, shared_pool: p}": "shared_pool is 'p': only teachers take turns",
+    "rollout.routing.max_inflight_tokens=10": "max_inflight_tokens is 10 and max_tokens_per_request",
+    "rollout.routing.hedge_after_s=0": "hedge_after_s is 0.0: set a positive number",
+    "rollout.engine={dtype: float16}": "rollout.engine.dtype: expected one of float32, bfloat16",
+    "teachers.math.engine.tensor_parallel_size=0": "tensor_parallel_size is 0: set 1 or more",
+    "rollout={engine: {type: vllm}, temperature: 0.5, top_p: 0.9}": "reports log-probs before the cuts",
+    "on_failure=ignore": "on_failure: expected one of stop, replace",
+}
+
+
+@pytest.mark.parametrize("override", REFUSALS)
+def test_what_does_not_fit_is_named(write: Write, override: str) -> None:
+    assert REFUSALS[override] in refusal(write, override)
+
+
+def test_two_default_teachers_are_refused(write: Write) -> None:
+    both = ("teachers.math.default=true", "teachers.code.default=true")
+    assert "teachers.code.default is true and teachers.math.default too: keep one" in refusal(write, *both)
+
+
+def test_tensor_parallel_replicas_need_their_gpus_on_ray() -> None:
+    group = {"model": "m", "domains": ("a",), "engine": VllmEngine(type="vllm", tensor_parallel_size=4)}
+    with pytest.raises(
+        ValueError, match=r"placement.num_gpus is 1 but engine.tensor_parallel_size is 4: set num_gpus: 4"
+    ):
+        Teacher(**group, placement=RayPlacement(type="ray", num_gpus=1))
+    Teacher(**group, placement=RayPlacement(type="ray", num_gpus=4))
+
+
+def test_urls_are_the_replicas_of_external_servers() -> None:
+    placement = External(type="external", urls=("http://a:1", "http://b:1"))
+    assert Teacher(model="m", domains=("a",), placement=placement).num_replicas == 2

@@ -1,0 +1,198 @@
+"""OpenAIScorer against answers that are wrong in one place each; the real server stands in test_openai_vllm.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import torch
+
+from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, Scores
+from mopd.engines.openai import ANSWER_HEAD_BYTES, OpenAIScorer
+from mopd.types import UserError
+
+TOKENS = [3, 1, 4, 1]
+ROWS: list[dict[str, float] | None] = [  # per position, vocabulary of 6, top-2: the own token is extra in the third row
+    None,
+    {"1": -0.5, "2": -1.25},
+    {"4": -3.0, "0": -0.25, "5": -2.0},
+    {"2": -0.75, "1": -0.875},
+]
+
+
+def answer_of(rows: list[dict[str, float] | None]) -> dict[str, Any]:
+    """As vLLM writes it."""
+    entries = [r and {k: {"logprob": v, "rank": 1, "decoded_token": "x"} for k, v in r.items()} for r in rows]
+    return {"choices": [{"prompt_logprobs": entries, "prompt_token_ids": TOKENS, "text": ""}]}
+
+
+class Server:
+    """An HTTP server whose answer to a scoring request is ``reply``: status, headers and body."""
+
+    def __init__(self) -> None:
+        self.reply: tuple[int, dict[str, str], bytes] = (200, {}, json.dumps(answer_of(ROWS)).encode())
+        self.models = ["teacher"]
+        self.requests: list[dict[str, Any]] = []
+        self.authorizations: list[str | None] = []
+        self.released = threading.Event()
+        self.released.set()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                body = {"data": [{"id": name} for name in outer.models]} if self.path == "/v1/models" else {}
+                self._send(200, {}, json.dumps(body).encode())
+
+            def do_POST(self) -> None:
+                outer.authorizations.append(self.headers.get("authorization"))
+                outer.requests.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                outer.released.wait(20)
+                self._send(*outer.reply)
+
+            def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
+                self.send_response(status)
+                for name, value in {**headers, "content-length": str(len(body))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args: Any) -> None: ...
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.05,), daemon=True)
+        self.thread.start()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.released.set()
+    server.http.shutdown()
+    server.http.server_close()
+
+
+def score(server: Server, start: int = 1, *, name: str | None = None, timeout_s: float = 10.0, **kwargs: Any) -> Scores:
+    """One sequence through a scorer of its own."""
+
+    async def run() -> Scores:
+        scorer = OpenAIScorer(
+            server.url, served_model_name=name, vocab_size=6, max_positions=16, token="secret", timeout_s=timeout_s
+        )
+        try:
+            asked = {"top_k": 2, "temperature": 1.0, **kwargs}
+            return (await scorer.score([torch.tensor(TOKENS)], [start], **asked))[0]
+        finally:
+            await scorer.close()
+
+    return asyncio.run(run())
+
+
+def test_response_rows_most_probable_first(server: Server) -> None:
+    given = score(server, start=2)
+    assert given.ids.tolist() == [[0, 5], [2, 1]] and given.ids.dtype == torch.int32
+    assert given.logprobs.tolist() == [[-0.25, -2.0], [-0.75, -0.875]] and given.logprobs.dtype == torch.float32
+    assert given.token_logprobs.tolist() == [-3.0, -0.875]
+    assert server.requests[0]["prompt"] == TOKENS and server.requests[0]["prompt_logprobs"] == 2
+    assert server.requests[0]["model"] == "teacher" and server.authorizations == ["Bearer secret"]
+    assert score(server, start=4).ids.shape == (0, 2) and len(server.requests) == 1
+
+
+def test_slow_path_is_said_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> tuple[int, int]:
+        scorer = OpenAIScorer(server.url + "/v1", served_model_name=None, vocab_size=6, max_positions=16, timeout_s=10)
+        for _ in range(2):
+            await scorer.score([torch.tensor(TOKENS)], [1], top_k=2, temperature=1.0)
+        await scorer.close()
+        return scorer.bytes_sent, scorer.bytes_received
+
+    assert all(count > 0 for count in asyncio.run(run()))
+    assert ["mopd serve" in record.message for record in caplog.records] == [True]
+
+
+Change = Callable[[dict[str, Any]], Any]
+CORRUPT: dict[str, Change] = {
+    "a row less": lambda choice: choice["prompt_logprobs"].pop(),
+    "another prompt": lambda choice: choice.update(prompt_token_ids=[3, 1, 4, 2]),
+    "no own token": lambda choice: choice["prompt_logprobs"][2].pop("4"),
+    "an entry less": lambda choice: choice["prompt_logprobs"][3].pop("2"),
+    "an id outside the vocabulary": lambda choice: choice["prompt_logprobs"][2].update({"6": {"logprob": -1.0}}),
+    "not a number": lambda choice: choice["prompt_logprobs"][2]["4"].update(logprob="x"),
+    "NaN": lambda choice: choice["prompt_logprobs"][2]["4"].update(logprob=float("nan")),
+    "a null row": lambda choice: choice["prompt_logprobs"].__setitem__(2, None),
+    "no log-probs": lambda choice: choice.pop("prompt_logprobs"),
+}
+
+
+@pytest.mark.parametrize("change", CORRUPT)
+def test_corrupt_answers_are_no_answers(server: Server, change: str) -> None:
+    answer = answer_of(ROWS)
+    CORRUPT[change](answer["choices"][0])
+    server.reply = (200, {}, json.dumps(answer).encode())
+    with pytest.raises(EngineUnavailable, match="corrupt answer"):
+        score(server)
+
+
+def test_answers_that_are_not_json_or_too_long(server: Server) -> None:
+    server.reply = (200, {}, b"<html>")
+    with pytest.raises(EngineUnavailable, match="corrupt answer"):
+        score(server)
+    server.reply = (200, {}, b" " * (ANSWER_HEAD_BYTES + 4 * 1024))
+    with pytest.raises(EngineUnavailable, match="longer than"):
+        score(server)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "match"),
+    [
+        (429, EngineBusy, "HTTP 429: no room"),
+        (503, EngineUnavailable, "HTTP 503"),
+        (401, EngineRejected, "HTTP 401"),
+        (400, EngineRejected, "HTTP 400"),
+    ],
+)
+def test_refusals(server: Server, status: int, kind: type[Exception], match: str) -> None:
+    server.reply = (status, {"retry-after": "7"}, b'{"error": {"message": "no room"}}')
+    with pytest.raises(kind, match=match) as caught:
+        score(server)
+    if isinstance(caught.value, EngineBusy):
+        assert caught.value.retry_after_s == 7.0
+    server.reply = (status, {"retry-after": "Fri, 31 Dec 1999 23:59:59 GMT"}, b"no json")
+    with pytest.raises(kind) as caught:
+        score(server)
+    if isinstance(caught.value, EngineBusy):
+        assert caught.value.retry_after_s == 1.0
+
+
+def test_silence_and_nobody(server: Server) -> None:
+    server.released.clear()
+    with pytest.raises(EngineUnavailable, match="no answer to /v1/completions within"):
+        score(server, timeout_s=0.5)
+    server.released.set()
+    server.http.shutdown()
+    server.http.server_close()
+    with pytest.raises(EngineUnavailable):
+        score(server)
+
+
+def test_what_the_user_must_cure(server: Server) -> None:
+    def refuse(match: str, **kwargs: Any) -> None:
+        with pytest.raises(UserError, match=match) as caught:
+            score(server, **kwargs)
+        assert "\n" not in str(caught.value)
+
+    refuse("at temperature 1 only", temperature=0.5)
+    refuse("served_model_name 'other' is not served there: 'teacher'", name="other")
+    server.models = ["a", "b"]
+    refuse("serves 'a', 'b': name one as placement.served_model_name")
+    assert score(server, name="b").ids.shape == (3, 2)
+    with pytest.raises(ValueError, match="top_k is 7"):
+        score(server, top_k=7)

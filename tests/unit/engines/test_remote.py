@@ -1,0 +1,240 @@
+"""The client's side: an answer that is not exactly right is no answer."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mopd.engines.interface import (
+    EngineBusy,
+    EngineRejected,
+    EngineUnavailable,
+    SamplingParams,
+    StaleWeights,
+)
+from mopd.engines.remote import RemoteEngine
+from mopd.wire.codec import decode, encode
+from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest
+
+TOKENS = [torch.tensor([1, 5, 9, 7, 7]), torch.tensor([1, 4, 4, 6])]
+SAMPLING = SamplingParams(max_new_tokens=3)
+Answer = Callable[[str, bytes], bytes]
+
+
+def response(body: bytes, status: str = "200 OK", extra: str = "") -> bytes:
+    return f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n{extra}\r\n".encode() + body
+
+
+def right_answer(path: str, body: bytes) -> ScoreAnswer | GenerateAnswer:
+    """What a correct server would say."""
+    random = np.random.default_rng(0)
+    if path == "/v1/score":
+        asked = decode(body, ScoreRequest)
+        rows = asked.num_rows
+        return ScoreAnswer(
+            request_checksum=asked.checksum,
+            weight_version=asked.weight_version,
+            top_k=asked.top_k,
+            logprob_dtype=asked.logprob_dtype,
+            lengths=asked.lengths - asked.prompt_lengths,
+            ids=random.integers(0, 9, rows * asked.top_k, dtype=np.int32),
+            logprobs=-random.random(rows * asked.top_k, dtype=np.float32),
+            token_logprobs=-random.random(rows, dtype=np.float32),
+        )
+    wanted = decode(body, GenerateRequest)
+    lengths = np.full(len(wanted.lengths), 2, dtype=np.int32)
+    return GenerateAnswer(
+        request_checksum=wanted.checksum,
+        weight_version=wanted.weight_version,
+        logprob_dtype=wanted.logprob_dtype,
+        lengths=lengths,
+        stopped=np.zeros(len(lengths), dtype=np.uint8),
+        tokens=np.ones(lengths.sum(), dtype=np.int32),
+        logprobs=np.zeros(lengths.sum(), dtype=np.float32),
+    )
+
+
+def ask(answer: Answer | None, action: Callable[[RemoteEngine], Awaitable[Any]], timeout_s: float = 5.0) -> Any:
+    """``action`` on a client whose server gives ``answer(path, body)`` as raw bytes; ``None`` never answers."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                lines = head.decode().split("\r\n")
+                sizes = [int(line.split(":")[1]) for line in lines if line.lower().startswith("content-length")]
+                body = await reader.readexactly(sizes[0] if sizes else 0)
+                if answer is not None:
+                    writer.write(answer(lines[0].split()[1], body))
+                    await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    async def work() -> Any:
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        engine = RemoteEngine(f"http://127.0.0.1:{port}", timeout_s=timeout_s, name="math/0")
+        try:
+            return await action(engine)
+        finally:
+            await engine.close()
+            server.close()
+
+    return asyncio.run(work())
+
+
+async def score(engine: RemoteEngine) -> Any:
+    return await engine.score(TOKENS, [3, 2], top_k=4, temperature=1.0)
+
+
+async def generate(engine: RemoteEngine) -> Any:
+    return await engine.generate([[1, 2], [3]], SAMPLING, [0, 1])
+
+
+def test_right_answers_pass() -> None:
+    scores = ask(lambda path, body: response(encode(right_answer(path, body))), score)
+    assert [tuple(s.ids.shape) for s in scores] == [(2, 4), (2, 4)]
+    drawn = ask(lambda path, body: response(encode(right_answer(path, body))), generate)
+    assert [generation.tokens.tolist() for generation in drawn] == [[1, 1], [1, 1]]
+
+
+def changed(**fields: Any) -> Answer:
+    return lambda path, body: response(encode(dataclasses.replace(right_answer(path, body), **fields)))
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "problem"),
+    [
+        (score, changed(request_checksum=b"x" * 16), "belongs to other tokens"),
+        (score, changed(lengths=ints(1, 3)), "of another request"),
+        (score, changed(lengths=ints(4)), "of another request"),
+        (score, changed(lengths=ints(2, 1)), "add up to 3 but 4"),
+        (score, changed(top_k=2), "4 rows x top_k 2 but 16 ids"),
+        (score, changed(ids=np.full(16, -1, dtype=np.int32)), "negative"),
+        (score, changed(logprobs=np.zeros(15, dtype=np.float32)), "15 logprobs"),
+        (generate, changed(request_checksum=b"x" * 16), "belongs to other tokens"),
+        (generate, changed(lengths=ints(4)), "1 ends|2 ends"),
+        (generate, changed(tokens=ints(1, 1, 1, -1)), "negative"),
+        (generate, changed(stopped=np.full(2, 7, dtype=np.uint8)), "neither 0 nor 1"),
+        (
+            generate,
+            changed(lengths=ints(4, 1), tokens=np.ones(5, dtype=np.int32), logprobs=np.zeros(5, dtype=np.float32)),
+            "of up to 4 tokens",
+        ),
+        (score, lambda path, body: response(b""), "not msgpack"),
+        (score, lambda path, body: response(b"<html>"), "not msgpack"),
+        (score, lambda path, body: response(encode(right_answer(path, body))[:-5]), "not msgpack"),
+        (score, lambda path, body: response(b"x" * 10_000), "longer than"),
+        (RemoteEngine.info, lambda path, body: response(b"{}"), "not an engine server's"),
+        (RemoteEngine.info, lambda path, body: response(b'{"wire_version": 1, "engine": []}'), "not an engine"),
+    ],
+)
+def test_a_corrupt_or_foreign_answer_is_none(call: Any, answer: Answer, problem: str) -> None:
+    with pytest.raises(EngineUnavailable, match=rf"math/0: corrupt answer: .*({problem})"):
+        ask(answer, call)
+
+
+def test_one_flipped_bit_anywhere_is_noticed() -> None:
+    """A bit in the arrays, the scalars or the frame: never wrong scores."""
+    body_length = len(encode(right_answer("/v1/score", encode_request())))
+    for place in range(0, body_length, 7):
+
+        def flip(path: str, body: bytes, place: int = place) -> bytes:
+            answer = bytearray(encode(right_answer(path, body)))
+            answer[place] ^= 0x10
+            return response(bytes(answer))
+
+        with pytest.raises(EngineUnavailable, match="corrupt answer"):
+            ask(flip, score)
+
+
+def encode_request() -> bytes:
+    return encode(
+        ScoreRequest(
+            tokens=torch.cat(TOKENS).int().numpy(),
+            lengths=ints(5, 4),
+            prompt_lengths=ints(3, 2),
+            top_k=4,
+            temperature=1.0,
+            logprob_dtype="float32",
+            weight_version=-1,
+        )
+    )
+
+
+def test_an_answer_of_other_weights_is_stale() -> None:
+    for call in (score, generate):
+        with pytest.raises(StaleWeights, match="math/0: answered with weights 6, not -1"):
+            ask(changed(weight_version=6), call)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        ("400 Bad Request", EngineRejected),
+        ("401 Unauthorized", EngineRejected),
+        ("404 Not Found", EngineRejected),
+        ("408 Request Timeout", EngineUnavailable),
+        ("409 Conflict", StaleWeights),
+        ("413 Content Too Large", EngineRejected),
+        ("429 Too Many Requests", EngineBusy),
+        ("302 Found", EngineUnavailable),
+        ("500 Internal Server Error", EngineUnavailable),
+        ("503 Service Unavailable", EngineUnavailable),
+        ("504 Gateway Timeout", EngineUnavailable),
+    ],
+)
+@pytest.mark.parametrize("body", [b'{"error": {"message": "so it is", "retry_after_s": 2.5}}', b"so it is", b"[1]"])
+def test_every_status_has_its_error(status: str, error: type[Exception], body: bytes) -> None:
+    with pytest.raises(error, match=rf"math/0: /v1/score: HTTP {status[:3]}: ") as raised:
+        ask(lambda *_: response(body, status), score)
+    assert type(raised.value) is error
+    if isinstance(raised.value, EngineBusy):
+        assert raised.value.retry_after_s == (2.5 if body[:1] == b"{" else 1.0)
+    assert "so it is" in str(raised.value) or body == b"[1]"
+
+
+def test_no_server() -> None:
+    async def work() -> None:
+        engine = RemoteEngine("http://127.0.0.1:1", timeout_s=5.0)
+        with pytest.raises(EngineUnavailable, match=r"http://127\.0\.0\.1:1: /v1/score: ConnectError"):
+            await score(engine)
+        with pytest.raises(EngineUnavailable):
+            await engine.health(timeout_s=1.0)
+        await engine.close()
+
+    asyncio.run(work())
+
+
+def test_a_server_that_hangs_or_breaks_off() -> None:
+    with pytest.raises(EngineUnavailable, match=r"math/0: no answer to /v1/score within 0\.3 s"):
+        ask(None, score, timeout_s=0.3)
+    with pytest.raises(EngineUnavailable, match="no answer"):
+        ask(lambda *_: b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nhalf", score, timeout_s=0.3)
+    with pytest.raises(EngineUnavailable, match="RemoteProtocolError"):
+        ask(lambda *_: b"this is no HTTP\r\n\r\n", score)
+
+
+def test_payload_bytes_are_counted() -> None:
+    sizes: list[tuple[int, int]] = []
+
+    def answer(path: str, body: bytes) -> bytes:
+        encoded = encode(right_answer(path, body))
+        sizes.append((len(body), len(encoded)))
+        return response(encoded)
+
+    async def work(engine: RemoteEngine) -> None:
+        await score(engine)
+        await generate(engine)
+        assert (engine.bytes_sent, engine.bytes_received) == tuple(map(sum, zip(*sizes, strict=True)))
+
+    ask(answer, work)

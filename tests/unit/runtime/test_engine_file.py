@@ -1,0 +1,81 @@
+"""What travels to a replica's process: everything that it needs, nothing else, and back unchanged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mopd.config.engines import TorchEngine, VllmEngine
+from mopd.config.load import Loaded, load_recipe
+from mopd.runtime.engine_file import is_engine_file, read_engine_file, rollout_file, teacher_file
+from mopd.types import UserError
+from tests.fixtures.recipe import RECIPE
+
+Load = Callable[..., Loaded]
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(RECIPE)
+
+    def with_overrides(*overrides: str) -> Loaded:
+        return load_recipe("recipe.yaml", overrides)
+
+    return with_overrides
+
+
+VLLM = ("teachers.math.engine.type=vllm", "teachers.math.engine.max_scoring_tokens=999999")
+VLLM += ("rollout.engine.type=vllm", "rollout.engine.max_num_batched_tokens=4096")
+
+
+@pytest.mark.parametrize("overrides", [(), VLLM])
+def test_a_file_comes_back_as_it_was(load: Load, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    recipe = load("teachers.math.replicas=2", *overrides).recipe
+    for file in (teacher_file(recipe, "math", 1), rollout_file(recipe)):
+        file.write(tmp_path / "engine.json")
+        assert is_engine_file(tmp_path / "engine.json")
+        assert read_engine_file(tmp_path / "engine.json") == file
+        assert isinstance(file.engine, VllmEngine if overrides else TorchEngine)
+    assert not is_engine_file("recipe.yaml") and not is_engine_file("none")
+
+
+def test_what_follows_from_the_recipe(load: Load, tmp_path: Path) -> None:
+    overrides = ("teachers.math.routing.max_tokens_per_request=7", "teachers.math.routing.max_inflight_tokens=500")
+    recipe = load("teachers.math.replicas=2", *VLLM, *overrides, "rollout.temperature=0.5").recipe
+    longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
+    file = teacher_file(recipe, "math", 1)
+    assert (file.role, file.name, file.label) == ("teacher", "math", "math/1")
+    assert file.model == str(tmp_path / recipe.teachers["math"].model)
+    assert file.max_logprobs == recipe.loss.top_k
+    assert file.max_tokens_per_request == longest  # one sample is never cut
+    assert file.max_queued_tokens == 1000
+    assert isinstance(file.engine, VllmEngine) and file.engine.max_model_len == longest
+    rollout = rollout_file(recipe)
+    assert (rollout.role, rollout.model) == ("rollout", str(tmp_path / recipe.student.model))
+    assert (rollout.temperature, rollout.top_p, rollout.top_k) == (0.5, 1.0, -1)
+    text = json.dumps(file.to_json())
+    assert "run_dir" not in text and recipe.student.model not in text
+
+
+def test_an_unknown_teacher(load: Load) -> None:
+    with pytest.raises(UserError, match="--teacher maths: the recipe has no such teacher; it has math"):
+        teacher_file(load().recipe, "maths")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"format": "mopd engine 0"}, {"engine": {"type": "other"}}, {"engine": {}}, {"surplus": 1}, {"engine": None}],
+)
+def test_a_damaged_file(load: Load, tmp_path: Path, change: dict[str, object]) -> None:
+    path = tmp_path / "engine.json"
+    path.write_text(json.dumps({**teacher_file(load().recipe, "math").to_json(), **change}))
+    with pytest.raises(UserError, match="is no engine file of this mopd"):
+        read_engine_file(path)
+    for text in ("[]", "{", ""):
+        path.write_text(text)
+        with pytest.raises(UserError, match="is no engine file of this mopd"):
+            read_engine_file(path)

@@ -1,0 +1,266 @@
+"""What a server refuses, and that it lives on: bodies, tokens, secrets, deadlines, clients that are slow or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from mopd.config.engines import TorchEngine as TorchEngineConfig
+from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable
+from mopd.engines.remote import RemoteEngine
+from mopd.engines.torch_engine import TorchEngine
+from mopd.wire.codec import decode, encode
+from mopd.wire.messages import ScoreAnswer, ScoreRequest
+from tests.fixtures.servers import GatedEngine, RunningServer, random_tokens, running_server, wait_until
+from tests.unit.wire.test_codec import MESSAGES, score_request
+
+TOKEN = "0123456789abcdef"
+CLIENT = httpx.Client(timeout=30.0, trust_env=False)
+
+
+def post(running: RunningServer, path: str, body: bytes, **headers: str) -> httpx.Response:
+    return CLIENT.post(f"{running.url}{path}", content=body, headers=headers)
+
+
+def assert_lives(running: RunningServer) -> None:
+    """It scores, and nothing is left in its queue."""
+    response = post(running, "/v1/score", encode(score_request()))
+    assert response.status_code == 200
+    assert decode(response.content, ScoreAnswer).request_checksum == score_request().checksum
+    wait_until(lambda: running.server.admission.queued_tokens == 0)
+    assert running.server.admission.num_running == 0
+
+
+@pytest.fixture(scope="module")
+def http_servers(folder: Any) -> Iterator[list[RunningServer]]:
+    """The same server on both of uvicorn's HTTP parsers: which one is there depends on what is installed."""
+    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig())
+    limits = {"max_body_bytes": 20_000, "body_timeout_s": 1.0}
+    with (
+        running_server(engine, http="h11", limits=limits) as one,
+        running_server(engine, http="auto", limits=limits) as two,
+    ):
+        yield [one, two]
+
+
+def test_a_body_too_large(http_servers: list[RunningServer]) -> None:
+    """Refused by its announced length; the client hears it although it is still sending."""
+    for running in http_servers:
+        for size in (20_001, 5_000_000):
+            response = post(running, "/v1/score", b"x" * size)
+            assert response.status_code == 413
+            assert f"a body of {size} bytes: this server takes 20000" in response.text
+        assert_lives(running)
+
+
+def test_a_body_without_length(http_servers: list[RunningServer]) -> None:
+    for running in http_servers:
+        response = CLIENT.post(f"{running.url}/v1/score", content=iter([b"x"]))
+        assert response.status_code == 411
+        assert_lives(running)
+
+
+def test_a_client_that_sends_slowly(http_servers: list[RunningServer]) -> None:
+    """Its place is free again when the body is late; another client is served meanwhile."""
+    for running in http_servers:
+        host, port = running.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as slow:
+            slow.sendall(b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-length: 19000\r\n\r\nabc")
+            assert_lives(running)
+            slow.settimeout(10)
+            assert b"408" in slow.recv(1000).split(b"\r\n")[0]
+        assert running.server._bodies._arriving_bytes == 0
+        assert_lives(running)
+
+
+def test_too_much_arrives_at_once(http_servers: list[RunningServer]) -> None:
+    (running, _), head = http_servers, b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-length: 20000\r\n\r\n"
+    host, port = running.url.removeprefix("http://").split(":")
+    slow = [socket.create_connection((host, int(port))) for _ in range(4)]
+    try:
+        for connection in slow:
+            connection.sendall(head)
+        wait_until(lambda: running.server._bodies._arriving_bytes == 80_000)
+        response = post(running, "/v1/score", encode(score_request()))
+        assert response.status_code == 429 and "80000 bytes of other bodies" in response.text
+    finally:
+        for connection in slow:
+            connection.close()
+    wait_until(lambda: running.server._bodies._arriving_bytes == 0)
+    assert_lives(running)
+
+
+def test_a_client_that_does_not_read(folder: Any) -> None:
+    """The answer is larger than what the sockets hold; after the deadline its room in the queue is free again."""
+    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig())
+    limits = {"body_timeout_s": 0.5, "max_tokens_per_request": 40_000, "max_queued_tokens": 40_000}
+    tokens = random_tokens(*[250] * 150)
+    body = encode(
+        score_request(
+            tokens=torch.cat(tokens).int().numpy(),
+            lengths=np.full(150, 250, dtype=np.int32),
+            prompt_lengths=np.full(150, 1, dtype=np.int32),
+            top_k=48,
+        )
+    )
+    with running_server(engine, limits=limits) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.connect((host, int(port)))
+            slow.sendall(f"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+            wait_until(lambda: running.server.admission.queued_tokens > 0)
+            wait_until(lambda: running.server.admission.queued_tokens == 0)
+        assert_lives(running)
+
+
+def test_the_token(folder: Any) -> None:
+    async def score(token: str | None) -> None:
+        remote = RemoteEngine(running.url, token=token, timeout_s=30.0)
+        try:
+            await remote.health(timeout_s=10.0)
+            await remote.info()
+            await remote.score(random_tokens(5), [2], top_k=1, temperature=1.0)
+        finally:
+            await remote.close()
+
+    with running_server(TorchEngine.from_pretrained(folder, TorchEngineConfig()), token=TOKEN) as running:
+        asyncio.run(score(TOKEN))
+        for wrong in (None, TOKEN[:-1], TOKEN + "0"):
+            with pytest.raises(EngineRejected, match="HTTP 401"):
+                asyncio.run(score(wrong))
+        assert post(running, "/v1/score", b"x" * 4_000_000).status_code == 401
+        for path in ("/metrics", "/v1/models"):
+            assert CLIENT.get(f"{running.url}{path}").status_code == 401
+        assert CLIENT.get(f"{running.url}/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "soon", ""])
+def test_a_deadline_that_is_none(teacher: RunningServer, text: str) -> None:
+    response = post(teacher, "/v1/score", encode(score_request()), **{"x-mopd-deadline-s": text})
+    assert response.status_code == 400 and "positive number of seconds" in response.text
+
+
+def test_a_deadline_that_passes(gated: GatedEngine) -> None:
+    """The client's and the server's own; what waited never reaches the engine."""
+    with running_server(gated, limits={"request_timeout_s": 1.5}) as running:
+        gated.gate.clear()
+        body = encode(score_request())
+        start = time.monotonic()
+        assert post(running, "/v1/score", body, **{"x-mopd-deadline-s": "0.2"}).status_code == 504
+        assert time.monotonic() - start < 1.2
+        assert post(running, "/v1/score", body, **{"x-mopd-deadline-s": "60"}).status_code == 504
+        gated.gate.set()
+        assert_lives(running)
+        assert len(gated.num_samples) == 2  # the first, which ran on unheard, and the last
+
+
+def test_health_answers_while_the_engine_computes(gated: GatedEngine) -> None:
+    with running_server(gated) as running:
+        gated.gate.clear()
+        thread = threading.Thread(target=post, args=(running, "/v1/score", encode(score_request())))
+        thread.start()
+        assert gated.entered.acquire(timeout=30)
+        assert CLIENT.get(f"{running.url}/health", timeout=2.0).status_code == 200
+        gated.gate.set()
+        thread.join(30)
+
+
+def test_a_full_queue_and_recovery(gated: GatedEngine) -> None:
+    """Room for two requests of 9 tokens; the third hears 429 and when to come back, and is served later."""
+    with running_server(gated, limits={"max_tokens_per_request": 9, "max_queued_tokens": 18}) as running:
+
+        async def work() -> None:
+            remote = RemoteEngine(running.url, timeout_s=30.0)
+            gated.gate.clear()
+
+            async def score() -> Any:
+                return await remote.score(random_tokens(5, 4), [3, 2], top_k=1, temperature=1.0)
+
+            first = [asyncio.create_task(score()) for _ in range(2)]
+            while running.server.admission.queued_tokens < 18:
+                await asyncio.sleep(0.01)
+            with pytest.raises(EngineBusy, match="18 of 18 tokens are queued: no room for 9") as refused:
+                await score()
+            assert 0 < refused.value.retry_after_s <= 30
+            gated.gate.set()
+            await asyncio.gather(*first)
+            await score()
+            await remote.close()
+
+        asyncio.run(work())
+        assert_lives(running)
+
+
+def test_retry_after_header_is_whole_seconds(gated: GatedEngine) -> None:
+    with running_server(gated, limits={"max_tokens_per_request": 9, "max_queued_tokens": 9}) as running:
+        gated.gate.clear()
+        thread = threading.Thread(target=post, args=(running, "/v1/score", encode(score_request())))
+        thread.start()
+        assert gated.entered.acquire(timeout=30)
+        response = post(running, "/v1/score", encode(score_request()))
+        assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
+        error = json.loads(response.content)["error"]
+        assert error["type"] == "busy" and error["retry_after_s"] <= int(response.headers["retry-after"])
+        gated.gate.set()
+        thread.join(30)
+
+
+def test_a_client_that_goes_away(gated: GatedEngine) -> None:
+    """Its waiting request leaves the queue without having reached the engine."""
+    with running_server(gated) as running:
+
+        async def work() -> None:
+            gated.gate.clear()
+            staying, going = RemoteEngine(running.url, timeout_s=30.0), RemoteEngine(running.url, timeout_s=0.3)
+            first = asyncio.create_task(staying.score(random_tokens(5), [2], top_k=1, temperature=1.0))
+            while not gated.num_samples:
+                await asyncio.sleep(0.01)
+            with pytest.raises(EngineUnavailable, match=r"no answer to /v1/score within 0\.3 s"):
+                await going.score(random_tokens(50), [2], top_k=1, temperature=1.0)
+            await going.close()
+            while running.server.admission.queued_tokens > 5:
+                await asyncio.sleep(0.01)
+            gated.gate.set()
+            await first
+            await staying.close()
+
+        asyncio.run(work())
+        assert_lives(running)
+        assert gated.num_samples == [1, 2]
+
+
+def test_an_engines_own_fault_is_500_and_its_death_503(gated: GatedEngine) -> None:
+    problems: list[Exception] = [RuntimeError("bug"), EngineUnavailable("core process ended")]
+    deaths: list[int] = []
+
+    def fail(_: int) -> None:
+        raise problems[0]
+
+    with running_server(gated, on_dead=lambda: deaths.append(1)) as running:
+        gated._pass = fail  # type: ignore[method-assign]
+        assert post(running, "/v1/score", encode(score_request())).status_code == 500
+        assert CLIENT.get(f"{running.url}/health").status_code == 200
+        problems.pop(0)
+        for _ in range(2):
+            response = post(running, "/v1/score", encode(score_request()))
+            assert response.status_code == 503 and "core process ended" in response.text
+        assert CLIENT.get(f"{running.url}/health").json() == {"status": "dead"}
+        assert deaths == [1]
+
+
+def test_the_request_kind_is_checked(teacher: RunningServer) -> None:
+    generate = next(message for message in MESSAGES if message.kind == "generate")
+    response = post(teacher, "/v1/score", encode(generate))
+    assert response.status_code == 400 and "expected kind 'score'" in response.text
+    assert ScoreRequest.kind == "score"

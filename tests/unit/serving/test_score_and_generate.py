@@ -1,0 +1,169 @@
+"""Scores and responses that come over HTTP are those of the engine, bit for bit; the client believes nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from mopd.engines.interface import EngineRejected, SamplingParams, StaleWeights
+from mopd.engines.remote import RemoteEngine
+from mopd.engines.torch_engine import TorchEngine
+from mopd.wire.codec import VERSION
+from tests.fixtures.servers import RunningServer, random_tokens, running_server
+
+LENGTHS, PROMPTS = (40, 7, 12, 5), (20, 3, 12, 1)
+SAMPLING = SamplingParams(max_new_tokens=12, temperature=0.8, top_p=0.9, top_k=20)
+
+
+async def with_engine(running: RunningServer, action: Any, **options: Any) -> Any:
+    """Run ``action(engine)`` on a fresh client."""
+    engine = RemoteEngine(running.url, **{"timeout_s": 30.0, **options})
+    try:
+        return await action(engine)
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize(("top_k", "temperature"), [(1, 1.0), (8, 0.7), (48, 1.0)])
+def test_scores_equal_the_engines(teacher: RunningServer, local: TorchEngine, top_k: int, temperature: float) -> None:
+    """Among the sequences one without a response: it has no rows."""
+    tokens = random_tokens(*LENGTHS)
+
+    async def score(engine: Any) -> Any:
+        return await engine.score(tokens, PROMPTS, top_k=top_k, temperature=temperature)
+
+    given = asyncio.run(with_engine(teacher, score))
+    for theirs, ours in zip(given, asyncio.run(score(local)), strict=True):
+        assert torch.equal(theirs.ids, ours.ids) and theirs.ids.dtype == torch.int32
+        assert torch.equal(theirs.logprobs, ours.logprobs)
+        assert torch.equal(theirs.token_logprobs, ours.token_logprobs)
+
+
+def test_float16_on_the_wire(teacher: RunningServer, local: TorchEngine) -> None:
+    tokens = random_tokens(*LENGTHS)
+
+    async def score(engine: Any) -> Any:
+        return await engine.score(tokens, PROMPTS, top_k=8, temperature=1.0)
+
+    given = asyncio.run(with_engine(teacher, score, logprob_dtype="float16"))
+    for theirs, ours in zip(given, asyncio.run(score(local)), strict=True):
+        assert torch.equal(theirs.logprobs, ours.logprobs.half().float())
+        assert torch.equal(theirs.token_logprobs, ours.token_logprobs.half().float())
+
+
+def test_the_answer_has_nothing_of_the_prompt(teacher: RunningServer) -> None:
+    """Bytes of an answer depend on the response's length alone, and stay within 8 K + 32 per response token."""
+
+    async def sizes(engine: RemoteEngine) -> list[int]:
+        found = []
+        for prompt_length in (1, 100):
+            before = engine.bytes_received
+            await engine.score(random_tokens(prompt_length + 16), [prompt_length], top_k=8, temperature=1.0)
+            found.append(engine.bytes_received - before)
+        return found
+
+    short, long = asyncio.run(with_engine(teacher, sizes))
+    assert short == long
+    assert short / 16 <= 8 * 8 + 32
+
+
+def test_a_rollout_server_answers_with_the_version_that_is_asked_for(folder: Any, local: TorchEngine) -> None:
+    """No weights: 409. After a push: the engine's own responses. Another client, which pushed nothing: 409."""
+    engine = TorchEngine.empty(folder, local._cfg)
+    prompts, seeds = [[5, 6, 7], [8, 9]], [1, 2**62]
+
+    async def work(remote: RemoteEngine) -> None:
+        with pytest.raises(StaleWeights, match="no weights yet"):
+            await remote.generate(prompts, SAMPLING, seeds)
+        await remote.load_weights(local.model.named_parameters(), 3)
+        assert remote.weight_version == 3
+        given = await remote.generate(prompts, SAMPLING, seeds)
+        for theirs, ours in zip(given, await local.generate(prompts, SAMPLING, seeds), strict=True):
+            assert torch.equal(theirs.tokens, ours.tokens) and theirs.tokens.dtype == torch.int64
+            assert torch.equal(theirs.logprobs, ours.logprobs)
+            assert theirs.finish_reason == ours.finish_reason
+        scores = await remote.score([torch.tensor([5, 6, 7])], [1], top_k=2, temperature=1.0)
+        (ours_scored,) = await local.score([torch.tensor([5, 6, 7])], [1], top_k=2, temperature=1.0)
+        assert torch.equal(scores[0].logprobs, ours_scored.logprobs)
+        assert (await remote.info()).weight_version == 3
+        remote.weight_version = 2
+        with pytest.raises(StaleWeights, match="has weights 3, not 2"):
+            await remote.generate(prompts, SAMPLING, seeds)
+
+    with running_server(engine, "rollout") as running:
+        asyncio.run(with_engine(running, work))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prompt_lengths", "options", "problem"),
+    [
+        ([torch.tensor([1, 48])], [1], {}, "token 48 is outside the vocabulary of 48"),
+        ([torch.ones(257, dtype=torch.int64)], [1], {}, "a sequence of 257 tokens: .* takes 256"),
+        ([torch.tensor([1, 2])], [1], {"top_k": 49}, "top_k is 49: .* gives at most 48"),
+        ([torch.ones(200, dtype=torch.int64)] * 21, [1] * 21, {}, "413: a request of 4200 tokens"),
+    ],
+)
+def test_what_the_engine_cannot_do(
+    teacher: RunningServer, tokens: Any, prompt_lengths: Any, options: Any, problem: str
+) -> None:
+    async def score(engine: RemoteEngine) -> None:
+        with pytest.raises(EngineRejected, match=problem):
+            await engine.score(tokens, prompt_lengths, **{"top_k": 2, "temperature": 1.0, **options})
+
+    asyncio.run(with_engine(teacher, score))
+
+
+def test_requests_that_no_server_would_take_are_not_sent(teacher: RunningServer) -> None:
+    async def score(engine: RemoteEngine) -> None:
+        with pytest.raises(ValueError, match="between 1 and"):
+            await engine.score([torch.tensor([1, 2])], [0], top_k=1, temperature=1.0)
+        with pytest.raises(ValueError, match="temperature"):
+            await engine.score([torch.tensor([1, 2])], [1], top_k=1, temperature=0.0)
+        with pytest.raises(ValueError, match="negative"):
+            await engine.generate([[1]], SAMPLING, [-1])
+        assert await engine.score([], [], top_k=1, temperature=1.0) == []
+        assert await engine.generate([], SAMPLING, []) == []
+        assert engine.bytes_sent == 0
+
+    asyncio.run(with_engine(teacher, score))
+
+
+def test_info(teacher: RunningServer, folder: Any) -> None:
+    info = asyncio.run(with_engine(teacher, RemoteEngine.info))
+    assert (info.model, info.kind, info.vocab_size, info.max_positions) == (str(folder), "torch", 48, 256)
+    assert (info.dtype, info.weight_version, info.max_logprobs) == ("float32", -1, None)
+    assert info.manifest == {"config_sha256": "c", "weights_sha256": "w", "tokenizer_sha256": "t"}
+    assert (info.limits.max_tokens_per_request, info.limits.max_queued_tokens) == (4096, 8192)
+    shown = httpx.get(f"{teacher.url}/info").json()
+    assert (shown["role"], shown["name"], shown["wire_version"]) == ("teacher", "math", VERSION)
+
+
+def test_metrics_count(teacher: RunningServer) -> None:
+    def read() -> dict[str, float]:
+        lines = httpx.get(f"{teacher.url}/metrics").text.splitlines()
+        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+
+    before = read()
+
+    async def score(engine: RemoteEngine) -> None:
+        await engine.score(random_tokens(9, 5), [4, 4], top_k=2, temperature=1.0)
+        with pytest.raises(EngineRejected):
+            await engine.score([torch.tensor([1, 48])], [1], top_k=2, temperature=1.0)
+
+    asyncio.run(with_engine(teacher, score))
+    after = read()
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    assert grown("mopd_scored_tokens_total") == 6
+    assert grown('mopd_requests_total{path="/v1/score",status="200"}') == 1
+    assert grown('mopd_requests_total{path="/v1/score",status="400"}') == 1
+    assert grown('mopd_request_seconds_count{path="/v1/score"}') == 2
+    assert grown("mopd_received_bytes_total") > 0 and grown("mopd_sent_bytes_total") > 6 * 20
+    assert (after["mopd_queued_tokens"], after["mopd_running_requests"]) == (0, 0)
+    assert after["mopd_weight_version"] == -1

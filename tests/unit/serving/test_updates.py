@@ -1,0 +1,302 @@
+"""Weight updates on a rollout server: all of it or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mopd.config.engines import TorchEngine as TorchEngineConfig
+from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation, SamplingParams, StaleWeights
+from mopd.engines.remote import RemoteEngine
+from mopd.engines.torch_engine import TorchEngine
+from mopd.wire.codec import encode
+from mopd.wire.weights import TensorLedger, WeightAbort, WeightBegin, WeightChunk, WeightCommit, cut
+from tests.fixtures.servers import GatedEngine, RunningServer, running_server
+
+SAMPLING = SamplingParams(max_new_tokens=8)
+Weights = dict[str, Tensor]
+
+
+@pytest.fixture
+def rollout(folder: Path) -> Iterator[RunningServer]:
+    engine = GatedEngine.empty(folder, TorchEngineConfig())
+    assert isinstance(engine, GatedEngine)
+    with running_server(engine.arm(), "rollout", limits={"update_timeout_s": 30.0}) as running:
+        yield running
+        engine.gate.set()
+
+
+@pytest.fixture(scope="module")
+def weights(local: TorchEngine) -> Weights:
+    return dict(local.model.named_parameters())
+
+
+@pytest.fixture(scope="module")
+def other_weights(weights: Weights) -> Weights:
+    return {name: tensor * 0.5 for name, tensor in weights.items()}
+
+
+def run(running: RunningServer, action: Callable[[RemoteEngine], Awaitable[None]]) -> None:
+    async def work() -> None:
+        remote = RemoteEngine(running.url, timeout_s=30.0)
+        try:
+            await action(remote)
+        finally:
+            await remote.close()
+
+    asyncio.run(work())
+
+
+async def draw(engine: Any) -> Generation:
+    (generation,) = await engine.generate([[5, 6, 7]], SAMPLING, [1])
+    return generation
+
+
+async def assert_serves(remote: RemoteEngine, local: TorchEngine, version: int) -> None:
+    """The server answers with ``version`` and with the weights of ``local``."""
+    assert (await remote.info()).weight_version == version
+    theirs, ours = await draw(remote), await draw(local)
+    assert torch.equal(theirs.tokens, ours.tokens) and torch.equal(theirs.logprobs, ours.logprobs)
+
+
+def parts(weights: Weights, update_id: str = "u") -> tuple[list[bytes], bytes]:
+    """``(chunk bodies, commit body)`` with a few thousand bytes per chunk."""
+    ledger = TensorLedger()
+    bodies = [
+        encode(WeightChunk(update_id=update_id, index=index, pieces=pieces, data=data))
+        for index, (pieces, data) in enumerate(cut(weights.items(), ledger, data_bytes=50_000))
+    ]
+    commit = WeightCommit(update_id=update_id, num_tensors=ledger.num_tensors, digest=ledger.digest)
+    return bodies, encode(commit)
+
+
+def begin(version: int, update_id: str = "u") -> bytes:
+    return encode(WeightBegin(update_id=update_id, weight_version=version))
+
+
+def test_between_begin_and_commit_nothing_is_answered(
+    rollout: RunningServer, weights: Weights, other_weights: Weights, local: TorchEngine
+) -> None:
+    async def work(remote: RemoteEngine) -> None:
+        await remote.load_weights(other_weights.items(), 1)
+        chunks, commit = parts(weights)
+        assert len(chunks) > 2
+        await remote.push("begin", begin(2))
+        for chunk in chunks:
+            with pytest.raises(StaleWeights, match="weights 2 are on their way"):
+                await draw(remote)
+            assert await remote.push("chunk", chunk) == 1
+            await remote.health(timeout_s=5.0)
+        assert await remote.push("commit", commit) == 2
+        with pytest.raises(StaleWeights, match="has weights 2, not 1"):
+            await draw(remote)
+        remote.weight_version = 2
+        await assert_serves(remote, local, 2)
+
+    run(rollout, work)
+
+
+def test_an_update_that_lost_a_chunk_leaves_the_old_weights(
+    rollout: RunningServer, weights: Weights, other_weights: Weights, local: TorchEngine
+) -> None:
+    async def work(remote: RemoteEngine) -> None:
+        await remote.load_weights(weights.items(), 1)
+        chunks, commit = parts(other_weights)
+        await remote.push("begin", begin(2))
+        await remote.push("chunk", chunks[0])
+        with pytest.raises(EngineRejected, match="chunk 2 came when 1 was due"):
+            await remote.push("chunk", chunks[2])
+        with pytest.raises(StaleWeights, match="no such weight update"):
+            await remote.push("chunk", chunks[1])
+        await assert_serves(remote, local, 1)
+        await remote.push("begin", begin(2))
+        for chunk in chunks[:-1]:
+            await remote.push("chunk", chunk)
+        with pytest.raises(EngineRejected, match=r"incomplete|were sent but"):
+            await remote.push("commit", commit)
+        await assert_serves(remote, local, 1)
+
+    run(rollout, work)
+
+
+def test_a_changed_byte_is_refused_and_the_chunk_can_be_sent_again(
+    rollout: RunningServer, weights: Weights, local: TorchEngine
+) -> None:
+    async def work(remote: RemoteEngine) -> None:
+        chunks, commit = parts(weights)
+        await remote.push("begin", begin(1))
+        for chunk in chunks:
+            corrupt = bytearray(chunk)
+            corrupt[-100] ^= 1
+            with pytest.raises(EngineRejected, match="checksum"):
+                await remote.push("chunk", bytes(corrupt))
+            await remote.push("chunk", chunk)
+        await remote.push("commit", commit)
+        remote.weight_version = 1
+        await assert_serves(remote, local, 1)
+
+    run(rollout, work)
+
+
+def test_an_aborted_and_a_silent_update_leave_the_old_weights(
+    folder: Path, weights: Weights, other_weights: Weights, local: TorchEngine
+) -> None:
+    async def work(remote: RemoteEngine) -> None:
+        await remote.load_weights(weights.items(), 1)
+        chunks, commit = parts(other_weights)
+        await remote.push("begin", begin(2))
+        await remote.push("chunk", chunks[0])
+        assert await remote.push("abort", encode(WeightAbort(update_id="u"))) == 1
+        await assert_serves(remote, local, 1)
+        await remote.push("begin", begin(2))
+        for chunk in chunks:
+            await remote.push("chunk", chunk)
+        await asyncio.sleep(2.0)
+        with pytest.raises(StaleWeights, match="silent for too long"):
+            await remote.push("commit", commit)
+        await assert_serves(remote, local, 1)
+
+    engine = TorchEngine.empty(folder, TorchEngineConfig())
+    with running_server(engine, "rollout", limits={"update_timeout_s": 1.5}) as running:
+        run(running, work)
+
+
+def test_a_new_update_replaces_the_one_whose_sender_died(
+    rollout: RunningServer, weights: Weights, other_weights: Weights, local: TorchEngine
+) -> None:
+    async def work(remote: RemoteEngine) -> None:
+        chunks, commit = parts(other_weights, "old")
+        await remote.push("begin", begin(2, "old"))
+        await remote.push("chunk", chunks[0])
+        await remote.load_weights(weights.items(), 2)
+        with pytest.raises(StaleWeights, match="no such weight update"):
+            await remote.push("commit", commit)
+        await assert_serves(remote, local, 2)
+
+    run(rollout, work)
+
+
+@pytest.mark.parametrize("damage", ["missing", "unknown", "shape"])
+def test_weights_of_another_model_leave_a_server_without_weights_until_the_next_update(
+    rollout: RunningServer, weights: Weights, local: TorchEngine, damage: str
+) -> None:
+    wrong = dict(weights)
+    name, tensor = list(wrong.items())[-1]
+    if damage == "missing":
+        del wrong[name]
+    elif damage == "unknown":
+        wrong["other"] = tensor
+    else:
+        wrong[name] = tensor[None]
+
+    async def work(remote: RemoteEngine) -> None:
+        await remote.load_weights(weights.items(), 1)
+        with pytest.raises(EngineRejected, match=r"did not arrive|does not exist|has shape"):
+            await remote.load_weights(wrong.items(), 2)
+        assert remote.weight_version == 1
+        with pytest.raises(StaleWeights, match="no weights yet"):
+            await draw(remote)
+        await remote.health(timeout_s=5.0)
+        await remote.load_weights(weights.items(), 3)
+        await assert_serves(remote, local, 3)
+
+    run(rollout, work)
+
+
+def test_an_update_larger_than_the_model_can_be_is_refused(folder: Path, weights: Weights) -> None:
+    async def work(remote: RemoteEngine) -> None:
+        with pytest.raises(EngineRejected, match="exceed the 1000 bytes"):
+            await remote.load_weights(weights.items(), 1)
+
+    engine = TorchEngine.empty(folder, TorchEngineConfig())
+    with running_server(engine, "rollout", limits={"max_update_bytes": 1000}) as running:
+        run(running, work)
+
+
+def test_what_runs_ends_with_the_old_weights_before_the_new_ones_are_loaded(
+    rollout: RunningServer, weights: Weights, other_weights: Weights, local: TorchEngine
+) -> None:
+    async def work(remote: RemoteEngine) -> None:
+        await remote.load_weights(weights.items(), 1)
+        engine = rollout.engine
+        engine.gate.clear()
+        running = asyncio.create_task(draw(remote))
+        while not engine.num_samples:
+            await asyncio.sleep(0.01)
+        other = RemoteEngine(rollout.url, timeout_s=30.0)
+        update = asyncio.create_task(other.load_weights(other_weights.items(), 2))
+        await asyncio.sleep(0.3)
+        assert not update.done()
+        engine.gate.set()
+        assert torch.equal((await running).logprobs, (await draw(local)).logprobs)
+        await update
+        assert (await other.info()).weight_version == 2
+        await other.close()
+
+    run(rollout, work)
+
+
+def test_a_teachers_weights_are_fixed(teacher: RunningServer, weights: Weights) -> None:
+    async def work(remote: RemoteEngine) -> None:
+        with pytest.raises(EngineRejected, match="403: this server's weights are fixed"):
+            await remote.load_weights(weights.items(), 1)
+        assert remote.weight_version == -1
+        with pytest.raises(EngineRejected, match="cannot sleep"):
+            await remote.sleep()
+
+    run(teacher, work)
+
+
+class SleepyEngine(TorchEngine):
+    """A torch engine with a bed."""
+
+    asleep = False
+
+    async def sleep(self) -> None:
+        self.asleep = True
+
+    async def wake_up(self) -> None:
+        self.asleep = False
+
+
+def test_sleep_and_wake(folder: Path) -> None:
+    engine = SleepyEngine.from_pretrained(folder, TorchEngineConfig())
+
+    async def work(remote: RemoteEngine) -> None:
+        for _ in range(2):
+            await remote.sleep()
+            assert engine.asleep  # type: ignore[attr-defined]
+            with pytest.raises(EngineUnavailable, match="503: the engine is asleep"):
+                await remote.score([torch.tensor([1, 2])], [1], top_k=1, temperature=1.0)
+            await remote.health(timeout_s=5.0)
+        for _ in range(2):
+            await remote.wake_up()
+            assert not engine.asleep  # type: ignore[attr-defined]
+            await remote.score([torch.tensor([1, 2])], [1], top_k=1, temperature=1.0)
+
+    with running_server(engine) as running:
+        run(running, work)
+
+
+def test_sleep_and_updates_exclude_one_another(folder: Path, weights: Weights) -> None:
+    engine = SleepyEngine.empty(folder, TorchEngineConfig())
+
+    async def work(remote: RemoteEngine) -> None:
+        await remote.sleep()
+        with pytest.raises(EngineUnavailable, match="503: the engine is asleep"):
+            await remote.push("begin", begin(1))
+        await remote.wake_up()
+        await remote.push("begin", begin(1))
+        with pytest.raises(StaleWeights, match="a weight update is on its way"):
+            await remote.sleep()
+        await remote.load_weights(weights.items(), 1)
+        await draw(remote)
+
+    with running_server(engine, "rollout") as running:
+        run(running, work)

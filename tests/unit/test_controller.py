@@ -1,0 +1,173 @@
+"""What the producer does with samples that cannot be scored: other prompts of their domains, a full batch, a count.
+
+Real engine, router, data plane and stream; the student is not needed for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch import Tensor
+
+from mopd.config.assignment import Assignment
+from mopd.config.groups import Routing
+from mopd.config.load import load_recipe
+from mopd.config.schema import TorchEngine as TorchEngineConfig
+from mopd.controller import Controller
+from mopd.data.prompts import PromptDataset, PromptRow
+from mopd.data.stream import PromptStream
+from mopd.data_plane.local import LocalDataPlane
+from mopd.engines.interface import EngineRejected, SamplingParams, Scores
+from mopd.engines.torch_engine import TorchEngine
+from mopd.replicas.interface import Replica
+from mopd.replicas.router import Router
+from mopd.rollout.worker import RolloutWorker
+from mopd.teachers.group import TeacherGroup
+from mopd.teachers.worker import TeacherWorker
+from mopd.types import LOSS_FIELDS, Batch, UserError
+from tests.fixtures.recipe import RECIPE
+from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model
+
+BAD_TOKEN = 40
+"""The teacher refuses every sample whose prompt begins with it."""
+
+
+class Picky:
+    """A teacher that refuses some samples."""
+
+    def __init__(self, engine: TorchEngine, bad_token: int) -> None:
+        self.engine, self.bad_token = engine, bad_token
+
+    async def score(
+        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
+    ) -> list[Scores]:
+        if any(int(sequence[0]) == self.bad_token for sequence in tokens):
+            raise EngineRejected("math.0: I do not like it")
+        return await self.engine.score(tokens, prompt_lengths, top_k=top_k, temperature=temperature)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
+    """Weights of version 0."""
+    engine = TorchEngine.from_pretrained(make_hf_model(tmp_path_factory.mktemp("model")), TorchEngineConfig())
+    engine.weight_version = 0
+    return engine
+
+
+def dataset(*, bad_share: int) -> PromptDataset:
+    """20 rows each of two domains; every ``bad_share``-th row of math is refused."""
+    rows = []
+    for i in range(20):
+        first = BAD_TOKEN if i % bad_share == 0 else 5
+        for domain, tokens in (("math", (first, 7 + i)), ("code", (6, 7 + i))):
+            rows.append(PromptRow(domain=domain, text="", tokens=tokens, ground_truth=None, extra_info=None, place=""))
+    return PromptDataset(rows)
+
+
+def produce(
+    engine: TorchEngine,
+    data: PromptDataset,
+    tmp_path: Path,
+    *,
+    samples_per_prompt: int = 1,
+    on_failure: str = "replace",
+) -> tuple[Controller, Batch, LocalDataPlane]:
+    """Let a controller make its first batch."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    settings = [
+        "schedule.prompts_per_step=8",
+        f"rollout.samples_per_prompt={samples_per_prompt}",
+        f"on_failure={on_failure}",
+        "teachers.math.domains=[math, code]",
+        "loss.top_k=4",
+    ]
+    recipe = load_recipe(path, settings).recipe
+    plane = LocalDataPlane()
+    router = Router("math", [Replica(name="math.0", engine=Picky(engine, BAD_TOKEN))], Routing(), kind="teacher")
+    controller = Controller(
+        recipe,
+        prompts=PromptStream(data, {"math": 1, "code": 1}, 0),
+        rollout=RolloutWorker(
+            engine, plane, sampling=SamplingParams(max_new_tokens=3), seed=0, samples_per_prompt=samples_per_prompt
+        ),
+        teachers=TeacherWorker(
+            {"math": TeacherGroup("math", router, vocab_size=VOCAB_SIZE)},
+            Assignment(recipe.teachers),
+            plane,
+            top_k=4,
+            temperature=1.0,
+            keep_going=on_failure == "replace",
+        ),
+        student=SimpleNamespace(dp_size=1),
+        plane=plane,
+        observer=SimpleNamespace(),
+        start_step=0,
+    )
+
+    async def run() -> Batch:
+        producer = asyncio.create_task(controller.produce())
+        claim = asyncio.create_task(plane.claim(recipe.samples_per_step, LOSS_FIELDS, timeout_s=30))
+        await asyncio.wait({producer, claim}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (producer, claim):
+            task.cancel()
+        ended = await asyncio.gather(producer, claim, return_exceptions=True)
+        for outcome in ended:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return ended[1]
+
+    return controller, asyncio.run(run()), plane
+
+
+def test_refused_samples_are_replaced_by_the_next_prompts_of_their_domain(
+    engine: TorchEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = dataset(bad_share=2)
+    with caplog.at_level(logging.WARNING):
+        controller, batch, plane = produce(engine, data, tmp_path)
+    drawn = PromptStream(data, {"math": 1, "code": 1}, 0).next(8)
+    refused = [p.sample_id for p in drawn if p.tokens[0] == BAD_TOKEN]
+    assert refused, "the seed must draw a refused prompt"
+    assert len(batch.samples) == 8 and Counter(s.domain for s in batch.samples) == {"math": 4, "code": 4}
+    assert not set(refused) & set(batch.sample_ids)
+    assert set(batch.sample_ids) & set(range(8)) == set(range(8)) - set(refused)
+    assert plane.num_samples == 8  # nothing of the refused ones is left
+    counts = controller._take_replaced(batch)
+    assert counts["replaced_samples/code"] == 0
+    assert counts["replaced_samples/math"] == controller.prompts.position - 8 >= len(refused)
+    assert f"sample {refused[0]} of domain 'math' is replaced: teachers.math: " in caplog.text
+    assert "I do not like it" in caplog.text
+    assert controller._take_replaced(batch) == {"replaced_samples/code": 0, "replaced_samples/math": 0}
+
+
+def test_all_samples_of_a_prompt_go_together(engine: TorchEngine, tmp_path: Path) -> None:
+    _, batch, _ = produce(engine, dataset(bad_share=2), tmp_path, samples_per_prompt=3)
+    assert len(batch.samples) == 24
+    assert set(Counter(sample_id // 3 for sample_id in batch.sample_ids).values()) == {3}
+
+
+def test_a_domain_that_always_fails_ends_the_run(engine: TorchEngine, tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"more than 8 prompts of one step .* by teachers.math \(domain 'math'\): .*not like"
+    ):
+        produce(engine, dataset(bad_share=1), tmp_path)
+
+
+def test_stop_is_the_default(engine: TorchEngine, tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"teachers.math did not score samples \d+ of domain 'math': .*I do not like it"
+    ):
+        produce(engine, dataset(bad_share=2), tmp_path, on_failure="stop")
+
+
+def test_the_stored_position_is_before_the_whole_batch(engine: TorchEngine, tmp_path: Path) -> None:
+    """A run that is killed now starts again with these prompts, replaced ones included."""
+    controller, _, _ = produce(engine, dataset(bad_share=2), tmp_path)
+    assert controller.prompts_state["position"] == 0

@@ -1,0 +1,171 @@
+"""Weight sync to real rollout servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mopd.config.engines import TorchEngine as TorchEngineConfig
+from mopd.engines.interface import EngineRejected, EngineUnavailable, SamplingParams, StaleWeights
+from mopd.engines.remote import RemoteEngine
+from mopd.engines.torch_engine import TorchEngine
+from mopd.weight_sync.http import HttpWeightSync
+from mopd.wire.push import Step
+from tests.fixtures.servers import RunningServer, running_server
+from tests.fixtures.tiny_models import make_hf_model
+
+SAMPLING = SamplingParams(max_new_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hf_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def source(folder: Path) -> TorchEngine:
+    return TorchEngine.from_pretrained(folder, TorchEngineConfig())
+
+
+@pytest.fixture
+def servers(folder: Path) -> Iterator[list[RunningServer]]:
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(running_server(TorchEngine.empty(folder, TorchEngineConfig()), "rollout"))
+            for _ in range(2)
+        ]
+
+
+class DyingEngine(RemoteEngine):
+    """Loses its server at one step of a push."""
+
+    dies_at: Step | None = None
+
+    async def push(self, step: Step, body: bytes) -> int:
+        if step == self.dies_at:
+            raise EngineUnavailable(f"{self.name}: connection reset")
+        return await super().push(step, body)
+
+
+def run(servers: list[RunningServer], action: Any) -> None:
+    async def work() -> None:
+        replicas = [DyingEngine(server.url, timeout_s=30.0, name=f"r{i}") for i, server in enumerate(servers)]
+        try:
+            await action(replicas)
+        finally:
+            for replica in replicas:
+                await replica.close()
+
+    asyncio.run(work())
+
+
+async def assert_serves(replica: RemoteEngine, source: TorchEngine) -> None:
+    (theirs,) = await replica.generate([[5, 6, 7]], SAMPLING, [1])
+    (ours,) = await source.generate([[5, 6, 7]], SAMPLING, [1])
+    assert torch.equal(theirs.tokens, ours.tokens) and torch.equal(theirs.logprobs, ours.logprobs)
+
+
+def test_one_stream_reaches_every_replica(servers: list[RunningServer], source: TorchEngine) -> None:
+    """In several chunks, read once; tensors may be of another dtype than the engine's."""
+
+    async def work(replicas: list[DyingEngine]) -> None:
+        sync = HttpWeightSync(replicas)
+        await sync.publish(iter(list(source.model.named_parameters())), 4)
+        assert sync.failures == {}
+        for replica in replicas:
+            assert replica.weight_version == 4 == (await replica.info()).weight_version
+            await assert_serves(replica, source)
+        rounded = {name: tensor.bfloat16() for name, tensor in source.model.named_parameters()}
+        await sync.publish(rounded.items(), 5)
+        for server in servers:
+            for name, parameter in server.engine.model.named_parameters():
+                assert torch.equal(parameter, rounded[name].float())
+
+    run(servers, work)
+
+
+@pytest.mark.parametrize("step", ["begin", "chunk", "commit"])
+def test_a_replica_that_dies_is_left_behind(
+    servers: list[RunningServer], source: TorchEngine, step: Step, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stream is read to its end, the other replica serves the new version, the dead one nothing of it."""
+    read: list[str] = []
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in source.model.named_parameters():
+            read.append(name)
+            yield name, tensor
+
+    async def work(replicas: list[DyingEngine]) -> None:
+        sync = HttpWeightSync(replicas)
+        await sync.publish(source.model.named_parameters(), 1)
+        replicas[0].dies_at = step
+        await sync.publish(stream(), 2)
+        assert read == [name for name, _ in source.model.named_parameters()]
+        assert list(sync.failures) == ["r0"] and "rollout replica r0 did not take weights 2" in caplog.text
+        assert [replica.weight_version for replica in replicas] == [1, 2]
+        await assert_serves(replicas[1], source)
+        assert (await replicas[0].info()).weight_version == 1
+        replicas[0].weight_version = 2
+        with pytest.raises(StaleWeights):
+            await replicas[0].generate([[5, 6, 7]], SAMPLING, [1])
+        replicas[0].dies_at = None
+        await sync.publish(stream(), 3)
+        assert sync.failures == {} and [replica.weight_version for replica in replicas] == [3, 3]
+        await assert_serves(replicas[0], source)
+
+    run(servers, work)
+
+
+def test_no_replica_left_is_an_error_after_the_stream(servers: list[RunningServer], source: TorchEngine) -> None:
+    count = 0
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        nonlocal count
+        for pair in source.model.named_parameters():
+            count += 1
+            yield pair
+
+    async def work(replicas: list[DyingEngine]) -> None:
+        for replica in replicas:
+            replica.dies_at = "begin"
+        with pytest.raises(EngineUnavailable, match="r0: connection reset"):
+            await HttpWeightSync(replicas).publish(stream(), 1)
+        assert count == len(list(source.model.named_parameters()))
+
+    run(servers, work)
+
+
+def test_a_stream_that_breaks_is_aborted_everywhere(servers: list[RunningServer], source: TorchEngine) -> None:
+    """The old weights serve again at once."""
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        yield next(iter(source.model.named_parameters()))
+        raise RuntimeError("the student died")
+
+    async def work(replicas: list[DyingEngine]) -> None:
+        sync = HttpWeightSync(replicas)
+        await sync.publish(source.model.named_parameters(), 1)
+        with pytest.raises(RuntimeError, match="the student died"):
+            await sync.publish(stream(), 2)
+        for replica in replicas:
+            await assert_serves(replica, source)
+
+    run(servers, work)
+
+
+def test_weights_that_do_not_fit_the_model(servers: list[RunningServer], source: TorchEngine) -> None:
+    async def work(replicas: list[DyingEngine]) -> None:
+        with pytest.raises(EngineRejected, match="did not arrive"):
+            await HttpWeightSync(replicas).publish(list(source.model.named_parameters())[:-1], 1)
+
+    run(servers, work)
+    with pytest.raises(ValueError, match="at least one replica"):
+        HttpWeightSync([])

@@ -1,0 +1,269 @@
+"""Messages survive the trip, and nothing else passes for one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mopd.wire.codec import Message, WireError, decode, encode
+from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest
+from mopd.wire.weights import WeightBegin, WeightChunk, WeightCommit
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def score_request(**changes: Any) -> ScoreRequest:
+    """Two sequences of 5 and 4 tokens."""
+    fields: dict[str, Any] = {
+        "tokens": ints(1, 5, 9, 7, 7, 1, 4, 4, 6),
+        "lengths": ints(5, 4),
+        "prompt_lengths": ints(3, 2),
+        "top_k": 8,
+        "temperature": 1.0,
+        "logprob_dtype": "float32",
+        "weight_version": -1,
+    }
+    return ScoreRequest(**{**fields, **changes})
+
+
+def score_answer(rows: int = 4, top_k: int = 8, **changes: Any) -> ScoreAnswer:
+    """``rows`` rows of one sequence."""
+    random = np.random.default_rng(0)
+    fields: dict[str, Any] = {
+        "request_checksum": b"x" * 16,
+        "weight_version": 2,
+        "top_k": top_k,
+        "logprob_dtype": "float32",
+        "lengths": ints(rows),
+        "ids": random.integers(0, 1000, rows * top_k, dtype=np.int32),
+        "logprobs": -random.random(rows * top_k, dtype=np.float32),
+        "token_logprobs": -random.random(rows, dtype=np.float32),
+    }
+    return ScoreAnswer(**{**fields, **changes})
+
+
+def generate_request(**changes: Any) -> GenerateRequest:
+    fields: dict[str, Any] = {
+        "tokens": ints(1, 2, 3),
+        "lengths": ints(2, 1),
+        "seeds": np.array([0, 2**62], dtype=np.int64),
+        "max_new_tokens": 4,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": -1,
+        "weight_version": 7,
+        "logprob_dtype": "float16",
+    }
+    return GenerateRequest(**{**fields, **changes})
+
+
+def generate_answer() -> GenerateAnswer:
+    return GenerateAnswer(
+        request_checksum=b"y" * 16,
+        weight_version=7,
+        logprob_dtype="float32",
+        lengths=ints(1, 2),
+        stopped=np.array([1, 0], dtype=np.uint8),
+        tokens=ints(2, 3, 4),
+        logprobs=np.array([-0.5, -1.5, -2.5], dtype=np.float32),
+    )
+
+
+def chunk() -> WeightChunk:
+    return WeightChunk(
+        update_id="u",
+        index=0,
+        pieces=(("a.weight", "bfloat16", (2, 1), 0, 4), ("b", "float32", (), 0, 4)),
+        data=np.arange(8, dtype=np.uint8),
+    )
+
+
+MESSAGES = [
+    score_request(),
+    score_answer(),
+    score_answer(rows=0),
+    generate_request(),
+    generate_answer(),
+    WeightBegin(update_id="u", weight_version=3),
+    chunk(),
+    WeightCommit(update_id="u", num_tensors=2, digest=b"d"),
+]
+
+
+def assert_equal(one: Message, other: Message) -> None:
+    for field in dataclasses.fields(one):
+        left, right = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(left, np.ndarray):
+            assert left.dtype == right.dtype and np.array_equal(left, right), field.name
+        else:
+            assert left == right and type(left) is type(right), field.name
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_round_trip(message: Message) -> None:
+    back = decode(encode(message), type(message))
+    assert_equal(message, back)
+    assert all(value.flags.writeable for value in vars(back).values() if isinstance(value, np.ndarray))
+
+
+def test_arrays_are_raw_little_endian_buffers() -> None:
+    outer = msgpack.unpackb(encode(score_request()))
+    assert outer["arrays"]["tokens"] == score_request().tokens.astype("<i4").tobytes()
+    halves = msgpack.unpackb(encode(score_answer(logprob_dtype="float16")))
+    assert halves["arrays"]["logprobs"] == score_answer().logprobs.astype("<f2").tobytes()
+
+
+def test_float16_is_float32_in_memory_and_says_when_it_cannot() -> None:
+    back = decode(encode(score_answer(logprob_dtype="float16")), ScoreAnswer)
+    assert back.logprobs.dtype == np.float32
+    assert np.abs(back.logprobs - score_answer().logprobs).max() < 5e-4
+    too_low = score_answer(logprob_dtype="float16", token_logprobs=np.full(4, -1e6, dtype=np.float32))
+    with pytest.raises(ValueError, match="float16 cannot"):
+        encode(too_low)
+
+
+@pytest.mark.parametrize("top_k", [1, 8, 64])
+@pytest.mark.parametrize("rows", [16, 500])
+def test_bytes_per_scored_token(top_k: int, rows: int) -> None:
+    assert len(encode(score_answer(rows, top_k))) / rows <= 8 * top_k + 32
+
+
+def test_the_checksum_of_a_request_is_of_its_tokens_and_their_split() -> None:
+    checksum = score_request().checksum
+    assert checksum == score_request(top_k=3).checksum
+    assert checksum != score_request(tokens=ints(1, 5, 9, 7, 7, 1, 4, 4, 7)).checksum
+    assert checksum != score_request(lengths=ints(4, 5)).checksum
+    assert checksum != score_request(prompt_lengths=ints(3, 3)).checksum
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"lengths": ints(5, 5)}, "add up to 10 but 9"),
+        ({"lengths": ints(9, 0)}, "below 1"),
+        ({"lengths": ints()}, "0 sequences"),
+        ({"prompt_lengths": ints(3)}, "2 lengths but 1"),
+        ({"prompt_lengths": ints(0, 2)}, "between 1 and"),
+        ({"prompt_lengths": ints(6, 2)}, "between 1 and"),
+        ({"tokens": ints(1, 5, 9, 7, 7, 1, 4, 4, -6)}, "negative"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"temperature": 0.0}, "temperature is 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"temperature": 1e-39}, "temperature is 1e-39"),  # its inverse is infinite in fp32
+    ],
+)
+def test_a_request_whose_parts_do_not_fit(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(WireError, match=problem):
+        decode(encode(score_request(**changes)), ScoreRequest)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"seeds": np.array([1], dtype=np.int64)}, "2 prompts need as many seeds"),
+        ({"seeds": np.array([1, -1], dtype=np.int64)}, "none negative"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"temperature": -0.5}, "temperature is -0.5"),
+        ({"temperature": 1e-39}, "temperature is 1e-39"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": float("nan")}, "top_p is nan"),
+        ({"top_k": 0}, "top_k is 0"),
+    ],
+)
+def test_a_generate_request_that_nothing_can_answer(changes: dict[str, Any], problem: str) -> None:
+    assert decode(encode(generate_request(temperature=0.0)), GenerateRequest).temperature == 0
+    with pytest.raises(WireError, match=problem):
+        decode(encode(generate_request(**changes)), GenerateRequest)
+
+
+def reframed(**changes: Any) -> bytes:
+    """A score request whose outer map is changed after encoding; ``None`` takes a key away."""
+    outer = {**msgpack.unpackb(encode(score_request())), **changes}
+    return msgpack.packb({key: value for key, value in outer.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b"", "not msgpack"),
+        (b"\xc1", "not msgpack"),
+        (b"\x91" * 5000, "not msgpack"),
+        (msgpack.packb([1]), "message is not a map"),
+        (msgpack.packb({}), "misses or does not know"),
+        (encode(score_request()) + b"\x00", "not msgpack"),
+        (encode(score_request())[:-3], "not msgpack"),
+        (encode(score_answer()), "expected kind 'score'"),
+        (reframed(version=2), "version 2"),
+        (reframed(extra=1), "extra"),
+        (reframed(head=None), "head"),
+        (reframed(head="text"), "head is not a buffer"),
+        (reframed(head=b"\x01"), "checksum"),
+        (reframed(arrays={"tokens": b""}), "lengths, prompt_lengths"),
+        (reframed(arrays={"tokens": 1, "lengths": b"", "prompt_lengths": b""}), "'tokens' is not a buffer"),
+        (reframed(crc=1), "checksum"),
+        (reframed(crc=True), "checksum"),
+    ],
+)
+def test_what_is_no_score_request(body: bytes, problem: str) -> None:
+    with pytest.raises(WireError, match=problem):
+        decode(body, ScoreRequest)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_changed_bytes_are_noticed(data: st.DataObject) -> None:
+    """Any changed byte of any message raises ``WireError``: what passes has the bytes that were sent."""
+    message = data.draw(st.sampled_from(MESSAGES))
+    body = bytearray(encode(message))
+    place = data.draw(st.integers(0, len(body) - 1))
+    body[place] ^= data.draw(st.integers(1, 255))
+    try:
+        back = decode(bytes(body), type(message))
+    except WireError:
+        return
+    assert_equal(message, back)  # msgpack can spell one value in two ways
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200) | values.map(msgpack.packb), st.sampled_from(MESSAGES))
+def test_any_bytes_are_a_message_or_a_wire_error(body: bytes, message: Message) -> None:
+    with pytest.raises(WireError):
+        decode(body, type(message))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_head_is_a_message_or_a_wire_error(data: st.DataObject) -> None:
+    """Well-framed messages with wrong scalars: the checks behind the frame hold too."""
+    import zlib
+
+    message = data.draw(st.sampled_from(MESSAGES))
+    outer = msgpack.unpackb(encode(message))
+    head = msgpack.unpackb(outer["head"])
+    head[data.draw(st.sampled_from(sorted(head)))] = data.draw(values)
+    outer["head"] = msgpack.packb(head)
+    crc = zlib.crc32(outer["head"])
+    for array in outer["arrays"].values():
+        crc = zlib.crc32(array, crc)
+    outer["crc"] = crc
+    try:
+        decode(msgpack.packb(outer), type(message))
+    except WireError:
+        return
