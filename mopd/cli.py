@@ -15,6 +15,9 @@ from typing import Any
 from mopd import __version__
 from mopd.bench.plan import add_arguments as add_losses_arguments
 from mopd.config.load import Loaded, differences, dump, load_recipe, to_tree
+from mopd.runtime.convert_arguments import DESCRIPTION as CONVERT_DESCRIPTION
+from mopd.runtime.convert_arguments import EXAMPLES as CONVERT_EXAMPLES
+from mopd.runtime.convert_arguments import add_arguments as add_convert_arguments
 from mopd.types import UserError
 
 DESCRIPTION = "Distil several domain teachers into one student, on-policy, on Megatron-Core."
@@ -164,32 +167,9 @@ def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _convert(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from mopd.runtime.inputs import check_model_folder
+    from mopd.runtime import convert
 
-    sizes = {
-        "tensor_model_parallel_size": args.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {size}: set 1 or more")
-
-    def work() -> None:
-        from mopd.runtime import convert
-
-        function = convert.hf_to_megatron if args.direction == "hf-to-megatron" else convert.megatron_to_hf
-        function(args.source, args.out, **sizes)
-
-    def checks() -> None:
-        if args.direction == "hf-to-megatron":
-            check_model_folder(args.source, "convert")
-        else:
-            _check_checkpoint(args.source, "convert")
-        if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-            raise UserError(f"convert: {str(args.out)!r} exists and is not an empty folder: name another")
-
-    world_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    return _on_ranks(arguments, work, checks, world_size=world_size)
+    return convert.run(args)
 
 
 def _bench_losses(args: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -287,14 +267,9 @@ def _parser() -> argparse.ArgumentParser:
     report = add("report", _report, "write report.html and report.json of a run", "mopd report runs/quickstart")
     report.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     report.add_argument("--json", action="store_true", help="print report.json instead of the table")
-    convert = add(
-        "convert", _convert, "convert weights", "mopd convert megatron-to-hf runs/mine/checkpoints/step_00000100 out/hf"
-    )
-    convert.add_argument("direction", choices=("hf-to-megatron", "megatron-to-hf"))
-    convert.add_argument("source", type=Path, metavar="FROM", help="folder to read")
-    convert.add_argument("out", type=Path, metavar="TO", help="folder to write; must be absent or empty")
-    for name in ("tensor", "pipeline"):
-        convert.add_argument(f"--{name}-model-parallel-size", type=int, default=1, metavar="N", help="ranks to use")
+    convert = add("convert", _convert, CONVERT_DESCRIPTION, "mopd convert hf-to-megatron models/qwen3 out/megatron")
+    convert.epilog = CONVERT_EXAMPLES
+    add_convert_arguments(convert)
     _add_bench(commands)
     return parser
 

@@ -21,6 +21,7 @@ from mopd.config.placement import External as External
 from mopd.config.placement import InProcess as InProcess
 from mopd.config.placement import Local as Local
 from mopd.config.placement import RayPlacement as RayPlacement
+from mopd.config.student import Moe as Moe
 from mopd.config.student import Optimizer as Optimizer
 from mopd.config.student import Parallel as Parallel
 from mopd.config.student import Student as Student

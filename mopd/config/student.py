@@ -19,16 +19,42 @@ class Parallel:
     """Consecutive stages that the layers are split into."""
     data_parallel_size: int = 1
     """Copies of the student, each computing its share of the batch."""
+    expert_model_parallel_size: int = 1
+    """Ranks that share the experts of each layer of a mixture-of-experts student; they are ranks of the tensor and data
+    dimensions, not further ones."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that share each expert's matrices; null for ``tensor_model_parallel_size``."""
     sequence_parallel: bool = False
     """Split activations between the tensor-parallel regions along the sequence; needs tensor parallelism."""
 
     def __post_init__(self) -> None:
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"):
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+        for name in (*names, "expert_model_parallel_size"):
             require_at_least(name, getattr(self, name), 1)
+        if self.expert_tensor_parallel_size is not None:
+            require_at_least("expert_tensor_parallel_size", self.expert_tensor_parallel_size, 1)
+        stage, experts = self.tensor_model_parallel_size * self.data_parallel_size, self.expert_ranks
+        if stage % experts:
+            raise ValueError(
+                f"expert_model_parallel_size {self.expert_model_parallel_size} x expert_tensor_parallel_size "
+                f"{self.resolved_expert_tensor_parallel_size} does not divide tensor_model_parallel_size "
+                f"{self.tensor_model_parallel_size} x data_parallel_size {self.data_parallel_size}: set "
+                f"expert_tensor_parallel_size or data_parallel_size so that {experts} ranks of a stage hold the experts"
+            )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError(
                 "sequence_parallel is true but tensor_model_parallel_size is 1: set tensor_model_parallel_size >= 2"
             )
+
+    @property
+    def resolved_expert_tensor_parallel_size(self) -> int:
+        own = self.expert_tensor_parallel_size
+        return self.tensor_model_parallel_size if own is None else own
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that hold one copy of a layer's experts."""
+        return self.expert_model_parallel_size * self.resolved_expert_tensor_parallel_size
 
     @property
     def world_size(self) -> int:
@@ -74,6 +100,27 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Moe:
+    """Router and experts of a mixture-of-experts student; unread for a dense one."""
+
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss"
+    """Over what tokens the load is balanced: a micro-batch, each sequence, or the whole batch."""
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of the load-balancing loss, a mean over micro-batches; 0 turns it off. It adds to gradients, not to
+    ``loss``."""
+    moe_z_loss_coeff: float = 0.0
+    """Weight of the router's z-loss (squared log-sum-exp of its logits); 0 turns it off."""
+    moe_router_bias_update_rate: float = 0.0
+    """Step by which the expert biases of DeepSeek-V3 move towards balance after every optimizer step; 0 keeps them."""
+    moe_grouped_gemm: bool = False
+    """Compute a rank's experts in one grouped matrix product; needs TransformerEngine."""
+
+    def __post_init__(self) -> None:
+        for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"):
+            require_at_least(name, getattr(self, name), 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Student:
     """The model that learns: a Hugging Face checkpoint that becomes a Megatron-Core ``GPTModel``."""
 
@@ -83,6 +130,8 @@ class Student:
     """Parallel layout."""
     optimizer: Optimizer = Optimizer()
     """Optimizer and learning-rate schedule."""
+    moe: Moe = Moe()
+    """Experts, where the model has them."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameter and activation dtype; with bfloat16 the optimizer keeps fp32 main weights."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"

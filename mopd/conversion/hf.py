@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-from safetensors import safe_open
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from mopd.conversion.dims import refuse_duplicate_keys
+from mopd.conversion.mapped import DTYPE_NAMES, TORCH_DTYPES, map_tensor
+from mopd.conversion.output import sync
+from mopd.conversion.pickled import load_pickled
 from mopd.conversion.safetensors_header import TensorInfo, read_header
 from mopd.types import UserError
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+PICKLED_FILE = "pytorch_model.bin"
+PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
 TOKENIZER_PATTERNS = (
     "tokenizer*", "vocab.json", "vocab.txt", "merges.txt", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "additional_chat_templates/*", "*.model", "*.tiktoken",
@@ -30,13 +33,14 @@ KEPT_PATTERNS = (
     "config.json",
     "generation_config.json",
     *TOKENIZER_PATTERNS,
+    "README.md",
     "LICENSE*",
+    "LICENCE*",
     "NOTICE*",
     "USE_POLICY*",
 )
 """Files that an export takes over byte for byte."""
-_REOPEN_BYTES = 256 * 2**20
-"""A file is mapped into memory while it is open; reopening after this many bytes keeps resident memory bounded."""
+_REMAP_BYTES = 256 * 2**20
 
 
 def matching_files(folder: Path, patterns: Iterable[str]) -> list[Path]:
@@ -44,24 +48,30 @@ def matching_files(folder: Path, patterns: Iterable[str]) -> list[Path]:
     return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, sorted; pickled weights are refused.
+def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
+    """The weight files of a folder, sorted: safetensors, or with ``allow_pickle`` also PyTorch's own format.
 
     Raises:
-        UserError: no safetensors weights, or an index that is corrupt or points outside the folder.
+        UserError: no such weights, or an index that is corrupt or points outside the folder.
     """
-    if (folder / INDEX_FILE).is_file():
-        return [folder / name for name in sorted(set(_read_index(folder / INDEX_FILE).values()))]
+    for index in (INDEX_FILE, PICKLED_INDEX_FILE) if allow_pickle else (INDEX_FILE,):
+        if (folder / index).is_file():
+            return [folder / name for name in sorted(set(_read_index(folder / index).values()))]
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
-    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-    if pickled:
-        raise UserError(f"{folder / pickled[0]}: pickled weights can run code when read; convert them to safetensors")
+    pickled = sorted(path for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickled and not allow_pickle:
+        raise UserError(
+            f"{pickled[0]}: pickled weights can run code when read; convert them to safetensors, or pass "
+            "--allow-pickle to 'mopd convert', which reads tensors alone"
+        )
+    if (folder / PICKLED_FILE).is_file():
+        return [folder / PICKLED_FILE]
     raise UserError(f"{folder}: no {WEIGHTS_FILE} and no {INDEX_FILE}; give the folder of a Hugging Face checkpoint")
 
 
 class HfReader:
-    """Reads tensors, or slices of them, of one Hugging Face folder by name; holds at most one file open.
+    """Reads tensors, or slices of them, of one Hugging Face folder by name, as views of the mapped files.
 
     Opening checks every header and that index and files name the same tensors; no weight is read.
 
@@ -69,28 +79,46 @@ class HfReader:
         UserError: anything missing, corrupt or contradictory, in one line that names the file.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, allow_pickle: bool = False) -> None:
         self.folder = Path(folder)
         self._where: dict[str, tuple[Path, TensorInfo]] = {}
-        for path in weight_files(self.folder):
-            for name, info in read_header(path).items():
+        self._files = weight_files(self.folder, allow_pickle=allow_pickle)
+        self._pickled: tuple[Path, dict[str, Tensor]] | None = None
+        self._pickled_bytes = 0
+        for path in self._files:
+            for name, info in self._header(path).items():
                 if name in self._where:
                     raise UserError(f"{path}: tensor '{name}' is also in {self._where[name][0]}; keep one")
                 self._where[name] = (path, info)
-        if (self.folder / INDEX_FILE).is_file():
-            self._check_index(_read_index(self.folder / INDEX_FILE))
-        self._handle: Any = None
-        self._handle_path: Path | None = None
-        self._handle_bytes = 0
+        for index in (INDEX_FILE, PICKLED_INDEX_FILE) if allow_pickle else (INDEX_FILE,):
+            if (self.folder / index).is_file():
+                self._check_index(self.folder / index)
+                break
 
     @property
     def names(self) -> frozenset[str]:
         """Names of all tensors of the checkpoint."""
         return frozenset(self._where)
 
+    @property
+    def files(self) -> list[Path]:
+        """The weight files."""
+        return list(self._files)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
         return self._find(name)[1].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor, without reading it.
+
+        Raises:
+            UserError: a dtype of the format that torch cannot compute with.
+        """
+        path, info = self._find(name)
+        if info.dtype not in TORCH_DTYPES:
+            raise UserError(f"{path}: tensor '{name}' has dtype {info.dtype}, which is no dtype of weights")
+        return TORCH_DTYPES[info.dtype]
 
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises UserError unless the tensor exists with this shape."""
@@ -102,37 +130,45 @@ class HfReader:
             )
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor on CPU, in the dtype of the file; perhaps a view of the mapped file."""
+        """The whole tensor on CPU, in the dtype of the file: a view of the file, which is read as it is touched."""
         path, info = self._find(name)
-        tensor: Tensor = self._open(path, info.stop - info.start).get_tensor(name)
-        return tensor
+        if _is_pickled(path):
+            tensor = self._unpickle(path)[name]
+            self._pickled_bytes += tensor.nbytes
+            return tensor
+        return map_tensor(path, info.start, info.shape, self.dtype(name))
 
     def read_slice(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """``tensor.narrow(dim, start, stop - start)`` on CPU, in the dtype of the file; only its bytes are touched.
 
         The result may be a view of the mapped file: copy what is kept.
         """
-        path, info = self._find(name)
         if stop <= start:  # a rank whose vocabulary rows are all padding
             start = stop = 0
-        share = (stop - start) / info.shape[dim] if info.shape[dim] else 0
-        handle = self._open(path, int((info.stop - info.start) * share))
-        tensor: Tensor = handle.get_slice(name)[(slice(None),) * dim + (slice(start, stop),)]
-        return tensor
+        return self.read(name).narrow(dim, start, stop - start)
 
     def _find(self, name: str) -> tuple[Path, TensorInfo]:
         if name not in self._where:
             raise UserError(f"{self.folder}: tensor '{name}' is missing; the checkpoint is incomplete")
         return self._where[name]
 
-    def _open(self, path: Path, num_bytes: int) -> Any:
-        if path != self._handle_path or self._handle_bytes > _REOPEN_BYTES:
-            self._handle, self._handle_path, self._handle_bytes = safe_open(path, framework="pt"), path, 0
-        self._handle_bytes += num_bytes
-        return self._handle
+    def _header(self, path: Path) -> dict[str, TensorInfo]:
+        if not _is_pickled(path):
+            return read_header(path)
+        tensors = self._unpickle(path)
+        return {
+            name: TensorInfo(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), 0, 0) for name, tensor in tensors.items()
+        }
 
-    def _check_index(self, index: dict[str, str]) -> None:
-        path = self.folder / INDEX_FILE
+    def _unpickle(self, path: Path) -> dict[str, Tensor]:
+        """The tensors of one pickled file, mapped as a whole: what was read stays resident until it is mapped anew."""
+        if self._pickled is None or self._pickled[0] != path or self._pickled_bytes > _REMAP_BYTES:
+            self._pickled, self._pickled_bytes = None, 0
+            self._pickled = (path, load_pickled(path))
+        return self._pickled[1]
+
+    def _check_index(self, path: Path) -> None:
+        index = _read_index(path)
         for name, file in index.items():
             if name not in self._where or self._where[name][0].name != file:
                 raise UserError(f"{path}: says that tensor '{name}' is in {file}, which does not hold it")
@@ -207,9 +243,9 @@ class HfWriter:
             shutil.copyfile(path, copy)
         for path in self._folder.rglob("*"):
             if path.is_file():
-                _flush_to_disk(path)
+                sync(path)
         self._folder.rename(self.target)  # atomic; replaces an empty folder of that name
-        _flush_to_disk(self.target.parent)
+        sync(self.target.parent)
 
     def _write_shard(self) -> None:
         save_file(self._shard, self._folder / _part_name(len(self._shards)), metadata={"format": "pt"})
@@ -234,12 +270,8 @@ def _part_name(number: int) -> str:
     return f"part-{number:05d}.safetensors"
 
 
-def _flush_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _is_pickled(path: Path) -> bool:
+    return path.suffix != ".safetensors"
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -254,6 +286,7 @@ def _read_index(path: Path) -> dict[str, str]:
     for name, file in index.items():
         if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
             raise UserError(f"{path}: tensor '{name}' points to {file!r}, which is not a file name in this folder")
-        if not file.endswith(".safetensors"):
-            raise UserError(f"{path}: tensor '{name}' points to {file!r}, which is not a safetensors file")
+        suffix = ".bin" if path.name == PICKLED_INDEX_FILE else ".safetensors"
+        if not file.endswith(suffix):
+            raise UserError(f"{path}: tensor '{name}' points to {file!r}, which is not a {suffix} file")
     return index

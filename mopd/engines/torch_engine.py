@@ -20,6 +20,7 @@ from mopd.engines.decoding import decode
 from mopd.engines.interface import EngineInfo, Generation, SamplingParams, Scores
 from mopd.engines.loading import build_empty_model, load_model, read_stop_ids
 from mopd.engines.sampling import uniforms
+from mopd.engines.slots import weight_slots
 from mopd.losses.teacher_topk import chunked_topk_logprobs
 from mopd.types import UserError
 
@@ -98,20 +99,19 @@ class TorchEngine:
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """See ``Generator.load_weights``. Until it succeeds the engine refuses to work. Tied weights arrive once."""
         self._has_weights, self.weight_version = False, -1
-        parameters = dict(self.model.named_parameters())
-        waiting = set(parameters)
+        slots = weight_slots(self.model)
+        waiting = set(slots)
         with torch.no_grad():
             for name, tensor in weights:
-                if name not in parameters:
+                if name not in slots:
                     raise ValueError(f"weight {name!r} does not exist in {self.name}")
                 if name not in waiting:
                     raise ValueError(f"weight {name!r} arrives twice for {self.name}")
-                if tensor.shape != parameters[name].shape:
+                if tensor.shape != slots[name].shape:
                     raise ValueError(
-                        f"weight {name!r} has shape {list(tensor.shape)}, {self.name} needs "
-                        f"{list(parameters[name].shape)}"
+                        f"weight {name!r} has shape {list(tensor.shape)}, {self.name} needs {list(slots[name].shape)}"
                     )
-                parameters[name].copy_(tensor)
+                slots[name].copy_(tensor)
                 waiting.remove(name)
         if waiting:
             raise ValueError(f"{len(waiting)} weights of {self.name} did not arrive, among them {min(waiting)!r}")

@@ -20,6 +20,7 @@ from mopd.config.engines import VllmEngine as VllmEngineConfig
 from mopd.engines.concurrency import TokenBudget, gather_or_cancel
 from mopd.engines.interface import EngineInfo, EngineUnavailable, Generation, SamplingParams, Scores
 from mopd.engines.loading import build_empty_model, read_config, read_stop_ids
+from mopd.engines.slots import weight_slots
 from mopd.engines.staging import stage_weights
 from mopd.engines.vllm_answers import no_scores, read_generation, read_scores
 from mopd.engines.vllm_start import (
@@ -58,7 +59,7 @@ class VllmEngine:
         self._before_cut = llm.model_config.logprobs_mode == "raw_logprobs"
         self._can_sleep = bool(llm.model_config.enable_sleep_mode)
         model = build_empty_model(folder, cfg.dtype, torch.device("meta"))
-        self._shapes = {} if fixed else {name: weight.shape for name, weight in model.named_parameters()}
+        self._shapes = {} if fixed else {name: slot.shape for name, slot in weight_slots(model).items()}
         self._has_weights = fixed
         self._budget = TokenBudget(cfg.max_scoring_tokens)
         self._num_requests = self._num_running = 0

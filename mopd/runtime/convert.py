@@ -1,109 +1,131 @@
-"""``mopd convert``: a Hugging Face folder to Megatron's distributed format and back, on as many ranks as asked for.
-
-A Megatron folder loads at any layout: the degrees given here only say how many ranks share the work.
-"""
+"""``mopd convert``: from the command line to jobs, and what they tell at their end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+import argparse
+import json
+import warnings
+from collections.abc import Callable
 
-from mopd import cpu_shim
-from mopd.config.schema import Parallel, Student
-from mopd.conversion.dims import read_config, read_dims
-from mopd.conversion.hf import HfReader, HfWriter
-from mopd.student import checkpoint, parallel
-from mopd.student.model import StudentModel, build_model
-from mopd.student.model_checkpoint import load_model, save_model
-from mopd.student.parallel import Layout
-from mopd.student.weights import iter_hf_weights, load_hf_into
+from rich.console import Console
+from rich.table import Table
+
+from mopd.conversion import combining, lora, streaming, vocabulary
+from mopd.conversion.describe import describe
+from mopd.conversion.job import Job
+from mopd.conversion.torch_dist_plan import TargetLayout
+from mopd.runtime import failure
+from mopd.runtime.convert_arguments import LAYOUT_OPTIONS
+from mopd.runtime.convert_ranks import run_job
+from mopd.runtime.inputs import check_model_folder
 from mopd.types import UserError
 
-Dtype = Literal["float32", "bfloat16"]
-TIMEOUT_S = 3600.0
-"""Deadline of a wait between ranks; one may read much longer than another."""
+MISMATCH_CODE = 1
+"""Exit code of ``verify`` when it found a difference."""
 
 
-def hf_to_megatron(
-    source: Path, out: Path, *, tensor_model_parallel_size: int, pipeline_model_parallel_size: int
-) -> None:
-    """Convert the Hugging Face folder ``source`` into the new folder ``out``, bit for bit, in its own dtype.
+def run(args: argparse.Namespace) -> int:
+    """One ``mopd convert`` command; the exit code.
 
     Raises:
-        UserError: the checkpoint cannot be read or carried.
+        UserError: see the functions of ``mopd.conversion``.
     """
-    dtype = _dtype(source)
-    with _joined(tensor_model_parallel_size, pipeline_model_parallel_size) as layout, cpu_shim.activate():
-        model = _build(source, dtype, layout)
-        load_hf_into([model], HfReader(source), read_dims(source), tp_group=layout.tp_group)
-        save_model(out, model, layout, state={"source": str(source.resolve()), "dtype": dtype})
+    if args.action == "inspect":
+        _print(describe(args.path, allow_pickle=args.allow_pickle, lists_tensors=args.tensors), as_json=args.json)
+        return 0
+    if args.action == "verify":
+        # Megatron and torch warn at import and at deprecated calls, of nothing that a user can change.
+        warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|mopd\.cpu_shim")
+        from mopd.runtime.convert_verify import verify  # heavy: builds models
+
+        report = verify(
+            args.first, args.second, text=args.text, tolerance=args.tolerance, compares_logits=not args.no_logits,
+            allow_pickle=args.allow_pickle,
+        )  # fmt: skip
+        _print(report, as_json=args.json)
+        return 0 if report["same"] else MISMATCH_CODE
+    _check_arguments(args)
+    told = run_job(_maker(args), resume=args.resume)
+    if not failure.is_rank() or failure.rank_and_world_size()[0] == 0:
+        _print(told, as_json=args.json)
+    return 0
 
 
-def megatron_to_hf(
-    source: Path, out: Path, *, tensor_model_parallel_size: int, pipeline_model_parallel_size: int
-) -> None:
-    """Convert a checkpoint folder of a run, or of ``hf_to_megatron``, into the new Hugging Face folder ``out``.
+def _check_arguments(args: argparse.Namespace) -> None:
+    """What can be refused before any file is opened."""
+    if "tensor_model_parallel_size" in args:
+        _layout(args).check_degrees()
+    if args.action == "merge":
+        sources = [*args.models, *([args.base] if args.base else [])]
+    else:
+        sources = [] if args.action in ("megatron-to-hf", "reshard") else [args.source]
+    for folder in sources:
+        check_model_folder(folder, "convert")
+    if args.max_file_bytes < 1:
+        raise UserError(f"--max-file-bytes is {args.max_file_bytes}: set 1 or more")
+    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())) and not args.resume:
+        raise UserError(f"convert: {str(args.out)!r} exists and is not an empty folder: name another")
 
-    Config, generation config and tokenizer come from the folder that the weights once came from, which the checkpoint
-    names.
 
-    Raises:
-        UserError: the checkpoint is incomplete or changed, or that folder is gone.
-    """
-    with _joined(tensor_model_parallel_size, pipeline_model_parallel_size) as layout, cpu_shim.activate():
-        parallel.raise_together(layout, partial(checkpoint.verify, source))
-        state = checkpoint.read_state(source)
-        origin = _origin(source, state)
-        model = _build(origin, state["dtype"], layout)
-        load_model(source, model)
-        weights = iter_hf_weights(
-            [model],
-            read_dims(origin),
-            tp_group=layout.tp_group,
-            pp_group=layout.pp_group,
-            data_parallel_rank=layout.dp_rank,
+def _maker(args: argparse.Namespace) -> Callable[[], Job]:
+    size = args.max_file_bytes
+    if args.action == "hf-to-megatron":
+        return lambda: streaming.hf_to_megatron(
+            args.source, args.out, _layout(args), dtype=args.dtype, max_file_bytes=size, allow_pickle=args.allow_pickle
         )
-        if layout.rank:
-            for _ in weights:
-                raise RuntimeError("weights arrived at a rank other than 0")
-            return
-        with HfWriter(out, source=origin) as writer:
-            for name, tensor in weights:
-                writer.add(name, tensor)
+    if args.action == "megatron-to-hf":
+        return lambda: streaming.megatron_to_hf(
+            args.source, args.out, dtype=args.dtype, max_shard_bytes=size, allow_pickle=args.allow_pickle,
+            side_files=args.side_files,
+        )  # fmt: skip
+    if args.action == "reshard":
+        return lambda: streaming.reshard(
+            args.source, args.out, _layout(args), max_file_bytes=size, allow_pickle=args.allow_pickle,
+            side_files=args.side_files,
+        )  # fmt: skip
+    if args.action == "merge":
+        return lambda: combining.merge(
+            args.models, args.out, weights=args.weights, base=args.base, max_shard_bytes=size
+        )
+    if args.action == "merge-lora":
+        return lambda: lora.merge_lora(args.source, args.adapter, args.out, max_shard_bytes=size)
+    if args.action == "pad-vocab":
+        return lambda: vocabulary.pad(args.source, args.out, multiple=args.multiple, max_shard_bytes=size)
+    if args.action == "unpad-vocab":
+        return lambda: vocabulary.unpad(args.source, args.out, vocab_size=args.vocab_size, max_shard_bytes=size)
+    return lambda: vocabulary.extract_head(args.source, args.out, max_shard_bytes=size)
 
 
-def _origin(source: Path, state: Mapping[str, Any]) -> Path:
-    """The Hugging Face folder whose config and tokenizer the weights belong to."""
-    origin = Path(state["source"])
-    if (origin / "config.json").is_file():
-        return origin
-    raise UserError(f"{source}: its config and tokenizer came from {str(origin)!r}, which is gone: restore that folder")
+def _layout(args: argparse.Namespace) -> TargetLayout:
+    degrees = {f"{name}_parallel_size": getattr(args, f"{name}_parallel_size") for name in LAYOUT_OPTIONS}
+    if degrees["expert_tensor_parallel_size"] is None:
+        degrees["expert_tensor_parallel_size"] = degrees["tensor_model_parallel_size"]
+    return TargetLayout(**degrees)
 
 
-def _joined(tensor_model_parallel_size: int, pipeline_model_parallel_size: int) -> AbstractContextManager[Layout]:
-    sizes = Parallel(
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
-    )
-    return parallel.joined(sizes, timeout_s=TIMEOUT_S, seed=0)
+def _print(report: dict[str, object], *, as_json: bool) -> None:
+    """A flat report as a table of two columns; lists of rows below it."""
+    if as_json:
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+        return
+    console = Console(soft_wrap=True)
+    summary = Table("", "", show_header=False)
+    for key, value in report.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            continue
+        summary.add_row(key, _text(value))
+    console.print(summary)
+    for key, rows in report.items():
+        if isinstance(rows, list) and rows and isinstance(rows[0], dict):
+            table = Table(*rows[0], title=key)
+            for row in rows:
+                table.add_row(*(_text(value) for value in row.values()))
+            console.print(table)
 
 
-def _build(folder: Path, dtype: Dtype, layout: Layout) -> StudentModel:
-    student = Student(model=str(folder), dtype=dtype)
-    return build_model(student, read_dims(folder), layout)
-
-
-def _dtype(folder: Path) -> Dtype:
-    config = read_config(folder)
-    name = config.get("dtype", config.get("torch_dtype", "float32"))
-    if name == "float32":
-        return "float32"
-    if name == "bfloat16":
-        return "bfloat16"
-    raise UserError(
-        f"{folder / 'config.json'}: dtype {name!r} cannot be carried bit for bit: convert the weights to float32 or "
-        "bfloat16 first"
-    )
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_text(part)}" for key, part in value.items())
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)

@@ -60,6 +60,8 @@ class MicroBatch:
     attention_mask: Tensor | None
     """[1, 1, S, S] bool, True = masked, for the local attention; ``None`` where the kernel is causal by itself.
     Right padding needs no more: a real token never looks at what follows it."""
+    padding_mask: Tensor
+    """[B, S] bool, True = padding, for routers of experts, which balance the load of real tokens."""
     rows: LossRows
 
     @property
@@ -77,42 +79,47 @@ def build_micro_batch(
     pad_to_multiple_of: int,
     needs_mask: bool,
     device: torch.device,
+    at_least: tuple[int, int] = (1, 1),
 ) -> MicroBatch:
-    """Pad ``samples`` into one micro-batch on ``device``. An empty list gives one filler sequence without loss.
+    """Pad ``samples`` into one micro-batch on ``device``, with filler sequences without loss up to ``at_least`` (B, S).
 
     Raises:
         ValueError: a field's length does not fit the sample's lengths, or a prompt is empty.
     """
-    size = max(len(samples), 1)
-    longest = max((sample.length for sample in samples), default=1)
+    size = max(len(samples), at_least[0])
+    longest = max([at_least[1], *(sample.length for sample in samples)])
     length = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
     tokens = torch.zeros(size, length, dtype=torch.int64)
     targets = torch.zeros(length, size, dtype=torch.int64)
     loss_mask = torch.zeros(length, size, dtype=torch.bool)
+    padding = torch.ones(size, length, dtype=torch.bool)
     row_fields = _empty_row_fields(fields, length, size)
     for b, sample in enumerate(samples):
         _check(sample, fields)
         scored = slice(sample.prompt_length - 1, sample.length - 1)
         own = fields["tokens"][sample.sample_id]
         tokens[b, : sample.length] = own
+        padding[b, : sample.length] = False
         targets[scored, b] = own[sample.prompt_length :]
         loss_mask[scored, b] = fields["loss_mask"][sample.sample_id]
         for name, values in row_fields.items():
             values[scored, b] = fields[name][sample.sample_id]
     mask = torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)[None, None] if needs_mask else None
     chosen = choose_rows(loss_mask)
+    num_filler = size - len(samples)
     rows = LossRows(
         loss_mask=loss_mask.to(device),
         loss_rows=None if chosen is None else chosen.to(device),
         targets=targets.to(device),
-        domains=torch.tensor([domains.index(s.domain) for s in samples] or [0]).to(device),
-        sample_positions=torch.tensor([positions[s.sample_id] for s in samples] or [-1]).to(device),
+        domains=torch.tensor([domains.index(s.domain) for s in samples] + [0] * num_filler).to(device),
+        sample_positions=torch.tensor([positions[s.sample_id] for s in samples] + [-1] * num_filler).to(device),
         fields={name: values.to(device) for name, values in row_fields.items()},
     )
     return MicroBatch(
         tokens=tokens.to(device),
         position_ids=torch.arange(length, device=device).expand(size, length),
         attention_mask=mask,
+        padding_mask=padding.to(device),
         rows=rows,
     )
 

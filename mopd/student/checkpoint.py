@@ -7,6 +7,7 @@ refuses what this toolkit has not written or what has changed since.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -34,6 +35,7 @@ from mopd.types import UserError
 MANIFEST = "manifest.json"
 STATE = "state.json"
 CONTENT = {"distrib_optim_sharding_type": "fully_reshardable"}
+_OPTIMIZER, _EXPERTS_OPTIMIZER = "optimizer", "optimizer_experts"
 _KEPT_OPTIONS = ("max_lr", "min_lr", "betas", "eps")
 """Options of a parameter group that the recipe decides, not the checkpoint."""
 
@@ -99,8 +101,10 @@ def load(
         del sharded["rng"]
     loaded = dist_checkpointing.load(sharded, str(folder))
     model.module.load_state_dict(loaded["model"])
-    (part,) = optimizer.chained_optimizers
-    _load_optimizer(part, loaded["optimizer"])
+    for part, key in _parts(optimizer):
+        if key == _EXPERTS_OPTIMIZER:
+            _add_common_state(part, loaded[key], loaded[_OPTIMIZER])
+        _load_optimizer(part, loaded[key])
     for group, kept in zip(optimizer.param_groups, options, strict=True):
         group.update(kept)
     scheduler.num_steps = num_steps
@@ -173,11 +177,11 @@ class _InProcessTorchDist(torch_dist.TorchDistSaveShardedStrategy):
 def _sharded_state(
     model: DistributedDataParallel, optimizer: ChainedOptimizer, layout: Layout, *, is_loading: bool
 ) -> dict[str, Any]:
-    """What is saved, as Megatron's sharded state dict. Dense models have one optimizer part."""
-    (part,) = optimizer.chained_optimizers
-    _create_states(part)
+    """What is saved, as Megatron's sharded state dict."""
     sharded: dict[str, Any] = {"model": model.module.sharded_state_dict(metadata=dict(CONTENT))}
-    sharded["optimizer"] = part.sharded_state_dict(sharded["model"], is_loading=is_loading, metadata=dict(CONTENT))
+    for part, key in _parts(optimizer):
+        _create_states(part)
+        sharded[key] = part.sharded_state_dict(sharded["model"], is_loading=is_loading, metadata=dict(CONTENT))
     sharded["rng"] = ShardedObject(
         "rng",
         _rng_state(),
@@ -186,6 +190,29 @@ def _sharded_state(
         replica_id=layout.dp_rank,
     )
     return sharded
+
+
+def _parts(optimizer: ChainedOptimizer) -> list[tuple[Any, str]]:
+    """The optimizer's parts and their keys: with expert parallelism, expert parameters have a part of their own."""
+    keys = (_OPTIMIZER, _EXPERTS_OPTIMIZER)[: len(optimizer.chained_optimizers)]
+    return list(zip(optimizer.chained_optimizers, keys, strict=True))
+
+
+def _add_common_state(part: Any, loaded: dict[str, Any], main: Mapping[str, Any]) -> None:
+    """A checkpoint of a layout without expert parallelism holds the tensors of the experts' part, but not what is kept
+    once per part: that becomes the part's own parameter groups, at the step of the main part's."""
+    inner, main_inner = (state.get("optimizer", state) for state in (loaded, main))
+    if "param_groups" in inner:
+        return
+    own = part.state_dict()
+    groups = copy.deepcopy(own.get("optimizer", own)["param_groups"])
+    main_group = main_inner["param_groups"][0]
+    if "step" in main_group:  # with the plain optimizer it stands elsewhere, below
+        for group in groups:
+            group["step"] = main_group["step"]
+    (loaded.setdefault("optimizer", {}) if "optimizer" in own else loaded)["param_groups"] = groups
+    if "common_step" in main_inner.get("state", {}):
+        inner.setdefault("state", {})["common_step"] = main_inner["state"]["common_step"]
 
 
 def _create_states(part: Any) -> None:

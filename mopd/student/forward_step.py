@@ -24,6 +24,7 @@ def run_schedule(
     hook_for: HookFor,
     *,
     forward_only: bool,
+    has_experts: bool,
 ) -> None:
     """Forward (and backward) through all pipeline stages; gradients are summed over micro-batches and ranks.
 
@@ -34,11 +35,13 @@ def run_schedule(
 
     def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = next(batches)
+        options = {"padding_mask": batch.padding_mask} if has_experts else {}
         output = model(
             input_ids=batch.tokens,
             position_ids=batch.position_ids,
             attention_mask=batch.attention_mask,
             labels=hook_for(batch),
+            **options,
         )
         return output, _as_sum
 

@@ -13,11 +13,14 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from torch import Tensor
 
 from mopd.config.schema import Student
 from mopd.conversion.dims import ModelDims
-from mopd.student.model_config import layer_specs, padded_vocab_size, transformer_config
+from mopd.conversion.model_dims import Llama3Rope
+from mopd.student.layer_specs import layer_specs
+from mopd.student.model_config import padded_vocab_size, rotary_base, transformer_config
 from mopd.student.parallel import Layout
 
 
@@ -41,6 +44,13 @@ class StudentModel(GPTModel):
     The hook decides which rows become logits and how many of them exist at a time. There is no ``Float16Module``
     around this model (it would upcast what the model returns); its parameters already have the dtype.
     """
+
+    def _preprocess(self, *, padding_mask: Tensor | None = None, **rest: Any) -> Any:
+        """Megatron splits the padding mask along the sequence on the first stage only."""
+        if padding_mask is not None and not self.pre_process and self.config.sequence_parallel:
+            # [B, S] -> [B, S/tp]
+            padding_mask = scatter_to_sequence_parallel_region(padding_mask.T.contiguous()).T.contiguous()
+        return super()._preprocess(padding_mask=padding_mask, **rest)
 
     def _postprocess(self, hidden_states: Tensor, *, labels: HeadHook | None, **rest: Any) -> Tensor:
         """``GPTModel.forward`` passes its ``labels`` argument through unread; here it carries the hook.
@@ -72,7 +82,8 @@ def build_model(student: Student, dims: ModelDims, layout: Layout) -> StudentMod
         parallel_output=True,
         share_embeddings_and_output_weights=dims.tied_embeddings,
         position_embedding_type="rope",
-        rotary_base=_rotary_base(dims),
+        rotary_base=rotary_base(dims),
+        **_rope_options(dims),
     )
     model.to(device=layout.device)
     _mark_shards(model)
@@ -89,6 +100,8 @@ def _mark_shards(model: StudentModel) -> None:
                 set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
 
 
-def _rotary_base(dims: ModelDims) -> float:
-    """An integral base stays an integer: powers of the two differ in the last bit, and checkpoints store integers."""
-    return int(dims.rotary_base) if dims.rotary_base.is_integer() else dims.rotary_base
+def _rope_options(dims: ModelDims) -> dict[str, Any]:
+    """Latent attention has a rope of its own, see ``transformer_config``."""
+    if isinstance(dims.rope_scaling, Llama3Rope):
+        return {"rope_scaling": True, "rope_scaling_factor": dims.rope_scaling.factor}
+    return {}

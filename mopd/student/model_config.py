@@ -1,4 +1,4 @@
-"""From the model's sizes and the recipe to Megatron's ``TransformerConfig`` and layer specs."""
+"""From the model's sizes and the recipe to Megatron's ``TransformerConfig``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import (
-    HAVE_TE,
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from mopd.config.schema import Student
+from mopd.config.schema import Moe, Student
 from mopd.conversion.dims import ModelDims, check_layout
+from mopd.conversion.model_dims import YarnRope
 from mopd.student.parallel import Layout
 from mopd.types import UserError
 
@@ -30,18 +25,6 @@ _OPTIMIZER_OWNED = ("calculate_per_token_loss", "finalize_model_grads_func", "gr
 _HEAD_OWNED = ("mtp_num_layers", "defer_embedding_wgrad_compute", "wgrad_deferral_limit")
 """Fields of Megatron's own output layer, which mopd does not run."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm of the local layer spec. Megatron's own wrapper refuses sequence parallelism.
-
-    The weight is replicated over tensor-parallel ranks; ``sequence_parallel`` on it makes Megatron sum its gradient.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def uses_transformer_engine(student: Student) -> bool:
@@ -73,17 +56,49 @@ def transformer_config(student: Student, dims: ModelDims, layout: Layout) -> Tra
         UserError: the layout does not divide the model, or an override is unknown, owned by another recipe key, or
             refused by Megatron.
     """
-    check_layout(dims, tensor_model_parallel_size=layout.tp_size, pipeline_model_parallel_size=layout.pp_size)
+    check_layout(
+        dims,
+        tensor_model_parallel_size=layout.tp_size,
+        pipeline_model_parallel_size=layout.pp_size,
+        expert_model_parallel_size=layout.ep_size,
+        expert_tensor_parallel_size=layout.etp_size,
+    )
+    _check_experts(student, dims, layout)
     fields = {**_model_fields(dims), **_layout_fields(layout), **_execution_fields(student)}
+    fields |= _moe_fields(student.moe, dims) | _mla_fields(dims, is_fused=fields["apply_rope_fusion"])
     overrides = check_overrides(student.megatron_overrides, owned=fields.keys())
+    config_class = TransformerConfig if dims.mla is None else MLATransformerConfig
     try:
-        return TransformerConfig(**fields, **overrides)
+        config = config_class(**fields, **overrides)
     except (AssertionError, TypeError, ValueError) as error:
         if not overrides:
             raise
         reason = " ".join(str(error).split())
         named = dict(student.megatron_overrides)
         raise UserError(f"student.megatron_overrides {named}: Megatron refuses: {reason}") from error
+    # Micro-batches are padded to their own longest sequence; pipeline stages announce shapes to each other. Megatron
+    # refuses this beside the all-gather dispatcher, whose ranks must bring equally many tokens: the batches do.
+    config.variable_seq_lengths = layout.pp_size > 1
+    return config
+
+
+def _check_experts(student: Student, dims: ModelDims, layout: Layout) -> None:
+    """What Megatron-Core asks of a model with experts beyond divisibility.
+
+    Raises:
+        UserError: one line with the key to set.
+    """
+    if dims.moe is None:
+        if student.moe != Moe():
+            raise UserError(f"student.moe is set but model_type {dims.family} has no experts: remove the section")
+        return
+    if layout.tp_size > 1 and not layout.sequence_parallel:
+        raise UserError(
+            f"student.parallel.tensor_model_parallel_size is {layout.tp_size} and the model has experts: set "
+            "student.parallel.sequence_parallel: true"
+        )
+    if student.moe.moe_grouped_gemm and not uses_transformer_engine(student):
+        raise UserError("student.moe.moe_grouped_gemm is true but TransformerEngine is missing: set it to false")
 
 
 def check_overrides(overrides: Mapping[str, Any], *, owned: Any = ()) -> dict[str, Any]:
@@ -114,22 +129,6 @@ def check_overrides(overrides: Mapping[str, Any], *, owned: Any = ()) -> dict[st
     return checked
 
 
-def layer_specs(
-    student: Student, dims: ModelDims, config: TransformerConfig
-) -> ModuleSpec | TransformerBlockSubmodules:
-    """Layers of this pipeline stage: TransformerEngine's, or the local ones with our ``RMSNorm``."""
-    if uses_transformer_engine(student):
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=dims.qk_norm)
-    layer = get_gpt_layer_local_spec(qk_layernorm=dims.qk_norm, normalization="RMSNorm")
-    attention = layer.submodules.self_attention.submodules
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    if dims.qk_norm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
-
-
 def _model_fields(dims: ModelDims) -> dict[str, Any]:
     return {
         "num_layers": dims.num_layers,
@@ -148,15 +147,82 @@ def _model_fields(dims: ModelDims) -> dict[str, Any]:
     }
 
 
+def _moe_fields(moe: Moe, dims: ModelDims) -> dict[str, Any]:
+    if dims.moe is None:
+        return {}
+    experts = dims.moe
+    return {
+        "num_moe_experts": experts.num_experts,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size or None,
+        "moe_layer_freq": 1 if dims.has_uniform_layers else [int(has_experts) for has_experts in experts.layers],
+        "moe_router_topk": experts.experts_per_token,
+        "moe_router_score_function": experts.score_function,
+        # Softmax after the choice normalises over the chosen; before it, over all experts.
+        "moe_router_pre_softmax": experts.score_function == "softmax" and not experts.normalized,
+        "moe_router_topk_scaling_factor": None if experts.scaling_factor == 1 else experts.scaling_factor,
+        "moe_router_num_groups": experts.num_groups,
+        "moe_router_group_topk": experts.group_topk,
+        "moe_router_enable_expert_bias": experts.expert_bias,
+        "moe_router_dtype": "fp32" if experts.router_fp32 else None,
+        "moe_router_load_balancing_type": moe.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": moe.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": moe.moe_z_loss_coeff or None,
+        "moe_router_bias_update_rate": moe.moe_router_bias_update_rate,
+        "moe_grouped_gemm": moe.moe_grouped_gemm,
+    }
+
+
+def _mla_fields(dims: ModelDims, *, is_fused: bool) -> dict[str, Any]:
+    if dims.mla is None:
+        return {}
+    mla, rope = dims.mla, dims.rope_scaling
+    fields: dict[str, Any] = {
+        "multi_latent_attention": True,
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        # The attention's output has this width, and the local core attention takes it from here.
+        "kv_channels": mla.v_head_dim,
+        # The norms of the compressed queries and keys.
+        "qk_layernorm": True,
+        "rotary_base": rotary_base(dims),
+        # The plain rope's softmax is scaled by a factor's logarithm too, which these two make 1.
+        "rope_type": "rope",
+        "rotary_scaling_factor": 1.0,
+        "mscale_all_dim": 0.0,
+        "apply_rope_fusion": is_fused and rope is not None,
+    }
+    if isinstance(rope, YarnRope):
+        fields |= {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": rope.factor,
+            "original_max_position_embeddings": rope.original_max_positions,
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "mscale": rope.mscale,
+            "mscale_all_dim": rope.mscale_all_dim,
+        }
+    return fields
+
+
+def rotary_base(dims: ModelDims) -> float:
+    """An integral base stays an integer: powers of the two differ in the last bit, and checkpoints store integers."""
+    return int(dims.rotary_base) if dims.rotary_base.is_integer() else dims.rotary_base
+
+
 def _layout_fields(layout: Layout) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": layout.tp_size,
         "pipeline_model_parallel_size": layout.pp_size,
         "sequence_parallel": layout.sequence_parallel,
-        # Micro-batches are padded to their own longest sequence; pipeline stages announce shapes to each other.
-        "variable_seq_lengths": layout.pp_size > 1,
-        # Without effect in a dense model, but the default dispatcher is refused beside variable lengths.
-        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": layout.ep_size,
+        "expert_tensor_parallel_size": layout.etp_size,
+        "variable_seq_lengths": False,
+        # The all-to-all dispatcher needs CUDA streams.
+        "moe_token_dispatcher_type": "alltoall" if torch.cuda.is_available() else "allgather",
         "deallocate_pipeline_outputs": layout.pp_size > 1,
     }
 

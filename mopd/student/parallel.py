@@ -31,10 +31,20 @@ class Layout:
     pp_size: int
     dp_rank: int
     dp_size: int
+    ep_rank: int
+    ep_size: int
+    etp_rank: int
+    etp_size: int
+    edp_rank: int
+    """Which copy of the experts this rank helps to hold."""
     sequence_parallel: bool
     device: torch.device
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
+    ep_group: dist.ProcessGroup
+    """Ranks that share the experts of a layer."""
+    etp_group: dist.ProcessGroup
+    """Ranks that share each expert."""
     control_group: dist.ProcessGroup
     """gloo group over all trainer ranks, for CPU tensors: data plane, commands, hashes."""
 
@@ -55,12 +65,17 @@ class Layout:
         return self.is_last_stage and self.tp_rank == 0
 
     def sizes(self) -> dict[str, int]:
-        """Degrees of parallelism by recipe key."""
-        return {
+        """Degrees of parallelism by recipe key; those of experts where they are not the defaults."""
+        sizes = {
             "tensor_model_parallel_size": self.tp_size,
             "pipeline_model_parallel_size": self.pp_size,
             "data_parallel_size": self.dp_size,
         }
+        if self.ep_size > 1:
+            sizes["expert_model_parallel_size"] = self.ep_size
+        if self.etp_size != self.tp_size:
+            sizes["expert_tensor_parallel_size"] = self.etp_size
+        return sizes
 
 
 _layout: Layout | None = None
@@ -79,8 +94,7 @@ def initialize(parallel: Parallel, *, timeout_s: float, seed: int) -> Layout:
     """
     global _layout
     if _layout is not None:
-        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        if (tp, pp, parallel.sequence_parallel) != (_layout.tp_size, _layout.pp_size, _layout.sequence_parallel):
+        if not _is_same(_layout, parallel):
             raise RuntimeError(f"another parallel layout is active: {_layout.sizes()}; destroy it first")
         return _layout
     _init_distributed(timeout_s)
@@ -88,6 +102,8 @@ def initialize(parallel: Parallel, *, timeout_s: float, seed: int) -> Layout:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.resolved_expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
     )
     # Nothing draws from these states (no dropout, weights come from a checkpoint); Megatron's modules ask for them.
@@ -101,13 +117,32 @@ def initialize(parallel: Parallel, *, timeout_s: float, seed: int) -> Layout:
         pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        edp_rank=parallel_state.get_expert_data_parallel_rank(),
         sequence_parallel=parallel.sequence_parallel,
         device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        ep_group=parallel_state.get_expert_model_parallel_group(),
+        etp_group=parallel_state.get_expert_tensor_parallel_group(),
         control_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
     )
     return _layout
+
+
+def _is_same(layout: Layout, parallel: Parallel) -> bool:
+    """The data-parallel degree follows from the world size."""
+    asked = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.expert_model_parallel_size,
+        parallel.resolved_expert_tensor_parallel_size,
+        parallel.sequence_parallel,
+    )
+    return asked == (layout.tp_size, layout.pp_size, layout.ep_size, layout.etp_size, layout.sequence_parallel)
 
 
 def raise_together(layout: Layout, check: Callable[[], None]) -> None:

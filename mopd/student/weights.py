@@ -1,14 +1,13 @@
-"""Hugging Face weights into and out of a Megatron model that is spread over tensor- and pipeline-parallel ranks.
+"""Hugging Face weights into and out of a Megatron model that is spread over parallel ranks (tensor, pipeline, expert).
 
 Loading: every rank reads its own slices from the safetensors files, one parameter at a time; nothing is broadcast.
-Exporting: for one parameter after another, the tensor-parallel ranks of the stage that owns it send their shards to the
-first of them, which undoes the merge and hands the tensors to pipeline rank 0. Rank 0 of the job never holds more than
-one parameter beside its own shard. Names and merges are ``mopd.conversion``'s; the parameters are found by name.
+Exporting: for one parameter after another, the ranks that share it send their shards to the first of them, which undoes
+the merge and hands the tensors to rank 0 of the job. Rank 0 never holds more than one parameter (one expert's) beside
+its own shard. Names and merges are ``mopd.conversion``'s; the parameters are found by name.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -19,20 +18,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mopd.conversion import families
-from mopd.conversion.dims import CONFIG_FILE, ModelDims
+from mopd.conversion.dims import ModelDims
 from mopd.conversion.families import Placed
 from mopd.conversion.hf import HfReader
-from mopd.conversion.mapping import load_shard, split_shards
-from mopd.types import UserError
+from mopd.conversion.hf_names import check_names
+from mopd.conversion.mapping import load_shard, split_grouped, split_shards
+from mopd.student.parallel import Layout
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_LOCAL_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 
 
 @torch.no_grad()
-def load_hf_into(
-    model_chunks: Sequence[torch.nn.Module], reader: HfReader, dims: ModelDims, *, tp_group: ProcessGroup
-) -> None:
+def load_hf_into(model_chunks: Sequence[torch.nn.Module], reader: HfReader, dims: ModelDims, layout: Layout) -> None:
     """Copy this rank's part of a Hugging Face checkpoint into its model chunks, in the parameters' dtype.
 
     Call it before the optimizer is built (or reload its main parameters afterwards). No communication; every rank of
@@ -46,53 +43,27 @@ def load_hf_into(
         UserError: a tensor is missing, has another shape, or has no place in this family; names the file.
         RuntimeError: the model has a parameter that the family's table lacks.
     """
-    check_tensor_names(reader, dims)
-    rank, size = dist.get_rank(tp_group), dist.get_world_size(tp_group)
-    for placed, parameter in _owned_params(model_chunks, dims):
-        shard = load_shard(placed, reader.read_slice, dims, rank=rank, size=size, padded_rows=parameter.shape[0])
+    check_names(reader, dims)
+    for placed, parameter in _owned_params(model_chunks, dims, layout):
+        is_expert = placed.expert is not None
+        rank, size = (layout.etp_rank, layout.etp_size) if is_expert else (layout.tp_rank, layout.tp_size)
+        shard = load_shard(placed, reader.read_slice, dims, rank=rank, size=size, rows=parameter.shape[0])
         if shard.shape != parameter.shape:
             raise RuntimeError(
                 f"{placed.megatron[0]} has shape {list(parameter.shape)}, the checkpoint gives {list(shard.shape)}: "
                 "the model was not built from these dims"
             )
         parameter.copy_(shard)
-        if placed.param is families.EMBEDDING and dims.tied_embeddings:
-            _check_tied_head(reader, placed, dims, rank, parameter.shape[0])
-
-
-def check_tensor_names(reader: HfReader, dims: ModelDims) -> None:
-    """Refuses a checkpoint that lacks a tensor or has one more than the family's table knows. Reads no weight.
-
-    Raises:
-        UserError: names the folder and the first such tensor.
-    """
-    expected = families.hf_tensors(dims)
-    for name, shape in expected.items():
-        reader.require_shape(name, shape)
-    extra = {name for name in reader.names - expected.keys() if not families.IGNORED.fullmatch(name)}
-    if dims.tied_embeddings:
-        extra.discard(families.LM_HEAD.hf[0].name)
-    if extra:
-        raise UserError(
-            f"{reader.folder}: tensor '{min(extra)}' has no place in model_type {dims.family}"
-            f"{f' (and {len(extra) - 1} more)' if len(extra) > 1 else ''}; use a checkpoint of the plain architecture"
-        )
 
 
 @torch.no_grad()
 def iter_hf_weights(
-    model_chunks: Sequence[torch.nn.Module],
-    dims: ModelDims,
-    *,
-    tp_group: ProcessGroup,
-    pp_group: ProcessGroup,
-    data_parallel_rank: int,
-    dtype: torch.dtype | None = None,
+    model_chunks: Sequence[torch.nn.Module], dims: ModelDims, layout: Layout, *, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The whole model as ``(hf_name, tensor)`` in checkpoint order, on the rank that is first in all three dimensions.
+    """The whole model as ``(hf_name, tensor)`` in checkpoint order, on rank 0 of the job.
 
-    Collective over the ranks with ``data_parallel_rank`` 0: each must exhaust the iterator, though only the first gets
-    items. Other ranks get none and do not communicate. Vocabulary padding is stripped; tied embeddings come once.
+    Collective: every rank must exhaust the iterator, though only rank 0 gets items. Ranks that hold second copies of
+    everything they hold do not communicate. Vocabulary padding is stripped; tied embeddings come once.
 
     Args:
         dtype: dtype of the tensors; None keeps each parameter's own, which makes load and export a bit-exact pair.
@@ -100,52 +71,117 @@ def iter_hf_weights(
     Yields:
         Contiguous CPU tensors with memory of their own.
     """
-    if data_parallel_rank != 0:
+    if layout.dp_rank != 0 and layout.edp_rank != 0:
         return
-    owned = {placed.megatron[0]: param for placed, param in _owned_params(model_chunks, dims)}
+    owned = {placed.megatron[0]: param for placed, param in _owned_params(model_chunks, dims, layout)}
     plan = list(families.all_params(dims))
-    stages, dtypes = _agree_on_owners(plan, owned, pp_group, dtype)
-    pp_rank, is_first_tp = dist.get_rank(pp_group), dist.get_rank(tp_group) == 0
-    for placed, stage, wire_dtype in zip(plan, stages, dtypes, strict=True):
-        tensors: list[Tensor] = []
-        if pp_rank == stage:
-            local = owned[placed.megatron[0]].detach().to(wire_dtype)
-            shards = [local] if placed.param.merge == "replicated" else _gather_shards(local, tp_group)
-            if is_first_tp:
-                tensors = split_shards(placed, shards, dims)
-            if is_first_tp and stage != 0:
-                for tensor in tensors:
-                    dist.send(_to_wire(tensor, pp_group), group=pp_group, group_dst=0)
-        elif pp_rank == 0 and is_first_tp:
-            tensors = [_receive(shape, wire_dtype, stage, pp_group) for shape in placed.hf_shapes]
-        if pp_rank == 0 and is_first_tp:
-            yield from zip(placed.hf_names, (tensor.cpu() for tensor in tensors), strict=True)
+    owners = _agree_on_owners(plan, owned, layout.pp_group, dtype)
+    for placed in plan:
+        stage, wire_dtype = owners[_row(placed)]
+        if placed.expert is None:
+            if layout.dp_rank == 0:
+                yield from _export_shared(placed, stage, wire_dtype, owned, dims, layout)
+        elif layout.edp_rank == 0:
+            yield from _export_expert(placed, stage, wire_dtype, owned, dims, layout)
 
 
-def _owned_params(model_chunks: Sequence[torch.nn.Module], dims: ModelDims) -> Iterator[tuple[Placed, Tensor]]:
-    """This rank's parameters with their table rows, in model order."""
+def _export_shared(
+    placed: Placed, stage: int, dtype: torch.dtype, owned: Mapping[str, Tensor], dims: ModelDims, layout: Layout
+) -> Iterator[tuple[str, Tensor]]:
+    """A parameter outside the experts: shards go to the stage's first tensor-parallel rank, tensors to rank 0."""
+    if layout.tp_rank != 0 and layout.pp_rank != stage:
+        return
+    tensors: list[Tensor] = []
+    if layout.pp_rank == stage:
+        local = owned[placed.megatron[0]].detach().to(dtype)
+        shards = [local] if placed.param.merge == "replicated" else _gather_shards(local, layout.tp_group)
+        tensors = split_shards(placed, shards, dims) if layout.tp_rank == 0 else []
+    if layout.tp_rank == 0:
+        yield from _pass_on(placed, tensors, stage, dtype, layout)
+
+
+def _export_expert(
+    placed: Placed, stage: int, dtype: torch.dtype, owned: Mapping[str, Tensor], dims: ModelDims, layout: Layout
+) -> Iterator[tuple[str, Tensor]]:
+    """An expert's parameter: shards go to the first rank that shares the expert, tensors to the stage's first rank (the
+    first of every group that it is in), then to rank 0."""
+    owner = _owner_of(placed, dims, layout)
+    tensors: list[Tensor] = []
+    if layout.pp_rank == stage and layout.ep_rank == owner:
+        shards = _gather_shards(owned[placed.megatron[0]].detach().to(dtype), layout.etp_group)
+        tensors = split_shards(placed, shards, dims) if layout.etp_rank == 0 else []
+    if layout.etp_rank != 0:
+        return
+    if layout.pp_rank == stage and owner != 0:
+        tensors = _move(placed, tensors, owner, dtype, layout.ep_group)
+    if layout.ep_rank == 0:
+        yield from _pass_on(placed, tensors, stage, dtype, layout)
+
+
+def _pass_on(
+    placed: Placed, tensors: list[Tensor], stage: int, dtype: torch.dtype, layout: Layout
+) -> Iterator[tuple[str, Tensor]]:
+    """From the first rank of ``stage`` to rank 0 of the job, which yields."""
+    if stage != 0 and layout.pp_rank in (0, stage):
+        tensors = _move(placed, tensors, stage, dtype, layout.pp_group)
+    if layout.pp_rank == 0:
+        yield from zip(placed.hf_names, (tensor.cpu() for tensor in tensors), strict=True)
+
+
+def _move(placed: Placed, tensors: list[Tensor], source: int, dtype: torch.dtype, group: ProcessGroup) -> list[Tensor]:
+    """Tensors of one row from rank ``source`` of the group to its first; the other ranks stay out of it."""
+    rank = dist.get_rank(group)
+    if rank == source:
+        for tensor in tensors:
+            dist.send(_to_wire(tensor, group), group=group, group_dst=0)
+    return [_receive(shape, dtype, source, group) for shape in placed.hf_shapes] if rank == 0 else []
+
+
+def _owner_of(placed: Placed, dims: ModelDims, layout: Layout) -> int:
+    """The expert-parallel rank that holds an expert: ranks own equally many consecutive ones."""
+    assert placed.expert is not None and dims.moe is not None
+    return placed.expert // (dims.moe.num_experts // layout.ep_size)
+
+
+def _owned_params(
+    model_chunks: Sequence[torch.nn.Module], dims: ModelDims, layout: Layout
+) -> Iterator[tuple[Placed, Tensor]]:
+    """This rank's parameters (and buffers that checkpoints hold) with their table rows, in model order. Where one
+    parameter holds all experts, each comes as a view of [out, in]."""
     for chunk in model_chunks:
         model = _unwrap(chunk)
-        rows = _rows_by_local_name(model, dims)
+        rows = _rows_by_local_name(model, dims, layout)
         for name, parameter in model.named_parameters():
             if name not in rows:
                 raise RuntimeError(f"parameter {name!r} is not in the name table of model_type {dims.family}")
-            yield rows[name], parameter
+            if name.endswith(families.GROUPED):
+                yield from zip(rows[name], split_grouped(rows[name], parameter, size=layout.etp_size), strict=True)
+            else:
+                yield rows[name][0], parameter
+        for name, buffer in model.named_buffers():
+            if name in rows:
+                yield rows[name][0], buffer
 
 
-def _rows_by_local_name(model: torch.nn.Module, dims: ModelDims) -> dict[str, Placed]:
-    """Table rows by the names of one model chunk, whose layers count from 0 whatever their global number is."""
+def _rows_by_local_name(model: torch.nn.Module, dims: ModelDims, layout: Layout) -> dict[str, list[Placed]]:
+    """Table rows by the names of one model chunk, whose layers and experts count from 0 whatever their global number.
+    Several rows share a name where one parameter holds all experts."""
     outside = (
         families.EMBEDDING,
         families.FINAL_NORM,
         families.TIED_HEAD if dims.tied_embeddings else families.LM_HEAD,
     )
-    rows = {name: placed for placed in (families.place(param, dims) for param in outside) for name in placed.megatron}
+    rows = {name: [placed] for placed in (families.place(param, dims) for param in outside) for name in placed.megatron}
+    num_experts = 0 if dims.moe is None else dims.moe.num_experts // layout.ep_size
     layers: Any = model.get_submodule("decoder.layers")
     for local, layer in enumerate(layers):
-        for param in families.FAMILIES[dims.family]:
-            placed = families.place(param, dims, layer.layer_number - 1)  # Megatron counts layers from 1
-            rows |= {_LOCAL_LAYER.sub(str(local), name): placed for name in placed.megatron}
+        number = layer.layer_number - 1  # Megatron counts layers from 1
+        for param in families.layer_params(dims, number):
+            for expert in range(num_experts) if param.is_expert else (None,):
+                own = None if expert is None else layout.ep_rank * num_experts + expert
+                placed = families.place(param, dims, number, own)
+                for name in families.names(param, local, expert):
+                    rows.setdefault(name, []).append(placed)
     return rows
 
 
@@ -155,36 +191,35 @@ def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _check_tied_head(reader: HfReader, placed: Placed, dims: ModelDims, rank: int, rows: int) -> None:
-    """A tied checkpoint may repeat the embedding as its head; a different head would be lost, so it is refused."""
-    (head,), (embedding,) = families.LM_HEAD.hf, families.EMBEDDING.hf
-    if head.name not in reader.names:
-        return
-    reader.require_shape(head.name, placed.hf_shapes[0])
-    start, stop = (min(bound, dims.vocab_size) for bound in (rank * rows, (rank + 1) * rows))
-    if not torch.equal(reader.read_slice(head.name, 0, start, stop), reader.read_slice(embedding.name, 0, start, stop)):
-        raise UserError(
-            f"{reader.folder / CONFIG_FILE}: 'tie_word_embeddings' is true but tensor '{head.name}' differs from "
-            f"'{embedding.name}'; set it to false or fix the weights"
-        )
+_Row = tuple[int, str]
+
+
+def _row(placed: Placed) -> _Row:
+    """The same for all experts of a layer, which lie in one stage and have one dtype."""
+    return (-1 if placed.layer is None else placed.layer, placed.param.megatron[0])
 
 
 def _agree_on_owners(
     plan: Sequence[Placed], owned: Mapping[str, Tensor], pp_group: ProcessGroup, dtype: torch.dtype | None
-) -> tuple[list[int], list[torch.dtype]]:
+) -> dict[_Row, tuple[int, torch.dtype]]:
     """Pipeline stage and exported dtype of each row of the plan, the same on every rank of the group."""
-    codes = torch.zeros(len(plan), dtype=torch.int64)
-    for i, placed in enumerate(plan):
+    numbers: dict[_Row, int] = {}
+    for placed in plan:
+        numbers.setdefault(_row(placed), len(numbers))
+    codes = torch.zeros(len(numbers), dtype=torch.int64)
+    for placed in plan:
         if placed.megatron[0] in owned:
             kind = dtype if dtype is not None else owned[placed.megatron[0]].dtype
-            codes[i] = 1 + dist.get_rank(pp_group) * len(_DTYPES) + _DTYPES.index(kind)
+            codes[numbers[_row(placed)]] = 1 + dist.get_rank(pp_group) * len(_DTYPES) + _DTYPES.index(kind)
     codes = codes.to(_wire_device(pp_group))
     dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=pp_group)
-    lacking = [placed.megatron[0] for placed, code in zip(plan, codes.tolist(), strict=True) if code == 0]
-    if lacking:
-        raise RuntimeError(f"no pipeline stage holds {lacking[0]!r}: the model was not built from these dims")
-    pairs = [divmod(code - 1, len(_DTYPES)) for code in codes.tolist()]
-    return [stage for stage, _ in pairs], [_DTYPES[kind] for _, kind in pairs]
+    owners = {}
+    for (row, _), code in zip(numbers.items(), codes.tolist(), strict=True):
+        if code == 0:
+            raise RuntimeError(f"no pipeline stage holds {row[1]!r}: the model was not built from these dims")
+        stage, kind = divmod(code - 1, len(_DTYPES))
+        owners[row] = (stage, _DTYPES[kind])
+    return owners
 
 
 def _gather_shards(shard: Tensor, tp_group: ProcessGroup) -> list[Tensor]:

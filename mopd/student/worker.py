@@ -22,6 +22,7 @@ from mopd.conversion.hf import HfReader, HfWriter
 from mopd.data.packing import pack
 from mopd.data_plane.interface import DataPlane
 from mopd.student import checkpoint, parallel
+from mopd.student.balance import Balance
 from mopd.student.batch import Fields, MicroBatch, build_micro_batch
 from mopd.student.forward_step import HookFor, run_schedule
 from mopd.student.model import HeadHook, LMHead, build_model
@@ -58,11 +59,12 @@ class StudentWorker:
         self.layout = parallel.initialize(student.parallel, timeout_s=recipe.schedule.wait_timeout_s, seed=recipe.seed)
         with cpu_shim.activate():
             model = build_model(student, self.dims, self.layout)
-            load_hf_into([model], HfReader(Path(student.model)), self.dims, tp_group=self.layout.tp_group)
+            load_hf_into([model], HfReader(Path(student.model)), self.dims, self.layout)
             model.train()
             self._model = wrap_data_parallel(
                 model, use_distributed_optimizer=student.optimizer.use_distributed_optimizer
             )
+            self._balance = None if self.dims.moe is None else Balance(model, student.moe, self.dims.moe, self.layout)
             self._optimizer, self._scheduler = build_optimizer(
                 student.optimizer, self._model, num_steps=recipe.schedule.steps
             )
@@ -112,6 +114,8 @@ class StudentWorker:
 
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
+        if self._balance is not None:
+            self._balance.begin(len(plan.micro_batches[self.layout.dp_rank]))
         self._run(plan, fields, positions, hook_for, forward_only=False)
         result, bad = sums.reduce(self.domains, self.layout)
         if bad:
@@ -144,7 +148,7 @@ class StudentWorker:
         self._scheduler.step(1)
         self._plan = None
         self.weight_version += 1
-        return {"grad_norm": norm, "lr": lr}
+        return {"grad_norm": norm, "lr": lr} | ({} if self._balance is None else self._balance.metrics())
 
     @cpu_shim.activate()
     @torch.no_grad()
@@ -180,13 +184,7 @@ class StudentWorker:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights as ``(hf_name, CPU tensor)`` on rank 0; other ranks get nothing but must exhaust the iterator."""
-        items = iter_hf_weights(
-            [self._model],
-            self.dims,
-            tp_group=self.layout.tp_group,
-            pp_group=self.layout.pp_group,
-            data_parallel_rank=self.layout.dp_rank,
-        )
+        items = iter_hf_weights([self._model], self.dims, self.layout)
         while True:
             # The consumer between two items must not run under the shim.
             with cpu_shim.activate():
@@ -278,10 +276,27 @@ class StudentWorker:
                 pad_to_multiple_of=self.layout.tp_size if self.layout.sequence_parallel else 1,
                 needs_mask=self._needs_mask,
                 device=self.layout.device,
+                at_least=self._common_shape(plan, i),
             )
-            for samples in share
+            for i, samples in enumerate(share)
         )
-        run_schedule(self._model, batches, len(share), hook_for, forward_only=forward_only)
+        run_schedule(
+            self._model,
+            batches,
+            len(share),
+            hook_for,
+            forward_only=forward_only,
+            has_experts=self.dims.moe is not None,
+        )
+
+    def _common_shape(self, plan: MicroBatchPlan, number: int) -> tuple[int, int]:
+        """(B, S) that micro-batch ``number`` has at least: without CUDA, ranks that share experts gather each other's
+        tokens and must bring equally many."""
+        if self.layout.ep_size == 1 or torch.cuda.is_available():
+            return (1, 1)
+        batches = [rank[number] for rank in plan.micro_batches]
+        longest = max((sample.length for batch in batches for sample in batch), default=1)
+        return max([1, *map(len, batches)]), longest
 
     def _plan_forward(self, sample_ids: Sequence[int], fields: Fields) -> MicroBatchPlan:
         """A plan for samples of which only the fields are known."""

@@ -95,7 +95,7 @@ def test_config_diff(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["report", "runs/none"], "'runs/none' holds no run"),
         (["convert", "hf-to-megatron", "none", "out"], "convert: folder 'none' does not exist"),
-        (["convert", "megatron-to-hf", "none", "out"], "convert: 'none' is no complete checkpoint"),
+        (["convert", "megatron-to-hf", "none", "out"], "none: no such folder; give the folder of a Megatron-Core"),
         (
             ["convert", "hf-to-megatron", "a", "b", "--tensor-model-parallel-size", "0"],
             "--tensor-model-parallel-size is 0: set 1 or more",

@@ -1,11 +1,13 @@
 """One rank of the round trip (started by ``test_round_trip.py`` under torchrun): HF -> Megatron -> HF in every layout.
 
-Usage: torchrun --nproc-per-node N round_trip_ranks.py TARGET LAYOUTS CHECKPOINT...   (LAYOUTS: "2x1,1x2" = TP x PP)
-The exported folder of each checkpoint and layout is TARGET/<checkpoint>-tp<N>-pp<N>.
+Usage: torchrun --nproc-per-node N round_trip_ranks.py FOLDER PLAN
+PLAN: JSON, {"2x1x2x1" (TP x PP x EP (x ETP)): [names of checkpoints in FOLDER]}. The exported folder of each checkpoint
+and layout is FOLDER/exported/<checkpoint>-<layout>.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -21,16 +23,20 @@ from mopd.student.model import StudentModel, build_model
 from mopd.student.weights import iter_hf_weights, load_hf_into
 
 
-def main(target: Path, layouts: list[tuple[int, int]], checkpoints: list[Path], world_size: int) -> None:
-    for tp, pp in layouts:
+def main(folder: Path, plan: dict[str, list[str]], world_size: int) -> None:
+    for name, checkpoints in plan.items():
+        tp, pp, ep, *etp = (int(degree) for degree in name.split("x"))
         degrees = Parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             data_parallel_size=world_size // (tp * pp),
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp[0] if etp else None,
+            sequence_parallel=tp > 1,
         )
         layout = parallel.initialize(degrees, timeout_s=120, seed=0)
         for checkpoint in checkpoints:
-            round_trip(checkpoint, target / f"{checkpoint.name}-tp{tp}-pp{pp}", layout)
+            round_trip(folder / checkpoint, folder / "exported" / f"{checkpoint}-{name}", layout)
         parallel.destroy()
 
 
@@ -40,15 +46,9 @@ def round_trip(checkpoint: Path, target: Path, layout: parallel.Layout) -> None:
     model = build_model(Student(model=str(checkpoint), dtype=dtype), dims, layout)
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))  # what the load forgets must not pass for loaded
-    load_hf_into([model], reader, dims, tp_group=layout.tp_group)
+    load_hf_into([model], reader, dims, layout)
     check_loaded(model, dims.vocab_size, layout)
-    weights = iter_hf_weights(
-        [model],
-        dims,
-        tp_group=layout.tp_group,
-        pp_group=layout.pp_group,
-        data_parallel_rank=layout.dp_rank,
-    )
+    weights = iter_hf_weights([model], dims, layout)
     if layout.rank != 0:
         assert list(weights) == []
         return
@@ -70,11 +70,5 @@ def check_loaded(model: StudentModel, vocab_size: int, layout: parallel.Layout) 
 
 if __name__ == "__main__":
     with cpu_shim.activate():
-        pairs = [tuple(int(n) for n in pair.split("x")) for pair in sys.argv[2].split(",")]
-        main(
-            Path(sys.argv[1]),
-            [(tp, pp) for tp, pp in pairs],
-            [Path(path) for path in sys.argv[3:]],
-            int(os.environ["WORLD_SIZE"]),
-        )
+        main(Path(sys.argv[1]), json.loads(sys.argv[2]), int(os.environ["WORLD_SIZE"]))
         torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A converted checkpoint computes what transformers computes: fp32 logits within 1e-4, every family, tied and untied.
+"""A converted checkpoint computes what transformers computes: fp32 logits within 1e-4, every family and kind of rope.
 
 A round trip cannot see a mistake that load and export share (q and k swapped twice, a wrong rotary base): this can.
 One rank; other layouts are compared with this one in ``tests/parity/student``.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mopd import cpu_shim
@@ -21,9 +23,11 @@ from mopd.conversion.hf import HfReader
 from mopd.student import parallel
 from mopd.student.model import build_model
 from mopd.student.weights import load_hf_into
-from tests.fixtures.tiny_models import make_hf_model
+from tests.fixtures.tiny_models import FAMILIES, make_hf_model
 
 B, S, VOCAB_SIZE = 2, 23, 61
+ROPE = {"rope_type": "default", "rope_theta": 500000.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
 
 
 @pytest.fixture(scope="module")
@@ -33,22 +37,69 @@ def layout() -> Iterator[parallel.Layout]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_logits_equal_those_of_transformers(family: str, tied: bool, layout: parallel.Layout, tmp_path: Path):
-    rope = {"rope_type": "default", "rope_theta": 500000.0}
-    folder = make_hf_model(
-        tmp_path, family, vocab_size=VOCAB_SIZE, tie_word_embeddings=tied, rope_parameters=rope, rms_norm_eps=1e-5
-    )
+def both_logits(folder: Path, layout: parallel.Layout, *, num_tokens: int = S) -> tuple[Tensor, Tensor]:
+    """Megatron's and transformers' logits [B, S, V] of the same random tokens."""
     dims = read_dims(folder)
-    tokens = torch.randint(VOCAB_SIZE, (B, S), generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(S).expand(B, S)
-    hidden = torch.ones(S, S, dtype=torch.bool).triu(1)[None, None]
+    tokens = torch.randint(VOCAB_SIZE, (B, num_tokens), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(num_tokens).expand(B, num_tokens)
+    hidden = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)[None, None]
     with cpu_shim.activate(), torch.no_grad():
         model = build_model(Student(model=str(folder), dtype="float32"), dims, layout)
-        load_hf_into([model], HfReader(folder), dims, tp_group=layout.tp_group)
-        logits = model(tokens, positions, hidden)
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))  # what the load forgets must not pass for loaded
+        load_hf_into([model], HfReader(folder), dims, layout)
+        logits = model(tokens, positions, hidden)[..., :VOCAB_SIZE]
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
     assert expected.std() > 0.5, "logits too flat to tell anything"
-    torch.testing.assert_close(logits[..., :VOCAB_SIZE], expected, atol=1e-4, rtol=0)
+    return logits, expected
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_those_of_transformers(family: str, tied: bool, layout: parallel.Layout, tmp_path: Path):
+    epsilon = 1e-6 if family.startswith("deepseek") else 1e-5
+    folder = make_hf_model(
+        tmp_path, family, vocab_size=VOCAB_SIZE, tie_word_embeddings=tied, rope_parameters=ROPE, rms_norm_eps=epsilon
+    )
+    logits, expected = both_logits(folder, layout)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("qwen3_moe", {"norm_topk_prob": False}),
+        ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1}),
+        ("qwen3_moe", {"mlp_only_layers": [1], "num_hidden_layers": 3}),
+        ("qwen3_moe", {"decoder_sparse_step": 2}),
+        ("deepseek_v2", {"q_lora_rank": 48}),
+        ("deepseek_v2", {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
+        ("deepseek_v2", {"first_k_dense_replace": 0}),
+        ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 16.0}}),
+        ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}}),
+        ("deepseek_v3", {"rope_parameters": YARN}),
+        ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    ],
+)
+def test_variants_of_a_family(family: str, keys: dict[str, Any], layout: parallel.Layout, tmp_path: Path):
+    """Routers, latent attention and YaRN in all the forms that a config may ask for."""
+    folder = make_hf_model(tmp_path, family, vocab_size=VOCAB_SIZE, **{"rope_parameters": ROPE} | keys)
+    logits, expected = both_logits(folder, layout)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama_3_rope(factor: float, layout: parallel.Layout, tmp_path: Path):
+    """At 300 tokens the scaled wavelengths (beyond 2048 tokens) differ from the plain ones in the logits."""
+    constants = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    scaled = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, **constants}
+    keys = {"vocab_size": VOCAB_SIZE, "max_positions": 512}
+    logits, expected = both_logits(
+        make_hf_model(tmp_path / "scaled", "llama", rope_parameters=scaled, **keys), layout, num_tokens=300
+    )
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    _, plain = both_logits(
+        make_hf_model(tmp_path / "plain", "llama", rope_parameters=ROPE, **keys), layout, num_tokens=300
+    )
+    assert (plain - expected).abs().max() > 1e-2

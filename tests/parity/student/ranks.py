@@ -1,8 +1,8 @@
 """One rank of a parity job: builds a student per case, trains a few steps, writes what it saw (rank 0).
 
 A job is ``{"model": folder, "out": file, "cases": {name: case}}``; a case names its layout (``tp``, ``pp``, ``dp``,
-``sp``) and what to do; see ``run_case``. The process group lives through all cases, Megatron's groups
-are rebuilt per layout.
+``sp``, perhaps ``ep`` and ``etp``) and what to do; see ``run_case``. The process group lives through all cases,
+Megatron's groups are rebuilt per layout.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from mopd import cpu_shim
 from mopd.config.losses import KLLoss, MismatchCorrection, PolicyGradient, TopKLoss
 from mopd.config.schema import (
     Data,
+    Moe,
     Optimizer,
     Parallel,
     Recipe,
@@ -77,7 +78,10 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
                 pipeline_model_parallel_size=case["pp"],
                 data_parallel_size=case["dp"],
                 sequence_parallel=case["sp"],
+                expert_model_parallel_size=case.get("ep", 1),
+                expert_tensor_parallel_size=case.get("etp"),
             ),
+            moe=Moe(**case.get("moe", {})),
             optimizer=Optimizer(
                 lr=3e-3,
                 lr_warmup_steps=1,
@@ -220,7 +224,7 @@ def poison(it: Case) -> dict[str, Any]:
 
 
 def layout_of(case: dict[str, Any]) -> tuple[int, ...]:
-    return (case["tp"], case["pp"], case["dp"], case["sp"])
+    return (case["tp"], case["pp"], case["dp"], case["sp"], case.get("ep", 1), case.get("etp") or case["tp"])
 
 
 def main(job_path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from mopd.conversion.dims import ModelDims, check_layout, dims_from_config, read_dims
+from mopd.conversion.dims import MlaDims, ModelDims, MoeDims, check_layout, dims_from_config, read_dims
+from mopd.conversion.model_dims import Llama3Rope, YarnRope
 from mopd.types import UserError
 
 QWEN3 = {
@@ -47,6 +49,45 @@ LLAMA_2 = {
     "rms_norm_eps": 1e-05,
     "tie_word_embeddings": False,
 }
+LLAMA_3_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+LLAMA_3 = LLAMA_2 | {"rope_theta": 500000.0, "rope_scaling": LLAMA_3_ROPE, "num_key_value_heads": 8}
+MISTRAL = LLAMA_2 | {
+    "model_type": "mistral", "architectures": ["MistralForCausalLM"], "num_key_value_heads": 8,
+    "rope_theta": 1000000.0, "sliding_window": None,
+}  # fmt: skip
+MIXTRAL = MISTRAL | {
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "intermediate_size": 14336,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02, "output_router_logits": False,
+}  # fmt: skip
+QWEN3_MOE = QWEN3 | {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+YARN = {
+    "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+    "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+    "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "hidden_act": "silu", "vocab_size": 129280,
+    "max_position_embeddings": 163840, "rms_norm_eps": 1e-06, "rope_theta": 10000, "rope_scaling": YARN,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+    "first_k_dense_replace": 3, "moe_layer_freq": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1, "attention_bias": False,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+DEEPSEEK_V2 = DEEPSEEK_V3 | {
+    "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "auto_map": None, "q_lora_rank": None,
+    "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "scoring_func": "softmax",
+    "topk_method": "greedy",
+}  # fmt: skip
 PATH = Path("model/config.json")
 
 
@@ -62,6 +103,49 @@ def test_llama_2_config_without_optional_keys():
     dims = dims_from_config(LLAMA_2, PATH)
     assert (dims.num_query_groups, dims.head_dim, dims.rotary_base) == (32, 128, 10000.0)
     assert not (dims.tied_embeddings or dims.qk_norm or dims.qkv_bias)
+
+
+def test_published_deepseek_v3_config():
+    dims = dims_from_config(DEEPSEEK_V3, PATH)
+    assert dims.mla == MlaDims(
+        q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+    )
+    assert dims.moe == MoeDims(
+        num_experts=256, experts_per_token=8, ffn_hidden_size=2048, shared_ffn_hidden_size=2048,
+        layers=(False,) * 3 + (True,) * 58, score_function="sigmoid", normalized=True, scaling_factor=2.5,
+        num_groups=8, group_topk=4, expert_bias=True, router_fp32=True,
+    )  # fmt: skip
+    assert dims.rope_scaling == YarnRope(
+        factor=40, original_max_positions=4096, beta_fast=32, beta_slow=1, mscale=1, mscale_all_dim=1
+    )
+    assert not dims.has_uniform_layers and dims.is_moe_layer(3) and not dims.is_moe_layer(2)
+
+
+def test_published_configs_with_experts():
+    lite = dims_from_config(DEEPSEEK_V2, PATH)
+    assert lite.mla is not None and lite.mla.q_lora_rank is None
+    assert lite.moe is not None and (lite.moe.score_function, lite.moe.normalized) == ("softmax", False)
+    assert (lite.moe.shared_ffn_hidden_size, lite.moe.num_groups, lite.moe.expert_bias) == (4096, None, False)
+    qwen = dims_from_config(QWEN3_MOE, PATH)
+    assert qwen.moe is not None and (qwen.moe.num_experts, qwen.moe.ffn_hidden_size) == (128, 768)
+    assert qwen.qk_norm and qwen.has_uniform_layers
+    sparse = dims_from_config(QWEN3_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1]}, PATH)
+    assert sparse.moe is not None and sparse.moe.layers[:4] == (False, False, False, True)
+    mixtral = dims_from_config(MIXTRAL, PATH)
+    assert mixtral.moe is not None and (mixtral.moe.num_experts, mixtral.moe.ffn_hidden_size) == (8, 14336)
+
+
+def test_ropes_that_megatron_expresses():
+    assert dims_from_config(LLAMA_3, PATH).rope_scaling == Llama3Rope(factor=8.0)
+    new_style = LLAMA_3 | {"rope_theta": None, "rope_scaling": None}
+    new_style["rope_parameters"] = LLAMA_3_ROPE | {"rope_theta": 500000.0}
+    assert dims_from_config(new_style, PATH) == dims_from_config(LLAMA_3, PATH)
+    assert dims_from_config(MISTRAL, PATH).rope_scaling is None
+    bare = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    rope = dims_from_config(DEEPSEEK_V3 | {"rope_scaling": bare}, PATH).rope_scaling
+    assert rope == YarnRope(
+        factor=4, original_max_positions=4096, beta_fast=32, beta_slow=1, mscale=1, mscale_all_dim=0
+    )
 
 
 @pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config])
@@ -89,7 +173,7 @@ def test_config_that_transformers_writes(config_class: type, tmp_path: Path):
         ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "rope_parameters.rope_type"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e5}}, "rope_parameters.rope_type"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters.full_attention"),
         ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta"),
         ({"rope_theta": None}, "rope_theta"),
@@ -117,6 +201,59 @@ def test_what_cannot_be_carried_is_refused_by_name(change: dict[str, Any], key: 
     message = str(refusal.value)
     assert message.startswith(f"{PATH}: '{key}'")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "key"),
+    [
+        (LLAMA_3, {"rope_scaling": LLAMA_3_ROPE | {"low_freq_factor": 2.0}}, "rope_scaling.low_freq_factor"),
+        (LLAMA_3, {"rope_scaling": LLAMA_3_ROPE | {"high_freq_factor": 8.0}}, "rope_scaling.high_freq_factor"),
+        (
+            LLAMA_3,
+            {"rope_scaling": LLAMA_3_ROPE | {"original_max_position_embeddings": 4096}},
+            "rope_scaling.original_max_position_embeddings",
+        ),
+        (LLAMA_3, {"rope_scaling": LLAMA_3_ROPE | {"factor": None}}, "rope_scaling.factor"),
+        (LLAMA_3, {"rope_scaling": LLAMA_3_ROPE | {"type": "linear"}}, "rope_scaling.rope_type"),
+        (LLAMA_3, {"rope_parameters": {"rope_type": "default"}}, "rope_scaling"),
+        (MISTRAL, {"sliding_window": 4096}, "sliding_window"),
+        (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+        (MIXTRAL, {"num_experts_per_tok": 1}, "num_experts_per_tok"),
+        (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        (QWEN3_MOE, {"mlp_only_layers": [28]}, "mlp_only_layers"),
+        (QWEN3_MOE, {"decoder_sparse_step": 29}, "num_hidden_layers"),
+        (QWEN3_MOE, {"norm_topk_prob": None}, "norm_topk_prob"),
+        (DEEPSEEK_V3, {"auto_map": {"AutoModelForCausalLM": "modeling_other.X"}}, "auto_map"),
+        (DEEPSEEK_V3, {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave"),
+        (DEEPSEEK_V3, {"num_key_value_heads": 64}, "num_key_value_heads"),
+        (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func"),
+        (DEEPSEEK_V3, {"norm_topk_prob": False}, "norm_topk_prob"),
+        (DEEPSEEK_V3, {"topk_group": 2}, "topk_group"),
+        (DEEPSEEK_V3, {"n_group": 7}, "n_group"),
+        (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq"),
+        (DEEPSEEK_V3, {"first_k_dense_replace": 61}, "num_hidden_layers"),
+        (DEEPSEEK_V3, {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+        (DEEPSEEK_V3, {"rope_scaling": LLAMA_3_ROPE}, "rope_scaling.rope_type"),
+        (DEEPSEEK_V3, {"rope_scaling": YARN | {"attention_factor": 1.0}}, "rope_scaling.attention_factor"),
+        (DEEPSEEK_V3, {"rope_scaling": YARN | {"mscale": None}}, "rope_scaling.mscale_all_dim"),
+        (DEEPSEEK_V2, {"topk_method": "group_limited_greedy"}, "topk_method"),
+        (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob"),
+    ],
+)
+def test_what_a_family_cannot_carry_is_refused_by_name(config: dict[str, Any], change: dict[str, Any], key: str):
+    dims_from_config(config, PATH)
+    with pytest.raises(UserError) as refusal:
+        dims_from_config({**config, **change}, PATH)
+    assert str(refusal.value).startswith(f"{PATH}: '{key}'")
+    assert "\n" not in str(refusal.value)
+
+
+def test_mistral_without_a_sliding_window_key_is_refused():
+    """transformers then takes 4096."""
+    config = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
+    with pytest.raises(UserError, match="'sliding_window': missing, which means 4096"):
+        dims_from_config(config, PATH)
 
 
 def test_unused_sliding_window_is_accepted():
@@ -159,6 +296,23 @@ def test_layout_that_would_split_a_group_or_layer(tp: int, pp: int, message: str
     check_layout(dims, tensor_model_parallel_size=8, pipeline_model_parallel_size=4)
     with pytest.raises(UserError, match=message):
         check_layout(dims, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ({"expert_model_parallel_size": 3}, "expert_model_parallel_size 3 does not divide the model's 128 experts"),
+        ({"expert_tensor_parallel_size": 5}, "expert_tensor_parallel_size 5 does not divide the model's 768 columns"),
+    ],
+)
+def test_layout_that_would_split_experts(degrees: dict[str, int], message: str):
+    dims = dims_from_config(QWEN3_MOE, PATH)
+    check_layout(dims, tensor_model_parallel_size=2, pipeline_model_parallel_size=1, expert_model_parallel_size=64)
+    with pytest.raises(UserError, match=message):
+        check_layout(dims, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, **degrees)
+    dense = dataclasses.replace(dims, moe=None)
+    with pytest.raises(UserError, match="has no experts: set it to 1"):
+        check_layout(dense, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, expert_model_parallel_size=2)
 
 
 @pytest.mark.parametrize(

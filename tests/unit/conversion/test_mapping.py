@@ -12,7 +12,8 @@ from torch import Tensor
 from mopd.conversion import families
 from mopd.conversion.dims import ModelDims, read_dims
 from mopd.conversion.hf import HfReader
-from mopd.conversion.mapping import load_shard, merge_qkv, split_qkv, split_shards
+from mopd.conversion.mapping import load_shard, merge_qkv, split_grouped, split_qkv, split_shards
+from mopd.conversion.sharded import merge_whole, split_whole, whole_shape
 from tests.fixtures.tiny_models import make_hf_model
 
 DIMS = ModelDims(
@@ -28,11 +29,11 @@ def checkpoint() -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in families.hf_tensors(DIMS).items()}
 
 
-def load(checkpoint: dict[str, Tensor], placed: families.Placed, rank: int, size: int, padded_rows: int = 0) -> Tensor:
+def load(checkpoint: dict[str, Tensor], placed: families.Placed, rank: int, size: int, rows: int = 0) -> Tensor:
     def read_slice(name: str, dim: int, start: int, stop: int) -> Tensor:
         return checkpoint[name].narrow(dim, start, stop - start)
 
-    return load_shard(placed, read_slice, DIMS, rank=rank, size=size, padded_rows=padded_rows)
+    return load_shard(placed, read_slice, DIMS, rank=rank, size=size, rows=rows)
 
 
 def row(name: str) -> families.Placed:
@@ -66,7 +67,7 @@ def test_output_projections_are_cut_along_their_inputs(checkpoint: dict[str, Ten
 def test_vocabulary_is_padded_with_zeros(checkpoint: dict[str, Tensor]):
     """Five rows over three ranks of three rows: rank 1 has one row of padding, rank 2 nothing else."""
     placed, table = row("output_layer.weight"), checkpoint["lm_head.weight"]
-    shards = [load(checkpoint, placed, rank, 3, padded_rows=3) for rank in range(3)]
+    shards = [load(checkpoint, placed, rank, 3, rows=3) for rank in range(3)]
     assert torch.equal(shards[0], table[:3])
     assert torch.equal(shards[1][:2], table[3:])
     assert not shards[1][2:].any() and not shards[2].any()
@@ -75,14 +76,14 @@ def test_vocabulary_is_padded_with_zeros(checkpoint: dict[str, Tensor]):
 
 def test_padded_vocabulary_must_hold_the_true_one(checkpoint: dict[str, Tensor]):
     with pytest.raises(ValueError, match="vocabulary of 5"):
-        load(checkpoint, row("output_layer.weight"), rank=0, size=2, padded_rows=2)
+        load(checkpoint, row("output_layer.weight"), rank=0, size=2, rows=2)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_split_undoes_load_for_every_row(checkpoint: dict[str, Tensor], size: int):
     seen = set()
     for placed in families.all_params(DIMS):
-        shards = [load(checkpoint, placed, rank, size, padded_rows=4 if size == 2 else 8) for rank in range(size)]
+        shards = [load(checkpoint, placed, rank, size, rows=4 if size == 2 else 8) for rank in range(size)]
         tensors = split_shards(placed, shards, DIMS)
         for name, tensor in zip(placed.hf_names, tensors, strict=True):
             assert torch.equal(tensor, checkpoint[name]), name
@@ -93,14 +94,90 @@ def test_split_undoes_load_for_every_row(checkpoint: dict[str, Tensor], size: in
     assert seen == set(checkpoint)
 
 
-def test_tables_name_both_layer_specs():
-    names = {name for param in families.LAYER for name in param.megatron}
-    assert {
-        "decoder.layers.{layer}.input_layernorm.weight",
-        "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight",
-        "decoder.layers.{layer}.pre_mlp_layernorm.weight",
-        "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight",
-    } <= names
+ATTENTION_TE = {
+    "self_attention.linear_qkv.layer_norm_weight",
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_proj.weight",
+}
+LATENT_TE = {
+    "input_layernorm.weight",
+    "self_attention.linear_q_down_proj.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.linear_q_up_proj.weight",
+    "self_attention.linear_kv_down_proj.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight",
+    "self_attention.linear_kv_up_proj.weight",
+    "self_attention.linear_proj.weight",
+}
+MLP_TE = {"mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"}
+NORMS_TE = {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
+EXPERTS_TE = {
+    "pre_mlp_layernorm.weight",
+    "mlp.router.weight",
+    "mlp.experts.linear_fc1.weight{expert}",
+    "mlp.experts.linear_fc2.weight{expert}",
+}
+SHARED_TE = {"mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight"}
+NAMES_TE = {
+    "llama": ATTENTION_TE | MLP_TE,
+    "mistral": ATTENTION_TE | MLP_TE,
+    "qwen2": ATTENTION_TE | MLP_TE | {"self_attention.linear_qkv.bias"},
+    "qwen3": ATTENTION_TE | MLP_TE | NORMS_TE,
+    "qwen3_moe": ATTENTION_TE | NORMS_TE | EXPERTS_TE,
+    "mixtral": ATTENTION_TE | EXPERTS_TE,
+    "deepseek_v2": LATENT_TE | EXPERTS_TE | SHARED_TE,
+    "deepseek_v3": LATENT_TE | EXPERTS_TE | SHARED_TE | {"mlp.router.expert_bias"},
+}
+"""Parameters of a layer (the last, which has experts if any has) as TransformerEngine's spec of Megatron 0.16 names
+them."""
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_last_names_are_those_of_transformer_engine(family: str, tmp_path: Path):
+    keys = {"q_lora_rank": 48} if family == "deepseek_v2" else {}
+    dims = read_dims(make_hf_model(tmp_path, family, **keys))
+    prefix = "decoder.layers.{layer}."
+    rows = families.layer_params(dims, dims.num_layers - 1)
+    assert {row.megatron[-1].removeprefix(prefix) for row in rows} == NAMES_TE[family]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"])
+def test_split_undoes_load_with_experts(family: str, tmp_path: Path):
+    """Over two ranks, and whole: ``merge_whole`` is the one-rank shard and ``split_whole`` undoes it."""
+    folder = make_hf_model(tmp_path, family, vocab_size=61)
+    dims, reader = read_dims(folder), HfReader(folder)
+    seen = set()
+    for placed in families.all_params(dims):
+        tensors = [reader.read(name) for name in placed.hf_names]
+        shards = [load_shard(placed, reader.read_slice, dims, rank=rank, size=2, rows=31) for rank in range(2)]
+        whole = merge_whole(placed, tensors, dims)
+        assert tuple(whole.shape) == whole_shape(placed)
+        assert torch.equal(whole, load_shard(placed, reader.read_slice, dims, rank=0, size=1, rows=61))
+        for again in (split_shards(placed, shards, dims), split_whole(placed, whole, dims)):
+            assert all(torch.equal(old, new) for old, new in zip(tensors, again, strict=True)), placed.hf_names
+        seen.update(placed.hf_names)
+    assert seen == reader.names
+
+
+def test_grouped_experts_are_transposed_one_behind_the_other(tmp_path: Path):
+    """Megatron's GroupedMLP: weight1 [H, E*2F] is E matrices [H, 2F] in memory, weight2 [E*F, H] is E matrices [F, H];
+    here each rank of two holds half of F."""
+    dims = read_dims(make_hf_model(tmp_path, "mixtral"))
+    assert dims.moe is not None
+    rows = families.layer_params(dims, 0)
+    fc1, fc2 = ([families.place(row, dims, 0, e) for e in range(4)] for row in rows if row.is_expert)
+    width, hidden = dims.moe.ffn_hidden_size // 2, dims.hidden_size
+    weight1 = torch.arange(4 * hidden * 2 * width).float().view(hidden, -1)
+    weight2 = torch.arange(4 * width * hidden).float().view(-1, hidden)
+    for views, weight, shape in (
+        (split_grouped(fc1, weight1, size=2), weight1, (hidden, 2 * width)),
+        (split_grouped(fc2, weight2, size=2), weight2, (width, hidden)),
+    ):
+        flat = weight.flatten()
+        for e, view in enumerate(views):
+            own = flat[e * shape[0] * shape[1] : (e + 1) * shape[0] * shape[1]].view(shape)
+            assert torch.equal(view, own.T)
+            assert view.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr(), "a copy would load nothing"
 
 
 def test_table_lists_what_transformers_saves(tmp_path: Path):

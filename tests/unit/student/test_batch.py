@@ -19,7 +19,11 @@ FIELDS = {
 
 
 def build(
-    samples: list[SampleMeta], fields: dict = FIELDS, pad_to_multiple_of: int = 1, needs_mask: bool = True
+    samples: list[SampleMeta],
+    fields: dict = FIELDS,
+    pad_to_multiple_of: int = 1,
+    needs_mask: bool = True,
+    at_least: tuple[int, int] = (1, 1),
 ) -> MicroBatch:
     return build_micro_batch(
         samples,
@@ -29,6 +33,7 @@ def build(
         pad_to_multiple_of=pad_to_multiple_of,
         needs_mask=needs_mask,
         device=torch.device("cpu"),
+        at_least=at_least,
     )
 
 
@@ -73,3 +78,18 @@ def test_an_empty_prompt_is_refused() -> None:
     meta = replace(META_A, prompt_length=0)
     with pytest.raises(ValueError, match="empty prompt"):
         build([meta])
+
+
+def test_padding_is_what_no_sample_fills() -> None:
+    """Routers leave it out of their balance; filler sequences are padding as a whole."""
+    batch = build([META_B, META_A], at_least=(3, 6))
+    assert batch.padding_mask.tolist() == [[False] * 2 + [True] * 4, [False] * 5 + [True], [True] * 6]
+
+
+def test_a_batch_is_padded_to_a_common_shape() -> None:
+    """Ranks that gather each other's tokens need equally many; filler has no loss and counts for no sample."""
+    batch = build([META_A], at_least=(3, 7), pad_to_multiple_of=4)
+    assert batch.shape == (3, 8)
+    assert batch.rows.sample_positions.tolist() == [0, -1, -1]
+    assert not batch.rows.loss_mask[:, 1:].any()
+    assert build([META_A], at_least=(1, 2)).shape == (1, 5)

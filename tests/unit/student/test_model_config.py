@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from mopd.config.schema import Student
-from mopd.conversion.dims import ModelDims
+from mopd.config.schema import Moe, Parallel, Student
+from mopd.conversion.dims import ModelDims, MoeDims
 from mopd.student.model_config import check_overrides, transformer_config, uses_transformer_engine
 from mopd.student.parallel import Layout
 from mopd.types import UserError
@@ -16,6 +16,13 @@ DIMS = ModelDims(
     family="qwen3", num_layers=4, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_query_groups=2,
     head_dim=32, vocab_size=45, max_positions=256, rotary_base=10000.0, norm_epsilon=1e-6, tied_embeddings=True,
     qk_norm=True, qkv_bias=False,
+)  # fmt: skip
+
+
+EXPERTS = MoeDims(
+    num_experts=4, experts_per_token=2, ffn_hidden_size=48, shared_ffn_hidden_size=0, layers=(True,) * 4,
+    score_function="softmax", normalized=True, scaling_factor=1.0, num_groups=None, group_topk=None, expert_bias=False,
+    router_fp32=False,
 )  # fmt: skip
 
 
@@ -70,3 +77,41 @@ def test_transformer_engine_without_cuda_is_refused() -> None:
     with pytest.raises(UserError, match=r"student.transformer_impl is 'transformer_engine' but .* missing"):
         uses_transformer_engine(student(transformer_impl="transformer_engine"))
     assert not uses_transformer_engine(student(transformer_impl="auto"))
+
+
+def test_router_settings_reach_the_config(layout: Layout) -> None:
+    moe = Moe(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.1, moe_router_bias_update_rate=0.5)
+    config = transformer_config(student(moe=moe), replace(DIMS, moe=EXPERTS), layout)
+    assert (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff) == ("seq_aux_loss", 0.1)
+    assert (config.moe_router_bias_update_rate, config.moe_z_loss_coeff) == (0.5, None)
+    assert (config.moe_router_topk, config.moe_router_pre_softmax, config.moe_layer_freq) == (2, False, 1)
+    mixed = replace(EXPERTS, layers=(False, True, True, True), normalized=False)
+    config = transformer_config(student(), replace(DIMS, moe=mixed), layout)
+    assert (config.moe_router_pre_softmax, config.moe_layer_freq) == (True, [0, 1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("keys", "dims", "sizes", "message"),
+    [
+        ({}, replace(DIMS, moe=EXPERTS), {"tp_size": 2}, "set student.parallel.sequence_parallel: true"),
+        ({"moe": Moe(moe_z_loss_coeff=0.1)}, DIMS, {}, "student.moe is set but model_type qwen3 has no experts"),
+        ({"moe": Moe(moe_grouped_gemm=True)}, replace(DIMS, moe=EXPERTS), {}, "moe_grouped_gemm is true but"),
+        ({}, replace(DIMS, moe=EXPERTS), {"ep_size": 3}, "expert_model_parallel_size 3 does not divide"),
+        ({}, DIMS, {"ep_size": 2}, "expert_model_parallel_size is 2 but model_type qwen3 has no experts"),
+    ],
+)
+def test_what_experts_need_is_one_line(
+    layout: Layout, keys: dict[str, Any], dims: ModelDims, sizes: dict[str, int], message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        transformer_config(student(**keys), dims, replace(layout, **sizes))
+    assert "\n" not in str(error.value)
+
+
+def test_experts_must_fit_the_ranks_of_a_stage() -> None:
+    assert Parallel(tensor_model_parallel_size=2, data_parallel_size=2, expert_model_parallel_size=2).expert_ranks == 4
+    assert Parallel(data_parallel_size=4, expert_model_parallel_size=2).world_size == 4
+    with pytest.raises(
+        ValueError, match="expert_model_parallel_size 2 x expert_tensor_parallel_size 2 does not divide"
+    ):
+        Parallel(tensor_model_parallel_size=2, expert_model_parallel_size=2)

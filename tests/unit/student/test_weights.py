@@ -52,12 +52,11 @@ def build(checkpoint: Path, layout: parallel.Layout, dtype: str = "float32") -> 
 
 
 def load(model: nn.Module, checkpoint: Path, layout: parallel.Layout) -> None:
-    load_hf_into([model], HfReader(checkpoint), read_dims(checkpoint), tp_group=layout.tp_group)
+    load_hf_into([model], HfReader(checkpoint), read_dims(checkpoint), layout)
 
 
 def export(model: nn.Module, dims: ModelDims, layout: parallel.Layout, dtype: torch.dtype | None = None) -> Tensors:
-    groups = {"tp_group": layout.tp_group, "pp_group": layout.pp_group}
-    return dict(iter_hf_weights([model], dims, **groups, data_parallel_rank=0, dtype=dtype))
+    return dict(iter_hf_weights([model], dims, layout, dtype=dtype))
 
 
 def edit(checkpoint: Path, change: Callable[[Tensors], object]) -> None:
@@ -96,6 +95,44 @@ def test_wrapped_model_and_names_of_the_transformer_engine_spec(checkpoint: Path
     tensors = export(wrapped, read_dims(checkpoint), layout)
     expected = load_file(checkpoint / "model.safetensors")
     assert set(tensors) == set(expected)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+
+
+def _as_te_grouped(experts: nn.Module) -> nn.Module:
+    """The parameters of a ``SequentialMLP`` where ``TEGroupedMLP`` keeps them."""
+    grouped = nn.Module()
+    for part in ("linear_fc1", "linear_fc2"):
+        owner = nn.Module()
+        for i, expert in enumerate(experts.local_experts):
+            owner.register_parameter(f"weight{i}", getattr(expert, part).weight)
+        grouped.add_module(part, owner)
+    return grouped
+
+
+def _as_grouped(experts: nn.Module) -> nn.Module:
+    """Room for the parameters of a ``SequentialMLP`` where ``GroupedMLP`` keeps them."""
+    grouped = nn.Module()
+    fc1, fc2 = (getattr(experts.local_experts[0], part).weight for part in ("linear_fc1", "linear_fc2"))
+    num = len(experts.local_experts)
+    grouped.register_parameter("weight1", nn.Parameter(torch.empty(fc1.shape[1], num * fc1.shape[0])))
+    grouped.register_parameter("weight2", nn.Parameter(torch.empty(num * fc2.shape[1], fc2.shape[0])))
+    return grouped
+
+
+@pytest.mark.parametrize("regroup", [_as_te_grouped, _as_grouped])
+def test_grouped_experts_load_and_export(
+    regroup: Callable[[nn.Module], nn.Module], layout: parallel.Layout, tmp_path: Path
+):
+    checkpoint = make_hf_model(tmp_path, "qwen3_moe")
+    model = build(checkpoint, layout)
+    for layer in model.decoder.layers:
+        layer.mlp.experts = regroup(layer.mlp.experts)
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    load(model, checkpoint, layout)
+    tensors = export(model, read_dims(checkpoint), layout)
+    expected = load_file(checkpoint / "model.safetensors")
+    assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
 
 

@@ -1,0 +1,278 @@
+"""One conversion: files written independently of one another, by any number of ranks, resumable, whole or absent.
+
+While it runs everything lies beside the target, in ``.<target>.converting``::
+
+    job.json            what is converted and how; --resume goes on with nothing else
+    lock                held by the process that writes
+    journal/0.jsonl     of rank 0: one line for each finished file, with its size and SHA-256
+    out/                becomes the target by one rename, after its manifest was written
+
+A file is finished when its bytes are on disk and its line is in the journal; the others are written again. What is in
+a file follows from the job alone, never from the number of ranks or from an interruption.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+from mopd.conversion.output import require_free_bytes, sha256_of, sync, write_json, writing
+from mopd.types import UserError
+
+_SPARE_BYTES = 2**24
+"""Manifest, index and journal."""
+_MAX_UNHASHED = 2
+"""Files that are written but not yet hashed."""
+
+
+class Stopped(Exception):
+    """Another rank has failed; its error is the one to tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A file to write."""
+
+    name: str
+    num_bytes: int
+    """Its size, at least nearly: for the check of disk space and for progress."""
+    write: Callable[[BinaryIO], list[int]]
+    """Writes all its bytes; returns numbers that the end of the job needs (``Written.facts``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A finished file: one line of a journal."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+    facts: list[int]
+
+
+@dataclass(kw_only=True, eq=False)
+class Job:
+    """A folder to be written. Rank 0 calls ``begin``, all ranks ``write_share``, rank 0 ``complete`` or ``discard``."""
+
+    target: Path
+    files: Sequence[OutputFile]
+    description: Mapping[str, Any]
+    """JSON-able: command, options and identity of the inputs. The same description gives the same bytes."""
+    finish: Callable[[Path, Mapping[str, Written]], None]
+    """Writes what is left into the folder (metadata, side files), given what was written; the manifest last."""
+    marker: str
+    """File of a whole target that repeats the description under ``job``."""
+    check_inputs: Callable[[int, int, Callable[[], bool]], None] = lambda rank, size, is_over: None
+    """``(rank, size, is_over)``: hashes this rank's share of the inputs while it writes, until ``is_over()``; raises
+    ``UserError``."""
+    _lock_file: IO[str] | None = field(init=False, default=None)
+
+    @property
+    def work(self) -> Path:
+        """The folder of an unfinished conversion."""
+        return self.target.parent / f".{self.target.name}.converting"
+
+    @property
+    def out(self) -> Path:
+        """The target before it has its name."""
+        return self.work / "out"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to write in all."""
+        return sum(file.num_bytes for file in self.files)
+
+    def begin(self, *, resume: bool) -> bool:
+        """Make or take over the work folder; False when ``resume`` finds nothing left to do.
+
+        Raises:
+            UserError: the target exists, another conversion has the folder, it was of something else, or the disk is
+                too small.
+        """
+        if resume and self._is_complete():
+            shutil.rmtree(self.work, ignore_errors=True)
+            return False
+        if self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
+            raise UserError(f"{self.target}: already exists; name another folder or remove it")
+        if self.work.exists() and not resume:
+            raise UserError(f"{self.work}: left by an interrupted conversion; add --resume to go on, or remove it")
+        with writing(self.target.parent):
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not self.work.exists()
+            try:
+                self.work.mkdir(exist_ok=True)
+                self._lock()
+                self._agree()
+                done = sum(entry.num_bytes for entry in self._tidy_journal().values())
+                require_free_bytes(self.target.parent, self.num_bytes - done + _SPARE_BYTES)
+                self.out.mkdir(exist_ok=True)
+            except BaseException:
+                if is_new:
+                    shutil.rmtree(self.work, ignore_errors=True)
+                raise
+        (self.work / "stop").unlink(missing_ok=True)
+        return True
+
+    def write_share(self, rank: int, size: int) -> None:
+        """Write this rank's files; those that the journal has, and that still have that hash, are left alone.
+
+        Raises:
+            UserError: an input is unsound or an output cannot be written.
+            Stopped: another rank has called ``stop``.
+        """
+        is_over = threading.Event()
+        journal = self.work / "journal" / f"{rank}.jsonl"
+        with (
+            ThreadPoolExecutor(1) as checker,
+            ThreadPoolExecutor(1) as finisher,
+            journal.open("a", encoding="utf-8") as lines,
+        ):
+            checked = checker.submit(self.check_inputs, rank, size, is_over.is_set)
+            try:
+                self._write_files(self.files[rank::size], lines, finisher, checked)
+                checked.result()
+            finally:
+                is_over.set()
+
+    def _write_files(
+        self, files: Sequence[OutputFile], lines: IO[str], finisher: ThreadPoolExecutor, checked: Future[None]
+    ) -> None:
+        """Hashing a file overlaps with writing the next one."""
+        finished = self._journal()
+        pending: list[Future[None]] = []
+        for file in files:
+            if (self.work / "stop").exists():
+                raise Stopped
+            if checked.done():
+                checked.result()
+            if self._is_finished(file, finished):
+                continue
+            path = self.out / file.name
+            with writing(path), path.open("wb") as stream:
+                facts = file.write(stream)
+            pending.append(finisher.submit(self._finish_file, path, facts, lines))
+            if len(pending) > _MAX_UNHASHED:
+                pending.pop(0).result()
+        for future in pending:
+            future.result()
+
+    def stop(self) -> None:
+        """Have all ranks leave ``write_share`` at their next file."""
+        (self.work / "stop").touch()
+
+    def complete(self) -> None:
+        """Write the last files and give the folder its name."""
+        journal = self._journal()
+        with writing(self.target):
+            self._remove_leftovers()
+            self.finish(self.out, {file.name: journal[file.name] for file in self.files})
+            for path in self.out.rglob("*"):
+                if path.name not in journal:
+                    sync(path)
+            sync(self.out)
+            self.out.rename(self.target)  # atomic; replaces an empty folder of that name
+            sync(self.target.parent)
+            shutil.rmtree(self.work)
+
+    def discard(self) -> None:
+        """Remove everything that was written."""
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    def _remove_leftovers(self) -> None:
+        """What an interrupted ``finish`` wrote: a manifest must not list it."""
+        names = {file.name for file in self.files}
+        for path in list(self.out.iterdir()):
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in names:
+                path.unlink()
+
+    def _is_complete(self) -> bool:
+        marker = self.target / self.marker
+        return marker.is_file() and _read_json(marker).get("job") == _plain(self.description)
+
+    def _lock(self) -> None:
+        self._lock_file = (self.work / "lock").open("w")
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{self.work}: another process is converting into it; wait for its end") from error
+
+    def _agree(self) -> None:
+        """The work folder belongs to the same conversion, or is new and becomes this one's."""
+        path = self.work / "job.json"
+        mine = _plain(self.description)
+        if not path.is_file():
+            write_json(path, mine)
+            return
+        theirs = _read_json(path)
+        for key in sorted(theirs.keys() | mine.keys()):
+            if theirs.get(key) != mine.get(key):
+                raise UserError(
+                    f"{self.work}: the interrupted conversion had another {key!r} ({theirs.get(key)!r:.100}, now "
+                    f"{mine.get(key)!r:.100}); repeat it as it was, or remove the folder"
+                )
+
+    def _journal(self) -> dict[str, Written]:
+        """Finished files by name. A line that was cut off by a crash does not count."""
+        done = {}
+        for path in sorted((self.work / "journal").glob("*.jsonl")):
+            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+                if line.endswith("}\n"):
+                    entry = Written(**json.loads(line))
+                    done[entry.name] = entry
+        return done
+
+    def _tidy_journal(self) -> dict[str, Written]:
+        """What the journals say, moved into one file: nothing is ever appended to a line that was cut off."""
+        folder = self.work / "journal"
+        folder.mkdir(exist_ok=True)
+        done = self._journal()
+        old = [path for path in folder.iterdir() if path.name != "earlier.jsonl"]
+        temporary = folder / "earlier.tmp"
+        temporary.write_text("".join(_line(entry) for entry in done.values()), encoding="utf-8")
+        sync(temporary)
+        temporary.replace(folder / "earlier.jsonl")
+        for path in old:
+            path.unlink()
+        return done
+
+    def _is_finished(self, file: OutputFile, journal: Mapping[str, Written]) -> bool:
+        path, entry = self.out / file.name, journal.get(file.name)
+        if entry is None or not path.is_file() or path.stat().st_size != entry.num_bytes:
+            return False
+        return sha256_of(path) == entry.sha256
+
+    def _finish_file(self, path: Path, facts: list[int], lines: Any) -> None:
+        with writing(path):
+            sync(path)
+            entry = Written(path.name, path.stat().st_size, sha256_of(path), facts)
+            lines.write(_line(entry))
+            lines.flush()
+            os.fsync(lines.fileno())
+
+
+def _line(entry: Written) -> str:
+    return json.dumps(asdict(entry)) + "\n"
+
+
+def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON gives it back."""
+    plain: dict[str, Any] = json.loads(json.dumps(value))
+    return plain
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error}); remove its folder") from error
+    return content if isinstance(content, dict) else {}

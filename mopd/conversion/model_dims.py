@@ -1,0 +1,179 @@
+"""A model as plain numbers: sizes and switches of its layers. No torch in this module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mopd.types import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Llama3Rope:
+    """Rope scaling of Llama 3.1 and later, with the constants that Megatron-Core has: low_freq_factor 1,
+    high_freq_factor 4, original_max_position_embeddings 8192."""
+
+    factor: float
+    """Long wavelengths grow by this factor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class YarnRope:
+    """YaRN rope scaling, as Megatron-Core's latent attention computes it."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MlaDims:
+    """Sizes of multi-head latent attention (DeepSeek-V2 and V3)."""
+
+    q_lora_rank: int | None
+    """Width of the compressed queries; None where queries are projected directly."""
+    kv_lora_rank: int
+    """Width of the compressed keys and values."""
+    qk_nope_head_dim: int
+    """Channels of a query or key head without position."""
+    qk_rope_head_dim: int
+    """Rotated channels of a query head; the keys' are shared by all heads."""
+    v_head_dim: int
+    """Channels of a value head."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeDims:
+    """Experts and router of a mixture-of-experts model.
+
+    Example (Mixtral 8x7B): ``num_experts=8, experts_per_token=2, ffn_hidden_size=14336, shared_ffn_hidden_size=0,
+    layers=(True,) * 32, score_function="softmax", normalized=True, scaling_factor=1.0, num_groups=None,
+    group_topk=None, expert_bias=False, router_fp32=False``.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    ffn_hidden_size: int
+    """Width of one expert's gated MLP."""
+    shared_ffn_hidden_size: int
+    """Width of the MLP that every token passes beside its experts; 0 for none."""
+    layers: tuple[bool, ...]
+    """For each layer, whether it has experts."""
+    score_function: Literal["softmax", "sigmoid"]
+    normalized: bool
+    """The chosen experts' scores are divided by their sum."""
+    scaling_factor: float
+    """Multiplies the scores of the chosen experts."""
+    num_groups: int | None
+    """Experts are chosen within the best of this many groups; None for no groups."""
+    group_topk: int | None
+    """Groups to choose from."""
+    expert_bias: bool
+    """A bias per expert takes part in the choice, not in the score."""
+    router_fp32: bool
+    """The router computes in fp32 whatever the model's dtype."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelDims:
+    """Sizes and switches of one decoder-only model, the same on every rank.
+
+    Example (Qwen3-0.6B): ``family="qwen3", num_layers=28, hidden_size=1024, ffn_hidden_size=3072,
+    num_attention_heads=16, num_query_groups=8, head_dim=128, vocab_size=151936, max_positions=40960,
+    rotary_base=1e6, norm_epsilon=1e-6, tied_embeddings=True, qk_norm=True, qkv_bias=False``.
+    """
+
+    family: str
+    """``model_type`` of the config: the key of the name table."""
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    """Width of the gated MLP (gate and up projections each)."""
+    num_attention_heads: int
+    num_query_groups: int
+    """Key/value heads; each serves ``heads_per_group`` query heads."""
+    head_dim: int
+    """Channels of one head (``kv_channels`` in Megatron); need not be ``hidden_size / num_attention_heads``."""
+    vocab_size: int
+    """True vocabulary: rows of the embedding in the Hugging Face checkpoint, before padding."""
+    max_positions: int
+    rotary_base: float
+    norm_epsilon: float
+    """Epsilon of every RMSNorm."""
+    tied_embeddings: bool
+    """The output layer shares the embedding matrix."""
+    qk_norm: bool
+    """RMSNorm over ``head_dim`` on queries and keys."""
+    qkv_bias: bool
+    """The query, key and value projections (and no other) have biases."""
+    mla: MlaDims | None = None
+    """Latent attention in place of grouped-query attention; ``head_dim`` then is that of a query."""
+    moe: MoeDims | None = None
+    """Experts; None for a dense model."""
+    rope_scaling: Llama3Rope | YarnRope | None = None
+    """Scaled rotary embedding; None for the plain one."""
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_attention_heads // self.num_query_groups
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether the layer (from 0) has experts."""
+        return self.moe is not None and self.moe.layers[layer]
+
+    @property
+    def has_uniform_layers(self) -> bool:
+        """All layers have the same parameters; Megatron's checkpoints then stack them."""
+        return self.moe is None or all(self.moe.layers)
+
+    def padded_vocab_size(self, *, tensor_model_parallel_size: int, make_vocab_size_divisible_by: int) -> int:
+        """Rows of Megatron's embedding: the next multiple of the TP degree times ``make_vocab_size_divisible_by``."""
+        multiple = tensor_model_parallel_size * make_vocab_size_divisible_by
+        return -(-self.vocab_size // multiple) * multiple
+
+
+def check_layout(
+    dims: ModelDims,
+    *,
+    tensor_model_parallel_size: int,
+    pipeline_model_parallel_size: int,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+) -> None:
+    """Refuses a parallel layout that would split a head group, a row of an MLP, an expert's share or a layer.
+
+    ``expert_tensor_parallel_size`` None means the tensor-parallel degree, as in Megatron.
+
+    Raises:
+        UserError: one line with both numbers and the key to set.
+    """
+    tp = tensor_model_parallel_size
+    etp = tp if expert_tensor_parallel_size is None else expert_tensor_parallel_size
+    has_dense_layers = dims.moe is None or not all(dims.moe.layers)
+    needs = [
+        ("tensor_model_parallel_size", tp, "key/value heads", dims.num_query_groups),
+        ("tensor_model_parallel_size", tp, "attention heads", dims.num_attention_heads),
+        ("tensor_model_parallel_size", tp, "MLP columns", dims.ffn_hidden_size if has_dense_layers else tp),
+        ("pipeline_model_parallel_size", pipeline_model_parallel_size, "layers", dims.num_layers),
+    ]
+    if dims.moe is not None:
+        needs += [
+            ("tensor_model_parallel_size", tp, "columns of the shared experts", dims.moe.shared_ffn_hidden_size),
+            ("expert_model_parallel_size", expert_model_parallel_size, "experts", dims.moe.num_experts),
+            ("expert_tensor_parallel_size", etp, "columns of an expert", dims.moe.ffn_hidden_size),
+        ]
+    elif expert_model_parallel_size > 1:
+        raise UserError(
+            f"student.parallel.expert_model_parallel_size is {expert_model_parallel_size} but model_type {dims.family} "
+            "has no experts: set it to 1"
+        )
+    for key, degree, what, size in needs:
+        if size % degree:
+            raise UserError(
+                f"student.parallel.{key} {degree} does not divide the model's {size} {what}: "
+                f"set it to a divisor of {size}"
+            )

@@ -1,0 +1,110 @@
+"""The command line of ``mopd convert``. Light to import."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""Spelled as in ``mopd.conversion.mapped.WEIGHT_DTYPES``, which is heavy to import."""
+LAYOUT_OPTIONS = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "expert_model", "expert_tensor")
+DESCRIPTION = "Convert, check and combine checkpoints. Every command writes a new folder, whole or not at all."
+EXAMPLES = """\
+examples:
+  mopd convert hf-to-megatron models/qwen3 out/megatron --tensor-model-parallel-size 2
+  mopd convert megatron-to-hf runs/mine/checkpoints/step_00000100 out/hf
+  torchrun --nproc-per-node 8 -m mopd convert hf-to-megatron models/large out/megatron --resume
+  mopd convert verify models/qwen3 out/megatron
+  mopd convert inspect out/megatron --json
+  mopd convert merge out/average models/math models/code
+  mopd convert merge out/arithmetic models/math models/code --base models/base --weights 0.5 0.5
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The subcommands of ``mopd convert``; ``args.action`` names the chosen one."""
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        made = actions.add_parser(name, help=text, description=text)
+        made.add_argument("--json", action="store_true", help="print the result as JSON")
+        return made
+
+    _add_conversions(add("hf-to-megatron", "a Hugging Face folder to Megatron's distributed format"), has_layout=True)
+    _add_conversions(add("megatron-to-hf", "a distributed checkpoint to a Hugging Face folder"), has_layout=False)
+    _add_conversions(add("reshard", "cut a distributed checkpoint for another layout (weights alone)"), has_layout=True)
+    _add_reading(add("verify", "compare two checkpoints: tensors, then logits"), add("inspect", "what a folder holds"))
+    _add_combining(
+        add("merge", "average of models, or task arithmetic with --base"),
+        add("merge-lora", "a PEFT LoRA adapter into its base model"),
+    )
+    _add_vocabulary(
+        add("pad-vocab", "zero rows below embedding and LM head, up to a multiple"),
+        add("unpad-vocab", "cut embedding and LM head to the true vocabulary"),
+        add("extract-head", "the LM head alone, with config and tokenizer"),
+    )
+
+
+def _add_conversions(parser: argparse.ArgumentParser, *, has_layout: bool) -> None:
+    is_from_megatron = "hf-to-megatron" not in parser.prog
+    parser.add_argument("source", type=Path, metavar="FROM", help="folder to read")
+    _add_output(parser)
+    if has_layout:
+        for name in LAYOUT_OPTIONS:
+            option = f"--{name.replace('_', '-')}-parallel-size"
+            is_expert_tensor = name == "expert_tensor"
+            default, told = (None, "the tensor degree") if is_expert_tensor else (1, "1")
+            parser.add_argument(option, type=int, default=default, metavar="N", help=f"degree of the cut ({told})")
+    if "reshard" not in parser.prog:
+        parser.add_argument("--dtype", choices=DTYPES, help="dtype of the result; default: each tensor's own")
+    if is_from_megatron:
+        parser.add_argument("--side-files", type=Path, metavar="FOLDER", help="where config and tokenizer are")
+    parser.add_argument("--allow-pickle", action="store_true", help="read formats that are pickles, as tensors alone")
+
+
+def _add_reading(verify: argparse.ArgumentParser, inspect: argparse.ArgumentParser) -> None:
+    verify.add_argument("first", type=Path, metavar="A", help="Hugging Face folder or distributed checkpoint")
+    verify.add_argument("second", type=Path, metavar="B", help="the other one")
+    verify.add_argument("--no-logits", action="store_true", help="compare tensors alone; builds no model")
+    verify.add_argument(
+        "--text", default=None, help="probe text of the logits; default: a paragraph of several scripts"
+    )
+    verify.add_argument("--tolerance", type=float, default=1e-4, metavar="X", help="largest logit difference (1e-4)")
+    inspect.add_argument("path", type=Path, metavar="PATH", help="Hugging Face folder or distributed checkpoint")
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+    for parser in (verify, inspect):
+        parser.add_argument("--allow-pickle", action="store_true", help="read formats that are pickles")
+
+
+def _add_combining(merge: argparse.ArgumentParser, lora: argparse.ArgumentParser) -> None:
+    merge.add_argument("out", type=Path, metavar="TO", help="folder to write; must be absent or empty")
+    merge.add_argument("models", type=Path, nargs="+", metavar="MODEL", help="Hugging Face folders of one architecture")
+    merge.add_argument("--weights", type=float, nargs="+", metavar="W", help="one per model; default: equal, sum 1")
+    merge.add_argument("--base", type=Path, metavar="MODEL", help="task arithmetic: base + sum of W x (model - base)")
+    lora.add_argument("source", type=Path, metavar="BASE", help="Hugging Face folder of the base model")
+    lora.add_argument("adapter", type=Path, metavar="ADAPTER", help="folder with adapter_config.json")
+    lora.add_argument("out", type=Path, metavar="TO", help="folder to write; must be absent or empty")
+    for parser in (merge, lora):
+        _add_job_options(parser)
+
+
+def _add_vocabulary(
+    pad: argparse.ArgumentParser, unpad: argparse.ArgumentParser, head: argparse.ArgumentParser
+) -> None:
+    for parser in (pad, unpad, head):
+        parser.add_argument("source", type=Path, metavar="FROM", help="Hugging Face folder")
+        _add_output(parser)
+    pad.add_argument("--multiple", type=int, required=True, metavar="N", help="the vocabulary becomes a multiple of N")
+    unpad.add_argument("--vocab-size", type=int, required=True, metavar="N", help="rows to keep")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", type=Path, metavar="TO", help="folder to write; must be absent or empty")
+    _add_job_options(parser)
+
+
+def _add_job_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--resume", action="store_true", help="go on with an interrupted conversion")
+    parser.add_argument(
+        "--max-file-bytes", type=int, default=2**30, metavar="N", help="size at which a file of weights ends (1 GiB)"
+    )

