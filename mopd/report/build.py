@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mopd.report.groups import GroupResult, summarise_groups
+from mopd.report.groups import LATENCY_HEADING, GroupResult, latencies, summarise_groups
 from mopd.report.page import render_page
 from mopd.report.run_files import RunFiles
 
@@ -144,19 +144,18 @@ def print_summary(report: Report, console: Console | None = None) -> None:
 
 
 def _group_table(groups: Mapping[str, Mapping[str, GroupResult]]) -> Table:
-    table = Table()
-    table.add_column("group")
-    for heading in ("samples", "tokens/s", "p50 s", "p95 s", "p99 s", "MiB", "retries", "failures"):
-        table.add_column(heading, justify="right")
+    table = Table(padding=0, collapse_padding=True)
+    table.add_column("group", no_wrap=True)
+    for heading in ("samples", "tokens/s", LATENCY_HEADING, "MiB", "retries", "failures"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for room, names in groups.items():
         table.add_section()
         for name, result in names.items():
-            latencies = (result.latency_p50_s, result.latency_p95_s, result.latency_p99_s)
             table.add_row(
                 f"{room.removesuffix('s')} {name}",
                 f"{result.samples:,}",
                 _cell(result.tokens_per_s, "{:,.0f}"),
-                *(_cell(latency, "{:.3g}") for latency in latencies),
+                latencies(result.latency_p50_s, result.latency_p95_s, result.latency_p99_s) or "–",
                 _cell(None if result.payload_bytes is None else result.payload_bytes / 2**20, "{:.1f}"),
                 _cell(result.retries, "{:d}"),
                 _cell(result.failures, "{:d}"),

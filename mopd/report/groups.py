@@ -79,6 +79,15 @@ def trouble(record: Mapping[str, Any]) -> list[str]:
     return texts
 
 
+def latencies(p50_s: float | None, p95_s: float | None, p99_s: float | None) -> str:
+    """``21/46/72``: whole milliseconds, empty where nothing was measured. One cell: three would not fit a terminal."""
+    known = [seconds for seconds in (p50_s, p95_s, p99_s) if seconds is not None]
+    return "/".join(f"{1000 * seconds:.0f}" for seconds in known)
+
+
+LATENCY_HEADING = "p50/95/99 ms"
+
+
 def _summary(series: Mapping[str, Sequence[float]]) -> GroupResult:
     tokens, busy_s = int(sum(series.get("tokens", ()))), sum(series.get("busy_s", ()))
     return GroupResult(

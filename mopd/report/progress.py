@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mopd.metrics import StepMetrics
-from mopd.report.groups import BREAKER_STATES, Room, group_values, trouble
+from mopd.report.groups import BREAKER_STATES, LATENCY_HEADING, Room, group_values, latencies, trouble
 
 LINE_EVERY_S = 10.0
 """Plain lines are at least this far apart, however fast the steps are."""
@@ -130,20 +130,19 @@ class PlainProgress:
 def _group_table(groups: Mapping[str, Room]) -> Table:
     """Who answered how fast in the last step, and which replica does not work."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("group")
-    headings = ("up", "samples", "tokens/s", "p50 s", "p95 s", "p99 s", "MB", "waiting", "tokens under way", "retries")
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    table.add_column("group", no_wrap=True)
+    for heading in ("up", "tok/s", LATENCY_HEADING, "MB", "queue", "in flight", "retries"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for room, names in groups.items():
         for name, values in names.items():
             is_group = "replicas" in values
             up = f"{values['replicas_up']:.0f}/{values['replicas']:.0f}" if is_group else _state(values)
-            numbers = ("samples", "tokens_per_s", "latency_p50_s", "latency_p95_s", "latency_p99_s")
+            rate = _short(values["tokens_per_s"]) if "tokens_per_s" in values else ""
+            times = latencies(*(values.get(f"latency_{p}_s") for p in ("p50", "p95", "p99")))
+            megabytes = _short(values["payload_bytes"] / 1e6) if "payload_bytes" in values else ""
             counts = ("queue_depth", "in_flight_tokens", "retries" if is_group else "failures")
-            cells = [_short(values[key]) if key in values else "" for key in numbers]
-            cells.append(_short(values["payload_bytes"] / 1e6) if "payload_bytes" in values else "")
-            cells += [f"{values[key]:.0f}" if key in values else "" for key in counts]
-            table.add_row(f"{room.removesuffix('s')} {name}", up, *cells)
+            cells = (f"{values[key]:.0f}" if key in values else "" for key in counts)
+            table.add_row(f"{room.removesuffix('s')} {name}", up, rate, times, megabytes, *cells)
     return table
 
 
