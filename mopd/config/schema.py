@@ -305,6 +305,11 @@ class Recipe:
                 f"{self.rollout.samples_per_prompt} is not a multiple of student.parallel.data_parallel_size "
                 f"{self.student.parallel.data_parallel_size}: set prompts_per_step to a multiple of it"
             )
+        warmup, steps = self.student.optimizer.lr_warmup_steps, self.schedule.steps
+        if warmup >= steps:
+            raise ValueError(
+                f"student.optimizer.lr_warmup_steps {warmup} is not below schedule.steps {steps}: set fewer"
+            )
         if self.validation is not None and not self.data.validation:
             raise ValueError("validation is set but data.validation is empty: name files there or remove validation")
         if self.checkpoint.keep_best and self.validation is None:

@@ -13,7 +13,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mopd.config.schema import Optimizer
 from mopd.student.model import StudentModel
-from mopd.types import UserError
 
 
 def wrap_data_parallel(model: StudentModel, *, use_distributed_optimizer: bool) -> DistributedDataParallel:
@@ -40,15 +39,7 @@ def build_optimizer(
 
     Weight decay is Megatron's default: biases and one-dimensional weights (norms) have none. With w warm-up steps, step
     i (from 0) runs at lr * (i + 1) / (w + 1): a straight line from 0 whose first step is not wasted.
-
-    Raises:
-        UserError: the warm-up is as long as the run.
     """
-    if config.lr_warmup_steps >= num_steps:
-        raise UserError(
-            f"student.optimizer.lr_warmup_steps is {config.lr_warmup_steps} but schedule.steps is {num_steps}: "
-            "set fewer warm-up steps than steps"
-        )
     dtype = model.module.config.params_dtype
     optimizer = get_megatron_optimizer(
         OptimizerConfig(

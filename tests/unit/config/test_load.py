@@ -112,6 +112,10 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
             "unknown key 'student.tensor_model_parallel_size'; "
             "did you mean 'student.parallel.tensor_model_parallel_size'?",
         ),
+        (
+            "student.optimizer.lr_warmup_steps=3",
+            "student.optimizer.lr_warmup_steps 3 is not below schedule.steps 3: set fewer",
+        ),
         ("schedule.steps=many", "schedule.steps: expected a whole number, got 'many'"),
         ("schedule.steps=2.5", "schedule.steps: expected a whole number, got 2.5"),
         ("schedule.steps=true", "schedule.steps: expected a whole number, got true"),

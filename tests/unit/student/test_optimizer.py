@@ -11,7 +11,6 @@ from mopd.config.schema import Optimizer, Student
 from mopd.student.model import build_model
 from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel
 from mopd.student.parallel import Layout
-from mopd.types import UserError
 from tests.unit.student.test_model_config import DIMS
 
 
@@ -40,11 +39,6 @@ def test_warm_up_is_a_line_that_reaches_the_peak(layout: Layout) -> None:
 def test_decay_ends_at_min_lr_after_the_last_step(layout: Layout) -> None:
     seen = lrs(layout, min_lr=0.2, lr_decay_style="linear")
     assert seen == pytest.approx([1.0 - 0.1 * i for i in range(8)])
-
-
-def test_warm_up_as_long_as_the_run_is_refused(layout: Layout) -> None:
-    with pytest.raises(UserError, match=r"student.optimizer.lr_warmup_steps is 8 but schedule.steps is 8"):
-        build(layout, lr_warmup_steps=8)
 
 
 def fill_gradients(model: DistributedDataParallel, value: float) -> None:
