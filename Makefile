@@ -41,8 +41,8 @@ quickstart: $(STAMP)  ## three tiny teachers, one student; a run that was cut of
 	$(BIN)/python tools/make_quickstart.py --out runs/quickstart_assets
 	$(BIN)/mopd train recipes/quickstart.yaml $(if $(wildcard runs/quickstart/recipe.yaml),--resume)
 
-test: $(ENGINES_STAMP)  ## everything that runs on this machine
-	$(BIN)/python -m pytest
+test: $(ENGINES_STAMP)  ## everything that runs on this machine, two files at a time: many tests wait for processes
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 lint: $(STAMP)  ## ruff, mypy, import contracts
 	$(BIN)/ruff check .

@@ -36,6 +36,7 @@ from tests.integration.world import World
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.multirank,
+    pytest.mark.ray,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
 ]
 
