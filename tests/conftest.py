@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.hookimpl(tryfirst=True)  # before the plugin reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """``make test`` runs two files at a time (``--dist loadgroup``), but only one of those that start vLLM or Ray."""
     heavy = {item.path for item in items if any(item.iter_markers("vllm")) or any(item.iter_markers("ray"))}

@@ -104,23 +104,23 @@ def _layout(args: argparse.Namespace) -> TargetLayout:
 
 
 def _print(report: dict[str, object], *, as_json: bool) -> None:
-    """A flat report as a table of two columns; lists of rows below it."""
+    """A flat report as lines of key and value, paths whole however narrow the terminal; lists of rows as tables."""
     if as_json:
         print(json.dumps(report, indent=2, ensure_ascii=False))
         return
     console = Console(soft_wrap=True)
-    summary = Table("", "", show_header=False)
+    width = max(map(len, report))
+    tables = {
+        key: rows for key, rows in report.items() if isinstance(rows, list) and rows and isinstance(rows[0], dict)
+    }
     for key, value in report.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            continue
-        summary.add_row(key, _text(value))
-    console.print(summary)
-    for key, rows in report.items():
-        if isinstance(rows, list) and rows and isinstance(rows[0], dict):
-            table = Table(*rows[0], title=key)
-            for row in rows:
-                table.add_row(*(_text(value) for value in row.values()))
-            console.print(table)
+        if key not in tables:
+            console.print(f"{key:<{width}}  {_text(value)}", markup=False, highlight=False)
+    for key, rows in tables.items():
+        table = Table(*rows[0], title=key)
+        for row in rows:
+            table.add_row(*(_text(value) for value in row.values()))
+        console.print(table)
 
 
 def _text(value: object) -> str:
