@@ -10,7 +10,7 @@ PIP := $(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt
 STAMP := $(VENV)/.installed
 ENGINES_STAMP := $(VENV)/.installed-engines-$(VLLM)
 
-.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test lint clean
+.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz lint clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +43,9 @@ quickstart: $(STAMP)  ## three tiny teachers, one student; a run that was cut of
 
 test: $(ENGINES_STAMP)  ## everything that runs on this machine, two files at a time: many tests wait for processes
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+fuzz: $(STAMP)  ## 10,000 mutations of every kind of file that is read (make test runs a short form)
+	MOPD_FUZZ_MUTATIONS=10000 $(BIN)/python -m pytest tests/fuzz --timeout=3600 -s
 
 lint: $(STAMP)  ## ruff, mypy, import contracts
 	$(BIN)/ruff check .

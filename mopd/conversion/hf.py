@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mopd.conversion.dims import refuse_duplicate_keys
 from mopd.conversion.mapped import DTYPE_NAMES, TORCH_DTYPES, map_tensor
-from mopd.conversion.output import sync
 from mopd.conversion.pickled import load_pickled
 from mopd.conversion.safetensors_header import TensorInfo, read_header
+from mopd.files.writing import sync
 from mopd.types import UserError
 
 WEIGHTS_FILE = "model.safetensors"

@@ -24,7 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from mopd.conversion.output import require_free_bytes, sha256_of, sync, write_json, writing
+from mopd.conversion.output import require_free_bytes, sha256_of, write_json
+from mopd.files.writing import sync, writing
 from mopd.types import UserError
 
 _SPARE_BYTES = 2**24

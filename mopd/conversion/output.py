@@ -6,29 +6,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mopd.types import UserError
 
 _READ_BYTES = 1 << 22
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns the operating system's refusal to write (disk full, quota, permissions, …) into one line.
-
-    Raises:
-        UserError: names ``path`` and the system's reason.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written: {error.strerror or error}; free space there or name another place"
-        ) from error
 
 
 def sha256_of(path: Path) -> str:
@@ -39,15 +23,6 @@ def sha256_of(path: Path) -> str:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Have a file's bytes, or a folder's entries, on disk before anything after this."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mopd.runtime.run_dir import atomic_write_json
+from mopd.files.writing import write_json
 from mopd.types import UserError
 
 BACKLOG = 2048
@@ -66,7 +66,7 @@ class Address:
             host = socket.gethostname()
         ready = {"url": f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", "pid": os.getpid()}
         if self.ready_file is not None:
-            atomic_write_json(self.ready_file, ready)
+            write_json(self.ready_file, ready)
         print(json.dumps(ready), flush=True)
 
 

@@ -18,6 +18,7 @@ from mopd.config.schema import Recipe
 from mopd.controller import Controller
 from mopd.conversion.manifest import Manifest
 from mopd.data_plane.local import LocalDataPlane
+from mopd.files.writing import write_json
 from mopd.metrics import read_jsonl, truncate_jsonl
 from mopd.replicas.interface import SampleFailed
 from mopd.replicas.watch import GroupWatch
@@ -31,7 +32,7 @@ from mopd.runtime.observer import RunObserver
 from mopd.runtime.placement.groups import Groups
 from mopd.runtime.preflight import Check, Preflight
 from mopd.runtime.ranks import CommandChannel, serve
-from mopd.runtime.run_dir import RunDir, atomic_write_json
+from mopd.runtime.run_dir import RunDir
 from mopd.runtime.validation import best_of
 from mopd.runtime.watching import StepWatch, read_floors, write_parity
 from mopd.runtime.workers import Inputs, Workers, build_workers, read_inputs
@@ -155,7 +156,7 @@ async def _preflight(
         path.unlink(missing_ok=True)  # of a run that died before its first checkpoint
     if preflight.rewards is not None and workers.validator is not None:
         teachers = {domain: {"teacher": reward} for domain, reward in preflight.rewards.teachers.items()}
-        atomic_write_json(run.headroom, teachers)
+        write_json(run.headroom, teachers)
         workers.validator.append(0, preflight.rewards.student, wall_s=preflight.rewards.student_wall_s)
 
 

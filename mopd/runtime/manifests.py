@@ -11,7 +11,7 @@ from mopd.config.groups import Teacher
 from mopd.config.placement import External
 from mopd.config.schema import Recipe
 from mopd.conversion.manifest import Manifest, compare_manifests, make_manifest
-from mopd.runtime.run_dir import atomic_write_json
+from mopd.files.writing import write_json
 from mopd.types import UserError
 
 CACHE_FILE = Path("~/.cache/mopd/weight_hashes.json")
@@ -41,7 +41,7 @@ def make_manifests(recipe: Recipe) -> dict[str, Manifest]:
 def write_manifests(path: Path, manifests: Mapping[str, Manifest], fingerprints: Mapping[str, Any]) -> None:
     """Keep them in the run folder."""
     models: dict[str, Any] = {key: manifest.to_json() for key, manifest in manifests.items()}
-    atomic_write_json(path, models | ({FINGERPRINTS: dict(fingerprints)} if fingerprints else {}))
+    write_json(path, models | ({FINGERPRINTS: dict(fingerprints)} if fingerprints else {}))
 
 
 def read_fingerprints(path: Path) -> dict[str, Any]:

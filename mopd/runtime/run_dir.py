@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd.config.load import Loaded, differences, dump, load_recipe
+from mopd.files.writing import write_text
 from mopd.types import UserError
 
 CHANGEABLE_ON_RESUME = (
@@ -113,7 +114,7 @@ class RunDir:
 
     def write_recipe(self, loaded: Loaded) -> None:
         """Keep the resolved recipe; from now on the folder holds a run."""
-        atomic_write_text(self.recipe, dump(loaded))
+        write_text(self.recipe, dump(loaded))
 
     def close(self) -> None:
         """Give the folder back, and remove it if nothing was written."""
@@ -181,27 +182,6 @@ def check_same_run(stored: Loaded, given: Loaded) -> None:
             f"{given.path}: differs from the run to resume, {stored.path}, in {listed}: "
             "put these back, or set another run_dir for a new run"
         )
-
-
-def atomic_write_text(path: Path, text: str) -> None:
-    """Write a file so that readers, and a crash at any time, see the old text or the new one."""
-    data = text.encode("utf-8")
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def atomic_write_json(path: Path, value: Any) -> None:
-    """``atomic_write_text`` of indented JSON; NaN and infinity are refused with ``ValueError``."""
-    atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _shown(value: Any) -> str:

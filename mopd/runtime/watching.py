@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mopd.config.assignment import Assignment
+from mopd.files.writing import write_json
 from mopd.metrics import StepMetrics
 from mopd.replicas.watch import GroupWatch
 from mopd.runtime.parity import Parity
-from mopd.runtime.run_dir import atomic_write_json
 
 
 class StepWatch:
@@ -39,7 +39,7 @@ class StepWatch:
 
 def write_parity(path: Path, parity: Mapping[str, Parity]) -> None:
     """Keep what the preflight of a fresh run measured, by teacher: a resumed run reports against the same floors."""
-    atomic_write_json(path, {name: asdict(measured) for name, measured in parity.items()})
+    write_json(path, {name: asdict(measured) for name, measured in parity.items()})
 
 
 def read_floors(path: Path) -> dict[str, float]:

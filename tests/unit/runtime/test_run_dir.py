@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mopd.config.load import Loaded, load_recipe
-from mopd.runtime.run_dir import RunDir, atomic_write_json, atomic_write_text, check_same_run
+from mopd.runtime.run_dir import RunDir, check_same_run
 from mopd.types import UserError
 from tests.fixtures.recipe import RECIPE
 
@@ -157,16 +156,3 @@ def test_paths(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert run.checkpoint(50) == tmp_path / "checkpoints" / "step_00000050"
     assert run.metrics == tmp_path / "metrics.jsonl"
-
-
-def test_atomic_write_replaces_whole_files(tmp_path: Path) -> None:
-    path = tmp_path / "state.json"
-    atomic_write_json(path, {"a": 1})
-    atomic_write_json(path, {"ä": [2.5]})
-    assert json.loads(path.read_text(encoding="utf-8")) == {"ä": [2.5]}
-    with pytest.raises(ValueError, match="Out of range"):
-        atomic_write_json(path, {"a": float("nan")})
-    with pytest.raises(UnicodeEncodeError):
-        atomic_write_text(path, "\ud800")
-    assert json.loads(path.read_text(encoding="utf-8")) == {"ä": [2.5]}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]

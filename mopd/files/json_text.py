@@ -1,0 +1,121 @@
+"""JSON that anybody may have written: strict, bounded in size, depth, count and magnitude of numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mopd.files.reading import MAX_TEXT_BYTES, read_text, shown_path
+from mopd.types import UserError
+
+MAX_DEPTH = 64
+"""Nested lists and objects; no file that we read is deeper than ten."""
+MAX_VALUES = 2_000_000
+"""Values in one text: an empty list of two bytes costs 56 bytes of memory."""
+MAX_INTEGER_DIGITS = 20
+"""64-bit integers have at most 19 digits, 20 with a sign."""
+
+
+def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH, max_values: int = MAX_VALUES) -> Any:
+    """The value of a JSON text.
+
+    Stricter than ``json.loads``: a repeated key, NaN, an infinite number, an integer beyond 64 bits, a lone surrogate
+    and a deep nest are refused, as what is read here is compared, written again and shown.
+
+    Raises:
+        ValueError: one line that says what is wrong.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")  # UnicodeDecodeError is a ValueError
+    if text.count(",") + text.count("[") + text.count("{") > max_values:
+        raise ValueError(f"more than {max_values} values")
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_unrepeated,
+            parse_int=_integer,
+            parse_float=_number,
+            parse_constant=_constant,
+        )
+    except RecursionError:
+        raise ValueError(f"nested deeper than {max_depth}") from None
+    _check(value, max_depth)
+    return value
+
+
+def read_json(path: str | Path, *, cure: str, max_bytes: int = MAX_TEXT_BYTES) -> Any:
+    """The value of a JSON file.
+
+    Raises:
+        UserError: as ``reading.read_text`` and ``parse_json`` do, with path and ``cure``.
+    """
+    text = read_text(path, cure=cure, max_bytes=max_bytes)
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise UserError(f"{shown_path(path)}: not valid JSON ({error}): {cure}") from error
+
+
+def read_json_object(path: str | Path, *, cure: str, max_bytes: int = MAX_TEXT_BYTES) -> dict[str, Any]:
+    """The object in a JSON file. Raises ``UserError`` as ``read_json`` does, and for any other kind of value."""
+    value = read_json(path, cure=cure, max_bytes=max_bytes)
+    if not isinstance(value, dict):
+        raise UserError(f"{shown_path(path)}: holds a {type(value).__name__}, not a JSON object: {cure}")
+    return value
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys stand once: ``json.loads`` would keep the last of two without a word."""
+    keys = dict(pairs)
+    if len(keys) != len(pairs):
+        seen: set[str] = set()
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"key {repeated!a:.80} occurs twice")
+    return keys
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_INTEGER_DIGITS or not -(2**63) <= int(digits) < 2**64:
+        raise ValueError(f"the whole number {digits[:MAX_INTEGER_DIGITS]}… is beyond 64 bits")
+    return int(digits)
+
+
+def _number(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {digits:.40} is beyond double precision")
+    return value
+
+
+def _constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _check(root: Any, max_depth: int) -> None:
+    """Depth, and text that is no Unicode (a lone surrogate cannot be written or shown); without recursion."""
+    level: list[Any] = [root]
+    for _ in range(max_depth + 1):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, str):
+                _check_text(value)
+            elif isinstance(value, dict):
+                for key in value:
+                    _check_text(key)
+                below.extend(value.values())
+            elif isinstance(value, list):
+                below.extend(value)
+        if not below:
+            return
+        level = below
+    raise ValueError(f"nested deeper than {max_depth}")
+
+
+def _check_text(text: str) -> None:
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError(f"text {text!a:.80} holds half a character (a lone surrogate)") from None

@@ -1,0 +1,68 @@
+"""Bytes and text of files that anybody may have written: within a limit of size, every refusal in one line."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from mopd.types import UserError
+
+MAX_TEXT_BYTES = 16 * 2**20
+"""Default limit of a file that is read whole: far above any real configuration file or index."""
+
+
+@contextmanager
+def open_regular(path: str | Path, *, cure: str) -> Iterator[BinaryIO]:
+    """A regular file, open for reading; what goes wrong while it is open is told too.
+
+    A pipe or a device is refused: it may never end, or never begin.
+
+    Raises:
+        UserError: the path is absent, is no regular file, or cannot be opened or read; ends in ``cure``.
+    """
+    try:
+        # O_NONBLOCK: opening a pipe without a writer would wait for one.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise UserError(f"{shown_path(path)}: not a regular file: {cure}")
+        with os.fdopen(descriptor, "rb") as file:
+            yield file
+    except FileNotFoundError:
+        raise UserError(f"{shown_path(path)}: does not exist: {cure}") from None
+    except OSError as error:
+        raise UserError(f"{shown_path(path)}: cannot be read ({error.strerror or error}): {cure}") from error
+    except ValueError as error:
+        if isinstance(error, UnicodeError) or "null byte" in str(error):
+            raise UserError(f"{shown_path(path)}: not a possible file name: {cure}") from error
+        raise
+
+
+def read_bytes(path: str | Path, *, cure: str, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """The whole file. Raises ``UserError`` as ``open_regular`` does, and above ``max_bytes``."""
+    with open_regular(path, cure=cure) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise UserError(f"{shown_path(path)}: longer than {max_bytes} bytes, the limit of such a file: {cure}")
+    return content
+
+
+def read_text(path: str | Path, *, cure: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """The whole file as UTF-8. Raises ``UserError`` as ``read_bytes`` does, and for other encodings."""
+    content = read_bytes(path, cure=cure, max_bytes=max_bytes)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{shown_path(path)}:{line}: not UTF-8 text ({error.reason}): {cure}") from error
+
+
+def shown_path(path: str | Path) -> str:
+    """A path as it may stand in a message: what a terminal would act on is escaped, what is very long is cut."""
+    text = os.fspath(path)
+    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    return text if len(text) <= 300 else f"{text[:200]}…{text[-80:]}"

@@ -1,0 +1,102 @@
+"""The readers and writers of small files: what they refuse, in one line, and that nothing is left half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mopd.files.json_text import MAX_DEPTH, parse_json, read_json_object
+from mopd.files.reading import read_text, shown_path
+from mopd.files.writing import write_json, write_text, writing
+from mopd.types import UserError
+
+REFUSED = {
+    "not JSON": "{",
+    "repeated key": '{"a": 1, "b": {"c": 1, "c": 2}}',
+    "NaN": '{"a": NaN}',
+    "infinity": '{"a": [-Infinity]}',
+    "overflow": '{"a": 1e999}',
+    "65 bits": '{"a": 18446744073709551616}',
+    "many digits": '{"a": ' + "9" * 5000 + "}",
+    "surrogate in a value": '{"a": "\\ud800"}',
+    "surrogate in a key": '{"\\ud800": 1}',
+    "deep list": '{"a": ' + "[" * MAX_DEPTH + "1" + "]" * MAX_DEPTH + "}",
+    "very deep": "[" * 100_000,
+    "many values": '{"a": [' + "[]," * 2_000_001 + "1]}",
+    "two values": "{} {}",
+    "byte order mark": '\ufeff{"a": 1}',
+    "a list": "[1]",
+}
+
+
+@pytest.mark.parametrize("content", REFUSED.values(), ids=REFUSED)
+def test_json_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "file.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError) as refusal:
+        read_json_object(path, cure="write it again")
+    message = str(refusal.value)
+    assert message.startswith(str(path)) and message.endswith(": write it again")
+    assert "\n" not in message and len(message) < 400
+
+
+def test_json_keeps_every_value() -> None:
+    value = {"a": [1, -(2**63), 2**64 - 1, 0.1, -1e-300, True, None, "é\U0001f600\x00"], "b": {"": {}}}
+    assert parse_json(json.dumps(value)) == value
+    assert parse_json("[" * MAX_DEPTH + "1" + "]" * MAX_DEPTH)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("absent", "does not exist"),
+        ("folder", "not a regular file"),
+        ("pipe", "not a regular file"),
+        ("absent/below", "does not exist"),
+        ("text/below", "cannot be read"),
+        ("x" * 300, "cannot be read"),
+        ("nul\x00", "not a possible file name"),
+        ("half\ud800", "not a possible file name"),
+        ("latin", ":2: not UTF-8"),
+        ("long", "longer than 1000 bytes"),
+        ("/dev/zero", "not a regular file"),
+    ],
+)
+def test_text_is_refused_in_one_line(tmp_path: Path, name: str, problem: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text").write_text("x")
+    (tmp_path / "latin").write_bytes(b"one\n\xe9\n")
+    (tmp_path / "long").write_bytes(b"x" * 1001)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError) as refusal:
+        read_text(f"{tmp_path}/{name}" if name != "/dev/zero" else name, cure="mend it", max_bytes=1000)
+    assert problem in str(refusal.value) and str(refusal.value).endswith(": mend it")
+    str(refusal.value).encode("utf-8")
+
+
+def test_paths_are_shown_without_what_a_terminal_acts_on() -> None:
+    assert shown_path("a\x1b[2J\n\ud800é") == "a\\x1b[2J\\n\\ud800é"
+    assert len(shown_path("x" * 5000)) < 300
+
+
+def test_writes_replace_whole_files(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_json(path, {"a": 1})
+    write_json(path, {"ä": [2.5]})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"ä": [2.5]}
+    for refuse in (lambda: write_json(path, {"a": float("nan")}), lambda: write_text(path, "\ud800")):
+        with pytest.raises(ValueError):
+            refuse()
+    assert json.loads(path.read_text(encoding="utf-8")) == {"ä": [2.5]}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_refused_write_is_one_line_with_path_and_reason(tmp_path: Path) -> None:
+    full = Path("/dev/full")
+    with pytest.raises(UserError, match="/dev/full: cannot be written: No space left on device; free"), writing(full):
+        full.write_bytes(b"x")
+    with pytest.raises(UserError, match="cannot be written: No such file"):
+        write_text(tmp_path / "absent" / "file", "x")
