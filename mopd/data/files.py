@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,29 +10,42 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mopd.files.json_text import MAX_DEPTH, parse_json
+from mopd.files.reading import open_regular, shown_path
 from mopd.types import UserError
 
 MISSING = object()
 """What ``lookup`` returns where a key leads nowhere (a present null is ``None``)."""
+MAX_ROW_BYTES = 16 * 2**20
+"""A JSON line's length; a hundred times the longest prompt that a model takes."""
+MAX_FOOTER_BYTES = 64 * 2**20
+"""Description of a parquet file's row groups and columns: a terabyte has less."""
+BATCH_ROWS = 64
+MAX_BATCH_BYTES = 64 * 2**20
+"""``BATCH_ROWS`` rows of a parquet file in memory: a few bytes on disk may stand for gigabytes."""
+MAX_CHUNK_VALUES = 2**28
+"""Values, nested ones counted, of one column in one row group."""
+CURE = "correct data.train or data.validation"
+_READ_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError)
+"""What pyarrow raises; a conversion to Python may also overflow."""
 
 
 def read_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """``(row number from 0, row)`` of a file; parquet reads only the named top-level columns.
 
-    ``UserError`` for a missing, unreadable or empty file, or a file that is neither ``.parquet`` nor ``.jsonl``.
+    ``UserError`` that names file and row, for a missing, unreadable or empty file, a file that is neither ``.parquet``
+    nor ``.jsonl``, a repeated column or key, and a value that Python cannot hold.
     """
-    if not path.is_file():
-        raise UserError(f"{path}: no such file: correct data.train or data.validation")
     readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl}
     if path.suffix not in readers:
         raise UserError(
-            f"{path}: unknown kind {path.suffix!r}: data.train and data.validation take .parquet and .jsonl"
+            f"{shown_path(path)}: unknown kind {path.suffix!r}: data.train and data.validation take .parquet and .jsonl"
         )
     number = -1
     for number, row in enumerate(readers[path.suffix](path, columns)):
         yield number, row
     if number == -1:
-        raise UserError(f"{path}: the file has no rows: fill it or remove it from data.train or data.validation")
+        raise UserError(f"{shown_path(path)}: the file has no rows: fill it, or remove it from the recipe's data")
 
 
 def lookup(row: Mapping[str, Any], key: str) -> Any:
@@ -45,27 +58,137 @@ def lookup(row: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    try:
-        with pq.ParquetFile(path) as file:
-            present = [name for name in dict.fromkeys(columns) if name in file.schema_arrow.names]
-            if not present and file.metadata.num_rows:
-                raise UserError(f"{path}: none of the columns {list(columns)}: it has {file.schema_arrow.names}")
-            for batch in file.iter_batches(columns=present):
-                yield from batch.to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path}: unreadable parquet file: {' '.join(str(error).split())[:200]}") from error
-
-
 def _read_jsonl(path: Path, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
+    with open_regular(path, cure=CURE) as file:
+        number = 0
+        while line := file.readline(MAX_ROW_BYTES + 1):
+            number += 1
+            where = f"{shown_path(path)}: line {number}"
+            if len(line) > MAX_ROW_BYTES:
+                raise UserError(f"{where} is longer than {MAX_ROW_BYTES} bytes: shorten or remove it")
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path}: line {number} is not JSON: {error}") from error
+                row = parse_json(line)
+            except UnicodeDecodeError as error:
+                raise UserError(f"{where} is not UTF-8 text ({error.reason}): save the file as UTF-8") from error
+            except ValueError as error:
+                raise UserError(f"{where} is not JSON: {error}: correct or remove it") from error
             if not isinstance(row, dict):
-                raise UserError(f"{path}: line {number} is {type(row).__name__}, not an object with columns")
+                raise UserError(f"{where} is {type(row).__name__}, not an object with columns: correct or remove it")
             yield row
+
+
+def _read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    _check_frame(path)
+    number = 0
+    try:
+        with pq.ParquetFile(
+            path, thrift_string_size_limit=MAX_FOOTER_BYTES, thrift_container_size_limit=2**20, buffer_size=2**20
+        ) as file:
+            present = _chosen_columns(path, file, columns)
+            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=present):
+                if batch.nbytes > MAX_BATCH_BYTES:
+                    raise UserError(
+                        f"{shown_path(path)}: rows {number} to {number + batch.num_rows - 1} hold "
+                        f"{batch.nbytes} bytes, more than {MAX_BATCH_BYTES}: shorten or remove them"
+                    )
+                for i in range(batch.num_rows):
+                    yield {name: _value(path, number, batch, name, i) for name in present}
+                    number += 1
+    except _READ_ERRORS as error:
+        raise UserError(
+            f"{shown_path(path)}: unreadable parquet file at or after row {number}: {_short(error)}: write it again, "
+            f"or {CURE}"
+        ) from error
+
+
+def _check_frame(path: Path) -> None:
+    """The magic bytes at both ends and the length of the description, before a parser sees the file."""
+    with open_regular(path, cure=CURE) as file:
+        size = file.seek(0, 2)
+        file.seek(max(size - 8, 0))
+        footer = file.read(8)
+    if size == 0:
+        raise UserError(f"{shown_path(path)}: the file is empty, not even a parquet file: write it again, or {CURE}")
+    if size < 12 or footer[4:] not in (b"PAR1", b"PARE"):
+        raise UserError(
+            f"{shown_path(path)}: unreadable parquet file: it does not end as one (cut off, or of another kind): write "
+            f"it again, or {CURE}"
+        )
+    length = int.from_bytes(footer[:4], "little")
+    if length > min(size - 12, MAX_FOOTER_BYTES):
+        raise UserError(
+            f"{shown_path(path)}: unreadable parquet file: its description is said to have {length} bytes, the file "
+            f"has {size} (limit {MAX_FOOTER_BYTES}): write it again, or {CURE}"
+        )
+
+
+def _chosen_columns(path: Path, file: pq.ParquetFile, columns: Sequence[str]) -> list[str]:
+    """Those of ``columns`` that the file has. Refuses what Python objects cannot tell apart or hold."""
+    shown, schema, metadata = shown_path(path), file.schema_arrow, file.metadata
+    again = _repeated(schema.names)
+    if again is not None:
+        raise UserError(f"{shown}: column {quoted(again)} stands there twice: keep one of them")
+    present = [name for name in dict.fromkeys(columns) if name in schema.names]
+    if not present and metadata.num_rows:
+        raise UserError(f"{shown}: none of the columns {list(columns)}: it has {listed(schema.names)}: {CURE}")
+    for name in present:
+        _check_type(f"{shown}: column {quoted(name)}", schema.field(name).type)
+    leaves = [i for i in range(metadata.num_columns) if metadata.schema.column(i).path.split(".")[0] in present]
+    for group in range(metadata.num_row_groups):
+        for chunk in (metadata.row_group(group).column(leaf) for leaf in leaves):
+            if chunk.num_values > MAX_CHUNK_VALUES:
+                raise UserError(
+                    f"{shown}: row group {group} says that its column {quoted(chunk.path_in_schema)} has "
+                    f"{chunk.num_values} values, the limit is {MAX_CHUNK_VALUES}: write it with smaller row groups"
+                )
+    return present
+
+
+def _check_type(where: str, root: pa.DataType) -> None:
+    """No field twice in a structure (a mapping would keep one of them), no deep nest."""
+    level = [root]
+    for _ in range(MAX_DEPTH):
+        below: list[pa.DataType] = []
+        for kind in level:
+            fields = [kind.field(i) for i in range(kind.num_fields)]
+            again = _repeated([field.name for field in fields]) if pa.types.is_struct(kind) else None
+            if again is not None:
+                raise UserError(f"{where} has the field {quoted(again)} twice: keep one of them")
+            below.extend(field.type for field in fields)
+        if not below:
+            return
+        level = below
+    raise UserError(f"{where} is nested deeper than {MAX_DEPTH}: flatten it")
+
+
+def _value(path: Path, number: int, batch: pa.RecordBatch, name: str, i: int) -> Any:
+    column = batch.column(name)
+    try:
+        return column[i].as_py()
+    except _READ_ERRORS as error:
+        raise UserError(
+            f"{shown_path(path)}: row {number}: column {quoted(name)} of type {str(column.type)[:80]} holds what "
+            f"Python cannot ({_short(error)}): store it as text or numbers"
+        ) from error
+
+
+def listed(names: Sequence[Any], most: int = 20) -> str:
+    """Names for a message: quoted, the first few."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(quoted(name) for name in names[:most]) + more
+
+
+def quoted(name: Any) -> str:
+    """One name, in the middle of a message."""
+    text = repr(name)
+    return text if len(text) <= 80 else f"{text[:60]}…{text[-10:]}"
+
+
+def _repeated(names: Sequence[str]) -> str | None:
+    return next((name for name, count in Counter(names).items() if count > 1), None)
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +13,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mopd.config.schema import Data
-from mopd.data.files import MISSING, lookup, read_rows
+from mopd.data.files import MISSING, listed, lookup, quoted, read_rows
+from mopd.data.templates import read_template, render
+from mopd.files.reading import shown_path
 from mopd.types import UserError
+
+MAX_PROMPT_CHARACTERS = 4 * 2**20
+"""A prompt beyond this is a mistake in the data, and some tokenizers take minutes to say how many tokens it has."""
+MAX_DOMAIN_CHARACTERS = 200
+MAX_LISTED = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +86,7 @@ def load_prompts(
     tokenized plainly, with the special tokens that the tokenizer adds by itself. ``UserError`` names file, row, column
     and key for whatever cannot be used; with ``needs_ground_truth`` that includes an absent ground truth.
     """
-    template = _read_template(cfg.chat_template)
+    template = read_template(cfg.chat_template)
     rows = [row for file in files for row in _load_file(Path(file), cfg, tokenizer, template, needs_ground_truth)]
     return _limit_length(rows, cfg)
 
@@ -91,10 +100,10 @@ def check_domains_have_teachers(
     """``UserError`` with the counts if rows have no teacher; returns warnings for teachers' domains without rows."""
     orphans = {domain: count for domain, count in domain_counts.items() if domain not in teachers_by_domain}
     if orphans and default_teacher is None:
-        listed = ", ".join(f"{domain!r} ({count} rows)" for domain, count in sorted(orphans.items()))
-        known = ", ".join(map(repr, sorted(teachers_by_domain)))
+        shown = ", ".join(f"{quoted(domain)} ({count} rows)" for domain, count in sorted(orphans.items())[:MAX_LISTED])
+        more = f" and {len(orphans) - MAX_LISTED} more" if len(orphans) > MAX_LISTED else ""
         raise UserError(
-            f"no teacher answers for domain {listed}; teachers answer for {known}: "
+            f"no teacher answers for domain {shown}{more}; teachers answer for {listed(sorted(teachers_by_domain))}: "
             "add the domain to teachers.<name>.domains, set default: true for one teacher, or remove the rows"
         )
     return [
@@ -112,7 +121,7 @@ def _load_file(
     partial: list[dict[str, Any]] = []
     is_chat: list[bool] = []
     for number, row in read_rows(path, [key.split(".")[0] for key in keys]):
-        place = f"{path}: row {number}"
+        place = f"{shown_path(path)}: row {number}"
         prompt = _require(row, place, "prompt_key", cfg.prompt_key)
         is_chat.append(not isinstance(prompt, str))
         ground_truth = lookup(row, cfg.ground_truth_key)
@@ -120,11 +129,16 @@ def _load_file(
             raise UserError(
                 f"{place} has no {cfg.ground_truth_key!r}, which the reward needs: add it or set data.ground_truth_key"
             )
+        if not _is_finite(ground_truth):
+            raise UserError(
+                f"{place}: {cfg.ground_truth_key!r} (data.ground_truth_key) holds a number that is not finite: "
+                "store it as text, or null"
+            )
         extra_info = lookup(row, cfg.extra_info_key)
         partial.append(
             {
                 "domain": _domain(row, place, cfg.domain_key),
-                "text": _render(prompt, place, cfg, tokenizer, template),
+                "text": _text(prompt, place, cfg, tokenizer, template),
                 "ground_truth": None if ground_truth is MISSING else ground_truth,
                 "extra_info": None if extra_info is MISSING else extra_info,
                 "place": place,
@@ -151,9 +165,17 @@ def _tokenize(
     return [ids[i] for i in range(len(texts))]
 
 
+def _text(prompt: Any, place: str, cfg: Data, tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
+    text = prompt if isinstance(prompt, str) else _render(prompt, place, cfg, tokenizer, template)
+    if len(text) > MAX_PROMPT_CHARACTERS:
+        raise UserError(
+            f"{place}: the prompt in {cfg.prompt_key!r} (data.prompt_key) has {len(text)} characters, the limit is "
+            f"{MAX_PROMPT_CHARACTERS}: shorten or remove it"
+        )
+    return text
+
+
 def _render(prompt: Any, place: str, cfg: Data, tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
-    if isinstance(prompt, str):
-        return prompt
     wrong = f"{place}: column {cfg.prompt_key!r} (data.prompt_key)"
     if not isinstance(prompt, list) or not prompt or not all(isinstance(message, Mapping) for message in prompt):
         raise UserError(f"{wrong} is {_kind(prompt)}, not text or a list of chat messages")
@@ -165,29 +187,39 @@ def _render(prompt: Any, place: str, cfg: Data, tokenizer: PreTrainedTokenizerBa
     if template is None and tokenizer.chat_template is None:
         raise UserError(f"{wrong} holds chat messages but the tokenizer has no chat template: set data.chat_template")
     try:
-        rendered = tokenizer.apply_chat_template(
-            messages,
-            chat_template=template,
-            add_generation_prompt=True,
-            tokenize=False,
-            **cfg.chat_template_kwargs,
-        )
-    except Exception as error:  # templates are user code: they raise what they like
-        raise UserError(f"{place}: the chat template failed: {' '.join(str(error).split())[:200]}") from error
-    return str(rendered)
+        return render(tokenizer, messages, template, cfg.chat_template_kwargs)
+    except ValueError as error:
+        source = "the tokenizer's" if template is None else f"data.chat_template {cfg.chat_template!r}"
+        raise UserError(
+            f"{place}: the chat template failed: {error}: correct the row or the template, {source}"
+        ) from error
+
+
+def _is_finite(value: Any) -> bool:
+    """No NaN and no infinity in it: nothing equals NaN, and JSON, in which it is kept, has neither."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, Mapping):
+        return all(map(_is_finite, value.values()))
+    return not isinstance(value, (list, tuple)) or all(map(_is_finite, value))
 
 
 def _domain(row: Mapping[str, Any], place: str, key: str) -> str:
     domain = _require(row, place, "domain_key", key)
     if not isinstance(domain, str) or not domain:
         raise UserError(f"{place}: column {key!r} (data.domain_key) is {_kind(domain)}, not the name of a domain")
+    if len(domain) > MAX_DOMAIN_CHARACTERS:
+        raise UserError(
+            f"{place}: column {key!r} (data.domain_key) is {_kind(domain)} of {len(domain)} characters, the name of a "
+            f"domain has at most {MAX_DOMAIN_CHARACTERS}"
+        )
     return domain
 
 
 def _require(row: Mapping[str, Any], place: str, name: str, key: str) -> Any:
     value = lookup(row, key)
     if value is MISSING or value is None:
-        raise UserError(f"{place} has no column {key!r} (it has {', '.join(map(repr, row))}): set data.{name}")
+        raise UserError(f"{place} has no column {key!r} (it has {listed([*row])}): set data.{name}")
     return value
 
 
@@ -218,14 +250,9 @@ def _limit_length(rows: Sequence[PromptRow], cfg: Data) -> PromptDataset:
     return PromptDataset(kept, num_filtered=filtered, num_truncated=truncated)
 
 
-def _read_template(path: str | None) -> str | None:
-    if path is None:
-        return None
-    if not Path(path).is_file():
-        raise UserError(f"{path}: no such file: correct data.chat_template")
-    return Path(path).read_text(encoding="utf-8")
-
-
 def _kind(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
+    return f"{type(value).__name__} {_SHORT.repr(value)}"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 40

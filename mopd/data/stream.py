@@ -71,13 +71,21 @@ class PromptStream:
         """Go to a saved position; ``UserError`` if data, weights or seed are not those that it was saved with."""
         own = {"seed": self._seed, "num_rows": self._num_rows(), "shares": self._shares}
         for name, value in own.items():
+            if name not in state:
+                raise UserError(f"the checkpoint's prompt stream has no {name}: resume from another checkpoint")
             if state[name] != value:
                 raise UserError(
                     f"the checkpoint's prompt stream had {name} {state[name]}, this recipe gives {value}: restore "
                     "data.train, data.domain_weights and the seed, or start a new run_dir"
                 )
+        counts = [state.get("drawn"), state.get("replaced")]
+        if not _is_count(state.get("position")) or not all(self._are_counts(found) for found in counts):
+            raise UserError("the checkpoint's prompt stream holds no position: resume from another checkpoint")
         self._position = state["position"]
         self._drawn, self._replaced = dict(state["drawn"]), dict(state["replaced"])
+
+    def _are_counts(self, found: Any) -> bool:
+        return isinstance(found, Mapping) and found.keys() == self._rows.keys() and all(map(_is_count, found.values()))
 
     def _next(self) -> Prompt:
         kept = {domain: drawn - self._replaced[domain] for domain, drawn in self._drawn.items()}
@@ -108,6 +116,10 @@ class PromptStream:
 
     def _num_rows(self) -> dict[str, int]:
         return {domain: len(rows) for domain, rows in self._rows.items()}
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _generator(*key: str | int) -> np.random.Generator:

@@ -94,7 +94,7 @@ def test_recipes_template_and_its_arguments(load: Load, tmp_path: Path) -> None:
     template.write_text("{{ mood }}:{{ messages[0]['content'] }}{% if add_generation_prompt %}>{% endif %}")
     dataset = load([row(chat("ab"))], chat_template=str(template), chat_template_kwargs={"mood": "calm"})
     assert dataset.row(0).text == "calm:ab>"
-    with pytest.raises(UserError, match=r"nowhere.jinja: no such file: correct data.chat_template"):
+    with pytest.raises(UserError, match=r"nowhere.jinja: does not exist: correct data.chat_template"):
         load([row()], chat_template="nowhere.jinja")
 
 
@@ -136,7 +136,7 @@ def test_unusable_files_are_named(tmp_path: Path, tokenizer: PreTrainedTokenizer
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "data_source": "m"}\n{"prompt"\n')
     (tmp_path / "list.jsonl").write_text("[1]\n")
     cases = {
-        "absent.parquet": "no such file",
+        "absent.parquet": "does not exist",
         "text.csv": "unknown kind '.csv'",
         "empty.jsonl": "has no rows",
         "empty.parquet": "has no rows",

@@ -1,0 +1,81 @@
+"""Prompt files, from bytes to tokens."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from mopd.config.schema import Data
+from mopd.data.prompts import load_prompts
+from mopd.types import UserError
+from tests.fixtures.tiny_models import make_tokenizer
+from tests.fuzz.harness import fuzz
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "data_source": domain,
+        "prompt": [{"role": "user", "content": f"{domain} é {i}", "name": None}],
+        "reward_model": {"ground_truth": str(i)},
+        "extra_info": {"index": i, "share": i / 7, "tags": ["a", None]},
+    }
+    for i, domain in enumerate(["math", "code"] * 12)
+]
+JSONL = [
+    "".join(json.dumps(row, ensure_ascii=i % 2 == 0) + "\n" for i, row in enumerate(ROWS)).encode(),
+    b'{"data_source": "m", "prompt": "ab c", "reward_model": null}\n\n{"data_source": "n", "prompt": "d"}',
+]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"compression": "none", "use_dictionary": False},
+    {"compression": "zstd", "row_group_size": 7},
+    {"compression": "gzip", "data_page_version": "2.0", "write_page_checksum": True},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def parquet(**options: Any) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(ROWS), sink, **options)
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_prompt_files(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, suffix: str) -> None:
+    path = tmp_path / f"rows.{suffix}"
+    cfg = Data(train=(str(path),), max_prompt_length=100_000)
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        load_prompts(cfg.train, cfg, tokenizer)
+
+    valid = JSONL if suffix == "jsonl" else [parquet(**options) for options in OPTIONS]
+    fuzz(suffix, valid, read, (UserError,))
+
+
+def test_chat_templates(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows, path = tmp_path / "rows.jsonl", tmp_path / "chat.jinja"
+    rows.write_bytes(JSONL[0][:400].split(b"\n")[0])
+    cfg = Data(train=(str(rows),), chat_template=str(path), max_prompt_length=100_000)
+    valid = [
+        b"{% for m in messages %}{{ m['role'] + ':' + m['content'] + '\\n' }}{% endfor %}"
+        b"{% if add_generation_prompt %}assistant:{% endif %}",
+        b"{%- set ns = namespace(n=0) -%}{%- for m in messages if m.role == 'user' -%}{%- set ns.n = ns.n + 1 -%}"
+        b"<{{ m.content | trim }} {{ ns.n }} {{ m | tojson }}>{%- endfor -%}",
+    ]
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        load_prompts(cfg.train, cfg, tokenizer)
+
+    fuzz("jinja", valid, read, (UserError,))
