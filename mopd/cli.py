@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from mopd.config.load import Loaded, differences, dump, load_recipe, to_tree
 from mopd.runtime.convert_arguments import DESCRIPTION as CONVERT_DESCRIPTION
 from mopd.runtime.convert_arguments import EXAMPLES as CONVERT_EXAMPLES
 from mopd.runtime.convert_arguments import add_arguments as add_convert_arguments
+from mopd.text import json_lines, one_line, visible
 from mopd.types import UserError
 
 DESCRIPTION = "Distil several domain teachers into one student, on-policy, on Megatron-Core."
@@ -43,6 +46,9 @@ exit codes: 0 done, 1 failure, 2 an error that one line explains, 130 interrupte
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; ``argv`` defaults to the command line."""
     arguments = sys.argv[1:] if argv is None else list(argv)
+    for stream in (sys.stdout, sys.stderr):  # a terminal that is not UTF-8 shows escapes instead of ending the command
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     args = _parser().parse_args(arguments)
     try:
         if args.on_ranks:
@@ -52,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return failure.run_as_rank(lambda: args.command(args, arguments))
         return int(args.command(args, arguments))
     except UserError as error:
-        print(f"mopd: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"mopd: error: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("mopd: interrupted", file=sys.stderr)
@@ -118,9 +124,9 @@ def _config(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     if args.diff is not None:
         other = load_recipe(args.diff)
         for key, (one, two) in differences(loaded.recipe, other.recipe).items():
-            print(f"{key}: {json.dumps(one, ensure_ascii=False)} -> {json.dumps(two, ensure_ascii=False)}")
+            print(visible(f"{key}: {json.dumps(one, ensure_ascii=False)} -> {json.dumps(two, ensure_ascii=False)}"))
     elif args.json:
-        print(json.dumps(to_tree(loaded.recipe), indent=2, ensure_ascii=False))
+        print(json_lines(to_tree(loaded.recipe)))
     else:
         sys.stdout.write(dump(loaded))
     sys.stdout.flush()
@@ -159,7 +165,7 @@ def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     report = build_report(args.run)
     if args.json:
-        sys.stdout.write((args.run / "report.json").read_text(encoding="utf-8"))
+        print(json_lines(asdict(report)))
     else:
         print_summary(report)
         print(args.run / "report.html")

@@ -10,12 +10,12 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from mopd.bench.makespan import Makespan, measure_makespan
 from mopd.bench.teacher_path import MIN_PAIRS, EngineType, Throughput, measure_throughput
 from mopd.bench.teacher_payload import Decode, measure_decode
+from mopd.report.terminal import Terminal
 from mopd.types import UserError
 
 
@@ -92,7 +92,7 @@ def show(throughput: Throughput, decode: Decode, makespan: Makespan) -> None:
         f"{makespan.token_aware_worst:.3f} (by count: {makespan.count_based_worst:.3f})",
         f"<= {makespan.goal}",
     )
-    console = Console()
+    console = Terminal()
     console.print(table)
     console.print(
         f"model of {throughput.num_weights / 1e6:.0f} M weights, {throughput.num_sequences} sequences, "

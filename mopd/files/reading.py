@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from mopd.text import visible
 from mopd.types import UserError
 
 MAX_TEXT_BYTES = 16 * 2**20
@@ -63,6 +64,5 @@ def read_text(path: str | Path, *, cure: str, max_bytes: int = MAX_TEXT_BYTES) -
 
 def shown_path(path: str | Path) -> str:
     """A path as it may stand in a message: what a terminal would act on is escaped, what is very long is cut."""
-    text = os.fspath(path)
-    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    text = visible(os.fspath(path))
     return text if len(text) <= 300 else f"{text[:200]}…{text[-80:]}"

@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from mopd.report.groups import LATENCY_HEADING, GroupResult, latencies, summarise_groups
 from mopd.report.page import render_page
 from mopd.report.run_files import RunFiles
+from mopd.report.terminal import Terminal
+from mopd.text import visible
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +73,7 @@ def build_report(run_dir: str | Path) -> Report:
         run_name=files.root.resolve().name,
     )
     _write(files.report_json, json.dumps(asdict(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    _write(files.report_html, page)
+    _write(files.report_html, visible(page, keep="\n\t"))
     return report
 
 
@@ -122,7 +123,7 @@ def headroom_recovery(before: float | None, after: float | None, teacher: float 
     return (after - before) / (teacher - before)
 
 
-def print_summary(report: Report, console: Console | None = None) -> None:
+def print_summary(report: Report, console: Terminal | None = None) -> None:
     """The report as a table on the terminal."""
     table = Table(title=f"step {report.steps} of {report.planned_steps}", title_justify="left")
     table.add_column("domain")
@@ -136,7 +137,7 @@ def print_summary(report: Report, console: Console | None = None) -> None:
         table.add_section()
         table.add_row("mean", "", "", "", _cell(report.mean_headroom_recovery, "{:.0%}"))
     rate = _cell(report.train_tokens_per_s, "{:,.0f} tokens/s")
-    console = console or Console()
+    console = console or Terminal()
     console.print(table)
     if report.groups:
         console.print(_group_table(report.groups))

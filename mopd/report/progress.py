@@ -6,13 +6,14 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from mopd.metrics import StepMetrics
 from mopd.report.groups import BREAKER_STATES, LATENCY_HEADING, Room, group_values, latencies, trouble
+from mopd.report.terminal import Terminal
 
 LINE_EVERY_S = 10.0
 """Plain lines are at least this far apart, however fast the steps are."""
@@ -23,7 +24,7 @@ FLOOR = "kl_floor"
 
 
 def make_progress(
-    console: Console, steps: int, start_step: int, rewards: Mapping[str, float]
+    console: Terminal, steps: int, start_step: int, rewards: Mapping[str, float]
 ) -> LiveProgress | PlainProgress:
     """The form that suits ``console``. ``rewards`` are those of the last validation (empty before the first)."""
     if console.is_terminal:
@@ -34,7 +35,7 @@ def make_progress(
 class LiveProgress:
     """One row per domain, and a bar with the time left."""
 
-    def __init__(self, console: Console, steps: int, start_step: int, rewards: Mapping[str, float]) -> None:
+    def __init__(self, console: Terminal, steps: int, start_step: int, rewards: Mapping[str, float]) -> None:
         self._rows: dict[str, dict[str, float]] = {}
         self._rewards = dict(rewards)
         self._validated = ""
@@ -76,7 +77,7 @@ class PlainProgress:
     """A line for the first step, the last, and now and then between; one for each validation."""
 
     def __init__(
-        self, console: Console, steps: int, start_step: int, clock: Callable[[], float] = time.monotonic
+        self, console: Terminal, steps: int, start_step: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._console = console
         self._steps = steps
@@ -124,7 +125,7 @@ class PlainProgress:
         self._trouble = texts
 
     def _line(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(text, highlight=False, soft_wrap=True)
 
 
 def _group_table(groups: Mapping[str, Room]) -> Table:

@@ -9,14 +9,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
-
 from mopd.config.load import to_tree
 from mopd.config.schema import Recipe, WandB
 from mopd.metrics import JsonlWriter, StepMetrics, truncate_jsonl
 from mopd.report.packages import check_packages
 from mopd.report.progress import make_progress
 from mopd.report.run_files import RunFiles
+from mopd.report.terminal import Terminal
+from mopd.text import visible
 from mopd.types import UserError
 
 
@@ -32,7 +32,7 @@ class Sinks:
     """All sinks of one run, on rank 0. Every call goes to each of them in turn."""
 
     def __init__(
-        self, recipe: Recipe, run_dir: Path, *, resume_step: int | None, console: Console | None = None
+        self, recipe: Recipe, run_dir: Path, *, resume_step: int | None, console: Terminal | None = None
     ) -> None:
         """Open the sinks that ``recipe.metrics`` asks for.
 
@@ -50,13 +50,13 @@ class Sinks:
             truncate_jsonl(files.metrics, after_step=resume_step)
         self._sinks: list[Sink] = []
         with ExitStack() as unwind:  # if a later sink cannot open, close those that did
-            for make in self._makers(recipe, files, resume_step, console or Console()):
+            for make in self._makers(recipe, files, resume_step, console or Terminal()):
                 self._sinks.append(make())
                 unwind.callback(self._sinks[-1].close)
             self._close = unwind.pop_all().close
 
     @staticmethod
-    def _makers(recipe: Recipe, files: RunFiles, resume_step: int | None, console: Console) -> list[Any]:
+    def _makers(recipe: Recipe, files: RunFiles, resume_step: int | None, console: Terminal) -> list[Any]:
         makers: list[Any] = [lambda: JsonlSink(files.metrics)]
         if recipe.metrics.tensorboard:
             makers.append(lambda: TensorBoardSink(files.root / "tensorboard", resume_step))
@@ -111,11 +111,11 @@ class TensorBoardSink:
 
     def log(self, metrics: StepMetrics) -> None:
         for name, value in metrics.values.items():
-            self._writer.add_scalar(name, value, metrics.step)
+            self._writer.add_scalar(visible(name), value, metrics.step)
 
     def log_validation(self, step: int, rewards: Mapping[str, float]) -> None:
         for domain, reward in rewards.items():
-            self._writer.add_scalar(f"reward/{domain}", reward, step)
+            self._writer.add_scalar(visible(f"reward/{domain}"), reward, step)
         self._writer.flush()
 
     def close(self) -> None:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 from collections.abc import Callable
 
-from rich.console import Console
 from rich.table import Table
 
 from mopd.conversion import combining, lora, streaming, vocabulary
 from mopd.conversion.describe import describe
 from mopd.conversion.job import Job
 from mopd.conversion.torch_dist_plan import TargetLayout
+from mopd.report.terminal import Terminal
 from mopd.runtime import failure
 from mopd.runtime.convert_arguments import LAYOUT_OPTIONS
 from mopd.runtime.convert_ranks import run_job
 from mopd.runtime.inputs import check_model_folder
+from mopd.text import json_lines
 from mopd.types import UserError
 
 MISMATCH_CODE = 1
@@ -106,16 +106,16 @@ def _layout(args: argparse.Namespace) -> TargetLayout:
 def _print(report: dict[str, object], *, as_json: bool) -> None:
     """A flat report as lines of key and value, paths whole however narrow the terminal; lists of rows as tables."""
     if as_json:
-        print(json.dumps(report, indent=2, ensure_ascii=False))
+        print(json_lines(report))
         return
-    console = Console(soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     width = max(map(len, report))
     tables = {
         key: rows for key, rows in report.items() if isinstance(rows, list) and rows and isinstance(rows[0], dict)
     }
     for key, value in report.items():
         if key not in tables:
-            console.print(f"{key:<{width}}  {_text(value)}", markup=False, highlight=False)
+            console.print(f"{key:<{width}}  {_text(value)}", highlight=False)
     for key, rows in tables.items():
         table = Table(*rows[0], title=key)
         for row in rows:

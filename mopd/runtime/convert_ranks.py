@@ -13,11 +13,12 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from mopd.conversion.job import Job, Stopped
+from mopd.report.terminal import Terminal
 from mopd.runtime import failure
+from mopd.text import visible
 from mopd.types import UserError
 
 TIMEOUT_S = 12 * 3600.0
@@ -119,17 +120,17 @@ def _silence() -> Iterator[None]:
 @contextmanager
 def _progress(job: Job) -> Iterator[None]:
     """Bytes on disk of all ranks, their rate and the time left: a bar on a terminal, a line now and then elsewhere."""
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     is_over = threading.Event()
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
     bar = Progress(*columns, console=console, disable=not console.is_terminal)
-    task = bar.add_task(job.target.name, total=job.num_bytes)
+    task = bar.add_task(visible(job.target.name), total=job.num_bytes)
 
     def watch() -> None:
         start_s = told_s = time.monotonic()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -23,6 +21,7 @@ from mopd.engines.loading import read_config
 from mopd.engines.torch_engine import TorchEngine
 from mopd.replicas.interface import SampleFailed
 from mopd.replicas.router import Router
+from mopd.report.terminal import Terminal
 from mopd.rollout.validation import ValidationResult
 from mopd.runtime.failure import rank_and_world_size
 from mopd.runtime.joining import joined
@@ -32,6 +31,7 @@ from mopd.runtime.placement.weights import GroupWeightSync
 from mopd.runtime.ranks import StudentGroup, serve
 from mopd.runtime.validation import Validator
 from mopd.runtime.workers import Inputs, build_routers, build_validator, read_inputs
+from mopd.text import json_lines
 from mopd.types import UserError
 
 
@@ -101,7 +101,7 @@ async def _with_rollout(
         try:
             return await work(build_routers(groups)[ROLLOUT])
         except SampleFailed as error:
-            raise UserError(" ".join(str(error).split())) from error
+            raise UserError(str(error)) from error
 
 
 def _read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -121,10 +121,10 @@ def _validator(loaded: Loaded, inputs: Inputs) -> Validator:
 
 def _print(result: ValidationResult, *, title: str, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"rewards": result.rewards, "num_samples": result.num_samples}, indent=2, ensure_ascii=False))
+        print(json_lines({"rewards": result.rewards, "num_samples": result.num_samples}))
         return
     table = Table("domain", "reward", "samples", "truncated", title=title)
     for domain, reward in result.rewards.items():
         share = result.truncated_share[domain]
         table.add_row(domain, f"{reward:.3f}", str(result.num_samples[domain]), f"{share:.0%}")
-    Console().print(table)
+    Terminal().print(table)

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mopd.text import one_line
 from mopd.types import UserError
 
 LAUNCH_DIR = "MOPD_LAUNCH_DIR"
@@ -45,11 +46,6 @@ class RankFailure:
     traceback: str
     time_s: float
     """Seconds since the epoch."""
-
-
-def one_line(error: BaseException) -> str:
-    """The error's message without line breaks."""
-    return " ".join(str(error).split())
 
 
 def is_rank() -> bool:

@@ -24,6 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mopd.runtime import guard
 from mopd.runtime.failure import ERROR_CODE, LAUNCH_DIR, LAUNCHER_PID, USER_ERROR_CODE, RankFailure, read_failures
+from mopd.text import visible
 
 TERMINATE_TIMEOUT_S = 30
 """torchrun's own wait between SIGTERM and SIGKILL when it ends ranks after a failure."""
@@ -116,11 +117,12 @@ def _tell(deaths: Sequence[tuple[int, ProcessFailure]], failures: Sequence[RankF
     silent = [(rank, d) for rank, d in deaths if rank not in told and not _was_agents_doing(d, failures)]
     if not silent:
         rank = failures[0].rank
-        print(f"{failures[0].traceback}mopd: error: rank {rank} failed, see the traceback above", file=sys.stderr)
+        traceback = visible(failures[0].traceback, keep="\n")
+        print(f"{traceback}mopd: error: rank {rank} failed, see the traceback above", file=sys.stderr)
         return ERROR_CODE
     rank, death = silent[0]
     if failures and death.exitcode != -signal.SIGKILL:
-        sys.stderr.write(failures[0].traceback)
+        sys.stderr.write(visible(failures[0].traceback, keep="\n"))
     print(f"mopd: error: rank {rank} {_how_it_ended(death.exitcode)}", file=sys.stderr)
     return ERROR_CODE
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from mopd.config.load import Loaded
 from mopd.config.schema import Recipe
@@ -24,6 +23,7 @@ from mopd.replicas.interface import SampleFailed
 from mopd.replicas.watch import GroupWatch
 from mopd.report.build import build_report, print_summary
 from mopd.report.sinks import Sinks
+from mopd.report.terminal import LogFormatter, Terminal
 from mopd.runtime import checkpointing
 from mopd.runtime.failure import rank_and_world_size
 from mopd.runtime.joining import joined
@@ -37,6 +37,7 @@ from mopd.runtime.validation import best_of
 from mopd.runtime.watching import StepWatch, read_floors, write_parity
 from mopd.runtime.workers import Inputs, Workers, build_workers, read_inputs
 from mopd.student.worker import StudentWorker
+from mopd.text import json_lines
 from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
@@ -217,16 +218,18 @@ def _raise_if_failed(outcome: Check) -> None:
 def _print_checks(checks: list[Check], *, as_json: bool) -> None:
     if as_json:
         rows = [{"name": c.name, "status": c.status, "detail": c.detail} for c in checks]
-        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        print(json_lines(rows))
         return
     table = Table("check", "status", "detail")
     colours = {"ok": "green", "failed": "red", "warning": "yellow", "skipped": "dim"}
     for outcome in checks:
-        table.add_row(outcome.name, f"[{colours[outcome.status]}]{outcome.status}", outcome.detail)
-    Console().print(table)
+        table.add_row(outcome.name, Text(outcome.status, style=colours[outcome.status]), outcome.detail)
+    Terminal().print(table)
 
 
 def _log_to_terminal() -> None:
     """mopd's own messages on standard error; other libraries' only when they warn."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("mopd").setLevel(logging.INFO)

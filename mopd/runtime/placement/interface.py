@@ -9,6 +9,7 @@ from mopd.config.groups import EngineGroup
 from mopd.replicas.interface import Kind, Replica
 from mopd.replicas.router import Router
 from mopd.runtime.engine_file import EngineFile
+from mopd.text import file_name
 
 ROLLOUT = "rollout"
 """Key of the rollout group; a teacher's is ``teachers.NAME``, as in the recipe."""
@@ -30,8 +31,12 @@ class GroupPlan:
     """One per replica that this run starts; none for ``external``."""
 
     def replica_name(self, index: int) -> str:
-        """``math.0``: in errors, metrics and log files."""
+        """``math.0``: in errors and metrics."""
         return f"{self.name}.{index}"
+
+    def file_name(self, index: int) -> str:
+        """``teachers.math.0``: of log files and folders, whatever characters the name has."""
+        return f"{file_name(self.key)}.{index}"
 
 
 class Placement(Protocol):

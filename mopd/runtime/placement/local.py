@@ -69,7 +69,7 @@ class LocalLauncher:
             port=self._port(),
             environment=self._environment(index),
         )
-        log = self._log_dir / f"{self._plan.key}.{index}.log"
+        log = self._log_dir / f"{self._plan.file_name(index)}.log"
         return LocalServer(ServerProcess(command, folder=folder, log=log))
 
     async def close(self) -> None:

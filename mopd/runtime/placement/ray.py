@@ -134,7 +134,7 @@ class RayLauncher:
 
     async def launch(self, index: int, token: str) -> RayServer:
         """See ``Launcher.launch``. A lost agent is replaced by one in the same bundle, on another node if need be."""
-        name = f"{self._plan.key}.{index}.{next(self._numbers)}"
+        name = f"{self._plan.file_name(index)}.{next(self._numbers)}"
         command = ServerCommand(
             engine_file=json.dumps(self._plan.files[index].to_json()),
             token=token,
@@ -143,7 +143,7 @@ class RayLauncher:
             environment={"OMP_NUM_THREADS": str(self._cfg.num_cpus)},
         )
         fields = {key: value for key, value in dataclasses.asdict(command).items() if key != "host"}
-        log_name = f"{self._plan.key}.{index}.log"
+        log_name = f"{self._plan.file_name(index)}.log"
         errors = self._cluster.ray.exceptions
         for anew in (False, True):
             agent = await self._cluster.agent(self._plan, index, anew=anew)

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from mopd.cli import main
 from mopd.report.build import build_report, headroom_recovery, print_summary
+from mopd.report.terminal import Terminal
 from mopd.types import UserError
 
 
@@ -93,7 +93,7 @@ def test_a_damaged_line_is_named_and_nothing_is_written(run_dir: Path) -> None:
 
 def test_the_summary_shows_every_number(run_dir: Path) -> None:
     out = io.StringIO()
-    print_summary(build_report(run_dir), Console(file=out, width=100))
+    print_summary(build_report(run_dir), Terminal(file=out, width=100))
     for text in ("open/maths", "0.400", "0.900", "1.000", "83%", "80%", "82%", "after (step 20)", "150 tokens/s"):
         assert text in out.getvalue()
 

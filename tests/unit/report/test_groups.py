@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from mopd.metrics import StepMetrics
 from mopd.report.build import build_report, print_summary
 from mopd.report.groups import group_values
 from mopd.report.progress import LiveProgress, PlainProgress
+from mopd.report.terminal import Terminal
 from tests.unit.report.conftest import step_record, write_lines
 
 
@@ -73,7 +73,7 @@ def test_a_run_without_groups_numbers_has_no_groups(run_dir: Path) -> None:
 
 def test_the_page_and_the_summary_show_them(grouped_run: Path) -> None:
     out = io.StringIO()
-    print_summary(build_report(grouped_run), Console(file=out, width=80))
+    print_summary(build_report(grouped_run), Terminal(file=out, width=80))
     for text in ("teacher open/maths.0", "rollout rollout", "10,250", "40.0", "2050/"):
         assert text in out.getvalue()
     html = (grouped_run / "report.html").read_text()
@@ -92,13 +92,13 @@ def test_domains_are_not_mixed_up_with_groups() -> None:
 
 
 def test_the_live_table_shows_every_group_and_replica() -> None:
-    console = Console(file=io.StringIO(), width=140, force_terminal=True)
+    console = Terminal(file=io.StringIO(), width=140, force_terminal=True)
     progress = LiveProgress(console, 40, 0, {})
     record = {k: v for k, v in group_record(2, breaker=2.0, retries=4.0).items() if v is not None}
     values = {"loss": 1.0, "kl_k1/open/maths": 0.5, "kl_floor/open/maths": 1.26e-8, **record}
     progress.log(StepMetrics(step=2, values=values))
     progress.close()
-    shown = Console(file=io.StringIO(), width=80)
+    shown = Terminal(file=io.StringIO(), width=80)
     shown.print(progress._draw())
     assert isinstance(shown.file, io.StringIO)
     lines = shown.file.getvalue().splitlines()
@@ -111,7 +111,7 @@ def test_the_live_table_shows_every_group_and_replica() -> None:
 
 
 def test_plain_lines_tell_rates_and_each_trouble_once() -> None:
-    console = Console(file=io.StringIO(), width=140)
+    console = Terminal(file=io.StringIO(), width=140)
     progress = PlainProgress(console, 5, 0, clock=lambda: 0.0)
     for step, breaker in ((1, 0.0), (2, 2.0), (3, 2.0), (4, 0.0), (5, 0.0)):
         retries = 3.0 if step == 2 else 0.0

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mopd.config.load import load_recipe
 from mopd.metrics import StepMetrics, read_jsonl
 from mopd.report.progress import LINE_EVERY_S, PlainProgress, make_progress
 from mopd.report.sinks import Sinks, check_packages
+from mopd.report.terminal import Terminal
 from mopd.types import UserError
 
 
@@ -23,11 +23,11 @@ def step(number: int, **values: float) -> StepMetrics:
     return StepMetrics(step=number, values={**named, "rate/train_tokens_per_s": 2000.0, **values})
 
 
-def plain(width: int = 200) -> Console:
-    return Console(file=io.StringIO(), width=width)
+def plain(width: int = 200) -> Terminal:
+    return Terminal(file=io.StringIO(), width=width)
 
 
-def text_of(console: Console) -> str:
+def text_of(console: Terminal) -> str:
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -115,7 +115,7 @@ def test_time_left_of_a_resumed_run_counts_its_own_steps() -> None:
 
 
 def test_a_terminal_shows_a_table_by_domain_with_the_last_rewards() -> None:
-    console = Console(file=io.StringIO(), width=120, force_terminal=True, force_interactive=True)
+    console = Terminal(file=io.StringIO(), width=120, force_terminal=True, force_interactive=True)
     progress = make_progress(console, 40, 10, {"code": 0.125})
     progress.log(step(11, **{"topk_overlap/code": 0.875}))
     progress.log(step(12))  # the overlap comes now and then: its last value stays

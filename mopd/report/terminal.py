@@ -1,0 +1,31 @@
+"""The terminal: tables and lines in which a name is only ever a name."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from mopd.text import visible
+
+
+class Terminal(Console):
+    """rich's console for dynamic text: no markup (``math[/hard]``), no emoji codes, no control characters.
+
+    Every text that rich lays out (cells, headings, titles, lines) passes ``render_str``. Styles go with ``Text``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(visible(text), **options)
+
+
+class LogFormatter(logging.Formatter):
+    """Messages without control characters; tracebacks keep their lines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record), keep="\n\t")

@@ -1,0 +1,47 @@
+"""Names and messages of users and models, made fit for where they go: a terminal, a log, a file name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any
+from urllib.parse import quote
+
+_ACTS_ON_TERMINALS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters (C0, DEL, C1), line ends of Unicode, overrides of the writing direction, halves of characters."""
+MAX_FILE_NAME_BYTES = 200
+"""Linux takes 255; what is left is for numbers and suffixes."""
+
+
+def visible(text: str, *, keep: str = "") -> str:
+    """``text`` with what a terminal or browser would act on spelled out: ESC becomes ``\\x1b``.
+
+    ``keep`` lists characters that stay as they are, for example ``"\\n"`` where lines are meant.
+    """
+    return _ACTS_ON_TERMINALS.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
+
+
+def one_line(error: BaseException | str) -> str:
+    """A message on one line that a terminal only shows; an error without words by its type."""
+    text = " ".join(str(error).split())
+    return visible(text) or type(error).__name__
+
+
+def json_lines(value: Any) -> str:
+    """Indented JSON to print: characters outside ASCII as they are, but none that a terminal acts on."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    return _ACTS_ON_TERMINALS.sub(lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
+
+
+def file_name(name: str) -> str:
+    """One part of a path that stands for ``name`` alone: two names never share it, and none leads elsewhere.
+
+    Plain names stay as they are; other characters are percent-encoded, and a long name ends in its SHA-256.
+    """
+    encoded = quote(name.encode("utf-8", "surrogatepass"), safe=" +,=@")
+    if encoded.startswith("."):
+        encoded = f"%2E{encoded[1:]}"
+    if len(encoded) <= MAX_FILE_NAME_BYTES:
+        return encoded
+    return f"{encoded[: MAX_FILE_NAME_BYTES - 65]}~{hashlib.sha256(encoded.encode()).hexdigest()}"
