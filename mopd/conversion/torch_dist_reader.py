@@ -8,31 +8,38 @@ which chunks each tensor is cut and where each chunk lies; a chunk is a small ``
 from __future__ import annotations
 
 import io
-import json
 import os
-import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from mopd.conversion.mapped import map_tensor
 from mopd.conversion.output import sha256_of
-from mopd.conversion.torch_dist_description import UnpicklingError, read_description
+from mopd.conversion.pickled import DAMAGE, require_plain_archive
+from mopd.conversion.torch_dist_description import read_description
+from mopd.files.json_text import read_json_object
+from mopd.files.reading import shown_path
 from mopd.types import UserError
 
 METADATA_FILE = ".metadata"
 MANIFEST_FILE = "manifest.json"
 FORMAT_FILE = "metadata.json"
 STATE_FILE = "state.json"
+_FORMAT = {
+    "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
+    "common_backend_version": 1,
+}  # fmt: skip
 _LOCAL_HEADER_BYTES = 30
 """Of a zip entry, before its name."""
+_TENSOR_PICKLE_BYTES = 2**16
+"""Of the description of one tensor in its archive; a few hundred as torch writes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +66,12 @@ class TorchDistReader:
     def __init__(self, folder: Path, *, allow_pickle: bool = False) -> None:
         self.folder = Path(folder)
         self.hashes = _read_hashes(self.folder, allow_pickle)
-        self._require_format()
+        require_format(self.folder)
         if self.hashes:
             data_files = {path.name for path in self.folder.glob("*.distcp")}
             for name in sorted({METADATA_FILE, *self.hashes} - data_files):
                 self._check_hash(name)
-        metadata = self._read_metadata()
+        metadata = read_description(self.folder / METADATA_FILE)
         self._tensors: dict[str, TensorStorageMetadata] = {}
         self.object_keys: set[str] = set()
         for key, entry in metadata.state_dict_metadata.items():
@@ -73,7 +80,8 @@ class TorchDistReader:
             else:
                 self._tensors[key] = entry
         self._stacked = {
-            key: all(chunk.sizes[0] == 1 for chunk in entry.chunks) for key, entry in self._tensors.items()
+            key: len(entry.size) > 0 and all(chunk.sizes[0] == 1 for chunk in entry.chunks)
+            for key, entry in self._tensors.items()
         }
         self._chunks = self._index(metadata.storage_data)
 
@@ -105,7 +113,14 @@ class TorchDistReader:
             UserError: no chunk holds some part of it, or a chunk is corrupt.
         """
         begin, length = tuple(offsets), tuple(sizes)
-        near = [chunk for row in range(begin[0], begin[0] + length[0]) for chunk in self._bucket(key, row)]
+        whole = self.shape(key)
+        if len(whole) != len(begin) or any(a + n > m for a, n, m in zip(begin, length, whole, strict=True)):
+            raise UserError(
+                f"{self.folder}: tensor '{key}' has shape {list(whole)}, which has no part {list(begin)} + "
+                f"{list(length)}; config and weights belong to different models"
+            )
+        rows = range(begin[0], begin[0] + length[0]) if self._stacked[key] else (0,)
+        near = [chunk for row in rows for chunk in self._bucket(key, row)]
         for chunk in near:
             if chunk.offsets == begin and chunk.sizes == length:
                 return self._map(key, chunk)
@@ -150,23 +165,6 @@ class TorchDistReader:
         if sha256_of(path) != self.hashes[name]:
             raise UserError(f"{path}: changed since it was saved (sha256); restore the folder")
 
-    def _require_format(self) -> None:
-        path = self.folder / FORMAT_FILE
-        if not path.is_file():
-            raise UserError(f"{path}: missing; give the folder of a Megatron-Core distributed checkpoint")
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}: not understood ({error}); restore the folder") from error
-        if found != "torch_dist":
-            raise UserError(f"{path}: 'sharded_backend' is {found!r}; only 'torch_dist' is supported")
-
-    def _read_metadata(self) -> Metadata:
-        path = self.folder / METADATA_FILE
-        if not path.is_file():
-            raise UserError(f"{path}: missing; the checkpoint is incomplete")
-        return read_description(path)
-
     def _index(self, storage: dict[Any, Any]) -> dict[str, dict[int, list[Chunk]]]:
         """Chunks by key and first row, so that one layer of a stacked tensor is found without a search."""
         index: dict[str, dict[int, list[Chunk]]] = {key: defaultdict(list) for key in self._tensors}
@@ -178,11 +176,6 @@ class TorchDistReader:
                     raise UserError(
                         f"{self.folder / METADATA_FILE}: does not say where tensor '{key}' at {list(part.offsets)} "
                         "lies; the checkpoint is incomplete"
-                    )
-                if "/" in place.relative_path or place.relative_path in ("", ".", ".."):
-                    raise UserError(
-                        f"{self.folder / METADATA_FILE}: tensor '{key}' points to {place.relative_path!r}, which is "
-                        "not a file name in this folder"
                     )
                 chunk = Chunk(tuple(part.offsets), tuple(part.sizes), place.relative_path, place.offset, place.length)
                 index[key][chunk.offsets[0] if self._stacked[key] else 0].append(chunk)
@@ -204,7 +197,7 @@ class TorchDistReader:
             tensor = tensor.view(chunk.sizes)
         except FileNotFoundError as error:
             raise UserError(f"{path}: missing; restore the folder") from error
-        except (zipfile.BadZipFile, UnpicklingError, RuntimeError, ValueError, OSError, StopIteration) as error:
+        except DAMAGE as error:
             raise UserError(
                 f"{path}: tensor '{key}' at {list(chunk.offsets)} is truncated or corrupt; restore the folder"
             ) from error
@@ -247,18 +240,39 @@ def _map_archive(path: Path, start: int, num_bytes: int) -> Tensor:
         raise ValueError("shorter than described")
     with path.open("rb") as file:
         view = _Window(file, start, num_bytes)
+        entries = require_plain_archive(cast(IO[bytes], view), max_pickle_bytes=_TENSOR_PICKLE_BYTES)
+        view.seek(0)
         like = torch.load(cast(IO[bytes], view), map_location="meta", weights_only=True)
-        if not isinstance(like, Tensor):
+        data = next((item for item in entries if item.filename.endswith("/data/0")), None)
+        if not isinstance(like, Tensor) or data is None:
             raise ValueError("no tensor")
-        with zipfile.ZipFile(view) as archive:
-            data = next(item for item in archive.infolist() if item.filename.endswith("/data/0"))
-        if data.compress_type != zipfile.ZIP_STORED:
-            raise ValueError("compressed")
+        if like.numel() * like.dtype.itemsize > data.file_size:
+            raise ValueError("fewer values than its shape")
         file.seek(start + data.header_offset)
         header = file.read(_LOCAL_HEADER_BYTES)
     skipped = _LOCAL_HEADER_BYTES + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     flat = map_tensor(path, start + data.header_offset + skipped, (data.file_size // like.dtype.itemsize,), like.dtype)
     return flat.as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def require_format(folder: Path) -> None:
+    """Refuses what is no distributed checkpoint of Megatron-Core, or of a version that is not read here.
+
+    Raises:
+        UserError: names ``metadata.json`` and what stands in it.
+    """
+    path = folder / FORMAT_FILE
+    format_ = read_json_object(path, cure="give the folder of a Megatron-Core distributed checkpoint")
+    if format_.get("sharded_backend") != "torch_dist":
+        raise UserError(
+            f"{shown_path(path)}: 'sharded_backend' is {format_.get('sharded_backend')!a:.100}; only 'torch_dist' is "
+            "supported"
+        )
+    for key, value in format_.items():
+        if _FORMAT.get(key) != value:
+            raise UserError(
+                f"{shown_path(path)}: {key!a:.100} is {value!a:.100}, which is not supported; restore the folder"
+            )
 
 
 def _read_hashes(folder: Path, allow_pickle: bool) -> dict[str, str]:
@@ -272,10 +286,23 @@ def _read_hashes(folder: Path, allow_pickle: bool) -> dict[str, str]:
             f"{folder}: no complete checkpoint of mopd ({MANIFEST_FILE} is missing); for one that another program "
             "wrote, pass --allow-pickle"
         )
-    try:
-        hashes = json.loads(path.read_text(encoding="utf-8"))["sha256"]
-        if not all(isinstance(name, str) and isinstance(value, str) for name, value in hashes.items()):
-            raise ValueError("'sha256' is not a map from names to hashes")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: not understood ({error}); restore the folder") from error
+    return read_hashes(path)
+
+
+def read_hashes(path: Path) -> dict[str, str]:
+    """The ``sha256`` of a ``manifest.json``: file names relative to its folder -> hexadecimal hashes.
+
+    They prove that the files are those that were written with this manifest. Whoever can change the files can write
+    another manifest: what they hold must be read as if nobody had vouched for it.
+
+    Raises:
+        UserError: the manifest is missing, damaged or another program's.
+    """
+    cure = "restore the folder or name another checkpoint"
+    hashes = read_json_object(path, cure=cure).get("sha256")
+    if not isinstance(hashes, dict) or not all(isinstance(value, str) for value in hashes.values()):
+        raise UserError(f"{shown_path(path)}: 'sha256' is not a map from names to hashes: {cure}")
+    for name in hashes:
+        if PurePosixPath(name).is_absolute() or not {"..", ""}.isdisjoint(name.split("/")):
+            raise UserError(f"{shown_path(path)}: lists {name!a:.100}, which is no file of this folder: {cure}")
     return dict(hashes)

@@ -1,8 +1,8 @@
 """Checkpoints of the student: Megatron's distributed format, which loads at another parallel layout.
 
 A folder is complete when its ``manifest.json`` exists; it is written last and holds the sha256 of every other file.
-The format's ``.metadata`` and ``common.pt`` are pickles, so ``load`` first compares every file with the manifest and
-refuses what this toolkit has not written or what has changed since.
+``verify`` compares them, which finds what was damaged or mixed up, but proves nothing about who wrote the folder:
+``load`` reads every pickle of the format through ``restricted``.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
+from mopd.conversion.torch_dist_reader import read_hashes
+from mopd.files.json_text import read_json_object
+from mopd.files.reading import shown_path
+from mopd.student import restricted
 from mopd.student.parallel import Layout
 from mopd.types import UserError
 
@@ -91,7 +95,7 @@ def load(
     Collective.
 
     ``num_steps`` optimizer steps are done: the schedule continues there with the recipe's values.
-    Call ``verify`` first: this unpickles files of the folder.
+    Call ``verify`` first. Raises ``UserError`` on every rank as ``restricted.load`` does.
     """
     state = read_state(folder)
     options = [{name: group[name] for name in _KEPT_OPTIONS} for group in optimizer.param_groups]
@@ -99,7 +103,9 @@ def load(
     same_layout = state["layout"] == layout.sizes()
     if not same_layout:
         del sharded["rng"]
-    loaded = dist_checkpointing.load(sharded, str(folder))
+    loaded = restricted.load(sharded, folder)
+    if same_layout:
+        _check_rng_state(folder, loaded.get("rng"))
     model.module.load_state_dict(loaded["model"])
     for part, key in _parts(optimizer):
         if key == _EXPERTS_OPTIMIZER:
@@ -134,10 +140,7 @@ def verify(folder: Path) -> None:
     """
     if not is_complete(folder):
         raise UserError(f"{folder}: no complete checkpoint ({MANIFEST} is missing): resume from another one")
-    try:
-        expected = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / MANIFEST}: unreadable ({error}): resume from another checkpoint") from error
+    expected = read_hashes(folder / MANIFEST)
     found = _files(folder)
     for name in sorted(set(expected) ^ set(found)):
         problem = "missing" if name in expected else f"not listed in {MANIFEST}"
@@ -148,8 +151,18 @@ def verify(folder: Path) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The ``state`` that was given to ``save``, with the saved ``layout``."""
-    state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    """The ``state`` that was given to ``save``, with the saved ``layout``.
+
+    Raises:
+        UserError: the file is damaged, or not of a run: a converted checkpoint has weights alone.
+    """
+    state = read_json_object(folder / STATE, cure="resume from another checkpoint")
+    for key, kind in (("weight_version", int), ("layout", dict), ("extra", dict)):
+        if type(state.get(key)) is not kind:
+            raise UserError(
+                f"{shown_path(folder / STATE)}: has no {key!r}, so it is no checkpoint of a run: name a step folder of "
+                "a run, or convert it and name the Hugging Face folder"
+            )
     return state
 
 
@@ -247,6 +260,20 @@ def _rng_state() -> dict[str, Any]:
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+def _check_rng_state(folder: Path, state: Any) -> None:
+    """Refuses random states that this process cannot take, before anything is changed."""
+    found = _flat(state) if isinstance(state, dict) and isinstance(state.get("megatron"), dict) else {}
+    for name, own in _flat(_rng_state()).items():
+        if not isinstance(found.get(name), torch.Tensor) or found[name].shape != own.shape:
+            raise UserError(
+                f"{shown_path(folder)}: its random state {name!r} does not fit this machine: resume from another one"
+            )
+
+
+def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != "megatron"} | dict(state["megatron"])
 
 
 def _set_rng_state(state: Mapping[str, Any]) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
 
-from mopd.student import checkpoint
+from mopd.student import checkpoint, restricted
 from mopd.student.model import StudentModel
 from mopd.student.parallel import Layout
 
@@ -27,8 +26,8 @@ def save_model(folder: Path, model: StudentModel, layout: Layout, *, state: Mapp
 def load_model(folder: Path, model: StudentModel) -> None:
     """Read the weights of a verified ``folder``, a run's checkpoint or one of ``save_model``. Collective.
 
-    Call ``checkpoint.verify`` first: this unpickles files of the folder.
+    Call ``checkpoint.verify`` first. Raises ``UserError`` on every rank as ``restricted.load`` does.
     """
     sharded = {"model": model.sharded_state_dict(metadata=dict(checkpoint.CONTENT))}
-    loaded = dist_checkpointing.load(sharded, str(folder))
+    loaded = restricted.load(sharded, folder)
     model.load_state_dict(loaded["model"])

@@ -7,6 +7,8 @@ import pytest
 from mopd.student.checkpoint import is_complete, read_state, verify, write_hash_manifest
 from mopd.types import UserError
 
+STATE = {"weight_version": 2, "layout": {"tensor_model_parallel_size": 1}, "extra": {"step": 2}}
+
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
@@ -14,14 +16,14 @@ def saved(tmp_path: Path) -> Path:
     (folder / "sub").mkdir(parents=True)
     (folder / ".metadata").write_bytes(b"pickle")
     (folder / "sub" / "__0_0.distcp").write_bytes(b"weights")
-    write_hash_manifest(folder, {"weight_version": 2})
+    write_hash_manifest(folder, STATE)
     return folder
 
 
 def test_a_written_folder_is_complete_and_verifies(saved: Path) -> None:
     assert is_complete(saved)
     verify(saved)
-    assert read_state(saved) == {"weight_version": 2}
+    assert read_state(saved) == STATE
 
 
 @pytest.mark.parametrize("name", [".metadata", "sub/__0_0.distcp", "state.json"])
@@ -50,7 +52,34 @@ def test_without_manifest_a_folder_is_incomplete(saved: Path) -> None:
         verify(saved)
 
 
-def test_a_broken_manifest_is_refused(saved: Path) -> None:
-    (saved / "manifest.json").write_text("{")
-    with pytest.raises(UserError, match=r"manifest\.json: unreadable"):
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "holds a list, not a JSON object"),
+        ("{}", "'sha256' is not a map"),
+        ('{"sha256": {"a": 1}}', "'sha256' is not a map"),
+        ('{"sha256": {}, "sha256": {}}', "occurs twice"),
+        ('{"sha256": {"../secret": "00"}}', "which is no file of this folder"),
+        ('{"sha256": {"/etc/passwd": "00"}}', "which is no file of this folder"),
+        ("[" * 100_000, "nested deeper"),
+    ],
+)
+def test_a_broken_manifest_is_refused(saved: Path, text: str, problem: str) -> None:
+    (saved / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match=rf"manifest\.json: .*{problem}"):
         verify(saved)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"weight_version": 2}', "has no 'layout', so it is no checkpoint of a run"),
+        ('{"weight_version": true, "layout": {}, "extra": {}}', "has no 'weight_version'"),
+        ('{"weight_version": 1e999}', "beyond double precision"),
+    ],
+)
+def test_a_broken_state_is_refused(saved: Path, text: str, problem: str) -> None:
+    (saved / "state.json").write_text(text)
+    with pytest.raises(UserError, match=rf"state\.json: .*{problem}"):
+        read_state(saved)
