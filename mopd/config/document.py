@@ -31,6 +31,14 @@ and the place that it comes from.
 - **Strict:** an unknown key, a wrong type, a repeated key or a key that is not text stops the command with one line
   that names file, line and dotted path. Two kindnesses: a whole number is taken where a number is expected, and `1e-6`
   (which YAML 1.1 reads as text) is a number wherever one fits.
+- **YAML that reads as something else** is refused: dates, numbers of base 60 (`1:30`) and with leading zeros (`010`),
+  merge keys (`<<`), tags (`!…`) that do not fit their value, several documents in one file. In quotes it is text. Whole
+  numbers have 64 bits, numbers are finite.
+- **Limits:** 1 MiB, 20,000 keys and values and 64 levels, with every alias written out and every default in place;
+  100 characters a key; 16 files by way of `base`; 4,000 bytes a text; 100 teachers. No key takes a number that a rank
+  could not use: at most 2,147,483,647 for a count, 2,000,000 seconds for a deadline, 1e30 for anything else.
+- **Names** of teachers and domains have 1 to 100 characters. Brackets, slashes, quotes and spaces are fine, control
+  characters are not.
 - **Paths** (`run_dir`, model folders, data files, the chat template, a reward's file) are relative to the **current
   working directory**, not to the recipe. Only `base` is relative to its file.
 - **`type`** chooses among the forms of a section. Where a default is given, the section may leave `type` out.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mopd.config.numbers import require_at_least, require_fraction
+from mopd.config.numbers import MAX_BYTES, MAX_PROCESSES, MAX_TOKENS, require_at_least, require_fraction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +20,9 @@ class TorchEngine:
     """Token budget of one forward pass, padding included; a larger request is split."""
     max_logits_rows: int = 1024
     """Rows of [vocabulary] logits that scoring holds at a time."""
+    allow_nonfinite_weights: bool = False
+    """Take new weights of the student that hold NaN or infinite values, or values that overflow ``dtype``; absent: they
+    are refused and the old weights answer on."""
 
     def __post_init__(self) -> None:
         require_at_least("max_tokens_per_batch", self.max_tokens_per_batch, 1)
@@ -51,14 +54,19 @@ class VllmEngine:
     in fp32). At least ``max_model_len``."""
     enforce_eager: bool = False
     """Run without CUDA graphs and compilation: starts faster, runs slower."""
+    allow_nonfinite_weights: bool = False
+    """Take new weights of the student that hold NaN or infinite values, or values that overflow ``dtype``; absent: they
+    are refused and the old weights answer on."""
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "max_num_batched_tokens", "max_num_seqs", "max_scoring_tokens"):
+        require_at_least("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_PROCESSES)
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_scoring_tokens"):
             require_at_least(name, getattr(self, name), 1)
         require_fraction("gpu_memory_utilization", self.gpu_memory_utilization, low_open=True)
-        for name in ("kv_cache_memory_bytes", "max_model_len"):
-            if getattr(self, name) is not None:
-                require_at_least(name, getattr(self, name), 1)
+        if self.kv_cache_memory_bytes is not None:
+            require_at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, MAX_BYTES)
+        if self.max_model_len is not None:
+            require_at_least("max_model_len", self.max_model_len, 1, 2 * MAX_TOKENS)
 
 
 Engine = TorchEngine | VllmEngine

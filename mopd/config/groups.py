@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mopd.config.engines import Engine, TorchEngine, VllmEngine
-from mopd.config.numbers import require_at_least, require_positive
+from mopd.config.numbers import MAX_REPLICAS, MAX_SECONDS, require_at_least, require_positive, require_seconds
 from mopd.config.placement import External, InProcess, Local, Placement, RayPlacement
+from mopd.config.texts import check_name, check_unrepeated
+
+MAX_ATTEMPTS = 1000
+"""Of one request; the wait between them doubles."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,13 +38,14 @@ class Routing:
     """Dtype of log-probs on the wire from a server."""
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens_per_request", "max_inflight_tokens", "max_attempts", "breaker_failures"):
+        for name in ("max_tokens_per_request", "max_inflight_tokens", "breaker_failures"):
             require_at_least(name, getattr(self, name), 1)
-        require_positive("request_timeout_s", self.request_timeout_s)
-        require_at_least("backoff_s", self.backoff_s, 0)
-        require_at_least("breaker_reset_s", self.breaker_reset_s, 0)
+        require_at_least("max_attempts", self.max_attempts, 1, MAX_ATTEMPTS)
+        require_seconds("request_timeout_s", self.request_timeout_s)
+        require_at_least("backoff_s", self.backoff_s, 0, MAX_SECONDS)
+        require_at_least("breaker_reset_s", self.breaker_reset_s, 0, MAX_SECONDS)
         if self.hedge_after_s is not None:
-            require_positive("hedge_after_s", self.hedge_after_s)
+            require_seconds("hedge_after_s", self.hedge_after_s)
         if self.max_inflight_tokens < self.max_tokens_per_request:
             raise ValueError(
                 f"max_inflight_tokens is {self.max_inflight_tokens} and max_tokens_per_request "
@@ -66,7 +71,7 @@ class EngineGroup:
 
     def check_group(self) -> None:
         """What the engine, the placement and the number of replicas ask of one another; ``ValueError``."""
-        require_at_least("replicas", self.replicas, 1)
+        require_at_least("replicas", self.replicas, 1, MAX_REPLICAS)
         if isinstance(self.placement, External) and self.replicas not in (1, len(self.placement.urls)):
             raise ValueError(
                 f"replicas is {self.replicas} but placement.urls names {len(self.placement.urls)} servers: "
@@ -115,7 +120,7 @@ class TeacherDefaults(EngineGroup):
 
     def check_group(self) -> None:
         """Only what is wrong by itself: a teacher may override either side of a clash, and is checked complete."""
-        require_at_least("replicas", self.replicas, 1)
+        require_at_least("replicas", self.replicas, 1, MAX_REPLICAS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +143,11 @@ class Teacher(EngineGroup):
             raise ValueError(
                 "domains is empty: name at least one value of the data's domain column, or set default: true"
             )
-        if len(set(self.domains)) != len(self.domains):
-            raise ValueError(f"domains {list(self.domains)} names a domain twice: remove one")
+        for domain in self.domains:
+            try:
+                check_name(domain)
+            except ValueError as error:
+                raise ValueError(f"domains: name {error}") from None
+        check_unrepeated("domains", self.domains)
         if self.weight is not None:
             require_positive("weight", self.weight)

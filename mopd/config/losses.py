@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mopd.config.numbers import require_at_least, require_fraction, require_positive
+from mopd.config.numbers import MAX_NUMBER, require_at_least, require_fraction, require_positive
 
+MAX_TOP_K = 2**20
+"""No vocabulary is larger."""
 Aggregation = Literal["token_mean", "sequence_mean", "token_sum"]
 
 
@@ -34,10 +36,10 @@ class TopKLoss:
     """Cap that keeps a gradient: above c a token's loss grows as c (1 + log(x / c)). The recommended stabiliser."""
 
     def __post_init__(self) -> None:
-        require_at_least("top_k", self.top_k, 1)
+        require_at_least("top_k", self.top_k, 1, MAX_TOP_K)
         require_positive("temperature", self.temperature)
         require_fraction("beta", self.beta)
-        if self.logprob_min_clamp is not None and self.logprob_min_clamp >= 0:
+        if self.logprob_min_clamp is not None and not -MAX_NUMBER <= self.logprob_min_clamp < 0:
             raise ValueError(f"logprob_min_clamp is {self.logprob_min_clamp}: set a negative number, for example -10")
         for name in ("loss_max_clamp", "loss_soft_cap"):
             if getattr(self, name) is not None:
@@ -71,7 +73,7 @@ class KLLoss:
     """Cap of a token's loss; gradient is zero where it bites, and the share is reported."""
 
     def __post_init__(self) -> None:
-        require_at_least("top_k", self.top_k, 1)
+        require_at_least("top_k", self.top_k, 1, MAX_TOP_K)
         require_positive("temperature", self.temperature)
         if self.type == "k1":
             raise ValueError(
@@ -96,6 +98,7 @@ class MismatchCorrection:
 
     def __post_init__(self) -> None:
         require_at_least("low", self.low, 0)
+        require_positive("high", self.high)
         if self.high <= self.low:
             raise ValueError(f"high is {self.high} and low is {self.low}: set high above low")
 
@@ -128,7 +131,7 @@ class PolicyGradient:
     """How token losses become one number; denominators are global."""
 
     def __post_init__(self) -> None:
-        require_at_least("top_k", self.top_k, 1)
+        require_at_least("top_k", self.top_k, 1, MAX_TOP_K)
         require_positive("temperature", self.temperature)
         require_positive("clip_ratio_low", self.clip_ratio_low)
         require_positive("clip_ratio_high", self.clip_ratio_high)
@@ -143,7 +146,7 @@ class PolicyGradient:
                 "correction.type is 'gate' and old_logprobs is 'rollout': the gate already holds that ratio; "
                 "set old_logprobs: student"
             )
-        if self.dual_clip is not None and self.dual_clip <= 1:
+        if self.dual_clip is not None and not 1 < self.dual_clip <= MAX_NUMBER:
             raise ValueError(f"dual_clip is {self.dual_clip}: set a number above 1")
 
 

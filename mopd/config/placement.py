@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mopd.config.numbers import require_at_least, require_positive
+from mopd.config.numbers import MAX_PROCESSES, require_at_least, require_seconds
+from mopd.config.texts import check_unrepeated
 
 LAST_PORT = 65535
+MAX_THREADS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,14 +42,15 @@ class Local:
     def __post_init__(self) -> None:
         _check_supervised(self.startup_timeout_s, self.max_restarts)
         if self.num_threads is not None:
-            require_at_least("num_threads", self.num_threads, 1)
-        if len(set(self.gpus)) != len(self.gpus) or any(gpu < 0 for gpu in self.gpus):
-            raise ValueError(f"gpus is {list(self.gpus)}: name each GPU once, from 0")
+            require_at_least("num_threads", self.num_threads, 1, MAX_THREADS)
+        check_unrepeated("gpus", self.gpus)
+        for gpu in self.gpus:
+            require_at_least("gpus", gpu, 0, MAX_PROCESSES)
         if self.port_range is None:
             return
         first, last = self.port_range if len(self.port_range) == 2 else (0, 0)
         if not 1 <= first <= last <= LAST_PORT:
-            raise ValueError(f"port_range is {list(self.port_range)}: set [first, last] within 1 to {LAST_PORT}")
+            raise ValueError(f"port_range is {list(self.port_range)[:3]}: set [first, last] within 1 to {LAST_PORT}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +77,8 @@ class RayPlacement:
 
     def __post_init__(self) -> None:
         _check_supervised(self.startup_timeout_s, self.max_restarts)
-        require_at_least("num_cpus", self.num_cpus, 1)
-        require_at_least("num_gpus", self.num_gpus, 0)
+        require_at_least("num_cpus", self.num_cpus, 1, MAX_PROCESSES)
+        require_at_least("num_gpus", self.num_gpus, 0, MAX_PROCESSES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +99,7 @@ class External:
     """Deadline for every server to answer when the run starts."""
 
     def __post_init__(self) -> None:
-        require_positive("startup_timeout_s", self.startup_timeout_s)
+        require_seconds("startup_timeout_s", self.startup_timeout_s)
         if not self.urls:
             raise ValueError("urls is empty: name at least one server")
         if len(set(self.urls)) != len(self.urls):
@@ -112,5 +115,5 @@ Placement = InProcess | Local | RayPlacement | External
 
 
 def _check_supervised(startup_timeout_s: float, max_restarts: int) -> None:
-    require_positive("startup_timeout_s", startup_timeout_s)
+    require_seconds("startup_timeout_s", startup_timeout_s)
     require_at_least("max_restarts", max_restarts, 0)

@@ -16,7 +16,15 @@ from mopd.config.engines import VllmEngine as VllmEngine
 from mopd.config.groups import EngineGroup, Teacher, TeacherDefaults
 from mopd.config.groups import Routing as Routing
 from mopd.config.losses import KLLoss, Loss, PolicyGradient, TopKLoss
-from mopd.config.numbers import require_at_least, require_fraction, require_positive
+from mopd.config.numbers import (
+    MAX_COUNT,
+    MAX_TOKENS,
+    require_at_least,
+    require_fraction,
+    require_positive,
+    require_seconds,
+    require_seed,
+)
 from mopd.config.placement import External as External
 from mopd.config.placement import InProcess as InProcess
 from mopd.config.placement import Local as Local
@@ -25,6 +33,14 @@ from mopd.config.student import Moe as Moe
 from mopd.config.student import Optimizer as Optimizer
 from mopd.config.student import Parallel as Parallel
 from mopd.config.student import Student as Student
+from mopd.config.validation import MAX_EXAMPLES, Validation
+from mopd.config.validation import CustomReward as CustomReward
+from mopd.config.validation import ExactMatch as ExactMatch
+from mopd.config.validation import Reward as Reward
+
+MAX_SAMPLES = 1_000_000
+"""Prompts of a step, and responses of a prompt."""
+MAX_TEACHERS = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +73,9 @@ class Data:
     """Seed of shuffling and mixing; the recipe's ``seed`` when absent."""
 
     def __post_init__(self) -> None:
-        require_at_least("max_prompt_length", self.max_prompt_length, 1)
+        require_at_least("max_prompt_length", self.max_prompt_length, 1, MAX_TOKENS)
+        if self.seed is not None:
+            require_seed("seed", self.seed)
         if not self.train:
             raise ValueError("train is empty: name at least one parquet or JSONL file")
         for name, weight in self.domain_weights.items():
@@ -85,12 +103,12 @@ class Rollout(EngineGroup):
                 f"placement.shared_pool is {self.placement.shared_pool!r}: only teachers take turns; remove it"
             )
         self.check_group()
-        require_at_least("max_response_length", self.max_response_length, 1)
+        require_at_least("max_response_length", self.max_response_length, 1, MAX_TOKENS)
         require_positive("temperature", self.temperature)
         require_fraction("top_p", self.top_p, low_open=True)
-        require_at_least("samples_per_prompt", self.samples_per_prompt, 1)
-        if self.top_k != -1 and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}: set -1 (all) or a positive number")
+        require_at_least("samples_per_prompt", self.samples_per_prompt, 1, MAX_SAMPLES)
+        if self.top_k != -1 and not 1 <= self.top_k <= MAX_COUNT:
+            raise ValueError(f"top_k is {self.top_k}: set -1 (all) or a positive number up to {MAX_COUNT}")
         if isinstance(self.placement, External) and self.placement.protocol == "openai":
             raise ValueError("placement.protocol is 'openai': such a server takes no weight updates; set mopd")
 
@@ -115,66 +133,10 @@ class Schedule:
 
     def __post_init__(self) -> None:
         require_at_least("steps", self.steps, 1)
-        require_at_least("prompts_per_step", self.prompts_per_step, 1)
-        require_positive("wait_timeout_s", self.wait_timeout_s)
+        require_at_least("prompts_per_step", self.prompts_per_step, 1, MAX_SAMPLES)
+        require_seconds("wait_timeout_s", self.wait_timeout_s)
         if self.max_staleness != 0:
             raise ValueError(f"max_staleness is {self.max_staleness}: only 0 (synchronous) is supported; set 0")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExactMatch:
-    """1 when the response equals the ground truth after stripping surrounding white space, else 0."""
-
-    type: Literal["exact_match"] = "exact_match"
-    """Reward type."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CustomReward:
-    """A Python function of yours, run in a process of its own with a clean environment.
-
-    The function takes ``prompt, response, ground_truth, extra_info, domain`` as keywords and returns a number.
-    """
-
-    type: Literal["custom"]
-    """Reward type."""
-    path: str
-    """Python file that holds the function."""
-    function: str
-    """Name of the function in that file."""
-    timeout_s: float = 60.0
-    """Deadline for one batch of calls."""
-
-    def __post_init__(self) -> None:
-        require_positive("timeout_s", self.timeout_s)
-
-
-Reward = ExactMatch | CustomReward
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Validation:
-    """Reward per domain on held-out prompts, greedy unless a temperature is set."""
-
-    every_steps: int = 50
-    """Optimizer steps between validations; step 0 and the last step are always validated."""
-    reward: Reward = ExactMatch()
-    """Reward of a domain that ``domain_rewards`` does not name."""
-    domain_rewards: Mapping[str, Reward] = field(default_factory=dict)
-    """Reward by domain."""
-    temperature: float = 0.0
-    """Sampling temperature; 0 is greedy."""
-    max_samples_per_domain: int | None = None
-    """Only the first rows of each domain; absent means all."""
-    num_examples: int = 4
-    """Generations per domain that are kept for the report."""
-
-    def __post_init__(self) -> None:
-        require_at_least("every_steps", self.every_steps, 1)
-        require_at_least("temperature", self.temperature, 0)
-        require_at_least("num_examples", self.num_examples, 0)
-        if self.max_samples_per_domain is not None:
-            require_at_least("max_samples_per_domain", self.max_samples_per_domain, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,7 +181,7 @@ class Preflight:
         for name in ("max_self_kl", "max_logprob_difference"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))
-        require_at_least("num_probe_samples", self.num_probe_samples, 1)
+        require_at_least("num_probe_samples", self.num_probe_samples, 1, MAX_EXAMPLES)
 
     def self_kl_limit(self, dtype: str) -> float:
         """``max_self_kl`` for an engine that computes in ``dtype``."""
@@ -296,6 +258,7 @@ class Recipe:
     """Metric sinks."""
 
     def __post_init__(self) -> None:
+        require_seed("seed", self.seed)
         self._check_teachers()
         self._check_loss()
         self._check_vllm_rollout()
@@ -322,6 +285,8 @@ class Recipe:
     def _check_teachers(self) -> None:
         if not self.teachers:
             raise ValueError("teachers is empty: name at least one teacher")
+        if len(self.teachers) > MAX_TEACHERS:
+            raise ValueError(f"teachers names {len(self.teachers)}: name at most {MAX_TEACHERS}")
         defaults = [name for name, teacher in self.teachers.items() if teacher.default]
         if len(defaults) > 1:
             raise ValueError(f"teachers.{defaults[1]}.default is true and teachers.{defaults[0]}.default too: keep one")

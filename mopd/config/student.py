@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mopd.config.numbers import require_at_least, require_fraction, require_positive
+from mopd.config.numbers import MAX_BYTES, MAX_PROCESSES, require_at_least, require_fraction, require_positive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +30,12 @@ class Parallel:
     def __post_init__(self) -> None:
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
         for name in (*names, "expert_model_parallel_size"):
-            require_at_least(name, getattr(self, name), 1)
+            require_at_least(name, getattr(self, name), 1, MAX_PROCESSES)
         if self.expert_tensor_parallel_size is not None:
-            require_at_least("expert_tensor_parallel_size", self.expert_tensor_parallel_size, 1)
+            require_at_least("expert_tensor_parallel_size", self.expert_tensor_parallel_size, 1, MAX_PROCESSES)
+        if self.world_size > MAX_PROCESSES:
+            sizes = " x ".join(f"{name} {getattr(self, name)}" for name in names)
+            raise ValueError(f"{sizes} is {self.world_size} ranks: set at most {MAX_PROCESSES}")
         stage, experts = self.tensor_model_parallel_size * self.data_parallel_size, self.expert_ranks
         if stage % experts:
             raise ValueError(
@@ -150,6 +153,6 @@ class Student:
 
     def __post_init__(self) -> None:
         require_at_least("max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, 1)
-        require_at_least("lm_head_memory_budget_mib", self.lm_head_memory_budget_mib, 1)
+        require_at_least("lm_head_memory_budget_mib", self.lm_head_memory_budget_mib, 1, MAX_BYTES // 2**20)
         if self.micro_batch_size is not None:
             require_at_least("micro_batch_size", self.micro_batch_size, 1)

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from mopd.files.json_text import MAX_DEPTH
+from mopd.files.reading import read_text, shown_path
+from mopd.files.yaml_text import MAX_KEY_CHARACTERS, MAX_YAML_BYTES, Marked, YamlError, compose_yaml, plain
+from mopd.text import visible
 from mopd.types import UserError
 
 SET_ORIGIN = "--set"
 """Origin of a value given on the command line."""
+MAX_FILES = 16
+"""A recipe and its bases."""
+MAX_OVERRIDES = 1000
+"""``--set`` of one command."""
+_QUOTED = r'"(?:[^"\\]|\\.)*"'
+"""A part of a dotted path as JSON text."""
 
 
 @dataclass(slots=True)
@@ -42,39 +50,75 @@ Node = Leaf | Section
 
 
 def dotted(path: Sequence[str]) -> str:
-    """``("data", "a.b") -> 'data."a.b"'``: the spelling that ``--set`` reads back."""
-    return ".".join(f'"{part}"' if "." in part or "=" in part else part for part in path)
+    """``("data", "a.b") -> 'data."a.b"'``: the spelling that ``--set`` reads back, quoted parts as JSON text."""
+    return ".".join(part if _is_plain(part) else _quoted(part) for part in path)
+
+
+def shown_key(path: Sequence[str]) -> str:
+    """``dotted`` for a message: the end of a path that is very long."""
+    key = dotted(path)
+    return key if len(key) <= 300 else f"…{key[-280:]}"
+
+
+def _quoted(part: str) -> str:
+    return json.dumps(part, ensure_ascii=visible(part) != part)
+
+
+def _is_plain(part: str) -> bool:
+    return bool(part) and part == part.strip() and part.isprintable() and not set('."=') & set(part)
+
+
+def _is_possible(part: str) -> bool:
+    return 0 < len(part) <= MAX_KEY_CHARACTERS and not any("\ud800" <= letter <= "\udfff" for letter in part)
 
 
 def split_dotted(text: str) -> tuple[str, ...]:
     """Inverse of ``dotted``. Raises ``UserError`` for an empty part."""
-    parts = tuple(quoted or plain for quoted, plain in re.findall(r'(?:^|\.)(?:"([^"]*)"|([^."]*))', text))
-    if not all(parts) or dotted(parts) != text:
-        raise UserError(f"--set: {text!r} is not a key: write section.key, and quote a part that has a dot or '='")
+    found = re.findall(rf'(?:^|\.)(?:({_QUOTED})|([^."]*))', text, re.DOTALL)
+    try:
+        parts = tuple(json.loads(quoted, strict=False) if quoted else plain_part for quoted, plain_part in found)
+    except ValueError:
+        parts = ()
+    if not parts or not all(map(_is_possible, parts)) or dotted(parts) != text:
+        raise UserError(
+            f"--set: {_shown(text)!r} is not a key: write section.key, and quote a part that has a dot or '='"
+        )
     return parts
 
 
 def read_chain(path: str | Path) -> list[tuple[str, Section]]:
-    """The recipe and the files that it stands on, the deepest ``base`` first, each with its file name.
+    """The recipe and the files that it stands on, the deepest ``base`` first, each with its name as it may be shown.
 
     A file names at most one ``base``, relative to its own folder. Raises ``UserError`` for a file that cannot be
-    read, is no mapping, repeats a key or stands on itself.
+    read, is no mapping, repeats a key or stands on itself, and for more or longer files than a recipe needs.
     """
     chain: list[tuple[str, Section]] = []
     seen: list[str] = []
     name: str | None = os.fspath(path)
     named_by = ""
+    bytes_left = MAX_YAML_BYTES
     while name is not None:
-        if os.path.realpath(name) in seen:
-            raise UserError(f"{named_by}: base {name!r} leads back to a file that stands on it: remove one base")
-        seen.append(os.path.realpath(name))
-        section = _read_file(name, named_by)
-        chain.insert(0, (name, section))
+        try:
+            real = os.path.realpath(name)
+        except ValueError:  # no possible file name, which reading it will say
+            real = name
+        if real in seen:
+            raise UserError(
+                f"{named_by}: base '{shown_path(name)}' leads back to a file that stands on it: remove one base"
+            )
+        if len(seen) == MAX_FILES:
+            raise UserError(f"{named_by}: base: more than {MAX_FILES} files stand on each other: join some of them")
+        seen.append(real)
+        section, num_bytes = _read_file(name, named_by, bytes_left)
+        bytes_left -= num_bytes
+        chain.insert(0, (shown_path(name), section))
         base = section.items.pop("base", None)
         if base is None:
             break
-        if not isinstance(base, Leaf) or not isinstance(base.value, str):
-            raise UserError(f"{base.origin}: base: expected the path of one recipe file, relative to {name}")
+        if not isinstance(base, Leaf) or not isinstance(base.value, str) or not base.value:
+            raise UserError(
+                f"{base.origin}: base: expected the path of one recipe file, relative to {shown_path(name)}"
+            )
         named_by = base.origin
         name = os.path.normpath(os.path.join(os.path.dirname(name), base.value))
     return chain
@@ -83,20 +127,39 @@ def read_chain(path: str | Path) -> list[tuple[str, Section]]:
 def read_overrides(overrides: Sequence[str]) -> Section:
     """``["a.b=1", "a.c=[x]"]`` as one tree; values are YAML and a later one wins.
 
-    Raises ``UserError`` for an override without ``=`` or with unreadable YAML.
+    Raises ``UserError`` for an override without ``=`` or with unreadable YAML, and for more than ``MAX_OVERRIDES``.
     """
+    if len(overrides) > MAX_OVERRIDES:
+        raise UserError(f"--set is given {len(overrides)} times, the limit is {MAX_OVERRIDES}: write a recipe file")
     root = Section({}, SET_ORIGIN)
     for override in overrides:
-        match = re.match(r'((?:"[^"]*"|[^="])*)=(.*)', override, re.DOTALL)
+        match = re.match(rf'((?:{_QUOTED}|[^="])*)=(.*)', override, re.DOTALL)
         if match is None:
-            raise UserError(f"--set {override}: expected key=value, for example --set schedule.steps=10")
+            raise UserError(f"--set {_shown(override)}: expected key=value, for example --set schedule.steps=10")
         path = split_dotted(match[1].strip())
-        node = _parse(match[2], f"--set {override}", one_line_origin=SET_ORIGIN)
+        node = _parse(match[2], f"--set {_shown(override)}", one_line_origin=SET_ORIGIN)
+        if len(path) + _depth(node) > MAX_DEPTH:
+            raise UserError(f"--set {_shown(override)}: nested deeper than {MAX_DEPTH}: set a key of the schema")
         for part in reversed(path):
             node = Section({part: node}, SET_ORIGIN)
         assert isinstance(node, Section)
         root = merge(root, node, None)
     return root
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _depth(node: Any) -> int:
+    """Levels of nested sections and lists."""
+    if isinstance(node, Section):
+        below = list(node.items.values())
+    elif isinstance(node, Leaf):
+        return _depth(node.value)
+    else:
+        below = list(node.values()) if isinstance(node, dict) else node if isinstance(node, list) else []
+    return 1 + max(map(_depth, below), default=0)
 
 
 def merge(base: Section, overlay: Section, annotation: Any, default: Any = None) -> Section:
@@ -173,79 +236,40 @@ def _child(annotation: Any, base: Section, overlay: Section, key: str, default: 
     return None, None
 
 
-def _read_file(name: str, named_by: str) -> Section:
-    where = f"{named_by}: base" if named_by else "recipe"
+def _read_file(name: str, named_by: str, max_bytes: int) -> tuple[Section, int]:
+    """The tree of one file, and its size; ``named_by`` is the place that names it as its base."""
+    heading = f"{named_by}: base" if named_by else "recipe"
+    if not os.path.lexists(name):
+        raise UserError(f"{heading} '{shown_path(name)}' does not exist: check the path")
     try:
-        text = Path(name).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{where} {name!r} does not exist: check the path") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{where} {name!r} cannot be read: {error}") from None
-    node = _parse(text, name)
+        text = read_text(name, cure="name a recipe file", max_bytes=max_bytes)
+    except UserError as error:
+        raise UserError(f"{heading} {error}") from error
+    node = _parse(text, shown_path(name))
     if not isinstance(node, Section):
-        raise UserError(f"{name}: expected keys with values, as in 'run_dir: runs/first'; the file holds none")
-    return node
+        raise UserError(
+            f"{shown_path(name)}: expected keys with values, as in 'run_dir: runs/first'; the file holds none"
+        )
+    return node, len(text.encode())
 
 
 def _parse(text: str, name: str, *, one_line_origin: str | None = None) -> Node:
     """YAML text as a tree; ``name`` heads the errors."""
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if root is None:
-            return Leaf(None, one_line_origin or name)
-        return _Reader(name, one_line_origin).node(root)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}" if mark is not None and one_line_origin is None else ""
-        raise UserError(f"{name}{line}: not readable as YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{name}: not readable as YAML: {' '.join(str(error).split())}") from None
+        root = compose_yaml(text)
+    except YamlError as error:
+        line = f":{error.line}" if error.line is not None and one_line_origin is None else ""
+        key = f"{shown_key(error.path)}: " if error.path else ""
+        raise UserError(f"{name}{line}: {key}{error}") from None
+    if root is None:
+        return Leaf(None, one_line_origin or name)
+    return _tree(root, root.line, name, one_line_origin)
 
 
-class _Reader(yaml.constructor.SafeConstructor):
-    """Turns YAML nodes into a tree, refusing repeated keys, keys that are not text, and self-reference."""
-
-    def __init__(self, name: str, one_line_origin: str | None) -> None:
-        super().__init__()
-        self._name = name
-        self._one_line_origin = one_line_origin
-        self._open: list[yaml.Node] = []
-
-    def node(self, node: yaml.Node, origin: str | None = None) -> Node:
-        """The tree under a YAML node; ``origin`` is that of its key."""
-        origin = origin or self._origin(node)
-        if not isinstance(node, yaml.MappingNode):
-            return Leaf(self._plain(node), origin)
-        with self._entered(node):
-            items = {key: self.node(value, self._origin(key_node)) for key, key_node, value in self._pairs(node)}
-        return Section(items, origin)
-
-    def _origin(self, node: yaml.Node) -> str:
-        return self._one_line_origin or f"{self._name}:{node.start_mark.line + 1}"
-
-    def _plain(self, node: yaml.Node) -> Any:
-        with self._entered(node):
-            if isinstance(node, yaml.MappingNode):
-                return {key: self._plain(value) for key, _, value in self._pairs(node)}
-            if isinstance(node, yaml.SequenceNode):
-                return [self._plain(child) for child in node.value]
-            return self.construct_object(node, deep=True)
-
-    def _pairs(self, node: yaml.MappingNode) -> list[tuple[str, yaml.Node, yaml.Node]]:
-        lines: dict[str, int] = {}
-        for key_node, _ in node.value:
-            key = self._plain(key_node)
-            if not isinstance(key, str):
-                raise UserError(f"{self._origin(key_node)}: key {key!r} is not text: put it in quotes")
-            if key in lines:
-                raise UserError(f"{self._origin(key_node)}: key {key!r} repeats line {lines[key]}: remove one of them")
-            lines[key] = key_node.start_mark.line + 1
-        return [(key, key_node, value) for key, (key_node, value) in zip(lines, node.value, strict=True)]
-
-    @contextmanager
-    def _entered(self, node: yaml.Node) -> Iterator[None]:
-        if any(node is parent for parent in self._open):
-            raise UserError(f"{self._origin(node)}: an alias refers to the value that holds it: write the value out")
-        self._open.append(node)
-        yield
-        self._open.pop()
+def _tree(marked: Marked, line: int, name: str, one_line_origin: str | None) -> Node:
+    """Sections and leaves; ``line`` is that of the value's key."""
+    origin = one_line_origin or f"{name}:{line}"
+    if not isinstance(marked.value, dict):
+        return Leaf(plain(marked), origin)
+    items = {key: _tree(value, at, name, one_line_origin) for key, (at, value) in marked.value.items()}
+    return Section(items, origin)

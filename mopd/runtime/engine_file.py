@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mopd.config.engines import Engine, TorchEngine, VllmEngine
+from mopd.config.build import build_from_json
+from mopd.config.engines import Engine, VllmEngine
+from mopd.config.numbers import (
+    MAX_COUNT,
+    MAX_REPLICAS,
+    require_at_least,
+    require_fraction,
+    require_positive,
+    require_seconds,
+)
 from mopd.config.placement import Local, RayPlacement
 from mopd.config.schema import Recipe
+from mopd.config.texts import check_name
+from mopd.files.json_text import read_json_object
+from mopd.files.reading import open_regular, shown_path
+from mopd.files.writing import write_json
 from mopd.types import UserError
 
 FORMAT = "mopd engine 1"
-_ENGINES = {"torch": TorchEngine, "vllm": VllmEngine}
+_CURE = "let mopd write it anew"
 STARTUP_TIMEOUT_S = 600.0
 """Of a server that somebody starts by hand."""
 
@@ -48,6 +60,18 @@ class EngineFile:
     enable_sleep_mode: bool
     """The engine can be put to sleep (a shared pool of GPUs)."""
 
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        require_at_least("replica", self.replica, 0, MAX_REPLICAS)
+        for name in ("max_logprobs", "max_tokens_per_request"):
+            require_at_least(name, getattr(self, name), 1)
+        require_at_least("max_queued_tokens", self.max_queued_tokens, 1, 2 * MAX_COUNT)
+        require_positive("temperature", self.temperature)
+        require_fraction("top_p", self.top_p, low_open=True)
+        require_at_least("top_k", self.top_k, -1)
+        require_seconds("request_timeout_s", self.request_timeout_s)
+        require_seconds("startup_timeout_s", self.startup_timeout_s)
+
     @property
     def label(self) -> str:
         """``math/0``: name and replica, for logs."""
@@ -59,7 +83,7 @@ class EngineFile:
 
     def write(self, path: Path) -> None:
         """Write the file."""
-        path.write_text(json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(path, self.to_json())
 
 
 def teacher_file(recipe: Recipe, name: str, replica: int = 0) -> EngineFile:
@@ -106,20 +130,20 @@ def _file(
 def is_engine_file(path: str | Path) -> bool:
     """Whether a file begins as ``EngineFile.write`` makes it begin (a recipe does not)."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return FORMAT in file.read(64)
-    except (OSError, UnicodeDecodeError):
+        with open_regular(path, cure=_CURE) as file:
+            start = file.read(64).lstrip()
+    except UserError:
         return False  # reading it as a recipe says what is wrong
+    return start.startswith(b"{") and f'"format": "{FORMAT}"'.encode() in start
 
 
 def read_engine_file(path: str | Path) -> EngineFile:
-    """Inverse of ``EngineFile.write``; ``UserError`` for a file of another version or with other keys."""
+    """Inverse of ``EngineFile.write``; ``UserError`` for a file of another version or with other keys or values."""
     try:
-        tree = json.loads(Path(path).read_text(encoding="utf-8"))
-        if tree.pop("format") != FORMAT:
-            raise ValueError(f"format is not {FORMAT!r}")
-        engine = tree.pop("engine")
-        return EngineFile(engine=_ENGINES[engine["type"]](**engine), **tree)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        problem = " ".join(str(error).split())[:200]
-        raise UserError(f"{path}: is no engine file of this mopd ({problem}): let mopd write it anew") from error
+        tree = read_json_object(path, cure=_CURE)
+        if tree.pop("format", None) != FORMAT:
+            raise UserError(f"{shown_path(path)}: format is not {FORMAT!r}")
+        return build_from_json(EngineFile, tree, shown_path(path))
+    except UserError as error:
+        problem = str(error).removeprefix(f"{shown_path(path)}: ").removesuffix(f": {_CURE}")
+        raise UserError(f"{shown_path(path)}: is no engine file of this mopd ({problem}): {_CURE}") from error

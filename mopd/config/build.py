@@ -1,0 +1,252 @@
+"""Config objects from trees: every value checked against its field's type, every refusal with file, line and path."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, NoReturn, TypeVar
+
+from mopd.config.texts import check_name, check_text
+from mopd.config.tree import (
+    SET_ORIGIN,
+    Leaf,
+    Node,
+    Section,
+    dotted,
+    field_default,
+    field_types,
+    section_classes,
+    shown_key,
+    type_values,
+    union_members,
+)
+from mopd.files.yaml_text import EXPONENT
+from mopd.types import UserError
+
+Path_ = tuple[str, ...]
+Config = TypeVar("Config")
+
+
+def build_from_json(cls: type[Config], tree: dict[str, Any], file: str) -> Config:
+    """An instance of a config class from a JSON object; ``UserError`` that names ``file`` and the dotted path."""
+    built: Config = Builder(file, cls).dataclass(_section(tree, file), cls, (), None)
+    return built
+
+
+def _section(tree: dict[str, Any], file: str) -> Section:
+    items = {key: _section(item, file) if isinstance(item, dict) else Leaf(item, file) for key, item in tree.items()}
+    return Section(typing.cast(dict[str, Node], items), file)
+
+
+def place(recipe_file: str, origin: str) -> str:
+    """Where to send the reader: ``file:line``, or the recipe with a note that ``--set`` gave the value."""
+    return f"{recipe_file} ({SET_ORIGIN})" if origin == SET_ORIGIN else origin
+
+
+class Builder:
+    """Turns a merged tree into config objects, remembering origins."""
+
+    def __init__(self, recipe_file: str, root: type) -> None:
+        """``recipe_file`` as it may be shown; ``root`` is the class of the whole file."""
+        self.recipe_file = recipe_file
+        self.root = root
+        self.origins: dict[Path_, str] = {}
+
+    def fail(self, origin: str, path: Path_, problem: str) -> NoReturn:
+        raise UserError(f"{place(self.recipe_file, origin)}: {f'{shown_key(path)}: ' if path else ''}{problem}")
+
+    def dataclass(self, section: Section, cls: type, path: Path_, default: Any) -> Any:
+        """An instance of ``cls``; keys that the section lacks come from ``default``, else from the fields."""
+        types_ = field_types(cls)
+        for key, node in section.items.items():
+            if key not in types_:
+                self.fail(
+                    node.origin, (), f"unknown key '{shown_key((*path, key))}'; {self.suggest(key, tuple(types_))}"
+                )
+        values: dict[str, Any] = {}
+        missing: list[str] = []
+        for field in dataclasses.fields(cls):
+            inherited = getattr(default, field.name) if isinstance(default, cls) else field_default(field)
+            if field.name in section.items:
+                node = section.items[field.name]
+                values[field.name] = self.value(node, types_[field.name], (*path, field.name), inherited)
+            elif inherited is dataclasses.MISSING:
+                missing.append(dotted((*path, field.name)))
+            else:
+                values[field.name] = inherited
+        if missing:
+            origin = section.origin if path else self.recipe_file
+            self.fail(origin, (), f"missing {'keys' if missing[1:] else 'key'} {', '.join(missing)}")
+        try:
+            return cls(**values)
+        except ValueError as error:
+            self._fail_check(error, section, tuple(types_), path)
+
+    def value(self, node: Node, annotation: Any, path: Path_, default: Any) -> Any:
+        """The value of one key, checked against its annotation."""
+        members = union_members(annotation)
+        if isinstance(node, Leaf):
+            self.origins[path] = node.origin
+            if node.value is None and (type(None) in members or annotation is Any):
+                return None
+        classes = section_classes(annotation)
+        if classes:
+            return self._one_of(node, classes, path, default)
+        for member in members:
+            if typing.get_origin(member) is Mapping:
+                return self._mapping(node, typing.get_args(member)[1], path)
+        if annotation is Any and isinstance(node, Section):
+            return self._mapping(node, Any, path)
+        if isinstance(node, Section):
+            self.fail(node.origin, path, f"expected {_expected(annotation)}, got a section")
+        try:
+            for member in members:
+                converted = _convert(node.value, member)
+                if converted is not _MISFIT:
+                    return converted
+        except ValueError as error:
+            self.fail(node.origin, path, str(error))
+        self.fail(node.origin, path, f"expected {_expected(annotation)}, got {_shown(node.value)}")
+
+    def _mapping(self, node: Node, annotation: Any, path: Path_) -> dict[str, Any]:
+        if not isinstance(node, Section):
+            self.fail(node.origin, path, f"expected a section of named values, got {_shown(node.value)}")
+        self.origins[path] = node.origin
+        for key, item in node.items.items():
+            try:
+                if annotation is not Any:
+                    check_name(key)
+            except ValueError as error:
+                self.fail(item.origin, path, f"name {error}")
+        return {key: self.value(item, annotation, (*path, key), None) for key, item in node.items.items()}
+
+    def _one_of(self, node: Node, classes: tuple[type, ...], path: Path_, default: Any) -> Any:
+        """An instance of the class that the section's ``type`` key chooses."""
+        if not isinstance(node, Section):
+            self.fail(node.origin, path, f"expected a section, got {_shown(node.value)}")
+        by_type = {value: cls for cls in classes for value in type_values(cls)}
+        if not by_type:
+            return self.dataclass(node, classes[0], path, default)
+        leaf = node.items.get("type")
+        if leaf is None:
+            known = default if isinstance(default, classes) else None
+            if known is None:
+                self.fail(node.origin, path, f"missing key type: set one of {', '.join(by_type)}")
+            return self.dataclass(node, type(known), path, known)
+        chosen = leaf.value if isinstance(leaf, Leaf) else None
+        if not isinstance(chosen, str) or chosen not in by_type:
+            problem = f"unknown type {_shown(chosen)}; {self.suggest(_shown(chosen), tuple(by_type), 'types')}"
+            self.fail(leaf.origin, (*path, "type"), problem)
+        same = isinstance(default, classes) and getattr(default, "type", None) == chosen
+        return self.dataclass(node, by_type[chosen], path, default if same else None)
+
+    def suggest(self, key: str, known: tuple[str, ...], noun: str = "keys") -> str:
+        """A cure for a name that the schema does not have."""
+        close = difflib.get_close_matches(key.strip("'"), known, n=1, cutoff=0.6)
+        if close:
+            return f"did you mean '{close[0]}'?"
+        elsewhere = [path for path in _schema_paths(self.root, ()) if path[-1] == key] if noun == "keys" else []
+        if len(elsewhere) == 1:
+            return f"did you mean '{'.'.join(elsewhere[0])}'?"
+        return f"known {noun}: {', '.join(known)}"
+
+    def _fail_check(self, error: ValueError, section: Section, fields: tuple[str, ...], path: Path_) -> NoReturn:
+        """Put file and dotted path before the message of a failed ``__post_init__`` check."""
+        message = str(error)
+        first = re.match(r"[\w.]+", message)
+        named = first[0].rstrip(".").split(".") if first else [""]
+        origin = section.origin if path else self.recipe_file
+        if named[0] not in fields:
+            self.fail(origin, path, message)
+        node: Node = section
+        for part in named:
+            if not isinstance(node, Section) or part not in node.items:
+                break
+            node = node.items[part]
+            origin = node.origin
+        self.fail(origin, (), f"{dotted(path)}.{message}" if path else message)
+
+
+_MISFIT = object()
+
+
+def _convert(value: Any, annotation: Any) -> Any:
+    """``value`` as the annotated type, or ``_MISFIT``. No guess beyond int -> float and exponents without a dot.
+
+    Raises ``ValueError`` for a text that is of the type and of no use.
+    """
+    origin = typing.get_origin(annotation)
+    if annotation is Any:
+        return _convert_plain(value)
+    if annotation is float:
+        if isinstance(value, str) and EXPONENT.fullmatch(value):
+            value = float(value)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return float(value) if number and math.isfinite(value) else _MISFIT
+    if annotation is str and isinstance(value, str):
+        check_text(value)
+    if annotation in (bool, int, str):
+        return value if type(value) is annotation else _MISFIT
+    if origin is Literal:
+        return value if isinstance(value, str) and value in typing.get_args(annotation) else _MISFIT
+    if origin is tuple:
+        if not isinstance(value, list):
+            return _MISFIT
+        items = tuple(_convert(item, typing.get_args(annotation)[0]) for item in value)
+        return _MISFIT if any(item is _MISFIT for item in items) else items
+    return _MISFIT
+
+
+def _convert_plain(value: Any) -> Any:
+    """A value of a free-form section (``megatron_overrides``): what JSON can say, exponents as numbers."""
+    if isinstance(value, list):
+        items = [_convert_plain(item) for item in value]
+        return _MISFIT if any(item is _MISFIT for item in items) else items
+    if isinstance(value, dict):
+        pairs = {key: _convert_plain(item) for key, item in value.items()}
+        return _MISFIT if any(item is _MISFIT for item in pairs.values()) else pairs
+    if isinstance(value, str) and EXPONENT.fullmatch(value):
+        value = float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return _MISFIT
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _MISFIT
+
+
+def _expected(annotation: Any) -> str:
+    """An annotation in a reader's words."""
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Any: "a plain value"}
+    words[type(None)] = "null"
+    parts: list[str] = []
+    for member in union_members(annotation):
+        if typing.get_origin(member) is Literal:
+            parts.append("one of " + ", ".join(str(choice) for choice in typing.get_args(member)))
+        elif typing.get_origin(member) is tuple:
+            parts.append(f"a list ({_expected(typing.get_args(member)[0])} each)")
+        else:
+            parts.append(words[member])
+    return " or ".join(parts)
+
+
+def _shown(value: Any) -> str:
+    """A value as it would stand in the file, cut to one short line."""
+    names = {True: "true", False: "false"}
+    text = "null" if value is None else names[value] if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _schema_paths(cls: type, path: Path_) -> list[Path_]:
+    """Every key that the schema knows, ``NAME`` standing for the names in a mapping."""
+    found: list[Path_] = []
+    for name, annotation in field_types(cls).items():
+        found.append((*path, name))
+        for member in union_members(annotation):
+            mapped = typing.get_origin(member) is Mapping
+            inner = typing.get_args(member)[1] if mapped else member
+            below = (*path, name, "NAME") if mapped else (*path, name)
+            for section in section_classes(inner):
+                found.extend(p for p in _schema_paths(section, below) if p not in found)
+    return found
