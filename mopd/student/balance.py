@@ -4,6 +4,9 @@ Megatron attaches the auxiliary losses to the routers' outputs, where they add t
 gradients that are divided by a token count afterwards (``calculate_per_token_loss``); here gradients are sums and
 nothing is divided, so the scale goes into the coefficients: what is minimised beside the loss is the mean of the
 auxiliary losses over the micro-batches of all data-parallel ranks. Unlike the loss, it depends on how a batch is cut.
+
+The z-loss is ours: a mean over the real tokens of a micro-batch, whatever tensor-parallel rank holds them. Megatron's
+is a mean of each rank's own mean, in which a rank with more padding weighs its tokens more.
 """
 
 from __future__ import annotations
@@ -13,7 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    clear_aux_losses_tracker,
+    get_moe_layer_wise_logging_tracker,
+    save_to_aux_losses_tracker,
+)
 from torch import Tensor
 
 from mopd.config.schema import Moe
@@ -45,6 +53,7 @@ class Balance:
         for layer in layers:
             if dims.layers[layer.layer_number - 1]:
                 self._routers.append(layer.mlp.router)
+                _adapt(layer.mlp.router)
                 _watch(layer.mlp.router, self._tokens[layer.layer_number - 1])
 
     def begin(self, num_micro_batches: int) -> None:
@@ -68,9 +77,8 @@ class Balance:
         flat = torch.cat([self._tokens.flatten(), torch.stack(logged)])
         dist.all_reduce(flat)
         values = _load(flat[:-2].view_as(self._tokens))
-        # Tensor-parallel ranks hold parts of the balancing loss, but each a mean of the z-loss over its own tokens.
-        num_z_terms = self._num_micro_batches * self._layout.dp_size * self._layout.tp_size
-        terms = {balance: self._num_terms, _Z_LOSS: num_z_terms}
+        # Tensor-parallel ranks hold parts of each term.
+        terms = {balance: self._num_terms, _Z_LOSS: self._num_micro_batches * self._layout.dp_size}
         coefficients = {balance: self._moe.moe_aux_loss_coeff, _Z_LOSS: self._moe.moe_z_loss_coeff}
         for (name, num_terms), total in zip(terms.items(), flat[-2:].tolist(), strict=True):
             if coefficients[name]:
@@ -84,17 +92,45 @@ class Balance:
         return self._num_micro_batches * (1 if is_global else self._layout.dp_size)
 
 
+def _adapt(router: Any) -> None:
+    """Make a router of Megatron's what the module docstring says."""
+    router.calculate_per_token_loss = False
+    router.apply_z_loss = _z_loss_of(router)
+    router._apply_expert_bias = _with_mask_per_token(router._apply_expert_bias)
+
+
 def _watch(router: Any, tokens: Tensor) -> None:
     """Count the tokens [E] that the router sends in passes with gradients (recomputed ones would count twice)."""
-    router.calculate_per_token_loss = False  # see the module docstring
-    router._apply_expert_bias = _with_mask_per_token(router._apply_expert_bias)
 
     def count(module: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         if torch.is_grad_enabled():
-            routing_map, padding = output[1], inputs[1]
-            tokens.add_(routing_map[~padding.reshape(-1)].sum(0))
+            tokens.add_(output[1][_real(output[1], *inputs[1:])].sum(0))
 
     router.register_forward_hook(count)
+
+
+def _real(rows: Tensor, padding: Tensor | None = None) -> Tensor:
+    """[T] bool: which of ``rows`` [T, ...] are tokens, from the padding mask (any shape of T entries; none: all)."""
+    return rows.new_ones(len(rows), dtype=torch.bool) if padding is None else ~padding.reshape(-1)
+
+
+def _z_loss_of(router: Any) -> Callable[..., Tensor]:
+    """In the place of ``TopKRouter.apply_z_loss``: attaches the loss to the logits [T, E], in passes with gradients."""
+
+    def apply(logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        coefficient = router.config.moe_z_loss_coeff
+        if coefficient is None or not (router.training and torch.is_grad_enabled()):
+            return logits
+        real = _real(logits, padding_mask)
+        num_tokens = real.sum()
+        dist.all_reduce(num_tokens, group=router.tp_cp_group)
+        squares = logits.float().logsumexp(-1).square()
+        loss = (squares * real).sum() / num_tokens.clamp(min=1)
+        save_to_aux_losses_tracker(_Z_LOSS, loss, router.layer_number, router.config.num_layers)
+        attached: Tensor = MoEAuxLossAutoScaler.apply(logits, loss * coefficient)
+        return attached
+
+    return apply
 
 
 def _with_mask_per_token(apply: Callable[..., None]) -> Callable[..., None]:

@@ -87,6 +87,8 @@ def build_model(student: Student, dims: ModelDims, layout: Layout) -> StudentMod
     )
     model.to(device=layout.device)
     _mark_shards(model)
+    if dims.moe is not None:
+        _hand_on_padding_mask(model)
     return model
 
 
@@ -98,6 +100,25 @@ def _mark_shards(model: StudentModel) -> None:
             dim = 1 if isinstance(module, RowParallelLinear) else 0
             if module.weight is not None:
                 set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
+
+
+def _hand_on_padding_mask(model: StudentModel) -> None:
+    """Give every layer its micro-batch's padding mask. Megatron 0.16.1 gives none to the layers that
+    ``recompute_method: block`` does not recompute, whose routers would then balance and count padding."""
+    decoder: Any = model.decoder
+    current: dict[str, Tensor | None] = {}
+
+    def remember(module: Any, inputs: Any, options: dict[str, Any]) -> None:
+        current["mask"] = options.get("padding_mask")
+
+    def complete(module: Any, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        if options.get("padding_mask") is not None:
+            return None
+        return inputs, {**options, "padding_mask": current["mask"]}
+
+    decoder.register_forward_pre_hook(remember, with_kwargs=True)
+    for layer in decoder.layers:
+        layer.register_forward_pre_hook(complete, with_kwargs=True)
 
 
 def _rope_options(dims: ModelDims) -> dict[str, Any]:

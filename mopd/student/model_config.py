@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import enum
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,15 +11,13 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from mopd.config.schema import Moe, Student
 from mopd.conversion.dims import ModelDims, check_layout
 from mopd.conversion.model_dims import YarnRope
+from mopd.student.overrides import check_overrides
 from mopd.student.parallel import Layout
 from mopd.types import UserError
 
 MAKE_VOCAB_SIZE_DIVISIBLE_BY = 1
 """The embedding is padded to a multiple of this times the TP degree: no more than the split needs."""
 
-_OPTIMIZER_OWNED = ("calculate_per_token_loss", "finalize_model_grads_func", "grad_scale_func", "no_sync_func")
-_HEAD_OWNED = ("mtp_num_layers", "defer_embedding_wgrad_compute", "wgrad_deferral_limit")
-"""Fields of Megatron's own output layer, which mopd does not run."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -63,10 +57,12 @@ def transformer_config(student: Student, dims: ModelDims, layout: Layout) -> Tra
         expert_model_parallel_size=layout.ep_size,
         expert_tensor_parallel_size=layout.etp_size,
     )
-    _check_experts(student, dims, layout)
+    _check_sequence_parallel(dims, layout)
+    _check_experts(student, dims)
     fields = {**_model_fields(dims), **_layout_fields(layout), **_execution_fields(student)}
     fields |= _moe_fields(student.moe, dims) | _mla_fields(dims, is_fused=fields["apply_rope_fusion"])
-    overrides = check_overrides(student.megatron_overrides, owned=fields.keys())
+    has_engine = uses_transformer_engine(student)
+    overrides = check_overrides(student.megatron_overrides, owned=fields.keys(), has_transformer_engine=has_engine)
     config_class = TransformerConfig if dims.mla is None else MLATransformerConfig
     try:
         config = config_class(**fields, **overrides)
@@ -76,14 +72,47 @@ def transformer_config(student: Student, dims: ModelDims, layout: Layout) -> Tra
         reason = " ".join(str(error).split())
         named = dict(student.megatron_overrides)
         raise UserError(f"student.megatron_overrides {named}: Megatron refuses: {reason}") from error
+    _check_recompute(config)
     # Micro-batches are padded to their own longest sequence; pipeline stages announce shapes to each other. Megatron
     # refuses this beside the all-gather dispatcher, whose ranks must bring equally many tokens: the batches do.
     config.variable_seq_lengths = layout.pp_size > 1
     return config
 
 
-def _check_experts(student: Student, dims: ModelDims, layout: Layout) -> None:
-    """What Megatron-Core asks of a model with experts beyond divisibility.
+def _check_sequence_parallel(dims: ModelDims, layout: Layout) -> None:
+    """What Megatron-Core needs sequence parallelism for, wherever tensor-parallel ranks share a layer.
+
+    Experts: it refuses to train without. Latent attention: each rank would keep only its own heads' part of the
+    gradient of the keys' rotary half, which all heads share.
+
+    Raises:
+        UserError: one line with the key to set.
+    """
+    needs = [name for name, part in (("experts", dims.moe), ("latent attention", dims.mla)) if part is not None]
+    if needs and layout.tp_size > 1 and not layout.sequence_parallel:
+        raise UserError(
+            f"student.parallel.tensor_model_parallel_size is {layout.tp_size} and the model has {' and '.join(needs)}: "
+            "set student.parallel.sequence_parallel: true"
+        )
+
+
+def _check_recompute(config: TransformerConfig) -> None:
+    """Megatron runs past the last layer of a stage whose layers are no multiple of the recomputed chunks.
+
+    Raises:
+        UserError: one line with the key to set.
+    """
+    chunk = config.recompute_num_layers
+    on_stage = config.num_layers // config.pipeline_model_parallel_size
+    if config.recompute_method == "uniform" and chunk is not None and on_stage % chunk:
+        raise UserError(
+            f"student.megatron_overrides.recompute_num_layers: {chunk} does not divide the {on_stage} layers of a "
+            "pipeline stage; set a divisor"
+        )
+
+
+def _check_experts(student: Student, dims: ModelDims) -> None:
+    """What Megatron-Core asks of a model with experts beyond divisibility and sequence parallelism.
 
     Raises:
         UserError: one line with the key to set.
@@ -92,41 +121,8 @@ def _check_experts(student: Student, dims: ModelDims, layout: Layout) -> None:
         if student.moe != Moe():
             raise UserError(f"student.moe is set but model_type {dims.family} has no experts: remove the section")
         return
-    if layout.tp_size > 1 and not layout.sequence_parallel:
-        raise UserError(
-            f"student.parallel.tensor_model_parallel_size is {layout.tp_size} and the model has experts: set "
-            "student.parallel.sequence_parallel: true"
-        )
     if student.moe.moe_grouped_gemm and not uses_transformer_engine(student):
         raise UserError("student.moe.moe_grouped_gemm is true but TransformerEngine is missing: set it to false")
-
-
-def check_overrides(overrides: Mapping[str, Any], *, owned: Any = ()) -> dict[str, Any]:
-    """The overrides with enum names resolved.
-
-    Raises:
-        UserError: an unknown field (with the nearest name), one that mopd sets itself, or an unknown enum name.
-    """
-    known = {field.name: field for field in dataclasses.fields(TransformerConfig)}
-    checked: dict[str, Any] = {}
-    for name, value in overrides.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "see megatron.core's TransformerConfig for the names"
-            raise UserError(f"student.megatron_overrides.{name}: TransformerConfig has no such field; {hint}")
-        if name in owned or name in (*_OPTIMIZER_OWNED, *_HEAD_OWNED):
-            raise UserError(
-                f"student.megatron_overrides.{name}: mopd sets this field from the checkpoint and the recipe's other "
-                "keys; remove the override"
-            )
-        default = known[name].default
-        if isinstance(default, enum.Enum):
-            names = [member.name for member in type(default)]
-            if value not in names:
-                raise UserError(f"student.megatron_overrides.{name}: {value!r} is none of {', '.join(names)}")
-            value = type(default)[value]
-        checked[name] = value
-    return checked
 
 
 def _model_fields(dims: ModelDims) -> dict[str, Any]:

@@ -82,6 +82,7 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
                 expert_tensor_parallel_size=case.get("etp"),
             ),
             moe=Moe(**case.get("moe", {})),
+            megatron_overrides=case.get("overrides", {}),
             optimizer=Optimizer(
                 lr=3e-3,
                 lr_warmup_steps=1,

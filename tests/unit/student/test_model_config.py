@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mopd.config.schema import Moe, Parallel, Student
-from mopd.conversion.dims import ModelDims, MoeDims
-from mopd.student.model_config import check_overrides, transformer_config, uses_transformer_engine
+from mopd.conversion.dims import MlaDims, ModelDims, MoeDims
+from mopd.student.model_config import transformer_config, uses_transformer_engine
 from mopd.student.parallel import Layout
 from mopd.types import UserError
 
@@ -26,35 +26,39 @@ EXPERTS = MoeDims(
 )  # fmt: skip
 
 
+LATENT = MlaDims(q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24)
+
+
 def student(**keys: Any) -> Student:
     return Student(model="unused", **keys)
 
 
-def test_a_typo_names_the_nearest_field() -> None:
-    with pytest.raises(UserError, match=r"overrides.recompute_moduls: .*did you mean 'recompute_modules'"):
-        check_overrides({"recompute_moduls": ["core_attn"]})
-
-
 def test_a_field_that_mopd_sets_is_refused(layout: Layout) -> None:
-    with pytest.raises(UserError, match=r"student.megatron_overrides.num_layers: mopd sets this field"):
+    with pytest.raises(
+        UserError, match=r"student.megatron_overrides.num_layers: mopd sets this field from student.model"
+    ):
         transformer_config(student(megatron_overrides={"num_layers": 2}), DIMS, layout)
-    with pytest.raises(UserError, match="mopd sets this field"):
-        check_overrides({"finalize_model_grads_func": None})
-    with pytest.raises(UserError, match=r"overrides.mtp_num_layers: mopd sets this field"):
-        check_overrides({"mtp_num_layers": 1})
+    with pytest.raises(UserError, match=r"recompute_granularity: student.recompute sets this field"):
+        overrides = {"recompute_granularity": "full"}
+        transformer_config(student(megatron_overrides=overrides, recompute="selective"), DIMS, layout)
 
 
 def test_a_value_that_megatron_refuses_is_one_line(layout: Layout) -> None:
-    overrides = {"recompute_granularity": "nonsense", "recompute_method": "uniform"}
+    overrides = {"recompute_granularity": "selective", "recompute_method": "uniform", "recompute_num_layers": 2}
     with pytest.raises(UserError, match=r"student.megatron_overrides .* Megatron refuses: ") as error:
         transformer_config(student(megatron_overrides=overrides), DIMS, layout)
     assert "\n" not in str(error.value)
 
 
-def test_enum_fields_are_given_by_name() -> None:
-    assert check_overrides({"attention_backend": "unfused"})["attention_backend"].name == "unfused"
-    with pytest.raises(UserError, match="'nonsense' is none of "):
-        check_overrides({"attention_backend": "nonsense"})
+def test_chunks_of_recomputed_layers_divide_a_stage(layout: Layout) -> None:
+    """Megatron would run past the last layer, or never end."""
+    overrides = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    for number in (1, 2, 4):
+        given = student(megatron_overrides={**overrides, "recompute_num_layers": number})
+        assert transformer_config(given, DIMS, layout).recompute_num_layers == number
+    for number, message in ((3, "3 does not divide the 4 layers"), (8, "8 does not divide"), (0, "0 is not a whole")):
+        with pytest.raises(UserError, match=f"student.megatron_overrides.recompute_num_layers: {message}"):
+            transformer_config(student(megatron_overrides={**overrides, "recompute_num_layers": number}), DIMS, layout)
 
 
 def test_overrides_reach_the_config(layout: Layout) -> None:
@@ -94,18 +98,32 @@ def test_router_settings_reach_the_config(layout: Layout) -> None:
     ("keys", "dims", "sizes", "message"),
     [
         ({}, replace(DIMS, moe=EXPERTS), {"tp_size": 2}, "set student.parallel.sequence_parallel: true"),
+        ({}, replace(DIMS, mla=LATENT), {"tp_size": 2}, "has latent attention: set student.parallel.sequence_parallel"),
+        (
+            {},
+            replace(DIMS, mla=LATENT, moe=EXPERTS),
+            {"tp_size": 2},
+            "tensor_model_parallel_size is 2 and the model has experts and latent attention: set",
+        ),
         ({"moe": Moe(moe_z_loss_coeff=0.1)}, DIMS, {}, "student.moe is set but model_type qwen3 has no experts"),
         ({"moe": Moe(moe_grouped_gemm=True)}, replace(DIMS, moe=EXPERTS), {}, "moe_grouped_gemm is true but"),
         ({}, replace(DIMS, moe=EXPERTS), {"ep_size": 3}, "expert_model_parallel_size 3 does not divide"),
         ({}, DIMS, {"ep_size": 2}, "expert_model_parallel_size is 2 but model_type qwen3 has no experts"),
     ],
 )
-def test_what_experts_need_is_one_line(
+def test_what_experts_and_latent_attention_need_is_one_line(
     layout: Layout, keys: dict[str, Any], dims: ModelDims, sizes: dict[str, int], message: str
 ) -> None:
     with pytest.raises(UserError, match=message) as error:
         transformer_config(student(**keys), dims, replace(layout, **sizes))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dims", [replace(DIMS, mla=LATENT), replace(DIMS, mla=LATENT, moe=EXPERTS)])
+def test_latent_attention_takes_sequence_parallelism(layout: Layout, dims: ModelDims) -> None:
+    config = transformer_config(student(), dims, replace(layout, tp_size=2, etp_size=2, sequence_parallel=True))
+    assert config.sequence_parallel and config.multi_latent_attention
+    assert not transformer_config(student(), dims, layout).sequence_parallel
 
 
 def test_experts_must_fit_the_ranks_of_a_stage() -> None:

@@ -1,0 +1,226 @@
+"""Which fields of Megatron's configuration a recipe may override, and why not the others.
+
+Allowed is what costs or saves memory and time and leaves the model and its gradient what they are. Every field of the
+supported Megatron-Core stands in exactly one table below: a new version's new field is refused until it is put in one,
+and a test says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from mopd.types import UserError
+
+Values = type[bool] | type[int] | tuple[str, ...] | list[str]
+"""What an allowed field takes: true or false, a whole number from 1, one of some names, or a list of some names."""
+
+ALLOWED: dict[str, Values] = {
+    "attention_backend": tuple(AttnBackend.__members__),
+    "attention_softmax_in_fp32": bool,
+    "batch_p2p_comm": bool,
+    "batch_p2p_sync": bool,
+    "clone_scatter_output_in_embedding": bool,
+    "deterministic_mode": bool,
+    "disable_bf16_reduced_precision_matmul": bool,
+    "distribute_saved_activations": bool,
+    "recompute_granularity": ("selective", "full"),
+    "recompute_method": ("uniform", "block"),
+    "recompute_modules": ["core_attn", "mlp", "moe", "shared_experts", "layernorm", "mla_up_proj", "moe_act"],
+    "recompute_num_layers": int,
+}
+"""Memory, time and the rounding of single operations."""
+
+_DISCARDING = {"layernorm", "mla_up_proj", "moe_act"}
+"""``recompute_modules`` that Megatron recomputes with the help of TransformerEngine."""
+
+WITH_TRANSFORMER_ENGINE: dict[str, Values] = {
+    "cpu_offloading": bool,
+    "cpu_offloading_activations": bool,
+    "cpu_offloading_double_buffering": bool,
+    "cpu_offloading_num_layers": int,
+    "cpu_offloading_weights": bool,
+    "fine_grained_activation_offloading": bool,
+    "min_offloaded_tensor_size": int,
+    "moe_permute_fusion": bool,
+    "moe_router_fusion": bool,
+    "moe_shared_expert_overlap": bool,
+    "offload_modules": [
+        "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act",
+    ],
+}  # fmt: skip
+"""Likewise, where TransformerEngine computes the layers."""
+
+OWNED: dict[str, str] = {
+    "student.model": """
+        num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels layernorm_epsilon
+        normalization gated_linear_unit activation_func add_bias_linear add_qkv_bias qk_layernorm multi_latent_attention
+        q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_base rotary_scaling_factor
+        original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim num_moe_experts moe_ffn_hidden_size
+        moe_shared_expert_intermediate_size moe_layer_freq moe_router_topk moe_router_score_function
+        moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk
+        moe_router_enable_expert_bias moe_router_dtype""",
+    "student.parallel.tensor_model_parallel_size": "tensor_model_parallel_size",
+    "student.parallel.pipeline_model_parallel_size": "pipeline_model_parallel_size",
+    "student.parallel.sequence_parallel": "sequence_parallel",
+    "student.parallel.expert_model_parallel_size": "expert_model_parallel_size",
+    "student.parallel.expert_tensor_parallel_size": "expert_tensor_parallel_size moe_extended_tp",
+    "student.dtype": "params_dtype pipeline_dtype bf16 fp16 enable_autocast autocast_dtype fp32_residual_connection",
+    "student.moe.moe_router_load_balancing_type": "moe_router_load_balancing_type",
+    "student.moe.moe_aux_loss_coeff": "moe_aux_loss_coeff",
+    "student.moe.moe_z_loss_coeff": "moe_z_loss_coeff",
+    "student.moe.moe_router_bias_update_rate": "moe_router_bias_update_rate",
+    "student.moe.moe_grouped_gemm": "moe_grouped_gemm moe_use_legacy_grouped_gemm",
+    "student.transformer_impl": """
+        transformer_impl masked_softmax_fusion bias_activation_fusion bias_dropout_fusion apply_rope_fusion
+        use_te_activation_func""",
+}
+"""Recipe key -> fields that it decides."""
+
+REFUSED: dict[str, str] = {
+    "it makes another function of the same weights": """
+        softmax_scale softmax_type apply_query_key_layer_scaling rotary_interleaved rotary_percent no_rope_freq
+        mrope_section window_size window_attn_skip_freq layernorm_zero_centered_gamma qk_l2_norm qk_clip qk_clip_alpha
+        qk_clip_threshold attention_output_gate apply_residual_connection_post_layernorm glu_linear_offset
+        activation_func_clamp_value experimental_attention_variant dsa_indexer_n_heads dsa_indexer_head_dim
+        dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss linear_attention_freq linear_conv_kernel_dim
+        linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads is_hybrid_model
+        mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path heterogeneous_block_specs
+        hetereogenous_dist_checkpoint moe_shared_expert_gate moe_latent_size moe_apply_probs_on_input""",
+    "it sends tokens to other experts than the model's router, or to none": """
+        moe_router_force_load_balancing moe_router_topk_limited_devices moe_expert_capacity_factor
+        moe_pad_expert_input_to_capacity moe_token_drop_policy moe_token_dropping moe_enable_routing_replay""",
+    "the loss must be a function of weights and batch alone, without noise": """
+        hidden_dropout attention_dropout moe_input_jitter_eps use_te_rng_tracker inference_rng_tracker""",
+    "the weights come from student.model, nothing is drawn": """
+        perform_initialization use_cpu_initialization init_method output_layer_init_method init_method_std
+        embedding_init_method embedding_init_method_std init_model_with_meta_device""",
+    "the student trains in student.dtype; no test of mopd covers 8 and 4 bits": """
+        fp8 fp8_recipe fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len
+        fp8_amax_compute_algo fp8_wgrad fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red
+        first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 activation_func_fp8_input_store
+        disable_parameter_transpose_cache use_kitchen use_kitchen_attention kitchen_attention_backend fp4 fp4_recipe
+        fp4_param fp4_quantizer_factory quant_recipe moe_router_padding_for_quantization moe_router_padding_for_fp8""",
+    "sequences are not split over ranks: use student.parallel.sequence_parallel": """
+        context_parallel_size hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel
+        cp_comm_type""",
+    "a pipeline stage is one run of equally many layers": """
+        virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage overlap_p2p_comm
+        overlap_p2p_comm_warmup_flush num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+        pipeline_model_parallel_layout account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+        overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release
+        num_microbatches_with_partial_activation_checkpoints""",
+    "mopd sets this field: its schedule sums gradients of micro-batches of unequal shapes": """
+        calculate_per_token_loss finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
+        variable_seq_lengths deallocate_pipeline_outputs""",
+    "mopd sets this field: it runs the LM head and the loss itself": """
+        mtp_num_layers mtp_loss_scaling_factor mtp_standalone defer_embedding_wgrad_compute wgrad_deferral_limit
+        cross_entropy_loss_fusion cross_entropy_fusion_impl""",
+    "mopd sets the dispatcher of tokens: all-to-all with CUDA, all-gather without": """
+        moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms
+        moe_hybridep_num_sms""",
+    "it needs what Megatron's own trainer sets up (buffers, groups, timers, other builds)": """
+        pipeline_model_parallel_comm_backend gradient_accumulation_fusion timers barrier_with_L1_time tp_comm_overlap
+        tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad
+        tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs tp_comm_overlap_disable_qkv
+        tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend use_ring_exchange_p2p _cpu_offloading_context
+        batch_invariant_mode log_max_attention_logit moe_per_layer_logging config_logger_dir test_mode""",
+    "micro-batches differ in shape, CUDA graphs do not": """
+        enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_use_single_mempool
+        cuda_graph_retain_backward_graph cuda_graph_warmup_steps""",
+    "it is for inference, which rollout and teachers do elsewhere": """
+        flash_decode inference_sampling_seed symmetric_ar_type use_inference_optimized_layers
+        inference_fuse_tp_communication mlp_chunks_for_prefill cache_mla_latents""",
+    "it does nothing in the layers that mopd builds": """
+        async_tensor_model_parallel_allreduce persist_layer_norm memory_efficient_layer_norm fused_single_qkv_rope
+        use_fused_weighted_squared_relu""",
+    "it is the old name of recompute_granularity: selective with recompute_modules: [moe]": "moe_layer_recompute",
+}
+"""Reason -> fields."""
+
+
+def classes() -> dict[str, list[str]]:
+    """Fields by class, each field in every class that names it."""
+    return {
+        "allowed": list(ALLOWED),
+        "allowed with TransformerEngine": list(WITH_TRANSFORMER_ENGINE),
+        "owned": [name for names in OWNED.values() for name in names.split()],
+        "refused": [name for names in REFUSED.values() for name in names.split()],
+    }
+
+
+def check_overrides(
+    overrides: Mapping[str, Any], *, owned: Iterable[str] = (), has_transformer_engine: bool = False
+) -> dict[str, Any]:
+    """The overrides with enum names resolved.
+
+    Args:
+        overrides: ``student.megatron_overrides``.
+        owned: fields that this recipe's other keys set, beside those that always are.
+        has_transformer_engine: the layers are TransformerEngine's.
+
+    Raises:
+        UserError: an unknown field (with the nearest name), one that is not for recipes, or a value that is none of
+            the field's.
+    """
+    taken = set(owned)
+    checked: dict[str, Any] = {}
+    for name, value in overrides.items():
+        key = f"student.megatron_overrides.{name}"
+        values = ALLOWED.get(name) or WITH_TRANSFORMER_ENGINE.get(name)
+        if values is None:
+            raise UserError(f"{key}: {_why_not(name)}")
+        if name in taken:
+            raise UserError(f"{key}: student.recompute sets this field; remove the override or set recompute: none")
+        if name not in ALLOWED and not has_transformer_engine:
+            raise UserError(f"{key}: only TransformerEngine's layers know it, and this student's are local; remove it")
+        if not _fits(value, values):
+            raise UserError(f"{key}: {value!r} is not {_describe(values)}")
+        if name == "recompute_modules" and not has_transformer_engine and _DISCARDING & set(value):
+            names = ", ".join(sorted(_DISCARDING & set(value)))
+            raise UserError(f"{key}: Megatron recomputes {names} with TransformerEngine only; remove it")
+        checked[name] = AttnBackend[value] if name == "attention_backend" else value
+    return checked
+
+
+def _why_not(name: str) -> str:
+    for key, names in OWNED.items():
+        if name in names.split():
+            return f"mopd sets this field from {key}; remove the override"
+    for reason, names in REFUSED.items():
+        if name in names.split():
+            return f"{reason}; remove the override"
+    known = [field.name for field in dataclasses.fields(MLATransformerConfig)]
+    if name in known:
+        return "mopd has not decided on this field of this version of Megatron-Core; remove the override"
+    near = difflib.get_close_matches(name, [*ALLOWED, *WITH_TRANSFORMER_ENGINE], n=1)
+    near = near or difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(ALLOWED)}"
+    return f"TransformerConfig has no such field; {hint}"
+
+
+def _fits(value: Any, values: Values) -> bool:
+    if values is bool:
+        return isinstance(value, bool)
+    if values is int:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if isinstance(values, tuple):
+        return isinstance(value, str) and value in values
+    assert isinstance(values, list)
+    is_list = isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
+    return is_list and set(value) <= set(values) and 0 < len(value) == len(set(value))
+
+
+def _describe(values: Values) -> str:
+    if values is bool:
+        return "true or false"
+    if values is int:
+        return "a whole number from 1"
+    assert isinstance(values, (tuple, list))
+    names = ", ".join(values)
+    return f"one of {names}" if isinstance(values, tuple) else f"a list of some of {names}, each once"

@@ -1,0 +1,146 @@
+"""Every field of the installed Megatron-Core is decided on: allowed, the recipe's, or refused."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import pytest
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from mopd.config.schema import Recipe
+from mopd.student import overrides
+from mopd.student.overrides import ALLOWED, OWNED, WITH_TRANSFORMER_ENGINE, check_overrides, classes
+from mopd.types import UserError
+
+CONFIGS = (ModelParallelConfig, TransformerConfig, MLATransformerConfig)
+FIELDS = sorted({field.name for config in CONFIGS for field in dataclasses.fields(config)})
+CLASS_OF = {name: kind for kind, names in classes().items() for name in names}
+
+
+def test_every_field_is_in_one_class() -> None:
+    """A new Megatron-Core's new field fails here until someone decides on it."""
+    counts = collections.Counter(name for names in classes().values() for name in names)
+    assert [name for name, count in counts.items() if count > 1] == []
+    assert sorted(counts) == FIELDS
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_what_is_not_allowed_is_one_line(name: str) -> None:
+    if CLASS_OF[name].startswith("allowed"):
+        return
+    with pytest.raises(UserError) as error:
+        check_overrides({name: 2}, has_transformer_engine=True)
+    message = str(error.value)
+    assert message.startswith(f"student.megatron_overrides.{name}: ")
+    assert "remove the override" in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("virtual_pipeline_model_parallel_size", "a pipeline stage is one run of equally many layers"),
+        ("context_parallel_size", "use student.parallel.sequence_parallel"),
+        ("num_layers_in_first_pipeline_stage", "equally many layers"),
+        ("activation_func", "from student.model"),
+        ("normalization", "from student.model"),
+        ("rotary_interleaved", "another function"),
+        ("rotary_base", "from student.model"),
+        ("softmax_scale", "another function"),
+        ("window_size", "another function"),
+        ("layernorm_zero_centered_gamma", "another function"),
+        ("attention_dropout", "without noise"),
+        ("hidden_dropout", "without noise"),
+        ("init_method_std", "nothing is drawn"),
+        ("fp8", "8 and 4 bits"),
+        ("mtp_num_layers", "LM head"),
+        ("moe_aux_loss_coeff", "from student.moe.moe_aux_loss_coeff"),
+        ("moe_router_topk", "from student.model"),
+        ("moe_expert_capacity_factor", "or to none"),
+        ("moe_layer_recompute", "recompute_modules: [moe]"),
+        ("tensor_model_parallel_size", "from student.parallel.tensor_model_parallel_size"),
+        ("bf16", "from student.dtype"),
+        ("transformer_impl", "from student.transformer_impl"),
+        ("calculate_per_token_loss", "sums gradients"),
+        ("cuda_graph_impl", "CUDA graphs"),
+        ("q_lora_rank", "from student.model"),
+    ],
+)
+def test_the_reason_is_named(name: str, part: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_overrides({name: 2})
+    assert part in str(error.value)
+
+
+def test_owners_are_keys_of_the_schema() -> None:
+    for key in OWNED:
+        section: Any = Recipe
+        for part in key.split("."):
+            fields = {field.name for field in dataclasses.fields(section)}
+            assert part in fields, key
+            section = overrides_section(section, part)
+
+
+def overrides_section(section: Any, part: str) -> Any:
+    default = next(field.default for field in dataclasses.fields(section) if field.name == part)
+    if dataclasses.is_dataclass(default):
+        return type(default)
+    from mopd.config.schema import Student
+
+    return Student if part == "student" else None
+
+
+VALUES: dict[str, list[Any]] = {
+    "attention_backend": ["unfused", "auto"],
+    "recompute_granularity": ["full"],
+    "recompute_method": ["block"],
+    "recompute_modules": [["core_attn", "mlp"]],
+    "offload_modules": [["core_attn"]],
+}
+WRONG: dict[str, list[Any]] = {
+    "bool": ["yes", 1, None, [True]],
+    "int": [0, -1, 1.5, True, "2", None],
+    "tuple": ["nonsense", None, 3, ["full"], {}],
+    "list": ["core_attn", [], ["nonsense"], ["core_attn", "core_attn"], [["core_attn"]], None, {}],
+}
+
+
+@pytest.mark.parametrize("name", [*ALLOWED, *WITH_TRANSFORMER_ENGINE])
+def test_values_are_checked(name: str) -> None:
+    values = (ALLOWED | WITH_TRANSFORMER_ENGINE)[name]
+    kind = values.__name__ if isinstance(values, type) else type(values).__name__
+    for value in VALUES.get(name, [True] if kind == "bool" else [1, 4]):
+        checked = check_overrides({name: value}, has_transformer_engine=True)[name]
+        assert checked == value or checked.name == value
+    for value in WRONG[kind]:
+        with pytest.raises(UserError, match=f"student.megatron_overrides.{name}: .* is not ") as error:
+            check_overrides({name: value}, has_transformer_engine=True)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [*({name: True} for name in WITH_TRANSFORMER_ENGINE), {"recompute_modules": ["mlp", "layernorm"]}],
+    ids=lambda given: next(iter(given)),
+)
+def test_what_needs_transformer_engine_says_so(given: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="TransformerEngine"):
+        check_overrides(given)
+
+
+def test_a_typo_names_the_nearest_field() -> None:
+    with pytest.raises(UserError, match=r"overrides.recompute_moduls: .*did you mean 'recompute_modules'"):
+        check_overrides({"recompute_moduls": ["core_attn"]})
+
+
+def test_a_field_that_nobody_decided_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overrides, "ALLOWED", {})
+    with pytest.raises(UserError, match="has not decided on this field of this version"):
+        check_overrides({"deterministic_mode": True})
+
+
+def test_recompute_has_one_owner() -> None:
+    with pytest.raises(UserError, match=r"student.recompute sets this field"):
+        check_overrides({"recompute_granularity": "full"}, owned=["recompute_granularity"])
