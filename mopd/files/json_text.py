@@ -16,13 +16,25 @@ MAX_VALUES = 2_000_000
 """Values in one text: an empty list of two bytes costs 56 bytes of memory."""
 MAX_INTEGER_DIGITS = 20
 """64-bit integers have at most 19 digits, 20 with a sign."""
+MAX_DIGITS = 400
+"""Of a whole number with ``any_number``; longer ones take long to read."""
 
 
-def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH, max_values: int = MAX_VALUES) -> Any:
+def parse_json(
+    text: str | bytes,
+    *,
+    max_depth: int = MAX_DEPTH,
+    max_values: int = MAX_VALUES,
+    any_number: bool = False,
+) -> Any:
     """The value of a JSON text.
 
     Stricter than ``json.loads``: a repeated key, NaN, an infinite number, an integer beyond 64 bits, a lone surrogate
     and a deep nest are refused, as what is read here is compared, written again and shown.
+
+    Args:
+        any_number: takes NaN, infinity and whole numbers of up to ``MAX_DIGITS`` digits, which Python's ``json`` writes
+            and published model folders hold (a tokenizer's ``model_max_length`` is 10**30 where there is no limit).
 
     Raises:
         ValueError: one line that says what is wrong.
@@ -35,9 +47,9 @@ def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH, max_values: int
         value = json.loads(
             text,
             object_pairs_hook=_unrepeated,
-            parse_int=_integer,
-            parse_float=_number,
-            parse_constant=_constant,
+            parse_int=_long_integer if any_number else _integer,
+            parse_float=float if any_number else _number,
+            parse_constant=float if any_number else _constant,
         )
     except RecursionError:
         raise ValueError(f"nested deeper than {max_depth}") from None
@@ -45,7 +57,14 @@ def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH, max_values: int
     return value
 
 
-def read_json(path: str | Path, *, cure: str, max_bytes: int = MAX_TEXT_BYTES) -> Any:
+def read_json(
+    path: str | Path,
+    *,
+    cure: str,
+    max_bytes: int = MAX_TEXT_BYTES,
+    max_values: int = MAX_VALUES,
+    any_number: bool = False,
+) -> Any:
     """The value of a JSON file.
 
     Raises:
@@ -53,14 +72,21 @@ def read_json(path: str | Path, *, cure: str, max_bytes: int = MAX_TEXT_BYTES) -
     """
     text = read_text(path, cure=cure, max_bytes=max_bytes)
     try:
-        return parse_json(text)
+        return parse_json(text, max_values=max_values, any_number=any_number)
     except ValueError as error:
         raise UserError(f"{shown_path(path)}: not valid JSON ({error}): {cure}") from error
 
 
-def read_json_object(path: str | Path, *, cure: str, max_bytes: int = MAX_TEXT_BYTES) -> dict[str, Any]:
+def read_json_object(
+    path: str | Path,
+    *,
+    cure: str,
+    max_bytes: int = MAX_TEXT_BYTES,
+    max_values: int = MAX_VALUES,
+    any_number: bool = False,
+) -> dict[str, Any]:
     """The object in a JSON file. Raises ``UserError`` as ``read_json`` does, and for any other kind of value."""
-    value = read_json(path, cure=cure, max_bytes=max_bytes)
+    value = read_json(path, cure=cure, max_bytes=max_bytes, max_values=max_values, any_number=any_number)
     if not isinstance(value, dict):
         raise UserError(f"{shown_path(path)}: holds a {type(value).__name__}, not a JSON object: {cure}")
     return value
@@ -79,6 +105,12 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _integer(digits: str) -> int:
     if len(digits) > MAX_INTEGER_DIGITS or not -(2**63) <= int(digits) < 2**64:
         raise ValueError(f"the whole number {digits[:MAX_INTEGER_DIGITS]}… is beyond 64 bits")
+    return int(digits)
+
+
+def _long_integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"the whole number {digits[:MAX_INTEGER_DIGITS]}… has more than {MAX_DIGITS} digits")
     return int(digits)
 
 
