@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -148,6 +149,7 @@ def read_overrides(overrides: Sequence[str]) -> Section:
 
 
 def _shown(text: str) -> str:
+    text = visible(text)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -194,6 +196,7 @@ def section_classes(annotation: Any) -> tuple[type, ...]:
     return tuple(m for m in union_members(annotation) if isinstance(m, type) and dataclasses.is_dataclass(m))
 
 
+@functools.cache
 def field_types(cls: type) -> dict[str, Any]:
     """Field name -> resolved annotation, in order of definition."""
     hints = typing.get_type_hints(cls)
