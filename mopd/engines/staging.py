@@ -1,26 +1,74 @@
-"""A stream of weights as checked safetensors files, for engines whose model lives in other processes."""
+"""New weights on their way into an engine: checked one by one before any of them replaces an old one.
+
+A refused update changes nothing: the old weights answer on.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mopd.types import NonFiniteError
+
 _FILE_BYTES = 2**28
 
 
-async def stage_weights(
-    weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size], folder: Path, *, name: str
-) -> list[str]:
-    """Write ``weights`` into ``folder`` as files of about 256 MiB; returns their paths.
+def checked_weights(
+    weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], *, name: str, allow_nonfinite: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """The stream itself, looked at as it passes. ``slots`` say which weights there are, with their shapes and dtypes;
+    ``name`` (the model) stands in messages.
 
-    ``ValueError`` if the stream is not exactly the weights of ``shapes``; ``name`` (the model) stands in the message.
+    Raises:
+        ValueError: the stream is not exactly the weights of ``slots``; for a missing one at the end.
+        NonFiniteError: a value is NaN or infinite, or becomes so in the slot's dtype, and ``allow_nonfinite`` is False.
     """
-    waiting = set(shapes)
+    waiting = set(slots)
+    for weight, tensor in weights:
+        if weight not in slots:
+            raise ValueError(f"weight {weight!r} does not exist in {name}")
+        if weight not in waiting:
+            raise ValueError(f"weight {weight!r} arrives twice for {name}")
+        if tensor.shape != slots[weight].shape:
+            shapes = f"has shape {list(tensor.shape)}, {name} needs {list(slots[weight].shape)}"
+            raise ValueError(f"weight {weight!r} {shapes}")
+        waiting.remove(weight)
+        if not allow_nonfinite:
+            _require_finite(weight, tensor.detach(), slots[weight].dtype, name)
+        yield weight, tensor
+    if waiting:
+        raise ValueError(f"{len(waiting)} weights of {name} did not arrive, among them {min(waiting)!r}")
+
+
+def hold_weights(
+    weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], *, name: str, allow_nonfinite: bool
+) -> Collection[tuple[str, Tensor]]:
+    """All weights, checked. A stream is kept as copies in the slots' dtypes, as its sender may reuse its memory; a
+    collection, whose tensors are all there, is only looked at. Raises as ``checked_weights`` does."""
+    checked = checked_weights(weights, slots, name=name, allow_nonfinite=allow_nonfinite)
+    if isinstance(weights, Collection):
+        for _ in checked:
+            pass
+        return weights
+    return [(weight, tensor.detach().to(slots[weight].dtype, copy=True)) for weight, tensor in checked]
+
+
+async def stage_weights(
+    weights: Iterable[tuple[str, Tensor]],
+    slots: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    name: str,
+    allow_nonfinite: bool,
+) -> list[str]:
+    """Write checked ``weights`` into ``folder`` as files of about 256 MiB, for engines whose model lives in other
+    processes; returns their paths. Raises as ``checked_weights`` does."""
     paths: list[str] = []
     part: dict[str, Tensor] = {}
 
@@ -29,20 +77,29 @@ async def stage_weights(
         await asyncio.to_thread(save_file, part, paths[-1])
         part.clear()
 
-    for weight, tensor in weights:
-        if weight not in shapes:
-            raise ValueError(f"weight {weight!r} does not exist in {name}")
-        if weight not in waiting:
-            raise ValueError(f"weight {weight!r} arrives twice for {name}")
-        if tensor.shape != shapes[weight]:
-            raise ValueError(f"weight {weight!r} has shape {list(tensor.shape)}, {name} needs {list(shapes[weight])}")
-        waiting.remove(weight)
+    checked = checked_weights(weights, slots, name=name, allow_nonfinite=allow_nonfinite)
+    while passed := await asyncio.to_thread(lambda: list(itertools.islice(checked, 1))):
+        ((weight, tensor),) = passed
         # a copy: the file format refuses tensors that share memory, and the sender may reuse its buffer
         part[weight] = tensor.detach().to("cpu", copy=True).contiguous()
         if sum(staged.nbytes for staged in part.values()) >= _FILE_BYTES:
             await write()
-    if waiting:
-        raise ValueError(f"{len(waiting)} weights of {name} did not arrive, among them {min(waiting)!r}")
     if part:
         await write()
     return paths
+
+
+def _require_finite(weight: str, tensor: Tensor, dtype: torch.dtype, name: str) -> None:
+    if not (tensor.is_floating_point() and dtype.is_floating_point and tensor.numel()):
+        return
+    cast = tensor.to(dtype)
+    if all(bound.isfinite() for bound in torch.aminmax(cast)):  # one pass without a mask: NaN is both bounds
+        return
+    bad = ~cast.isfinite()
+    place = bad.nonzero()[0].tolist()
+    given = tensor[tuple(place)].item()
+    raise NonFiniteError(
+        f"weight {weight!r} has {int(bad.sum())} values that are NaN or infinite in {str(dtype)[6:]} (the first, "
+        f"{given:g}, at {place}): {name} keeps its old weights; go back to a checkpoint before the damage and lower "
+        "the learning rate, or set rollout.engine.allow_nonfinite_weights: true to take such weights"
+    )

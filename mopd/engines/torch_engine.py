@@ -21,6 +21,7 @@ from mopd.engines.interface import EngineInfo, Generation, SamplingParams, Score
 from mopd.engines.loading import build_empty_model, load_model, read_stop_ids
 from mopd.engines.sampling import uniforms
 from mopd.engines.slots import weight_slots
+from mopd.engines.staging import hold_weights
 from mopd.losses.teacher_topk import chunked_topk_logprobs
 from mopd.types import UserError
 
@@ -96,25 +97,19 @@ class TorchEngine:
                 )
         return [results[i] for i in range(len(prompts))]
 
+    @property
+    def weight_slots(self) -> dict[str, Tensor]:
+        """See ``Generator.weight_slots``."""
+        return weight_slots(self.model)
+
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """See ``Generator.load_weights``. Until it succeeds the engine refuses to work. Tied weights arrive once."""
+        """See ``Generator.load_weights``. Tied weights arrive once; a stream is held whole before it is loaded."""
+        slots = self.weight_slots
+        held = hold_weights(weights, slots, name=self.name, allow_nonfinite=self._cfg.allow_nonfinite_weights)
         self._has_weights, self.weight_version = False, -1
-        slots = weight_slots(self.model)
-        waiting = set(slots)
         with torch.no_grad():
-            for name, tensor in weights:
-                if name not in slots:
-                    raise ValueError(f"weight {name!r} does not exist in {self.name}")
-                if name not in waiting:
-                    raise ValueError(f"weight {name!r} arrives twice for {self.name}")
-                if tensor.shape != slots[name].shape:
-                    raise ValueError(
-                        f"weight {name!r} has shape {list(tensor.shape)}, {self.name} needs {list(slots[name].shape)}"
-                    )
+            for name, tensor in held:
                 slots[name].copy_(tensor)
-                waiting.remove(name)
-        if waiting:
-            raise ValueError(f"{len(waiting)} weights of {self.name} did not arrive, among them {min(waiting)!r}")
         self._has_weights, self.weight_version = True, weight_version
 
     async def score(

@@ -59,7 +59,7 @@ class VllmEngine:
         self._before_cut = llm.model_config.logprobs_mode == "raw_logprobs"
         self._can_sleep = bool(llm.model_config.enable_sleep_mode)
         model = build_empty_model(folder, cfg.dtype, torch.device("meta"))
-        self._shapes = {} if fixed else {name: slot.shape for name, slot in weight_slots(model).items()}
+        self.weight_slots: dict[str, Tensor] = {} if fixed else weight_slots(model)
         self._has_weights = fixed
         self._budget = TokenBudget(cfg.max_scoring_tokens)
         self._num_requests = self._num_running = 0
@@ -227,17 +227,21 @@ class VllmEngine:
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """See ``Generator.load_weights``: checked and staged as files first, then swapped in at one go.
 
-        Until it succeeds the engine refuses to work. Tied weights arrive once. The staged files stand in the system's
-        folder for temporary files, which must hold the whole model.
+        Tied weights arrive once. The staged files stand in the system's folder for temporary files, which must hold the
+        whole model.
         """
         if self._fixed:
             raise RuntimeError(f"the engine of {self.name} is a teacher's: its weights are fixed")
         self._require_idle("load_weights")
-        self._has_weights, self.weight_version = False, -1
+        allowed = self._cfg.allow_nonfinite_weights
         self._num_running += 1
         try:
-            with tempfile.TemporaryDirectory(prefix="mopd_weights_") as staging:
-                await self._swap(await stage_weights(weights, self._shapes, Path(staging), name=self.name))
+            with tempfile.TemporaryDirectory(prefix="mopd_weights_") as folder:
+                paths = await stage_weights(
+                    weights, self.weight_slots, Path(folder), name=self.name, allow_nonfinite=allowed
+                )
+                self._has_weights, self.weight_version = False, -1
+                await self._swap(paths)
         finally:
             self._num_running -= 1
         self._has_weights, self.weight_version = True, weight_version
@@ -248,8 +252,8 @@ class VllmEngine:
         swap = self._llm.collective_rpc("mopd_load_weights", timeout=_WEIGHT_UPDATE_TIMEOUT_S, args=(paths,))
         try:
             counts = await self._call(swap)
-            if any(count != len(self._shapes) for count in counts):
-                raise RuntimeError(f"vLLM's workers read {counts} of {len(self._shapes)} tensors")
+            if any(count != len(self.weight_slots) for count in counts):
+                raise RuntimeError(f"vLLM's workers read {counts} of {len(self.weight_slots)} tensors")
             if not await self._call(self._llm.reset_prefix_cache()):
                 raise RuntimeError("vLLM kept its prefix cache")
         except BaseException as error:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,9 +19,7 @@ import torch
 import uvicorn
 
 from mopd.config.engines import TorchEngine as TorchEngineConfig
-from mopd.conversion.hf import weight_files
 from mopd.conversion.manifest import HASHES, make_manifest
-from mopd.conversion.safetensors_header import read_header
 from mopd.data.tokenizer import load_tokenizer
 from mopd.runtime.address import BACKLOG, Address
 from mopd.runtime.engine_file import EngineFile
@@ -29,12 +27,12 @@ from mopd.runtime.engine_loading import load_engine
 from mopd.runtime.manifests import CACHE_FILE
 from mopd.serving.admission import ServerLimits
 from mopd.serving.app import EngineServer, Served, create_app
+from mopd.serving.connections import ServerConfig
+from mopd.serving.guard import LOOPBACK_NAMES
 from mopd.serving.host import CanClose, DirectHost, EngineHost, ThreadHost
-from mopd.wire.limits import MAX_CHUNK_BYTES
 
 logger = logging.getLogger(__name__)
-KEEP_ALIVE_S = 75
-"""Longer than clients keep idle connections (httpx: 5 s): a server that closes first loses the request on its way."""
+MAX_CONNECTIONS = 2048
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -67,20 +65,11 @@ async def _serve(file: EngineFile, address: Address, listener: socket.socket, to
         manifest=manifest,
         tokenizer=_tokenizer(file.model),
         token=token,
+        names=(*LOOPBACK_NAMES, address.host),
         on_dead=died.set,
     )
     engine_server = EngineServer(served)
-    config = uvicorn.Config(
-        create_app(engine_server),
-        log_level="warning",
-        access_log=False,
-        lifespan="on",
-        ws="none",
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(served.limits.drain_timeout_s),
-        backlog=BACKLOG,
-    )
+    config = ServerConfig(create_app(engine_server), served.limits)
     server = _Server(config, on_ready=lambda: address.announce(listener), on_exit=engine_server.drain)
 
     async def stop_when_dead() -> None:
@@ -109,19 +98,15 @@ async def start_host(file: EngineFile) -> EngineHost:
 
 
 def server_limits(file: EngineFile) -> ServerLimits:
-    """Limits that follow from the file and the model's size."""
-    if file.role == "teacher":
-        max_update_bytes = 0
-    else:
-        headers = [read_header(path) for path in weight_files(Path(file.model))]
-        num_weights = sum(prod(info.shape) for header in headers for info in header.values())
-        max_update_bytes = 2 * 4 * num_weights + 2**20  # fp32, and room for matrices that the checkpoint holds once
+    """Limits that follow from the file and the system."""
     token_bytes = 32 * file.max_tokens_per_request + 2**20  # id, length, prompt length or seed, of the shortest samples
+    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return ServerLimits(
         max_tokens_per_request=file.max_tokens_per_request,
         max_queued_tokens=max(file.max_queued_tokens, file.max_tokens_per_request),
-        max_body_bytes=token_bytes if file.role == "teacher" else max(token_bytes, MAX_CHUNK_BYTES),
-        max_update_bytes=max_update_bytes,
+        max_top_k=file.max_logprobs,
+        max_body_bytes=token_bytes,
+        max_connections=min(MAX_CONNECTIONS, num_files // 2),  # the rest is for the engine, and for accepting
         request_timeout_s=file.request_timeout_s,
     )
 
@@ -136,6 +121,9 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
+        self._loop = asyncio.get_running_loop()
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # uvicorn's backlog is also how many it accepts at once
         if self.started:
             self._on_ready()
 
@@ -151,7 +139,7 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.interrupted = self.interrupted or sig == signal.SIGINT
-        self._on_exit()
+        self._loop.call_soon_threadsafe(self._on_exit)
         super().handle_exit(sig, frame)
 
 

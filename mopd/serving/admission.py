@@ -23,14 +23,20 @@ class ServerLimits:
     """Tokens of prompts and responses of one request; more is answered with 413."""
     max_queued_tokens: int
     """Tokens that wait, run, or whose answers are not sent yet; more is answered with 429."""
+    max_top_k: int = 1024
+    """Most probable tokens that one may ask for per scored token: they decide how long an answer is."""
     max_body_bytes: int = 64 * 2**20
-    """Bytes of one body; more is answered with 413."""
-    max_update_bytes: int = 0
-    """Bytes of all tensors of one weight update, kept in host memory until it is complete."""
+    """Bytes of one request to score or to generate; more is answered with 413."""
+    max_connections: int = 2048
+    """Open connections; beyond them the one that has waited longest for a request is closed."""
     request_timeout_s: float = 600.0
     """Longest life of a request, whatever its deadline header says."""
+    head_timeout_s: float = 10.0
+    """Longest time for the head of a request to arrive; a new connection's first one counts from its beginning."""
     body_timeout_s: float = 60.0
-    """Longest time for one body to arrive, or for one slice of an answer to leave."""
+    """Longest time for one body to arrive."""
+    stall_timeout_s: float = 20.0
+    """Longest silence within a body, and longest time that a client does not read its answer."""
     update_timeout_s: float = 600.0
     """Longest time between two messages of a weight update; then it is forgotten and the old weights serve again."""
     drain_timeout_s: float = 60.0

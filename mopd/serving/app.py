@@ -2,8 +2,11 @@
 
 ::
 
-    request ─ token? ─ length? ─ body (limit, deadline) ─ decode ─ room in the queue? ─ version? ─ engine ─ answer
-                401      411         413  408  429           400       429 413 409 503    409      500 504
+    head (limit, deadline) ─ web page? ─ token? ─ length? ─ body (limit, deadline) ─ decode ─
+         431  408            400 403     401      411        413  408  429           400
+
+    ─ room in the queue? ─ version? ─ engine ─ answer
+       429 413 409 503     409       500 504
 
 A request whose client goes away is cancelled: it leaves the queue, or is aborted at an engine that can.
 """
@@ -15,7 +18,7 @@ import dataclasses
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -23,26 +26,28 @@ from typing import Any, Literal, TypeVar
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import ValidationError
 
 from mopd.engines.interface import EngineInfo, EngineLimits, EngineUnavailable
-from mopd.serving.admission import Admission, Reservation, ServerLimits
-from mopd.serving.bodies import BodyReader, SlicedResponse, discard, disconnected, read_deadline
-from mopd.serving.completions import CompletionRequest, Tokenizer, make_work
+from mopd.serving.admission import Admission, ServerLimits
+from mopd.serving.bodies import NUM_BODIES, BodyReader, SlicedResponse, disconnected, read_deadline
+from mopd.serving.completions import Tokenizer, read_work
 from mopd.serving.errors import Refusal, bad_request, stale_weights
+from mopd.serving.guard import LOOPBACK_NAMES, add_guards
 from mopd.serving.host import CanSleep, CanTellHealth, EngineHost
 from mopd.serving.metrics import ServerMetrics
 from mopd.serving.updates import WeightUpdates
 from mopd.serving.work import GenerateWork, ScoreWork, Work
 from mopd.types import UserError
 from mopd.wire.codec import VERSION, MessageT, WireError, decode, encode
-from mopd.wire.limits import CONTENT_TYPE, DEADLINE_HEADER
-from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest
+from mopd.wire.limits import CONTENT_TYPE, DEADLINE_HEADER, MAX_CHUNK_BYTES
+from mopd.wire.messages import GenerateRequest, ScoreRequest
 from mopd.wire.weights import WeightAbort, WeightBegin, WeightChunk, WeightCommit, WeightVersion
 
 logger = logging.getLogger(__name__)
 LARGE_BYTES = 2**18
 """Bodies above this are coded in a thread, so that ``/health`` answers meanwhile."""
+SMALL_BYTES = 2**16
+"""Limit of bodies that only say what to do."""
 
 ResultT = TypeVar("ResultT")
 
@@ -62,7 +67,9 @@ class Served:
     tokenizer: Tokenizer | None = None
     """For text prompts of ``/v1/completions``."""
     token: str | None = None
-    """Access token that every path but ``/health`` asks for."""
+    """Access token that every path but ``/health`` asks for; without one, web pages are kept out (``guard``)."""
+    names: Sequence[str] = LOOPBACK_NAMES
+    """What clients may call the server, where no token is asked for."""
     on_dead: Callable[[], None] = lambda: None
     """Called once when the engine is dead for good."""
 
@@ -77,7 +84,9 @@ class EngineServer:
             served.host, self.admission, has_weights=served.role == "teacher", fixed=served.role == "teacher"
         )
         self.metrics = ServerMetrics(self.admission, self.updates)
-        self._bodies = BodyReader(max_body_bytes=served.limits.max_body_bytes, timeout_s=served.limits.body_timeout_s)
+        limits = served.limits
+        self._bodies = BodyReader(limits, max_arriving_bytes=NUM_BODIES * limits.max_body_bytes)
+        self._chunks = BodyReader(limits, max_arriving_bytes=MAX_CHUNK_BYTES)
         self._info: EngineInfo | None = None
         self._is_asleep = False
 
@@ -93,18 +102,22 @@ class EngineServer:
         await self.served.host.close()
 
     def drain(self) -> None:
-        """Let nothing new in; what runs may end."""
+        """Let nothing new in, nor what has not arrived completely; what runs may end."""
         if self.admission.closed_kind is None:
             self.admission.close("draining", "the server is about to end")
+        for bodies in (self._bodies, self._chunks):
+            bodies.close(Refusal(503, "draining", "the server is about to end"))
 
     @property
     def info(self) -> EngineInfo:
         """The engine's own account, completed by what the server knows."""
         assert self._info is not None
         limits = self.served.limits
+        most = self._info.vocab_size if self._info.max_logprobs is None else self._info.max_logprobs
         return dataclasses.replace(
             self._info,
             weight_version=self.updates.weight_version,
+            max_logprobs=self._info.max_logprobs if most <= limits.max_top_k else limits.max_top_k,
             manifest=self.served.manifest,
             limits=EngineLimits(
                 max_tokens_per_request=limits.max_tokens_per_request,
@@ -139,7 +152,7 @@ class EngineServer:
     async def score(self, request: Request) -> Response:
         """Score response tokens."""
         deadline = self._deadline(request)
-        work = ScoreWork(await self._read(request, ScoreRequest))
+        work = ScoreWork(await self._read(request, ScoreRequest, self.served.limits.max_body_bytes))
         response = await self._serve(request, deadline, work)
         self.metrics.scored_tokens.inc(work.num_rows)
         return response
@@ -147,7 +160,7 @@ class EngineServer:
     async def generate(self, request: Request) -> Response:
         """Draw responses."""
         deadline = self._deadline(request)
-        work = GenerateWork(await self._read(request, GenerateRequest))
+        work = GenerateWork(await self._read(request, GenerateRequest, self.served.limits.max_body_bytes))
         response = await self._serve(request, deadline, work)
         self.metrics.generated_tokens.inc(work.num_rows)
         return response
@@ -155,46 +168,35 @@ class EngineServer:
     async def completions(self, request: Request) -> Response:
         """OpenAI's form, for other clients."""
         deadline = self._deadline(request)
-        body = await self._bodies.read(request)
-        try:
-            asked = CompletionRequest.model_validate_json(body)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(str(part) for part in first["loc"])
-            raise bad_request(f"{place}: {first['msg']}") from error
-        work = make_work(asked, self.info, self.served.tokenizer)
-        self.updates.require(self.updates.weight_version)
-        reservation = self.admission.admit(work.num_tokens)
-        try:
-            with reservation.running():
-                answer = await self._until(request, deadline, work.run(self.served.host))
-        finally:
-            reservation.release()
-        return JSONResponse(answer)
+        async with self._bodies.read(request, self.served.limits.max_body_bytes) as body:
+            # in a thread whatever its size: the time that a text takes to become tokens is known afterwards
+            work = await asyncio.to_thread(read_work, body, self.info, self.served.tokenizer)
+        return await self._serve(request, deadline, work)
 
     async def weights_begin(self, request: Request) -> Response:
         """First message of a weight update."""
-        return _message(self.updates.begin(await self._read(request, WeightBegin)))
+        return _message(self.updates.begin(await self._read(request, WeightBegin, SMALL_BYTES)))
 
     async def weights_chunk(self, request: Request) -> Response:
-        """Tensors of a weight update."""
-        return _message(self.updates.add(await self._read(request, WeightChunk)))
+        """Tensors of a weight update. Its large body is read during an update only, and one at a time."""
+        self.updates.require_receiving()
+        return _message(self.updates.add(await self._read(request, WeightChunk, MAX_CHUNK_BYTES, self._chunks)))
 
     async def weights_commit(self, request: Request) -> Response:
         """Last message of a weight update; answers when the new weights serve."""
-        message = await self._read(request, WeightCommit)
+        message = await self._read(request, WeightCommit, SMALL_BYTES)
         return _message(await self._engine_call(self.updates.commit(message)))
 
     async def weights_abort(self, request: Request) -> Response:
         """End of an update that will not be completed."""
-        return _message(self.updates.abort(await self._read(request, WeightAbort)))
+        return _message(self.updates.abort(await self._read(request, WeightAbort, SMALL_BYTES)))
 
     def _deadline(self, request: Request) -> float:
         return read_deadline(request, DEADLINE_HEADER, self.served.limits.request_timeout_s)
 
     async def sleep(self, request: Request) -> Response:
         """Give the engine's memory back until ``wake``; what runs may end. Asleep already is fine."""
-        await self._bodies.read(request)
+        await self._ignore_body(request)
         engine = self._sleeper()
         if self.updates.is_running:
             raise stale_weights("a weight update is on its way")
@@ -211,7 +213,7 @@ class EngineServer:
 
     async def wake(self, request: Request) -> Response:
         """Undo ``sleep``. Awake already is fine."""
-        await self._bodies.read(request)
+        await self._ignore_body(request)
         engine = self._sleeper()
         if self._is_asleep:
             await self._engine_call(engine.wake_up())
@@ -225,13 +227,19 @@ class EngineServer:
             raise bad_request("this engine cannot sleep")
         return engine
 
-    async def _read(self, request: Request, cls: type[MessageT]) -> MessageT:
-        body = await self._bodies.read(request)
-        self.metrics.received_bytes.inc(len(body))
-        try:
-            return await _maybe_in_thread(len(body), decode, body, cls)
-        except WireError as error:
-            raise bad_request(str(error)) from error
+    async def _ignore_body(self, request: Request) -> None:
+        async with self._bodies.read(request, SMALL_BYTES):
+            pass
+
+    async def _read(
+        self, request: Request, cls: type[MessageT], max_bytes: int, bodies: BodyReader | None = None
+    ) -> MessageT:
+        async with (bodies or self._bodies).read(request, max_bytes) as body:
+            self.metrics.received_bytes.inc(len(body))
+            try:
+                return await _maybe_in_thread(len(body), decode, body, cls)
+            except WireError as error:
+                raise bad_request(str(error)) from error
 
     async def _serve(self, request: Request, deadline: float, work: Work) -> Response:
         """Admission, the engine's call, the answer. Room in the queue is held until the answer has left."""
@@ -241,16 +249,12 @@ class EngineServer:
             self.updates.require(work.weight_version)
             with reservation.running():
                 answer = await self._until(request, deadline, work.run(self.served.host))
-            num_bytes = sum(value.nbytes for value in vars(answer).values() if hasattr(value, "nbytes"))
-            return self._sliced(await _maybe_in_thread(num_bytes, _encode, answer), reservation)
+            content = await _maybe_in_thread(work.answer_bytes(answer), work.encode, answer)
+            self.metrics.sent_bytes.inc(len(content))
+            return SlicedResponse(content, work.media_type, on_end=reservation.release)
         except BaseException:
             reservation.release()
             raise
-
-    def _sliced(self, body: bytes, reservation: Reservation) -> Response:
-        self.metrics.sent_bytes.inc(len(body))
-        timeout_s = self.served.limits.body_timeout_s
-        return SlicedResponse(body, CONTENT_TYPE, slice_timeout_s=timeout_s, on_end=reservation.release)
 
     async def _until(self, request: Request, deadline: float, call: Awaitable[ResultT]) -> ResultT:
         """The call's result; the call is cancelled at the deadline and when the client has gone."""
@@ -316,19 +320,18 @@ def create_app(server: EngineServer) -> FastAPI:
         counted = _counted(server.metrics, path, handler)
         app.add_api_route(path, counted, methods=["POST"], response_model=None, dependencies=guarded)
 
-    async def refuse(request: Request, error: Exception) -> Response:
+    async def refuse(_: Request, error: Exception) -> Response:
         assert isinstance(error, Refusal)
-        if error.status not in (408, 499):  # that client does not send, or is gone
-            await discard(request)
         return error.response()
 
     app.add_exception_handler(Refusal, refuse)
+    add_guards(app, is_open=server.served.token is None, names=server.served.names)
     return app
 
 
 def _token_check(token: str | None) -> Callable[[Request], Awaitable[None]]:
     async def check(request: Request) -> None:
-        given = request.headers.get("authorization", "")
+        given = request.headers.get("authorization", "")  # compared in constant time
         if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise Refusal(401, "unauthorized", "send the server's token: Authorization: Bearer TOKEN")
 
@@ -356,13 +359,6 @@ def _counted(
             metrics.latency_s.labels(path).observe(time.monotonic() - start)
 
     return count
-
-
-def _encode(answer: ScoreAnswer | GenerateAnswer) -> bytes:
-    try:
-        return encode(answer)
-    except ValueError as error:  # log-probs that the asked dtype cannot hold
-        raise bad_request(str(error)) from error
 
 
 def _message(message: WeightVersion) -> Response:

@@ -3,69 +3,86 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from mopd.serving.admission import ServerLimits
 from mopd.serving.errors import Refusal, bad_request, busy, too_large
 
-logger = logging.getLogger(__name__)
-SLICE_BYTES = 2**20
-DISCARD_S = 2.0
-"""Time to read away a refused body: a connection closed over unread bytes is reset, and the refusal lost."""
+SLICE_BYTES = 2**16
 NUM_BODIES = 4
 """Bodies of the greatest size that may arrive at a time."""
 
 
 class BodyReader:
-    """Reads bodies within a limit each and a limit together."""
+    """Reads bodies within a limit each and a limit together. What counts is what has arrived, not what was announced:
+    a client that only announces holds nothing."""
 
-    def __init__(self, *, max_body_bytes: int, timeout_s: float) -> None:
-        self._max_body_bytes, self._timeout_s = max_body_bytes, timeout_s
-        self._arriving_bytes = 0
+    def __init__(self, limits: ServerLimits, *, max_arriving_bytes: int) -> None:
+        self._limits, self._max_arriving_bytes = limits, max_arriving_bytes
+        self._arrived_bytes = 0
+        self._arriving: set[asyncio.Future[bytearray]] = set()
+        self._closed_because: Refusal | None = None
 
-    async def read(self, request: Request) -> bytes:
-        """The whole body.
+    @asynccontextmanager
+    async def read(self, request: Request, max_bytes: int) -> AsyncIterator[bytearray]:
+        """The whole body, of at most ``max_bytes``. It counts until the block ends: decode it there, and forget it.
 
         Raises:
-            Refusal: 411 without a length, 413 above the limit, 429 when too much arrives at once, 408 when it is slow.
+            Refusal: 411 without a length, 413 above the limit, 429 when too much arrives at once, 408 when it is slow,
+                503 when the server is about to end.
         """
         size = _content_length(request)
-        if size > self._max_body_bytes:
-            raise too_large(f"a body of {size} bytes: this server takes {self._max_body_bytes}")
-        if self._arriving_bytes + size > NUM_BODIES * self._max_body_bytes:
-            raise busy(f"{self._arriving_bytes} bytes of other bodies are arriving", retry_after_s=1.0)
-        self._arriving_bytes += size
+        if size > max_bytes:
+            raise too_large(f"a body of {size} bytes: this server takes {max_bytes}")
+        if self._closed_because is not None:
+            raise self._closed_because
+        body = bytearray()  # a list of parts would cost much more than their bytes when they are small
+        collecting = asyncio.ensure_future(self._collect(request, body))
+        self._arriving.add(collecting)
         try:
-            return await asyncio.wait_for(_collect(request), self._timeout_s)
+            yield await self._in_time(collecting)
+        finally:
+            self._arriving.discard(collecting)
+            self._arrived_bytes -= len(body)
+
+    def close(self, reason: Refusal) -> None:
+        """Refuse what has not arrived yet, and all that would come."""
+        self._closed_because = reason
+        for collecting in self._arriving:
+            collecting.cancel()
+
+    async def _in_time(self, collecting: asyncio.Future[bytearray]) -> bytearray:
+        try:
+            return await asyncio.wait_for(collecting, self._limits.body_timeout_s)
         except asyncio.TimeoutError as error:
-            raise Refusal(408, "body_timeout", f"the body did not arrive within {self._timeout_s} s") from error
+            longest_s, silence_s = self._limits.body_timeout_s, self._limits.stall_timeout_s
+            message = f"the body did not arrive within {longest_s:g} s, or nothing of it for {silence_s:g} s"
+            raise Refusal(408, "body_timeout", message) from error
         except ClientDisconnect as error:
             raise Refusal(499, "client_gone", "the client went away") from error
-        finally:
-            self._arriving_bytes -= size
+        except asyncio.CancelledError:
+            if self._closed_because is not None:
+                raise self._closed_because from None
+            raise
 
-
-async def _collect(request: Request) -> bytes:
-    return b"".join([part async for part in request.stream()])
-
-
-async def discard(request: Request) -> None:
-    """Read away what is left of a refused body, for a moment."""
-
-    async def read_away() -> None:
-        async for _ in request.stream():
-            pass
-
-    try:
-        await asyncio.wait_for(read_away(), DISCARD_S)
-    except (asyncio.TimeoutError, ClientDisconnect, RuntimeError):
-        return  # slow, gone, or read before: the refusal is sent all the same
+    async def _collect(self, request: Request, body: bytearray) -> bytearray:
+        parts = request.stream()
+        while True:
+            part = await asyncio.wait_for(anext(parts, None), self._limits.stall_timeout_s)
+            if part is None:
+                return body
+            others = self._arrived_bytes - len(body)
+            if self._arrived_bytes + len(part) > self._max_arriving_bytes and others:
+                raise busy(f"{others} bytes of other bodies are arriving", retry_after_s=1.0)
+            body += part
+            self._arrived_bytes += len(part)
 
 
 async def disconnected(request: Request) -> None:
@@ -75,14 +92,15 @@ async def disconnected(request: Request) -> None:
 
 
 class SlicedResponse(Response):
-    """A body that leaves slice by slice, each with a deadline; ``on_end`` is called however it ends."""
+    """A body that leaves slice by slice; ``on_end`` is called however it ends. A client that does not read it loses its
+    connection (``connections``)."""
 
-    def __init__(self, body: bytes, media_type: str, *, slice_timeout_s: float, on_end: Callable[[], None]) -> None:
+    def __init__(self, body: bytes, media_type: str, *, on_end: Callable[[], None]) -> None:
         super().__init__(body, media_type=media_type)
-        self._slice_timeout_s, self._on_end = slice_timeout_s, on_end
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it. A client that does not read loses its connection."""
+        """Send it."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             view = memoryview(self.body)
@@ -92,9 +110,7 @@ class SlicedResponse(Response):
                     "body": bytes(view[start : start + SLICE_BYTES]),
                     "more_body": start + SLICE_BYTES < len(view),
                 }
-                await asyncio.wait_for(send(message), self._slice_timeout_s)
-        except asyncio.TimeoutError:  # uvicorn closes a connection whose answer is not complete
-            logger.warning("a client did not read its answer for %g s", self._slice_timeout_s)
+                await send(message)
         finally:
             self._on_end()
 
@@ -115,6 +131,6 @@ def read_deadline(request: Request, header: str, longest_s: float) -> float:
 
 def _content_length(request: Request) -> int:
     text = request.headers.get("content-length")
-    if text is None or not text.isdecimal():
+    if text is None:
         raise Refusal(411, "length_required", "send a Content-Length")
-    return int(text)
+    return int(text)  # h11 lets nothing through but 1 to 20 digits

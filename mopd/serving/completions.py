@@ -15,16 +15,23 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mopd.engines.interface import EngineInfo, Generation, SamplingParams, Scores
-from mopd.serving.errors import bad_request
+from mopd.files.json_text import parse_json
+from mopd.serving.errors import bad_request, too_large
 from mopd.serving.host import EngineHost
 from mopd.serving.work import check_length, check_token, check_top_k
-from mopd.wire.limits import MIN_TEMPERATURE
+from mopd.wire.limits import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""
+CHARACTERS_PER_TOKEN = 32
+"""More than this, on average, is taken to be too long before it is cut into tokens: ordinary text has about 4, deeply
+indented code 16."""
+MAX_ENTRIES = 2**17
+"""Log-probs in one answer: each is half a kilobyte of Python objects before it is JSON."""
 
 
 class Tokenizer(Protocol):
@@ -61,14 +68,25 @@ class CompletionRequest(BaseModel):
     user: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Completion:
+    """What the engine gave for one prompt."""
+
+    sequence: list[int]
+    """Prompt and response."""
+    drawn: Generation | None
+    scores: Scores | None
+
+
 @dataclass(slots=True)
 class CompletionWork:
-    """One completion request, checked against the engine."""
+    """Implements ``Work`` for ``/v1/completions``: one request, checked against the engine."""
 
     request: CompletionRequest
     prompts: list[list[int]]
     info: EngineInfo
     tokenizer: Tokenizer | None
+    media_type: str = "application/json"
 
     @property
     def num_tokens(self) -> int:
@@ -76,13 +94,29 @@ class CompletionWork:
         return sum(map(len, self.prompts)) + len(self.prompts) * self.request.max_tokens
 
     @property
+    def weight_version(self) -> int:
+        """Whichever answered when the request came."""
+        return self.info.weight_version
+
+    def check(self, info: EngineInfo) -> None:
+        """See ``Work.check``: what ``make_work`` could not know before."""
+        if self._top_k is None:
+            return
+        check_top_k(self._top_k, info)
+        if self.num_tokens * self._top_k > MAX_ENTRIES:
+            raise too_large(
+                f"{self.num_tokens} tokens with {self._top_k} log-probs each: at most {MAX_ENTRIES} together are "
+                "answered as JSON; ask for fewer, or use /v1/score"
+            )
+
+    @property
     def _top_k(self) -> int | None:
         """Alternatives per position; None when no log-prob is asked for."""
         asked = [k for k in (self.request.logprobs, self.request.prompt_logprobs) if k is not None]
         return max(1, *asked) if asked else None
 
-    async def run(self, host: EngineHost) -> dict[str, Any]:
-        """The JSON answer."""
+    async def run(self, host: EngineHost) -> list[_Completion]:
+        """See ``Work.run``."""
         drawn: Sequence[Generation | None] = [None] * len(self.prompts)
         if self.request.max_tokens:
             seed = secrets.randbits(62) if self.request.seed is None else self.request.seed
@@ -90,7 +124,7 @@ class CompletionWork:
                 max_new_tokens=self.request.max_tokens,
                 temperature=self.request.temperature,
                 top_p=self.request.top_p,
-                top_k=self.request.top_k,
+                top_k=min(self.request.top_k, self.info.vocab_size),
             )
             drawn = await host.generate(self.prompts, sampling, [seed + i for i in range(len(self.prompts))])
         sequences = [
@@ -101,14 +135,23 @@ class CompletionWork:
         if self._top_k is not None:
             tokens = [torch.tensor(sequence) for sequence in sequences]
             scores = await host.score(tokens, [1] * len(tokens), top_k=self._top_k, temperature=1.0)
+        return [_Completion(*parts) for parts in zip(sequences, drawn, scores, strict=True)]
+
+    def answer_bytes(self, answer: list[_Completion]) -> int:
+        """See ``Work.answer_bytes``."""
+        return sum(len(done.sequence) for done in answer) * 100 * (1 + (self._top_k or 0))
+
+    def encode(self, answer: list[_Completion]) -> bytes:
+        """See ``Work.encode``."""
+        return bytes(JSONResponse(self._body(answer)).body)
+
+    def _body(self, answer: list[_Completion]) -> dict[str, Any]:
         choices = [
-            self._choice(index, prompt, sequence, given, scored)
-            for index, (prompt, sequence, given, scored) in enumerate(
-                zip(self.prompts, sequences, drawn, scores, strict=True)
-            )
+            self._choice(index, prompt, done.sequence, done.drawn, done.scores)
+            for index, (prompt, done) in enumerate(zip(self.prompts, answer, strict=True))
         ]
         num_prompt = sum(map(len, self.prompts))
-        num_drawn = sum(map(len, sequences)) - num_prompt
+        num_drawn = sum(len(done.sequence) for done in answer) - num_prompt
         return {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -183,14 +226,27 @@ class CompletionWork:
         return f"token_id:{token}" if text is None else text
 
 
+def read_work(body: bytearray, info: EngineInfo, tokenizer: Tokenizer | None) -> CompletionWork:
+    """A request from its JSON, for a thread: texts become tokens here. ``Refusal`` 400 for what cannot be answered."""
+    try:
+        asked = CompletionRequest.model_validate(parse_json(bytes(body)))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part)[:40] for part in first["loc"])
+        raise bad_request(f"{place}: {first['msg']}") from error
+    except ValueError as error:
+        raise bad_request(f"not valid JSON: {error}") from error
+    return make_work(asked, info, tokenizer)
+
+
 def make_work(request: CompletionRequest, info: EngineInfo, tokenizer: Tokenizer | None) -> CompletionWork:
     """Token ids of the prompts; ``Refusal`` 400 for what this server cannot answer."""
     if request.stream:
         raise bad_request("stream is true: answers come whole; leave it out")
     if request.model not in (None, info.model):
-        raise bad_request(f"model is {request.model!r}: this server has {info.model!r}")
-    if 0 < request.temperature < MIN_TEMPERATURE:
-        raise bad_request(f"temperature is {request.temperature}: set 0, or {MIN_TEMPERATURE} or more")
+        raise bad_request(f"model is {request.model!r:.80}: this server has {info.model!r}")
+    if request.temperature and not MIN_TEMPERATURE <= request.temperature <= MAX_TEMPERATURE:
+        raise bad_request(f"temperature is {request.temperature}: set 0, or {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}")
     if request.top_k != -1 and request.top_k < 1:
         raise bad_request(f"top_k is {request.top_k}: set -1 (all) or a positive number")
     if request.seed is not None and not 0 <= request.seed < 2**62:
@@ -198,6 +254,7 @@ def make_work(request: CompletionRequest, info: EngineInfo, tokenizer: Tokenizer
     given = request.prompt
     is_one = not given or isinstance(given, str) or isinstance(given[0], int)
     several = cast(Sequence[str | list[int]], [given] if is_one else given)
+    _check_amount([prompt for prompt in several if isinstance(prompt, str)], info)
     prompts: list[list[int]] = []
     for prompt in several:
         if isinstance(prompt, str):
@@ -211,7 +268,14 @@ def make_work(request: CompletionRequest, info: EngineInfo, tokenizer: Tokenizer
         check_length(len(prompt) + request.max_tokens, info)
         check_token(max(prompt), info)
         prompts.append(prompt)
-    work = CompletionWork(request, prompts, info, tokenizer)
-    if work._top_k is not None:
-        check_top_k(work._top_k, info)
-    return work
+    return CompletionWork(request, prompts, info, tokenizer)
+
+
+def _check_amount(texts: Sequence[str], info: EngineInfo) -> None:
+    """``Refusal`` 400 or 413 for texts that cannot fit: cutting megabytes into tokens takes seconds."""
+    longest = max(map(len, texts), default=0)
+    if longest > CHARACTERS_PER_TOKEN * info.max_positions:
+        raise bad_request(f"a text of {longest} characters: {info.model} takes {info.max_positions} tokens")
+    most = info.limits.max_tokens_per_request
+    if most is not None and (len(texts) > most or sum(map(len, texts)) > CHARACTERS_PER_TOKEN * most):
+        raise too_large(f"{len(texts)} texts of {sum(map(len, texts))} characters: this server takes {most} tokens")

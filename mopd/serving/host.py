@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -18,6 +18,11 @@ from mopd.engines.interface import Described, Generation, Generator, SamplingPar
 
 class HostedEngine(Scorer, Generator, Described, Protocol):
     """What a server needs of an engine."""
+
+    @property
+    def weight_slots(self) -> Mapping[str, Tensor]:
+        """Where new weights go, by ``hf_name``: their shapes and dtypes."""
+        ...
 
 
 @runtime_checkable

@@ -3,9 +3,10 @@
 ::
 
     serving v ──begin──> receiving v+1 (no work; tensors kept aside) ──commit──> loading ──ok──> serving v+1
-        ▲                     │ abort, or silence for update_timeout_s             │ failed
-        └─────────────────────┘                                                    └──> no weights: work is refused
-    a new begin replaces the update before it (its sender died)                         (409) until an update succeeds
+        ▲                     │ abort, a wrong tensor, or silence                  │ │ failed half way
+        │                     │ for update_timeout_s                               │ └──> no weights: work is refused
+        └─────────────────────┴──────────────── refused: NaN, missing tensors ─────┘      (409) until an update succeeds
+    a new begin replaces the update before it (its sender died)
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from mopd.serving.admission import Admission
 from mopd.serving.errors import Refusal, bad_request, stale_weights
 from mopd.serving.host import EngineHost
+from mopd.types import UserError
 from mopd.wire.codec import WireError
 from mopd.wire.weights import (
     Staging,
@@ -28,6 +30,8 @@ from mopd.wire.weights import (
     WeightCommit,
     WeightVersion,
 )
+
+_NO_UPDATE = "no such weight update: it was replaced, aborted, or silent for too long"
 
 
 @dataclass(slots=True)
@@ -67,6 +71,12 @@ class WeightUpdates:
         if weight_version != self._weight_version:
             raise stale_weights(f"the server has weights {self._weight_version}, not {weight_version}")
 
+    def require_receiving(self) -> None:
+        """``Refusal`` 409 unless an update is on its way, 403 where none can be."""
+        self._require_updatable()
+        if self._update is None:
+            raise stale_weights(_NO_UPDATE)
+
     def begin(self, message: WeightBegin) -> WeightVersion:
         """No more work is let in; what runs may end."""
         self._require_updatable()
@@ -75,7 +85,7 @@ class WeightUpdates:
         self._update = _Update(
             update_id=message.update_id,
             weight_version=message.weight_version,
-            staging=Staging(max_bytes=self._admission.limits.max_update_bytes),
+            staging=Staging(self._host.engine.weight_slots),
             silence=self._alarm(),
         )
         return WeightVersion(weight_version=self._weight_version)
@@ -122,8 +132,13 @@ class WeightUpdates:
         self._drop()
 
     async def _load(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+        before = self._has_weights, self._weight_version
         self._has_weights, self._weight_version = False, -1
-        await self._host.load_weights(weights, weight_version)
+        try:
+            await self._host.load_weights(weights, weight_version)
+        except (ValueError, UserError):  # refused as a whole: see Generator.load_weights
+            self._has_weights, self._weight_version = before
+            raise
         if self._host.engine.weight_version != weight_version:
             raise RuntimeError(
                 f"the engine has weights {self._host.engine.weight_version} after {weight_version} were loaded"
@@ -139,7 +154,7 @@ class WeightUpdates:
     def _current(self, update_id: str) -> _Update:
         self._require_updatable()
         if self._update is None or self._update.update_id != update_id:
-            raise stale_weights("no such weight update: it was replaced, aborted, or silent for too long")
+            raise stale_weights(_NO_UPDATE)
         return self._update
 
     def _alarm(self) -> asyncio.TimerHandle:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,30 +11,64 @@ from torch import Tensor
 from mopd.engines.interface import EngineInfo, SamplingParams
 from mopd.serving.errors import bad_request
 from mopd.serving.host import EngineHost
-from mopd.wire.codec import Array
+from mopd.wire.codec import Array, encode
+from mopd.wire.limits import CONTENT_TYPE
 from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest, split_points
 
 
 class Work(Protocol):
     """One request at the engine."""
 
-    num_tokens: int
-    """What it costs the queue."""
-    num_rows: int
-    """Response tokens, known when it has run."""
-    weight_version: int
-    """The version that must answer."""
+    @property
+    def num_tokens(self) -> int:
+        """What it costs the queue."""
+        ...
+
+    @property
+    def weight_version(self) -> int:
+        """The version that must answer."""
+        ...
+
+    @property
+    def media_type(self) -> str:
+        """Of the answer."""
+        ...
 
     def check(self, info: EngineInfo) -> None:
         """``Refusal`` 400 for what this engine cannot do: a bad request must not spoil the call that it shares."""
         ...
 
-    async def run(self, host: EngineHost) -> ScoreAnswer | GenerateAnswer:
+    async def run(self, host: EngineHost) -> Any:
         """The engine's part."""
         ...
 
+    def answer_bytes(self, answer: Any) -> int:
+        """About how long ``encode`` makes what ``run`` returned."""
+        ...
 
-class ScoreWork:
+    def encode(self, answer: Any) -> bytes:
+        """The body of the answer to what ``run`` returned; ``Refusal`` 400 if it cannot be sent as asked."""
+        ...
+
+
+class _WireWork:
+    """What requests in mopd's own form have in common."""
+
+    media_type = CONTENT_TYPE
+
+    def answer_bytes(self, answer: ScoreAnswer | GenerateAnswer) -> int:
+        """See ``Work.answer_bytes``."""
+        return sum(value.nbytes for value in vars(answer).values() if isinstance(value, np.ndarray))
+
+    def encode(self, answer: ScoreAnswer | GenerateAnswer) -> bytes:
+        """See ``Work.encode``."""
+        try:
+            return encode(answer)
+        except ValueError as error:  # log-probs that the asked dtype cannot hold
+            raise bad_request(str(error)) from error
+
+
+class ScoreWork(_WireWork):
     """Implements ``Work`` for ``/v1/score``."""
 
     def __init__(self, request: ScoreRequest) -> None:
@@ -72,17 +106,19 @@ class ScoreWork:
         )
 
 
-class GenerateWork:
+class GenerateWork(_WireWork):
     """Implements ``Work`` for ``/v1/generate``."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self._request = request
         self.num_tokens = len(request.tokens) + len(request.lengths) * request.max_new_tokens
         self.num_rows = 0
+        self._vocab_size = 0
         self.weight_version = request.weight_version
 
     def check(self, info: EngineInfo) -> None:
         """See ``Work.check``."""
+        self._vocab_size = info.vocab_size
         check_token(int(self._request.tokens.max()), info)
         check_length(int(self._request.lengths.max()) + self._request.max_new_tokens, info)
 
@@ -93,7 +129,7 @@ class GenerateWork:
             max_new_tokens=request.max_new_tokens,
             temperature=request.temperature,
             top_p=request.top_p,
-            top_k=request.top_k,
+            top_k=min(request.top_k, self._vocab_size),
         )
         prompts = [prompt.tolist() for prompt in np.split(request.tokens, split_points(request.lengths))]
         drawn = await host.generate(prompts, sampling, request.seeds.tolist())

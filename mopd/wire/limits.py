@@ -20,3 +20,5 @@ MAX_SAMPLES = 65536
 """Sequences in one request."""
 MIN_TEMPERATURE = 1e-4
 """Smallest positive temperature: logits divided by much less are infinite, and their log-probs no numbers."""
+MAX_TEMPERATURE = 1e6
+"""Largest temperature: every distribution is uniform long before, and fp32 ends at 3e38."""

@@ -14,14 +14,13 @@ Shapes: N sequences, T tokens of all sequences, R rows (response tokens) of all 
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
 
 from mopd.wire.codec import LOGPROB, Array, WireError, array_field
-from mopd.wire.limits import MAX_SAMPLES, MIN_TEMPERATURE
+from mopd.wire.limits import MAX_SAMPLES, MAX_TEMPERATURE, MIN_TEMPERATURE
 
 LogprobDtype = Literal["float32", "float16"]
 
@@ -53,8 +52,10 @@ class ScoreRequest:
             raise WireError("prompt_lengths must lie between 1 and the sequence's length")
         if self.top_k < 1:
             raise WireError(f"top_k is {self.top_k}: set 1 or more")
-        if not MIN_TEMPERATURE <= self.temperature < math.inf:
-            raise WireError(f"temperature is {self.temperature}: scoring needs {MIN_TEMPERATURE} or more")
+        if not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            raise WireError(
+                f"temperature is {self.temperature}: scoring needs {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}"
+            )
 
     @property
     def checksum(self) -> bytes:
@@ -124,8 +125,8 @@ class GenerateRequest:
             raise WireError(f"{len(self.lengths)} prompts need as many seeds, none negative; got {len(self.seeds)}")
         if self.max_new_tokens < 1:
             raise WireError(f"max_new_tokens is {self.max_new_tokens}: set 1 or more")
-        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < math.inf:
-            raise WireError(f"temperature is {self.temperature}: set 0, or {MIN_TEMPERATURE} or more")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            raise WireError(f"temperature is {self.temperature}: set 0, or {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}")
         if not 0 < self.top_p <= 1:
             raise WireError(f"top_p is {self.top_p}: set a number in (0, 1]")
         if self.top_k != -1 and self.top_k < 1:

@@ -8,7 +8,7 @@ dtypes and shapes: what did not arrive completely is never used.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -167,10 +167,9 @@ def cut(
 class Staging:
     """Collects the tensors of one update on the receiving side."""
 
-    def __init__(self, *, max_bytes: int) -> None:
-        """``max_bytes`` bounds all tensors together."""
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
+    def __init__(self, slots: Mapping[str, Tensor]) -> None:
+        """``slots``: the weights that can arrive, with their shapes and kinds of dtype. Nothing else takes memory."""
+        self._slots = slots
         self._next_index = 0
         self._ledger = TensorLedger()
         self._tensors: dict[str, Tensor] = {}
@@ -178,8 +177,8 @@ class Staging:
         """Name, buffer and filled bytes of the tensor that is not complete."""
 
     def add(self, chunk: WeightChunk) -> None:
-        """Take the next chunk. ``WireError`` for one out of turn, or a tensor that comes twice, in disorder or too
-        large."""
+        """Take the next chunk. ``WireError`` for one out of turn, or a tensor that comes twice, in disorder or that is
+        none of the model's."""
         if chunk.index != self._next_index:
             raise WireError(f"chunk {chunk.index} came when {self._next_index} was due")
         self._next_index += 1
@@ -192,10 +191,7 @@ class Staging:
         if self._open is None:
             if name in self._tensors:
                 raise WireError(f"weight {name!r} arrives twice")
-            total = prod(shape) * DTYPES[dtype].itemsize
-            self._num_bytes += total
-            if self._num_bytes > self._max_bytes:
-                raise WireError(f"the weights exceed the {self._max_bytes} bytes that this model can have")
+            self._require_slot(name, dtype, shape)
             self._tensors[name] = torch.empty(shape, dtype=DTYPES[dtype])
             buffer = self._tensors[name].reshape(-1).view(torch.uint8).numpy()
             self._ledger.add(name, dtype, shape)
@@ -207,6 +203,15 @@ class Staging:
         buffer[filled : filled + len(data)] = data
         filled += len(data)
         self._open = None if filled == len(buffer) else (open_name, buffer, filled)
+
+    def _require_slot(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        if name not in self._slots:
+            raise WireError(f"weight {name!r} does not exist in this model")
+        slot = self._slots[name]
+        if shape != tuple(slot.shape):
+            raise WireError(f"weight {name!r} has shape {list(shape)}, this model needs {list(slot.shape)}")
+        if DTYPES[dtype].is_floating_point != slot.dtype.is_floating_point:
+            raise WireError(f"weight {name!r} has dtype {dtype}, this model needs {str(slot.dtype)[6:]} or the like")
 
     def finish(self, commit: WeightCommit) -> dict[str, Tensor]:
         """All tensors by name. ``WireError`` if what arrived is not all that was sent."""

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
 from mopd.config.schema import TorchEngine as TorchEngineConfig
 from mopd.engines.interface import Generation, SamplingParams, Scores
 from mopd.engines.torch_engine import TorchEngine
-from mopd.types import UserError
+from mopd.types import NonFiniteError, UserError
 from tests.fixtures.tiny_models import EOS_ID, FP32_FORWARD_ATOL, VOCAB_SIZE, make_hf_model
 
 PROMPTS = [[5, 9, 11], [7], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22, 23], [5, 9, 11], [30, 3]]
@@ -218,9 +218,41 @@ def test_wrong_weights_are_refused_and_leave_no_half_loaded_engine(
         asyncio.run(target.load_weights(good, 1))
         with pytest.raises(ValueError, match=message):
             asyncio.run(target.load_weights(weights, 2))
-        assert target.weight_version == -1
-        with pytest.raises(RuntimeError, match="no weights"):
-            generate(target, [[5]], [0])
+        assert target.weight_version == 1
+        assert torch.equal(generate(target, [[5]], [0])[0].tokens, generate(engine, [[5]], [0])[0].tokens)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("value", "dtype", "shown"),
+    [
+        (float("nan"), "float32", "float32 (the first, nan, at [1, 2])"),
+        (float("-inf"), "float32", "float32 (the first, -inf, at [1, 2])"),
+        (float("inf"), "bfloat16", "bfloat16 (the first, inf, at [1, 2])"),
+        (3.4e38, "bfloat16", "bfloat16 (the first, 3.4e+38, at [1, 2])"),
+    ],
+)
+def test_nonfinite_weights_are_refused_and_the_old_ones_answer_on(
+    engine: TorchEngine, folders: dict[str, Path], value: float, dtype: Any, shown: str, streamed: bool
+) -> None:
+    """Also such as become infinite in the engine's dtype; taken where the recipe says so."""
+    good = {name: tensor.clone() for name, tensor in engine.model.named_parameters()}
+    name = next(name for name, tensor in reversed(good.items()) if tensor.dim() == 2)
+    bad = {**good, name: good[name].clone()}
+    bad[name][1, 2] = value
+    target = TorchEngine.empty(folders["qwen3"], TorchEngineConfig(dtype=dtype))
+    asyncio.run(target.load_weights(good.items(), 1))
+    before = generate(target, PROMPTS, SEEDS)
+    with pytest.raises(NonFiniteError) as refused:
+        asyncio.run(target.load_weights(iter(bad.items()) if streamed else bad.items(), 2))
+    assert f"weight {name!r} has 1 values that are NaN or infinite in {shown}" in str(refused.value)
+    assert "\n" not in str(refused.value) and "rollout.engine.allow_nonfinite_weights" in str(refused.value)
+    assert target.weight_version == 1
+    for old, now in zip(before, generate(target, PROMPTS, SEEDS), strict=True):
+        assert torch.equal(old.tokens, now.tokens) and torch.equal(old.logprobs, now.logprobs)
+    taking = TorchEngine.empty(folders["qwen3"], TorchEngineConfig(dtype=dtype, allow_nonfinite_weights=True))
+    asyncio.run(taking.load_weights(bad.items(), 2))
+    assert taking.weight_version == 2
 
 
 def test_unreadable_checkpoints_name_the_folder(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from mopd.config.engines import VllmEngine as VllmEngineConfig
 from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams
 from mopd.engines.torch_engine import TorchEngine
 from mopd.engines.vllm_engine import VllmEngine
-from mopd.types import UserError
+from mopd.types import NonFiniteError, UserError
 from tests.fixtures.tiny_models import EOS_ID, VOCAB_SIZE, make_hf_model
 
 pytestmark = pytest.mark.vllm
@@ -224,9 +224,11 @@ def test_the_student_arrives_by_load_weights_alone(
         assert rollout.weight_version == 1
         with pytest.raises(ValueError, match=message):
             loop.run_until_complete(rollout.load_weights(weights, 2))
-        assert rollout.weight_version == -1
-        with pytest.raises(RuntimeError, match="no weights"):
-            sample_all(loop, rollout, [[5]], [0])
+        assert rollout.weight_version == 1
+    broken = [*good[:3], (name, torch.full_like(tensor, float("inf"))), *good[4:]]
+    with pytest.raises(NonFiniteError, match=f"weight {name!r} has .* infinite"):
+        loop.run_until_complete(rollout.load_weights(broken, 2))
+    assert_answers_like(loop, rollout, folders["student"], PROMPTS)
 
 
 def test_new_weights_answer_at_once_and_old_caches_do_not(

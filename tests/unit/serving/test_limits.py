@@ -42,68 +42,72 @@ def assert_lives(running: RunningServer) -> None:
 
 
 @pytest.fixture(scope="module")
-def http_servers(folder: Any) -> Iterator[list[RunningServer]]:
-    """The same server on both of uvicorn's HTTP parsers: which one is there depends on what is installed."""
-    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig())
-    limits = {"max_body_bytes": 20_000, "body_timeout_s": 1.0}
-    with (
-        running_server(engine, http="h11", limits=limits) as one,
-        running_server(engine, http="auto", limits=limits) as two,
-    ):
-        yield [one, two]
+def strict(folder: Any) -> Iterator[RunningServer]:
+    """A teacher with small limits and short deadlines."""
+    limits = {"max_body_bytes": 20_000, "body_timeout_s": 1.0, "head_timeout_s": 0.7, "stall_timeout_s": 0.7}
+    with running_server(TorchEngine.from_pretrained(folder, TorchEngineConfig()), limits=limits) as running:
+        yield running
 
 
-def test_a_body_too_large(http_servers: list[RunningServer]) -> None:
-    """Refused by its announced length; the client hears it although it is still sending."""
-    for running in http_servers:
-        for size in (20_001, 5_000_000):
-            response = post(running, "/v1/score", b"x" * size)
-            assert response.status_code == 413
-            assert f"a body of {size} bytes: this server takes 20000" in response.text
-        assert_lives(running)
-
-
-def test_a_body_without_length(http_servers: list[RunningServer]) -> None:
-    for running in http_servers:
-        response = CLIENT.post(f"{running.url}/v1/score", content=iter([b"x"]))
-        assert response.status_code == 411
-        assert_lives(running)
-
-
-def test_a_client_that_sends_slowly(http_servers: list[RunningServer]) -> None:
-    """Its place is free again when the body is late; another client is served meanwhile."""
-    for running in http_servers:
-        host, port = running.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as slow:
-            slow.sendall(b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-length: 19000\r\n\r\nabc")
-            assert_lives(running)
-            slow.settimeout(10)
-            assert b"408" in slow.recv(1000).split(b"\r\n")[0]
-        assert running.server._bodies._arriving_bytes == 0
-        assert_lives(running)
-
-
-def test_too_much_arrives_at_once(http_servers: list[RunningServer]) -> None:
-    (running, _), head = http_servers, b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-length: 20000\r\n\r\n"
+def connect(running: RunningServer) -> socket.socket:
     host, port = running.url.removeprefix("http://").split(":")
-    slow = [socket.create_connection((host, int(port))) for _ in range(4)]
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def test_a_body_too_large(strict: RunningServer) -> None:
+    """Refused by its announced length; the client hears it although it is still sending."""
+    for size in (20_001, 5_000_000):
+        response = post(strict, "/v1/score", b"x" * size)
+        assert response.status_code == 413
+        assert f"a body of {size} bytes: this server takes 20000" in response.text
+    assert_lives(strict)
+
+
+def test_a_body_without_length(strict: RunningServer) -> None:
+    response = CLIENT.post(f"{strict.url}/v1/score", content=iter([b"x"]))
+    assert response.status_code == 411
+    assert_lives(strict)
+
+
+@pytest.mark.parametrize("drip", [False, True], ids=["silent", "drip by drip"])
+def test_a_client_that_sends_slowly(strict: RunningServer, drip: bool) -> None:
+    """Its place is free again when the body is late; another client is served meanwhile."""
+    with connect(strict) as slow:
+        slow.sendall(b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: 19000\r\n\r\nabc")
+        assert_lives(strict)
+        start = time.monotonic()
+        while drip and time.monotonic() < start + 0.9:
+            slow.sendall(b"x")
+            time.sleep(0.05)
+        assert b"408" in slow.recv(1000).split(b"\r\n")[0]
+    assert strict.server._bodies._arrived_bytes == 0
+    assert_lives(strict)
+
+
+def test_too_much_arrives_at_once(strict: RunningServer) -> None:
+    """What has arrived counts, not what was announced."""
+    head = b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: 20000\r\n\r\n"
+    slow = [connect(strict) for _ in range(9)]
     try:
         for connection in slow:
             connection.sendall(head)
-        wait_until(lambda: running.server._bodies._arriving_bytes == 80_000)
-        response = post(running, "/v1/score", encode(score_request()))
-        assert response.status_code == 429 and "80000 bytes of other bodies" in response.text
+        assert_lives(strict)
+        for connection in slow[:4]:
+            connection.sendall(b"x" * 19_999)
+        wait_until(lambda: strict.server._bodies._arrived_bytes == 4 * 19_999)
+        response = post(strict, "/v1/score", encode(score_request()))
+        assert response.status_code == 429 and "79996 bytes of other bodies" in response.text
     finally:
         for connection in slow:
             connection.close()
-    wait_until(lambda: running.server._bodies._arriving_bytes == 0)
-    assert_lives(running)
+    wait_until(lambda: strict.server._bodies._arrived_bytes == 0)
+    assert_lives(strict)
 
 
 def test_a_client_that_does_not_read(folder: Any) -> None:
     """The answer is larger than what the sockets hold; after the deadline its room in the queue is free again."""
     engine = TorchEngine.from_pretrained(folder, TorchEngineConfig())
-    limits = {"body_timeout_s": 0.5, "max_tokens_per_request": 40_000, "max_queued_tokens": 40_000}
+    limits = {"stall_timeout_s": 0.5, "max_tokens_per_request": 40_000, "max_queued_tokens": 40_000}
     tokens = random_tokens(*[250] * 150)
     body = encode(
         score_request(
@@ -118,7 +122,9 @@ def test_a_client_that_does_not_read(folder: Any) -> None:
         with socket.socket() as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             slow.connect((host, int(port)))
-            slow.sendall(f"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+            slow.sendall(
+                f"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+            )
             wait_until(lambda: running.server.admission.queued_tokens > 0)
             wait_until(lambda: running.server.admission.queued_tokens == 0)
         assert_lives(running)

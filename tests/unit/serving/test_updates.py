@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -182,41 +183,95 @@ def test_a_new_update_replaces_the_one_whose_sender_died(
     run(rollout, work)
 
 
-@pytest.mark.parametrize("damage", ["missing", "unknown", "shape"])
-def test_weights_of_another_model_leave_a_server_without_weights_until_the_next_update(
-    rollout: RunningServer, weights: Weights, local: TorchEngine, damage: str
+Damage = Callable[[Weights], object]
+
+
+def nonfinite(value: float) -> Damage:
+    """One value of the last weight."""
+
+    def damage(weights: Weights) -> None:
+        name, tensor = list(weights.items())[-1]
+        weights[name] = tensor.clone()
+        weights[name].view(-1)[-1] = value
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda w: w.popitem(), r"did not arrive, among them"),
+        (lambda w: w.update(other=torch.zeros(2)), "'other' does not exist"),
+        (lambda w: w.update({f"empty{i}": torch.zeros(0) for i in range(5000)}), "'empty0' does not exist"),
+        (lambda w: w.update({min(w): w[min(w)][None]}), "has shape"),
+        (lambda w: w.update({min(w): w[min(w)].to(torch.int8)}), "has dtype int8"),
+        (nonfinite(float("nan")), r"has 1 values that are NaN or infinite in float32 \(the first, nan, at \["),
+        (nonfinite(float("inf")), "the first, inf, at"),
+        (nonfinite(float("-inf")), "the first, -inf, at"),
+    ],
+)
+def test_wrong_weights_leave_the_old_ones(
+    rollout: RunningServer, weights: Weights, other_weights: Weights, local: TorchEngine, damage: Damage, problem: str
 ) -> None:
-    wrong = dict(weights)
-    name, tensor = list(wrong.items())[-1]
-    if damage == "missing":
-        del wrong[name]
-    elif damage == "unknown":
-        wrong["other"] = tensor
-    else:
-        wrong[name] = tensor[None]
+    """Refused with 400 in one line, whatever is wrong with them; the next update is taken."""
+    wrong = dict(other_weights)
+    damage(wrong)
 
     async def work(remote: RemoteEngine) -> None:
         await remote.load_weights(weights.items(), 1)
-        with pytest.raises(EngineRejected, match=r"did not arrive|does not exist|has shape"):
+        with pytest.raises(EngineRejected, match=problem) as refused:
             await remote.load_weights(wrong.items(), 2)
+        assert "HTTP 400" in str(refused.value) and "\n" not in str(refused.value)
         assert remote.weight_version == 1
-        with pytest.raises(StaleWeights, match="no weights yet"):
-            await draw(remote)
         await remote.health(timeout_s=5.0)
+        await assert_serves(remote, local, 1)
         await remote.load_weights(weights.items(), 3)
         await assert_serves(remote, local, 3)
 
     run(rollout, work)
 
 
-def test_an_update_larger_than_the_model_can_be_is_refused(folder: Path, weights: Weights) -> None:
-    async def work(remote: RemoteEngine) -> None:
-        with pytest.raises(EngineRejected, match="exceed the 1000 bytes"):
-            await remote.load_weights(weights.items(), 1)
+def test_nonfinite_weights_where_they_are_allowed(folder: Path, other_weights: Weights) -> None:
+    wrong = dict(other_weights)
+    nonfinite(float("nan"))(wrong)
 
-    engine = TorchEngine.empty(folder, TorchEngineConfig())
-    with running_server(engine, "rollout", limits={"max_update_bytes": 1000}) as running:
+    async def work(remote: RemoteEngine) -> None:
+        await remote.load_weights(wrong.items(), 2)
+        assert (await remote.info()).weight_version == 2
+
+    engine = TorchEngine.empty(folder, TorchEngineConfig(allow_nonfinite_weights=True))
+    with running_server(engine, "rollout") as running:
         run(running, work)
+
+
+def test_a_load_that_fails_half_way_leaves_no_weights_until_the_next_update(
+    rollout: RunningServer, weights: Weights, local: TorchEngine
+) -> None:
+    async def fail(*_: object) -> None:
+        raise RuntimeError("device lost")
+
+    async def work(remote: RemoteEngine) -> None:
+        await remote.load_weights(weights.items(), 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rollout.engine, "load_weights", fail)
+            with pytest.raises(EngineUnavailable, match="HTTP 500"):
+                await remote.load_weights(weights.items(), 2)
+        with pytest.raises(StaleWeights, match="no weights yet"):
+            await draw(remote)
+        await remote.load_weights(weights.items(), 3)
+        await assert_serves(remote, local, 3)
+
+    run(rollout, work)
+
+
+def test_a_chunk_is_not_even_read_without_an_update(rollout: RunningServer, teacher: RunningServer) -> None:
+    """Nobody holds 64 MiB by announcing them."""
+    for running, status in ((rollout, b"409"), (teacher, b"403")):
+        host, port = running.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as client:
+            head = b"POST /v1/weights/chunk HTTP/1.1\r\nhost: localhost\r\ncontent-length: 67108864\r\n\r\n"
+            client.sendall(head + b"abc")
+            assert status in client.recv(1000).split(b"\r\n")[0]
 
 
 def test_what_runs_ends_with_the_old_weights_before_the_new_ones_are_loaded(

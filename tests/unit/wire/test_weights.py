@@ -43,7 +43,7 @@ def commit(ledger: TensorLedger) -> WeightCommit:
 
 @pytest.mark.parametrize("data_bytes", [997, 4096, 10**7])
 def test_cut_and_put_together(data_bytes: int) -> None:
-    ledger, staging = TensorLedger(), Staging(max_bytes=10**7)
+    ledger, staging = TensorLedger(), Staging(weights())
     for chunk in chunks(weights(), ledger, data_bytes):
         staging.add(chunk)
     back = staging.finish(commit(ledger))
@@ -89,12 +89,12 @@ def test_an_incomplete_update_is_refused() -> None:
     ledger = TensorLedger()
     made = chunks(weights(), ledger, 997)
     for missing in (1, len(made) - 1):
-        staging = Staging(max_bytes=10**7)
+        staging = Staging(weights())
         with pytest.raises(WireError, match=r"was due|incomplete|arrived"):
             for chunk in [*made[:missing], *made[missing + 1 :]]:
                 staging.add(chunk)
             staging.finish(commit(ledger))
-    staging = Staging(max_bytes=10**7)
+    staging = Staging({"a": torch.zeros(2)})
     short = TensorLedger()
     for chunk in chunks({"a": torch.zeros(2)}, short, 997):
         staging.add(chunk)
@@ -105,7 +105,7 @@ def test_an_incomplete_update_is_refused() -> None:
 
 
 def test_a_tensor_that_comes_twice() -> None:
-    staging = Staging(max_bytes=10**7)
+    staging = Staging({"a": torch.zeros(2)})
     (chunk,) = chunks({"a": torch.zeros(2)}, TensorLedger(), 997)
     staging.add(chunk)
     again = WeightChunk(update_id="u", index=1, pieces=chunk.pieces, data=chunk.data)
@@ -115,14 +115,22 @@ def test_a_tensor_that_comes_twice() -> None:
         staging.add(again)
 
 
-def test_staged_memory_is_bounded_before_it_is_taken() -> None:
-    """A name with an enormous shape costs nothing."""
-    staging = Staging(max_bytes=1000)
-    chunk = WeightChunk(
-        update_id="u", index=0, pieces=(("a", "float32", (2**20, 2**20), 0, 4),), data=torch.zeros(4).byte().numpy()
-    )
-    with pytest.raises(WireError, match="exceed the 1000 bytes"):
-        staging.add(chunk)
+@pytest.mark.parametrize(
+    ("piece", "problem"),
+    [
+        (("a", "float32", (2**20, 2**20), 0, 4), "has shape"),
+        (("a", "float32", (), 0, 4), "has shape"),
+        (("a", "int32", (4,), 0, 4), "has dtype int32"),
+        (("b", "float32", (4,), 0, 4), "does not exist"),
+        (("empty", "float32", (0, 7), 0, 0), "does not exist"),
+        (("a", "float32", (4,), 4, 4), "at byte 4 came when byte 0"),
+    ],
+)
+def test_only_the_models_own_weights_take_memory(piece: tuple[object, ...], problem: str) -> None:
+    staging = Staging({"a": torch.zeros(4, dtype=torch.bfloat16)})
+    data = torch.zeros(piece[4]).byte().numpy()  # type: ignore[call-overload]
+    with pytest.raises(WireError, match=problem):
+        staging.add(WeightChunk(update_id="u", index=0, pieces=(piece,), data=data))
 
 
 @pytest.mark.parametrize(

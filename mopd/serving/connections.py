@@ -1,0 +1,231 @@
+"""One client's connection: limits that hold before anybody has shown a token, on top of uvicorn's own protocol.
+
+::
+
+    connect ─ head (size, deadline) ─ body ─ answer (deadline while the client does not read) ─┬─ next head …
+       │                                                                                       │
+       └─ too many connections: the one that has waited longest for a head gives way           └─ close (deadline)
+
+Bodies belong to ``bodies.BodyReader``, which knows what may come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import time
+from typing import Any, cast
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mopd.serving.admission import ServerLimits
+from mopd.serving.errors import Refusal
+
+MAX_HEAD_BYTES = 2**14
+"""Request line and headers."""
+KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections (httpx: 5 s): a server that closes first loses the request on its way."""
+LINGER_S = 2.0
+"""Time to read away what a refused client still sends: a connection closed over unread bytes is reset, and the refusal
+lost."""
+ACCEPT_AT_ONCE = 128
+"""Connections that are accepted before any of them is looked at."""
+
+
+class ServerConfig(uvicorn.Config):
+    """uvicorn's configuration of an engine server, with the limits that its connections obey."""
+
+    def __init__(self, app: FastAPI, limits: ServerLimits) -> None:
+        super().__init__(
+            app,
+            http=Connection,
+            ws="none",
+            lifespan="on",
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(limits.drain_timeout_s),
+            backlog=ACCEPT_AT_ONCE,
+        )
+        self.limits = limits
+
+
+class _ClosingTransport:
+    """A transport whose ``close`` ends in bounded time, and not before a refused client could read its refusal."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        self._transport, self._connection = transport, connection
+        self._is_closing = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """Whether ``close`` was called, here or on the transport itself."""
+        return self._is_closing or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Send what is left; a client that is still sending gets ``LINGER_S`` to end."""
+        if self.is_closing():
+            return
+        self._is_closing = True
+        if self._connection.is_receiving:
+            self._transport.resume_reading()  # data_received drops it
+            self._transport.write_eof()
+            self._connection.abort_in(LINGER_S)
+        else:
+            self._transport.close()
+            self._connection.abort_in(self._connection.limits.stall_timeout_s)
+
+
+class Connection(H11Protocol):
+    """uvicorn's protocol for one connection, with deadlines."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.limits = cast(ServerConfig, self.config).limits
+        self._pending = b""
+        """Bytes that h11 has not seen yet: of another request than the one that is being answered, mostly."""
+        self._waits_since = time.monotonic()
+        self._num_requests = 0
+        self._head_alarm: asyncio.TimerHandle | None = None
+        self._stall_alarm: asyncio.TimerHandle | None = None
+        self._close_alarm: asyncio.TimerHandle | None = None
+
+    @property
+    def is_receiving(self) -> bool:
+        """The client is not at the end of a request that it began, or of something that is none."""
+        return self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+
+    @property
+    def _waits_for_head(self) -> bool:
+        return self.conn.their_state is h11.IDLE and not self.transport.is_closing()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See ``asyncio.Protocol``."""
+        super().connection_made(cast(asyncio.Transport, _ClosingTransport(transport, self)))
+        # asyncio sets it only where the listener's protocol number is given; without it a body waits 40 ms for the ack
+        # of its head
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._head_alarm = self.loop.call_later(self.limits.head_timeout_s, self._head_is_late)
+        if len(self.connections) > self.limits.max_connections:
+            self._make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See ``asyncio.Protocol``."""
+        super().connection_lost(exc)
+        for alarm in (self._head_alarm, self._stall_alarm, self._close_alarm, self.timeout_keep_alive_task):
+            if alarm is not None:
+                alarm.cancel()
+        self._pending = b""
+
+    def eof_received(self) -> None:
+        """The client sends no more: asyncio closes, when what is left to send has been read."""
+        self.abort_in(self.limits.stall_timeout_s)
+
+    def data_received(self, data: bytes) -> None:
+        """See ``asyncio.Protocol``. After a refusal that closes the connection, bytes are dropped unread."""
+        if self.transport.is_closing():
+            return
+        self._unset_keepalive_if_required()
+        self._pending += data
+        self.handle_events()
+
+    def handle_events(self) -> None:
+        """Feed h11 piece by piece: a head within its limit, nothing of the next request before this one is answered."""
+        super().handle_events()
+        while self._pending and not self.transport.is_closing():
+            if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY) or (
+                self.conn.their_state is h11.SEND_BODY and _is_chunked(self.headers)  # refused: its length is unknown
+            ):
+                self.flow.pause_reading()
+                break
+            room = len(self._pending)
+            if self.conn.their_state is h11.IDLE:
+                room = MAX_HEAD_BYTES + 1 - len(self.conn.trailing_data[0])
+            self.conn.receive_data(self._pending[:room])
+            self._pending = self._pending[room:]
+            super().handle_events()
+        self._watch_head()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn for what is not HTTP, with h11's complaint at hand."""
+        error = sys.exc_info()[1]
+        status = getattr(error, "error_status_hint", 400)
+        kind = "too_large" if status == 431 else "bad_request"
+        self._refuse(Refusal(status, kind, f"not a valid HTTP request: {str(error)[:200]}"))
+
+    def pause_writing(self) -> None:
+        """The client does not read: after a while it loses its connection."""
+        super().pause_writing()
+        self._stall_alarm = self.loop.call_later(self.limits.stall_timeout_s, self._abort)
+
+    def resume_writing(self) -> None:
+        """The client reads again."""
+        super().resume_writing()
+        if self._stall_alarm is not None:
+            self._stall_alarm.cancel()
+
+    def shutdown(self) -> None:
+        """The server ends: whoever does not read now does not hold it up."""
+        if not self.transport.is_closing():
+            super().shutdown()
+        if self.transport.get_write_buffer_size():
+            self.abort_in(LINGER_S)
+
+    def abort_in(self, seconds: float) -> None:
+        """Close at the latest in ``seconds``, whatever was not sent or read."""
+        if self._close_alarm is not None:
+            self._close_alarm.cancel()
+        self._close_alarm = self.loop.call_later(seconds, self._abort)
+
+    def _abort(self) -> None:
+        self.transport.abort()
+
+    def _watch_head(self) -> None:
+        """A head has its deadline from its first byte, the first one of a connection from the beginning."""
+        if not self._waits_for_head:
+            if self._head_alarm is not None:
+                self._head_alarm.cancel()
+                self._head_alarm = None
+                self._num_requests += 1
+        elif self._head_alarm is None:
+            self._waits_since = time.monotonic()
+            if self.conn.trailing_data[0]:
+                self._head_alarm = self.loop.call_later(self.limits.head_timeout_s, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        if self._waits_for_head:
+            seconds = self.limits.head_timeout_s
+            self._refuse(Refusal(408, "head_timeout", f"the head of the request did not arrive within {seconds:g} s"))
+
+    def _make_room(self) -> None:
+        """Close the connection that has waited longest for a head, such as never sent one first; or this one."""
+        others = [other for other in self.connections if other is not self and isinstance(other, Connection)]
+        waiting = [other for other in others if other._waits_for_head]
+        chosen = min(waiting, key=lambda other: (other._num_requests > 0, other._waits_since), default=self)
+        chosen._abort()
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Answer instead of the application, and close. An answer that is on its way is cut off."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            response = refusal.response()
+            headers = [*response.raw_headers, (b"connection", b"close")]
+            parts = (h11.Response(status_code=refusal.status, headers=headers), h11.Data(data=bytes(response.body)))
+            for part in (*parts, h11.EndOfMessage()):
+                self.transport.write(cast(bytes, self.conn.send(part)))
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
+
+
+def _is_chunked(headers: list[tuple[bytes, bytes]]) -> bool:
+    return any(name == b"transfer-encoding" for name, _ in headers)

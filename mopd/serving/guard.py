@@ -1,0 +1,61 @@
+"""What every request passes before it is looked at: it comes from no web page, and it says how long its body is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import FastAPI
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mopd.serving.errors import Refusal
+
+CLOSE = (b"connection", b"close")
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+class Guard:
+    """ASGI middleware. A request that is answered before its body was read ends its connection, and the answer says so:
+    the bytes on their way cannot be taken for the next request."""
+
+    def __init__(self, app: ASGIApp, *, is_open: bool) -> None:
+        """``is_open``: no token is asked for, so that a web page in a browser of this machine could use the server."""
+        self._app, self._is_open = app, is_open
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = dict(scope["headers"])
+        is_unread = b"transfer-encoding" in headers or headers.get(b"content-length", b"0").strip(b"0") != b""
+
+        async def receive_and_see() -> Message:
+            nonlocal is_unread
+            message = await receive()
+            is_unread = is_unread and message["type"] == "http.request" and message.get("more_body", False)
+            return message
+
+        async def send_and_close(message: Message) -> None:
+            if message["type"] == "http.response.start" and is_unread:
+                message = {**message, "headers": [*message["headers"], CLOSE]}
+            await send(message)
+
+        refusal = self._refusal(headers)
+        app = self._app if refusal is None else refusal.response()
+        await app(scope, receive_and_see, send_and_close)
+
+    def _refusal(self, headers: dict[bytes, bytes]) -> Refusal | None:
+        if b"transfer-encoding" in headers:
+            return Refusal(411, "length_required", "send a Content-Length, no Transfer-Encoding")
+        if self._is_open and b"origin" in headers:
+            message = "requests of web pages (Origin) are refused: use another client, or start with --token-file"
+            return Refusal(403, "forbidden", message)
+        return None
+
+
+def add_guards(app: FastAPI, *, is_open: bool, names: Sequence[str]) -> None:
+    """Put ``Guard`` around ``app``, and where no token is asked for also a check of the name by which the client calls
+    the server: a page whose own name was pointed at this machine (DNS rebinding) has no ``Origin`` that would tell."""
+    if is_open:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(names))
+    app.add_middleware(Guard, is_open=is_open)
