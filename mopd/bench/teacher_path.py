@@ -247,7 +247,7 @@ async def _bare(model: Path, engine: EngineType, top_k: int) -> AsyncIterator[Sc
     try:
         yield score
     finally:
-        await vllm.stop_llm(llm)
+        await vllm.stop_llm(llm, STOP_TIMEOUT_S)
 
 
 def _bare_torch(model: Path, config: TorchEngineConfig, top_k: int) -> Score:

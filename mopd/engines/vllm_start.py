@@ -136,12 +136,17 @@ def start_llm(folder: Path, args: AsyncEngineArgs, startup_timeout_s: float) -> 
             ) from error
 
 
-async def stop_llm(llm: AsyncLLM) -> None:
-    """End its processes and its task in this loop; requests that still run fail."""
+async def stop_llm(llm: AsyncLLM, grace_s: float = _SHUTDOWN_S) -> None:
+    """End its task in this loop, then its processes; requests that still run fail with ``EngineDeadError``.
+
+    Processes that have not ended in order after ``grace_s`` are killed.
+    """
     handler = llm.output_handler
-    await asyncio.to_thread(llm.shutdown, _SHUTDOWN_S)
-    if handler is not None:
+    if handler is not None:  # first: it would take the end of the processes for their death, and log its stack
+        handler.cancel()
         await asyncio.gather(handler, return_exceptions=True)
+        llm.output_processor.propagate_error(EngineDeadError())
+    await asyncio.to_thread(llm.shutdown, grace_s)
     llm.shutdown = lambda *_, **__: None  # its destructor calls it once more, when half of the interpreter may be gone
 
 

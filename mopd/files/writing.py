@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from mopd.files.reading import shown_path
+from mopd.text import visible
 from mopd.types import UserError
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""The disk, a quota or a limit of file sizes is used up."""
+REFUSED = FULL | {errno.EROFS}
+"""Only a write gets these, and only the user can cure them, whatever was being written."""
+PARTIALS = ".*.partial"
+"""Matches the files in which ``write_text`` gathers, and that a killed process leaves."""
+_CURES = {
+    **dict.fromkeys(FULL, "free space there or name another place"),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make it writable or name another place"),
+    errno.ENAMETOOLONG: "name a shorter path",
+    errno.ELOOP: "remove the circle of symbolic links or name another place",
+}
+_RUST_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How libraries in Rust (safetensors) show the system's error."""
+
+
+class WriteRefusedError(UserError):
+    """The operating system does not let a file be written."""
 
 
 @contextmanager
@@ -18,14 +41,39 @@ def writing(path: str | Path) -> Iterator[None]:
     """Turns the operating system's refusal to write (disk full, quota, permissions, …) into one line.
 
     Raises:
-        UserError: names ``path`` and the system's reason.
+        WriteRefusedError: names ``path`` and the system's reason.
     """
     try:
         yield
-    except OSError as error:
-        raise UserError(
-            f"{shown_path(path)}: cannot be written: {error.strerror or error}; free space there or name another place"
-        ) from error
+    except UserError:
+        raise
+    except Exception as error:
+        reason = _reason(error)
+        if reason is None:
+            raise
+        raise WriteRefusedError(_line(shown_path(path), reason)) from error
+
+
+def refusal(error: BaseException) -> WriteRefusedError | None:
+    """The line about a full or read-only disk, if that is what is behind ``error``.
+
+    For the outermost place that sees an error: what libraries write by themselves (caches, temporary files, standard
+    output) meets no ``writing``, and torch hands on the errors of all ranks in one of its own, as ``failures``.
+    """
+    todo, seen = [error], set[int]()
+    while todo:
+        current = todo.pop(0)
+        if isinstance(current, WriteRefusedError):
+            return current
+        reason = _reason(current)
+        if reason is not None and reason.errno in REFUSED:
+            return WriteRefusedError(_line(_what_was_written(reason), reason))
+        seen.add(id(current))
+        failures = getattr(current, "failures", None)
+        ranks = [failure[0] for failure in failures.values()] if isinstance(failures, dict) else []
+        causes = (*ranks, *getattr(current, "exceptions", ()), current.__cause__, current.__context__)
+        todo += [cause for cause in causes if isinstance(cause, BaseException) and id(cause) not in seen]
+    return None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -34,7 +82,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         UserError: the system refuses; what was there before stays.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = partial_of(path)
     with writing(path):
         try:
             with partial.open("wb") as file:
@@ -46,6 +94,11 @@ def write_text(path: Path, text: str) -> None:
             partial.unlink(missing_ok=True)
             raise
         sync(path.parent)
+
+
+def partial_of(path: Path) -> Path:
+    """Where ``write_text`` of this process gathers a file."""
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
 
 
 def write_json(path: Path, value: Any, *, sort_keys: bool = False) -> None:
@@ -60,3 +113,80 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def temporary_folder(prefix: str) -> Path:
+    """A new private folder where temporary files go (``TMPDIR``).
+
+    Raises:
+        UserError: none can be made.
+    """
+    try:
+        place = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise WriteRefusedError(
+            f"{visible(str(error.strerror))}: free space there, or set TMPDIR to a folder"
+        ) from error
+    with writing(place):
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+
+
+@contextmanager
+def reasoned(stream: BinaryIO) -> Iterator[BinaryIO]:
+    """``stream`` for ``torch.save`` and others that replace the error of a failed write by one without a reason."""
+    remembering = _Remembering(stream)
+    try:
+        yield cast(BinaryIO, remembering)
+    except Exception:
+        if remembering.error is not None:
+            raise remembering.error from None
+        raise
+
+
+class _Remembering:
+    """Writes to a stream and keeps the first error of a write."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _reason(error: BaseException) -> OSError | None:
+    """The system's error that ``error`` is, or shows in its message."""
+    if isinstance(error, OSError):
+        return error
+    shown = _RUST_ERROR.search(str(error)) if isinstance(error, Exception) else None
+    if shown is not None:
+        return OSError(int(shown[1]), os.strerror(int(shown[1])))
+    return None
+
+
+def _what_was_written(reason: OSError) -> str:
+    """A failed write, unlike a failed opening, does not tell its file."""
+    if isinstance(reason.filename, str | bytes):
+        return shown_path(os.fsdecode(reason.filename))
+    return "standard output or a temporary file"
+
+
+def _line(shown: str, reason: OSError) -> str:
+    cure = _CURES.get(reason.errno or 0, "name another place")
+    return f"{shown}: cannot be written: {reason.strerror or reason}; {cure}"

@@ -7,6 +7,7 @@ line from one rank (torchrun's store decides which), anything else as a tracebac
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import json
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mopd.files.writing import refusal, writing
 from mopd.text import one_line
 from mopd.types import UserError
 
@@ -32,6 +34,10 @@ TORCHELASTIC_RUN_ID = "TORCHELASTIC_RUN_ID"
 USER_ERROR_CODE = 2
 ERROR_CODE = 1
 STORE_TIMEOUT_S = 10.0
+RESERVED_BYTES = 2**18
+"""Kept for each rank's error before the ranks start: a full disk must not swallow the line that tells of it."""
+_MAX_TRACEBACK = 16_000
+"""Characters; an error of this length and its message fit into the reserved bytes."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -69,11 +75,23 @@ def run_as_rank(action: Callable[[], object]) -> int:
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|mopd\.cpu_shim")
     try:
         action()
-    except UserError as error:
-        _leave(error, launch_dir, USER_ERROR_CODE)
-    except Exception as error:
-        _leave(error, launch_dir, ERROR_CODE)
+        sys.stdout.flush()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        _leave(error if isinstance(error, UserError) else refusal(error) or error, launch_dir)
     return 0
+
+
+def reserve(launch_dir: Path, world_size: int) -> None:
+    """Make room for the errors of all ranks.
+
+    Raises:
+        UserError: there is none.
+    """
+    for rank in range(world_size):
+        with writing(launch_dir), _draft(launch_dir, rank).open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, RESERVED_BYTES)
 
 
 def read_failures(launch_dir: Path) -> list[RankFailure]:
@@ -101,26 +119,35 @@ def _tie_to_parent() -> Path | None:
     return launch_dir
 
 
-def _leave(error: Exception, launch_dir: Path | None, code: int) -> None:
+def _leave(error: BaseException, launch_dir: Path | None) -> None:
     """Tell the launcher or the user, then end the process."""
-    sys.stdout.flush()
+    is_user_error = isinstance(error, UserError)
     if launch_dir is not None:
         failure = RankFailure(
             rank=rank_and_world_size()[0],
-            is_user_error=isinstance(error, UserError),
+            is_user_error=is_user_error,
             message=one_line(error),
-            traceback="".join(traceback.format_exception(error)),
+            traceback="".join(traceback.format_exception(error))[-_MAX_TRACEBACK:],
             time_s=time.time(),
         )
-        partial = launch_dir / f"{failure.rank}.partial"
-        partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-        partial.rename(launch_dir / f"{failure.rank}.error.json")
-    elif not isinstance(error, UserError):
+        draft = _draft(launch_dir, failure.rank)
+        with draft.open("r+b" if draft.exists() else "wb") as file:  # in place: the blocks are there
+            file.write(json.dumps(asdict(failure)).encode())
+            file.truncate()
+        draft.rename(launch_dir / f"{failure.rank}.error.json")
+    elif not is_user_error:
         traceback.print_exception(error)
     elif _is_first_to_tell():
         print(f"mopd: error: {one_line(error)}", file=sys.stderr)
-    sys.stderr.flush()
-    os._exit(code)
+    with contextlib.suppress(OSError):  # a full disk or a reader that left; the error is told
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+    os._exit(USER_ERROR_CODE if is_user_error else ERROR_CODE)
+
+
+def _draft(launch_dir: Path, rank: int) -> Path:
+    return launch_dir / f"{rank}.partial"
 
 
 def _is_first_to_tell() -> bool:

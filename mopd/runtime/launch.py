@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +21,17 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from mopd.files.writing import temporary_folder
 from mopd.runtime import guard
-from mopd.runtime.failure import ERROR_CODE, LAUNCH_DIR, LAUNCHER_PID, USER_ERROR_CODE, RankFailure, read_failures
+from mopd.runtime.failure import (
+    ERROR_CODE,
+    LAUNCH_DIR,
+    LAUNCHER_PID,
+    USER_ERROR_CODE,
+    RankFailure,
+    read_failures,
+    reserve,
+)
 from mopd.text import visible
 
 TERMINATE_TIMEOUT_S = 30
@@ -40,6 +48,9 @@ def launch(command: Sequence[str], *, world_size: int) -> int:
     Args:
         command: program and arguments. The program calls ``failure.run_as_rank``.
         world_size: number of ranks, all on this machine.
+
+    Raises:
+        UserError: no temporary folder can be written.
     """
     config = LaunchConfig(
         min_nodes=1,
@@ -58,6 +69,7 @@ def launch(command: Sequence[str], *, world_size: int) -> int:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     with _guarded_folder() as launch_dir:
+        reserve(launch_dir, world_size)
         os.environ.update(_rank_environment(world_size, launch_dir))
         try:
             elastic_launch(config, command[0])(*command[1:])
@@ -83,7 +95,7 @@ def _rank_environment(world_size: int, launch_dir: Path) -> dict[str, str]:
 @contextmanager
 def _guarded_folder() -> Iterator[Path]:
     """The launch folder, with a guard process that clears up after it (see ``guard``)."""
-    folder = Path(tempfile.mkdtemp(prefix="mopd-launch-"))
+    folder = temporary_folder("mopd-launch-")
     command = [sys.executable, "-I", "-S", guard.__file__, str(folder)]
     watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
