@@ -12,16 +12,22 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mopd.files.json_text import parse_json
+from mopd.files.reading import open_regular, shown_path
 from mopd.types import Batch, DomainSums, UserError
 
 GROUP_ROOMS = ("teachers", "rollouts")
 """First parts of the names of groups' numbers: ``teachers/latency_p95_s/math``."""
 VOLATILE_PREFIXES = ("timing/", "rate/", "memory/", *(f"{room}/" for room in GROUP_ROOMS))
 """Metrics that differ between two equal runs; all others are equal bit for bit after a resume at the same layout."""
+MAX_LINE_BYTES = 64 * 2**20
+"""One record; validation's hold prompts and responses."""
+MAX_STEP = 2**53
 TOKEN_MEANS = {"k1": "kl_k1", "k3": "kl_k3", "clamped": "clamped_share", "tail_floored": "tail_floored_share"}
 """Names of the student's sums that read better otherwise as means over tokens; other sums keep their name."""
 
@@ -141,6 +147,25 @@ def _lengths(batch: Batch) -> dict[str, float]:
     return flat
 
 
+_COUNTED: ContextVar[bool] = ContextVar("counted", default=True)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Requests made in this block, and in tasks that it starts, are none of the steps': checks and validation, whose
+    samples would otherwise stand among those of the step beside which they run."""
+    token = _COUNTED.set(False)
+    try:
+        yield
+    finally:
+        _COUNTED.reset(token)
+
+
+def is_counted() -> bool:
+    """Whether what is asked for now is a step's."""
+    return _COUNTED.get()
+
+
 class JsonlWriter:
     """Appends records with a ``step``, one JSON object per line; each line is on disk when ``write`` returns.
 
@@ -149,7 +174,7 @@ class JsonlWriter:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        if _exists(path):
             _keep(path, lambda step: True)
         self._file = path.open("ab")
 
@@ -165,7 +190,7 @@ class JsonlWriter:
 
 def truncate_jsonl(path: Path, *, after_step: int) -> None:
     """Remove the records of steps above ``after_step``, if there is such a file: a resumed run writes them anew."""
-    if path.exists():
+    if _exists(path):
         _keep(path, lambda step: step <= after_step)
 
 
@@ -185,20 +210,36 @@ def _keep(path: Path, wanted: Callable[[int], bool]) -> None:
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Records of a file that ``JsonlWriter`` writes, perhaps right now: a last line without its end is left out.
 
-    No file: no records. Raises ``UserError`` that names file and line if a line is no record.
+    No file: no records. Raises ``UserError`` that names file and line if a line is no record, or its step is not above
+    the one before.
     """
-    return [record for _, record in _complete_lines(path)] if path.exists() else []
+    return [record for _, record in _complete_lines(path)] if _exists(path) else []
 
 
 def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    cure = "remove the line, or the file"
+    last = -1
+    with open_regular(path, cure="remove it") as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            where = f"{shown_path(path)}:{number}"
+            if len(line) > MAX_LINE_BYTES:
+                raise UserError(f"{where}: longer than {MAX_LINE_BYTES} bytes: {cure}")
             if not line.endswith(b"\n"):
                 return
             try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                raise UserError(f"{path}:{number}: not a JSON object with a step: remove the line, or the file")
+                record = parse_json(line)
+            except ValueError as error:
+                raise UserError(f"{where}: not a JSON object with a step ({error}): {cure}") from error
+            step = record.get("step") if isinstance(record, dict) else None
+            if type(step) is not int or not 0 <= step <= MAX_STEP:
+                raise UserError(f"{where}: not a JSON object with a step: {cure}")
+            if step <= last:
+                raise UserError(f"{where}: step {step} after step {last}: {cure}")
+            last = step
             yield line, record
+
+
+def _exists(path: Path) -> bool:
+    return path.exists() or path.is_symlink()

@@ -60,7 +60,7 @@ def run_on_token_clock(work: Coroutine[Any, Any, T]) -> T:
 
 
 class TokenClockEngine:
-    """Scores one request after the other at ``tokens_per_s``; the scores are empty (``K = 0``)."""
+    """Scores one request after the other at ``tokens_per_s``; the scores are the same everywhere."""
 
     def __init__(self, tokens_per_s: float) -> None:
         self._tokens_per_s = tokens_per_s
@@ -77,9 +77,9 @@ class TokenClockEngine:
         self.done_at = asyncio.get_running_loop().time()
         return [
             Scores(
-                ids=torch.empty(len(sequence) - start, 0, dtype=torch.int32),
-                logprobs=torch.empty(len(sequence) - start, 0),
-                token_logprobs=torch.empty(len(sequence) - start),
+                ids=torch.arange(top_k, dtype=torch.int32).expand(len(sequence) - start, top_k),
+                logprobs=torch.full((len(sequence) - start, top_k), -20.0),
+                token_logprobs=torch.full((len(sequence) - start,), -20.0),
             )
             for sequence, start in zip(tokens, prompt_lengths, strict=True)
         ]

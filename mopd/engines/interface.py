@@ -7,11 +7,17 @@ Shapes: R response tokens of one sample, K = top-k.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
+
+DEFAULT_RETRY_AFTER_S = 1.0
+"""Of a full queue that does not say when to come back, or says it in a way that cannot be meant."""
+MAX_RETRY_AFTER_S = 30.0
+"""Longest pause that a full queue can ask for: asking again costs next to nothing."""
 
 
 class EngineError(RuntimeError):
@@ -26,9 +32,11 @@ class EngineUnavailable(EngineError):
 class EngineBusy(EngineError):
     """The engine's queue is full (HTTP 429). Another replica may be tried, or this one after ``retry_after_s``."""
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
+    def __init__(self, message: str, *, retry_after_s: object) -> None:
+        """``retry_after_s`` is what the engine says: no number, none at all or one out of bounds does no harm."""
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = _bounded(retry_after_s)
+        """In [0, ``MAX_RETRY_AFTER_S``]."""
 
 
 class EngineRejected(EngineError):
@@ -37,6 +45,14 @@ class EngineRejected(EngineError):
 
 class StaleWeights(EngineUnavailable):
     """A rollout replica serves another ``weight_version`` than the one asked for, or is between two versions."""
+
+
+def _bounded(retry_after_s: object) -> float:
+    if not isinstance(retry_after_s, (int, float)) or isinstance(retry_after_s, bool):
+        return DEFAULT_RETRY_AFTER_S
+    if not 0 <= retry_after_s < math.inf:
+        return DEFAULT_RETRY_AFTER_S
+    return float(min(retry_after_s, MAX_RETRY_AFTER_S))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,8 +139,9 @@ class Generator(Protocol):
         ...
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """Replace all weights by ``(hf_name, tensor)`` pairs; raises ``ValueError`` if a name or shape does not match
-        or a weight is missing."""
+        """Replace all weights by ``(hf_name, tensor)`` pairs. Before the first one is replaced it raises, and the old
+        ones answer on: ``ValueError`` if a name or shape does not match or a weight is missing, ``NonFiniteError`` for
+        NaN or infinite values, also such as do not fit the engine's dtype."""
         ...
 
 

@@ -9,24 +9,26 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
 import torch
 from torch import Tensor
 
+from mopd.engines.answers import check_scores
 from mopd.engines.concurrency import gather_or_cancel
-from mopd.engines.interface import EngineBusy, EngineError, EngineInfo, EngineRejected, EngineUnavailable, Scores
+from mopd.engines.http import HttpClient
+from mopd.engines.interface import EngineInfo, EngineRejected, Scores
+from mopd.files.json_text import parse_json
+from mopd.metrics import is_counted
 from mopd.types import UserError
 
 MAX_BYTES_PER_ENTRY = 256
 """Bound of one log-prob's JSON: ``"151935":{"logprob":-12.345678901234567,"rank":151936,"decoded_token":"…"},``."""
+MAX_VALUES_PER_ENTRY = 8
+"""Bound of one log-prob's braces and commas, those of its text included."""
 ANSWER_HEAD_BYTES = 65536
 """What an answer may have beside its log-probs, and how long others may be."""
-DEFAULT_RETRY_AFTER_S = 1.0
-"""Of a refusal for lack of room that does not say it."""
 
 _log = logging.getLogger(__name__)
 
@@ -49,15 +51,16 @@ class OpenAIScorer:
         token: str | None = None,
         timeout_s: float,
         name: str | None = None,
-        max_connections: int = 64,
     ) -> None:
         """``url`` is ``http://host:port``, with or without ``/v1``. Nothing is asked of the server yet.
 
         ``served_model_name`` is the name to ask for; ``None``: the only one that the server lists. ``vocab_size`` and
         ``max_positions`` are the model's, from its config: the server does not tell. ``timeout_s`` bounds each call.
+        ``UserError`` for a URL or token that cannot be used.
         """
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.name = self.url if name is None else name
+        self._http = HttpClient(self.url, token=token, timeout_s=timeout_s, name=name, content_type="application/json")
+        self.name = self._http.name
         self.weight_version = -1
         self.vocab_size = vocab_size
         self.max_positions = max_positions
@@ -66,16 +69,7 @@ class OpenAIScorer:
         """Payload bytes of all scoring requests and answers so far."""
         self._model = served_model_name
         self._is_listed = False
-        self._timeout_s = timeout_s
         self._warned = False
-        self._connections = asyncio.Semaphore(max_connections)
-        self._client = httpx.AsyncClient(
-            base_url=self.url,
-            headers={} if token is None else {"authorization": f"Bearer {token}"},
-            timeout=None,  # asyncio.wait_for bounds every call as a whole
-            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
-            trust_env=False,  # no proxy because of a variable somewhere
-        )
 
     async def score(
         self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
@@ -98,10 +92,15 @@ class OpenAIScorer:
             fields = {"model": model, "prompt": ids, "prompt_logprobs": top_k, "return_token_ids": True}
             body = json.dumps({**fields, "max_tokens": 1, "temperature": 0}).encode()
             longest = ANSWER_HEAD_BYTES + len(ids) * (16 + (top_k + 1) * MAX_BYTES_PER_ENTRY)
-            async with self._connections:
-                answer = await self._call("POST", "/v1/completions", body, longest)
-            self.bytes_sent += len(body)
-            self.bytes_received += len(answer)
+            try:
+                answer = await self._http.call("POST", "/v1/completions", body, longest)
+            except EngineRejected as error:
+                if "logprobs" not in str(error):
+                    raise
+                raise EngineRejected(f"{error} (start the server with a larger --max-logprobs)") from error
+            if is_counted():
+                self.bytes_sent += len(body)
+                self.bytes_received += len(answer)
             # in a thread: other answers are heard meanwhile
             return await asyncio.to_thread(self._read, answer, ids, start, top_k)
 
@@ -120,22 +119,22 @@ class OpenAIScorer:
 
     async def health(self, *, timeout_s: float) -> None:
         """Returns when ``/health`` answers 200 within ``timeout_s``; ``EngineUnavailable`` if not."""
-        await self._call("GET", "/health", None, ANSWER_HEAD_BYTES, timeout_s=timeout_s)
+        await self._http.call("GET", "/health", None, ANSWER_HEAD_BYTES, timeout_s=timeout_s)
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._client.aclose()
+        await self._http.close()
 
     async def _served_model(self) -> str:
         """The name to ask for, checked against the server's list once; ``UserError`` if it does not fit."""
         if self._model is not None and self._is_listed:
             return self._model
-        listed = await self._call("GET", "/v1/models", None, ANSWER_HEAD_BYTES)
+        listed = await self._http.call("GET", "/v1/models", None, ANSWER_HEAD_BYTES)
         try:
-            names = [str(model["id"]) for model in json.loads(listed)["data"]]
+            names = [str(model["id"]) for model in parse_json(listed)["data"]]
         except (ValueError, KeyError, TypeError) as error:
-            raise self._corrupt(f"/v1/models is not a list of models ({error})") from error
-        shown = ", ".join(map(repr, names)) or "none"
+            raise self._http.corrupt(f"/v1/models is not a list of models ({error})") from error
+        shown = self._http.shown(", ".join(map(repr, names)) or "none")
         if self._model is None:
             if len(names) != 1:
                 raise UserError(f"{self.name}: serves {shown}: name one as placement.served_model_name")
@@ -145,75 +144,49 @@ class OpenAIScorer:
         self._is_listed = True
         return self._model
 
-    async def _call(
-        self, method: str, path: str, content: bytes | None, longest: int, *, timeout_s: float | None = None
-    ) -> bytes:
-        """The body of a successful answer of at most ``longest`` bytes."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        try:
-            return await asyncio.wait_for(self._exchange(method, path, content, longest), timeout_s)
-        except asyncio.TimeoutError as error:
-            raise EngineUnavailable(f"{self.name}: no answer to {path} within {timeout_s:g} s") from error
-        except (httpx.HTTPError, httpx.StreamError, OSError) as error:
-            raise EngineUnavailable(f"{self.name}: {path}: {type(error).__name__}: {error}") from error
-
-    async def _exchange(self, method: str, path: str, content: bytes | None, longest: int) -> bytes:
-        headers = {} if content is None else {"content-type": "application/json"}
-        async with self._client.stream(method, path, content=content, headers=headers) as response:
-            is_good = response.status_code == httpx.codes.OK
-            longest = longest if is_good else ANSWER_HEAD_BYTES
-            parts: list[bytes] = []
-            size = 0
-            async for part in response.aiter_bytes():
-                parts.append(part)
-                size += len(part)
-                if size > longest:
-                    raise self._corrupt(f"the answer to {path} is longer than {longest} bytes")
-        if is_good:
-            return b"".join(parts)
-        raise self._refusal(path, response, b"".join(parts))
-
-    def _refusal(self, path: str, response: httpx.Response, body: bytes) -> EngineError:
-        """The error that a status stands for."""
-        status = response.status_code
-        message = f"{self.name}: {path}: HTTP {status}: {_read_refusal(body)}"
-        if status == httpx.codes.TOO_MANY_REQUESTS:
-            return EngineBusy(message, retry_after_s=_retry_after_s(response))
-        if 400 <= status < 500 and status != httpx.codes.REQUEST_TIMEOUT:
-            hint = " (start the server with a larger --max-logprobs)" if "logprobs" in message else ""
-            return EngineRejected(message + hint)
-        return EngineUnavailable(message)
-
     def _read(self, body: bytes, tokens: list[int], start: int, top_k: int) -> Scores:
         """Rows of the response. An entry holds the top-k and, where it is not one of them, the sequence's own token."""
         try:
-            choice = json.loads(body)["choices"][0]
+            answer = parse_json(body, max_values=10_000 + len(tokens) * (top_k + 2) * MAX_VALUES_PER_ENTRY)
+            (choice,) = answer["choices"]
             entries, echoed = choice["prompt_logprobs"], choice.get("prompt_token_ids", tokens)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise self._corrupt(f"no prompt_logprobs in it ({type(error).__name__}: {error})") from error
+            model = answer.get("model", self._model)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._http.corrupt(f"no prompt_logprobs in it ({type(error).__name__}: {error})") from error
+        if model != self._model:
+            raise self._http.corrupt(f"it is of the model {model!r:.80}, not {self._model!r}")
         if echoed != tokens or not isinstance(entries, list) or len(entries) != len(tokens):
-            raise self._corrupt("it belongs to other tokens than those that were sent")
+            raise self._http.corrupt("it belongs to other tokens than those that were sent")
         ids, logprobs, own_logprobs = [], [], []
         for token, entry in zip(tokens[start:], entries[start:], strict=True):
             row = self._read_row(entry)
             if token not in row or len(row) not in (top_k, top_k + 1):
-                raise self._corrupt(f"{len(row)} log-probs instead of {top_k}, or none of the token {token} itself")
+                problem = f"{len(row)} log-probs instead of {top_k}, or none of the token {token} itself"
+                raise self._http.corrupt(problem)
             own_logprobs.append(row[token])
             if len(row) == top_k + 1:
                 del row[token]
             ranked = sorted(row.items(), key=lambda item: -item[1])
             ids.append([key for key, _ in ranked])
             logprobs.append([value for _, value in ranked])
-        return _to_scores(ids, logprobs, own_logprobs, top_k)
+        scores = _to_scores(ids, logprobs, own_logprobs, top_k)
+        try:
+            check_scores(
+                [scores], [torch.tensor(tokens)], [start], top_k=top_k, vocab_size=self.vocab_size, is_half=False
+            )
+        except ValueError as error:
+            raise self._http.corrupt(error) from error
+        return scores
 
     def _read_row(self, entry: Any) -> dict[int, float]:
         """Token id -> log-prob of one position."""
         try:
-            row = {int(key): float(value["logprob"]) for key, value in entry.items()}
+            row = {int(key): value["logprob"] for key, value in entry.items()}
         except (AttributeError, ValueError, KeyError, TypeError) as error:
-            raise self._corrupt(f"an entry of prompt_logprobs cannot be read ({error})") from error
-        if not all(0 <= key < self.vocab_size and math.isfinite(value) for key, value in row.items()):
-            raise self._corrupt(f"an id outside the vocabulary of {self.vocab_size}, or a log-prob that is not finite")
+            raise self._http.corrupt(f"an entry of prompt_logprobs cannot be read ({error})") from error
+        if not all(0 <= key < self.vocab_size and type(value) in (int, float) for key, value in row.items()):
+            problem = f"an id outside the vocabulary of {self.vocab_size}, or a log-prob that is no number"
+            raise self._http.corrupt(problem)
         return row
 
     def _check_score(
@@ -230,9 +203,6 @@ class OpenAIScorer:
             if not 1 <= start <= len(sequence):
                 raise ValueError(f"sequence {i} has {len(sequence)} tokens and prompt length {start}: need 1 or more")
 
-    def _corrupt(self, problem: str) -> EngineUnavailable:
-        return EngineUnavailable(f"{self.name}: corrupt answer: {problem}")
-
 
 def _to_scores(ids: list[list[int]], logprobs: list[list[float]], own: list[float], top_k: int) -> Scores:
     return Scores(
@@ -240,19 +210,3 @@ def _to_scores(ids: list[list[int]], logprobs: list[list[float]], own: list[floa
         logprobs=torch.tensor(logprobs, dtype=torch.float32).view(len(ids), top_k),
         token_logprobs=torch.tensor(own, dtype=torch.float32),
     )
-
-
-def _read_refusal(body: bytes) -> str:
-    """The message of an error's JSON body, or what can be shown of another body; one line."""
-    try:
-        shown = json.loads(body)
-        message = str(shown["error"]["message"] if "error" in shown else shown["message"])
-    except (ValueError, KeyError, TypeError):
-        message = repr(body[:200])
-    return " ".join(message.split())[:300]
-
-
-def _retry_after_s(response: httpx.Response) -> float:
-    """``Retry-After`` in seconds; its other form, a date, is read as the default."""
-    value = response.headers.get("retry-after", "")
-    return float(value) if value.isdecimal() else DEFAULT_RETRY_AFTER_S

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from mopd.config.groups import Routing
 from mopd.engines.interface import EngineBusy, EngineError, EngineRejected, EngineUnavailable, StaleWeights
+from mopd.metrics import is_counted
 from mopd.replicas.interface import NoReplica, SampleFailed
 from mopd.replicas.pool import Lease, Member, Pool, Want
 from mopd.replicas.tasks import cancel
@@ -32,6 +33,7 @@ class Request(Generic[R]):
         tokens: int,
         version: int | None,
         ask: Callable[[Any, Sequence[int]], Awaitable[Sequence[R]]],
+        check: Callable[[Sequence[int], Sequence[R]], None],
         count: Callable[[Sequence[int], Sequence[R]], int],
     ) -> None:
         """
@@ -40,10 +42,12 @@ class Request(Generic[R]):
             tokens: room that they take on a replica.
             version: weight version that must answer; ``None`` where weights are fixed.
             ask: ``ask(engine, positions)`` sends them.
+            check: ``check(positions, results)`` raises ``ValueError`` for results that cannot be right.
             count: ``count(positions, results)`` is the number of tokens that they turned out to have.
         """
         self.positions, self.tokens, self.version = tuple(positions), tokens, version
-        self.ask, self.count = ask, count
+        self.ask, self.check, self.count = ask, check, count
+        self.is_counted = is_counted()
         self.failed_on: list[str] = []
         self.last_error: BaseException | None = None
         self.turned_away_since: float | None = None
@@ -63,7 +67,13 @@ class Dispatcher:
         """The results in order, or why there are none. Errors that are no ``EngineError`` (a wrong call) are raised."""
         order = next(self._orders)
         while True:
-            want = Want(order=order, tokens=request.tokens, version=request.version, avoid=frozenset(request.failed_on))
+            want = Want(
+                order=order,
+                tokens=request.tokens,
+                version=request.version,
+                avoid=frozenset(request.failed_on),
+                is_counted=request.is_counted,
+            )
             try:
                 lease = await self._pool.acquire(want)
             except NoReplica as error:
@@ -76,13 +86,12 @@ class Dispatcher:
             except EngineBusy as error:
                 if self._pool.now() - (request.turned_away_since or 0.0) >= self._routing.request_timeout_s:
                     return self._failure(request, error)
-            except StaleWeights:
-                pass  # that replica gets no such request again before it has the weights
             except EngineUnavailable as error:
-                if len(request.failed_on) >= self._routing.max_attempts:
-                    return self._failure(request, error)
-                pause_s = self._routing.backoff_s * 2 ** (len(request.failed_on) - 1)
-                await asyncio.sleep(min(pause_s, MAX_BACKOFF_S))
+                if not _is_stale(request, error):  # a stale one gets no such request again before it has the weights
+                    if len(request.failed_on) >= self._routing.max_attempts:
+                        return self._failure(request, error)
+                    pause_s = self._routing.backoff_s * 2 ** (len(request.failed_on) - 1)
+                    await asyncio.sleep(min(pause_s, MAX_BACKOFF_S))
             self.retries += 1
 
     async def _attempt(self, lease: Lease, request: Request[R], want: Want) -> Sequence[R]:
@@ -133,11 +142,12 @@ class Dispatcher:
             raise
         else:
             member.breaker.succeeded()
-            member.counters.answered(
-                num_samples=len(results),
-                num_tokens=request.count(request.positions, results),
-                latency_s=self._pool.now() - started,
-            )
+            if request.is_counted:
+                member.counters.answered(
+                    num_samples=len(results),
+                    num_tokens=request.count(request.positions, results),
+                    latency_s=self._pool.now() - started,
+                )
             return results
         finally:
             lease.end()
@@ -154,11 +164,16 @@ class Dispatcher:
             await cancel([call])
         if len(results) != len(request.positions):
             raise EngineUnavailable(f"{member.name}: {len(results)} answers for {len(request.positions)} samples")
+        try:
+            request.check(request.positions, results)
+        except ValueError as error:
+            raise EngineUnavailable(f"{member.name}: corrupt answer: {error}") from error
         return results
 
     def _judge(self, member: Member, request: Request[R], error: EngineError) -> None:
         now = self._pool.now()
-        if isinstance(error, EngineUnavailable) and not isinstance(error, StaleWeights):
+        is_stale = _is_stale(request, error)
+        if isinstance(error, EngineUnavailable) and not is_stale:
             member.breaker.failed(now)
             member.counters.failures += 1
             request.failed_on.append(member.name)
@@ -167,10 +182,11 @@ class Dispatcher:
             member.breaker.succeeded()  # it answered
         if isinstance(error, EngineBusy):
             member.counters.busy_answers += 1
-            member.busy_until = now + max(error.retry_after_s, MIN_RETRY_AFTER_S)
+            pause_s = min(error.retry_after_s, self._routing.request_timeout_s / 2)  # or waiting requests give up
+            member.busy_until = now + max(pause_s, MIN_RETRY_AFTER_S)
             if request.turned_away_since is None:
                 request.turned_away_since = now
-        elif isinstance(error, StaleWeights):
+        elif is_stale:
             member.counters.stale_answers += 1
             member.refused_version = request.version
         elif isinstance(error, EngineRejected):
@@ -179,6 +195,11 @@ class Dispatcher:
 
     def _failure(self, request: Request[R], error: BaseException) -> SampleFailed:
         return SampleFailed(self._label, request.positions, attempts=request.failed_on, last_error=error)
+
+
+def _is_stale(request: Request[Any], error: EngineError) -> bool:
+    """The replica lacks weights that will be sent to it. Where weights are fixed, other ones are a failure."""
+    return isinstance(error, StaleWeights) and request.version is not None
 
 
 def _answered(task: asyncio.Task[Any]) -> bool:

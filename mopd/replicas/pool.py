@@ -66,18 +66,20 @@ class Want:
     """Replicas that failed at it: taken only when no other is up."""
     exclude: str | None = None
     """Replica that must not take it (a hedge goes elsewhere)."""
+    is_counted: bool = True
+    """It stands in the numbers of a step: see ``mopd.metrics.apart``."""
 
 
 class Lease:
     """Room on one replica for one request, until ``end``."""
 
-    def __init__(self, pool: Pool, member: Member, tokens: int) -> None:
-        self.member, self._pool, self._tokens = member, pool, tokens
+    def __init__(self, pool: Pool, member: Member, want: Want) -> None:
+        self.member, self._pool, self._want = member, pool, want
 
     def end(self) -> None:
         """The request is under way no more; its outcome has been told to breaker and counters."""
-        self.member.in_flight_tokens -= self._tokens
-        self._pool.ended(self.member, self._tokens)
+        self.member.in_flight_tokens -= self._want.tokens
+        self._pool.ended(self.member, self._want)
 
 
 class _Waiter:
@@ -97,7 +99,7 @@ class Pool:
         self._moved_at = -math.inf
         self._last_loss = ""
         self._busy = BusyTime()
-        self._waiting_tokens = self._most_waiting = self._most_waiting_tokens = 0
+        self._num_waiting = self._waiting_tokens = self._most_waiting = self._most_waiting_tokens = 0
         for replica in replicas:
             self.add(replica)
 
@@ -137,9 +139,9 @@ class Pool:
             raise NoReplica(self.describe(want.version))
         waiter = _Waiter(want, asyncio.get_running_loop().create_future())
         insort(self._waiters, waiter, key=lambda w: w.want.order)
-        self._waiting_tokens += want.tokens
+        self._count_waiting(want, 1)
         self.look_again()
-        self._most_waiting = max(self._most_waiting, len(self._waiters))
+        self._most_waiting = max(self._most_waiting, self._num_waiting)
         self._most_waiting_tokens = max(self._most_waiting_tokens, self._waiting_tokens)
         try:
             came_at = self.now()
@@ -174,14 +176,15 @@ class Pool:
             choice = self._choose(waiter.want, now, kept)
             if choice is not None:
                 self._forget(waiter)
-                waiter.granted.set_result(self._lend(choice, waiter.want.tokens, now))
+                waiter.granted.set_result(self._lend(choice, waiter.want, now))
         self._set_timer(now)
 
-    def ended(self, member: Member, tokens: int) -> None:
+    def ended(self, member: Member, want: Want) -> None:
         """A lease of ``member`` has ended."""
         now = self.now()
-        member.counters.came_back(tokens, now)
-        self._busy.end(now)
+        if want.is_counted:
+            member.counters.came_back(want.tokens, now)
+            self._busy.end(now)
         self._moved_at = now
         self.look_again()
 
@@ -204,7 +207,7 @@ class Pool:
             hedges=hedges,
             hedges_won=hedges_won,
         )
-        self._most_waiting, self._most_waiting_tokens = len(self._waiters), self._waiting_tokens
+        self._most_waiting, self._most_waiting_tokens = self._num_waiting, self._waiting_tokens
         return numbers
 
     def describe(self, version: int | None) -> str:
@@ -237,15 +240,21 @@ class Pool:
 
     def _forget(self, waiter: _Waiter) -> None:
         self._waiters.remove(waiter)
-        self._waiting_tokens -= waiter.want.tokens
+        self._count_waiting(waiter.want, -1)
 
-    def _lend(self, member: Member, tokens: int, now: float) -> Lease:
-        member.in_flight_tokens += tokens
+    def _count_waiting(self, want: Want, change: int) -> None:
+        if want.is_counted:
+            self._num_waiting += change
+            self._waiting_tokens += change * want.tokens
+
+    def _lend(self, member: Member, want: Want, now: float) -> Lease:
+        member.in_flight_tokens += want.tokens
         member.breaker.sent()
-        member.counters.sent(tokens, now)
-        self._busy.begin(now)
+        if want.is_counted:
+            member.counters.sent(want.tokens, now)
+            self._busy.begin(now)
         self._moved_at = now
-        return Lease(self, member, tokens)
+        return Lease(self, member, want)
 
     def _set_timer(self, now: float) -> None:
         """Look again when the next breaker or full queue may be tried; everything else that changes calls us."""

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 
 from mopd.config.groups import Routing
+from mopd.engines.answers import check_generations, check_scores
 from mopd.engines.interface import EngineRejected, Generation, Generator, SamplingParams, Scorer, Scores
 from mopd.replicas.cutting import cut
 from mopd.replicas.dispatch import Dispatcher, Request
@@ -30,6 +31,7 @@ from mopd.replicas.tasks import all_or_none
 
 R = TypeVar("R")
 Ask = Callable[[Any, Sequence[int]], Awaitable[Sequence[R]]]
+Check = Callable[[Sequence[int], Sequence[R]], None]
 Count = Callable[[Sequence[int], Sequence[R]], int]
 
 
@@ -58,6 +60,8 @@ class Router:
         self.weight_version = -1
         """Rollout groups: the version that ``generate`` asks for; replicas with another get no work. Set by
         ``set_weight_version``."""
+        self.vocab_size: int | None = None
+        """Answers with an id from here on are corrupt; ``None``: nobody has told."""
 
     async def score(
         self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
@@ -82,12 +86,15 @@ class Router:
         async def ask(engine: Generator, positions: Sequence[int]) -> list[Generation]:
             return await engine.generate([prompts[i] for i in positions], sampling, [seeds[i] for i in positions])
 
+        def check(positions: Sequence[int], results: Sequence[Generation]) -> None:
+            check_generations(results, max_new_tokens=sampling.max_new_tokens, vocab_size=self.vocab_size)
+
         def count(positions: Sequence[int], results: Sequence[Generation]) -> int:
             return sum(len(prompts[i]) for i in positions) + sum(len(result.tokens) for result in results)
 
         # The most that a response can take: its length is not known before it is drawn.
         costs = [len(prompt) + sampling.max_new_tokens for prompt in prompts]
-        return cast("list[Generation]", await self._run(costs, ask, count, stop_at_failure=True))
+        return cast("list[Generation]", await self._run(costs, ask, check, count, stop_at_failure=True))
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """See ``Generator.load_weights``: each replica in turn, then ``set_weight_version``. Suspended: left out.
@@ -179,20 +186,30 @@ class Router:
             starts = [prompt_lengths[i] for i in positions]
             return await engine.score([tokens[i] for i in positions], starts, top_k=top_k, temperature=temperature)
 
+        def check(positions: Sequence[int], results: Sequence[Scores]) -> None:
+            check_scores(
+                results,
+                [tokens[i] for i in positions],
+                [prompt_lengths[i] for i in positions],
+                top_k=top_k,
+                vocab_size=self.vocab_size,
+                is_half=self._routing.wire_dtype == "float16",
+            )
+
         def count(positions: Sequence[int], results: Sequence[Scores]) -> int:
             return sum(lengths[i] for i in positions)
 
-        return await self._run(lengths, ask, count, stop_at_failure=stop_at_failure)
+        return await self._run(lengths, ask, check, count, stop_at_failure=stop_at_failure)
 
     async def _run(
-        self, costs: Sequence[int], ask: Ask[R], count: Count[R], *, stop_at_failure: bool
+        self, costs: Sequence[int], ask: Ask[R], check: Check[R], count: Count[R], *, stop_at_failure: bool
     ) -> list[R | SampleFailed]:
         """Cut, send, collect in order. Whatever ends it early, no request is left behind."""
         version = self._wanted_version
 
         async def outcomes_of(positions: Sequence[int]) -> list[R | SampleFailed]:
             tokens = sum(costs[i] for i in positions)
-            request = Request(positions, tokens=tokens, version=version, ask=ask, count=count)
+            request = Request(positions, tokens=tokens, version=version, ask=ask, check=check, count=count)
             answer = await self._dispatcher.see_through(request)
             if not isinstance(answer, SampleFailed):
                 return [*answer]

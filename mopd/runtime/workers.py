@@ -121,6 +121,7 @@ async def build_workers(
     """Construct and wire, on the event loop that ``groups`` was started on. The rollout has no weights until the
     student publishes."""
     routers = build_routers(groups)
+    routers[ROLLOUT].vocab_size = worker.dims.vocab_size
     student = StudentGroup(worker, channel, GroupWeightSync(routers[ROLLOUT]))
     teachers = {name: await _teacher_group(name, routers, groups) for name in recipe.teachers}
     sampling = SamplingParams(

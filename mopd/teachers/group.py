@@ -19,10 +19,10 @@ class TeacherGroup:
     """Replicas of one teacher."""
 
     def __init__(self, name: str, router: Router, *, vocab_size: int, turn: Turn = nullcontext) -> None:
-        """``vocab_size`` is the teacher's own."""
+        """``vocab_size`` is the teacher's own: no answer may name an id beyond it."""
         self.name = name
-        self.vocab_size = vocab_size
         self.router = router
+        self.router.vocab_size = vocab_size
         self.turn = turn
 
     async def score(

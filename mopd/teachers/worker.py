@@ -50,8 +50,6 @@ class TeacherWorker:
         Raises:
             UserError: a domain has no teacher; a sample cannot be scored and we are not to keep going, or a teacher has
                 no replica left: names samples, domain, teacher and last error.
-            RuntimeError: with teacher and sample id, for scores of the wrong shape or type, ids outside the teacher's
-                vocabulary, or log-probs that are not finite.
         """
         asked: dict[str, list[SampleMeta]] = defaultdict(list)
         for meta in metas:
@@ -94,7 +92,6 @@ class TeacherWorker:
         answers: Answers = {}
         for meta, given in zip(metas, scores, strict=True):
             if not isinstance(given, SampleFailed):
-                self._check(group, meta, given)
                 answers[meta.sample_id] = given
             elif isinstance(given.last_error, NoReplica):  # replacements would meet the same end
                 raise self._end(group, [meta], given) from given
@@ -110,25 +107,6 @@ class TeacherWorker:
         return UserError(
             f"teachers.{group.name} did not score samples {ids}{more} of domain {domains}: {_one_line(error)}: {cure}"
         )
-
-    def _check(self, group: TeacherGroup, meta: SampleMeta, scores: Scores) -> None:
-        where = f"teacher {group.name!r} on sample {meta.sample_id}"
-        rows = (meta.response_length, self._top_k)
-        expected = (
-            ("ids", rows, torch.int32),
-            ("logprobs", rows, torch.float32),
-            ("token_logprobs", rows[:1], torch.float32),
-        )
-        for name, shape, dtype in expected:
-            value = getattr(scores, name)
-            if tuple(value.shape) != shape or value.dtype != dtype:
-                raise RuntimeError(
-                    f"{where}: {name} is {value.dtype} {list(value.shape)}, expected {dtype} {list(shape)}"
-                )
-        if not (scores.logprobs.isfinite().all() and scores.token_logprobs.isfinite().all()):
-            raise RuntimeError(f"{where}: a log-prob is not finite")
-        if not bool(((scores.ids >= 0) & (scores.ids < group.vocab_size)).all()):
-            raise RuntimeError(f"{where}: an id is outside the vocabulary of {group.vocab_size}")
 
 
 def merge(views: Sequence[Scores], weights: Sequence[float], *, num_teachers: int) -> dict[str, Tensor]:

@@ -43,9 +43,9 @@ def right_answer(path: str, body: bytes) -> ScoreAnswer | GenerateAnswer:
             top_k=asked.top_k,
             logprob_dtype=asked.logprob_dtype,
             lengths=asked.lengths - asked.prompt_lengths,
-            ids=random.integers(0, 9, rows * asked.top_k, dtype=np.int32),
-            logprobs=-random.random(rows * asked.top_k, dtype=np.float32),
-            token_logprobs=-random.random(rows, dtype=np.float32),
+            ids=np.concatenate([10 + random.permutation(9)[: asked.top_k] for _ in range(rows)]).astype(np.int32),
+            logprobs=-2 - random.random(rows * asked.top_k, dtype=np.float32),
+            token_logprobs=-2 - random.random(rows, dtype=np.float32),
         )
     wanted = decode(body, GenerateRequest)
     lengths = np.full(len(wanted.lengths), 2, dtype=np.int32)

@@ -44,9 +44,9 @@ class StandIn:
         await self._work(firsts, sum(map(len, tokens)))
         return [
             Scores(
-                ids=sequence[start:, None].expand(-1, top_k).int(),
-                logprobs=torch.full((len(sequence) - start, top_k), float(self.number)),
-                token_logprobs=sequence[start:] * temperature,
+                ids=(sequence[start:, None] + torch.arange(1, 1 + top_k)).int(),
+                logprobs=torch.full((len(sequence) - start, top_k), -20.0 - self.number),
+                token_logprobs=sequence[start:] * -temperature,
             )
             for sequence, start in zip(tokens, prompt_lengths, strict=True)
         ]
@@ -58,7 +58,7 @@ class StandIn:
         return [
             Generation(
                 tokens=torch.full((sampling.max_new_tokens,), prompt[0] + seed),
-                logprobs=torch.full((sampling.max_new_tokens,), float(self.weight_version)),
+                logprobs=torch.full((sampling.max_new_tokens,), -float(self.weight_version)),
                 finish_reason="length",
             )
             for prompt, seed in zip(prompts, seeds, strict=True)
@@ -128,5 +128,5 @@ def check_scores(tokens: Sequence[Tensor], scores: Sequence[Scores]) -> None:
     """Each sample has its own answer, in its own place."""
     assert len(scores) == len(tokens)
     for sequence, given in zip(tokens, scores, strict=True):
-        assert torch.equal(given.token_logprobs, sequence[1:] * 2.0)
+        assert torch.equal(given.token_logprobs, sequence[1:] * -2.0)
         assert given.ids.shape == (len(sequence) - 1, 2)

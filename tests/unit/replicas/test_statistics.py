@@ -8,6 +8,7 @@ import math
 import pytest
 
 from mopd.engines.interface import EngineUnavailable
+from mopd.metrics import apart, is_counted
 from mopd.replicas.statistics import BusyTime, Reservoir, percentile
 from mopd.replicas.watch import GroupWatch
 from tests.unit.replicas.stand_in import SAMPLING, StandIn, make_router, run, samples, score
@@ -127,3 +128,50 @@ def test_engines_that_count_no_bytes_have_no_payload() -> None:
         return GroupWatch([make_router([engine])]).flush()
 
     assert "teachers/payload_bytes/math" not in run(work)
+
+
+def test_requests_apart_are_in_no_steps_numbers() -> None:
+    """Validation beside training: as if only training had asked, though both wait for the same replica."""
+    tokens, starts = samples(*[20] * 6)
+
+    def work(with_validation: bool) -> dict[str, float]:
+        router = make_router([StandIn(0)], max_tokens_per_request=20, max_inflight_tokens=40)
+
+        async def checks() -> None:
+            with apart():
+                await score(router, tokens, starts)
+
+        async def both() -> dict[str, float]:
+            watch = GroupWatch([router])
+            if with_validation:
+                await checks()
+                assert is_counted()
+                assert watch.flush()["teachers/samples/math"] == 0
+            beside = asyncio.create_task(checks()) if with_validation else None
+            await score(router, tokens, starts)
+            if beside is not None:
+                await beside
+            return watch.flush()
+
+        return run(both)
+
+    alone, beside = work(False), work(True)
+    assert alone["teachers/samples/math"] == 6 and alone["teachers/queue_depth/math"] == 4
+    assert alone.keys() == beside.keys()
+    for name in ("samples", "tokens", "queue_depth", "queued_tokens", "in_flight_tokens", "retries", "replicas_up"):
+        assert alone[f"teachers/{name}/math"] == beside[f"teachers/{name}/math"], name
+
+
+def test_a_checks_failures_do_not_hide() -> None:
+    """What a replica does wrong is told whoever met it."""
+    router = make_router([StandIn(0, lambda call: EngineUnavailable("dead")), StandIn(1)])
+    tokens, starts = samples(20)
+
+    async def work() -> dict[str, float]:
+        with apart():
+            await score(router, tokens, starts)
+        return GroupWatch([router]).flush()
+
+    values = run(work)
+    assert values["teachers/samples/math"] == 0
+    assert values["teachers/failures/math.0"] == values["teachers/retries/math"] == 1

@@ -226,23 +226,20 @@ def test_one_dead_teacher_ends_the_others_work(engines: dict[str, TorchEngine]) 
         run_worker(ONE_EACH, {name: group(name, scorer) for name, scorer in scorers.items()}, "code", "math")
 
 
-BAD_SCORES: dict[str, Callable[[Scores], Scores]] = {
-    "ids is .* expected torch.int32": lambda s: replace(s, ids=s.ids.long()),
-    r"logprobs is torch.float32 \[2, 5\], expected torch.float32 \[3, 5\]": lambda s: replace(
-        s, logprobs=s.logprobs[1:]
-    ),
-    r"token_logprobs is torch.float32 \[4\], expected torch.float32 \[3\]": lambda s: replace(
-        s, token_logprobs=torch.cat([s.token_logprobs, s.token_logprobs[:1]])
-    ),
-    "a log-prob is not finite": lambda s: replace(
-        s, logprobs=s.logprobs.masked_fill(s.logprobs == s.logprobs.min(), float("-inf"))
-    ),
+BAD_SCORES: dict[str, Callable[[Scores], Scores]] = {  # all of them stand in tests/unit/engines/test_answers.py
+    "ids is torch.int64": lambda s: replace(s, ids=s.ids.long()),
     "an id is outside the vocabulary of": lambda s: replace(s, ids=s.ids + VOCAB_SIZE),
+    "an id stands twice in one row": lambda s: replace(s, ids=s.ids[:, :1].expand(-1, 5).contiguous()),
+    "add up to more than 1": lambda s: replace(s, logprobs=s.logprobs.clamp(min=-1.0)),
 }
 
 
 @pytest.mark.parametrize("message", BAD_SCORES)
-def test_bad_scores_name_teacher_and_sample(engines: dict[str, TorchEngine], message: str) -> None:
+def test_bad_scores_name_sample_domain_teacher_and_replica(engines: dict[str, TorchEngine], message: str) -> None:
     groups = {"coder": group("coder", Altered(engines["coder"], length=5, change=BAD_SCORES[message]))}
-    with pytest.raises(RuntimeError, match=f"teacher 'coder' on sample 70: {message}"):
-        run_worker({"coder": teacher("code")}, groups, "code", "code")
+    expected = (
+        rf"teachers.coder did not score samples 70 of domain .code.: .*2 attempts .*coder\.0: corrupt .*{message}"
+    )
+    with pytest.raises(UserError, match=expected) as caught:
+        run_worker({"coder": teacher("code")}, groups, "code")
+    assert "\n" not in str(caught.value)

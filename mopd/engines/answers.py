@@ -1,0 +1,166 @@
+"""Is an answer possible at all? Every answer of every engine passes here, wherever the engine runs.
+
+What no distribution over a vocabulary can be (an id listed twice, more than the whole mass, NaN) would pass through the
+loss as a huge gradient; it says that a replica is broken, and another one may be asked.
+Shapes: R response tokens of all sequences, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mopd.engines.interface import Generation, Scores
+
+MAX_EXCESS = 1e-4
+"""Mass above 1 that rounding explains (``docs/losses.md``); a log-prob may be above 0 by as much."""
+HALF_ROUNDING = 2.0**-11
+"""Largest relative error of a log-prob that has travelled as float16."""
+MAX_OWN_DIFFERENCE = 1e-3
+"""Between the two log-probs that an answer may hold of one token, relative to the larger of 1 and their size."""
+
+Array = np.ndarray[Any, Any]
+
+
+def check_scores(
+    scores: Sequence[Scores],
+    tokens: Sequence[Tensor],
+    prompt_lengths: Sequence[int],
+    *,
+    top_k: int,
+    vocab_size: int | None,
+    is_half: bool,
+) -> None:
+    """The scores can be those of the responses ``tokens[i][prompt_lengths[i]:]``.
+
+    A listed log-prob may be -inf: the entry then leaves the loss's set S. The token's own must be finite.
+
+    Args:
+        vocab_size: ids are below it; ``None``: nobody knows it.
+        is_half: log-probs have travelled as float16.
+
+    Raises:
+        ValueError: one line: which sequence, which row, what is wrong.
+    """
+    if len(scores) != len(tokens):
+        raise ValueError(f"{len(scores)} answers for {len(tokens)} sequences")
+    counts = [len(sequence) - start for sequence, start in zip(tokens, prompt_lengths, strict=True)]
+    for i, (given, count) in enumerate(zip(scores, counts, strict=True)):
+        _check_tensor(given.ids, "ids", (count, top_k), torch.int32, i)
+        _check_tensor(given.logprobs, "logprobs", (count, top_k), torch.float32, i)
+        _check_tensor(given.token_logprobs, "token_logprobs", (count,), torch.float32, i)
+    if not sum(counts):
+        return
+    ids_RK = torch.cat([given.ids for given in scores]).numpy()
+    logprobs_RK = torch.cat([given.logprobs for given in scores]).numpy()
+    own_R = torch.cat([given.token_logprobs for given in scores]).numpy()
+    sampled_R = torch.cat([t[start:] for t, start in zip(tokens, prompt_lengths, strict=True)]).numpy()
+    _Rows(counts).check(ids_RK, logprobs_RK, own_R, sampled_R, vocab_size, is_half)
+
+
+def check_generations(generations: Sequence[Generation], *, max_new_tokens: int, vocab_size: int | None) -> None:
+    """The responses can have been drawn. ``ValueError``, one line, as ``check_scores``."""
+    for i, given in enumerate(generations):
+        count = len(given.tokens) if isinstance(given.tokens, Tensor) and given.tokens.dim() == 1 else -1
+        if not 1 <= count <= max_new_tokens:
+            raise ValueError(f"response {i} has not 1 to {max_new_tokens} tokens (max_new_tokens) but {count}")
+        _check_tensor(given.tokens, "tokens", (count,), torch.int64, i)
+        _check_tensor(given.logprobs, "logprobs", (count,), torch.float32, i)
+        if given.finish_reason not in ("stop", "length"):
+            raise ValueError(f"response {i} ended for an unknown reason: {given.finish_reason!r:.40}")
+    if not generations:
+        return
+    rows = _Rows([len(given.tokens) for given in generations])
+    rows.check_ids(torch.cat([given.tokens for given in generations]).numpy()[:, None], vocab_size)
+    rows.check_own(torch.cat([given.logprobs for given in generations]).numpy())
+
+
+class _Rows:
+    """Looks at all sequences' rows at once; only a failure asks whose row it is."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self._ends = np.cumsum(counts)
+
+    def check(
+        self,
+        ids_RK: Array,
+        logprobs_RK: Array,
+        own_R: Array,
+        sampled_R: Array,
+        vocab_size: int | None,
+        is_half: bool,
+    ) -> None:
+        self.check_ids(ids_RK, vocab_size)
+        in_order = np.sort(ids_RK, axis=1)
+        self._refuse((in_order[:, 1:] == in_order[:, :-1]).any(1), "an id stands twice in one row")
+        if not logprobs_RK.max() <= MAX_EXCESS:
+            self._refuse(~(logprobs_RK.max(1) <= MAX_EXCESS), "a log-prob is above 0 or not a number", logprobs_RK)
+        self.check_own(own_R)
+        mass_R, probs_RK = _mass(logprobs_RK)
+        is_own = ids_RK == sampled_R[:, None]
+        is_listed = is_own.any(1)
+        limit_R = 1 + MAX_EXCESS + (_half_excess(probs_RK, logprobs_RK) if is_half else 0.0)
+        self._refuse(mass_R > limit_R, "the probabilities of a row add up to more than 1", mass_R)
+        with_own_R = np.where(is_listed, mass_R, mass_R + np.exp(own_R))
+        if is_half:
+            limit_R = limit_R + HALF_ROUNDING * np.exp(own_R) * -own_R
+        self._refuse(
+            with_own_R > limit_R, "the probabilities of a row and of the response's token add up to more than 1"
+        )
+        own_listed_R = np.where(is_own, logprobs_RK, -np.inf).max(1)
+        difference_R = np.abs(np.where(is_listed, own_listed_R, own_R) - own_R)
+        allowed_R = MAX_OWN_DIFFERENCE * np.maximum(1, -own_R)
+        self._refuse(~(difference_R <= allowed_R), "the response's token has one log-prob in its row and another alone")
+
+    def check_ids(self, ids_RK: Array, vocab_size: int | None) -> None:
+        """[R, K] integers in the vocabulary."""
+        if ids_RK.min() < 0 or (vocab_size is not None and ids_RK.max() >= vocab_size):
+            limit = np.inf if vocab_size is None else vocab_size
+            bad_R = ((ids_RK < 0) | (ids_RK >= limit)).any(1)
+            self._refuse(bad_R, f"an id is outside the vocabulary of {vocab_size}", ids_RK)
+
+    def check_own(self, own_R: Array) -> None:
+        """[R] finite log-probs."""
+        if not (own_R.max() <= MAX_EXCESS and own_R.min() > -np.inf):
+            bad_R = ~((own_R <= MAX_EXCESS) & (own_R > -np.inf))
+            self._refuse(bad_R, "the response's token has a log-prob above 0 or not finite", own_R)
+
+    def _refuse(self, bad_R: Any, problem: str, values: Array | None = None) -> None:
+        if not bad_R.any():
+            return
+        row = int(bad_R.argmax())
+        sequence = int(np.searchsorted(self._ends, row, side="right"))
+        place = row - (int(self._ends[sequence - 1]) if sequence else 0)
+        shown = "" if values is None else f" ({_extreme(values[row]):g})"
+        raise ValueError(f"sequence {sequence}, response position {place}: {problem}{shown}")
+
+
+def _mass(logprobs_RK: Array) -> tuple[Array, Array]:
+    """``(mass [R], probabilities [R, K])``, fp32; numpy adds in pairs, so rounding stays far below ``MAX_EXCESS``."""
+    probs_RK = np.exp(logprobs_RK)
+    return probs_RK.sum(1), probs_RK
+
+
+def _half_excess(probs_RK: Array, logprobs_RK: Array) -> Array:
+    """[R]: what rounding to float16 can have added to the mass."""
+    finite_RK = np.where(probs_RK > 0, logprobs_RK, 0)
+    return HALF_ROUNDING * np.abs(probs_RK * finite_RK).sum(1)
+
+
+def _extreme(values: Array) -> float:
+    """The value of a bad row that shows best why: NaN or the largest; for ids also the smallest."""
+    largest = float(values.max())
+    return float(values.min()) if values.dtype.kind == "i" and values.min() < 0 else largest
+
+
+def _check_tensor(value: object, name: str, shape: tuple[int, ...], dtype: torch.dtype, sequence: int) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"sequence {sequence}: {name} is no tensor but {type(value).__name__}")
+    if tuple(value.shape) != shape or value.dtype != dtype:
+        raise ValueError(
+            f"sequence {sequence}: {name} is {value.dtype} {list(value.shape)}, expected {dtype} {list(shape)}"
+        )

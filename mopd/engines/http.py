@@ -1,0 +1,179 @@
+"""HTTP to an engine server: one connection pool, every exchange bounded in time and size, every failure one line.
+
+Whatever a server does (silence, a trickle, endless or compressed bodies, redirects, no HTTP at all) a call ends by its
+deadline with the body of a 200 or an ``EngineError``. Messages hold neither the token nor anything else secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import httpx
+
+from mopd.config.urls import check_server_url, shown_url
+from mopd.engines.interface import EngineBusy, EngineError, EngineRejected, EngineUnavailable, StaleWeights
+from mopd.files.json_text import parse_json
+from mopd.text import one_line
+from mopd.types import UserError
+
+MAX_CONNECTIONS = 64
+"""Per engine; further calls wait for one within their deadline. httpx looks at every connection and every waiting call
+for each request: it gets few of them and no queue."""
+MAX_SMALL_BYTES = 2**20
+"""Bound of answers without arrays, errors included."""
+MAX_MESSAGE_CHARACTERS = 300
+"""Of what a server says, in an error."""
+LARGE_BYTES = 2**18
+"""Messages above this are coded in a thread: other replicas' answers are heard meanwhile."""
+
+ResultT = TypeVar("ResultT")
+
+
+class HttpClient:
+    """Calls to one server. It belongs to the event loop of its first call, never retries and follows no redirect."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None,
+        timeout_s: float,
+        name: str | None,
+        content_type: str,
+        deadline_header: str | None = None,
+    ) -> None:
+        """Asks nothing of the server yet.
+
+        Args:
+            url: ``http(s)://host[:port][/path]``.
+            token: sent as ``Authorization: Bearer …``.
+            timeout_s: bounds each call as a whole.
+            name: stands in errors; ``None``: the URL.
+            content_type: of the bodies that are sent.
+            deadline_header: request header that tells the seconds left; ``None``: none.
+
+        Raises:
+            UserError: the URL or the token cannot be used.
+        """
+        self.name = shown_url(url) if name is None else name
+        try:
+            check_server_url(url)
+        except ValueError as error:
+            raise UserError(f"server URL {error}") from error
+        if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token != ""):
+            raise UserError(f"{self.name}: the access token is not one word of ASCII characters: write another")
+        self._token, self._timeout_s = token, timeout_s
+        self._content_type, self._deadline_header = content_type, deadline_header
+        self._free_connections = asyncio.Semaphore(MAX_CONNECTIONS)
+        # A compressed body could be far larger than it looks: none is asked for, and none is read.
+        headers = {"accept-encoding": "identity"}
+        if token is not None:
+            headers["authorization"] = f"Bearer {token}"
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            headers=headers,
+            verify=url.startswith("https:"),  # reading the certificates takes longer than a request
+            timeout=None,  # asyncio.wait_for bounds every call as a whole
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=MAX_CONNECTIONS),
+            follow_redirects=False,  # the token is for this server
+            trust_env=False,  # no proxy between replicas because of a variable somewhere
+        )
+
+    async def call(
+        self, method: str, path: str, content: bytes | None, longest: int, *, timeout_s: float | None = None
+    ) -> bytes:
+        """The body of a 200, at most ``longest`` bytes.
+
+        Raises:
+            EngineUnavailable: refused, reset, deadline, 5xx, redirect, too long, not HTTP.
+            EngineBusy, StaleWeights, EngineRejected: 429, 409, any other 4xx.
+        """
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        try:
+            return await asyncio.wait_for(self._when_free(method, path, content, longest, timeout_s), timeout_s)
+        except asyncio.TimeoutError as error:
+            raise EngineUnavailable(f"{self.name}: no answer to {path} within {timeout_s:g} s") from error
+        except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, UnicodeError) as error:
+            raise EngineUnavailable(f"{self.name}: {path}: {type(error).__name__}: {self.shown(error)}") from error
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    def corrupt(self, problem: object) -> EngineUnavailable:
+        """The error for an answer that cannot be right."""
+        return EngineUnavailable(f"{self.name}: corrupt answer: {self.shown(problem)}")
+
+    def shown(self, said: object) -> str:
+        """Somebody else's words for a message: one short line, without our token."""
+        text = said if isinstance(said, (str, BaseException)) else repr(said)
+        line = one_line(text)
+        if self._token is not None:
+            line = line.replace(self._token, "…")
+        return line if len(line) <= MAX_MESSAGE_CHARACTERS else f"{line[:MAX_MESSAGE_CHARACTERS]}…"
+
+    async def _when_free(self, method: str, path: str, content: bytes | None, longest: int, timeout_s: float) -> bytes:
+        start = time.monotonic()
+        async with self._free_connections:
+            left_s = max(timeout_s - (time.monotonic() - start), 0.001)
+            return await self._exchange(method, path, content, longest, left_s)
+
+    async def _exchange(self, method: str, path: str, content: bytes | None, longest: int, timeout_s: float) -> bytes:
+        headers = {} if self._deadline_header is None else {self._deadline_header: f"{timeout_s:.3f}"}
+        if content is not None:
+            headers["content-type"] = self._content_type
+        async with self._client.stream(method, path, content=content, headers=headers) as response:
+            self._client.cookies.clear()  # whoever answers is told nothing about earlier answers
+            is_good = response.status_code == httpx.codes.OK
+            longest = longest if is_good else MAX_SMALL_BYTES
+            encoding = response.headers.get("content-encoding", "identity")
+            if encoding.lower() != "identity":
+                raise self.corrupt(f"the answer to {path} is encoded as {encoding!r:.40}, which was not asked for")
+            parts: list[bytes] = []
+            size = 0
+            async for part in response.aiter_raw():
+                parts.append(part)
+                size += len(part)
+                if size > longest:
+                    raise self.corrupt(f"the answer to {path} is longer than {longest} bytes")
+        if is_good:
+            return b"".join(parts)
+        raise self._refusal(path, response, b"".join(parts))
+
+    def _refusal(self, path: str, response: httpx.Response, body: bytes) -> EngineError:
+        """The error that a status stands for."""
+        status = response.status_code
+        said, retry_after_s = _read_refusal(body)
+        message = f"{self.name}: {path}: HTTP {status}: {self.shown(said)}"
+        if status == httpx.codes.TOO_MANY_REQUESTS:
+            header = response.headers.get("retry-after", "")  # its other form, a date, is not read
+            if retry_after_s is None and header.isascii() and header.isdecimal() and len(header) < 20:
+                retry_after_s = int(header)
+            return EngineBusy(message, retry_after_s=retry_after_s)
+        if status == httpx.codes.CONFLICT:
+            return StaleWeights(message)
+        if 400 <= status < 500 and status != httpx.codes.REQUEST_TIMEOUT:
+            return EngineRejected(message)
+        return EngineUnavailable(message)
+
+
+async def maybe_in_thread(num_bytes: int, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
+    """``function(*arguments)``, in a thread where ``num_bytes`` are many."""
+    if num_bytes <= LARGE_BYTES:
+        return function(*arguments)
+    return await asyncio.to_thread(function, *arguments)
+
+
+def _read_refusal(body: bytes) -> tuple[object, object]:
+    """``(message, retry_after_s)`` of an error's JSON body, ours or OpenAI's, or what can be shown of another body."""
+    try:
+        said = parse_json(body, max_values=10_000)
+    except ValueError:
+        return repr(body[:200]), None
+    error = said.get("error", said) if isinstance(said, dict) else None
+    if not isinstance(error, dict) or "message" not in error:
+        return repr(body[:200]), None
+    return error["message"], error.get("retry_after_s")

@@ -1,0 +1,250 @@
+"""What no distribution can be is no answer: the validator by itself, and on every way that answers take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mopd.bench.token_clock import run_on_token_clock
+from mopd.config.groups import Routing
+from mopd.engines.answers import check_generations, check_scores
+from mopd.engines.interface import Generation, SamplingParams, Scores, StaleWeights
+from mopd.replicas.interface import Replica, SampleFailed
+from mopd.replicas.router import Router
+
+V, K = 12, 3
+TOKENS = [torch.tensor([1, 5, 9, 7, 7]), torch.tensor([1, 4, 4]), torch.tensor([2, 3, 11, 0])]
+STARTS = [3, 3, 2]  # 2, 0 and 2 response rows
+IDS = [[[7, 2, 0], [1, 2, 3]], [], [[4, 11, 5], [8, 9, 10]]]
+LOGPROBS = [[[-0.5, -1.5, -4.0], [-0.1, -4.0, -5.0]], [], [[-0.7, -0.9, -3.0], [0.0, -math.inf, -math.inf]]]
+OWN = [[-0.5, -6.0], [], [-0.9, -30.0]]
+
+
+def good() -> list[Scores]:
+    return [
+        Scores(
+            ids=torch.tensor(ids, dtype=torch.int32).view(-1, K),
+            logprobs=torch.tensor(logprobs, dtype=torch.float32).view(-1, K),
+            token_logprobs=torch.tensor(own, dtype=torch.float32),
+        )
+        for ids, logprobs, own in zip(IDS, LOGPROBS, OWN, strict=True)
+    ]
+
+
+def changed(sequence: int, field: str, place: tuple[int, ...], value: float) -> list[Scores]:
+    scores = good()
+    tensor = getattr(scores[sequence], field).clone()
+    tensor[place] = value
+    scores[sequence] = replace(scores[sequence], **{field: tensor})
+    return scores
+
+
+def converted(sequence: int, field: str, convert: Callable[[Tensor], Any]) -> list[Scores]:
+    scores = good()
+    scores[sequence] = replace(scores[sequence], **{field: convert(getattr(scores[sequence], field))})
+    return scores
+
+
+def check(scores: Sequence[Scores], **changes: Any) -> None:
+    check_scores(scores, TOKENS, STARTS, **{"top_k": K, "vocab_size": V, "is_half": False, **changes})
+
+
+BAD_SCORES: dict[str, tuple[Callable[[], list[Scores]], str]] = {
+    "id = V": (lambda: changed(0, "ids", (1, 2), V), r"sequence 0, response position 1: an id is outside .* 12 \(12\)"),
+    "id < 0": (lambda: changed(2, "ids", (0, 0), -1), r"sequence 2, response position 0: an id is outside .*\(-1\)"),
+    "id 2^31 - 1": (lambda: changed(2, "ids", (0, 0), 2**31 - 1), "outside the vocabulary"),
+    "id twice": (lambda: changed(0, "ids", (1, 1), 1), "sequence 0, response position 1: an id stands twice"),
+    "id twice apart": (lambda: changed(2, "ids", (1, 2), 8), "sequence 2, response position 1: an id stands twice"),
+    "NaN": (lambda: changed(0, "logprobs", (1, 2), math.nan), r"above 0 or not a number \(nan\)"),
+    "+inf": (lambda: changed(0, "logprobs", (1, 2), math.inf), r"above 0 or not a number \(inf\)"),
+    "positive": (lambda: changed(0, "logprobs", (0, 0), 0.5), r"above 0 or not a number \(0.5\)"),
+    "mass 2.3": (lambda: changed(0, "logprobs", (1, 1), -0.1), r"position 1: .*add up to more than 1 \(1.8"),
+    "mass 1 + 3e-4": (lambda: changed(2, "logprobs", (1, 1), math.log(3e-4)), r"add up to more than 1 \(1.0003\)"),
+    "all alike": (lambda: converted(0, "logprobs", torch.zeros_like), r"add up to more than 1 \(3\)"),
+    "own NaN": (lambda: changed(0, "token_logprobs", (1,), math.nan), r"above 0 or not finite \(nan\)"),
+    "own -inf": (lambda: changed(2, "token_logprobs", (1,), -math.inf), r"above 0 or not finite \(-inf\)"),
+    "own +inf": (lambda: changed(0, "token_logprobs", (1,), math.inf), r"above 0 or not finite \(inf\)"),
+    "own positive": (lambda: changed(0, "token_logprobs", (1,), 0.01), "above 0 or not finite"),
+    "own differs": (lambda: changed(0, "token_logprobs", (0,), -0.6), "one log-prob in its row and another alone"),
+    "own listed -inf": (lambda: changed(0, "logprobs", (0, 0), -math.inf), "one log-prob in its row and another"),
+    "own too likely": (lambda: changed(0, "token_logprobs", (1,), -1.0), "of a row and of the response's token"),
+    "int64 ids": (lambda: converted(0, "ids", Tensor.long), "ids is torch.int64"),
+    "float64": (lambda: converted(0, "logprobs", Tensor.double), "logprobs is torch.float64"),
+    "half": (lambda: converted(2, "token_logprobs", Tensor.half), "sequence 2: token_logprobs is torch.float16"),
+    "a row less": (lambda: converted(2, "logprobs", lambda t: t[1:]), r"logprobs is .* \[1, 3\], expected .* \[2, 3\]"),
+    "a row more": (lambda: converted(1, "token_logprobs", lambda t: torch.zeros(1)), "sequence 1: token_logprobs"),
+    "a column less": (lambda: converted(0, "ids", lambda t: t[:, 1:]), r"ids is torch.int32 \[2, 2\]"),
+    "flat": (lambda: converted(0, "ids", Tensor.flatten), r"ids is torch.int32 \[6\]"),
+    "a list": (lambda: converted(0, "ids", Tensor.tolist), "ids is no tensor but list"),
+    "an answer less": (lambda: good()[:2], "2 answers for 3 sequences"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SCORES)
+def test_impossible_scores_are_named(name: str) -> None:
+    scores, problem = BAD_SCORES[name]
+    with pytest.raises(ValueError, match=problem) as caught:
+        check(scores())
+    assert "\n" not in str(caught.value)
+
+
+POSSIBLE: dict[str, Callable[[], list[Scores]]] = {
+    "good": good,
+    "log-prob 5e-5 above 0": lambda: changed(2, "logprobs", (1, 0), 5e-5),
+    "mass 1 + 5e-5": lambda: changed(2, "logprobs", (1, 1), math.log(5e-5)),
+    "listed -inf": lambda: changed(0, "logprobs", (1, 2), -math.inf),
+    "all of the mass elsewhere": lambda: changed(2, "logprobs", (1, 0), -math.inf),
+    "unsorted": lambda: converted(0, "ids", lambda t: t[:, [0, 2, 1]]),
+}
+
+
+@pytest.mark.parametrize("name", POSSIBLE)
+def test_rounding_and_impossible_ids_are_legal(name: str) -> None:
+    check(POSSIBLE[name]())
+
+
+def test_nothing_to_score_and_an_unknown_vocabulary() -> None:
+    check_scores([], [], [], top_k=K, vocab_size=V, is_half=False)
+    check_scores(good()[1:2], TOKENS[1:2], STARTS[1:2], top_k=K, vocab_size=V, is_half=False)
+    check(changed(0, "ids", (1, 2), V), vocab_size=None)
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        check(changed(0, "ids", (1, 2), -1), vocab_size=None)
+
+
+@pytest.mark.parametrize("top_k", [1, 64, 500])
+def test_real_distributions_pass_at_both_precisions_of_the_wire(top_k: int) -> None:
+    generator = torch.Generator().manual_seed(top_k)
+    scale = torch.logspace(-2, 2, 200)[:, None]  # from nearly uniform to nearly certain
+    logprobs, ids = (torch.randn(200, 500, generator=generator) * scale).log_softmax(-1).topk(top_k)
+    scores = Scores(ids=ids.int(), logprobs=logprobs, token_logprobs=logprobs[:, 0].clone())
+    tokens = torch.cat([torch.tensor([0]), ids[:, 0]])
+    check_scores([scores], [tokens], [1], top_k=top_k, vocab_size=500, is_half=False)
+    rounded = Scores(ids=ids.int(), logprobs=logprobs.half().float(), token_logprobs=logprobs[:, 0].half().float())
+    check_scores([rounded], [tokens], [1], top_k=top_k, vocab_size=500, is_half=True)
+    for double in (scores, rounded):
+        with pytest.raises(ValueError, match=r"more than 1|above 0"):
+            wrong = replace(double, logprobs=double.logprobs + 0.05, token_logprobs=double.token_logprobs + 0.05)
+            check_scores([wrong], [tokens], [1], top_k=top_k, vocab_size=500, is_half=double is rounded)
+
+
+def drawn(tokens: Any = (3, 4), logprobs: Any = (-1.0, 0.0), reason: Any = "stop") -> Generation:
+    return Generation(
+        tokens=torch.tensor(tokens, dtype=torch.int64), logprobs=torch.tensor(logprobs), finish_reason=reason
+    )
+
+
+BAD_GENERATIONS: dict[str, tuple[Generation, str]] = {
+    "empty": (drawn((), ()), "response 1 has not 1 to 3 tokens .* but 0"),
+    "too long": (drawn((1, 2, 3, 4), (-1.0,) * 4), "but 4"),
+    "id = V": (drawn((3, V)), r"outside the vocabulary of 12 \(12\)"),
+    "id < 0": (drawn((-1, 3)), r"\(-1\)"),
+    "NaN": (drawn(logprobs=(-1.0, math.nan)), "above 0 or not finite"),
+    "-inf": (drawn(logprobs=(-math.inf, -1.0)), "sequence 1, response position 0: .*above 0 or not finite"),
+    "positive": (drawn(logprobs=(-1.0, 0.5)), "above 0 or not finite"),
+    "a log-prob less": (drawn(logprobs=(-1.0,)), r"logprobs is torch.float32 \[1\]"),
+    "int32": (replace(drawn(), tokens=torch.tensor([3, 4], dtype=torch.int32)), "tokens is torch.int32"),
+    "two dimensions": (replace(drawn(), tokens=torch.ones(1, 2, dtype=torch.int64)), "1 to 3 tokens"),
+    "a reason of its own": (drawn(reason="abort"), "unknown reason: 'abort'"),
+    "no reason": (drawn(reason=None), "unknown reason: None"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_GENERATIONS)
+def test_impossible_responses_are_named(name: str) -> None:
+    generation, problem = BAD_GENERATIONS[name]
+    check_generations([drawn()], max_new_tokens=3, vocab_size=V)
+    check_generations([], max_new_tokens=3, vocab_size=V)
+    with pytest.raises(ValueError, match=problem):
+        check_generations([drawn(), generation], max_new_tokens=3, vocab_size=V)
+
+
+class Canned:
+    """An engine of this process with the same answer for everything."""
+
+    def __init__(self, answer: Callable[[], Any]) -> None:
+        self.answer, self.num_calls, self.weight_version = answer, 0, -1
+
+    async def score(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_calls += 1
+        return self.answer()
+
+    async def generate(self, *args: Any) -> Any:
+        self.num_calls += 1
+        return self.answer()
+
+    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None: ...
+
+
+def route(answers: Sequence[Callable[[], Any]], kind: Any, ask: Callable[[Router], Any], **routing: Any) -> Any:
+    """What a group of engines with these answers says, and its replicas' numbers."""
+    replicas = [Replica(name=f"math.{i}", engine=Canned(answer)) for i, answer in enumerate(answers)]
+    settings = {"backoff_s": 0.0, "breaker_failures": 1, "breaker_reset_s": 60.0, **routing}
+    router = Router("math", replicas, Routing(**settings), kind=kind)
+    router.vocab_size = V
+
+    async def work() -> tuple[Any, Any]:
+        try:
+            outcome = await ask(router)
+        except SampleFailed as error:
+            outcome = error
+        return outcome, router.take_numbers().replicas
+
+    return run_on_token_clock(work())
+
+
+def bad_sequence(scores: list[Scores]) -> int:
+    """The sequence whose scores are wrong."""
+    for i, given in enumerate(scores):
+        try:
+            check_scores([given], TOKENS[i : i + 1], STARTS[i : i + 1], top_k=K, vocab_size=V, is_half=False)
+        except ValueError:
+            return i
+    raise AssertionError("all are good")
+
+
+def score_of(sequence: int) -> Callable[[Router], Any]:
+    return lambda router: router.score(TOKENS[sequence : sequence + 1], [STARTS[sequence]], top_k=K, temperature=1.0)
+
+
+async def generate(router: Router) -> Any:
+    return await router.generate([[1]], SamplingParams(max_new_tokens=3), [0])
+
+
+@pytest.mark.parametrize("name", [name for name in BAD_SCORES if name != "an answer less"])
+def test_another_replica_scores_and_the_bad_one_is_left_alone(name: str) -> None:
+    scores = BAD_SCORES[name][0]()
+    i = bad_sequence(scores)
+    outcome, numbers = route([lambda: [scores[i]], lambda: [good()[i]]], "teacher", score_of(i))
+    assert torch.equal(outcome[0].ids, good()[i].ids)
+    assert (numbers[0].failures, numbers[0].state, numbers[1].failures) == (1, "open", 0)
+
+
+@pytest.mark.parametrize("name", BAD_GENERATIONS)
+def test_another_replica_samples_and_the_bad_one_is_left_alone(name: str) -> None:
+    outcome, numbers = route([lambda: [BAD_GENERATIONS[name][0]], lambda: [drawn()]], "rollout", generate)
+    assert outcome[0].tokens.tolist() == [3, 4]
+    assert (numbers[0].failures, numbers[0].state, numbers[1].failures) == (1, "open", 0)
+
+
+def test_when_none_is_left_one_line_names_group_replica_and_problem() -> None:
+    bad = [BAD_SCORES["id twice"][0]()[0]]
+    outcome, _ = route([lambda: bad] * 2, "teacher", score_of(0), max_attempts=2)
+    assert isinstance(outcome, SampleFailed) and "\n" not in str(outcome)
+    assert str(outcome) == (
+        "teacher 'math' could not answer for 1 samples: 2 attempts on math.0, math.1; last error: math.1: corrupt "
+        "answer: sequence 0, response position 1: an id stands twice in one row"
+    )
+
+
+def test_a_teacher_with_other_weights_fails_instead_of_being_asked_for_ever() -> None:
+    def stale() -> Any:
+        raise StaleWeights("math.0: answered with weights 6, not -1")
+
+    outcome, numbers = route([stale, lambda: good()[:1]], "teacher", score_of(0))
+    assert len(outcome) == 1 and numbers[0].failures == 1
