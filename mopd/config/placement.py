@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mopd.config.numbers import MAX_PROCESSES, require_at_least, require_seconds
+from mopd.config.urls import check_server_url
 from mopd.config.texts import check_unrepeated
 
 LAST_PORT = 65535
@@ -14,7 +15,7 @@ MAX_THREADS = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InProcess:
-    """On trainer rank 0, between training steps."""
+    """On trainer rank 0 and on its GPU, between training steps."""
 
     type: Literal["in_process"] = "in_process"
     """Placement type."""
@@ -29,8 +30,8 @@ class Local:
     port_range: tuple[int, ...] | None = None
     """First and last port that servers may take; absent: any free one."""
     gpus: tuple[int, ...] = ()
-    """GPUs of this group by number, shared out in order, ``engine.tensor_parallel_size`` to each replica; empty: every
-    replica sees all of them (or there are none)."""
+    """GPUs of this group by number, shared out in order, ``engine.tensor_parallel_size`` to each replica; empty: the
+    lowest that neither trainer ranks nor other groups have. A GPU has one owner: too few are an error."""
     num_threads: int | None = None
     """CPU threads of one replica; absent: the machine's cores over the number of replicas."""
     startup_timeout_s: float = 600.0
@@ -102,11 +103,13 @@ class External:
         require_seconds("startup_timeout_s", self.startup_timeout_s)
         if not self.urls:
             raise ValueError("urls is empty: name at least one server")
+        for url in self.urls:
+            try:
+                check_server_url(url)
+            except ValueError as error:
+                raise ValueError(f"urls has {error}") from error
         if len(set(self.urls)) != len(self.urls):
             raise ValueError(f"urls {list(self.urls)} names a server twice: remove one")
-        for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"urls has {url!r}: begin it with http:// or https://")
         if self.served_model_name is not None and self.protocol != "openai":
             raise ValueError("served_model_name is set but protocol is 'mopd': remove it or set protocol: openai")
 

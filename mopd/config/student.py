@@ -149,7 +149,8 @@ class Student:
     """Memory for logits and their gradient on one rank. A micro-batch that needs more runs the LM head and the loss in
     chunks of tokens, and the log says so."""
     megatron_overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Extra ``TransformerConfig`` fields, checked against that class when the student starts."""
+    """Extra ``TransformerConfig`` fields that cost or save memory and time; those that make another model are refused
+    with the reason."""
 
     def __post_init__(self) -> None:
         require_at_least("max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, 1)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from mopd.config.schema import Recipe
 from mopd.data_plane.local import LocalDataPlane
+from mopd.runtime.placement.gpus import local_rank
 from mopd.runtime.ranks import CommandChannel
 from mopd.student import parallel
 from mopd.student.worker import StudentWorker
@@ -23,7 +24,9 @@ def joined(
             never read the data and are told.
     """
     timeout_s = recipe.schedule.wait_timeout_s
-    with parallel.joined(recipe.student.parallel, timeout_s=timeout_s, seed=recipe.seed) as layout:
+    with parallel.joined(
+        recipe.student.parallel, timeout_s=timeout_s, seed=recipe.seed, local_rank=local_rank()
+    ) as layout:
         channel = CommandChannel(layout.control_group)
         if seen_domains is None:
             domains = channel.receive()["domains"]

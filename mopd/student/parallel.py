@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 
 from mopd import cpu_shim
 from mopd.config.schema import Parallel
+from mopd.files.writing import WriteRefusedError
 from mopd.types import UserError
 
 
@@ -82,14 +83,21 @@ _layout: Layout | None = None
 
 
 @cpu_shim.activate()
-def initialize(parallel: Parallel, *, timeout_s: float, seed: int) -> Layout:
+def initialize(parallel: Parallel, *, timeout_s: float, seed: int, local_rank: int | None = None) -> Layout:
     """Join the other ranks and build Megatron's process groups; returns the existing layout when it is the same.
 
     Without an initialised ``torch.distributed`` this joins the ranks that torchrun started (NCCL with CUDA, else gloo),
-    or becomes a world of one. ``timeout_s`` is the deadline of every collective.
+    or becomes a world of one.
+
+    Args:
+        parallel: the layout.
+        timeout_s: the deadline of every collective.
+        seed: of Megatron's random states.
+        local_rank: this rank's number among those of its machine, which is its GPU's; unread without CUDA, and may be
+            left out by a rank that is alone.
 
     Raises:
-        UserError: the world size is no multiple of tensor x pipeline, or not the recipe's.
+        UserError: the world size is no multiple of tensor x pipeline, or not the recipe's, or there is no such GPU.
         RuntimeError: another layout is active (``destroy`` it first).
     """
     global _layout
@@ -97,7 +105,7 @@ def initialize(parallel: Parallel, *, timeout_s: float, seed: int) -> Layout:
         if not _is_same(_layout, parallel):
             raise RuntimeError(f"another parallel layout is active: {_layout.sizes()}; destroy it first")
         return _layout
-    _init_distributed(timeout_s)
+    _init_distributed(timeout_s, local_rank)
     check_world_size(parallel, dist.get_world_size())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -146,29 +154,31 @@ def _is_same(layout: Layout, parallel: Parallel) -> bool:
 
 
 def raise_together(layout: Layout, check: Callable[[], None]) -> None:
-    """Run ``check`` on rank 0 and raise its ``UserError`` on every rank, so that none waits for the others."""
-    message = b""
+    """Run ``check`` on rank 0 and raise its ``UserError`` on every rank, so that none waits for the others; that a
+    write was refused is known everywhere by the error's type."""
+    message, is_refusal = b"", False
     if layout.rank == 0:
         try:
             check()
         except UserError as error:
-            message = str(error).encode()
-    size = torch.tensor([len(message)])
-    dist.broadcast(size, group_src=0, group=layout.control_group)
-    if not int(size):
+            message, is_refusal = str(error).encode(), isinstance(error, WriteRefusedError)
+    head = torch.tensor([len(message), int(is_refusal)])
+    dist.broadcast(head, group_src=0, group=layout.control_group)
+    size, kind = int(head[0]), WriteRefusedError if int(head[1]) else UserError
+    if not size:
         return
-    text = torch.tensor(list(message), dtype=torch.uint8) if message else torch.empty(int(size), dtype=torch.uint8)
+    text = torch.tensor(list(message), dtype=torch.uint8) if message else torch.empty(size, dtype=torch.uint8)
     dist.broadcast(text, group_src=0, group=layout.control_group)
-    raise UserError(text.numpy().tobytes().decode())
+    raise kind(text.numpy().tobytes().decode())
 
 
 @contextmanager
-def joined(parallel: Parallel, *, timeout_s: float, seed: int) -> Iterator[Layout]:
+def joined(parallel: Parallel, *, timeout_s: float, seed: int, local_rank: int | None = None) -> Iterator[Layout]:
     """``initialize`` for the length of a rank's work; at its end the ranks wait for each other and part.
 
     After an error nothing is waited for: the other ranks hang in collectives, and the process is about to end.
     """
-    layout = initialize(parallel, timeout_s=timeout_s, seed=seed)
+    layout = initialize(parallel, timeout_s=timeout_s, seed=seed, local_rank=local_rank)
     yield layout
     # A group that is still alive when the interpreter ends may abort the process from one of gloo's threads.
     dist.barrier(group=layout.control_group)
@@ -199,14 +209,34 @@ def check_world_size(parallel: Parallel, world_size: int) -> None:
         )
 
 
-def _init_distributed(timeout_s: float) -> None:
+def device_number(local_rank: int | None, *, num_devices: int, is_alone: bool) -> int:
+    """The GPU of a rank: the one with its number among the ranks of its machine.
+
+    Raises:
+        UserError: there is no such GPU.
+        ValueError: ``local_rank`` is missing.
+    """
+    if local_rank is None:
+        if not is_alone:
+            raise ValueError("ranks with CUDA need their local_rank")
+        local_rank = 0
+    if local_rank >= num_devices:
+        raise UserError(
+            f"trainer rank with LOCAL_RANK {local_rank} sees {num_devices} CUDA devices and needs number {local_rank}: "
+            "start as many ranks on each machine as it has GPUs, and show every rank all of them (CUDA_VISIBLE_DEVICES)"
+        )
+    return local_rank
+
+
+def _init_distributed(timeout_s: float, local_rank: int | None) -> None:
     if dist.is_initialized():
         return
+    is_alone = not dist.is_torchelastic_launched()
+    if torch.cuda.is_available():  # before NCCL, which takes the current device
+        torch.cuda.set_device(device_number(local_rank, num_devices=torch.cuda.device_count(), is_alone=is_alone))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     timeout = timedelta(seconds=timeout_s)
-    if dist.is_torchelastic_launched():
-        dist.init_process_group(backend, timeout=timeout)
-    else:
+    if is_alone:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    else:
+        dist.init_process_group(backend, timeout=timeout)

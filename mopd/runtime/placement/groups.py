@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from mopd.config.engines import VllmEngine
-from mopd.config.groups import EngineGroup
 from mopd.config.placement import External, InProcess, Local, RayPlacement
 from mopd.config.schema import Recipe
 from mopd.engines.remote import RemoteEngine
@@ -25,6 +24,7 @@ from mopd.replicas.router import Router
 from mopd.replicas.tasks import all_or_none
 from mopd.runtime.engine_file import rollout_file, teacher_file
 from mopd.runtime.placement.external import ExternalGroup
+from mopd.runtime.placement.gpus import engine_groups, share_gpus, this_machine
 from mopd.runtime.placement.in_process import InProcessGroup
 from mopd.runtime.placement.interface import ROLLOUT, GroupPlan, Placement
 from mopd.runtime.placement.local import LocalLauncher
@@ -38,19 +38,18 @@ if TYPE_CHECKING:
 
 def plan_groups(recipe: Recipe, only: Sequence[str] | None = None) -> dict[str, GroupPlan]:
     """The groups of a recipe by key, the rollout first; ``only`` picks some keys."""
-    groups: dict[str, tuple[str, EngineGroup, str]] = {ROLLOUT: (ROLLOUT, recipe.rollout, recipe.student.model)}
-    groups |= {f"teachers.{name}": (name, teacher, teacher.model) for name, teacher in recipe.teachers.items()}
     plans: dict[str, GroupPlan] = {}
-    for key, (name, group, model) in groups.items():
+    for key, group in engine_groups(recipe).items():
         if only is not None and key not in only:
             continue
         count = 0 if isinstance(group.placement, External) else group.replicas
         is_rollout = key == ROLLOUT
+        name = key.removeprefix("teachers.")
         plans[key] = GroupPlan(
             key=key,
             kind="rollout" if is_rollout else "teacher",
             name=name,
-            model=model,
+            model=recipe.student.model if is_rollout else recipe.teachers[name].model,
             group=group,
             files=tuple(rollout_file(recipe, i) if is_rollout else teacher_file(recipe, name, i) for i in range(count)),
         )
@@ -70,7 +69,7 @@ class Groups:
     def __init__(
         self, recipe: Recipe, *, log_dir: Path | None, device: torch.device, only: Sequence[str] | None = None
     ) -> None:
-        """Starts nothing.
+        """Starts nothing. Raises ``UserError`` where GPUs do not suffice.
 
         Args:
             log_dir: for the servers' logs; ``None``: a temporary folder that goes with ``close``.
@@ -78,6 +77,7 @@ class Groups:
             only: keys of the groups that are wanted; ``None``: all.
         """
         self.plans = plan_groups(recipe, only)
+        self._gpus = share_gpus({key: plan.group for key, plan in self.plans.items()}, this_machine())
         self._log_dir, self._device = log_dir, device
         self._temporary: Path | None = None
         self._placements: dict[str, Placement] = {}
@@ -163,7 +163,7 @@ class Groups:
         if on_ray:
             from mopd.runtime.placement.ray import RayCluster  # an optional package, and slow to import
 
-            self._cluster = await RayCluster.open(on_ray, log_dir=self._log_dir)
+            self._cluster = await RayCluster.open(on_ray, log_dir=self._log_dir, gpus=self._gpus.rest)
         ports_in_use: set[int] = set()
         for key, plan in self.plans.items():
             self._placements[key] = self._place(plan, self._log_dir, ports_in_use)
@@ -179,7 +179,8 @@ class Groups:
         if isinstance(placement, External):
             return ExternalGroup(plan)
         if isinstance(placement, Local):
-            return Supervised(plan, LocalLauncher(plan, log_dir=log_dir, ports_in_use=ports_in_use))
+            gpus = self._gpus.groups[plan.key]
+            return Supervised(plan, LocalLauncher(plan, log_dir=log_dir, ports_in_use=ports_in_use, gpus=gpus))
         assert self._cluster is not None
         return Supervised(plan, self._cluster.launcher(plan), turn=lambda: self.turn(plan.key))
 

@@ -7,10 +7,11 @@ import os
 import shutil
 import socket
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from mopd.config.engines import VllmEngine
 from mopd.config.placement import Local
+from mopd.runtime.placement.gpus import visible_gpus
 from mopd.runtime.placement.interface import GroupPlan
 from mopd.runtime.placement.process import ServerCommand, ServerProcess, ServerState
 from mopd.types import UserError
@@ -44,9 +45,18 @@ class LocalServer:
 class LocalLauncher:
     """Implements ``Launcher`` with child processes; ports, GPUs and threads are shared out here."""
 
-    def __init__(self, plan: GroupPlan, *, log_dir: Path, ports_in_use: set[int]) -> None:
-        """``ports_in_use`` is shared by all groups of the run: two of them may name one range."""
+    def __init__(
+        self, plan: GroupPlan, *, log_dir: Path, ports_in_use: set[int], gpus: Sequence[tuple[int, ...]]
+    ) -> None:
+        """
+        Args:
+            plan: the group.
+            log_dir: for the servers' logs.
+            ports_in_use: shared by all groups of the run: two of them may name one range.
+            gpus: of each replica (``gpus.share_gpus``); an empty tuple without CUDA.
+        """
         assert isinstance(plan.group.placement, Local)
+        self._gpus = gpus
         self._plan, self._cfg = plan, plan.group.placement
         self._log_dir, self._ports_in_use = log_dir, ports_in_use
         self._folder: Path | None = None
@@ -100,25 +110,9 @@ class LocalLauncher:
         cores, replicas = len(os.sched_getaffinity(0)), len(self._plan.files)
         threads = self._cfg.num_threads if self._cfg.num_threads is not None else max(1, cores // replicas)
         environment = {"OMP_NUM_THREADS": str(threads)}
-        if self._cfg.gpus:
-            engine = self._plan.group.engine
-            size = engine.tensor_parallel_size if isinstance(engine, VllmEngine) else 1
-            own = self._cfg.gpus[index * size : (index + 1) * size]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._visible(gpu) for gpu in own)
+        if self._gpus[index]:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(self._gpus[index]))
         return environment
-
-    def _visible(self, gpu: int) -> str:
-        """Number of a GPU as CUDA counts it, when this process itself sees only some."""
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if shown is None:
-            return str(gpu)
-        names = [name.strip() for name in shown.split(",") if name.strip()]
-        if gpu >= len(names):
-            raise UserError(
-                f"{self._plan.key}.placement.gpus names GPU {gpu}, but CUDA_VISIBLE_DEVICES shows {len(names)}: "
-                f"name GPUs from 0 to {len(names) - 1}"
-            )
-        return names[gpu]
 
 
 def _is_free(port: int) -> bool:

@@ -18,11 +18,13 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mopd.config.placement import RayPlacement
+from mopd.runtime.placement.gpus import visible_gpus
 from mopd.runtime.placement.interface import GroupPlan
 from mopd.runtime.placement.process import ServerCommand, ServerState
 from mopd.runtime.placement.ray_agent import Agent
@@ -51,13 +53,18 @@ class RayCluster:
         self._agents: dict[tuple[str, int], Any] = {}
 
     @classmethod
-    async def open(cls, plans: Sequence[GroupPlan], *, log_dir: Path) -> RayCluster:
+    async def open(cls, plans: Sequence[GroupPlan], *, log_dir: Path, gpus: Sequence[int]) -> RayCluster:
         """Connect (or start a cluster of this machine) and check that the plans fit.
+
+        Args:
+            plans: groups on Ray.
+            log_dir: for the servers' logs.
+            gpus: of this machine, those that nobody else has: a cluster of this machine gets them.
 
         Raises:
             UserError: the package is missing, the cluster cannot be reached, or the plans do not fit.
         """
-        ray = _connect(plans, _needs(plans))
+        ray = _connect(plans, _needs(plans), gpus)
         cluster = cls(ray, plans, log_dir)
         try:
             check_room(_needs(plans), _free_nodes(ray))
@@ -140,7 +147,9 @@ class RayLauncher:
             token=token,
             host="",
             port=0,
-            environment={"OMP_NUM_THREADS": str(self._cfg.num_cpus)},
+            environment={"OMP_NUM_THREADS": str(self._cfg.num_cpus)}
+            # Ray hides no GPU from an actor that asked for none.
+            | ({} if self._cfg.num_gpus else {"CUDA_VISIBLE_DEVICES": ""}),
         )
         fields = {key: value for key, value in dataclasses.asdict(command).items() if key != "host"}
         log_name = f"{self._plan.file_name(index)}.log"
@@ -211,7 +220,7 @@ class RayServer:
             self._cluster.ray.kill(self._agent)
 
 
-def _connect(plans: Sequence[GroupPlan], needs: Sequence[Need]) -> Any:
+def _connect(plans: Sequence[GroupPlan], needs: Sequence[Need], gpus: Sequence[int]) -> Any:
     """The ``ray`` module, initialised."""
     addresses = {plan.group.placement.address for plan in plans if isinstance(plan.group.placement, RayPlacement)}
     if len(addresses) > 1:
@@ -236,6 +245,7 @@ def _connect(plans: Sequence[GroupPlan], needs: Sequence[Need]) -> Any:
         options |= {
             "address": "local",
             "num_cpus": max(cores, int(wanted_cpus)),
+            "num_gpus": len(gpus),
             "include_dashboard": False,
         }
     else:
@@ -247,10 +257,26 @@ def _connect(plans: Sequence[GroupPlan], needs: Sequence[Need]) -> Any:
     except ImportError as error:
         raise UserError("placement.type is ray, but the package is not installed: pip install 'mopd[ray]'") from error
     try:
-        ray.init(**options)
+        with _showing(gpus if address is None else ()):
+            ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
         raise UserError(f"placement.address {address!r}: cannot connect to Ray: {_last_line(error)}") from error
     return ray
+
+
+@contextmanager
+def _showing(gpus: Sequence[int]) -> Iterator[None]:
+    """Processes that are started meanwhile see these GPUs only; without any, nothing is changed."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(gpus))
+    try:
+        yield
+    finally:
+        if gpus and before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        elif gpus and before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def _room(plan: GroupPlan) -> str:

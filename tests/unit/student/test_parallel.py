@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mopd.config.schema import Parallel
-from mopd.student.parallel import check_world_size
+from mopd.student.parallel import check_world_size, device_number
 from mopd.types import UserError
 
 
@@ -18,3 +18,14 @@ def test_world_size_must_be_the_recipes() -> None:
     with pytest.raises(UserError, match=r"start 2 ranks or set student.parallel.data_parallel_size: 2"):
         check_world_size(layout, 4)
     check_world_size(layout, 2)
+
+
+def test_a_ranks_gpu_is_its_number_on_its_machine() -> None:
+    """Not the global rank: on a second machine of 8 ranks with 4 GPUs each, rank 5 is local rank 1."""
+    assert [device_number(rank, num_devices=4, is_alone=False) for rank in range(4)] == [0, 1, 2, 3]
+    assert device_number(None, num_devices=2, is_alone=True) == 0
+    with pytest.raises(UserError, match=r"LOCAL_RANK 3 sees 1 CUDA devices .*CUDA_VISIBLE_DEVICES") as error:
+        device_number(3, num_devices=1, is_alone=False)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="local_rank"):
+        device_number(None, num_devices=2, is_alone=False)
