@@ -17,6 +17,7 @@ from typing import Any
 from mopd import __version__
 from mopd.bench.plan import add_arguments as add_losses_arguments
 from mopd.config.load import Loaded, differences, dump, load_recipe, to_tree
+from mopd.files.writing import refusal
 from mopd.runtime.convert_arguments import DESCRIPTION as CONVERT_DESCRIPTION
 from mopd.runtime.convert_arguments import EXAMPLES as CONVERT_EXAMPLES
 from mopd.runtime.convert_arguments import add_arguments as add_convert_arguments
@@ -56,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             if failure.is_rank():
                 return failure.run_as_rank(lambda: args.command(args, arguments))
-        return int(args.command(args, arguments))
+        code = int(args.command(args, arguments))
+        sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"mopd: error: {one_line(error)}", file=sys.stderr)
         return 2
@@ -66,21 +69,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output left, as in `mopd config … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        refused = refusal(error)
+        if refused is None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what it holds cannot be written either
+        print(f"mopd: error: {one_line(refused)}", file=sys.stderr)
+        return 2
 
 
 def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from mopd.runtime.run_dir import RunDir
 
+    if args.from_step is not None and not args.resume:
+        raise UserError("--from names a checkpoint to resume from: add --resume")
     loaded = load_recipe(args.recipe, args.set)
 
     def work() -> None:
         from mopd.runtime import local
 
-        local.train(loaded, resume=args.resume)
+        local.train(loaded, resume=args.resume, from_step=args.from_step)
 
     run = RunDir(loaded.recipe.run_dir)
+
+    def checks() -> None:
+        from mopd.runtime import resuming
+
+        resuming.check_layout(run)
+        run.check(loaded, resume=args.resume)
+        if args.resume and resuming.choose(run, loaded.recipe, wanted=args.from_step) is not None:
+            resuming.check_files(run)
+
     is_new = not run.path.exists()
-    code = _with_student(loaded, arguments, work, lambda: run.check(loaded, resume=args.resume))
+    code = _with_student(loaded, arguments, work, checks)
     if code != 0 and is_new:
         run.discard_if_unused()
     return code
@@ -116,7 +137,7 @@ def _eval(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         if args.checkpoint is not None:
             _check_checkpoint(args.checkpoint, "--checkpoint")
 
-    return _with_student(loaded, arguments, work, checks)
+    return _with_student(loaded, arguments, work, checks, groups=("rollout",))
 
 
 def _config(args: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -196,14 +217,22 @@ def _check_checkpoint(folder: Path, where: str) -> None:
 
 
 def _with_student(
-    loaded: Loaded, arguments: Sequence[str], work: Callable[[], None], checks: Callable[[], None] = lambda: None
+    loaded: Loaded,
+    arguments: Sequence[str],
+    work: Callable[[], None],
+    checks: Callable[[], None] = lambda: None,
+    *,
+    groups: Sequence[str] | None = None,
 ) -> int:
-    """``_on_ranks`` with the student's layout and the recipe's inputs checked first."""
+    """``_on_ranks`` with the student's layout, the recipe's inputs and the GPUs of ``groups`` (all) checked first."""
     from mopd.runtime import failure
     from mopd.runtime.inputs import check_inputs, check_world_size
 
     def all_checks() -> None:
         check_inputs(loaded)
+        from mopd.runtime.placement.gpus import check_gpus  # imports torch: a missing file is told without
+
+        check_gpus(loaded, groups)
         checks()
 
     def checked_work() -> None:
@@ -248,6 +277,8 @@ def _parser() -> argparse.ArgumentParser:
 
     train = add_with_recipe("train", _train, "train a student", "mopd train recipes/quickstart.yaml --resume")
     train.add_argument("--resume", action="store_true", help="go on with the run in run_dir")
+    from_help = "with --resume: this checkpoint instead of the newest; later ones are set aside"
+    train.add_argument("--from", dest="from_step", metavar="STEP_N", help=from_help)
     check = add_with_recipe("check", _check, "run the checks before a run", "mopd check recipes/quickstart.yaml")
     check.add_argument("--json", action="store_true", help="print the result as JSON")
     config = add_with_recipe("config", _config, "print a recipe, resolved", "mopd config my.yaml --set seed=1")

@@ -19,12 +19,13 @@ from typing import Any
 
 from mopd.files.json_text import parse_json
 from mopd.files.reading import open_regular, shown_path
+from mopd.files.writing import writing
 from mopd.types import Batch, DomainSums, UserError
 
 GROUP_ROOMS = ("teachers", "rollouts")
 """First parts of the names of groups' numbers: ``teachers/latency_p95_s/math``."""
 VOLATILE_PREFIXES = ("timing/", "rate/", "memory/", *(f"{room}/" for room in GROUP_ROOMS))
-"""Metrics that differ between two equal runs; all others are equal bit for bit after a resume at the same layout."""
+"""Metrics of the machine, not of domains: all times, rates and memory among them differ between two equal runs."""
 MAX_LINE_BYTES = 64 * 2**20
 """One record; validation's hold prompts and responses."""
 MAX_STEP = 2**53
@@ -169,20 +170,30 @@ def is_counted() -> bool:
 class JsonlWriter:
     """Appends records with a ``step``, one JSON object per line; each line is on disk when ``write`` returns.
 
-    Opening a file removes a torn last line, as a crash leaves it; ``UserError`` if another line is no such record.
+    Opening a file removes a torn last line, as a crash leaves it. ``UserError`` if another line is no such record, or
+    if a write is refused: the file then ends with the record before.
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if _exists(path):
-            _keep(path, lambda step: True)
-        self._file = path.open("ab")
+        self._path = path
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if _exists(path):
+                _keep(path, lambda step: True)
+            self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record; NaN and infinity are refused with ``ValueError``."""
-        self._file.write(json.dumps(dict(record), ensure_ascii=False, allow_nan=False).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        left = memoryview(json.dumps(dict(record), ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        with writing(self._path):
+            end = os.fstat(self._file.fileno()).st_size
+            try:
+                while left:
+                    left = left[self._file.write(left) :]
+                os.fsync(self._file.fileno())
+            except BaseException:
+                self._file.truncate(end)
+                raise
 
     def close(self) -> None:
         self._file.close()
@@ -202,7 +213,7 @@ def _keep(path: Path, wanted: Callable[[int], bool]) -> None:
             break
         end += len(line)
     if end != path.stat().st_size:
-        with path.open("r+b") as file:
+        with writing(path), path.open("r+b") as file:
             file.truncate(end)
             os.fsync(file.fileno())
 

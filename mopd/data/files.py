@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,8 +24,6 @@ MAX_FOOTER_BYTES = 64 * 2**20
 BATCH_ROWS = 64
 MAX_BATCH_BYTES = 64 * 2**20
 """``BATCH_ROWS`` rows of a parquet file in memory: a few bytes on disk may stand for gigabytes."""
-MAX_CHUNK_VALUES = 2**28
-"""Values, nested ones counted, of one column in one row group."""
 CURE = "correct data.train or data.validation"
 _READ_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError)
 """What pyarrow raises; a conversion to Python may also overflow."""
@@ -73,7 +72,8 @@ def _read_jsonl(path: Path, columns: Sequence[str]) -> Iterator[Mapping[str, Any
             except UnicodeDecodeError as error:
                 raise UserError(f"{where} is not UTF-8 text ({error.reason}): save the file as UTF-8") from error
             except ValueError as error:
-                raise UserError(f"{where} is not JSON: {error}: correct or remove it") from error
+                at = f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else error
+                raise UserError(f"{where} is not JSON: {at}: correct or remove it") from error
             if not isinstance(row, dict):
                 raise UserError(f"{where} is {type(row).__name__}, not an object with columns: correct or remove it")
             yield row
@@ -125,24 +125,19 @@ def _check_frame(path: Path) -> None:
 
 
 def _chosen_columns(path: Path, file: pq.ParquetFile, columns: Sequence[str]) -> list[str]:
-    """Those of ``columns`` that the file has. Refuses what Python objects cannot tell apart or hold."""
-    shown, schema, metadata = shown_path(path), file.schema_arrow, file.metadata
+    """Those of ``columns`` that the file has. Refuses what Python objects cannot tell apart or hold.
+
+    It looks at the schema alone: pyarrow ends the process at a damaged description of a row group's column.
+    """
+    shown, schema = shown_path(path), file.schema_arrow
     again = _repeated(schema.names)
     if again is not None:
         raise UserError(f"{shown}: column {quoted(again)} stands there twice: keep one of them")
     present = [name for name in dict.fromkeys(columns) if name in schema.names]
-    if not present and metadata.num_rows:
+    if not present and file.metadata.num_rows:
         raise UserError(f"{shown}: none of the columns {list(columns)}: it has {listed(schema.names)}: {CURE}")
     for name in present:
         _check_type(f"{shown}: column {quoted(name)}", schema.field(name).type)
-    leaves = [i for i in range(metadata.num_columns) if metadata.schema.column(i).path.split(".")[0] in present]
-    for group in range(metadata.num_row_groups):
-        for chunk in (metadata.row_group(group).column(leaf) for leaf in leaves):
-            if chunk.num_values > MAX_CHUNK_VALUES:
-                raise UserError(
-                    f"{shown}: row group {group} says that its column {quoted(chunk.path_in_schema)} has "
-                    f"{chunk.num_values} values, the limit is {MAX_CHUNK_VALUES}: write it with smaller row groups"
-                )
     return present
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from mopd.metrics import read_jsonl
+from mopd.files.json_text import read_json_object
+from mopd.files.reading import read_text, shown_path
+from mopd.files.yaml_text import read_yaml_object
+from mopd.metrics import MAX_STEP, read_jsonl
 from mopd.types import UserError
+
+MAX_NUMBER = 1e150
+"""Sums and products of two such numbers are finite; nothing that a run measures comes near."""
+MAX_METRICS = 10_000
+"""Names in one record; each gets a chart."""
 
 
 class RunFiles:
-    """Reader of one run folder."""
+    """Reader of one run folder. Every method raises ``UserError`` that names the file for what no run writes."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -31,25 +37,42 @@ class RunFiles:
 
     def recipe_text(self) -> str:
         """The resolved recipe as it was written, origins included."""
-        return self.recipe.read_text(encoding="utf-8")
+        return read_text(self.recipe, cure="restore the file that the run wrote")
 
     def recipe_tree(self) -> dict[str, Any]:
-        """The resolved recipe as plain values."""
-        tree = yaml.safe_load(self.recipe_text())
-        if not isinstance(tree, dict):
-            raise UserError(f"{self.recipe}: not a recipe: restore the file that the run wrote")
+        """The resolved recipe as plain values; ``schedule.steps`` and ``student.model`` are there."""
+        cure = "restore the file that the run wrote"
+        tree = read_yaml_object(self.recipe, cure=cure)
+        for section, key, kind in (("schedule", "steps", int), ("student", "model", str)):
+            keys = tree.get(section)
+            if not isinstance(keys, dict) or type(keys.get(key)) is not kind:
+                raise UserError(
+                    f"{shown_path(self.recipe)}: {section}.{key} is not there: restore the file that the run wrote"
+                )
+        if not 0 < tree["schedule"]["steps"] <= MAX_STEP:
+            raise UserError(
+                f"{shown_path(self.recipe)}: schedule.steps is {tree['schedule']['steps']}: restore the file"
+            )
         return tree
 
     def steps(self) -> list[dict[str, Any]]:
-        """Records of ``metrics.jsonl``, in order of steps."""
-        return read_jsonl(self.metrics)
+        """Records of ``metrics.jsonl``, in order of steps: numbers and nulls by name."""
+        records = read_jsonl(self.metrics)
+        for record in records:
+            if len(record) > MAX_METRICS:
+                raise UserError(f"{_at(self.metrics, record)} has more than {MAX_METRICS} metrics: remove the line")
+            for name, value in record.items():
+                if value is not None and not _is_number(value):
+                    raise UserError(f"{_at(self.metrics, record)}: {name[:80]!r} is no number: remove the line")
+        return records
 
     def validations(self) -> list[dict[str, Any]]:
-        """Records of ``validation.jsonl``, in order of steps; ``UserError`` for one without rewards by domain."""
+        """Records of ``validation.jsonl``, in order of steps, with rewards by domain and perhaps examples."""
         records = read_jsonl(self.validation)
         for record in records:
-            if not isinstance(record.get("rewards"), dict) or not record["rewards"]:
-                raise UserError(f"{self.validation}: step {record['step']} has no rewards: remove the line")
+            problem = _validation_problem(record)
+            if problem is not None:
+                raise UserError(f"{_at(self.validation, record)} {problem}: remove the line")
         return records
 
     def last_rewards(self) -> dict[str, float]:
@@ -59,6 +82,48 @@ class RunFiles:
 
     def teacher_rewards(self) -> dict[str, float]:
         """Each domain's own teacher on the validation prompts; empty if that was not measured."""
-        if not self.headroom.exists():
+        if not self.headroom.exists() and not self.headroom.is_symlink():
             return {}
-        return {domain: entry["teacher"] for domain, entry in json.loads(self.headroom.read_text("utf-8")).items()}
+        cure = "restore the file that the run wrote, or remove it"
+        rewards = {}
+        for domain, entry in read_json_object(self.headroom, cure=cure).items():
+            reward = entry.get("teacher") if isinstance(entry, dict) else None
+            if not _is_number(reward):
+                raise UserError(f"{shown_path(self.headroom)}: {domain[:80]!r} has no number teacher: {cure}")
+            rewards[domain] = reward
+        return rewards
+
+
+def _validation_problem(record: Mapping[str, Any]) -> str | None:
+    rewards, examples = record.get("rewards"), record.get("examples", {})
+    if not isinstance(rewards, dict) or not rewards:
+        return "has no rewards"
+    wrong = next((domain for domain, reward in rewards.items() if not _is_number(reward)), None)
+    if wrong is not None:
+        return f"has a reward of {wrong[:80]!r} that is no number"
+    if not _is_number(record.get("wall_s", 0.0)):
+        return "has a wall_s that is no number"
+    if not isinstance(examples, dict):
+        return "has examples that are not by domain"
+    for domain, rows in examples.items():
+        if not isinstance(rows, list) or not all(_is_example(row) for row in rows):
+            return f"has examples of {domain[:80]!r} without prompt, response, ground_truth and reward"
+    return None
+
+
+def _is_example(row: Any) -> bool:
+    if not isinstance(row, dict) or "ground_truth" not in row:
+        return False
+    prompt = row.get("prompt")
+    is_chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    return (
+        (isinstance(prompt, str) or is_chat) and isinstance(row.get("response"), str) and _is_number(row.get("reward"))
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
+
+
+def _at(path: Path, record: Mapping[str, Any]) -> str:
+    return f"{shown_path(path)}: step {record['step']}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 """Written last by ``mopd.student.checkpoint``: a folder without it is incomplete."""
 _PREFIX = "step_"
+_NAME = re.compile(r"step_([0-9]{8,18})")
 
 
 class Saver(Protocol):
@@ -46,7 +48,7 @@ class Checkpointer:
 
     def path(self, step: int) -> Path:
         """Folder of the checkpoint after ``step``."""
-        return self._folder / f"{_PREFIX}{step:08d}"
+        return self._folder / folder_name(step)
 
     def _remove_old(self, best_step: int | None) -> None:
         steps = complete_steps(self._folder)
@@ -58,15 +60,27 @@ class Checkpointer:
                 shutil.rmtree(self.path(step))
 
 
+def folder_name(step: int) -> str:
+    """Name of the folder of the checkpoint after ``step``."""
+    return f"{_PREFIX}{step:08d}"
+
+
 def complete_steps(folder: Path) -> list[int]:
-    """Steps with a complete checkpoint, ascending."""
-    return sorted(int(path.parent.name.removeprefix(_PREFIX)) for path in folder.glob(f"{_PREFIX}*/{MANIFEST}"))
+    """Steps with a complete checkpoint, ascending. A folder of another name (``step_00000002.bak``) is none."""
+    return sorted(step for step, path in _folders(folder).items() if (path / MANIFEST).is_file())
 
 
 def latest(folder: Path) -> Path | None:
     """Newest complete checkpoint, if there is one; warns of incomplete ones."""
-    for path in sorted(folder.glob(f"{_PREFIX}*")):
-        if not (path / MANIFEST).exists():
-            logger.warning("%s is incomplete (no %s) and is ignored", path, MANIFEST)
     steps = complete_steps(folder)
-    return folder / f"{_PREFIX}{steps[-1]:08d}" if steps else None
+    for step, path in sorted(_folders(folder).items()):
+        if step not in steps:
+            logger.warning("%s is incomplete (no %s) and is ignored", path, MANIFEST)
+    return folder / folder_name(steps[-1]) if steps else None
+
+
+def _folders(folder: Path) -> dict[int, Path]:
+    """Step -> its folder, complete or not."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    found = {int(match[1]): path for path in paths if (match := _NAME.fullmatch(path.name)) and path.is_dir()}
+    return {step: path for step, path in found.items() if path.name == folder_name(step)}

@@ -85,7 +85,10 @@ def _evaluate_checkpoint(loaded: Loaded, inputs: Inputs | None, folder: Path, *,
 
         async def work(router: Router) -> ValidationResult:
             student = StudentGroup(worker, channel, GroupWeightSync(router))
-            await student.publish(int((await student.load(folder))["step"]))
+            step = (await student.load(folder)).get("step")
+            if type(step) is not int or step < 0:
+                raise UserError(f"--checkpoint: {str(folder)!r} has no step in its state: name a step folder of a run")
+            await student.publish(step)
             return await validator.run(router)
 
         result = asyncio.run(_with_rollout(recipe, worker.layout.device, work))

@@ -18,13 +18,14 @@ from mopd.controller import Controller
 from mopd.conversion.manifest import Manifest
 from mopd.data_plane.local import LocalDataPlane
 from mopd.files.writing import write_json
-from mopd.metrics import read_jsonl, truncate_jsonl
+from mopd.metrics import apart, truncate_jsonl
 from mopd.replicas.interface import SampleFailed
 from mopd.replicas.watch import GroupWatch
 from mopd.report.build import build_report, print_summary
+from mopd.report.run_files import RunFiles
 from mopd.report.sinks import Sinks
 from mopd.report.terminal import LogFormatter, Terminal
-from mopd.runtime import checkpointing
+from mopd.runtime import checkpointing, resuming
 from mopd.runtime.failure import rank_and_world_size
 from mopd.runtime.joining import joined
 from mopd.runtime.manifests import check_unchanged, make_manifests, read_fingerprints, write_manifests
@@ -43,8 +44,9 @@ from mopd.types import UserError
 logger = logging.getLogger(__name__)
 
 
-def train(loaded: Loaded, *, resume: bool) -> None:
-    """Train on this rank until the recipe's last step.
+def train(loaded: Loaded, *, resume: bool, from_step: str | None = None) -> None:
+    """Train on this rank until the recipe's last step. ``from_step`` names the checkpoint to resume from
+    (``step_100``); the newest when ``None``.
 
     Raises:
         UserError: anything the user can cure; nothing is half-written.
@@ -54,9 +56,10 @@ def train(loaded: Loaded, *, resume: bool) -> None:
         return
     _log_to_terminal()
     with RunDir(loaded.recipe.run_dir) as run:
+        resuming.check_layout(run)
         run.open(loaded, resume=resume)
         manifests = make_manifests(loaded.recipe)
-        start = checkpointing.latest(run.checkpoints) if resume else None
+        start = resuming.choose(run, loaded.recipe, wanted=from_step) if resume else None
         if start is not None:
             check_unchanged(run.manifest, manifests)
         elif resume:
@@ -94,14 +97,17 @@ async def _train(
     loaded: Loaded, run: RunDir, workers: Workers, manifests: dict[str, Manifest], start: Path | None
 ) -> None:
     recipe = loaded.recipe
-    state = await workers.student.load(start) if start is not None else None
-    step = 0 if state is None else int(state["step"])
+    step = 0
+    if start is not None:
+        state = await workers.student.load(start, cure=resuming.older_ones(run, start))
+        step, position = resuming.progress_of(start, state)
+        workers.prompts.load_state_dict(position)
     await workers.student.publish(step)
-    await _preflight(recipe, run, workers, manifests, loaded, is_fresh=state is None)
-    if state is not None:
-        workers.prompts.load_state_dict(state["prompts"])
+    await _preflight(recipe, run, workers, manifests, loaded, is_fresh=start is None)
+    if start is not None:
+        resuming.set_aside(run, after_step=step)
         truncate_jsonl(run.validation, after_step=step)
-    sinks = Sinks(recipe, run.path, resume_step=None if state is None else step)
+    sinks = Sinks(recipe, run.path, resume_step=None if start is None else step)
     try:
         checkpointer = checkpointing.Checkpointer(
             run.checkpoints, recipe.checkpoint, workers.student, last_step=recipe.schedule.steps
@@ -112,7 +118,7 @@ async def _train(
             checkpointer=checkpointer,
             validator=workers.validator,
             generator=workers.generator,
-            best=best_of(read_jsonl(run.validation)),
+            best=best_of(RunFiles(run.path).validations(), kept=_kept(recipe, run)),
         )
         await Controller(
             recipe,
@@ -143,10 +149,11 @@ async def _preflight(
     """Raise at the first failed check. A fresh run's first files are written here, after the last check."""
     stored = {} if is_fresh else read_fingerprints(run.manifest)
     preflight = Preflight(recipe, workers, manifests, is_fresh=is_fresh, fingerprints=stored)
-    async for outcome in preflight.run():
-        _raise_if_failed(outcome)
-        log = logger.warning if outcome.status == "warning" else logger.info
-        log("preflight %s: %s: %s", outcome.status, outcome.name, outcome.detail)
+    with apart():
+        async for outcome in preflight.run():
+            _raise_if_failed(outcome)
+            log = logger.warning if outcome.status == "warning" else logger.info
+            log("preflight %s: %s: %s", outcome.status, outcome.name, outcome.detail)
     run.write_recipe(loaded)
     if is_fresh or not run.parity.exists():
         write_parity(run.parity, preflight.parity)
@@ -159,6 +166,11 @@ async def _preflight(
         teachers = {domain: {"teacher": reward} for domain, reward in preflight.rewards.teachers.items()}
         write_json(run.headroom, teachers)
         workers.validator.append(0, preflight.rewards.student, wall_s=preflight.rewards.student_wall_s)
+
+
+def _kept(recipe: Recipe, run: RunDir) -> list[int] | None:
+    """Steps of which the best must be one: those with a checkpoint, where the best one is exported."""
+    return checkpointing.complete_steps(run.checkpoints) if recipe.checkpoint.keep_best else None
 
 
 async def _export(recipe: Recipe, run: RunDir, workers: Workers, observer: RunObserver) -> None:

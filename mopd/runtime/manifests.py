@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,15 @@ from mopd.config.groups import Teacher
 from mopd.config.placement import External
 from mopd.config.schema import Recipe
 from mopd.conversion.manifest import Manifest, compare_manifests, make_manifest
+from mopd.files.json_text import read_json_object
+from mopd.files.reading import shown_path
 from mopd.files.writing import write_json
+from mopd.runtime.identity import PROBE_TOKENS
 from mopd.types import UserError
 
 CACHE_FILE = Path("~/.cache/mopd/weight_hashes.json")
 """Digests by (path, size, modification time): a start does not read hundreds of gigabytes again."""
+CURE = "restore the file that the run wrote"
 FINGERPRINTS = "fingerprints"
 """Key of ``manifest.json`` beside those of the models: scores on a fixed probe, by ``teachers.NAME``."""
 
@@ -45,22 +49,21 @@ def write_manifests(path: Path, manifests: Mapping[str, Manifest], fingerprints:
 
 
 def read_fingerprints(path: Path) -> dict[str, Any]:
-    """Fingerprints by ``teachers.NAME``; empty for a run without any."""
-    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return dict(data[FINGERPRINTS]) if FINGERPRINTS in data else {}
+    """Fingerprints by ``teachers.NAME``; empty for a run without any. Raises ``UserError`` as ``check_unchanged``."""
+    return _read(path)[1]
 
 
 def check_unchanged(path: Path, current: Mapping[str, Manifest]) -> None:
     """Refuse to resume with another model than the run began with.
 
     Raises:
-        UserError: names the model's key, its folder and what changed.
+        UserError: names the model's key, its folder and what changed; the file is not what ``write_manifests`` writes.
     """
-    data = json.loads(path.read_text(encoding="utf-8"))
-    stored = {key: Manifest.from_json(value) for key, value in data.items() if key != FINGERPRINTS}
+    stored, _ = _read(path)
     unmatched = sorted(set(stored) ^ set(current))
     if unmatched:
-        raise UserError(f"{path}: {', '.join(unmatched)} stand only in one of this file and the recipe")
+        names = ", ".join(name[:80] for name in unmatched[:10])
+        raise UserError(f"{shown_path(path)}: {names} stand only in one of this file and the recipe: {CURE}")
     for key, manifest in current.items():
         differences = compare_manifests(stored[key], manifest)
         if differences:
@@ -68,3 +71,30 @@ def check_unchanged(path: Path, current: Mapping[str, Manifest]) -> None:
                 f"{key}.model {manifest.path!r} is not what the run began with: {'; '.join(differences)}: "
                 "restore that model, or set another run_dir"
             )
+
+
+def _read(path: Path) -> tuple[dict[str, Manifest], dict[str, Any]]:
+    """The models' manifests by key and the fingerprints by ``teachers.NAME``."""
+    data = read_json_object(path, cure=CURE)
+    fingerprints = data.pop(FINGERPRINTS, {})
+    names = {field.name for field in fields(Manifest)}
+    for key, value in data.items():
+        is_manifest = (
+            isinstance(value, dict) and value.keys() == names and all(isinstance(v, str) for v in value.values())
+        )
+        if not is_manifest:
+            raise UserError(
+                f"{shown_path(path)}: {key[:80]!r} does not hold {', '.join(sorted(names))} as text: {CURE}"
+            )
+    if not isinstance(fingerprints, dict) or not all(map(_is_fingerprint, fingerprints.values())):
+        raise UserError(f"{shown_path(path)}: {FINGERPRINTS!r} holds what is no score of the probe: {CURE}")
+    return {key: Manifest.from_json(value) for key, value in data.items()}, fingerprints
+
+
+def _is_fingerprint(value: Any) -> bool:
+    if not isinstance(value, dict) or type(value.get("vocab_size")) is not int:
+        return False
+    scores = value.get("token_logprobs")
+    return (
+        isinstance(scores, list) and len(scores) == PROBE_TOKENS - 1 and all(type(score) is float for score in scores)
+    )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mopd.student.worker import StudentWorker
-from mopd.types import DomainSums, MicroBatchPlan
+from mopd.types import DomainSums, MicroBatchPlan, UserError
 from mopd.weight_sync.interface import WeightSync
 
 MAX_COMMAND_BYTES = 64 * 2**20
@@ -111,9 +111,10 @@ class StudentGroup:
         """Write model, optimizer, schedule and RNG of all ranks into ``folder``, with the JSON-able ``state``."""
         await self._call("save", folder=str(folder), state=dict(state))
 
-    async def load(self, folder: Path) -> dict[str, Any]:
-        """Read what ``save`` wrote, at this run's layout; returns its ``state``."""
-        state: dict[str, Any] = await self._call("load", changes_weights=True, folder=str(folder))
+    async def load(self, folder: Path, *, cure: str = "") -> dict[str, Any]:
+        """Read what ``save`` wrote, at this run's layout; returns its ``state``. ``cure`` ends the line of an error, on
+        every rank."""
+        state: dict[str, Any] = await self._call("load", changes_weights=True, folder=str(folder), cure=cure)
         return state
 
     async def save_hf(self, folder: Path) -> None:
@@ -138,7 +139,10 @@ def execute(worker: StudentWorker, name: str, kwargs: dict[str, Any]) -> Any:
     if name == "save":
         return worker.save(Path(kwargs["folder"]), kwargs["state"])
     if name == "load":
-        return worker.load(Path(kwargs["folder"]))
+        try:
+            return worker.load(Path(kwargs["folder"]))
+        except UserError as error:
+            raise UserError(f"{error}{kwargs['cure']}") from error
     if name == "save_hf":
         return worker.save_hf(Path(kwargs["folder"]))
     raise RuntimeError(f"unknown command {name!r} from rank 0")

@@ -65,7 +65,7 @@ class RunDir:
         self.logs = self.path / "logs"
         self.report_html = self.path / "report.html"
         self.report_json = self.path / "report.json"
-        self._lock_path = self.path / ".lock"
+        self.lock_path = self.path / ".lock"
         self._lock: int | None = None
         self._made_folder = False
 
@@ -80,8 +80,8 @@ class RunDir:
             UserError: the folder is in use, not empty (fresh), holds no run (resume), or holds another run (resume).
         """
         self._refuse_state(loaded, resume)
-        if self._lock_path.is_file():
-            lock = os.open(self._lock_path, os.O_RDONLY | os.O_CLOEXEC)
+        if self.lock_path.is_file():
+            lock = os.open(self.lock_path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 self._take(lock)
             finally:
@@ -95,10 +95,10 @@ class RunDir:
         self._made_folder = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         while self._lock is None:
-            lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            lock = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._take(lock, close_on_refusal=True)
             # An ending writer may have removed the file that we opened; its lock would protect nothing.
-            if self._lock_path.exists() and os.fstat(lock).st_ino == self._lock_path.stat().st_ino:
+            if self.lock_path.exists() and os.fstat(lock).st_ino == self.lock_path.stat().st_ino:
                 self._lock = lock
             else:
                 os.close(lock)
@@ -120,7 +120,7 @@ class RunDir:
         """Give the folder back, and remove it if nothing was written."""
         if self._lock is None:
             return
-        self._lock_path.unlink()
+        self.lock_path.unlink()
         if self._made_folder and not any(self.path.iterdir()):
             self.path.rmdir()
         os.close(self._lock)
@@ -130,7 +130,7 @@ class RunDir:
         """Remove a folder that holds nothing but the lock of a writer that is gone (killed before it could close)."""
         if not self.path.is_dir() or {entry.name for entry in self.path.iterdir()} - {".lock"}:
             return
-        self._lock_path.unlink(missing_ok=True)
+        self.lock_path.unlink(missing_ok=True)
         self.path.rmdir()
 
     def __enter__(self) -> RunDir:
@@ -157,7 +157,7 @@ class RunDir:
                 return
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    owner = os.pread(lock, 32, 0).decode().strip()
+                    owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
                     if close_on_refusal:
                         os.close(lock)
                     raise UserError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +16,11 @@ from transformers import PreTrainedTokenizerBase
 from mopd.config.schema import Recipe
 from mopd.data.prompts import PromptDataset
 from mopd.engines.interface import Generator, SamplingParams
-from mopd.metrics import JsonlWriter
+from mopd.metrics import MAX_LINE_BYTES, JsonlWriter, apart
 from mopd.rewards.domains import DomainRewards
 from mopd.rollout.validation import ValidationResult, validate
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,17 +65,18 @@ class Validator:
 
     async def run(self, generator: Generator, *, domains: tuple[str, ...] | None = None) -> ValidationResult:
         """Mean reward per domain of what ``generator`` answers; consumes no training randomness."""
-        return await validate(
-            generator,
-            self._dataset,
-            self._tokenizer,
-            self._rewards,
-            sampling=SamplingParams(max_new_tokens=self._max_new_tokens, temperature=self._cfg.temperature),
-            seed=self._seed,
-            domains=domains,
-            max_samples_per_domain=self._cfg.max_samples_per_domain,
-            num_examples=self._cfg.num_examples,
-        )
+        with apart():
+            return await validate(
+                generator,
+                self._dataset,
+                self._tokenizer,
+                self._rewards,
+                sampling=SamplingParams(max_new_tokens=self._max_new_tokens, temperature=self._cfg.temperature),
+                seed=self._seed,
+                domains=domains,
+                max_samples_per_domain=self._cfg.max_samples_per_domain,
+                num_examples=self._cfg.num_examples,
+            )
 
     async def record(self, generator: Generator, step: int) -> ValidationResult:
         """``run``, then append one line to the file."""
@@ -88,16 +93,30 @@ class Validator:
             "step": step,
             "rewards": result.rewards,
             "truncated_share": result.truncated_share,
-            "examples": result.examples,
+            "examples": _examples(result, self._path),
             "wall_s": wall_s,
         }
         with closing(JsonlWriter(self._path)) as writer:
             writer.write(line)
 
 
-def best_of(lines: list[dict[str, Any]]) -> Best | None:
-    """Best validated step after training began; ``None`` before the first."""
-    candidates = [Best(step=line["step"], reward=_mean(line["rewards"])) for line in lines if line["step"] > 0]
+def _examples(result: ValidationResult, path: Path) -> dict[str, Any]:
+    """As JSON: ground truths of parquet files may be decimals, times or bytes, which become text as for rewards."""
+    text = json.dumps(result.examples, ensure_ascii=False, allow_nan=False, default=str)
+    if len(text.encode()) > MAX_LINE_BYTES // 2:
+        logger.warning("%s: the examples are left out, they have %d characters", path, len(text))
+        return {}
+    examples: dict[str, Any] = json.loads(text)
+    return examples
+
+
+def best_of(lines: Sequence[Mapping[str, Any]], *, kept: Collection[int] | None = None) -> Best | None:
+    """Best validated step after training began, of those in ``kept`` (``None``: of all); ``None`` before the first.
+
+    Going back to an older checkpoint (``--from``) can mean that the best one of that time has been removed since.
+    """
+    done = [line for line in lines if line["step"] > 0 and (kept is None or line["step"] in kept)]
+    candidates = [Best(step=line["step"], reward=_mean(line["rewards"])) for line in done]
     return max(candidates, key=lambda best: (best.reward, -best.step), default=None)
 
 

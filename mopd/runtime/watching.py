@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from mopd.config.assignment import Assignment
+from mopd.files.json_text import read_json_object
+from mopd.files.reading import shown_path
 from mopd.files.writing import write_json
 from mopd.metrics import StepMetrics
 from mopd.replicas.watch import GroupWatch
 from mopd.runtime.parity import Parity
+from mopd.types import UserError
 
 
 class StepWatch:
@@ -43,6 +45,16 @@ def write_parity(path: Path, parity: Mapping[str, Parity]) -> None:
 
 
 def read_floors(path: Path) -> dict[str, float]:
-    """Teacher -> KL floor; rounding can make a KL of 0 negative, which is a floor of 0."""
-    stored = json.loads(path.read_text(encoding="utf-8"))
-    return {name: max(0.0, measured["kl"]) for name, measured in stored.items()}
+    """Teacher -> KL floor; rounding can make a KL of 0 negative, which is a floor of 0.
+
+    Raises:
+        UserError: the file is not what ``write_parity`` writes.
+    """
+    cure = "restore the file that the run wrote, or remove it: the preflight then measures again"
+    floors = {}
+    for name, measured in read_json_object(path, cure=cure).items():
+        kl = measured.get("kl") if isinstance(measured, dict) else None
+        if not isinstance(kl, (int, float)) or isinstance(kl, bool):
+            raise UserError(f"{shown_path(path)}: {name[:80]!r} has no number kl: {cure}")
+        floors[name] = max(0.0, kl)
+    return floors

@@ -63,6 +63,19 @@ def test_prompt_files(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, suffix
     fuzz(suffix, valid, read, (UserError,))
 
 
+def test_parquet_inside_its_frame(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Pages and description are damaged, the end of the file is right: more reaches the parser."""
+    path = tmp_path / "rows.parquet"
+    cfg = Data(train=(str(path),), max_prompt_length=100_000)
+    whole = parquet(**OPTIONS[1])
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content + whole[-8:])
+        load_prompts(cfg.train, cfg, tokenizer)
+
+    fuzz("parquet inside", [whole[:-8]], read, (UserError,))
+
+
 def test_chat_templates(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows, path = tmp_path / "rows.jsonl", tmp_path / "chat.jinja"
     rows.write_bytes(JSONL[0][:400].split(b"\n")[0])

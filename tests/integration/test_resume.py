@@ -99,6 +99,32 @@ def test_resume_truncates_lines_past_the_checkpoint(world: World, uninterrupted:
     assert_same_run(run_dir, uninterrupted)
 
 
+def test_an_older_checkpoint_by_name(world: World, uninterrupted: Path, tmp_path: Path) -> None:
+    """The newest checkpoint is damaged: the line names the older one, from which the same run comes out."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(uninterrupted, run_dir)
+    recipe = world.write_recipe(run_dir)
+    newest = run_dir / "checkpoints" / "step_00000006"
+    with (newest / "state.json").open("ab") as file:
+        file.write(b" ")
+    (run_dir / "checkpoints" / "step_00000002.bak").mkdir()
+    before = (run_dir / "metrics.jsonl").read_bytes()
+
+    refused = mopd("train", recipe, "--resume")
+
+    (line,) = [line for line in refused.stderr.splitlines() if line.startswith("mopd: error:")]
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert "step_00000006/state.json: changed" in line and "--from step_00000004" in line
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+    done = mopd("train", recipe, "--resume", "--from", "step_00000004")
+
+    assert done.returncode == 0, done.stderr
+    assert_same_run(run_dir, uninterrupted)
+    names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert names == ["step_00000002.bak", "step_00000004", "step_00000006", "step_00000006.aside"]
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -19,6 +19,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mopd.metrics import GROUP_ROOMS
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -161,10 +162,15 @@ def start_mopd(*arguments: str | Path) -> subprocess.Popen[str]:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """Lines of ``metrics.jsonl`` without times, rates, memory, and the groups' numbers (mostly times too)."""
+    """Lines of ``metrics.jsonl`` without what differs between two equal runs: times, rates and memory."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    left_out = ("timing/", "rate/", "memory/", "rollouts/", "teachers/")
-    return [{name: value for name, value in line.items() if not name.startswith(left_out)} for line in lines]
+    return [{name: value for name, value in line.items() if not is_volatile(name)} for line in lines]
+
+
+def is_volatile(metric: str) -> bool:
+    """A time, a rate or memory; what groups count (samples, tokens, waiting requests, bytes) is none."""
+    room, _, rest = metric.partition("/")
+    return room in ("timing", "rate", "memory") or (room in GROUP_ROOMS and rest.split("/")[0].endswith("_s"))
 
 
 def read_validation(run_dir: Path) -> list[dict[str, Any]]:

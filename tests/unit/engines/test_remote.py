@@ -19,6 +19,7 @@ from mopd.engines.interface import (
     StaleWeights,
 )
 from mopd.engines.remote import RemoteEngine
+from mopd.metrics import apart
 from mopd.wire.codec import decode, encode
 from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest
 
@@ -235,6 +236,10 @@ def test_payload_bytes_are_counted() -> None:
     async def work(engine: RemoteEngine) -> None:
         await score(engine)
         await generate(engine)
-        assert (engine.bytes_sent, engine.bytes_received) == tuple(map(sum, zip(*sizes, strict=True)))
+        counted = tuple(map(sum, zip(*sizes, strict=True)))
+        assert (engine.bytes_sent, engine.bytes_received) == counted
+        with apart():
+            await score(engine)
+        assert (engine.bytes_sent, engine.bytes_received) == counted
 
     ask(answer, work)
