@@ -10,6 +10,8 @@ from urllib.parse import quote
 
 _ACTS_ON_TERMINALS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters (C0, DEL, C1), line ends of Unicode, overrides of the writing direction, halves of characters."""
+_CREDENTIALS = re.compile(r"(?P<scheme>\w://)[^\s'\"]*@|(?P<query>\w://[^\s'\"?]*\?)[^\s'\"]*")
+"""In a URL: what stands before an @, and what follows a ?."""
 MAX_FILE_NAME_BYTES = 200
 """Linux takes 255; what is left is for numbers and suffixes."""
 
@@ -22,9 +24,14 @@ def visible(text: str, *, keep: str = "") -> str:
     return _ACTS_ON_TERMINALS.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
+def without_credentials(text: str) -> str:
+    """``text`` without what URLs in it may tell: user names, passwords, queries."""
+    return _CREDENTIALS.sub(lambda url: f"{url['scheme']}…@" if url["scheme"] else f"{url['query']}…", text)
+
+
 def one_line(error: BaseException | str) -> str:
-    """A message on one line that a terminal only shows; an error without words by its type."""
-    text = " ".join(str(error).split())
+    """A message on one line that a terminal only shows; an error without words by its type. URLs lose credentials."""
+    text = without_credentials(" ".join(str(error).split()))
     return visible(text) or type(error).__name__
 
 

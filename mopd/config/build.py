@@ -25,6 +25,7 @@ from mopd.config.tree import (
     union_members,
 )
 from mopd.files.yaml_text import EXPONENT
+from mopd.text import without_credentials
 from mopd.types import UserError
 
 Path_ = tuple[str, ...]
@@ -234,7 +235,7 @@ def _expected(annotation: Any) -> str:
 def _shown(value: Any) -> str:
     """A value as it would stand in the file, cut to one short line."""
     names = {True: "true", False: "false"}
-    text = "null" if value is None else names[value] if isinstance(value, bool) else repr(value)
+    text = "null" if value is None else names[value] if isinstance(value, bool) else without_credentials(repr(value))
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

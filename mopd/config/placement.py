@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mopd.config.numbers import MAX_PROCESSES, require_at_least, require_seconds
-from mopd.config.urls import check_server_url
 from mopd.config.texts import check_unrepeated
+from mopd.config.urls import check_server_url
 
 LAST_PORT = 65535
 MAX_THREADS = 4096
@@ -108,8 +108,7 @@ class External:
                 check_server_url(url)
             except ValueError as error:
                 raise ValueError(f"urls has {error}") from error
-        if len(set(self.urls)) != len(self.urls):
-            raise ValueError(f"urls {list(self.urls)} names a server twice: remove one")
+        check_unrepeated("urls", self.urls)
         if self.served_model_name is not None and self.protocol != "openai":
             raise ValueError("served_model_name is set but protocol is 'mopd': remove it or set protocol: openai")
 

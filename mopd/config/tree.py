@@ -17,7 +17,7 @@ from typing import Any
 from mopd.files.json_text import MAX_DEPTH
 from mopd.files.reading import read_text, shown_path
 from mopd.files.yaml_text import MAX_KEY_CHARACTERS, MAX_YAML_BYTES, Marked, YamlError, compose_yaml, plain
-from mopd.text import visible
+from mopd.text import visible, without_credentials
 from mopd.types import UserError
 
 SET_ORIGIN = "--set"
@@ -149,7 +149,7 @@ def read_overrides(overrides: Sequence[str]) -> Section:
 
 
 def _shown(text: str) -> str:
-    text = visible(text)
+    text = visible(without_credentials(text))
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
