@@ -39,7 +39,7 @@ from mopd.config.validation import ExactMatch as ExactMatch
 from mopd.config.validation import Reward as Reward
 
 MAX_SAMPLES = 1_000_000
-"""Prompts of a step, and responses of a prompt."""
+"""Responses of one optimizer step."""
 MAX_TEACHERS = 100
 
 
@@ -262,6 +262,11 @@ class Recipe:
         self._check_teachers()
         self._check_loss()
         self._check_vllm_rollout()
+        if self.samples_per_step > MAX_SAMPLES:
+            raise ValueError(
+                f"schedule.prompts_per_step {self.schedule.prompts_per_step} x rollout.samples_per_prompt "
+                f"{self.rollout.samples_per_prompt} are {self.samples_per_step} samples: set at most {MAX_SAMPLES}"
+            )
         if self.samples_per_step % self.student.parallel.data_parallel_size:
             raise ValueError(
                 f"schedule.prompts_per_step {self.schedule.prompts_per_step} x rollout.samples_per_prompt "

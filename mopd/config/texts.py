@@ -37,6 +37,8 @@ def check_name(name: str) -> None:
     check_text(name)
     if len(name) > MAX_KEY_CHARACTERS:
         raise ValueError(f"{_shown(name)} has {len(name)} characters: a name has at most {MAX_KEY_CHARACTERS}")
+    if not any(letter.isprintable() and letter != " " for letter in name):
+        raise ValueError(f"{_shown(name)} cannot be seen: a name has at least one character that is no space")
     if visible(name) != name:
         raise ValueError(f"{_shown(name)} holds a control character: a name is made of characters that can be seen")
 

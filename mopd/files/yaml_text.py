@@ -30,6 +30,9 @@ EXPONENT = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+")
 _REFUSED = re.compile("[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What YAML forbids outside escapes, and U+0085, U+2028, U+2029, which it would fold like line ends."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
+_WORD = re.compile(r"(?!\.\.\.)[A-Za-z_./][A-Za-z0-9_./-]*")
+_REPRESENTER = yaml.representer.SafeRepresenter()
+_RESOLVER = yaml.resolver.Resolver()
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -85,10 +88,11 @@ def compose_yaml(text: str) -> Marked | None:
         problem = " ".join(str(error.problem or error.context).split())[:200]
         line = None if mark is None else mark.line + 1
         raise YamlError(f"not readable as YAML: {problem}", line=line) from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
-        if isinstance(error, YamlError):
-            raise
-        raise YamlError(f"not readable as YAML: {' '.join(str(error).split())[:200]}") from None
+    except YamlError:
+        raise
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # chr() and int() of what the text asks for
+        problem = f"an escape or version number is out of range ({' '.join(str(error).split())[:100]})"
+        raise YamlError(f"not readable as YAML: {problem}", line=loader.line + 1) from None
     finally:
         loader.dispose()
 
@@ -137,11 +141,19 @@ def _check_plain(marked: Marked) -> None:
 
 def dump_inline(value: Any) -> str:
     """YAML of a scalar, a list or a mapping of plain values on one line, which loads back to the same."""
+    if value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and _is_word(value)):
+        text: str = _REPRESENTER.represent_data(value).value  # what the long way gives, in a fraction of its time
+        return text
     text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
     text = text.removesuffix("\n").removesuffix("\n...")
     if _REFUSED.search(text) or "\n" in text:
         text = yaml.dump(value, Dumper=_Quoting, default_flow_style=True, width=math.inf).removesuffix("\n")
     return text
+
+
+def _is_word(text: str) -> bool:
+    """Letters and what stands in paths, nothing that YAML could take for another type."""
+    return _WORD.fullmatch(text) is not None and _RESOLVER.resolve(yaml.ScalarNode, text, (True, False)) == f"{_TAG}str"
 
 
 def comment(text: str) -> str:
@@ -190,11 +202,10 @@ class _Size:
     depth: int
 
 
-class _Reader(yaml.resolver.Resolver):
+class _Reader:
     """Turns composed nodes into ``Marked`` values: each node once, however many aliases name it."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._done: dict[int, tuple[Marked, _Size]] = {}
         self._open: set[int] = set()
 
@@ -257,7 +268,7 @@ class _Reader(yaml.resolver.Resolver):
     def _scalar(self, node: yaml.ScalarNode, path: tuple[str, ...]) -> bool | int | float | str | Date | None:
         """The value of a scalar whose text is one of its tag's."""
         text, kind = node.value, node.tag.removeprefix(_TAG)
-        looks = self.resolve(yaml.ScalarNode, text, (True, False)).removeprefix(_TAG)
+        looks = _RESOLVER.resolve(yaml.ScalarNode, text, (True, False)).removeprefix(_TAG)
         try:
             if kind == "str":
                 return _text(text)
