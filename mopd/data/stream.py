@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -75,17 +75,27 @@ class PromptStream:
                 raise UserError(f"the checkpoint's prompt stream has no {name}: resume from another checkpoint")
             if state[name] != value:
                 raise UserError(
-                    f"the checkpoint's prompt stream had {name} {state[name]}, this recipe gives {value}: restore "
+                    f"the checkpoint's prompt stream had {name} {str(state[name])[:300]}, this recipe gives "
+                    f"{str(value)[:300]}: restore "
                     "data.train, data.domain_weights and the seed, or start a new run_dir"
                 )
-        counts = [state.get("drawn"), state.get("replaced")]
-        if not _is_count(state.get("position")) or not all(self._are_counts(found) for found in counts):
+        position, drawn, replaced = state.get("position"), state.get("drawn"), state.get("replaced")
+        if not (
+            type(position) is int
+            and self._are_counts(drawn)
+            and self._are_counts(replaced)
+            and sum(drawn.values()) == position
+            and all(replaced[domain] <= num for domain, num in drawn.items())
+        ):
             raise UserError("the checkpoint's prompt stream holds no position: resume from another checkpoint")
-        self._position = state["position"]
-        self._drawn, self._replaced = dict(state["drawn"]), dict(state["replaced"])
+        self._position, self._drawn, self._replaced = position, dict(drawn), dict(replaced)
 
-    def _are_counts(self, found: Any) -> bool:
-        return isinstance(found, Mapping) and found.keys() == self._rows.keys() and all(map(_is_count, found.values()))
+    def _are_counts(self, found: Any) -> TypeGuard[Mapping[str, int]]:
+        return (
+            isinstance(found, Mapping)
+            and found.keys() == self._rows.keys()
+            and all(type(count) is int and count >= 0 for count in found.values())
+        )
 
     def _next(self) -> Prompt:
         kept = {domain: drawn - self._replaced[domain] for domain, drawn in self._drawn.items()}
@@ -116,10 +126,6 @@ class PromptStream:
 
     def _num_rows(self) -> dict[str, int]:
         return {domain: len(rows) for domain, rows in self._rows.items()}
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
 
 
 def _generator(*key: str | int) -> np.random.Generator:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -106,6 +107,26 @@ def test_position_in_other_data_is_refused() -> None:
         PromptStream(dataset(math=8, code=3, law=20), {}, 4).load_state_dict(state)
     with pytest.raises(UserError, match="shares"):
         PromptStream(DATA, {"math": 1, "code": 1, "law": 1}, 4).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"position": -1}, {"position": "7"}, {"position": None}, {"position": 6}, {"position": 7.0}, {"drawn": {}},
+        {"drawn": None}, {"drawn": {"math": 7}}, {"drawn": {"math": 9, "code": 1, "law": -3}},
+        {"drawn": {"math": 2.0, "code": 1, "law": 4}}, {"replaced": [0, 0, 0]}, {"replaced": {"math": True}},
+        {"replaced": {"math": 99, "code": 0, "law": 0}}, {"seed": None}, {"num_rows": {"math": 10**18}}, {"shares": []},
+    ],
+)  # fmt: skip
+def test_a_damaged_position_is_refused(change: dict[str, Any]) -> None:
+    stream = PromptStream(DATA, {}, 4)
+    stream.next(7)
+    state = stream.state_dict()
+    PromptStream(DATA, {}, 4).load_state_dict(state)
+    for damaged in (state | change, {name: value for name, value in state.items() if name not in change}):
+        with pytest.raises(UserError, match="the checkpoint's prompt stream"):
+            stream.load_state_dict(damaged)
+    assert stream.position == 7
 
 
 def test_weights_name_every_domain_or_none() -> None:
