@@ -4,7 +4,8 @@ Invariant: one checkpoint and one batch give the same loss, gradient norm and me
 with EP2, TP2+SP with experts split by rows or by number, PP2, DP2, and on four ranks mixes of these, for every family
 with experts (PP2 gives DeepSeek a stage without any); and the numbers are right: log-probs and gradient norm equal
 those of transformers' own model. The balancing losses are means over micro-batches: equal over layouts that cut the
-batch alike. Not exercised: CUDA, grouped matrix products, the all-to-all dispatcher.
+batch alike, with padding and recompute, and equal to their definitions, evaluated on transformers' router logits. Not
+exercised: CUDA, grouped matrix products, the all-to-all dispatcher.
 """
 
 from __future__ import annotations
@@ -42,15 +43,24 @@ BALANCE = {
     "global_aux_loss": {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.5},
     "z_loss": {"moe_z_loss_coeff": 0.05},
 }
+BOTH = {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.05}
 BALANCED_LAYOUTS = {
     "aux_loss": ("ep2", "tp2_sp_ep2", "pp2"),
     "seq_aux_loss": ("ep2",),
     "global_aux_loss": ("tp2_sp",),
-    "z_loss": ("ep2", "pp2"),
+    "z_loss": ("ep2", "tp2_sp", "pp2"),
 }
-"""Not the others: the global loss compares with a running mean over micro-batches, whose order differs between
-data-parallel degrees; the z-loss is a mean over each tensor-parallel rank's tokens, of which padding leaves unequal
-numbers."""
+"""Not the global loss elsewhere: it compares with a running mean over micro-batches, whose order differs between
+data-parallel degrees."""
+PADDED = 4
+"""Samples of a micro-batch in which short ones are padded."""
+_FULL: Results = {"recompute_granularity": "full", "recompute_num_layers": 1}
+RECOMPUTED: dict[str, Results] = {
+    "full": {"recompute": "full"},
+    "block": {"overrides": {**_FULL, "recompute_method": "block"}},
+    "moe": {"overrides": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}},
+}
+"""``block`` recomputes the first of the two layers, and Megatron gives the other one no padding mask."""
 BIASED = {"moe_router_bias_update_rate": 0.01}
 SAVED = {
     "ep2": {**TWO_RANK_LAYOUTS["ep2"], "moe": BIASED},
@@ -86,6 +96,11 @@ def _balanced(layout: Results, model: str, kind: str) -> Results:
 def moe_two_ranks(moe_models: dict[str, str], moe_folder: Path) -> Results:
     cases = _cases(TWO_RANK_LAYOUTS, moe_models)
     cases["recompute"] = {**cases["tp2_sp_ep2/qwen3_moe"], "recompute": "full"}
+    padded = {"model": moe_models["qwen3_moe"], "moe": BOTH, "micro_batch_size": PADDED, "steps": 1}
+    cases |= {f"{name}/both": {**layout, **padded} for name, layout in TWO_RANK_LAYOUTS.items()}
+    cases |= {
+        f"recompute/{name}": {**TWO_RANK_LAYOUTS["tp2_sp_ep2"], **padded, **how} for name, how in RECOMPUTED.items()
+    }
     for kind, layouts in BALANCED_LAYOUTS.items():
         for name in layouts:
             cases[f"{name}/{kind}"] = _balanced(TWO_RANK_LAYOUTS[name], moe_models["qwen3_moe"], kind)
@@ -114,6 +129,7 @@ def moe_one_rank(moe_models: dict[str, str], moe_folder: Path) -> Results:
     cases = _cases({"one": ONE}, moe_models)
     for kind in BALANCE:
         cases[f"one/{kind}"] = _balanced(ONE, moe_models["qwen3_moe"], kind)
+        cases[f"one/{kind}/padded"] = {**cases[f"one/{kind}"], "micro_batch_size": PADDED}
     return run_ranks(1, {"model": "unused", "cases": cases}, moe_folder / "one")
 
 
@@ -150,44 +166,114 @@ def test_balancing_losses_do_not_depend_on_the_layout(
     assert step["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-3), "the losses have no gradient"
 
 
-def by_definition(folder: str, coefficient: float = 0.0) -> tuple[float, float]:
-    """Gradient norm of the step's loss, with transformers' gradients, and its balancing loss: forward KL with a bucket
-    for the tail, mean over loss tokens; plus ``coefficient`` x the balancing losses E x sum over experts of (share of
-    choices x mean probability), summed over layers, mean over samples."""
+def by_definition(folder: str, moe: Results | None = None, micro_batch_size: int = 1) -> dict[str, float]:
+    """Gradient norm of the step's loss, with transformers' gradients: forward KL with a bucket for the tail, mean over
+    loss tokens; plus the balancing losses of ``moe`` by their coefficients, summed over layers, mean over
+    micro-batches. These losses themselves are means over layers too."""
+    moe = moe or {}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     metas, fields = make_samples(16, vocab_size=model.config.vocab_size, top_k=8, seed=1, first_id=0)
-    kl = balance = torch.zeros((), dtype=torch.float64)
+    kl = torch.zeros((), dtype=torch.float64)
+    logits_of: list[list[torch.Tensor]] = []
     for i, meta in enumerate(metas):
-        output = model(fields["tokens"][i][None], output_router_logits=coefficient > 0)
+        output = model(fields["tokens"][i][None], output_router_logits=bool(moe))
         student = output.logits[0].double().softmax(-1)
         for r in fields["loss_mask"][i].nonzero().flatten().tolist():
             q = fields["teacher_logprobs"][i][r].double().exp()
             p = student[meta.prompt_length + r - 1][fields["teacher_ids"][i][r].long()]
             kl = kl + (q * (q / p).log()).sum() + (1 - q.sum()) * ((1 - q.sum()) / (1 - p.sum())).log()
-        for logits in output.router_logits if coefficient else ():
-            probabilities = logits.double().softmax(-1)
-            chosen = torch.zeros_like(probabilities).scatter(1, logits.topk(2).indices, 0.5)
-            balance = balance + 4 * (chosen.mean(0) * probabilities.mean(0)).sum() / len(metas)
-    (kl / sum(meta.num_loss_tokens for meta in metas) + coefficient * balance).backward()
+        logits_of.append([logits.double() for logits in output.router_logits] if moe else [])
+    batches = [range(first, first + micro_batch_size) for first in range(0, len(metas), micro_batch_size)]
+    # The order in which one rank computes them: the padded rectangle decides.
+    batches.sort(key=lambda batch: (-len(batch) * max(metas[i].length for i in batch), batch[0]))
+    loss, result = kl / sum(meta.num_loss_tokens for meta in metas), {}
+    for name, definition in (("moe_aux_loss_coeff", balancing_loss), ("moe_z_loss_coeff", z_loss)):
+        if name not in moe:
+            continue
+        kind = moe.get("moe_router_load_balancing_type", "aux_loss")
+        terms = [
+            definition([[logits_of[i][layer] for i in batch] for batch in batches], kind)
+            for layer in range(model.config.num_hidden_layers)
+        ]
+        loss = loss + moe[name] * torch.stack(terms).sum()
+        result[name] = float(torch.stack(terms).detach().mean())
+    loss.backward()
     norm = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
-    return norm, float(balance.detach())
+    return {"grad_norm": norm, **result}
+
+
+def z_loss(batches: list[list[torch.Tensor]], kind: str) -> torch.Tensor:
+    """Mean over micro-batches of the mean over their tokens of the squared log-sum-exp of the logits."""
+    return torch.stack([torch.cat(batch).logsumexp(-1).square().mean() for batch in batches]).mean()
+
+
+def balancing_loss(batches: list[list[torch.Tensor]], kind: str) -> torch.Tensor:
+    """Mean over micro-batches of E x sum over experts of (share of choices x mean probability). ``global_aux_loss``
+    takes the choices from all micro-batches so far, in tokens per micro-batch. ``seq_aux_loss`` does so sequence by
+    sequence, each weighed by its length squared over the mean length squared (Megatron's)."""
+    terms, choices = [], []
+    for batch in batches:
+        groups = batch if kind == "seq_aux_loss" else [torch.cat(batch)]
+        mean_length = sum(map(len, groups)) / len(groups)
+        parts = []
+        for logits in groups:
+            probabilities = logits.softmax(-1)
+            chosen = torch.zeros_like(probabilities).scatter(1, logits.topk(2).indices, 0.5).sum(0)
+            choices.append(chosen)
+            if kind == "global_aux_loss":
+                chosen = torch.stack(choices).mean(0)
+            parts.append(4 * (chosen * probabilities.sum(0)).sum() / mean_length**2)
+        terms.append(torch.stack(parts).mean())
+    return torch.stack(terms).mean()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_norm_equals_that_of_transformers(
     moe_one_rank: Results, moe_models: dict[str, str], family: str
 ) -> None:
-    norm, _ = by_definition(moe_models[family])
-    assert moe_one_rank[f"one/{family}"]["steps"][0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    expected = by_definition(moe_models[family])
+    assert moe_one_rank[f"one/{family}"]["steps"][0]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
-def test_balancing_loss_is_weighed_once(moe_one_rank: Results, moe_models: dict[str, str]) -> None:
-    """In the gradient by its coefficient and summed over the two layers; reported as a mean over them."""
-    norm, loss = by_definition(moe_models["qwen3_moe"], coefficient=0.5)
-    for kind, name in (("aux_loss", "load_balancing_loss"), ("seq_aux_loss", "seq_load_balancing_loss")):
-        step = moe_one_rank[f"one/{kind}"]["steps"][0]
-        assert step["grad_norm"] == pytest.approx(norm, rel=1e-4)
-        assert step[f"moe/{name}"] == pytest.approx(loss / 2, rel=1e-4)
+NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+
+
+def assert_weighed_once(step: Results, moe: Results, expected: dict[str, float]) -> None:
+    assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    if "moe_aux_loss_coeff" in moe:
+        name = NAMES[moe.get("moe_router_load_balancing_type", "aux_loss")]
+        assert step[f"moe/{name}"] == pytest.approx(expected["moe_aux_loss_coeff"], rel=1e-4)
+    if "moe_z_loss_coeff" in moe:
+        assert step["moe/z_loss"] == pytest.approx(expected["moe_z_loss_coeff"], rel=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, PADDED])
+@pytest.mark.parametrize("kind", BALANCE)
+def test_each_balancing_loss_is_weighed_once(
+    moe_one_rank: Results, moe_models: dict[str, str], kind: str, size: int
+) -> None:
+    """In the gradient by its coefficient, a sum over the two layers; reported as a mean over them."""
+    step = moe_one_rank[f"one/{kind}" + ("/padded" if size > 1 else "")]["steps"][0]
+    assert_weighed_once(step, BALANCE[kind], by_definition(moe_models["qwen3_moe"], BALANCE[kind], size))
+
+
+@pytest.fixture(scope="session")
+def both_by_definition(moe_models: dict[str, str]) -> dict[str, float]:
+    return by_definition(moe_models["qwen3_moe"], BOTH, PADDED)
+
+
+@pytest.mark.parametrize(
+    "case", [*(f"{name}/both" for name in TWO_RANK_LAYOUTS), *(f"recompute/{name}" for name in RECOMPUTED)]
+)
+def test_balancing_losses_are_weighed_once_on_two_ranks(
+    moe_two_ranks: Results, both_by_definition: dict[str, float], case: str
+) -> None:
+    """Over micro-batches, DP, TP, PP and EP, with padding, and with layers recomputed or not."""
+    assert_weighed_once(moe_two_ranks[case]["steps"][0], BOTH, both_by_definition)
 
 
 def test_logprobs_equal_transformers(moe_two_ranks: Results, moe_models: dict[str, str]) -> None:
