@@ -226,9 +226,10 @@ def _with_student(
 ) -> int:
     """``_on_ranks`` with the student's layout, the recipe's inputs and the GPUs of ``groups`` (all) checked first."""
     from mopd.runtime import failure
-    from mopd.runtime.inputs import check_inputs, check_world_size
+    from mopd.runtime.inputs import check_inputs, check_machine, check_world_size
 
     def all_checks() -> None:
+        check_machine(loaded)
         check_inputs(loaded)
         from mopd.runtime.placement.gpus import check_gpus  # imports torch: a missing file is told without
 

@@ -19,8 +19,8 @@ MAX_NUMBER = 1e30
 """Largest number that is no count; fp32 ends at 3.4e38, and numbers are multiplied."""
 MIN_POSITIVE = 1e-30
 """Smallest number above 0, as fp32 ends at 1.2e-38."""
-MAX_SECONDS = 2_000_000.0
-"""23 days: poll(2) counts milliseconds in 32 bits."""
+MIN_SECONDS, MAX_SECONDS = 0.001, 2_000_000.0
+"""A millisecond, below which gloo takes a deadline for none, and 23 days, as poll(2) counts milliseconds in 32 bits."""
 MAX_SEED = 2**63 - 1
 """torch takes 64 bits, and Megatron adds a rank's number."""
 
@@ -44,10 +44,10 @@ def require_positive(name: str, value: float) -> None:
 
 
 def require_seconds(name: str, value: float) -> None:
-    """Raise ``ValueError`` unless ``value`` is positive and at most ``MAX_SECONDS``."""
+    """Raise ``ValueError`` unless ``value`` is from ``MIN_SECONDS`` to ``MAX_SECONDS``."""
     require_positive(name, value)
-    if value > MAX_SECONDS:
-        raise ValueError(f"{name} is {value}: set at most {MAX_SECONDS:.0f} seconds")
+    if not MIN_SECONDS <= value <= MAX_SECONDS:
+        raise ValueError(f"{name} is {value}: set {MIN_SECONDS} to {MAX_SECONDS:.0f} seconds")
 
 
 def require_seed(name: str, value: int) -> None:

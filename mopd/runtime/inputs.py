@@ -8,8 +8,12 @@ from pathlib import Path
 
 from mopd.config.load import Loaded
 from mopd.config.schema import CustomReward
+from mopd.files.reading import shown_path
 from mopd.report.packages import check_packages
 from mopd.types import UserError
+
+MIN_RANKS, RANKS_PER_CORE = 64, 8
+"""Ranks that may start on any machine, and for each of its cores: each is a process of several hundred MiB."""
 
 
 def check_inputs(loaded: Loaded) -> None:
@@ -33,6 +37,17 @@ def check_inputs(loaded: Loaded) -> None:
     check_packages(recipe)
 
 
+def check_machine(loaded: Loaded) -> None:
+    """The ranks that are to start here are a number that one machine can hold."""
+    num_ranks, num_cores = loaded.recipe.student.parallel.world_size, len(os.sched_getaffinity(0))
+    most = max(MIN_RANKS, RANKS_PER_CORE * num_cores)
+    if num_ranks > most:
+        raise UserError(
+            f"{loaded.where('student', 'parallel')}: {num_ranks} ranks on this machine of {num_cores} cores, where "
+            f"{most} are possible: lower the sizes, or start torchrun on several machines"
+        )
+
+
 def check_world_size(loaded: Loaded, world_size: int) -> None:
     """The ranks that torchrun started are those that the student's layout needs."""
     parallel = loaded.recipe.student.parallel
@@ -52,11 +67,11 @@ def check_world_size(loaded: Loaded, world_size: int) -> None:
 def check_model_folder(folder: str | Path, where: str) -> None:
     """``folder`` looks like a Hugging Face checkpoint; ``where`` heads the error."""
     path = Path(folder)
-    if not path.is_dir():
-        raise UserError(f"{where}: folder {str(folder)!r} does not exist{_seen_from(path)}")
-    if not (path / "config.json").is_file():
+    if not os.path.isdir(path):  # unlike Path.is_dir, which raises where a name is too long or a folder is closed
+        raise UserError(f"{where}: folder {shown_path(folder)!r} does not exist{_seen_from(path)}")
+    if not os.path.isfile(path / "config.json"):
         raise UserError(
-            f"{where}: folder {str(folder)!r} has no config.json: name the folder of a Hugging Face checkpoint"
+            f"{where}: folder {shown_path(folder)!r} has no config.json: name the folder of a Hugging Face checkpoint"
         )
 
 
@@ -65,8 +80,9 @@ def _check_model(loaded: Loaded, folder: str, *key: str) -> None:
 
 
 def _check_file(loaded: Loaded, file: str, *key: str) -> None:
-    if not Path(file).is_file():
-        raise UserError(f"{loaded.where(*key)}: file {file!r} does not exist{_seen_from(Path(file))}")
+    if not os.path.isfile(file):
+        problem = "is no regular file" if os.path.lexists(file) and not os.path.islink(file) else "does not exist"
+        raise UserError(f"{loaded.where(*key)}: file {shown_path(file)!r} {problem}{_seen_from(Path(file))}")
 
 
 def _seen_from(path: Path) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mopd.config.load import Loaded, load_recipe
-from mopd.runtime.inputs import check_inputs, check_world_size
+from mopd.runtime.inputs import check_inputs, check_machine, check_world_size
 from mopd.types import UserError
 from tests.fixtures.recipe import RECIPE
 
@@ -40,6 +41,10 @@ def test_complete_inputs_pass(load: Load) -> None:
         ("teachers.math.model=/none", "teachers.math.model: folder '/none' does not exist: check the path"),
         ("data.train=[train.jsonl, none.jsonl]", "data.train: file 'none.jsonl' does not exist"),
         ("data.validation=[empty.jsonl]", "data.validation: file 'empty.jsonl' is empty"),
+        (f"student.model={'x' * 300}", "student.model: folder 'xxx"),
+        (f"data.train=[{'x' * 300}]", "data.train: file 'xxx"),
+        ("data.train=[pipe]", "data.train: file 'pipe' is no regular file"),
+        ("data.train=[loop]", "data.train: file 'loop' does not exist"),
         ("data.chat_template=none.jinja", "data.chat_template: file 'none.jinja' does not exist"),
         (
             "validation.domain_rewards.math={type: custom, path: none.py, function: f}",
@@ -49,10 +54,18 @@ def test_complete_inputs_pass(load: Load) -> None:
 )
 def test_missing_inputs_are_named(load: Load, override: str, line: str) -> None:
     Path("empty.jsonl").touch()
+    Path("loop").symlink_to("loop")
+    os.mkfifo("pipe")
     with pytest.raises(UserError) as caught:
         check_inputs(load(override))
     assert str(caught.value).startswith(f"recipe.yaml (--set): {line}")
     assert "\n" not in str(caught.value)
+
+
+def test_ranks_that_one_machine_cannot_hold(load: Load) -> None:
+    check_machine(load("student.parallel.pipeline_model_parallel_size=64"))
+    with pytest.raises(UserError, match=r"student\.parallel: 60000 ranks on this machine of \d+ cores, where \d+ are"):
+        check_machine(load("student.parallel.pipeline_model_parallel_size=60000"))
 
 
 def test_world_size(load: Load) -> None:
