@@ -78,6 +78,21 @@ def test_config_diff(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["config", "none.yaml"], "recipe 'none.yaml' does not exist: check the path"),
         (["config", "recipe.yaml", "--diff", "none.yaml"], "recipe 'none.yaml' does not exist: check the path"),
         (["config", "recipe.yaml", "--set", "sed=1"], "recipe.yaml (--set): unknown key 'sed'; did you mean 'seed'?"),
+        (["config", "/dev/zero"], "recipe /dev/zero: not a regular file"),
+        (["train", "recipe.yaml", "--set", f"seed={'9' * 30}"], "--set seed=9999"),
+        (
+            ["check", "recipe.yaml", "--set", "seed=!!int ''"],
+            "--set seed=!!int '': not readable as YAML: '' is no value",
+        ),
+        (
+            ["eval", "recipe.yaml", "--set", "student.megatron_overrides.a=1e999"],
+            "recipe.yaml (--set): student.megatron_o",
+        ),
+        (["serve", "recipe.yaml", "--rollout", "--set", "run_dir=[[[["], "--set run_dir=[[[[: not readable as YAML"),
+        (
+            ["train", "recipe.yaml", "--set", "student.parallel.pipeline_model_parallel_size=60000"],
+            "recipe.yaml: student",
+        ),
         (["train", "recipe.yaml"], "recipe.yaml:3: student.model: folder 'models/student' does not exist"),
         (["train", "recipe.yaml", "--resume"], "recipe.yaml:3: student.model: folder"),
         (["check", "recipe.yaml"], "recipe.yaml:3: student.model: folder"),
