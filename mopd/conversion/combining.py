@@ -6,7 +6,6 @@ Average (Wortsman et al. 2022, "model soups"): ``sum_i w_i x_i`` with ``sum_i w_
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +15,12 @@ import torch
 from torch import Tensor
 
 from mopd.conversion.dims import CONFIG_FILE, read_dims
-from mopd.conversion.hf import HfReader
+from mopd.conversion.hf import HfReader, read_tokenizer_json
 from mopd.conversion.hf_names import check_names
 from mopd.conversion.hf_output import MAX_SHARD_BYTES, Group, hf_job, require_finite
 from mopd.conversion.job import Job
 from mopd.conversion.streaming import describe_hf
+from mopd.files.reading import shown_path
 from mopd.types import UserError
 
 _BLOCK_ELEMENTS = 2**24
@@ -116,9 +116,9 @@ def _require_alike(readers: Sequence[HfReader]) -> None:
 
 def _vocabulary(folder: Path) -> Any:
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not path.exists():
         return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not understood ({error}); fetch the file again") from error
+    model = read_tokenizer_json(path).get("model")
+    if not isinstance(model, dict) or "vocab" not in model:
+        raise UserError(f"{shown_path(path)}: has no 'model.vocab'; fetch the file again")
+    return model["vocab"]

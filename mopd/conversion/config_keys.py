@@ -2,43 +2,55 @@
 
 from __future__ import annotations
 
-import json
+import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mopd.files.json_text import read_json_object
+from mopd.files.reading import shown_path
+from mopd.text import visible
 from mopd.types import UserError
 
 CONFIG_FILE = "config.json"
+MAX_COUNT = 20_000
+"""Layers, experts, heads, labels, …; published models have some hundreds."""
+MAX_NUMBER = 2**48
+"""Any whole number of a config; published ones stay below 2^34."""
+_COUNTED = re.compile(r"(layer|expert|head|group|label|block|stage|codebook)s?$")
+_IMPLEMENTATION = re.compile(r"(attn|experts|attention)_implementation")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The parsed ``config.json`` of a Hugging Face folder.
 
     Raises:
-        UserError: the folder or file is missing, or the file is not a JSON object.
+        UserError: the folder or file is missing, the file is damaged, or holds a number that no model has.
     """
     path = folder / CONFIG_FILE
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give the folder of a Hugging Face checkpoint")
-    if not path.is_file():
-        raise UserError(f"{path}: missing; a Hugging Face checkpoint folder holds config.json")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicate_keys)
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); fetch the file again") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: holds a {type(config).__name__}, not a JSON object; fetch the file again")
+        raise UserError(f"{shown_path(folder)}: no such folder; give the folder of a Hugging Face checkpoint")
+    if not path.exists():
+        raise UserError(f"{shown_path(path)}: missing; a Hugging Face checkpoint folder holds config.json")
+    config = read_json_object(path, cure="fetch the file again", any_number=True)
+    _check_values(Keys(config, path))
     return config
 
 
-def refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """``object_pairs_hook`` of ``json.loads``, which would keep the last of two equal keys without a word."""
-    keys = dict(pairs)
-    if len(keys) != len(pairs):
-        names = [key for key, _ in pairs]
-        raise ValueError(f"key {next(key for key in names if names.count(key) > 1)!r} occurs twice")
-    return keys
+def _check_values(keys: Keys) -> None:
+    """Refuses what would have a library build lists or layers without end, or fetch code."""
+    for key, value in keys.config.items():
+        parts = value if isinstance(value, list) else [value]
+        for part in parts:
+            if isinstance(part, dict):
+                _check_values(Keys(part, keys.path, f"{keys.prefix}{key}."))
+            elif isinstance(part, int) and abs(part) >= MAX_NUMBER:
+                raise keys.error(key, f"{part!s:.40} is beyond what any model has")
+            elif isinstance(part, (int, float)) and _COUNTED.search(key) and abs(part) > MAX_COUNT:
+                raise keys.error(key, f"{part!s:.40} is more than {MAX_COUNT}, the limit")
+        if _IMPLEMENTATION.search(key) and "/" in str(value):  # of a hub, which transformers would fetch and run
+            raise keys.error(key, f"{value!a:.100} names code outside the folder, which is not supported")
 
 
 class Keys:
@@ -51,7 +63,7 @@ class Keys:
         self.prefix = prefix
 
     def error(self, key: str, problem: str) -> UserError:
-        return UserError(f"{self.path}: '{self.prefix}{key}': {problem}")
+        return UserError(f"{shown_path(self.path)}: '{visible(self.prefix + key):.100}': {problem}")
 
     def absent(self, key: str) -> bool:
         """Missing or null, which the format treats alike."""
@@ -63,7 +75,7 @@ class Keys:
         value = self.config[key]
         is_bool_as_number = isinstance(value, bool) and kind is not bool
         if not isinstance(value, kind) or is_bool_as_number or not ok(value):
-            raise self.error(key, f"{value!r} is not {expected}")
+            raise self.error(key, f"{value!r:.200} is not {expected}")
         return value
 
     def count(self, key: str) -> int:
@@ -73,7 +85,7 @@ class Keys:
         return int(self.value(key, int, "a whole number >= 0", lambda v: v >= 0))
 
     def positive(self, key: str) -> float:
-        return float(self.value(key, (int, float), "a positive number", lambda v: v > 0))
+        return float(self.value(key, (int, float), "a positive number", lambda v: 0 < v < math.inf))
 
     def flag(self, key: str) -> bool:
         return bool(self.value(key, bool, "true or false", lambda v: True))
@@ -92,4 +104,4 @@ class Keys:
         """Refuses any other value; the key may be absent."""
         if not self.absent(key) and self.config[key] != value:
             because = f" ({reason})" if reason else ""
-            raise self.error(key, f"{self.config[key]!r} is not supported, only {value!r} is{because}")
+            raise self.error(key, f"{self.config[key]!r:.200} is not supported, only {value!r} is{because}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd.conversion.contents import Contents, open_checkpoint
-from mopd.conversion.hf import KEPT_PATTERNS, HfReader, matching_files
+from mopd.conversion.hf import HfReader, kept_files
 from mopd.conversion.sharded import sharded_key
 from mopd.conversion.torch_dist_reader import TorchDistReader
 
@@ -38,9 +38,7 @@ def describe(folder: Path, *, allow_pickle: bool = False, lists_tensors: bool = 
         "tensors_stored": len(tensors),
         "weight_files": len(_weight_files(contents)),
         "bytes": sum(path.stat().st_size for path in _weight_files(contents)),
-        "side_files": [
-            p.relative_to(contents.origin).as_posix() for p in matching_files(contents.origin, KEPT_PATTERNS)
-        ],
+        "side_files": [p.relative_to(contents.origin).as_posix() for p in kept_files(contents.origin)],
         "unexpected": contents.unexpected(),
         "model": {key: value for key, value in asdict(contents.dims).items() if value is not None},
     }

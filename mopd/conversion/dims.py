@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mopd.conversion.config_keys import CONFIG_FILE, Keys, read_config, refuse_duplicate_keys
+from mopd.conversion.config_keys import CONFIG_FILE, Keys, read_config
 from mopd.conversion.experts import DEEPSEEK, read_mla, read_moe
 from mopd.conversion.model_dims import MlaDims, ModelDims, MoeDims, check_layout
 from mopd.conversion.rope import read_rope
@@ -24,7 +24,6 @@ __all__ = [
     "dims_from_config",
     "read_config",
     "read_dims",
-    "refuse_duplicate_keys",
 ]
 
 ARCHITECTURES = {
@@ -38,6 +37,8 @@ ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 """``model_type`` -> the one architecture of it that is carried."""
+MAX_LAYERS = 2_000
+"""The deepest published models have some hundreds."""
 _KV_HEADS_DEFAULT_TO_HEADS = ("llama", *DEEPSEEK)
 _HEAD_DIM_DEFAULTS_TO_SHARE = ("llama", "mistral", "qwen2", "mixtral")
 
@@ -64,6 +65,8 @@ def dims_from_config(config: Mapping[str, Any], path: Path) -> ModelDims:
     kv_heads = heads if own_groups else keys.count("num_key_value_heads")
     if heads % kv_heads:
         raise keys.error("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
+    if keys.count("num_hidden_layers") > MAX_LAYERS:
+        raise keys.error("num_hidden_layers", f"{keys.count('num_hidden_layers')} is more than {MAX_LAYERS}, the limit")
     rotary_base, rope_scaling = read_rope(keys, family, is_latent=mla is not None)
     return ModelDims(
         family=family,

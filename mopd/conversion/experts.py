@@ -6,6 +6,8 @@ from __future__ import annotations
 from mopd.conversion.config_keys import Keys
 from mopd.conversion.model_dims import MlaDims, MoeDims
 
+MAX_EXPERTS = 100_000
+"""Of all layers together; the largest published models have some 20,000."""
 DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 _LATENT_NORM_EPSILON = 1e-6
 """DeepSeek's norms inside the attention have this epsilon whatever ``rms_norm_eps``; Megatron-Core has one for all."""
@@ -43,6 +45,11 @@ def read_moe(keys: Keys, family: str) -> MoeDims | None:
         raise keys.error("num_experts_per_tok", f"{moe.experts_per_token} exceeds the {moe.num_experts} experts")
     if moe.experts_per_token == 1 and moe.normalized:
         raise keys.error("num_experts_per_tok", "1 is not supported: Megatron-Core does not normalise a single score")
+    if moe.num_experts * len(moe.layers) > MAX_EXPERTS:
+        raise keys.error(
+            "num_hidden_layers",
+            f"{len(moe.layers)} with {moe.num_experts} experts each: more than {MAX_EXPERTS} in all",
+        )
     if not any(moe.layers):
         raise keys.error("num_hidden_layers", "no layer has experts; use a dense model_type")
     return moe
@@ -69,10 +76,10 @@ def _mixtral(keys: Keys) -> MoeDims:
 
 def _qwen3_moe(keys: Keys) -> MoeDims:
     num_layers, step = keys.count("num_hidden_layers"), keys.count("decoder_sparse_step")
-    dense = set() if keys.absent("mlp_only_layers") else set(keys.container("mlp_only_layers", list))
-    unknown = dense - set(range(num_layers))
+    dense = [] if keys.absent("mlp_only_layers") else keys.container("mlp_only_layers", list)
+    unknown = [layer for layer in dense if type(layer) is not int or not 0 <= layer < num_layers]
     if unknown:
-        raise keys.error("mlp_only_layers", f"names layers that do not exist: {sorted(map(str, unknown))}")
+        raise keys.error("mlp_only_layers", f"names layers that do not exist: {unknown!a:.200}")
     # transformers 4 calls it num_experts, transformers 5 num_local_experts
     num_experts = keys.count("num_local_experts" if keys.absent("num_experts") else "num_experts")
     return MoeDims(

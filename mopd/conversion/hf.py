@@ -8,16 +8,19 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mopd.conversion.dims import refuse_duplicate_keys
 from mopd.conversion.mapped import DTYPE_NAMES, TORCH_DTYPES, map_tensor
+from mopd.conversion.output import require_new
 from mopd.conversion.pickled import load_pickled
-from mopd.conversion.safetensors_header import TensorInfo, read_header
-from mopd.files.writing import sync
+from mopd.conversion.safetensors_header import MAX_NAME, TensorInfo, read_header
+from mopd.files.json_text import read_json_object
+from mopd.files.reading import shown_path
+from mopd.files.writing import sync, writing
 from mopd.types import UserError
 
 WEIGHTS_FILE = "model.safetensors"
@@ -41,11 +44,37 @@ KEPT_PATTERNS = (
 )
 """Files that an export takes over byte for byte."""
 _REMAP_BYTES = 256 * 2**20
+_MAX_INDEX_BYTES = 2**26
 
 
 def matching_files(folder: Path, patterns: Iterable[str]) -> list[Path]:
     """Files of ``folder`` that match any of the glob patterns, each once, sorted by path."""
     return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+
+
+def kept_files(folder: Path) -> list[Path]:
+    """The files that an export takes over, sorted by path. A link may lead to another file of the folder or into a
+    cache of the Hugging Face hub, whose folders consist of links; any other would bring a stranger's choice of this
+    machine's files into the result.
+
+    Raises:
+        UserError: names a link that leads elsewhere.
+    """
+    whole = folder.resolve()
+    paths = matching_files(folder, KEPT_PATTERNS)
+    for path in paths:
+        target = path.resolve()
+        if not target.is_relative_to(whole) and not _is_in_hub_cache(target):
+            raise UserError(
+                f"{shown_path(path)}: leads out of the folder, to {shown_path(target)}, and an export would copy "
+                "that file; put a copy in its place if that is meant, or remove the link"
+            )
+    return paths
+
+
+def _is_in_hub_cache(target: Path) -> bool:
+    """``…/models--OWNER--NAME/blobs/HASH``."""
+    return target.parent.name == "blobs" and target.parents[1].name.startswith("models--")
 
 
 def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
@@ -68,6 +97,12 @@ def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
     if (folder / PICKLED_FILE).is_file():
         return [folder / PICKLED_FILE]
     raise UserError(f"{folder}: no {WEIGHTS_FILE} and no {INDEX_FILE}; give the folder of a Hugging Face checkpoint")
+
+
+def read_tokenizer_json(path: Path) -> dict[str, Any]:
+    """A ``tokenizer.json``: the largest published vocabularies have a quarter of a million tokens and twice as many
+    merges. Raises ``UserError`` when it is damaged."""
+    return read_json_object(path, cure="fetch the file again", max_bytes=2**28, max_values=20_000_000)
 
 
 class HfReader:
@@ -191,7 +226,8 @@ class HfWriter:
         """``source`` is the checkpoint whose config, generation config, tokenizer and licence files are copied.
 
         Raises:
-            UserError: ``target`` exists and is not an empty folder.
+            UserError: ``target`` exists and is not an empty folder, or ``source`` has a file that leads out of it; at
+                any time later, when a write is refused.
         """
         self.target = Path(target)
         self._source = Path(source)
@@ -201,13 +237,14 @@ class HfWriter:
         self._shards: list[list[str]] = []
         self._names: set[str] = set()
         self._total_bytes = 0
-        if self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
-            raise UserError(f"{self.target}: already exists; name another folder or remove it")
+        require_new(self.target)
+        kept_files(self._source)
 
     def __enter__(self) -> HfWriter:
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        self._folder = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.", dir=self.target.parent))
-        self._folder.chmod(0o755)  # mkdtemp makes private folders
+        with writing(self.target):
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self._folder = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.", dir=self.target.parent))
+            self._folder.chmod(0o755)  # mkdtemp makes private folders
         return self
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -227,7 +264,8 @@ class HfWriter:
     ) -> None:
         try:
             if kind is None:
-                self._finish()
+                with writing(self.target):
+                    self._finish()
         finally:
             if self._folder.exists():
                 shutil.rmtree(self._folder)
@@ -237,7 +275,7 @@ class HfWriter:
             raise ValueError("no tensor was added")
         self._write_shard()
         self._name_shards()
-        for path in matching_files(self._source, KEPT_PATTERNS):
+        for path in kept_files(self._source):
             copy = self._folder / path.relative_to(self._source)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)
@@ -248,7 +286,8 @@ class HfWriter:
         sync(self.target.parent)
 
     def _write_shard(self) -> None:
-        save_file(self._shard, self._folder / _part_name(len(self._shards)), metadata={"format": "pt"})
+        with writing(self.target):
+            save_file(self._shard, self._folder / _part_name(len(self._shards)), metadata={"format": "pt"})
         self._shards.append(list(self._shard))
         self._shard, self._shard_bytes = {}, 0
 
@@ -276,17 +315,22 @@ def _is_pickled(path: Path) -> bool:
 
 def _read_index(path: Path) -> dict[str, str]:
     """``weight_map`` of an index file: tensor name -> name of a file in the same folder."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicate_keys)
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); fetch the file again") from error
-    index = content["weight_map"] if isinstance(content, dict) and "weight_map" in content else None
+    index = read_json_object(path, cure="fetch the file again", max_bytes=_MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
-        raise UserError(f"{path}: has no 'weight_map' from tensor names to file names; fetch the file again")
+        raise UserError(
+            f"{shown_path(path)}: has no 'weight_map' from tensor names to file names; fetch the file again"
+        )
     for name, file in index.items():
         if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
-            raise UserError(f"{path}: tensor '{name}' points to {file!r}, which is not a file name in this folder")
+            raise UserError(
+                f"{shown_path(path)}: tensor '{name:.200}' points to {file!r:.200}, which is not a file name in this "
+                "folder"
+            )
+        if len(name) > MAX_NAME:
+            raise UserError(f"{shown_path(path)}: a tensor's name has {len(name)} characters ({name!a:.100})")
         suffix = ".bin" if path.name == PICKLED_INDEX_FILE else ".safetensors"
         if not file.endswith(suffix):
-            raise UserError(f"{path}: tensor '{name}' points to {file!r}, which is not a {suffix} file")
+            raise UserError(
+                f"{shown_path(path)}: tensor '{name:.200}' points to {file!r:.200}, which is not a {suffix} file"
+            )
     return index

@@ -20,9 +20,11 @@ def check_names(reader: HfReader, dims: ModelDims) -> None:
     Raises:
         UserError: names the folder and the first such tensor.
     """
-    expected = families.hf_tensors(dims)
-    for name, shape in expected.items():
-        reader.require_shape(name, shape)
+    expected: dict[str, tuple[int, ...]] = {}
+    for placed in families.all_params(dims):  # ends at the first that is missing, however many the config asks for
+        for name, shape in zip(placed.hf_names, placed.hf_shapes, strict=True):
+            reader.require_shape(name, shape)
+            expected[name] = shape
     extra = {name for name in reader.names - expected.keys() if not families.IGNORED.fullmatch(name)}
     (head,), (embedding,) = families.LM_HEAD.hf, families.EMBEDDING.hf
     if dims.tied_embeddings and head.name in extra:

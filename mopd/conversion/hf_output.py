@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mopd.conversion.dims import CONFIG_FILE
-from mopd.conversion.hf import INDEX_FILE, KEPT_PATTERNS, WEIGHTS_FILE, matching_files
+from mopd.conversion.hf import INDEX_FILE, WEIGHTS_FILE, kept_files
 from mopd.conversion.job import Job, OutputFile, Written
 from mopd.conversion.mapped import DTYPE_NAMES, as_bytes
 from mopd.conversion.output import files_below, sha256_of, write_json
@@ -90,7 +90,7 @@ def hf_job(
 
 def copy_side_files(source: Path, folder: Path, *, config: Mapping[str, Any] | None = None) -> None:
     """Copy everything but the weights, byte for byte; ``config`` replaces ``config.json``."""
-    for path in matching_files(source, KEPT_PATTERNS):
+    for path in kept_files(source):
         copy = folder / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)

@@ -24,12 +24,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from mopd.conversion.output import require_free_bytes, sha256_of, write_json
+from mopd.conversion.output import require_free_bytes, require_new, sha256_of, write_json
+from mopd.files.json_text import parse_json, read_json_object
+from mopd.files.reading import read_text, shown_path
 from mopd.files.writing import sync, writing
 from mopd.types import UserError
 
 _SPARE_BYTES = 2**24
 """Manifest, index and journal."""
+_MAX_JOURNAL_BYTES = 2**28
 _MAX_UNHASHED = 2
 """Files that are written but not yet hashed."""
 
@@ -47,6 +50,8 @@ class OutputFile:
     """Its size, at least nearly: for the check of disk space and for progress."""
     write: Callable[[BinaryIO], list[int]]
     """Writes all its bytes; returns numbers that the end of the job needs (``Written.facts``)."""
+    num_facts: int = 0
+    """How many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +106,13 @@ class Job:
         if resume and self._is_complete():
             shutil.rmtree(self.work, ignore_errors=True)
             return False
-        if self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
-            raise UserError(f"{self.target}: already exists; name another folder or remove it")
+        require_new(self.target)
         if self.work.exists() and not resume:
             raise UserError(f"{self.work}: left by an interrupted conversion; add --resume to go on, or remove it")
         with writing(self.target.parent):
             self.target.parent.mkdir(parents=True, exist_ok=True)
             is_new = not self.work.exists()
+            self._refuse_links()
             try:
                 self.work.mkdir(exist_ok=True)
                 self._lock()
@@ -198,7 +203,17 @@ class Job:
 
     def _is_complete(self) -> bool:
         marker = self.target / self.marker
-        return marker.is_file() and _read_json(marker).get("job") == _plain(self.description)
+        return marker.is_file() and read_json_object(
+            marker, cure="remove its folder", max_bytes=_MAX_JOURNAL_BYTES
+        ).get("job") == _plain(self.description)
+
+    def _refuse_links(self) -> None:
+        """What is written below must stay below: a link could lead anywhere."""
+        for path in (self.work, *self.work.rglob("*")):
+            if path.is_symlink():
+                raise UserError(
+                    f"{shown_path(path)}: is a symbolic link, which no conversion makes; remove {self.work}"
+                )
 
     def _lock(self) -> None:
         self._lock_file = (self.work / "lock").open("w")
@@ -214,7 +229,7 @@ class Job:
         if not path.is_file():
             write_json(path, mine)
             return
-        theirs = _read_json(path)
+        theirs = read_json_object(path, cure=f"remove {self.work}", max_bytes=_MAX_JOURNAL_BYTES)
         for key in sorted(theirs.keys() | mine.keys()):
             if theirs.get(key) != mine.get(key):
                 raise UserError(
@@ -226,10 +241,12 @@ class Job:
         """Finished files by name. A line that was cut off by a crash does not count."""
         done = {}
         for path in sorted((self.work / "journal").glob("*.jsonl")):
-            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-                if line.endswith("}\n"):
-                    entry = Written(**json.loads(line))
-                    done[entry.name] = entry
+            text = read_text(path, cure=f"remove {self.work}", max_bytes=_MAX_JOURNAL_BYTES)
+            for number, line in enumerate(text.split("\n")[:-1], start=1):  # what follows the last is cut off
+                entry = _read_line(line)
+                if entry is None:
+                    raise UserError(f"{shown_path(path)}:{number}: not understood; remove {self.work}")
+                done[entry.name] = entry
         return done
 
     def _tidy_journal(self) -> dict[str, Written]:
@@ -248,7 +265,9 @@ class Job:
 
     def _is_finished(self, file: OutputFile, journal: Mapping[str, Written]) -> bool:
         path, entry = self.out / file.name, journal.get(file.name)
-        if entry is None or not path.is_file() or path.stat().st_size != entry.num_bytes:
+        if entry is None or len(entry.facts) != file.num_facts:
+            return False
+        if not path.is_file() or path.stat().st_size != entry.num_bytes:
             return False
         return sha256_of(path) == entry.sha256
 
@@ -261,6 +280,18 @@ class Job:
             os.fsync(lines.fileno())
 
 
+def _read_line(line: str) -> Written | None:
+    """Inverse of ``_line``; None for anything else."""
+    try:
+        entry = parse_json(line)
+    except ValueError:
+        return None
+    kinds = {"name": str, "num_bytes": int, "sha256": str, "facts": list}
+    if not isinstance(entry, dict) or {key: type(value) for key, value in entry.items()} != kinds:
+        return None
+    return Written(**entry) if all(type(fact) is int and fact >= 0 for fact in entry["facts"]) else None
+
+
 def _line(entry: Written) -> str:
     return json.dumps(asdict(entry)) + "\n"
 
@@ -269,11 +300,3 @@ def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
     """As JSON gives it back."""
     plain: dict[str, Any] = json.loads(json.dumps(value))
     return plain
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); remove its folder") from error
-    return content if isinstance(content, dict) else {}

@@ -6,7 +6,6 @@ rounded once (Hu et al. 2021). Whatever else an adapter may hold is refused by n
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mopd.conversion.dims import read_dims, refuse_duplicate_keys
+from mopd.conversion.dims import read_dims
 from mopd.conversion.hf import HfReader
 from mopd.conversion.hf_names import check_names
 from mopd.conversion.hf_output import MAX_SHARD_BYTES, Group, hf_job, require_finite
@@ -26,11 +25,14 @@ from mopd.conversion.mapped import TORCH_DTYPES, map_tensor
 from mopd.conversion.output import sha256_of
 from mopd.conversion.safetensors_header import TensorInfo, read_header
 from mopd.conversion.streaming import describe_hf
+from mopd.files.json_text import read_json_object
 from mopd.types import UserError
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+_MAX_PATTERN = 200
 _REFUSED = (
     "use_dora",
     "fan_in_fan_out",
@@ -98,7 +100,11 @@ def _read_adapter(folder: Path, reader: HfReader) -> _Adapter:
     entries = read_header(path)
     factors: dict[str, dict[str, str]] = {}
     replaced, scale = {}, {}
-    for key in entries:
+    for key, info in entries.items():
+        if info.dtype not in TORCH_DTYPES:
+            raise UserError(
+                f"{path}: '{key}' has dtype {info.dtype}, which is no dtype of weights: fetch the file again"
+            )
         found = re.fullmatch(re.escape(_PREFIX) + r"(.+?)(\.lora_([AB])|\.modules_to_save)?\.weight", key)
         name = f"{found[1]}.weight" if found else ""
         if found is None or name not in reader.names:
@@ -109,9 +115,13 @@ def _read_adapter(folder: Path, reader: HfReader) -> _Adapter:
         else:
             replaced[name] = key
     for name, pair in factors.items():
+        if len(reader.shape(name)) != 2:
+            raise UserError(
+                f"{path}: '{pair.popitem()[1]}' changes a vector of {reader.folder}: use a plain LoRA adapter"
+            )
         out_size, in_size = reader.shape(name)
         shapes = {side: entries[key].shape for side, key in pair.items()}
-        rank = shapes["A"][0] if "A" in shapes else 0
+        rank = next(iter(shapes.get("A", ())), 0)
         if shapes != {"A": (rank, in_size), "B": (out_size, rank)}:
             raise UserError(f"{path}: the factors of '{name}' have shapes {shapes}, the weight {[out_size, in_size]}")
     for name, key in replaced.items():
@@ -123,30 +133,45 @@ def _read_adapter(folder: Path, reader: HfReader) -> _Adapter:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise UserError(f"{path}: missing; give the folder of a PEFT adapter")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicate_keys)
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); fetch the file again") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+    config = read_json_object(path, cure="give the folder of a PEFT adapter, or fetch the file again")
+    if config.get("peft_type") != "LORA":
         raise UserError(f"{path}: 'peft_type' is not 'LORA': only LoRA adapters can be merged")
     for key in _REFUSED:
         if config.get(key):
-            raise UserError(f"{path}: '{key}' is {config[key]!r}, which cannot be merged: use a plain LoRA adapter")
+            raise UserError(
+                f"{path}: '{key}' is {config[key]!a:.200}, which cannot be merged: use a plain LoRA adapter"
+            )
+    for key in _PATTERNS:
+        patterns = config.get(key)
+        if patterns is not None and not (isinstance(patterns, dict) and all(map(_is_plain_pattern, patterns))):
+            raise UserError(
+                f"{path}: '{key}' is {patterns!a:.200}, not a map from simple patterns of module names: write the "
+                "names out, without nested repetition"
+            )
     if config.get("bias", "none") != "none":
-        raise UserError(f"{path}: 'bias' is {config['bias']!r}, which cannot be merged: only 'none' can")
+        raise UserError(f"{path}: 'bias' is {config['bias']!a:.200}, which cannot be merged: only 'none' can")
     return config
+
+
+def _is_plain_pattern(pattern: str) -> bool:
+    """A regular expression that takes no time beyond measure: few repetitions, and none of a group."""
+    if len(pattern) > _MAX_PATTERN or re.search(r"\)[*+?{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 3:
+        return False
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
 
 
 def _scale(config: Mapping[str, Any], module: str, path: Path) -> float:
     """``lora_alpha / r`` of one module; patterns match the end of its name, as in PEFT."""
     values = {}
-    for key, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+    for key, patterns in zip(("r", "lora_alpha"), _PATTERNS, strict=True):
         own = [v for pattern, v in (config.get(patterns) or {}).items() if re.fullmatch(rf"(.*\.)?({pattern})", module)]
         value = own[0] if own else config.get(key)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise UserError(f"{path}: '{key}' is {value!r}, not a positive number")
+            raise UserError(f"{path}: '{key}' is {value!a:.200}, not a positive number")
         values[key] = value
     rank = float(values["r"])
     return float(values["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)

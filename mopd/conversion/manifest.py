@@ -19,11 +19,14 @@ from typing import Any
 from mopd.conversion.dims import CONFIG_FILE, read_config
 from mopd.conversion.hf import TOKENIZER_PATTERNS, matching_files, weight_files
 from mopd.conversion.safetensors_header import TensorInfo, read_header
+from mopd.files.json_text import read_json_object
+from mopd.files.reading import shown_path
 from mopd.types import UserError
 
 HASHES = ("config_sha256", "weights_sha256", "tokenizer_sha256")
 _CHUNK_BYTES = 2**24
 _HASH_THREADS = 4
+_MAX_CACHE_BYTES = 2**28
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,12 +137,10 @@ def _hash_tensor(path: Path, info: TensorInfo) -> str:
 def _read_cache(cache_file: Path) -> dict[str, dict[str, str]]:
     if not cache_file.exists():
         return {}
-    try:
-        cache = json.loads(cache_file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{cache_file}: the cache of weight hashes is corrupt ({error}); delete it") from error
-    if not isinstance(cache, dict) or not all(isinstance(digests, dict) for digests in cache.values()):
-        raise UserError(f"{cache_file}: is not a cache of weight hashes; delete it")
+    cache = read_json_object(cache_file, cure="a cache of weight hashes; delete it", max_bytes=_MAX_CACHE_BYTES)
+    for digests in cache.values():
+        if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
+            raise UserError(f"{shown_path(cache_file)}: is not a cache of weight hashes; delete it")
     return cache
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mopd.files.reading import shown_path
 from mopd.types import UserError
 
 _READ_BYTES = 1 << 22
@@ -39,6 +40,18 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def files_below(folder: Path) -> list[str]:
     """Relative names of all files, sorted."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def require_new(target: Path) -> None:
+    """Refuses a target that is there already, or a link, which a rename cannot replace.
+
+    Raises:
+        UserError: names it.
+    """
+    if target.is_symlink():
+        raise UserError(f"{shown_path(target)}: is a symbolic link; name the folder that it leads to, or remove it")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{shown_path(target)}: already exists; name another folder or remove it")
 
 
 def require_free_bytes(folder: Path, needed: int) -> None:

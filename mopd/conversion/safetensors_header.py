@@ -6,17 +6,20 @@ then the data. A file that was truncated, overwritten or garbled is found here, 
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from mopd.conversion.dims import refuse_duplicate_keys
+from mopd.files.json_text import parse_json
+from mopd.files.reading import open_regular, shown_path
 from mopd.types import UserError
 
-_MAX_HEADER_BYTES = 100_000_000
-"""Limit of the safetensors library."""
+_MAX_HEADER_BYTES = 2**25
+"""A quarter of a million tensors; the library's own limit is three times that."""
+MAX_NAME = 512
+_MAX_DIMENSIONS = 16
 _ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
@@ -41,33 +44,34 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     Raises:
         UserError: the file is missing, truncated, longer than its header says, or its header is corrupt.
     """
-    if not path.is_file():
-        raise UserError(f"{path}: missing; fetch the checkpoint again")
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path, cure="fetch the checkpoint again") as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
             raise _corrupt(path, f"its header would be {length} bytes long in a file of {size} bytes")
         text = file.read(length)
     try:
-        entries = json.loads(text, object_pairs_hook=refuse_duplicate_keys)
+        entries = parse_json(text)
     except ValueError as error:
         raise _corrupt(path, f"its header is not valid JSON ({error})") from error
     if not isinstance(entries, dict):
         raise _corrupt(path, "its header is not a JSON object")
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _corrupt(path, "its __metadata__ is not a map from names to text")
     data_start = 8 + length
-    tensors = {
-        name: _tensor_info(path, name, entry, data_start) for name, entry in entries.items() if name != "__metadata__"
-    }
+    tensors = {name: _tensor_info(path, name, entry, data_start) for name, entry in entries.items()}
     _check_layout(path, tensors, data_start, size)
     return dict(sorted(tensors.items(), key=lambda item: item[1].start))
 
 
 def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    if not 0 < len(name) <= MAX_NAME:
+        raise _corrupt(path, f"a tensor's name has {len(name)} characters ({name!a:.100})")
     try:
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         numbers = (*shape, start, stop)
-        sane = all(type(number) is int and number >= 0 for number in numbers)
+        sane = len(shape) <= _MAX_DIMENSIONS and all(type(number) is int and number >= 0 for number in numbers)
         sane = sane and stop - start == prod(shape) * _ITEM_BYTES[dtype]
     except (KeyError, TypeError, ValueError) as error:
         raise _corrupt(path, f"the header entry of tensor '{name}' is not understood ({entry!r:.200})") from error
@@ -89,4 +93,4 @@ def _check_layout(path: Path, tensors: dict[str, TensorInfo], data_start: int, s
 
 
 def _corrupt(path: Path, problem: str) -> UserError:
-    return UserError(f"{path}: not a sound safetensors file: {problem}; fetch or write the file again")
+    return UserError(f"{shown_path(path)}: not a sound safetensors file: {problem}; fetch or write the file again")

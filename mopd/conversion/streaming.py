@@ -7,7 +7,6 @@ file. Every weight is checked for NaN on its way.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 from mopd.conversion import families
 from mopd.conversion.dims import CONFIG_FILE, ModelDims, read_config, read_dims
 from mopd.conversion.families import Placed
-from mopd.conversion.hf import KEPT_PATTERNS, HfReader, matching_files
+from mopd.conversion.hf import HfReader, kept_files
 from mopd.conversion.hf_names import check_names
 from mopd.conversion.hf_output import MAX_SHARD_BYTES, Group, copy_side_files, hf_job, require_finite
 from mopd.conversion.job import Job, Written
@@ -29,6 +28,7 @@ from mopd.conversion.sharded import sharded_key, split_whole, whole_shape
 from mopd.conversion.torch_dist_plan import Piece, TargetLayout, files, one_dtype_per_key, pieces
 from mopd.conversion.torch_dist_reader import MANIFEST_FILE, STATE_FILE, TorchDistReader
 from mopd.conversion.torch_dist_writer import SIDE_FILES, data_file, extra_state_file, write_rest
+from mopd.files.json_text import read_json_object
 from mopd.types import UserError
 
 MAX_FILE_BYTES = 2**30
@@ -100,8 +100,8 @@ def megatron_to_hf(
     reader = TorchDistReader(source, allow_pickle=allow_pickle)
     origin = side_files_of(source, side_files)
     dims = read_dims(origin)
+    check_keys(reader, dims)
     rows = list(families.all_params(dims))
-    check_keys(reader, rows, dims)
     groups = [
         Group(
             row.hf_names,
@@ -142,8 +142,8 @@ def reshard(
     origin = side_files_of(source, side_files)
     dims = read_dims(origin)
     layout.check(dims)
+    check_keys(reader, dims)
     rows = list(families.all_params(dims))
-    check_keys(reader, rows, dims)
     dtypes = {name: reader.dtype(sharded_key(row, dims).key) for row in rows for name in row.hf_names}
 
     def read(piece: Piece) -> Tensor:
@@ -178,13 +178,18 @@ def read_row(reader: TorchDistReader, row: Placed, dims: ModelDims) -> list[Tens
     return split_whole(row, whole, dims)
 
 
-def check_keys(reader: TorchDistReader, rows: Sequence[Placed], dims: ModelDims) -> None:
+def check_keys(reader: TorchDistReader, dims: ModelDims) -> None:
     """The checkpoint has every parameter of the model, in its shape. A padded vocabulary may have more rows.
 
     Raises:
         UserError: names the first tensor that is missing or has another shape.
     """
-    for place, row in {sharded_key(row, dims).key: (sharded_key(row, dims), row) for row in rows}.values():
+    known: set[str] = set()
+    for row in families.all_params(dims):  # ends at the first that is missing, however many the config asks for
+        place = sharded_key(row, dims)
+        if place.key in known:
+            continue
+        known.add(place.key)
         found, expected = reader.shape(place.key), (*place.stacked, *whole_shape(row))
         fits = found == expected
         if row.param.merge == "vocab" and len(found) == len(expected):
@@ -334,14 +339,8 @@ def _degrees(layout: TargetLayout) -> dict[str, int]:
 
 def _read_state(folder: Path) -> dict[str, Any]:
     path = folder / STATE_FILE
-    if not path.is_file():
-        return {}
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); restore the folder") from error
-    return state if isinstance(state, dict) else {}
+    return read_json_object(path, cure="restore the folder") if path.exists() else {}
 
 
 def _hash_side_files(folder: Path) -> dict[str, str]:
-    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in matching_files(folder, KEPT_PATTERNS)}
+    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in kept_files(folder)}

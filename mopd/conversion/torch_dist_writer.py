@@ -54,7 +54,7 @@ def data_file(
         return lengths
 
     num_bytes = sum(prod(piece.sizes) * itemsize[piece.place.key] + ARCHIVE_BYTES for piece in content)
-    return OutputFile(name, num_bytes, write)
+    return OutputFile(name, num_bytes, write, len(content))
 
 
 def extra_state_file() -> OutputFile:
@@ -66,7 +66,7 @@ def extra_state_file() -> OutputFile:
         stream.write(buffer.getvalue())
         return [len(buffer.getvalue())]
 
-    return OutputFile(EXTRA_STATE_FILE, ARCHIVE_BYTES, write)
+    return OutputFile(EXTRA_STATE_FILE, ARCHIVE_BYTES, write, 1)
 
 
 def write_rest(

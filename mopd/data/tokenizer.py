@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from mopd.conversion import pretrained
 from mopd.types import UserError
 
 
@@ -15,10 +16,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         raise UserError(f"{folder}: no such folder: name a local Hugging Face checkpoint")
     if not any(Path(folder).glob("*tokenizer*")) and not any(Path(folder).glob("vocab*")):
         raise UserError(f"{folder}: no tokenizer files (tokenizer.json, tokenizer_config.json): copy them there")
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder}: cannot load the tokenizer: {' '.join(str(error).split())[:300]}") from error
+    return pretrained.load_tokenizer(Path(folder))
 
 
 def compare_tokenizers(

@@ -100,6 +100,7 @@ def engine_args(folder: Path, cfg: VllmEngineConfig, max_sequence: int, options:
         model=str(folder),
         load_format="safetensors",
         skip_tokenizer_init=True,
+        trust_remote_code=False,
         generation_config="vllm",
         dtype=cfg.dtype,
         # vLLM wants room to draw one token after what it scores; that token never enters the model

@@ -16,6 +16,7 @@ from torch import Tensor
 from mopd import cpu_shim
 from mopd.config.schema import Parallel, Student
 from mopd.conversion.contents import Contents, fingerprint, open_checkpoint
+from mopd.data.tokenizer import load_tokenizer
 from mopd.engines.loading import load_model as load_transformers
 from mopd.runtime import failure
 from mopd.student import checkpoint, parallel
@@ -102,12 +103,14 @@ def _tensor_differences(one: Contents, other: Contents) -> tuple[list[dict[str, 
 def _probe(contents: Contents, text: str | None) -> Tensor:
     """Token ids [1, T] int64 below the vocabulary's size."""
     if (contents.origin / "tokenizer_config.json").is_file():
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(contents.origin, local_files_only=True)
-        ids = tokenizer(text or PROBE_TEXT)["input_ids"][:MAX_PROBE_TOKENS]
+        ids = load_tokenizer(contents.origin)(text or PROBE_TEXT)["input_ids"][:MAX_PROBE_TOKENS]
         if len(ids) < 2:
             raise UserError(f"--text {text!r} has {len(ids)} tokens: give a longer one")
+        if max(ids) >= contents.dims.vocab_size:
+            raise UserError(
+                f"{contents.origin}: its tokenizer gives id {max(ids)}, the model has {contents.dims.vocab_size}: "
+                "they belong to different models; restore the tokenizer's files, or pass --no-logits"
+            )
     else:
         ids = [(7 + 31 * position) % contents.dims.vocab_size for position in range(MAX_PROBE_TOKENS)]
     return torch.tensor([ids[: contents.dims.max_positions]])
@@ -122,7 +125,7 @@ def logits_of(contents: Contents, tokens: Tensor) -> Tensor:
         return logits.float()
     if not (contents.folder / checkpoint.MANIFEST).is_file():
         raise UserError(
-            f"{contents.folder}: Megatron would unpickle files without a manifest: convert it first and verify the "
+            f"{contents.folder}: without a manifest nothing says that it is whole: convert it first and verify the "
             "result, or pass --no-logits"
         )
     checkpoint.verify(contents.folder)

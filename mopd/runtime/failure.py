@@ -71,6 +71,7 @@ def run_as_rank(action: Callable[[], object]) -> int:
     destroying process groups could wait for them.
     """
     launch_dir = _tie_to_parent()
+    close_standard_input()
     # Megatron and torch warn at import and at each deprecated call, once per rank, of nothing that a user can change.
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|mopd\.cpu_shim")
     try:
@@ -98,6 +99,13 @@ def read_failures(launch_dir: Path) -> list[RankFailure]:
     """The errors that ranks left in the launch folder, earliest first."""
     found = [RankFailure(**json.loads(path.read_text(encoding="utf-8"))) for path in launch_dir.glob("*.error.json")]
     return sorted(found, key=lambda failure: failure.time_s)
+
+
+def close_standard_input() -> None:
+    """Nobody answers questions of a rank or a server; a library that asks one gets the end of the input at once."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
 
 
 def _tie_to_parent() -> Path | None:

@@ -24,6 +24,7 @@ from mopd.data.tokenizer import load_tokenizer
 from mopd.runtime.address import BACKLOG, Address
 from mopd.runtime.engine_file import EngineFile
 from mopd.runtime.engine_loading import load_engine
+from mopd.runtime.failure import close_standard_input
 from mopd.runtime.manifests import CACHE_FILE
 from mopd.serving.admission import ServerLimits
 from mopd.serving.app import EngineServer, Served, create_app
@@ -43,6 +44,7 @@ def serve(file: EngineFile, address: Address, listener: socket.socket, token: st
         UserError: the model cannot be loaded.
     """
     _log_to_terminal(file.label)
+    close_standard_input()
     code, is_computing = asyncio.run(_serve(file, address, listener, token))
     if is_computing:  # the interpreter would wait for the thread, which nobody waits for any more
         sys.stdout.flush()

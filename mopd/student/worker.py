@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import resource
 import sys
@@ -18,10 +19,12 @@ from torch import Tensor
 from mopd import cpu_shim
 from mopd.config.schema import Recipe
 from mopd.conversion.dims import read_dims
-from mopd.conversion.hf import HfReader, HfWriter
+from mopd.conversion.hf import HfReader, HfWriter, kept_files
+from mopd.conversion.hf_names import check_names
 from mopd.data.packing import pack
 from mopd.data_plane.interface import DataPlane
 from mopd.student import checkpoint, parallel
+from mopd.student.attention_memory import check_scores, largest_scores
 from mopd.student.balance import Balance
 from mopd.student.batch import Fields, MicroBatch, build_micro_batch
 from mopd.student.forward_step import HookFor, run_schedule
@@ -31,6 +34,8 @@ from mopd.student.objective import Objective
 from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel
 from mopd.student.weights import iter_hf_weights, load_hf_into
 from mopd.types import DomainSums, MicroBatchPlan, NonFiniteError, SampleMeta, UserError
+
+logger = logging.getLogger(__name__)
 
 _MAX_NAMED_SAMPLES = 8
 
@@ -54,12 +59,14 @@ class StudentWorker:
         self.domains = tuple(domains)
         self.plane = plane
         self.weight_version = 0
-        self.dims = read_dims(Path(student.model))
+        source, self.dims = HfReader(Path(student.model)), read_dims(Path(student.model))
+        check_names(source, self.dims)  # before a model of the config's size is built
+        kept_files(Path(student.model))  # which ``save_hf`` would find after the last step
         _check_lengths(recipe, self.dims.max_positions)
         self.layout = parallel.initialize(student.parallel, timeout_s=recipe.schedule.wait_timeout_s, seed=recipe.seed)
         with cpu_shim.activate():
             model = build_model(student, self.dims, self.layout)
-            load_hf_into([model], HfReader(Path(student.model)), self.dims, self.layout)
+            load_hf_into([model], source, self.dims, self.layout)
             model.train()
             self._model = wrap_data_parallel(
                 model, use_distributed_optimizer=student.optimizer.use_distributed_optimizer
@@ -76,6 +83,10 @@ class StudentWorker:
             lm_head_memory_budget_mib=student.lm_head_memory_budget_mib,
         )
         self._needs_mask = not uses_transformer_engine(student)
+        if self._needs_mask and self.layout.device.type == "cuda":
+            told = check_scores(largest_scores(recipe, self.dims), free_bytes=torch.cuda.mem_get_info()[0])
+            if self.layout.rank == 0:
+                logger.warning("%s", told)
         self._plan: MicroBatchPlan | None = None
 
     @property

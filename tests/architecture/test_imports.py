@@ -63,3 +63,56 @@ def test_one_file_pickles() -> None:
     pickling = {"pickle", "cloudpickle", "dill"}
     found = [str(path.relative_to(ROOT)) for path in (ROOT / "mopd").rglob("*.py") if names_in(path) & pickling]
     assert found == ["mopd/conversion/torch_dist_description.py"]
+
+
+LOADERS = {"from_pretrained", "from_config", "from_hub", "pipeline", "get_class_from_dynamic_module", "hf_hub_download"}
+"""What in transformers and its relatives may read, fetch or run what a folder names."""
+OWN = {"TorchEngine", "cls"}
+"""Its ``from_pretrained`` is ours and goes through the door."""
+DOOR = "mopd/conversion/pretrained.py"
+UNPICKLERS = {("torch", "load"), ("numpy", "load"), ("np", "load"), ("joblib", "load")}
+
+
+def calls_in(path: Path) -> list[tuple[ast.Call, str, str]]:
+    """Every call of a file: the node, what it is called on (last name; "" for plain names) and its name."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value
+            found.append((node, getattr(owner, "id", getattr(owner, "attr", "")), node.func.attr))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            found.append((node, "", node.func.id))
+    return found
+
+
+def says(call: ast.Call, key: str, value: bool) -> bool:
+    return any(word.arg == key and getattr(word.value, "value", None) is value for word in call.keywords)
+
+
+def test_one_door_to_loaders_that_could_run_code() -> None:
+    """Without ``trust_remote_code=False`` transformers asks on standard input, and a ``y`` runs the folder's code."""
+    doors = set()
+    for path in (path for folder in ("mopd", "tools") for path in (ROOT / folder).rglob("*.py")):
+        for call, owner, name in calls_in(path):
+            if name in LOADERS and owner not in OWN:
+                doors.add(str(path.relative_to(ROOT)))
+                assert says(call, "trust_remote_code", False), f"{path}:{call.lineno}"
+                assert name == "from_config" or says(call, "local_files_only", True), f"{path}:{call.lineno}"
+            assert not says(call, "trust_remote_code", True), f"{path}:{call.lineno}"
+            if name == "AsyncEngineArgs":
+                assert says(call, "trust_remote_code", False), f"{path}:{call.lineno}"
+    assert doors == {DOOR}
+
+
+def test_nothing_is_unpickled_without_limits() -> None:
+    """Not by torch, and not by Megatron, whose loader unpickles whatever a checkpoint holds."""
+    megatrons = set()
+    for path in (path for folder in ("mopd", "tools") for path in (ROOT / folder).rglob("*.py")):
+        for call, owner, name in calls_in(path):
+            if (owner, name) in UNPICKLERS:
+                safe = says(call, "weights_only", True) or says(call, "allow_pickle", False)
+                assert safe, f"{path}:{call.lineno}"
+            if (owner, name) == ("dist_checkpointing", "load"):
+                megatrons.add(str(path.relative_to(ROOT)))
+                assert {"sharded_strategy", "common_strategy"} <= {word.arg for word in call.keywords}
+    assert megatrons == {"mopd/student/restricted.py"}

@@ -13,6 +13,7 @@ import torch
 import transformers
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mopd.conversion.pretrained import load_weights
 from tools.quickstart.tasks import Question
 from tools.quickstart.tokenizer import build_tokenizer
 from tools.quickstart.training import Phase, exact_match, new_model, train
@@ -54,7 +55,7 @@ class ModelMaker:
         if start is None:
             model = new_model(self._tokenizer, self._shape, self._seed)
         else:
-            model = transformers.Qwen3ForCausalLM.from_pretrained(start, dtype=torch.float32)
+            model, _ = load_weights(start, torch.float32)
         label = "base" if start is None else f"expert in {domains[0]}"
         phase = Phase(domains, lengths, steps, self._batch_size, self._lr, f"{label}/{self._seed}")
         with _progress(label, steps) as report:

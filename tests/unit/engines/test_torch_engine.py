@@ -269,7 +269,7 @@ def test_unreadable_checkpoints_name_the_folder(tmp_path: Path) -> None:
     weights.unlink()
     refuse(tmp_path / "cut", "no safetensors")
     (tmp_path / "cut" / "config.json").write_text("{")
-    refuse(tmp_path / "cut", "unreadable")
+    refuse(tmp_path / "cut", r"config\.json: not valid JSON")
     small, large = make_hf_model(tmp_path / "small", num_layers=1), make_hf_model(tmp_path / "large", num_layers=2)
     (large / "model.safetensors").write_bytes((small / "model.safetensors").read_bytes())
     refuse(large, "missing keys")
