@@ -29,7 +29,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from mopd.engines.interface import EngineInfo, EngineLimits, EngineUnavailable
 from mopd.serving.admission import Admission, ServerLimits
-from mopd.serving.bodies import NUM_BODIES, BodyReader, SlicedResponse, disconnected, read_deadline
+from mopd.serving.bodies import ARRIVING_BYTES, BodyReader, SlicedResponse, disconnected, read_deadline
 from mopd.serving.completions import Tokenizer, read_work
 from mopd.serving.errors import Refusal, bad_request, stale_weights
 from mopd.serving.guard import LOOPBACK_NAMES, add_guards
@@ -85,10 +85,11 @@ class EngineServer:
         )
         self.metrics = ServerMetrics(self.admission, self.updates)
         limits = served.limits
-        self._bodies = BodyReader(limits, max_arriving_bytes=NUM_BODIES * limits.max_body_bytes)
+        self._bodies = BodyReader(limits, max_arriving_bytes=max(ARRIVING_BYTES, limits.max_body_bytes))
         self._chunks = BodyReader(limits, max_arriving_bytes=MAX_CHUNK_BYTES)
         self._info: EngineInfo | None = None
         self._is_asleep = False
+        self._parsing = asyncio.Lock()
 
     async def start(self) -> None:
         """Before the first request."""
@@ -168,8 +169,9 @@ class EngineServer:
     async def completions(self, request: Request) -> Response:
         """OpenAI's form, for other clients."""
         deadline = self._deadline(request)
-        async with self._bodies.read(request, self.served.limits.max_body_bytes) as body:
-            # in a thread whatever its size: the time that a text takes to become tokens is known afterwards
+        # In a thread whatever its size: the time that a text takes to become tokens is known afterwards. One at a time:
+        # parsed JSON is ten times as large as its text.
+        async with self._bodies.read(request, self.served.limits.max_body_bytes) as body, self._parsing:
             work = await asyncio.to_thread(read_work, body, self.info, self.served.tokenizer)
         return await self._serve(request, deadline, work)
 

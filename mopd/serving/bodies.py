@@ -16,8 +16,8 @@ from mopd.serving.admission import ServerLimits
 from mopd.serving.errors import Refusal, bad_request, busy, too_large
 
 SLICE_BYTES = 2**16
-NUM_BODIES = 4
-"""Bodies of the greatest size that may arrive at a time."""
+ARRIVING_BYTES = 2**23
+"""Of all bodies that arrive at a time; one of the greatest size may always arrive."""
 
 
 class BodyReader:

@@ -229,7 +229,7 @@ class CompletionWork:
 def read_work(body: bytearray, info: EngineInfo, tokenizer: Tokenizer | None) -> CompletionWork:
     """A request from its JSON, for a thread: texts become tokens here. ``Refusal`` 400 for what cannot be answered."""
     try:
-        asked = CompletionRequest.model_validate(parse_json(bytes(body)))
+        asked = CompletionRequest.model_validate(parse_json(body.decode()))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part)[:40] for part in first["loc"])
@@ -254,7 +254,7 @@ def make_work(request: CompletionRequest, info: EngineInfo, tokenizer: Tokenizer
     given = request.prompt
     is_one = not given or isinstance(given, str) or isinstance(given[0], int)
     several = cast(Sequence[str | list[int]], [given] if is_one else given)
-    _check_amount([prompt for prompt in several if isinstance(prompt, str)], info)
+    _check_amount([prompt for prompt in several if isinstance(prompt, str)], request.max_tokens, info)
     prompts: list[list[int]] = []
     for prompt in several:
         if isinstance(prompt, str):
@@ -271,11 +271,15 @@ def make_work(request: CompletionRequest, info: EngineInfo, tokenizer: Tokenizer
     return CompletionWork(request, prompts, info, tokenizer)
 
 
-def _check_amount(texts: Sequence[str], info: EngineInfo) -> None:
+def _check_amount(texts: Sequence[str], max_tokens: int, info: EngineInfo) -> None:
     """``Refusal`` 400 or 413 for texts that cannot fit: cutting megabytes into tokens takes seconds."""
     longest = max(map(len, texts), default=0)
     if longest > CHARACTERS_PER_TOKEN * info.max_positions:
         raise bad_request(f"a text of {longest} characters: {info.model} takes {info.max_positions} tokens")
     most = info.limits.max_tokens_per_request
-    if most is not None and (len(texts) > most or sum(map(len, texts)) > CHARACTERS_PER_TOKEN * most):
-        raise too_large(f"{len(texts)} texts of {sum(map(len, texts))} characters: this server takes {most} tokens")
+    fewest = len(texts) * (1 + max_tokens)
+    if most is not None and (fewest > most or sum(map(len, texts)) > CHARACTERS_PER_TOKEN * most):
+        raise too_large(
+            f"{len(texts)} texts of {sum(map(len, texts))} characters and {max_tokens} new tokens each: this server "
+            f"takes {most} tokens at a time"
+        )

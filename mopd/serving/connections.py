@@ -12,9 +12,9 @@ Bodies belong to ``bodies.BodyReader``, which knows what may come.
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import sys
-import time
 from typing import Any, cast
 
 import h11
@@ -27,6 +27,9 @@ from mopd.serving.errors import Refusal
 
 MAX_HEAD_BYTES = 2**14
 """Request line and headers."""
+END_OF_HEAD = re.compile(rb"\n\r?\n")
+READ_BYTES = 2**16
+"""Bytes that are taken from a socket at a time."""
 KEEP_ALIVE_S = 75
 """Longer than clients keep idle connections (httpx: 5 s): a server that closes first loses the request on its way."""
 LINGER_S = 2.0
@@ -55,6 +58,10 @@ class ServerConfig(uvicorn.Config):
             backlog=ACCEPT_AT_ONCE,
         )
         self.limits = limits
+        self.without_head: dict[Connection, None] = {}
+        """Connections that have never sent a head, oldest first; they are the first to be closed."""
+        self.between_requests: dict[Connection, None] = {}
+        """Connections that wait for another request, longest first."""
 
 
 class _ClosingTransport:
@@ -76,6 +83,7 @@ class _ClosingTransport:
         if self.is_closing():
             return
         self._is_closing = True
+        self._connection.forget()
         if self._connection.is_receiving:
             self._transport.resume_reading()  # data_received drops it
             self._transport.write_eof()
@@ -90,11 +98,10 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.limits = cast(ServerConfig, self.config).limits
+        self._shared = cast(ServerConfig, self.config)
+        self.limits = self._shared.limits
         self._pending = b""
         """Bytes that h11 has not seen yet: of another request than the one that is being answered, mostly."""
-        self._waits_since = time.monotonic()
-        self._num_requests = 0
         self._head_alarm: asyncio.TimerHandle | None = None
         self._stall_alarm: asyncio.TimerHandle | None = None
         self._close_alarm: asyncio.TimerHandle | None = None
@@ -111,12 +118,14 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See ``asyncio.Protocol``."""
         super().connection_made(cast(asyncio.Transport, _ClosingTransport(transport, self)))
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # asyncio's 256 KiB would pass through four buffers
         # asyncio sets it only where the listener's protocol number is given; without it a body waits 40 ms for the ack
         # of its head
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._head_alarm = self.loop.call_later(self.limits.head_timeout_s, self._head_is_late)
         if len(self.connections) > self.limits.max_connections:
             self._make_room()
+        self._shared.without_head[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See ``asyncio.Protocol``."""
@@ -124,7 +133,7 @@ class Connection(H11Protocol):
         for alarm in (self._head_alarm, self._stall_alarm, self._close_alarm, self.timeout_keep_alive_task):
             if alarm is not None:
                 alarm.cancel()
-        self._pending = b""
+        self.forget()
 
     def eof_received(self) -> None:
         """The client sends no more: asyncio closes, when what is left to send has been read."""
@@ -147,9 +156,7 @@ class Connection(H11Protocol):
             ):
                 self.flow.pause_reading()
                 break
-            room = len(self._pending)
-            if self.conn.their_state is h11.IDLE:
-                room = MAX_HEAD_BYTES + 1 - len(self.conn.trailing_data[0])
+            room = len(self._pending) if self.conn.their_state is h11.SEND_BODY else self._rest_of_head()
             self.conn.receive_data(self._pending[:room])
             self._pending = self._pending[room:]
             super().handle_events()
@@ -186,18 +193,26 @@ class Connection(H11Protocol):
             self._close_alarm.cancel()
         self._close_alarm = self.loop.call_later(seconds, self._abort)
 
+    def forget(self) -> None:
+        """Nothing more is expected of this connection."""
+        self._pending = b""
+        self._shared.without_head.pop(self, None)
+        self._shared.between_requests.pop(self, None)
+
     def _abort(self) -> None:
+        self.forget()
         self.transport.abort()
 
     def _watch_head(self) -> None:
         """A head has its deadline from its first byte, the first one of a connection from the beginning."""
         if not self._waits_for_head:
+            self._shared.without_head.pop(self, None)
+            self._shared.between_requests.pop(self, None)
             if self._head_alarm is not None:
                 self._head_alarm.cancel()
                 self._head_alarm = None
-                self._num_requests += 1
         elif self._head_alarm is None:
-            self._waits_since = time.monotonic()
+            self._shared.between_requests[self] = None
             if self.conn.trailing_data[0]:
                 self._head_alarm = self.loop.call_later(self.limits.head_timeout_s, self._head_is_late)
 
@@ -206,12 +221,21 @@ class Connection(H11Protocol):
             seconds = self.limits.head_timeout_s
             self._refuse(Refusal(408, "head_timeout", f"the head of the request did not arrive within {seconds:g} s"))
 
+    def _rest_of_head(self) -> int:
+        """Number of pending bytes to the end of the head, or just beyond its limit. The body is another matter: whether
+        it may come is known when the head has been read."""
+        begun = self.conn.trailing_data[0]
+        room = MAX_HEAD_BYTES + 1 - len(begun)
+        overlap = begun[-3:]
+        end = END_OF_HEAD.search(overlap + self._pending[:room])
+        return room if end is None else max(1, end.end() - len(overlap))
+
     def _make_room(self) -> None:
         """Close the connection that has waited longest for a head, such as never sent one first; or this one."""
-        others = [other for other in self.connections if other is not self and isinstance(other, Connection)]
-        waiting = [other for other in others if other._waits_for_head]
-        chosen = min(waiting, key=lambda other: (other._num_requests > 0, other._waits_since), default=self)
-        chosen._abort()
+        for waiting in (self._shared.without_head, self._shared.between_requests):
+            if waiting:
+                return next(iter(waiting))._abort()
+        self._abort()
 
     def _refuse(self, refusal: Refusal) -> None:
         """Answer instead of the application, and close. An answer that is on its way is cut off."""

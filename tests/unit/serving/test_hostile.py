@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -43,10 +44,8 @@ def closed_server(folder: Path) -> Iterator[RunningServer]:
 def answer(running: RunningServer, request: bytes) -> tuple[int, str]:
     """Status and text of the first answer to raw bytes; what is sent after it does not matter."""
     with connect(running) as client:
-        try:
+        with contextlib.suppress(OSError):  # answered and closed before all was sent
             client.sendall(request)
-        except OSError:
-            pass  # answered and closed before all was sent
         response, length = b"", None
         while part := client.recv(65536):
             response += part

@@ -84,7 +84,7 @@ def test_a_client_that_sends_slowly(strict: RunningServer, drip: bool) -> None:
     assert_lives(strict)
 
 
-def test_too_much_arrives_at_once(strict: RunningServer) -> None:
+def test_too_much_arrives_at_once(strict: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has arrived counts, not what was announced."""
     head = b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: 20000\r\n\r\n"
     slow = [connect(strict) for _ in range(9)]
@@ -92,6 +92,7 @@ def test_too_much_arrives_at_once(strict: RunningServer) -> None:
         for connection in slow:
             connection.sendall(head)
         assert_lives(strict)
+        monkeypatch.setattr(strict.server._bodies, "_max_arriving_bytes", 80_000)
         for connection in slow[:4]:
             connection.sendall(b"x" * 19_999)
         wait_until(lambda: strict.server._bodies._arrived_bytes == 4 * 19_999)
