@@ -41,6 +41,10 @@ from mopd.config.validation import Reward as Reward
 MAX_SAMPLES = 1_000_000
 """Responses of one optimizer step."""
 MAX_TEACHERS = 100
+TEMPLATE_ARGUMENTS = frozenset(
+    ("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
+)
+"""What every chat template gets from mopd."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +78,8 @@ class Data:
 
     def __post_init__(self) -> None:
         require_at_least("max_prompt_length", self.max_prompt_length, 1, MAX_TOKENS)
+        for name in sorted(TEMPLATE_ARGUMENTS & self.chat_template_kwargs.keys()):
+            raise ValueError(f"chat_template_kwargs.{name} is set by mopd itself: remove it")
         if self.seed is not None:
             require_seed("seed", self.seed)
         if not self.train:

@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from mopd.files.reading import read_text, shown_path
 from mopd.files.writing import write_json
 from mopd.types import UserError
 
 BACKLOG = 2048
 LAST_PORT = 65535
 MIN_TOKEN_CHARACTERS = 16
+MAX_TOKEN_BYTES = 65_536
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +52,8 @@ class Address:
         try:
             family, *_, sockaddr = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
             listener = socket.create_server(sockaddr[:2], family=family, backlog=BACKLOG)
+        except UnicodeError as error:  # what no name server could be asked for
+            raise UserError(f"--host {self.host!r:.80} is no host name: set an address of this machine") from error
         except OSError as error:
             reason = (os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)).lower()
             raise UserError(
@@ -73,12 +77,13 @@ class Address:
 def read_token_file(path: Path) -> str:
     """The secret in a file, surrounding white space cut; ``UserError`` if it is missing, short or not printable."""
     try:
-        token = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"token file {str(path)!r} cannot be read: {error}") from error
-    if len(token) < MIN_TOKEN_CHARACTERS or not token.isprintable() or " " in token:
+        token = read_text(path, cure="write the secret there", max_bytes=MAX_TOKEN_BYTES).strip()
+    except UserError as error:
+        problem = str(error).removeprefix(f"{shown_path(path)}: ")
+        raise UserError(f"token file '{shown_path(path)}' cannot be read: {problem}") from error
+    if len(token) < MIN_TOKEN_CHARACTERS or not token.isascii() or not token.isprintable() or " " in token:
         raise UserError(
-            f"token file {str(path)!r} must hold one word of {MIN_TOKEN_CHARACTERS} or more ASCII characters: "
+            f"token file '{shown_path(path)}' must hold one word of {MIN_TOKEN_CHARACTERS} or more ASCII characters: "
             "write one, for example with `openssl rand -hex 32`"
         )
     return token
