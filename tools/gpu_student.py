@@ -1,0 +1,321 @@
+"""The student on one GPU beside the same weights on the CPU, then the quickstart with its engines on the GPU.
+
+    student      forward, backward, optimizer steps, checkpoint and resume, in bf16 on the GPU and in fp32 on the CPU
+    quickstart   recipes/quickstart.yaml shortened, on one rank: student and engines share the GPU, in one process
+
+Models and data are made on the spot and train to nothing. A stage that cannot run is skipped with its reason; the
+result is one JSON file. On a machine without CUDA ``--device cpu`` compares fp32 with fp32, which tests this tool.
+
+    python tools/gpu_student.py --out student.json                   # one GPU: about 2 minutes
+    python tools/gpu_student.py --device cpu --stages student        # no GPU: half a minute
+
+Exit codes: 0 nothing failed, 1 a check failed, 2 wrong options or no such device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if __package__ is None or __package__ == "":  # run as a file: make `tools` importable
+    sys.path.insert(0, str(ROOT))
+
+STUDENT_NEEDS = ("megatron.core", "transformers", "safetensors", "psutil", "yaml", "numpy")
+QUICKSTART_NEEDS = (
+    *STUDENT_NEEDS, "tokenizers", "pyarrow", "rich", "jinja2", "matplotlib", "tensorboard", "fastapi", "uvicorn",
+    "httpx", "msgpack", "prometheus_client",
+)  # fmt: skip
+TAIL = 400
+"""Characters of a failed child's last words."""
+TERMINATE_S = 40.0
+QUICKSTART_STEPS = 4
+
+LIMITS: dict[str, dict[str, float]] = {
+    # Two orders of summation in fp32, 2^-24 each: 1e-6 measured between CPUs; a GPU may fuse more.
+    "float32": {"loss": 1e-4, "grad_norm": 1e-3, "gradient_angle": 1e-3, "logprob": 1e-3, "resumed": 1e-4},
+    # bf16 keeps 8 bits, so every rounding errs by up to 2^-9 = 0.2 %, and a layer has about ten in a row. The CPU's own
+    # bf16 differs from its fp32 by the figures of docs/performance.md; these are about five times as much. A wrong
+    # mask, scale or shard errs by 10 % and more. Resumed: additions of a GPU's backward come in any order.
+    "bfloat16": {"loss": 2e-2, "grad_norm": 5e-2, "gradient_angle": 5e-2, "logprob": 5e-2, "resumed": 5e-3},
+}
+"""Largest differences by the dtype under test; relative, save ``logprob`` (mean, nats) and ``gradient_angle`` (1 less
+the cosine of the worst tensor)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One figure and its limit."""
+
+    name: str
+    value: float | bool
+    limit: float | bool
+    ok: bool
+
+
+@dataclass(kw_only=True)
+class Stage:
+    """What became of one stage."""
+
+    name: str
+    status: str
+    """passed, failed or skipped."""
+    reason: str = ""
+    seconds: float = 0.0
+    checks: list[Check] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+class Skipped(Exception):
+    """The stage cannot run here; the message says why."""
+
+
+class Failed(Exception):
+    """The stage broke; the message says how."""
+
+
+def compare(
+    reference: Mapping[str, Any], tested: Mapping[str, Any], angles: Mapping[str, float], *, is_exact: bool
+) -> list[Check]:
+    """The checks of the student's stage.
+
+    Args:
+        reference: what ``gpu_student_rank.measure`` saw in fp32 on the CPU.
+        tested: what it saw on the device.
+        angles: 1 less the cosine between both gradients of the first step, by parameter.
+        is_exact: sums come in one order, so that a resumed run must equal an uninterrupted one bit for bit.
+    """
+    limits = LIMITS[tested["dtype"]]
+
+    def within(name: str, value: float, limit: float) -> Check:
+        return Check(name=name, value=value, limit=limit, ok=value <= limit)  # a NaN is not
+
+    checks = [
+        within(f"{name} of step {i + 1}", _relative(step[name], expected[name]), limits[name])
+        for i, (step, expected) in enumerate(zip(tested["steps"][:2], reference["steps"][:2], strict=True))
+        for name in ("loss", "grad_norm")
+    ]
+    differences = [abs(a - b) for a, b in zip(tested["logprobs"], reference["logprobs"], strict=True)]
+    checks.append(within("log-probs, mean difference", sum(differences) / len(differences), limits["logprob"]))
+    worst = max(angles, key=lambda name: angles[name])
+    checks.append(within(f"gradient angle, worst tensor ({worst})", angles[worst], limits["gradient_angle"]))
+    resumed = [_relative(a["loss"], b["loss"]) for a, b in zip(tested["resumed"], tested["steps"][2:], strict=True)]
+    checks.append(within("losses after resuming", max(resumed), 0.0 if is_exact else limits["resumed"]))
+    flags = ["saved_equals_loaded", "changed", *(["resumed_equals_uninterrupted"] if is_exact else [])]
+    return checks + [Check(name=name, value=tested[name], limit=True, ok=tested[name] is True) for name in flags]
+
+
+def _relative(value: float, expected: float) -> float:
+    return abs(value - expected) / abs(expected)
+
+
+def student_stage(device: str, dtype: str, work: Path, stage: Stage, deadline: float) -> None:
+    """The same four steps on both devices at once, and what differs."""
+    _need(STUDENT_NEEDS)
+    model = work / "model"
+    _make_model(model)
+    runs = {"reference": ("cpu", "float32"), "tested": (device, dtype)}
+    children = {name: _start_rank(model, work / name, *how) for name, how in runs.items()}
+    try:
+        for name, child in children.items():
+            _wait(child, f"student on {' in '.join(runs[name])}", deadline)
+    finally:
+        for child in children.values():
+            child.kill()
+    reference, tested = (json.loads((work / name / "result.json").read_text()) for name in runs)
+    stage.checks = compare(reference, tested, _angles(work), is_exact=device == "cpu")
+    stage.figures = {
+        name: {key: result[key] for key in ("device", "dtype", "steps", "peak_gib", "seconds")}
+        for name, result in (("reference", reference), ("tested", tested))
+    }
+
+
+def quickstart_stage(device: str, dtype: str, work: Path, stage: Stage, deadline: float) -> None:
+    """``mopd train`` on the shortened recipe, as a user would start it."""
+    _need(QUICKSTART_NEEDS)
+    from tools import make_quickstart
+    from tools.quickstart.cache import PartsFolder
+
+    make_quickstart.STEPS = dict.fromkeys(make_quickstart.STEPS, 10)
+    make_quickstart.TRAIN_ROWS, make_quickstart.VALIDATION_ROWS = 64, 8
+    assets = work / "assets"
+    make_quickstart.build(PartsFolder(assets), threads=0)
+    run = work / "run"
+    command = [sys.executable, "-m", "mopd", "train", str(ROOT / "recipes" / "quickstart.yaml")]
+    for setting in quickstart_settings(assets, run):
+        command += ["--set", setting]
+    _wait(_start(command, device), "mopd train recipes/quickstart.yaml", deadline)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    stage.checks = [
+        Check(name="steps", value=len(lines), limit=QUICKSTART_STEPS, ok=len(lines) == QUICKSTART_STEPS),
+        Check(name="exported", value=(run / "hf").is_dir(), limit=True, ok=(run / "hf").is_dir()),
+        Check(name="report", value=(run / "report.html").is_file(), limit=True, ok=(run / "report.html").is_file()),
+    ]
+    stage.figures = {"first_step": lines[0], "last_step": lines[-1]}
+
+
+def quickstart_settings(assets: Path, run: Path) -> list[str]:
+    """``--set`` of the shortened quickstart: one rank, whose GPU the engines in its process share."""
+    teachers = [f"teachers.{name}.model={assets}/teachers/{name}" for name in ("reversal", "sorting", "next_letter")]
+    return [
+        f"run_dir={run}",
+        f"student.model={assets}/base",
+        "student.parallel.tensor_model_parallel_size=1",
+        *teachers,
+        f"data.train=[{assets}/data/train.parquet]",
+        f"data.validation=[{assets}/data/validation.parquet]",
+        f"schedule.steps={QUICKSTART_STEPS}",
+        "schedule.prompts_per_step=24",
+        f"validation.every_steps={QUICKSTART_STEPS}",
+        "checkpoint.every_steps=2",
+        "student.optimizer.lr_warmup_steps=1",
+        "preflight.require_better_teacher=false",  # nobody has learnt anything
+    ]
+
+
+STAGES: dict[str, Callable[[str, str, Path, Stage, float], None]] = {
+    "student": student_stage,
+    "quickstart": quickstart_stage,
+}
+"""In order of importance."""
+
+
+def run_stage(name: str, device: str, dtype: str, work: Path, deadline: float) -> Stage:
+    """A stage within what is left of the time."""
+    stage, started = Stage(name=name, status="passed"), time.monotonic()
+    try:
+        if started >= deadline:
+            raise Skipped("no time is left: raise --time-limit")
+        folder = work / name
+        folder.mkdir()
+        STAGES[name](device, dtype, folder, stage, deadline)
+        broken = [check.name for check in stage.checks if not check.ok]
+        if broken:
+            raise Failed(", ".join(broken))
+    except Skipped as error:
+        stage.status, stage.reason = "skipped", str(error)
+    except Failed as error:
+        stage.status, stage.reason = "failed", str(error)
+    stage.seconds = round(time.monotonic() - started, 1)
+    return stage
+
+
+def _need(packages: Sequence[str]) -> None:
+    missing = [name for name in packages if not _is_there(name)]
+    if missing:
+        raise Skipped(f"this interpreter lacks {', '.join(missing)}")
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
+
+
+def _make_model(folder: Path) -> None:
+    """A random Qwen3 of half a million weights, with distributions far from uniform."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=512, hidden_size=128, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True,
+        initializer_range=0.1, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).float().save_pretrained(folder)
+
+
+def _start_rank(model: Path, out: Path, device: str, dtype: str) -> subprocess.Popen[str]:
+    arguments = ["--model", str(model), "--dtype", dtype, "--out", str(out)]
+    return _start([sys.executable, "-m", "tools.gpu_student_rank", *arguments], device)
+
+
+def _start(command: Sequence[str], device: str) -> subprocess.Popen[str]:
+    """A child that sees the first GPU, or none."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": str(ROOT), **hidden}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def _wait(child: subprocess.Popen[str], what: str, deadline: float) -> None:
+    try:
+        output, _ = child.communicate(timeout=max(1.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        child.terminate()  # mopd's launcher ends its ranks, which takes a while
+        try:
+            child.wait(timeout=TERMINATE_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+        raise Skipped(f"{what} did not end within the time limit: raise --time-limit") from None
+    if child.returncode != 0:
+        raise Failed(f"{what} ended with exit code {child.returncode}: ...{' '.join(output.split())[-TAIL:]}")
+
+
+def _angles(work: Path) -> dict[str, float]:
+    """1 less the cosine between the gradients of both runs, of every parameter that both have by one name."""
+    from safetensors.torch import load_file
+
+    reference, tested = (load_file(work / name / "gradients.safetensors") for name in ("reference", "tested"))
+    common = [name for name in reference if name in tested]
+    if not common:
+        raise Failed("the two models have no parameter by one name")
+    angles = {}
+    for name in common:
+        a, b = reference[name].double().flatten(), tested[name].double().flatten()
+        angles[name] = 1.0 - float(a @ b / (a.norm() * b.norm()))
+    return angles
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the stages, print a line for each, write the JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--dtype", choices=tuple(LIMITS), help="under test; default bfloat16 on cuda, float32 on cpu")
+    parser.add_argument("--stages", default=",".join(STAGES), metavar="NAMES", help=f"of {', '.join(STAGES)}")
+    parser.add_argument("--time-limit", type=float, default=300.0, metavar="SECONDS", help="for everything")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the result as JSON")
+    args = parser.parse_args(arguments)
+    names = args.stages.split(",")
+    if not set(names) <= set(STAGES):
+        parser.error(f"--stages {args.stages}: name some of {', '.join(STAGES)}")
+    if not 0 < args.time_limit < float("inf"):
+        parser.error(f"--time-limit {args.time_limit}: set seconds above 0")
+    import torch
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"torch {torch.__version__} sees no CUDA device: use --device cpu to test this tool")
+    deadline = time.monotonic() + args.time_limit
+    dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    stages = []
+    with tempfile.TemporaryDirectory(prefix="mopd-gpu-student-", ignore_cleanup_errors=True) as work:
+        for name in names:
+            stages.append(run_stage(name, args.device, dtype, Path(work), deadline))
+            print(f"== {name}: {stages[-1].status} in {stages[-1].seconds:g} s {stages[-1].reason}".rstrip())
+            for check in stages[-1].checks:
+                print(f"   {'ok ' if check.ok else 'BAD'} {check.name}: {check.value:.3g} (limit {check.limit:g})")
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    result = {"device": device, "torch": torch.__version__, "stages": [dataclasses.asdict(stage) for stage in stages]}
+    if args.out is not None:
+        result = json.loads(json.dumps(result), parse_constant=str)  # NaN is no JSON
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(stage.status == "failed" for stage in stages) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

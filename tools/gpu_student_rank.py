@@ -1,0 +1,171 @@
+"""What the student does on this process's device: the child of ``tools/gpu_student.py``, one per device and dtype.
+
+Four optimizer steps on seeded samples, a checkpoint after the second, then a second worker that resumes from it and
+takes the last two again. Writes ``result.json`` and the first step's gradients, ``gradients.safetensors``.
+
+    python -m tools.gpu_student_rank --model FOLDER --dtype float32 --out FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mopd.config.losses import TopKLoss
+from mopd.config.schema import Data, Optimizer, Parallel, Recipe, Rollout, Schedule, Student, Teacher, Validation
+from mopd.data.packing import pack
+from mopd.data_plane.local import LocalDataPlane
+from mopd.student import parallel
+from mopd.student.worker import StudentWorker
+from mopd.types import MicroBatchPlan, SampleMeta
+
+DOMAINS = ("a", "b")
+NUM_SAMPLES = 16
+LONGEST = 24
+"""Tokens of a prompt, and of a response."""
+TOP_K = 8
+TIMEOUT_S = 120.0
+
+
+def make_recipe(model: str, dtype: Any) -> Recipe:
+    """One rank, forward KL on top-k; several micro-batches with padding."""
+    return Recipe(
+        run_dir="unused",
+        student=Student(
+            model=model,
+            dtype=dtype,
+            max_tokens_per_micro_batch=256,
+            optimizer=Optimizer(lr=1e-3, lr_warmup_steps=1, clip_grad=1.0),
+        ),
+        teachers={"all": Teacher(model="unused", domains=DOMAINS)},
+        data=Data(train=("unused",), validation=("unused",), max_prompt_length=LONGEST),
+        rollout=Rollout(max_response_length=LONGEST),
+        loss=TopKLoss(top_k=TOP_K),
+        schedule=Schedule(steps=10, prompts_per_step=NUM_SAMPLES, wait_timeout_s=TIMEOUT_S),
+        validation=Validation(),
+    )
+
+
+def make_samples(step: int, vocab_size: int) -> tuple[list[SampleMeta], dict[str, list[Tensor]]]:
+    """Seeded by the step and drawn on the CPU: the same ones on every device."""
+    generator = torch.Generator().manual_seed(step)
+    metas: list[SampleMeta] = []
+    fields: dict[str, list[Tensor]] = {}
+    for i in range(NUM_SAMPLES):
+        prompt, response = (int(torch.randint(1, LONGEST + 1, (), generator=generator)) for _ in range(2))
+        teacher = torch.log_softmax(2 * torch.randn(response, vocab_size, generator=generator), -1)
+        top = teacher.topk(TOP_K)
+        tokens = torch.randint(1, vocab_size, (prompt + response,), generator=generator)
+        own = teacher.gather(1, tokens[prompt:, None])[:, 0]
+        values = {
+            "tokens": tokens,
+            "loss_mask": torch.ones(response, dtype=torch.bool),
+            "rollout_logprobs": own,
+            "teacher_ids": top.indices.int(),
+            "teacher_logprobs": top.values,
+            "teacher_token_logprobs": own,
+        }
+        for name, value in values.items():
+            fields.setdefault(name, []).append(value)
+        metas.append(
+            SampleMeta(
+                sample_id=1000 * step + i,
+                domain=DOMAINS[i % 2],
+                weight_version=0,
+                prompt_length=prompt,
+                response_length=response,
+                num_loss_tokens=response,
+            )
+        )
+    return metas, fields
+
+
+class Trainee:
+    """A student of this process with samples of its own."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        layout = parallel.initialize(Parallel(), timeout_s=TIMEOUT_S, seed=0)
+        self.plane = LocalDataPlane(layout.control_group)
+        self.worker = StudentWorker(recipe, self.plane, DOMAINS)
+
+    def plan(self, step: int) -> MicroBatchPlan:
+        metas, fields = make_samples(step, self.worker.dims.vocab_size)
+        asyncio.run(self.plane.put(metas, fields))
+        return pack(metas, dp_size=1, max_tokens=self.worker.recipe.student.max_tokens_per_micro_batch)
+
+    def step(self, gradients: Path | None = None) -> dict[str, float]:
+        """One optimizer step; its loss and the norm of its gradient."""
+        sums = self.worker.forward_backward(self.plan(self.worker.weight_version + 1), diagnostics=True)
+        if gradients is not None:
+            save_file(self.gradients(), gradients)
+        loss = sum(domain.sums["weighted_loss"] for domain in sums.values())
+        return {"loss": loss, "grad_norm": self.worker.optim_step()["grad_norm"]}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Of every parameter by Megatron's name, fp32 on the CPU."""
+        parameters: Mapping[str, Any] = dict(self.worker._model.module.named_parameters())
+        return {name: parameter.main_grad.float().cpu().contiguous() for name, parameter in parameters.items()}
+
+    def weights_hash(self) -> str:
+        digest = hashlib.sha256()
+        for name, tensor in self.worker.weights():
+            digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def measure(model: str, dtype: str, out: Path) -> dict[str, Any]:
+    """Everything that is compared later."""
+    started = time.monotonic()
+    recipe = make_recipe(model, dtype)
+    first = Trainee(recipe)
+    first.plan(0)
+    logprobs = torch.cat(first.worker.logprobs([0, 1, 2, 3])).tolist()
+    steps = [first.step(out / "gradients.safetensors"), first.step()]
+    first.worker.save(out / "checkpoint", {"note": "kept"})
+    saved = first.weights_hash()
+    steps += [first.step(), first.step()]
+    again = Trainee(recipe)
+    extra = again.worker.load(out / "checkpoint")
+    loaded = again.weights_hash()
+    resumed = [again.step(), again.step()]
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "dtype": dtype,
+        "logprobs": logprobs,
+        "steps": steps,
+        "saved_equals_loaded": saved == loaded and extra == {"note": "kept"},
+        "changed": saved != first.weights_hash(),
+        "resumed": resumed,
+        "resumed_equals_uninterrupted": again.weights_hash() == first.weights_hash(),
+        "peak_gib": again.worker.memory()["memory/student_peak_gib"],
+        "seconds": time.monotonic() - started,
+    }
+
+
+def main() -> int:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True)
+    result = measure(args.model, args.dtype, args.out)
+    (args.out / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    torch.distributed.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
