@@ -17,6 +17,7 @@ from typing import Any
 from mopd import __version__
 from mopd.bench.plan import add_arguments as add_losses_arguments
 from mopd.config.load import Loaded, differences, dump, load_recipe, to_tree
+from mopd.files.reading import shown_path
 from mopd.files.writing import refusal
 from mopd.runtime.convert_arguments import DESCRIPTION as CONVERT_DESCRIPTION
 from mopd.runtime.convert_arguments import EXAMPLES as CONVERT_EXAMPLES
@@ -31,6 +32,7 @@ examples:
   mopd check recipes/quickstart.yaml                        the checks before a run, without the run
   mopd train recipes/quickstart.yaml                        start the ranks that the recipe needs, and train
   mopd train recipes/quickstart.yaml --resume               go on from the newest complete checkpoint
+  mopd train recipes/quickstart.yaml --resume --from step_150   go back to an older one
   mopd train my.yaml --set schedule.steps=10 --set run_dir=runs/short
   torchrun --nproc-per-node 8 -m mopd train my.yaml         the same under your own torchrun (several machines)
   mopd eval my.yaml --model runs/mine/hf                    validation rewards of any Hugging Face folder
@@ -47,6 +49,7 @@ exit codes: 0 done, 1 failure, 2 an error that one line explains, 130 interrupte
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; ``argv`` defaults to the command line."""
     arguments = sys.argv[1:] if argv is None else list(argv)
+    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):  # a terminal that is not UTF-8 shows escapes instead of ending the command
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -76,6 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what it holds cannot be written either
         print(f"mopd: error: {one_line(refused)}", file=sys.stderr)
         return 2
+
+
+def _open_standard_streams() -> None:
+    """Where this process was started with one of them closed, nothing else may get its number and what is printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if number == 0 else "w"))
 
 
 def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -147,11 +157,16 @@ def _config(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         for key, (one, two) in differences(loaded.recipe, other.recipe).items():
             print(visible(f"{key}: {json.dumps(one, ensure_ascii=False)} -> {json.dumps(two, ensure_ascii=False)}"))
     elif args.json:
-        print(json_lines(to_tree(loaded.recipe)))
+        print(json_lines(to_tree(loaded.recipe), only_ascii=_shows_only_ascii()))
     else:
-        sys.stdout.write(dump(loaded))
+        sys.stdout.write(dump(loaded, only_ascii=_shows_only_ascii()))
     sys.stdout.flush()
     return 0
+
+
+def _shows_only_ascii() -> bool:
+    """Whether standard output may not have all characters, and a recipe printed there would not read back."""
+    return not (sys.stdout.encoding or "").lower().startswith("utf")
 
 
 def _serve(args: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -180,8 +195,8 @@ def _serve(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    if not (args.run / "recipe.yaml").is_file():
-        raise UserError(f"{str(args.run)!r} holds no run: name the run_dir of a run that has begun")
+    if not os.path.isfile(args.run / "recipe.yaml"):  # unlike Path.is_file, false for names that no file can have
+        raise UserError(f"{shown_path(args.run)!r} holds no run: name the run_dir of a run that has begun")
     from mopd.report.build import build_report, print_summary
 
     report = build_report(args.run)
@@ -212,8 +227,9 @@ def _bench_teachers(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _check_checkpoint(folder: Path, where: str) -> None:
-    if not (folder / "manifest.json").is_file():
-        raise UserError(f"{where}: {str(folder)!r} is no complete checkpoint (no manifest.json): name a step folder")
+    if not os.path.isfile(folder / "manifest.json"):
+        shown = shown_path(folder)
+        raise UserError(f"{where}: {shown!r} is no complete checkpoint (no manifest.json): name a step folder")
 
 
 def _with_student(

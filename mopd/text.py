@@ -35,9 +35,9 @@ def one_line(error: BaseException | str) -> str:
     return visible(text) or type(error).__name__
 
 
-def json_lines(value: Any) -> str:
+def json_lines(value: Any, *, only_ascii: bool = False) -> str:
     """Indented JSON to print: characters outside ASCII as they are, but none that a terminal acts on."""
-    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(value, indent=2, ensure_ascii=only_ascii, allow_nan=False)
     return _ACTS_ON_TERMINALS.sub(lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
 
 

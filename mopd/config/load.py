@@ -7,8 +7,9 @@ type, a repeated key or a failed check raises ``UserError`` with the file, the l
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,19 +141,22 @@ def differences(one: Recipe, other: Recipe) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def dump(loaded: Loaded, *, origins: bool = True) -> str:
+def dump(loaded: Loaded, *, origins: bool = True, only_ascii: bool = False) -> str:
     """The resolved recipe as YAML that loads back to the same ``Recipe``, each value with its origin as a comment."""
     lines = [comment(f"# resolved from {', '.join(reversed(loaded.sources))}")] if origins else []
-    _dump_section(to_tree(loaded.recipe), (), loaded.origins if origins else {}, lines)
+    inline = partial(dump_inline, only_ascii=only_ascii)
+    _dump_section(to_tree(loaded.recipe), (), loaded.origins if origins else {}, inline, lines)
     return "\n".join(lines) + "\n"
 
 
-def _dump_section(section: Mapping[str, Any], path: Path_, origins: Mapping[str, str], lines: list[str]) -> None:
+def _dump_section(
+    section: Mapping[str, Any], path: Path_, origins: Mapping[str, str], inline: Callable[[Any], str], lines: list[str]
+) -> None:
     for key, value in section.items():
-        start = f"{'  ' * len(path)}{dump_inline(key)}:"
+        start = f"{'  ' * len(path)}{inline(key)}:"
         if isinstance(value, dict) and value:
             lines.append(start)
-            _dump_section(value, (*path, key), origins, lines)
+            _dump_section(value, (*path, key), origins, inline, lines)
         else:
             origin = origins.get(dotted((*path, key)))
-            lines.append(f"{start} {dump_inline(value)}" + (f"  # {comment(origin)}" if origin else ""))
+            lines.append(f"{start} {inline(value)}" + (f"  # {comment(origin)}" if origin else ""))

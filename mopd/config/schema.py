@@ -33,10 +33,11 @@ from mopd.config.student import Moe as Moe
 from mopd.config.student import Optimizer as Optimizer
 from mopd.config.student import Parallel as Parallel
 from mopd.config.student import Student as Student
-from mopd.config.validation import MAX_EXAMPLES, Validation
+from mopd.config.validation import MAX_EXAMPLES
 from mopd.config.validation import CustomReward as CustomReward
 from mopd.config.validation import ExactMatch as ExactMatch
 from mopd.config.validation import Reward as Reward
+from mopd.config.validation import Validation as Validation
 
 MAX_SAMPLES = 1_000_000
 """Responses of one optimizer step."""

@@ -34,9 +34,12 @@ class CustomReward:
     """Name of the function in that file."""
     timeout_s: float = 60.0
     """Deadline for one batch of calls."""
+    max_memory_gib: float = 8.0
+    """Memory of the function's processes together, in GiB; more ends the run."""
 
     def __post_init__(self) -> None:
         require_seconds("timeout_s", self.timeout_s)
+        require_at_least("max_memory_gib", self.max_memory_gib, 0.25, 1024.0)
 
 
 Reward = ExactMatch | CustomReward

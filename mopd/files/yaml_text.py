@@ -139,14 +139,14 @@ def _check_plain(marked: Marked) -> None:
             _check_plain(item)
 
 
-def dump_inline(value: Any) -> str:
+def dump_inline(value: Any, *, only_ascii: bool = False) -> str:
     """YAML of a scalar, a list or a mapping of plain values on one line, which loads back to the same."""
     if value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and _is_word(value)):
         text: str = _REPRESENTER.represent_data(value).value  # what the long way gives, in a fraction of its time
         return text
     text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
     text = text.removesuffix("\n").removesuffix("\n...")
-    if _REFUSED.search(text) or "\n" in text:
+    if _REFUSED.search(text) or "\n" in text or (only_ascii and not text.isascii()):
         text = yaml.dump(value, Dumper=_Quoting, default_flow_style=True, width=math.inf).removesuffix("\n")
     return text
 

@@ -148,6 +148,24 @@ def test_closed_pipe_is_no_traceback(recipe: str) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("form", ["", "--json"])
+def test_config_reads_back_from_a_terminal_without_unicode(recipe: str, form: str) -> None:
+    command = f"{sys.executable} -m mopd config {recipe} {form} --set run_dir=é😀 > printed.yaml"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}
+    subprocess.run(["bash", "-c", command], env=environment, check=True, timeout=60)
+    assert Path("printed.yaml").read_bytes().isascii()
+    assert load_recipe("printed.yaml").recipe.run_dir == "é😀"
+
+
+@pytest.mark.parametrize(("redirected", "code", "line"), [("<&- >&-", 0, ""), (">/dev/full", 2, "No space left")])
+def test_standard_output_that_takes_nothing(recipe: str, redirected: str, code: int, line: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = ["bash", "-c", f"{sys.executable} -m mopd config {recipe} {redirected}"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == code
+    assert line in done.stderr and done.stderr.count("\n") == bool(line)
+
+
 @pytest.mark.multirank
 def test_raw_torchrun_with_another_world_size(recipe: str, tmp_path: Path) -> None:
     """Every rank sees the error; one tells, before torchrun's report."""
