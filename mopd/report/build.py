@@ -8,7 +8,6 @@ the earliest of equals: the checkpoint that is exported), ``teacher`` the domain
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
+from mopd.files.writing import write_text
 from mopd.report.groups import LATENCY_HEADING, GroupResult, latencies, summarise_groups
 from mopd.report.page import render_page
 from mopd.report.run_files import RunFiles
@@ -57,7 +57,7 @@ def build_report(run_dir: str | Path) -> Report:
     """Write ``report.json`` and ``report.html`` into the run folder and return the former's content.
 
     Raises:
-        UserError: the folder holds no run, or a file of it is damaged.
+        UserError: the folder holds no run, a file of it is damaged, or a write is refused.
     """
     files = RunFiles(Path(run_dir))
     files.require_run()
@@ -72,8 +72,8 @@ def build_report(run_dir: str | Path) -> Report:
         recipe_text=files.recipe_text(),
         run_name=files.root.resolve().name,
     )
-    _write(files.report_json, json.dumps(asdict(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    _write(files.report_html, visible(page, keep="\n\t"))
+    write_text(files.report_json, json.dumps(asdict(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(files.report_html, visible(page, keep="\n\t"))
     return report
 
 
@@ -170,10 +170,3 @@ def _cell(value: float | None, form: str) -> str:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)

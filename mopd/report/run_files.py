@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,8 +34,8 @@ class RunFiles:
 
     def require_run(self) -> None:
         """Raise ``UserError`` unless the folder holds a run that has begun."""
-        if not self.recipe.is_file():
-            raise UserError(f"{str(self.root)!r} holds no run (no recipe.yaml): name the run_dir of a begun run")
+        if not os.path.isfile(self.recipe):
+            raise UserError(f"{shown_path(self.root)!r} holds no run (no recipe.yaml): name the run_dir of a begun run")
 
     def recipe_text(self) -> str:
         """The resolved recipe as it was written, origins included."""
@@ -92,6 +94,15 @@ class RunFiles:
                 raise UserError(f"{shown_path(self.headroom)}: {domain[:80]!r} has no number teacher: {cure}")
             rewards[domain] = reward
         return rewards
+
+    def wandb_id(self) -> str:
+        """The id by which Weights & Biases finds the run again."""
+        path = self.root / "wandb_id"
+        cure = "remove it: a new run begins there"
+        text = read_text(path, cure=cure, max_bytes=200).strip()
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text):
+            raise UserError(f"{shown_path(path)}: holds no id of Weights & Biases: {cure}")
+        return text
 
 
 def _validation_problem(record: Mapping[str, Any]) -> str | None:

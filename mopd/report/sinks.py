@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import time
 import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -11,6 +13,7 @@ from typing import Any, Protocol
 
 from mopd.config.load import to_tree
 from mopd.config.schema import Recipe, WandB
+from mopd.files.writing import write_text, writing
 from mopd.metrics import JsonlWriter, StepMetrics, truncate_jsonl
 from mopd.report.packages import check_packages
 from mopd.report.progress import make_progress
@@ -100,26 +103,42 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """TensorBoard event files; ``kl_k1/math`` becomes the chart ``math`` of the group ``kl_k1``."""
+    """TensorBoard event files; ``kl_k1/math`` becomes the chart ``math`` of the group ``kl_k1``.
+
+    Written here, not by torch's ``SummaryWriter``: its thread would meet a full disk behind the run's back.
+    """
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
         # Imported here: it takes a second, and a recipe may do without it.
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard.summary import scalar
 
-        purge_step = None if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(log_dir=str(folder), purge_step=purge_step)
+        self._event, self._scalar = event_pb2.Event, scalar
+        # TensorBoard takes files by this prefix, in the order of their names.
+        self._path = folder / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
+        with writing(self._path):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._records = RecordWriter(self._path.open("wb", buffering=0))
+        self._write(file_version="brain.Event:2")
+        if resume_step is not None:  # what stands in older files above this step is superseded
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(step=resume_step + 1, session_log=start)
 
     def log(self, metrics: StepMetrics) -> None:
         for name, value in metrics.values.items():
-            self._writer.add_scalar(visible(name), value, metrics.step)
+            self._write(step=metrics.step, summary=self._scalar(visible(name), value))
 
     def log_validation(self, step: int, rewards: Mapping[str, float]) -> None:
         for domain, reward in rewards.items():
-            self._writer.add_scalar(visible(f"reward/{domain}"), reward, step)
-        self._writer.flush()
+            self._write(step=step, summary=self._scalar(visible(f"reward/{domain}"), reward))
 
     def close(self) -> None:
-        self._writer.close()
+        self._records.close()
+
+    def _write(self, **fields: Any) -> None:
+        with writing(self._path):
+            self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
 class WandBSink:
@@ -130,14 +149,14 @@ class WandBSink:
 
         id_file = run_dir / "wandb_id"
         if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex)
+            write_text(id_file, uuid.uuid4().hex)
         try:
             self._run = wandb.init(
                 project=cfg.project,
                 name=cfg.name or run_dir.resolve().name,
                 mode=cfg.mode,
                 dir=str(run_dir),
-                id=id_file.read_text(),
+                id=RunFiles(run_dir).wandb_id(),
                 resume="allow",
                 config=dict(recipe_tree),
             )

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 """Written last by ``mopd.student.checkpoint``: a folder without it is incomplete."""
 _PREFIX = "step_"
-_NAME = re.compile(r"step_([0-9]{8,18})")
+_NAME = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,17})")
 
 
 class Saver(Protocol):
@@ -65,6 +65,11 @@ def folder_name(step: int) -> str:
     return f"{_PREFIX}{step:08d}"
 
 
+def is_step_name(name: str) -> bool:
+    """Whether ``folder_name`` gives this name for some step."""
+    return _NAME.fullmatch(name) is not None
+
+
 def complete_steps(folder: Path) -> list[int]:
     """Steps with a complete checkpoint, ascending. A folder of another name (``step_00000002.bak``) is none."""
     return sorted(step for step, path in _folders(folder).items() if (path / MANIFEST).is_file())
@@ -82,5 +87,4 @@ def latest(folder: Path) -> Path | None:
 def _folders(folder: Path) -> dict[int, Path]:
     """Step -> its folder, complete or not."""
     paths = folder.iterdir() if folder.is_dir() else ()
-    found = {int(match[1]): path for path in paths if (match := _NAME.fullmatch(path.name)) and path.is_dir()}
-    return {step: path for step, path in found.items() if path.name == folder_name(step)}
+    return {int(path.name.removeprefix(_PREFIX)): path for path in paths if is_step_name(path.name) and path.is_dir()}

@@ -51,20 +51,21 @@ def train(loaded: Loaded, *, resume: bool, from_step: str | None = None) -> None
     Raises:
         UserError: anything the user can cure; nothing is half-written.
     """
-    if rank_and_world_size()[0]:
-        _follow(loaded.recipe)
-        return
-    _log_to_terminal()
-    with RunDir(loaded.recipe.run_dir) as run:
-        resuming.check_layout(run)
-        run.open(loaded, resume=resume)
-        manifests = make_manifests(loaded.recipe)
-        start = resuming.choose(run, loaded.recipe, wanted=from_step) if resume else None
-        if start is not None:
-            check_unchanged(run.manifest, manifests)
-        elif resume:
-            logger.warning("%s has no complete checkpoint: the run starts again from step 0", run.checkpoints)
-        _lead(loaded.recipe, run, lambda workers: _train(loaded, run, workers, manifests, start))
+    with RunDir(loaded.recipe.run_dir).telling() as run:
+        if rank_and_world_size()[0]:
+            _follow(loaded.recipe)
+            return
+        _log_to_terminal()
+        with run:
+            resuming.check_layout(run)
+            run.open(loaded, resume=resume)
+            manifests = make_manifests(loaded.recipe)
+            start = resuming.choose(run, loaded.recipe, wanted=from_step) if resume else None
+            if start is not None:
+                check_unchanged(run.manifest, manifests)
+            elif resume:
+                logger.warning("%s has no complete checkpoint: the run starts again from step 0", run.checkpoints)
+            _lead(loaded.recipe, run, lambda workers: _train(loaded, run, workers, manifests, start))
 
 
 def check(loaded: Loaded, *, as_json: bool) -> None:
@@ -100,7 +101,8 @@ async def _train(
     step = 0
     if start is not None:
         state = await workers.student.load(start, cure=resuming.older_ones(run, start))
-        step, position = resuming.progress_of(start, state)
+        weight_version = workers.student.worker.weight_version
+        step, position = resuming.progress_of(start, state, weight_version=weight_version)
         workers.prompts.load_state_dict(position)
     await workers.student.publish(step)
     await _preflight(recipe, run, workers, manifests, loaded, is_fresh=start is None)
@@ -179,8 +181,9 @@ async def _export(recipe: Recipe, run: RunDir, workers: Workers, observer: RunOb
         return
     if recipe.checkpoint.keep_best and observer.best is not None and observer.best.step != recipe.schedule.steps:
         await workers.student.load(run.checkpoint(observer.best.step))
-    if run.hf.exists():  # of an earlier end of this run
-        shutil.rmtree(run.hf)
+    for earlier in (run.hf, *run.path.glob(f".{run.hf.name}.*")):  # ends of this run, also those that were cut off
+        if earlier.exists():
+            shutil.rmtree(earlier)
     await workers.student.save_hf(run.hf)
 
 

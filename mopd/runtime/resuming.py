@@ -10,7 +10,7 @@ from typing import Any
 from mopd.config.schema import Recipe
 from mopd.files.reading import shown_path
 from mopd.report.run_files import RunFiles
-from mopd.runtime.checkpointing import complete_steps, folder_name, latest
+from mopd.runtime.checkpointing import complete_steps, folder_name, is_step_name, latest
 from mopd.runtime.manifests import read_fingerprints
 from mopd.runtime.run_dir import RunDir
 from mopd.runtime.watching import read_floors
@@ -55,6 +55,8 @@ def check_files(run: RunDir) -> None:
     read_fingerprints(run.manifest)
     if run.parity.exists():
         read_floors(run.parity)
+    if (run.path / "wandb_id").exists():
+        files.wandb_id()
 
 
 def older_ones(run: RunDir, start: Path) -> str:
@@ -65,14 +67,15 @@ def older_ones(run: RunDir, start: Path) -> str:
     return f"; --from {folder_name(before[-1])} goes on from an older one (complete: {_listed(before)})"
 
 
-def progress_of(start: Path, state: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
+def progress_of(start: Path, state: Mapping[str, Any], *, weight_version: int) -> tuple[int, Mapping[str, Any]]:
     """Steps done and the prompt stream's position, from the ``state`` of the checkpoint ``start``.
 
     Raises:
-        UserError: the state is not what a run saves, or of another step than the folder's name says.
+        UserError: the state is not what a run saves, or of another step than its weights or the folder's name.
     """
     step, prompts = state.get("step"), state.get("prompts")
-    if type(step) is not int or not isinstance(prompts, dict) or start.name != folder_name(step):
+    is_one = type(step) is int and step == weight_version and start.name == folder_name(step)
+    if not is_one or not isinstance(prompts, dict):
         raise UserError(
             f"{shown_path(start)}: its state says step {str(step)[:20]}: resume from another checkpoint, under its own "
             "name"
@@ -110,6 +113,9 @@ def check_layout(run: RunDir) -> None:
         is_replaced = path == run.hf  # removed and written anew
         if (path.exists() or path.is_symlink()) and (not path.is_dir() or (is_replaced and path.is_symlink())):
             raise UserError(f"{shown_path(path)}: not a folder: remove it, or set another run_dir")
+    for path in run.checkpoints.glob("step_*") if run.checkpoints.is_dir() else ():
+        if is_step_name(path.name) and (path.is_symlink() or not path.is_dir()):  # the run will write or remove it
+            raise UserError(f"{shown_path(path)}: not a folder: move it away, or put a folder there")
 
 
 def _wanted_step(run: RunDir, recipe: Recipe, steps: list[int], wanted: str) -> int:

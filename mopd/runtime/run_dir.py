@@ -6,12 +6,16 @@ import fcntl
 import fnmatch
 import json
 import os
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mopd.config.load import Loaded, differences, dump, load_recipe
-from mopd.files.writing import write_text
+from mopd.files.reading import shown_path
+from mopd.files.writing import PARTIALS, WriteRefusedError, refusal, write_text, writing
 from mopd.types import UserError
 
 CHANGEABLE_ON_RESUME = (
@@ -41,18 +45,26 @@ CHANGEABLE_ON_RESUME = (
 decide what is learned; a run that changes them is another run."""
 LOCK_WAIT_S = 2.0
 """How long to wait for a writer that is just ending."""
+PROBE_BYTES = 2**16
+"""Written and taken back before the ranks start: enough for a run's first files."""
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
+"""Linux's limits of one name and of a whole path."""
+LONGEST_INSIDE = 160
+"""Bytes of the longest path inside the folder: a file of a checkpoint, of an export on its way."""
 
 
 class RunDir:
     """One run's folder. ``check`` looks, ``open`` takes it, ``close`` gives it back; only rank 0 opens it.
 
-    A fresh run needs a folder that is absent or empty (a ``.lock``, and ``logs`` of a start that failed, count as
-    empty); a resumed run needs one with a ``recipe.yaml``. A run that ends before it wrote anything leaves nothing
-    behind.
+    A fresh run needs a folder that is absent or empty (a ``.lock``, and ``logs`` and unfinished files of a start that
+    failed, count as empty); a resumed run needs one with a ``recipe.yaml``. A run that ends before it wrote anything
+    leaves nothing behind.
     """
 
     def __init__(self, path: str | Path) -> None:
+        """``UserError`` if there can be no such folder, or nobody may look whether there is."""
         self.path = Path(path)
+        _require_possible(self.path)
         self.recipe = self.path / "recipe.yaml"
         self.manifest = self.path / "manifest.json"
         self.metrics = self.path / "metrics.jsonl"
@@ -67,33 +79,49 @@ class RunDir:
         self.report_json = self.path / "report.json"
         self.lock_path = self.path / ".lock"
         self._lock: int | None = None
-        self._made_folder = False
+        self._made: list[Path] = []
 
     def checkpoint(self, step: int) -> Path:
         """Folder of the checkpoint after ``step`` optimizer steps."""
         return self.checkpoints / f"step_{step:08d}"
 
     def check(self, loaded: Loaded, *, resume: bool) -> None:
-        """Refuse what ``open`` would refuse, without touching the disk.
+        """Refuse what ``open`` would refuse, and a folder that cannot be written; leaves nothing behind.
 
         Raises:
             UserError: the folder is in use, not empty (fresh), holds no run (resume), or holds another run (resume).
         """
         self._refuse_state(loaded, resume)
+        self._refuse_unwritable(loaded)
         if self.lock_path.is_file():
-            lock = os.open(self.lock_path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                self._take(lock)
-            finally:
-                os.close(lock)
+            with writing(self.lock_path):
+                lock = os.open(self.lock_path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    self._take(lock)
+                finally:
+                    os.close(lock)
         if resume:
             check_same_run(load_recipe(self.recipe), loaded)
 
     def open(self, loaded: Loaded, *, resume: bool) -> None:
         """Take the folder for this process until ``close`` or its end. Raises as ``check`` does."""
         self._refuse_state(loaded, resume)
-        self._made_folder = not self.path.exists()
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._made = _missing(self.path)
+        try:
+            with writing(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+            with writing(self.lock_path):
+                self._lock_folder()
+            self._refuse_state(loaded, resume)  # another run may have begun and ended while we waited for the lock
+            if resume:
+                check_same_run(load_recipe(self.recipe), loaded)
+            for unfinished in self.path.glob(PARTIALS):  # of a process that was killed while it wrote
+                unfinished.unlink()
+        except UserError:
+            self.close()
+            raise
+
+    def _lock_folder(self) -> None:
         while self._lock is None:
             lock = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._take(lock, close_on_refusal=True)
@@ -104,13 +132,22 @@ class RunDir:
                 os.close(lock)
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    @contextmanager
+    def telling(self) -> Iterator[RunDir]:
+        """The line of a refused write in this block also says how the run goes on.
+
+        Raises:
+            WriteRefusedError: also for errors that a full disk is behind.
+        """
         try:
-            self._refuse_state(loaded, resume)  # another run may have begun and ended while we waited for the lock
-            if resume:
-                check_same_run(load_recipe(self.recipe), loaded)
-        except UserError:
-            self.close()
-            raise
+            yield self
+        except BaseException as error:
+            refused = error if isinstance(error, UserError) else refusal(error)
+            if not isinstance(refused, WriteRefusedError):
+                raise
+            how = "go on with --resume" if self.recipe.is_file() else "start again"
+            raise WriteRefusedError(f"{refused}, then {how}") from error
 
     def write_recipe(self, loaded: Loaded) -> None:
         """Keep the resolved recipe; from now on the folder holds a run."""
@@ -118,13 +155,12 @@ class RunDir:
 
     def close(self) -> None:
         """Give the folder back, and remove it if nothing was written."""
-        if self._lock is None:
-            return
-        self.lock_path.unlink()
-        if self._made_folder and not any(self.path.iterdir()):
-            self.path.rmdir()
-        os.close(self._lock)
-        self._lock = None
+        if self._lock is not None:
+            self.lock_path.unlink()
+        _remove_empty(self._made)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def discard_if_unused(self) -> None:
         """Remove a folder that holds nothing but the lock of a writer that is gone (killed before it could close)."""
@@ -140,14 +176,33 @@ class RunDir:
         self.close()
 
     def _refuse_state(self, loaded: Loaded, resume: bool) -> None:
-        where = loaded.where("run_dir")
-        if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"{where}: {str(self.path)!r} is a file: name a folder")
+        where, shown = loaded.where("run_dir"), repr(shown_path(self.path))
+        place = _nearest(self.path)
+        if not place.is_dir():
+            kind = "a symbolic link that leads to no folder" if place.is_symlink() else "a file"
+            its = shown if place == self.path.absolute() else f"{shown_path(place)!r}, above {shown},"
+            raise UserError(f"{where}: {its} is {kind}: name a folder")
         if resume and not self.recipe.is_file():
-            raise UserError(f"{where}: {str(self.path)!r} holds no run to resume: leave --resume out, or set run_dir")
+            raise UserError(f"{where}: {shown} holds no run to resume: leave --resume out, or set run_dir")
         names = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
-        if not resume and names - {".lock", "logs"}:
-            raise UserError(f"{where}: {str(self.path)!r} is not empty: add --resume, or set another run_dir")
+        used = {name for name in names - {".lock", "logs"} if not fnmatch.fnmatchcase(name, PARTIALS)}
+        if not resume and used:
+            raise UserError(f"{where}: {shown} is not empty: add --resume, or set another run_dir")
+
+    def _refuse_unwritable(self, loaded: Loaded) -> None:
+        """Write where the run will: the folder or the nearest one above it, and what an earlier start made."""
+        folders = [_nearest(self.path), *filter(Path.is_dir, (self.checkpoints, self.logs, self.tensorboard))]
+        try:
+            for folder in folders:
+                with writing(folder), tempfile.TemporaryFile(dir=folder) as file:
+                    file.write(bytes(PROBE_BYTES))
+                    file.flush()
+                    os.fsync(file.fileno())
+            for path in filter(Path.is_file, (self.metrics, self.validation)):
+                with writing(path):
+                    os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
+        except WriteRefusedError as error:
+            raise WriteRefusedError(f"{loaded.where('run_dir')}: {error}") from error
 
     def _take(self, lock: int, *, close_on_refusal: bool = False) -> None:
         deadline = time.monotonic() + LOCK_WAIT_S
@@ -161,9 +216,55 @@ class RunDir:
                     if close_on_refusal:
                         os.close(lock)
                     raise UserError(
-                        f"run_dir {str(self.path)!r} is in use by process {owner}: wait for it, or set another run_dir"
+                        f"run_dir {shown_path(self.path)!r} is in use by process {owner}: wait for it, or set another "
+                        "run_dir"
                     ) from None
                 time.sleep(0.05)
+
+
+def _require_possible(path: Path) -> None:
+    """There can be a folder of this name with a run in it, and this process may look whether there is.
+
+    Raises:
+        UserError: no.
+    """
+    shown = f"run_dir {shown_path(path)!r}"
+    try:
+        name = str(path.absolute()).encode()
+        if b"\0" in name:
+            raise UserError(f"{shown}: not a possible name of a folder: set another run_dir")
+        if max(map(len, name.split(b"/"))) > MAX_NAME_BYTES or len(name) + LONGEST_INSIDE > MAX_PATH_BYTES:
+            raise UserError(
+                f"{shown}: too long: a name may have {MAX_NAME_BYTES} bytes, and the whole path "
+                f"{MAX_PATH_BYTES - LONGEST_INSIDE}: set a shorter run_dir"
+            )
+        (path / "recipe.yaml").exists()
+    except UnicodeEncodeError:
+        raise UserError(f"{shown}: not a possible name of a folder: set another run_dir") from None
+    except OSError as error:
+        raise UserError(f"{shown}: cannot be looked into ({error.strerror}): set another run_dir") from error
+
+
+def _nearest(path: Path) -> Path:
+    """``path``, or what there is nearest above it."""
+    place = path.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    return place
+
+
+def _missing(path: Path) -> list[Path]:
+    """``path`` and the folders above it that are not there, the deepest first."""
+    whole = path.absolute()
+    return [folder for folder in (whole, *whole.parents) if not os.path.lexists(folder)]
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """The deepest first, up to one that is gone or holds something."""
+    for folder in folders:
+        if not folder.is_dir() or any(folder.iterdir()):
+            return
+        folder.rmdir()
 
 
 def check_same_run(stored: Loaded, given: Loaded) -> None:

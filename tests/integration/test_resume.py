@@ -86,21 +86,9 @@ def assert_same_run(one: Path, other: Path) -> None:
         assert torch.equal(weight, theirs[name]), name
 
 
-def test_resume_truncates_lines_past_the_checkpoint(world: World, uninterrupted: Path, tmp_path: Path) -> None:
-    """A run that died after its last checkpoint has metrics that the resumed run computes again."""
-    run_dir = tmp_path / "run"
-    shutil.copytree(uninterrupted, run_dir)
-    shutil.rmtree(run_dir / "checkpoints" / "step_00000006")
-    shutil.rmtree(run_dir / "hf")
-
-    done = mopd("train", world.write_recipe(run_dir), "--resume")
-
-    assert done.returncode == 0, done.stderr
-    assert_same_run(run_dir, uninterrupted)
-
-
 def test_an_older_checkpoint_by_name(world: World, uninterrupted: Path, tmp_path: Path) -> None:
-    """The newest checkpoint is damaged: the line names the older one, from which the same run comes out."""
+    """The newest checkpoint is damaged: the line names the older one, from which the same run comes out. What was
+    measured after it is computed again, and no step counts what checks and validation asked for."""
     run_dir = tmp_path / "run"
     shutil.copytree(uninterrupted, run_dir)
     recipe = world.write_recipe(run_dir)
@@ -121,6 +109,9 @@ def test_an_older_checkpoint_by_name(world: World, uninterrupted: Path, tmp_path
 
     assert done.returncode == 0, done.stderr
     assert_same_run(run_dir, uninterrupted)
+    for line in read_metrics(run_dir):
+        assert line["rollouts/samples/rollout"] == 8
+        assert line["teachers/samples/left"] + line["teachers/samples/right"] == 8
     names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
     assert names == ["step_00000002.bak", "step_00000004", "step_00000006", "step_00000006.aside"]
 

@@ -14,6 +14,7 @@ from mopd.config.load import Loaded, load_recipe
 from mopd.metrics import JsonlWriter, read_jsonl
 from mopd.runtime import checkpointing, resuming
 from mopd.runtime.run_dir import RunDir
+from mopd.runtime.validation import Best, best_of
 from mopd.types import UserError
 from tests.fixtures.recipe import RECIPE
 
@@ -110,6 +111,13 @@ def test_later_checkpoints_are_set_aside_and_kept(tmp_path: Path) -> None:
     assert checkpointing.complete_steps(run.checkpoints) == [2]
 
 
+def test_the_best_step_is_one_whose_checkpoint_is_there() -> None:
+    lines = [{"step": step, "rewards": {"math": reward}} for step, reward in ((0, 1.0), (3, 0.9), (6, 0.5), (9, 0.7))]
+    assert best_of(lines) == Best(step=3, reward=0.9)
+    assert best_of(lines, kept=[6, 9]) == Best(step=9, reward=0.7)
+    assert best_of(lines, kept=[]) is None
+
+
 def test_a_damaged_checkpoint_names_the_older_ones(tmp_path: Path) -> None:
     run = make_run(tmp_path, 2, 4, 6)
     hint = resuming.older_ones(run, run.checkpoint(6))
@@ -122,9 +130,11 @@ def test_a_damaged_checkpoint_names_the_older_ones(tmp_path: Path) -> None:
 )
 def test_a_state_that_is_not_the_folders(tmp_path: Path, state: dict[str, object]) -> None:
     run = make_run(tmp_path, 4)
-    assert resuming.progress_of(run.checkpoint(4), {"step": 4, "prompts": {}}) == (4, {})
+    assert resuming.progress_of(run.checkpoint(4), {"step": 4, "prompts": {}}, weight_version=4) == (4, {})
     with pytest.raises(UserError, match="step_00000004: its state says step"):
-        resuming.progress_of(run.checkpoint(4), state)
+        resuming.progress_of(run.checkpoint(4), state, weight_version=4)
+    with pytest.raises(UserError, match="step_00000004: its state says step"):
+        resuming.progress_of(run.checkpoint(4), {"step": 4, "prompts": {}}, weight_version=3)
 
 
 FILES = ("recipe.yaml", "manifest.json", "metrics.jsonl", "validation.jsonl", "parity.json", "headroom.json",
@@ -151,10 +161,24 @@ def test_something_else_in_the_place_of_a_file_or_folder(tmp_path: Path, name: s
         resuming.check_layout(run)
 
 
+@pytest.mark.parametrize("kind", PLACES)
+def test_something_else_in_the_place_of_a_checkpoint(tmp_path: Path, kind: str) -> None:
+    run = make_run(tmp_path, 2)
+    PLACES[kind](run.checkpoints / "step_00000004.bak")
+    resuming.check_layout(run)
+    PLACES[kind](run.checkpoints / "step_00000004")
+    if kind == "folder":
+        resuming.check_layout(run)
+        return
+    with pytest.raises(UserError, match="step_00000004: not a folder"):
+        resuming.check_layout(run)
+
+
 MODEL = {"path": "m", "config_sha256": "0", "weights_sha256": "1", "tokenizer_sha256": "2"}
 PARITY = {"math": {"kl": 0.0, "mean_difference": 0.0, "max_difference": 0.0, "num_positions": 8}}
 GOOD: dict[str, bytes] = {
     "manifest.json": json.dumps({"student": MODEL, "teachers.math": MODEL}).encode(),
+    "wandb_id": b"0123abc\n",
     "parity.json": json.dumps(PARITY).encode(),
     "headroom.json": b'{"math": {"teacher": 1.0}}',
     "metrics.jsonl": b'{"step": 1, "loss": 0.5, "grad_norm": null}\n{"step": 2, "loss": 0.4}\n',
@@ -190,6 +214,7 @@ OWN: dict[str, dict[str, bytes]] = {
         ).encode(),
         "no bytes": b"",
     },
+    "wandb_id": {"no bytes": b"", "another way": b"../../etc", "two lines": b"a\nb", "long": b"a" * 1000},
     "parity.json": {"no kl": b'{"math": {}}', "true": b'{"math": {"kl": true}}', "no bytes": b""},
     "headroom.json": {"no teacher": b'{"math": {}}', "large": b'{"math": {"teacher": 1e300}}', "no bytes": b""},
     "metrics.jsonl": {
@@ -217,7 +242,7 @@ OWN: dict[str, dict[str, bytes]] = {
     },
 }
 FINE = {("parity.json", "empty object"), ("headroom.json", "empty object"), ("manifest.json", "empty object")}
-CASES = [(name, case, change(GOOD[name])) for name in GOOD for case, change in ANYWHERE.items()]
+CASES = [(name, case, change(GOOD[name])) for name in GOOD if name != "wandb_id" for case, change in ANYWHERE.items()]
 CASES = [case for case in CASES if case[:2] not in FINE]
 CASES += [(name, case, content) for name, cases in OWN.items() for case, content in cases.items()]
 
