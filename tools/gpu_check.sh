@@ -97,5 +97,11 @@ pytest "$(left 100)" tests/parity/losses tests/unit/losses --ignore-glob='*test_
     tee -a "$out/$name-tests.log" || status=$?
 finished "loss tests" $status
 
+echo "== student on the GPU"
+status=0
+PYTHONUNBUFFERED=1 "$python" tools/gpu_student.py --time-limit "$(left 100)" --out "$out/$name-student.json" 2>&1 |
+    tee "$out/$name-student.log" || status=$?
+finished student $status
+
 echo "== results: $out/$name.json"
 exit $code

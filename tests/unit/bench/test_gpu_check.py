@@ -65,11 +65,12 @@ def test_goes_through_all_steps(codes: tuple[int, int, int], expected: int, tmp_
     python.chmod(0o755)
     done = check("--python", str(python), "--out", str(tmp_path / "out"), "--time-limit", "200", "--shapes", "8,9,1")
     assert done.returncode == expected, done.stderr
-    gpu, bench, loss = (tmp_path / "calls").read_text().splitlines()
+    gpu, bench, loss, student = (tmp_path / "calls").read_text().splitlines()
     assert gpu.startswith("-m pytest ") and gpu.endswith(" tests/gpu")
     assert "--device cuda --shapes 8,9,1 --tp-shard 1 8" in bench
     assert 100 <= int(bench.split("--time-limit ")[1].split()[0]) <= 160
     assert "tests/parity/losses tests/unit/losses" in loss
+    assert student.startswith("tools/gpu_student.py --time-limit ") and student.endswith("-student.json")
     (result,) = (tmp_path / "out").glob("*.json")
     assert result.name.startswith("nvidia-h100-20")
     assert str(result) in done.stdout
