@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,22 +17,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from mopd.conversion.torch_dist_reader import read_hashes
 from mopd.files.json_text import read_json_object
 from mopd.files.reading import shown_path
+from mopd.files.writing import WriteRefusedError, write_text, writing
 from mopd.student import restricted
-from mopd.student.parallel import Layout
+from mopd.student.parallel import Layout, raise_together
+from mopd.student.saving import write_sharded
 from mopd.types import UserError
 
 MANIFEST = "manifest.json"
@@ -59,26 +56,32 @@ def save(
 
     Raises:
         FileExistsError: ``folder`` already holds a complete checkpoint.
+        WriteRefusedError: on every rank, when one of them cannot write.
     """
     write(folder, _sharded_state(model, optimizer, layout, is_loading=False), layout, state=state)
 
 
 def write(folder: Path, sharded: dict[str, Any], layout: Layout, *, state: Mapping[str, Any]) -> None:
-    """Write a sharded state dict and its manifest into ``folder``. Collective; raises as ``save`` does."""
+    """Write a sharded state dict and its manifest into ``folder``. Collective; raises as ``save`` does, and removes
+    what it has written when a write is refused."""
     if is_complete(folder):
         raise FileExistsError(f"{folder} already holds a complete checkpoint")
     dist.barrier(group=layout.control_group)
-    if layout.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        raise_together(layout, lambda: _make_anew(folder))
+        write_sharded(folder, sharded, layout, content=CONTENT)
+        raise_together(layout, lambda: write_hash_manifest(folder, {**state, "layout": layout.sizes()}))
+    except WriteRefusedError:  # on every rank: none of them writes any more
+        if layout.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # the space is needed
+        dist.barrier(group=layout.control_group)
+        raise
+
+
+def _make_anew(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with writing(folder):
         folder.mkdir(parents=True)
-    dist.barrier(group=layout.control_group)
-    dist_checkpointing.save(
-        sharded, str(folder), sharded_strategy=_InProcessTorchDist(layout.control_group), content_metadata=CONTENT
-    )
-    dist.barrier(group=layout.control_group)
-    if layout.rank == 0:
-        write_hash_manifest(folder, {**state, "layout": layout.sizes()})
-    dist.barrier(group=layout.control_group)
 
 
 @torch.no_grad()
@@ -122,9 +125,9 @@ def load(
 
 def write_hash_manifest(folder: Path, state: Mapping[str, Any]) -> None:
     """Write ``state.json``, then ``manifest.json`` with the sha256 of every file, which completes the folder."""
-    _write_atomically(folder / STATE, state)
+    write_text(folder / STATE, _json(state))
     hashes = {name: _sha256(folder / name) for name in _files(folder)}
-    _write_atomically(folder / MANIFEST, {"sha256": hashes})
+    write_text(folder / MANIFEST, _json({"sha256": hashes}))
 
 
 def is_complete(folder: Path) -> bool:
@@ -164,27 +167,6 @@ def read_state(folder: Path) -> dict[str, Any]:
                 "a run, or convert it and name the Hugging Face folder"
             )
     return state
-
-
-class _InProcessTorchDist(torch_dist.TorchDistSaveShardedStrategy):
-    """Megatron's format written by this process.
-
-    Megatron's own writer starts a manager process and forks per file: seconds per save on a small machine, and
-    processes that outlive a killed rank.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__("torch_dist", 1)
-        self.group = group
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        by_key, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        torch_save(
-            torch_dist.mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1),
-            planner=torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            process_group=self.group,
-        )
 
 
 def _sharded_state(
@@ -297,10 +279,5 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _write_atomically(path: Path, value: Mapping[str, Any]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
-        json.dump(value, stream, indent=1, sort_keys=True)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=1, sort_keys=True)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -19,6 +18,7 @@ from mopd.config.engines import VllmEngine
 from mopd.config.placement import External, InProcess, Local, RayPlacement
 from mopd.config.schema import Recipe
 from mopd.engines.remote import RemoteEngine
+from mopd.files.writing import temporary_folder
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.replicas.tasks import all_or_none
@@ -157,7 +157,7 @@ class Groups:
 
     async def _start(self) -> None:
         if self._log_dir is None:
-            self._temporary = self._log_dir = Path(tempfile.mkdtemp(prefix="mopd-logs-"))
+            self._temporary = self._log_dir = temporary_folder("mopd-logs-")
         self._share_pools()
         on_ray = [plan for plan in self.plans.values() if isinstance(plan.group.placement, RayPlacement)]
         if on_ray:

@@ -6,11 +6,11 @@ import json
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from mopd.config.placement import Local
+from mopd.files.writing import temporary_folder, writing
 from mopd.runtime.placement.gpus import visible_gpus
 from mopd.runtime.placement.interface import GroupPlan
 from mopd.runtime.placement.process import ServerCommand, ServerProcess, ServerState
@@ -64,8 +64,9 @@ class LocalLauncher:
 
     async def prepare(self) -> None:
         """See ``Launcher.prepare``."""
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._folder = Path(tempfile.mkdtemp(prefix="mopd-servers-"))
+        with writing(self._log_dir):
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._folder = temporary_folder("mopd-servers-")
 
     async def launch(self, index: int, token: str) -> LocalServer:
         """See ``Launcher.launch``."""

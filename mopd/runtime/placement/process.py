@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mopd
+from mopd.files.writing import writing
 from mopd.runtime.placement import keeper
 
 TAIL_BYTES = 4096
@@ -51,15 +52,18 @@ class ServerProcess:
     def __init__(self, command: ServerCommand, *, folder: Path, log: Path) -> None:
         """``folder`` is made for this server alone and goes with it; ``log`` is appended to."""
         self.log = log
-        folder.mkdir(mode=0o700, parents=True)
         self._ready = folder / "ready.json"
         engine_file, token_file = folder / "engine.json", folder / "token"
-        engine_file.write_text(command.engine_file, encoding="utf-8")
-        token_file.touch(mode=0o600)
-        token_file.write_text(command.token, encoding="ascii")
+        with writing(folder):
+            folder.mkdir(mode=0o700, parents=True)
+            engine_file.write_text(command.engine_file, encoding="utf-8")
+            token_file.touch(mode=0o600)
+            token_file.write_text(command.token, encoding="ascii")
         serve = [sys.executable, "-m", "mopd", "serve", str(engine_file), "--ready-file", str(self._ready)]
         serve += ["--host", command.host, "--port", str(command.port), "--token-file", str(token_file)]
-        with log.open("ab") as output:
+        with writing(log):
+            output = log.open("ab")
+        with output:
             self._log_start = output.tell()
             self._keeper = subprocess.Popen(
                 [sys.executable, "-I", "-S", keeper.__file__, str(folder), *serve],
@@ -100,7 +104,12 @@ class ServerProcess:
         errors = [line for line in lines if line.startswith(USER_ERROR_PREFIX)]
         if errors:
             return errors[-1].removeprefix(USER_ERROR_PREFIX)
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
+        return next((line.strip() for line in reversed(lines) if line.strip()), self._why_nothing())
+
+    def _why_nothing(self) -> str:
+        status = os.statvfs(self.log)
+        is_full = status.f_bavail == 0
+        return "it wrote nothing" + (": No space left on device for its log" if is_full else "")
 
 
 def server_environment(own: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
