@@ -120,7 +120,8 @@ def parallel_topk_distill(
     checks.check_teacher(call.rows, teacher_ids, teacher_logprobs, teacher_weights, call.shard.vocab_size)
     objective = Objective(loss, tail, beta, temperature, logprob_min_clamp, loss_max_clamp, loss_soft_cap)
     teacher_side = (call, teacher_ids, teacher_logprobs, teacher_weights, target)
-    if call.on_triton(teacher_ids.shape[len(call.rows) :].numel()):
+    per_row = teacher_ids.shape[len(call.rows) :]
+    if call.on_triton(per_row.numel(), per_row[:-1].numel()):
         row_loss, metrics = triton_topk(objective, *teacher_side, with_entropy)
     elif call.reference:
         row_loss, metrics = reference_topk(call, objective, teacher_rows(*teacher_side), with_entropy)
@@ -221,11 +222,11 @@ def parallel_sampled_kl(
     )
     logprobs, teacher = _sampled_rows(call, target, teacher_logprobs)
     delta = logprobs - teacher
-    value = sampled_kl(delta, estimator)
     clamped = torch.zeros_like(delta, dtype=torch.bool)
     if loss_max_clamp is not None:
-        clamped = value.detach() > loss_max_clamp
-        value = torch.where(clamped, loss_max_clamp, value)
+        clamped = sampled_kl(delta.detach(), estimator) > loss_max_clamp
+    value = sampled_kl(torch.where(clamped, 0, delta), estimator)  # autograd would make NaN of an infinity times 0
+    value = value if loss_max_clamp is None else torch.where(clamped, loss_max_clamp, value)
     metrics = {
         "unweighted_loss": value,
         "student_logprobs": logprobs,
@@ -297,8 +298,8 @@ def parallel_policy_gradient(
     total_advantage = -delta
     if task_advantage is not None:
         total_advantage = total_advantage + task_reward_weight * call.number("task_advantage", task_advantage)
-    old = None if old_logprobs is None else call.number("old_logprobs", old_logprobs)
-    rollout = None if rollout_logprobs is None else call.number("rollout_logprobs", rollout_logprobs)
+    old = None if old_logprobs is None else call.logprobs("old_logprobs", old_logprobs, sampled=True)
+    rollout = None if rollout_logprobs is None else call.logprobs("rollout_logprobs", rollout_logprobs, sampled=True)
     value, metrics = policy_gradient(logprobs, total_advantage, surrogate, old, rollout)
     metrics |= {"unweighted_loss": value, "student_logprobs": logprobs, "k1": delta}
     return call.finish(call.weighted(value), call.masked(metrics), reduce_loss)
@@ -359,7 +360,7 @@ def fused_vocab_parallel_topk_kl(
 def _sampled_rows(call: Call, target: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probs of the sampled tokens: the student's, differentiable, and the teacher's."""
     ids = call.ids("target", target)
-    teacher = call.number("teacher_logprobs", teacher_logprobs)
+    teacher = call.logprobs("teacher_logprobs", teacher_logprobs)
     if call.check_values:
         checks.check_targets(ids, teacher, call.active_T, call.shard.vocab_size)
     return call.gather(ids.unsqueeze(1))[0].squeeze(1), teacher

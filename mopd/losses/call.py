@@ -47,9 +47,12 @@ class Call:
         """Whether the float64 oracle serves this call."""
         return self.layer == "reference"
 
-    def on_triton(self, num_ids: int) -> bool:
-        """Whether the Triton layer serves a call with so many ids a row. Raises ValueError where it was named."""
-        return self.layer == "triton" and support.fits(num_ids, self.backend)
+    def on_triton(self, num_ids: int, teachers: int = 1) -> bool:
+        """Whether the Triton layer serves a call with so many ids a row, of all ``teachers``.
+
+        Raises ValueError where it was named and does not.
+        """
+        return self.layer == "triton" and support.fits(num_ids, teachers, self.backend)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,6 +67,12 @@ class Call:
         """A float per row, checked and flattened."""
         checks.check_rows(name, per_row, self.rows, "float")
         return self.flat(per_row.detach()).to(self.dtype)
+
+    def logprobs(self, name: str, per_row: Tensor, *, sampled: bool = False) -> Tensor:
+        """Log-probs per row as ``number``. What can be none is NaN, so that no clip makes a loss of it: +inf, and -inf
+        of a policy that has ``sampled`` the token."""
+        value = self.number(name, per_row)
+        return torch.where(value.isinf() if sampled else value == torch.inf, torch.nan, value)
 
     def ids(self, name: str, per_row: Tensor) -> Tensor:
         """An id per row, checked and flattened; int32 or int64 as it came."""

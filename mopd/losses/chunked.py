@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mopd.losses import rows
+from mopd.losses.divergences import SMALLEST
 from mopd.losses.rows import Block, blocks, scatter_where
 from mopd.losses.vocab_parallel import LogProbs, VocabShard, exchange
 
@@ -28,6 +29,17 @@ class Selection:
     owned_TN: Tensor
     removed_TN: Tensor
     """Entries that form the selected set: once per id, not necessarily owned here."""
+
+
+@dataclass(frozen=True)
+class FarTail:
+    """Part of the gradient that is spread over the tail by ``exp(z / temperature - lse)``: where all of the tail
+    underflows next to the selected ids, ``softmax`` has no digits of it."""
+
+    factor_T: Tensor
+    """0 on all rows but those."""
+    lse_T: Tensor
+    """Log-sum-exp of what was not selected, over all ranks."""
 
 
 class Scratch:
@@ -91,13 +103,33 @@ def collect(
         unit = share.amax(1)
         removed = owned & block.rows_of(selection.removed_TN)
         scatter_where(share, column, removed, torch.zeros_like(column, dtype=dtype))
-        tail_lse = torch.where(peak == -torch.inf, peak, peak + torch.log(share.sum(1) / unit))
+        rest = share.sum(1) / unit
+        tail_lse = torch.where(peak == -torch.inf, peak, peak + torch.log(rest))
+        _measure_far_tails(tail_lse, rest, logits, share, column, removed)
         block.put_rows(peak_T, peak)
         block.put_rows(unit_T, unit)
         block.put_rows(tail_lse_T, tail_lse)
     stats = exchange(tail_lse_T, selected_TN, selection.removed_TN, shard)
     local = torch.exp((peak_T - stats.shift_T) - stats.log_sum_T) / unit_T
     return stats, torch.where(peak_T == -torch.inf, 0, local)
+
+
+def _measure_far_tails(
+    tail_lse: Tensor, rest: Tensor, logits: Tensor, buffer: Tensor, column: Tensor, removed: Tensor
+) -> None:
+    """Replaces ``tail_lse`` [R] where ``rest``, the exponentials above a removed peak, loses its digits; ``buffer`` is
+    of the logits' size and overwritten."""
+    far = rest < SMALLEST
+    if far.device.type not in rows.SYNCHRONOUS_DEVICES:
+        pick = slice(None)
+    elif bool(far.any()):
+        pick = far
+    else:
+        return
+    masked = buffer[: logits[pick].size(0)].copy_(logits[pick])
+    absent = torch.full_like(column[pick], -torch.inf, dtype=masked.dtype)
+    scatter_where(masked, column[pick], removed[pick], absent)
+    tail_lse[pick] = torch.where(far[pick], masked.logsumexp(1), tail_lse[pick])
 
 
 def write_gradient(
@@ -108,6 +140,7 @@ def write_gradient(
     write_TN: Tensor,
     column_TN: Tensor,
     dense_T: Tensor | None,
+    far: FarTail | None = None,
     shard: VocabShard,
     temperature: float,
     active_T: Tensor | None,
@@ -125,7 +158,7 @@ def write_gradient(
         if block.empty or n == 0:
             target.zero_()
             continue
-        part = _dense(block, inp, out, scratch, dense_T)
+        part = _dense(block, inp, out, scratch, dense_T, far)
         scatter_where(part, block.rows_of(column_TN), block.rows_of(write_TN), block.rows_of(entry_TN))
         if part.data_ptr() == target.data_ptr():
             continue
@@ -137,7 +170,9 @@ def write_gradient(
             target[:, n:].zero_()
 
 
-def _dense(block: Block, inp: Tensor, out: Tensor, scratch: Scratch, dense_T: Tensor | None) -> Tensor:
+def _dense(
+    block: Block, inp: Tensor, out: Tensor, scratch: Scratch, dense_T: Tensor | None, far: FarTail | None
+) -> Tensor:
     """The dense part of a block, in ``out`` itself where that needs no conversion."""
     logits = _read(block, inp)
     target = block.of(out)
@@ -146,13 +181,26 @@ def _dense(block: Block, inp: Tensor, out: Tensor, scratch: Scratch, dense_T: Te
     part = target if direct else scratch.result(logits.size(0))
     if dense_T is None:
         return part.zero_()
-    torch.softmax(scratch.scaled(logits), 1, out=part)
+    logits = scratch.scaled(logits)
+    torch.softmax(logits, 1, out=part)
     dense = block.rows_of(dense_T).unsqueeze(1)
     part.mul_(dense)
     zero = dense == 0
     if part.device.type not in rows.SYNCHRONOUS_DEVICES or bool(zero.any()):
         part.masked_fill_(zero, 0)  # the softmax of a masked shard or of a padding row may be NaN
+    if far is not None:
+        _add_far(part, logits, block.rows_of(far.factor_T), block.rows_of(far.lse_T))
     return part
+
+
+def _add_far(part: Tensor, logits: Tensor, factor: Tensor, lse: Tensor) -> None:
+    """Adds the far tail to a block's rows; its numbers at the selected ids are replaced after it."""
+    here = factor != 0
+    if part.device.type not in rows.SYNCHRONOUS_DEVICES:
+        spread = torch.exp(logits - lse.unsqueeze(1)) * factor.unsqueeze(1)
+        part += torch.where(here.unsqueeze(1), spread, 0)
+    elif bool(here.any()):
+        part[here] += torch.exp(logits[here] - lse[here].unsqueeze(1)) * factor[here].unsqueeze(1)
 
 
 def _read(block: Block, inp: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def entropy_and_overlap(
     hits = torch.zeros_like(entropy)
     for column in range(k):  # one column at a time: a [T, K, K] table would be the largest tensor here
         hits += ((student_ids == ids_TK[:, column : column + 1]).any(1) & valid[:, column]).to(dtype)
-    overlap = hits / valid.sum(1).clamp_min(1)
+    overlap = torch.where(entropy.isfinite(), hits / valid.sum(1).clamp_min(1), torch.nan)
     if active_T is not None:
         entropy, overlap = torch.where(active_T, entropy, 0), torch.where(active_T, overlap, 0)
     return entropy, overlap
@@ -68,7 +68,7 @@ def _entropy_of_parts(lse: Tensor, mean: Tensor) -> Tensor:
     """Entropy [T] of a distribution in parts: log-sum-exp and mean logit of each part, [T, parts]."""
     joint = torch.logsumexp(lse, 1)
     share = torch.exp(lse - joint.unsqueeze(1))
-    return joint - torch.where(share > 0, share * mean, 0).sum(1)
+    return joint - torch.where(share == 0, 0, share * mean).sum(1)
 
 
 def _logits(block: Block, inp: Tensor, scratch: Scratch) -> Tensor:

@@ -27,7 +27,8 @@ TAIL_FLOOR = 1e-6
 """Below it the value of the forward bucket continues log p_tail on its tangent, while the gradient stays that of the
 plain form (p - q on the ids, bounded everywhere); the reverse bucket holds q_tail at it."""
 SMALLEST = 1e-30
-"""Keeps logarithms of an empty tail finite; always multiplied by that tail."""
+"""Keeps logarithms of an empty tail finite; always multiplied by that tail. The forward bucket divides by the tail, and
+below this hands its pull to ``Terms.far``."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Outcomes:
     """[T, D] sum of exp(teacher log-prob) (unclamped); up to 1 + 1e-4 by rounding."""
     tail_p: Tensor
     """[T, D] 1 - mass_p, known without cancellation."""
+    log_tail_p: Tensor | None
+    """[T, D] its logarithm where the loss asks for it, finite where ``tail_p`` underflows."""
     tail_q: Tensor
     """[T, D] 1 - mass_q, at least 0."""
     excess_p: Tensor
@@ -73,10 +76,18 @@ class Terms:
     """sum a = 0 by construction."""
     a_held: Tensor | None = None
     """[T, D, K] a_k of entries that the clamp holds; None for 0."""
+    far: Tensor | None = None
+    """[T, D] marks tails of student below ``SMALLEST``, where ``b`` is 0: the tail's pull on its own ids, -q_tail P in
+    all, has to be shared out by ratios of their probabilities."""
 
 
 def outcomes(
-    logprobs: Tensor, teacher_logprobs: Tensor, valid: Tensor, tail_p: Tensor, logprob_min_clamp: float | None
+    logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    valid: Tensor,
+    tail_p: Tensor,
+    log_tail_p: Tensor | None,
+    logprob_min_clamp: float | None,
 ) -> Outcomes:
     """Applies the clamp and forms masses. ``valid`` marks S; other entries may hold anything."""
     logp = torch.where(valid, logprobs, 0)
@@ -95,7 +106,9 @@ def outcomes(
         raised = torch.where(valid, q.clamp_min(floor), 0)
         excess_p, excess_q = (p_seen - p).sum(-1), excess_q + (raised - q).sum(-1)
         q = raised
-    return Outcomes(logp, logq, p, p_seen, q, valid, moving, p.sum(-1), mass_q, tail_p, tail_q, excess_p, excess_q)
+    return Outcomes(
+        logp, logq, p, p_seen, q, valid, moving, p.sum(-1), mass_q, tail_p, log_tail_p, tail_q, excess_p, excess_q
+    )
 
 
 def bregman(x: Tensor, log_x: Tensor, y: Tensor, log_y: Tensor) -> Tensor:
@@ -103,7 +116,7 @@ def bregman(x: Tensor, log_x: Tensor, y: Tensor, log_y: Tensor) -> Tensor:
     d = log_y - log_x
     near = x * (torch.expm1(d) - d)
     far = y - x - x * d
-    return torch.where(x > 0, torch.where(d.abs() < 1, near, far), y)
+    return torch.where(x == 0, y, torch.where(d.abs() < 1, near, far))
 
 
 def _renormalized(o: Outcomes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -122,7 +135,7 @@ def forward_kl(o: Outcomes, tail: str) -> Terms:
         p, log_p, q, log_q = _renormalized(o)
         return Terms(bregman(q, log_q, p, log_p).sum(-1), p - q, None, closed=True)
     if tail == "none":
-        return Terms(torch.where(o.q > 0, o.q * (o.logq - o.logp), 0).sum(-1), -o.q, None)
+        return Terms(torch.where(o.q == 0, 0, o.q * (o.logq - o.logp)).sum(-1), -o.q, None)
     on_ids = bregman(o.q, o.logq, o.p_seen, o.logp).sum(-1)
     if tail == "generalized":
         return Terms(on_ids, o.p_seen - o.q, None)
@@ -130,7 +143,11 @@ def forward_kl(o: Outcomes, tail: str) -> Terms:
     log_t = t.clamp_min(SMALLEST).log()
     extended = t * (log_t - math.log(TAIL_FLOOR) - (u / TAIL_FLOOR - 1)) - t + u
     on_tail = torch.where(u < TAIL_FLOOR, extended, bregman(t, log_t, u, u.log()))
-    return Terms(on_ids + on_tail + o.excess_q - o.excess_p, -o.q, t / u, u < TAIL_FLOOR)
+    far = torch.zeros_like(u, dtype=torch.bool)
+    if o.log_tail_p is not None:  # an empty tail has no ids to pull
+        far = (o.tail_p < SMALLEST) & (o.log_tail_p > -torch.inf)
+    b = torch.where(far, 0, t / u)
+    return Terms(on_ids + on_tail + o.excess_q - o.excess_p, -o.q, b, u < TAIL_FLOOR, far=far)
 
 
 def reverse_kl(o: Outcomes, tail: str) -> Terms:
@@ -172,7 +189,7 @@ def jsd(o: Outcomes, tail: str, beta: float) -> Terms:
 
 def _times(p: Tensor, factor: Tensor) -> Tensor:
     """``p * factor`` with 0 * inf = 0: a student log-prob of -inf contributes nothing to a reverse KL."""
-    return torch.where(p > 0, p * factor, 0)
+    return torch.where(p == 0, 0, p * factor)
 
 
 def _mixture(p: Tensor, log_p: Tensor, q: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -189,7 +206,7 @@ def _mixture(p: Tensor, log_p: Tensor, q: Tensor, log_q: Tensor, beta: float) ->
 
 
 def divergence(o: Outcomes, loss: str, tail: str, beta: float) -> tuple[Terms, Tensor, Tensor]:
-    """The loss, its gradient at the ids ``g_k - G p_k`` [T, D, K] and the coefficient ``G`` [T, D].
+    """The loss, its gradient at the ids ``g_k - G p_k`` [T, D, K] and the coefficient ``G`` [T, D], without ``far``.
 
     Gradients are with respect to z / temperature.
     """
@@ -204,7 +221,8 @@ def divergence(o: Outcomes, loss: str, tail: str, beta: float) -> tuple[Terms, T
     total_a = torch.zeros_like(o.mass_p) if exact_zero else a.sum(-1)
     if terms.b is None:
         return terms, a - o.p * total_a.unsqueeze(-1), total_a
-    at_ids = a + o.p * (terms.b * o.tail_p - total_a).unsqueeze(-1)
+    pull = terms.b * o.tail_p if terms.far is None else torch.where(terms.far, o.tail_q, terms.b * o.tail_p)
+    at_ids = a + o.p * (pull - total_a).unsqueeze(-1)
     return terms, at_ids, total_a + terms.b * o.mass_p
 
 

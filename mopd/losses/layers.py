@@ -36,7 +36,8 @@ def teacher_rows(
         if target_T is not None:
             checks.check_targets(target_T, None, call.active_T, call.shard.vocab_size)
     valid = live & (ids_TDK >= 0) & (ids_TDK < call.shard.vocab_size) & (logprobs_TDK != -torch.inf)
-    return TeacherRows(ids_TDK, logprobs_TDK, weights_TD, valid, target_T)
+    broken = (live & (logprobs_TDK.isnan() | (logprobs_TDK == torch.inf))).any(-1)
+    return TeacherRows(ids_TDK, logprobs_TDK, weights_TD, valid, broken, target_T)
 
 
 def triton_topk(
@@ -93,6 +94,7 @@ def reference_topk(
         groups = group_ids(ids, valid, teacher.ids_TDK.size(1))
         logprobs = log_p.gather(1, ids)
         rest = 1 - torch.where(groups.first_TN, logprobs.exp(), 0).sum(1)
+        rest = torch.where(log_p[:, 0].isnan(), torch.nan, rest)
         metrics = solve(objective, teacher, logprobs, rest.clamp_min(1e-30).log(), groups).metrics
         metrics["unweighted_loss"] = loss.detach()
         if teacher.target_T is not None:
@@ -100,5 +102,5 @@ def reference_topk(
             target = torch.where(known, teacher.target_T, 0).unsqueeze(1)
             metrics["student_logprobs"] = torch.where(known, log_p.gather(1, target).squeeze(1), -torch.inf)
         if with_entropy:
-            metrics["entropy"] = -torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0).sum(1)
+            metrics["entropy"] = -torch.where(log_p == -torch.inf, 0, log_p.exp() * log_p).sum(1)
     return call.weighted(loss), call.masked(metrics)

@@ -165,7 +165,8 @@ def _sliced(
     )
     cut = Cut(head, index_N, call.shard, plan.columns, plan.slices)
     teacher = (call, own["teacher_ids"], own["teacher_logprobs"], own.get("teacher_weights"), own.get("target"))
-    if call.on_triton(own["teacher_ids"][0].numel()):
+    per_row = own["teacher_ids"].shape[1:]
+    if call.on_triton(per_row.numel(), per_row[:-1].numel()):
         from mopd.losses.linear_slices_triton import TritonJob, TritonSlicedTopK, teacher_lists
 
         lists = teacher_lists(*teacher)

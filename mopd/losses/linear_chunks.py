@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mopd.losses import rows
 from mopd.losses.chunked import accumulation_dtype
 from mopd.losses.linear_head import (
     Head,
@@ -142,7 +143,7 @@ class ChunkedLoss(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         job: _Job = ctx.job
         if job.unit_upstream:
-            torch._assert_async((upstream == 1).all(), "unit_upstream: the loss was scaled after linear_loss")
+            _hold_to_promise(upstream, [grad_hidden, ctx.buffer if ctx.done else grad_weight])
             return grad_hidden, ctx.dummy if ctx.done else _to(grad_weight, ctx.weight.dtype), None
         if grad_hidden is not None:
             grad_hidden = (grad_hidden.mul_(upstream)).to(ctx.hidden_dtype)
@@ -150,6 +151,19 @@ class ChunkedLoss(torch.autograd.Function):
             ctx.buffer.addcmul_(grad_weight, upstream.to(grad_weight.dtype))
             return grad_hidden, mark_added(ctx.weight, job.head), None
         return grad_hidden, None if grad_weight is None else grad_weight.mul_(upstream).to(ctx.weight.dtype), None
+
+
+def _hold_to_promise(upstream: Tensor, gradients: list[Tensor | None]) -> None:
+    """Answers an upstream gradient other than 1: raises RuntimeError where that can be seen without waiting for the
+    device, else makes NaN of a number in each gradient, so that their norm is not finite and no step takes them."""
+    if upstream.device.type in rows.SYNCHRONOUS_DEVICES:
+        if bool((upstream != 1).any()):
+            raise RuntimeError("unit_upstream: the loss was scaled after linear_loss")
+        return
+    for gradient in gradients:
+        if gradient is not None and gradient.numel():
+            first = gradient[(0,) * gradient.dim()]
+            first += torch.where((upstream == 1).all(), 0.0, torch.nan)
 
 
 def _to(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -11,6 +11,7 @@ M = D * K ids (plus the target), J slices, H hidden size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mopd.losses.chunked import Selection, accumulation_dtype, collect, write_gradient
+from mopd.losses.chunked import FarTail, Selection, accumulation_dtype, collect, write_gradient
 from mopd.losses.diagnostics import entropy_rows
+from mopd.losses.divergences import SMALLEST
 from mopd.losses.linear_head import Head, gather_rows, main_grad, mark_added, matmul_into, return_rows
 from mopd.losses.occurrences import group_ids
 from mopd.losses.topk import METRICS, Objective, TeacherRows, only, solve
@@ -100,7 +102,8 @@ class SlicedTopKDistill(torch.autograd.Function):
         metrics += [] if entropy_N is None else [entropy_N]
         factor = torch.ones_like(solution.loss_T) if job.weight_N is None else job.weight_N
         loss, *metrics = (only(job.active_N, x) for x in (solution.loss_T * factor, *metrics))
-        ctx.save_for_backward(hidden, weight, solution.entry_TN, solution.dense_T, local_JN, factor)
+        far = (None, None) if solution.far_T is None else (solution.far_T, stats.tail_lse_T)
+        ctx.save_for_backward(hidden, weight, solution.entry_TN, solution.dense_T, local_JN, factor, *far)
         ctx.job = job
         remember(ctx, weight, job.cut)
         ctx.mark_non_differentiable(*metrics)
@@ -110,9 +113,10 @@ class SlicedTopKDistill(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         job: SlicedJob = ctx.job
-        hidden, weight, entry_NM, dense_N, local_JN, factor_N = ctx.saved_tensors
+        hidden, weight, entry_NM, dense_N, local_JN, factor_N, far_N, far_lse_N = ctx.saved_tensors
         upstream_N = grad_loss * factor_N / job.objective.temperature
         entry_NM, dense_N = entry_NM * upstream_N.unsqueeze(1), only(job.active_N, dense_N * upstream_N)
+        far = None if far_N is None else FarTail(only(job.active_N, far_N * upstream_N), far_lse_N)
         ids_NM, valid_NM = job.teacher.ids_TDK.flatten(1), job.teacher.valid_TDK.flatten(1)
 
         def overwrite(logits_NC: Tensor, part: Slice, number: int) -> None:
@@ -124,6 +128,7 @@ class SlicedTopKDistill(torch.autograd.Function):
                 write_TN=owned & valid_NM,
                 column_TN=column,
                 dense_T=dense_N * local_JN[number],
+                far=far,
                 shard=part.shard,
                 temperature=job.objective.temperature,
                 active_T=job.active_N,
@@ -184,7 +189,9 @@ def _statistics(
         column, owned = part.shard.localize(ids_NM)
         stats, local_N = collect(logits, Selection(column, owned, first_NM & owned), part.shard, temperature, None)
         selected_NM += torch.where(owned, logits.gather(1, column).to(dtype) / temperature, 0)
-        tail_N = torch.logaddexp(tail_N, stats.shift_T + (stats.log_sum_T + stats.log_tail_T))
+        own_tail_N = stats.shift_T + (stats.log_sum_T + stats.log_tail_T)
+        far = (stats.log_tail_T < math.log(SMALLEST)) | (stats.shift_T == -torch.inf)  # few digits, or all masked
+        tail_N = torch.logaddexp(tail_N, torch.where(far, stats.tail_lse_T, own_tail_N))
         parts.append((stats, local_N))
         if job.with_entropy:
             entropies.append(entropy_rows(logits, part.shard, temperature, None))
@@ -193,10 +200,10 @@ def _statistics(
     entropy_N = rows_NH.new_zeros(num_rows, dtype=dtype) if job.with_entropy else None
     for j, (stats, local_N) in enumerate(parts):
         log_share = (stats.shift_T - joined.shift_T) + (stats.log_sum_T - joined.log_sum_T)
-        share = torch.exp(log_share)
+        share = torch.where(stats.shift_T == -torch.inf, 0, torch.exp(log_share))
         torch.mul(share, local_N, out=local_JN[j])
         if entropy_N is not None:
-            entropy_N += torch.where(share > 0, share * (entropies[j] - log_share), 0)
+            entropy_N += torch.where(share == 0, 0, share * (entropies[j] - log_share))
     if entropy_N is not None and job.cut.shard.world_size > 1:
         dist.all_reduce(entropy_N, group=job.cut.shard.group)
     return joined, local_JN, entropy_N

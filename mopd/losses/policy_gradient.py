@@ -88,4 +88,4 @@ def _correction(
     x = torch.exp((current if kind == "gate" else old) - rollout.detach())
     if kind == "tis":
         return x.clamp_max(high)
-    return torch.where((x >= low) & (x <= high), x, 0)
+    return torch.where((x < low) | (x > high), 0, x)

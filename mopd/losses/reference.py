@@ -27,20 +27,36 @@ def scaled_logits(inp: Tensor, vocab_size: int, temperature: float, active_T: Te
 
 def topk_loss(log_p_TV: Tensor, objective: Objective, teacher: TeacherRows) -> Tensor:
     """``sum_d w_d loss_d`` of every row, ``[T]`` float64."""
-    total = log_p_TV.new_zeros(log_p_TV.size(0))
+    total = torch.where(log_p_TV[:, 0].isnan(), torch.nan, 0.0).to(log_p_TV)  # NaN in one log-prob is NaN in all
     for d in range(teacher.ids_TDK.size(1)):
         valid, weight = teacher.valid_TDK[:, d], teacher.weights_TD[:, d].double()
         ids = torch.where(valid, teacher.ids_TDK[:, d], 0)
         log_q = torch.where(valid, teacher.logprobs_TDK[:, d].double(), 0)
         log_p = torch.where(valid, log_p_TV.gather(1, ids), 0)
-        loss = capped(one_teacher(log_p, log_q, valid, objective), objective)
+        loss = one_teacher(log_p, log_q, valid, student_tail(log_p_TV, ids, valid), objective)
+        loss = capped(torch.where(teacher.broken_TD[:, d], torch.nan, loss), objective)
         total = total + torch.where(weight != 0, weight * loss, 0)
     return total
 
 
-def one_teacher(log_p: Tensor, log_q: Tensor, valid: Tensor, objective: Objective) -> Tensor:
+def student_tail(log_p_TV: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """The student's mass outside S and its logarithm, ``[T]``. From 1 - P where S lists an id twice, which P counts
+    twice; else from the log-probs outside, as 1 - P has no digits left below 1e-16."""
+    listed = torch.zeros_like(log_p_TV).scatter_add(1, ids, valid.to(log_p_TV.dtype))
+    is_twice = (listed > 1).any(1)
+    rest = 1 - (listed * log_p_TV.exp()).sum(1)
+    outside = torch.where(listed > 0, -torch.inf, log_p_TV)
+    some = (outside > -torch.inf).any(1)  # a logsumexp of nothing would have no gradient
+    log_tail = torch.where(some.unsqueeze(1), outside, 0).logsumexp(1)
+    tail = torch.where(is_twice, rest, torch.where(some, log_tail.exp(), 0))
+    return tail, torch.where(some & ~is_twice, log_tail, tail.clamp_min(TINY).log())
+
+
+def one_teacher(
+    log_p: Tensor, log_q: Tensor, valid: Tensor, student_tail: tuple[Tensor, Tensor], objective: Objective
+) -> Tensor:
     """One teacher's loss from log-probs ``[T, K]`` on S; entries that are not valid count in the tails."""
-    p_tail = 1 - _sum(log_p.exp(), valid)
+    p_tail, log_p_tail = student_tail
     q_tail = (1 - _sum(log_q.exp(), valid)).clamp_min(0)
     if objective.logprob_min_clamp is not None:
         log_p = log_p.clamp_min(objective.logprob_min_clamp)
@@ -49,36 +65,39 @@ def one_teacher(log_p: Tensor, log_q: Tensor, valid: Tensor, objective: Objectiv
         log_p, log_q = _normalized(log_p, valid), _normalized(log_q, valid)
     beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": objective.beta}[objective.loss]
     if beta == 0:
-        return _forward(log_p, log_q, valid, p_tail, q_tail, objective.tail)
+        return _forward(log_p, log_q, valid, p_tail, log_p_tail, q_tail, objective.tail)
     if beta == 1:
-        return _reverse(log_p, log_q, valid, p_tail, q_tail, objective.tail)
+        return _reverse(log_p, log_q, valid, p_tail, log_p_tail, q_tail, objective.tail)
     loss = _sum(_jensen_shannon(log_p, log_q, beta), valid)
     if objective.tail == "bucket":
-        loss = loss + _jensen_shannon(p_tail.clamp_min(TINY).log(), q_tail.clamp_min(TINY).log(), beta)
+        loss = loss + _jensen_shannon(log_p_tail, q_tail.clamp_min(TINY).log(), beta)
     return loss
 
 
-def _forward(log_p: Tensor, log_q: Tensor, valid: Tensor, p_tail: Tensor, q_tail: Tensor, tail: str) -> Tensor:
+def _forward(
+    log_p: Tensor, log_q: Tensor, valid: Tensor, p_tail: Tensor, log_p_tail: Tensor, q_tail: Tensor, tail: str
+) -> Tensor:
     p, q = log_p.exp(), log_q.exp()
     loss = _sum(q * (log_q - log_p), valid)
     if tail == "generalized":
         return loss + _sum(p - q, valid)
     if tail != "bucket":
         return loss
-    log_p_tail = p_tail.clamp_min(TINY).log()
     tangent = math.log(TAIL_FLOOR) + (p_tail - TAIL_FLOOR) / TAIL_FLOOR
     log_p_tail = log_p_tail + torch.where(p_tail < TAIL_FLOOR, tangent - log_p_tail, 0).detach()
     return loss + q_tail * (q_tail.clamp_min(TINY).log() - log_p_tail)
 
 
-def _reverse(log_p: Tensor, log_q: Tensor, valid: Tensor, p_tail: Tensor, q_tail: Tensor, tail: str) -> Tensor:
+def _reverse(
+    log_p: Tensor, log_q: Tensor, valid: Tensor, p_tail: Tensor, log_p_tail: Tensor, q_tail: Tensor, tail: str
+) -> Tensor:
     p, q = log_p.exp(), log_q.exp()
     loss = _sum(_expectation(log_p, log_p - log_q), valid)
     if tail == "generalized":
         return loss + _sum(q - p, valid)
     if tail != "bucket":
         return loss
-    return loss + p_tail * (p_tail.clamp_min(TINY).log() - q_tail.clamp_min(TAIL_FLOOR).log())
+    return loss + p_tail * (log_p_tail - q_tail.clamp_min(TAIL_FLOOR).log())
 
 
 def _jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
@@ -88,7 +107,7 @@ def _jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
 
 def _expectation(log_p: Tensor, x: Tensor) -> Tensor:
     """``p x`` where p > 0, else 0."""
-    some = log_p > -torch.inf
+    some = log_p != -torch.inf
     return torch.where(some, log_p, 0).exp() * torch.where(some, x, 0) * some
 
 

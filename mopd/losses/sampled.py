@@ -9,6 +9,7 @@ As *values* all of them estimate KL(student || teacher). k1 = Delta is not offer
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 Estimator = Literal["k2", "k3", "k3_reverse"]
 ESTIMATORS = ("k2", "k3", "k3_reverse")
 LARGEST_EXPONENT = 80.0
-"""exp of more overflows fp32; k3 is constant beyond, at 5e34."""
+"""exp of more overflows fp32; k3 continues on its tangent beyond, from 5e34."""
 
 
 def check_estimator(estimator: str) -> None:
@@ -36,7 +37,10 @@ def sampled_kl(delta_T: Tensor, estimator: str) -> Tensor:
     k2 = 0.5 * delta_T.square()
     if estimator == "k2":
         return k2
-    k3 = torch.expm1((-delta_T).clamp_max(LARGEST_EXPONENT)) + delta_T
+    inside = torch.expm1((-delta_T).clamp_max(LARGEST_EXPONENT)) + delta_T
+    slope = math.expm1(LARGEST_EXPONENT)
+    tangent = slope * (-delta_T - LARGEST_EXPONENT) + (slope - LARGEST_EXPONENT)
+    k3 = torch.where(delta_T < -LARGEST_EXPONENT, tangent, inside)
     if estimator == "k3":
         return k3
-    return k2 + (k3 - k2).detach()
+    return torch.where(k2 == torch.inf, k2, k2 + (k3 - k2).detach())

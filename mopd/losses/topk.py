@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mopd.losses.chunked import Selection, collect, write_gradient
+from mopd.losses.chunked import FarTail, Selection, collect, write_gradient
 from mopd.losses.divergences import Outcomes, Terms, cap, divergence, outcomes
 from mopd.losses.occurrences import Groups, group_ids
 from mopd.losses.vocab_parallel import VocabShard
@@ -45,6 +45,8 @@ class TeacherRows:
     weights_TD: Tensor
     valid_TDK: Tensor
     """Entries of S: id in the vocabulary, log-prob above -inf, row and teacher weight not 0."""
+    broken_TD: Tensor
+    """The list holds NaN or +inf and counts, so that the row has no loss."""
     target_T: Tensor | None
 
 
@@ -56,13 +58,15 @@ class Solution:
     entry_TN: Tensor
     dense_T: Tensor
     """-G, summed over teachers."""
+    far_T: Tensor | None
+    """What tails of student below ``SMALLEST`` add to that, as the factor of p_j over the mass outside all ids."""
     metrics: dict[str, Tensor]
 
 
 def solve(
     objective: Objective, teacher: TeacherRows, logprobs_TN: Tensor, log_tail_T: Tensor, groups: Groups
 ) -> Solution:
-    """Losses of all teachers of a row and their joint gradient.
+    """Losses of all teachers of a row and their joint gradient; both NaN where student or teacher are not finite.
 
     ``log_tail_T`` is the mass outside every teacher's ids; ``groups`` says which teachers share an id.
     """
@@ -71,15 +75,43 @@ def solve(
     p_first = torch.where(first, logprobs_TN, -torch.inf).exp()
     surplus = groups.counts_TND(p_first.dtype) - 1  # -1: another teacher's id, part of this teacher's tail
     tail_p = log_tail_T.exp().unsqueeze(1) - torch.where(first.unsqueeze(2), p_first.unsqueeze(2) * surplus, 0).sum(1)
-    o = outcomes(logprobs_TN.view_as(ids), teacher.logprobs_TDK, valid, tail_p, objective.logprob_min_clamp)
+    log_tails = None
+    if objective.tail == "bucket" and (objective.loss == "forward_kl" or objective.beta == 0):
+        log_tails = _log_tails(log_tail_T, torch.where(first, logprobs_TN, -torch.inf), surplus)
+    o = outcomes(logprobs_TN.view_as(ids), teacher.logprobs_TDK, valid, tail_p, log_tails, objective.logprob_min_clamp)
     terms, at_ids, total = divergence(o, objective.loss, objective.tail, objective.beta)
-    value, factor, capped = cap(terms.value, objective.loss_max_clamp, objective.loss_soft_cap)
-    scale = weights if factor is None else weights * factor
+    undefined_T = log_tail_T.isnan()  # NaN or +inf among the student's logits, or all of them -inf
+    broken = teacher.broken_TD | undefined_T.unsqueeze(1)
+    value, factor, capped = cap(
+        torch.where(broken, torch.nan, terms.value), objective.loss_max_clamp, objective.loss_soft_cap
+    )
+    scale = torch.where(broken, torch.nan, weights if factor is None else weights * factor)
     total = scale * total
     entry = groups.sum_equal((at_ids * scale.unsqueeze(-1)).flatten(1))
     entry = entry + o.p.flatten(1) * (surplus * total.unsqueeze(1)).sum(2)
+    far_T = None
+    if terms.far is not None and log_tails is not None:
+        pull = torch.where(terms.far, scale * o.tail_q * o.mass_p, 0)
+        far_T = -(pull * _share(log_tail_T.unsqueeze(1), log_tails)).sum(1)
+        theirs = _share(logprobs_TN.unsqueeze(2), log_tails.unsqueeze(1)) * pull.unsqueeze(1)
+        entry = entry - torch.where((surplus < 0) & valid.flatten(1).unsqueeze(2), theirs, 0).sum(2)
     loss = torch.where(weights != 0, weights * value, 0).sum(1)
-    return Solution(loss, entry, -total.sum(1), _metrics(teacher, o, terms, capped, loss))
+    loss = torch.where(undefined_T, torch.nan, loss)
+    return Solution(loss, entry, -total.sum(1), far_T, _metrics(teacher, o, terms, capped, loss))
+
+
+def _log_tails(log_tail_T: Tensor, first_logprobs_TN: Tensor, surplus_TND: Tensor) -> Tensor:
+    """Log of the student's mass outside each teacher's ids [T, D], from logarithms: right where fp32 has no such
+    numbers. An id that a teacher lists twice is taken off once."""
+    if surplus_TND.size(2) == 1:
+        return log_tail_T.unsqueeze(1)
+    others = torch.where(surplus_TND < 0, first_logprobs_TN.unsqueeze(2), -torch.inf).logsumexp(1)
+    return torch.logaddexp(log_tail_T.unsqueeze(1), others)
+
+
+def _share(log_part: Tensor, log_whole: Tensor) -> Tensor:
+    """part / whole, 0 of nothing."""
+    return torch.where(log_part == -torch.inf, 0, torch.exp(log_part - log_whole))
 
 
 def _metrics(teacher: TeacherRows, o: Outcomes, terms: Terms, capped: Tensor | None, loss: Tensor) -> dict[str, Tensor]:
@@ -130,8 +162,9 @@ class TopKDistill(torch.autograd.Function):
         dense = None
         if objective.tail != "renormalize" or objective.logprob_min_clamp is not None:
             dense = solution.dense_T * local_T
+        far_lse = None if solution.far_T is None else stats.tail_lse_T
         column, owned = selection.column_TN[:, :n], selection.owned_TN[:, :n] & valid_TN
-        ctx.save_for_backward(inp, solution.entry_TN, dense, column, owned, factor, active_T)
+        ctx.save_for_backward(inp, solution.entry_TN, dense, column, owned, factor, active_T, solution.far_T, far_lse)
         ctx.shard, ctx.temperature, ctx.overwrite, ctx.spent = shard, objective.temperature, overwrite, False
         ctx.mark_non_differentiable(*metrics)
         return (loss, *metrics)
@@ -140,7 +173,7 @@ class TopKDistill(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_backward(ctx)
-        inp, entry, dense, column, owned, factor, active_T = ctx.saved_tensors
+        inp, entry, dense, column, owned, factor, active_T, far, far_lse = ctx.saved_tensors
         upstream = grad_loss * factor / ctx.temperature
         out = inp if ctx.overwrite else torch.empty_like(inp)
         write_gradient(
@@ -150,6 +183,7 @@ class TopKDistill(torch.autograd.Function):
             write_TN=owned,
             column_TN=column,
             dense_T=None if dense is None else only(active_T, dense * upstream),
+            far=None if far is None else FarTail(only(active_T, far * upstream), far_lse),
             shard=ctx.shard,
             temperature=ctx.temperature,
             active_T=active_T,

@@ -76,7 +76,10 @@ class LogProbs:
     log_sum_T: Tensor
     logprobs_TN: Tensor
     log_tail_T: Tensor
-    """Log of the probability of all ids that were left out of the travelling sums."""
+    """Log of the probability of all ids that are not removed. NaN in rows without a distribution: a logit NaN or
+    +inf on any rank, or all of them -inf."""
+    tail_lse_T: Tensor
+    """Log-sum-exp of the logits of those ids."""
 
     @property
     def lse_T(self) -> Tensor:
@@ -102,4 +105,4 @@ def exchange(tail_lse_T: Tensor, selected_TN: Tensor, removed_TN: Tensor, shard:
     log_sum = torch.log((parts - shift.unsqueeze(1)).exp().sum(1))
     logprobs = (selected - shift.unsqueeze(1)) - log_sum.unsqueeze(1)
     log_tail = torch.logsumexp(tails - shift.unsqueeze(1), dim=1) - log_sum
-    return LogProbs(shift, log_sum, logprobs, log_tail)
+    return LogProbs(shift, log_sum, logprobs, log_tail, torch.logsumexp(tails, dim=1))

@@ -17,6 +17,7 @@ from mopd.losses.triton.formulas import (
     FORWARD,
     RENORMALIZE,
     REVERSE,
+    SMALLEST,
     by_teacher,
     forward_kl,
     jsd,
@@ -37,6 +38,8 @@ TARGET: tl.constexpr = tl.constexpr(6)
 NO_CAP: tl.constexpr = tl.constexpr(0)
 HARD: tl.constexpr = tl.constexpr(1)
 SOFT: tl.constexpr = tl.constexpr(2)
+NAN: tl.constexpr = tl.constexpr(float("nan"))
+INFINITY: tl.constexpr = tl.constexpr(float("inf"))
 
 
 @triton.jit
@@ -64,6 +67,57 @@ def _teacher_masses(logq, member):
 
 
 @triton.jit
+def _broken(logq, order, number, N: tl.constexpr, K: tl.constexpr, D_PAD: tl.constexpr):
+    """Teachers whose list holds NaN or +inf, [D]."""
+    wrong = (number < N) & ((logq != logq) | (logq == INFINITY))
+    mine = (order // K)[None, :] == tl.arange(0, D_PAD)[:, None]
+    return tl.max((wrong[None, :] & mine).to(tl.int32), 1) > 0
+
+
+@triton.jit
+def _far_tails(
+    pay, selected, surplus, tail_p, shift, parts, scale, PARTS_PAD: tl.constexpr, LOSS: tl.constexpr, TAIL: tl.constexpr
+):  # fmt: skip
+    """Teachers of a forward bucket whose tail of student is below SMALLEST and not empty [D], where ``divergences.py``
+    goes by logarithms; and from where the kernel measures such tails:
+
+    the peak of the logits outside all ids (raw unit, a number); for each teacher the peak of all that is not its own
+    [D], and the sum of exponentials above that [D].
+    """
+    far = tail_p < SMALLEST
+    top, high, mass = shift, tl.zeros_like(tail_p), tl.zeros_like(tail_p)
+    if LOSS == FORWARD and TAIL == BUCKET:  # noqa: SIM102 - decided by the compiler
+        if tl.max(far.to(tl.int32), 0) > 0:
+            part = tl.arange(0, PARTS_PAD)
+            peak = tl.load(pay + part, mask=part < parts, other=MINUS_INFINITY)
+            total = tl.load(pay + parts + part, mask=part < parts, other=0.0)
+            top = tl.max(tl.where(total != 0, peak, MINUS_INFINITY), 0)
+            outside = tl.sum(tl.where(total != 0, total * tl.exp2((peak - top) * scale), 0.0), 0)
+            others = surplus < 0
+            high = tl.maximum(tl.max(tl.where(others, selected[None, :], MINUS_INFINITY), 1), top)
+            mass = tl.sum(tl.where(others, tl.exp2((selected[None, :] - high[:, None]) * scale), 0.0), 1)
+            mass += tl.where(outside != 0, outside * tl.exp2((top - high) * scale), 0.0)
+    return far & (mass > 0), top, high, mass
+
+
+@triton.jit
+def _pull_of_far_tails(pull, entry, dense, shift, far, top, high, mass, selected, surplus, scale, unit):
+    """Adds ``pull`` [D], the push of a far tail on all of its ids, to ``entry`` and, times ``unit``, to ``dense``.
+
+    The latter then is measured from the returned shift: the peak of the tail.
+    """
+    if tl.max(far.to(tl.int32), 0) > 0:
+        pull = tl.where(far, pull / mass, 0.0)
+        theirs = tl.exp2((selected[None, :] - high[:, None]) * scale) * pull[:, None]
+        entry -= tl.sum(tl.where((surplus < 0) & far[:, None], theirs, 0.0), 0)
+        if top > MINUS_INFINITY:
+            outside = tl.sum(tl.where(far, pull * tl.exp2((top - high) * scale), 0.0), 0)
+            dense = dense * tl.exp2((top - shift) * scale) - outside * unit
+            shift = top
+    return entry, dense, shift
+
+
+@triton.jit
 def _capped(value, limit, CAP: tl.constexpr):
     """Capped loss, gradient factor, and where the cap bites; [D] each."""
     if CAP == HARD:
@@ -80,10 +134,13 @@ def _capped(value, limit, CAP: tl.constexpr):
 
 @triton.jit
 def _divergence(
-    p, logp, logq, valid, member, mass_p, tail_p, tail_q, excess_q, min_clamp, clamp_floor,
+    p, logp, logq, valid, member, mass_p, tail_p, tail_q, excess_q, far, min_clamp, clamp_floor,
     beta, rest, log_beta, log_rest, LOSS: tl.constexpr, TAIL: tl.constexpr, CLAMP: tl.constexpr,
 ):  # fmt: skip
-    """Value [D], gradient at the ids [N], G [D], floored [D], and the entries that the clamp holds [N]."""
+    """Value [D], gradient at the ids [N], G [D], floored [D], and the entries that the clamp holds [N].
+
+    G leaves out the pull of tails that are ``far`` [D].
+    """
     moving = valid
     p_seen = p
     q = tl.where(valid, tl.exp(logq), 0.0)
@@ -113,8 +170,8 @@ def _divergence(
     if TAIL != RENORMALIZE or CLAMP:  # else 0 exactly: the sum of a closed form
         total = by_teacher(a, member)
     if TAIL == BUCKET:
-        at_ids = a + p * spread(b * tail_p - total, member)
-        total += b * mass_p
+        at_ids = a + p * spread(tl.where(far, tail_q, b * tail_p) - total, member)
+        total += tl.where(far, 0.0, b * mass_p)
     else:
         at_ids = a - p * spread(total, member)
     return value, at_ids, total, floored, valid & (moving == 0)
@@ -131,13 +188,7 @@ def _entropy(pay, parts, shift, total, p, logp, first, scale, inv_tau, PARTS_PAD
     share = tl.where(mass != 0, tl.exp2((peak - shift) * scale) / total, 0.0)
     below = tl.where(mass != 0, tl.log(total) - (peak - shift) * inv_tau, 0.0)
     of_parts = tl.sum(share * (mass * below - moment * inv_tau), 0)
-    return of_parts - tl.sum(tl.where(first & (p > 0), p * logp, 0.0), 0)
-
-
-@triton.jit
-def _target_logprob(target, above, inv_tau, log_total, vocab_size):
-    """Log-prob of a target id from its logit above the shift; -inf outside the vocabulary."""
-    return tl.where((target >= 0) & (target < vocab_size), above * inv_tau - log_total, MINUS_INFINITY)
+    return of_parts - tl.sum(tl.where(first & (p != 0), p * logp, 0.0), 0)
 
 
 @triton.jit
@@ -161,6 +212,42 @@ def _put_metrics(metrics, num_rows, active, loss, mass_q, mass_p, teacher_weight
 
 
 @triton.jit
+def _put_extras(
+    metrics, num_rows, row, active, pay, pay_begin, parts, target_ptr, shift, total, p, logp, first,
+    scale, inv_tau, vocab_size, N: tl.constexpr, PARTS_PAD: tl.constexpr, ENTROPY: tl.constexpr,
+):  # fmt: skip
+    """The metrics that are asked for: the target's log-prob (-inf outside the vocabulary), and the entropy."""
+    if target_ptr is not None:
+        target = tl.load(target_ptr + row)
+        logprob = (tl.load(pay + pay_begin + N) - shift) * inv_tau - tl.log(total)
+        logprob = tl.where((target >= 0) & (target < vocab_size), logprob, MINUS_INFINITY)
+        tl.store(metrics + TARGET * num_rows, tl.where(active, logprob, 0.0))
+    if ENTROPY:
+        entropy = _entropy(pay, parts, shift, total, p, logp, first, scale, inv_tau, PARTS_PAD)
+        entropy = tl.where(total > 0, entropy, NAN)
+        tl.store(metrics + (TARGET + (0 if target_ptr is None else 1)) * num_rows, tl.where(active, entropy, 0.0))
+
+
+@triton.jit
+def _weight_of_row(ptr, row):
+    """1 where none are given."""
+    weight = tl.full([], 1.0, tl.float32)
+    if ptr is not None:
+        weight = tl.load(ptr + row)
+    return weight
+
+
+@triton.jit
+def _weights_of_teachers(ptr, row, D: tl.constexpr, D_PAD: tl.constexpr):
+    """[D], 1 where none are given and 0 behind them."""
+    d = tl.arange(0, D_PAD)
+    weight = tl.where(d < D, 1.0, 0.0)
+    if ptr is not None:
+        weight = tl.load(ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+    return weight
+
+
+@triton.jit
 def loss_kernel(
     pay_ptr, ids_ptr, order_ptr, logq_ptr, teacher_weight_ptr, weight_ptr, target_ptr,
     loss_ptr, metrics_ptr, entry_ptr, row_data_ptr, runs_ptr,
@@ -180,9 +267,7 @@ def loss_kernel(
     ids_ptr += row64 * (N + 1)
     order_ptr += row64 * N
     pay = pay_ptr + row64 * pay_width
-    weight = tl.full([], 1.0, tl.float32)
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + row)
+    weight = _weight_of_row(weight_ptr, row)
     active = weight != 0
     ids, order, valid, first = listed_ids(ids_ptr, order_ptr, number, N)
     selected = tl.load(pay + pay_begin + number, mask=number < N, other=0.0)
@@ -190,39 +275,41 @@ def loss_kernel(
     log_total = tl.log(total_exp)
     logp = tl.where(valid, (selected - shift) * inv_tau - log_total, 0.0)
     p = tl.where(valid, tl.exp2((selected - shift) * scale) / total_exp, 0.0)
-    logq = tl.load(logq_ptr + row64 * N + order, mask=valid, other=0.0).to(tl.float32)
-
-    d = tl.arange(0, D_PAD)
-    member = valid[None, :] & ((order // K)[None, :] == d[:, None])
-    teacher_weight = tl.where(d < N // K, 1.0, 0.0)
-    if teacher_weight_ptr is not None:
-        teacher_weight = tl.load(teacher_weight_ptr + row64 * (N // K) + d, mask=d < N // K, other=0.0).to(tl.float32)
+    undefined = (total_exp > 0) == 0  # NaN or +inf among the logits, or all of them -inf
+    listed_logq = tl.load(logq_ptr + row64 * N + order, mask=number < N, other=0.0).to(tl.float32)
+    logq = tl.where(valid, listed_logq, 0.0)
+    member = valid[None, :] & ((order // K)[None, :] == tl.arange(0, D_PAD)[:, None])
+    teacher_weight = _weights_of_teachers(teacher_weight_ptr, row64, N // K, D_PAD)
     count, run = _occurrences(ids, order, ids_ptr, order_ptr, valid, number, N, K, D_PAD)
     surplus = tl.where(first[None, :], count - 1.0, 0.0)  # -1: another teacher's id, part of this teacher's tail
     mass_p = by_teacher(p, member)
     tail_p = outside / total_exp - tl.sum(surplus * p[None, :], 1)
     mass_q, tail_q, excess_q = _teacher_masses(logq, member)
+    far, top, high, rest_mass = _far_tails(pay, selected, surplus, tail_p, shift, parts, scale, PARTS_PAD, LOSS, TAIL)
     value, at_ids, total, floored, held = _divergence(
-        p, logp, logq, valid, member, mass_p, tail_p, tail_q, excess_q, min_clamp, clamp_floor,
+        p, logp, logq, valid, member, mass_p, tail_p, tail_q, excess_q, far, min_clamp, clamp_floor,
         beta, rest, log_beta, log_rest, LOSS, TAIL, CLAMP,
     )  # fmt: skip
-    value, factor, over = _capped(value, limit, CAP)
-
-    factor = tl.where(teacher_weight != 0, teacher_weight * factor, 0.0)
+    broken = undefined | _broken(listed_logq, order, number, N, K, D_PAD)
+    value, factor, over = _capped(tl.where(broken, NAN, value), limit, CAP)
+    factor = tl.where(teacher_weight != 0, teacher_weight * tl.where(broken, NAN, factor), 0.0)
     total = tl.where(teacher_weight != 0, factor * total, 0.0)
-    loss = tl.sum(tl.where(teacher_weight != 0, teacher_weight * value, 0.0), 0)
+    loss = tl.where(undefined, NAN, tl.sum(tl.where(teacher_weight != 0, teacher_weight * value, 0.0), 0))
     entry = at_ids * spread(factor, member) + p * tl.sum(surplus * total[:, None], 0)
+    dense, dense_shift = -tl.sum(total, 0) * (weight * inv_tau) / total_exp, shift
+    if LOSS == FORWARD and TAIL == BUCKET:
+        entry, dense, dense_shift = _pull_of_far_tails(
+            factor * tail_q * mass_p, entry, dense, shift, far, top, high, rest_mass, selected, surplus, scale,
+            weight * inv_tau,
+        )  # fmt: skip
     tl.store(loss_ptr + row, tl.where(active, loss * weight, 0.0))
     tl.store(entry_ptr + row64 * N + number, tl.where(valid, entry * (weight * inv_tau), 0.0), mask=number < N)
-    tl.store(row_data_ptr + row, tl.where(active, -tl.sum(total, 0) * (weight * inv_tau) / total_exp, 0.0))
-    tl.store(row_data_ptr + num_rows + row, tl.where(active, shift, 0.0))
+    tl.store(row_data_ptr + row, tl.where(active, dense, 0.0))
+    tl.store(row_data_ptr + num_rows + row, tl.where(active, dense_shift, 0.0))
     tl.store(runs_ptr + row, run)
-    metrics = metrics_ptr + row
-    _put_metrics(metrics, num_rows, active, loss, mass_q, mass_p, teacher_weight, held, over, floored, valid)
-    if target_ptr is not None:
-        above = tl.load(pay + pay_begin + N) - shift
-        logprob = _target_logprob(tl.load(target_ptr + row), above, inv_tau, log_total, vocab_size)
-        tl.store(metrics + TARGET * num_rows, tl.where(active, logprob, 0.0))
-    if ENTROPY:
-        entropy = _entropy(pay, parts, shift, total_exp, p, logp, first, scale, inv_tau, PARTS_PAD)
-        tl.store(metrics + (TARGET + (0 if target_ptr is None else 1)) * num_rows, tl.where(active, entropy, 0.0))
+    metrics_ptr += row
+    _put_metrics(metrics_ptr, num_rows, active, loss, mass_q, mass_p, teacher_weight, held, over, floored, valid)
+    _put_extras(
+        metrics_ptr, num_rows, row, active, pay, pay_begin, parts, target_ptr, shift, total_exp, p, logp, first,
+        scale, inv_tau, vocab_size, N, PARTS_PAD, ENTROPY,
+    )  # fmt: skip

@@ -77,13 +77,13 @@ def bregman(x, log_x, y, log_y):
     d = log_y - log_x
     near = x * expm1_rest(tl.minimum(tl.maximum(d, -1.0), 1.0))
     far = y - x - x * d
-    return tl.where(x > 0, tl.where(tl.abs(d) < 1, near, far), y)
+    return tl.where(x == 0, y, tl.where(tl.abs(d) < 1, near, far))
 
 
 @triton.jit
 def times(p, factor):
     """``p * factor`` with 0 * inf = 0."""
-    return tl.where(p > 0, p * factor, 0.0)
+    return tl.where(p == 0, 0.0, p * factor)
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def forward_kl(
         value = by_teacher(bregman(q, logq, p, logp), member)
         a = p - q
     elif TAIL == NONE:
-        value = by_teacher(tl.where(q > 0, q * (logq - logp), 0.0), member)
+        value = by_teacher(tl.where(q == 0, 0.0, q * (logq - logp)), member)
         a = -q
     elif TAIL == GENERALIZED:
         value = by_teacher(bregman(q, logq, p_seen, logp), member)

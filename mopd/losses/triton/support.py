@@ -11,6 +11,8 @@ from torch import Tensor
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_IDS = 4096
 """Ids of one row, all teachers together: a row's ids are sorted by one program."""
+MOST_PAIRS = 1 << 16
+"""Ids of one row times teachers: a program holds a number for each, and has registers for about as many."""
 
 
 @cache
@@ -45,12 +47,14 @@ def resolve(backend: str, inp: Tensor) -> str:
     return backend
 
 
-def fits(num_ids: int, backend: str) -> bool:
+def fits(num_ids: int, teachers: int, backend: str) -> bool:
     """Whether a row of ``num_ids`` ids fits. Raises ValueError where it does not and ``backend`` names the layer."""
-    if num_ids <= MOST_IDS:
+    most = min(MOST_IDS, MOST_PAIRS // teachers)
+    if num_ids <= most:
         return True
     if backend == "triton":
         raise ValueError(
-            f"backend is 'triton' and a row holds {num_ids} ids: at most {MOST_IDS} fit, set 'chunked' or 'auto'"
+            f"backend is 'triton' and a row holds {num_ids} ids of {teachers} teachers: at most {most} ids fit, "
+            "set 'chunked' or 'auto'"
         )
     return False

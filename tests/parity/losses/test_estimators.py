@@ -7,6 +7,8 @@ refusals rest on the same sums: k1's expected gradient is 0, and k3 as an advant
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -122,6 +124,22 @@ def test_off_policy_samples_with_importance_weights(student: Tensor, log_q: Tens
     )
     (gradient,) = torch.autograd.grad((loss * rollout.exp()).sum(), leaf)
     torch.testing.assert_close(gradient.sum(0), full_kls(student, log_q)["reverse"][1])
+
+
+@pytest.mark.parametrize("gap", [79.0, 80.0, 81.0, 100.0, 3000.0])
+@pytest.mark.parametrize("estimator", ["k3", "k3_reverse"])
+def test_k3_beyond_its_exponent(estimator: str, gap: float) -> None:
+    """Delta below -80: value and gradient go on where the exponential would overflow, and never turn round."""
+    leaf = torch.zeros(1, 3, requires_grad=True)
+    own = float(torch.tensor(1 / 3).log())
+    loss, _ = parallel_sampled_kl(leaf, torch.tensor([1]), torch.tensor([own + gap]), estimator)
+    loss.sum().backward()
+    e80 = math.exp(80)
+    value = math.expm1(gap) - gap if gap <= 80 else e80 - 81 + (e80 - 1) * (gap - 80)
+    slope = -gap if estimator == "k3_reverse" else 1 - math.exp(min(gap, 80))
+    assert leaf.grad is not None
+    assert float(loss.detach()) == pytest.approx(value, rel=1e-4)
+    assert float(leaf.grad[0, 1]) == pytest.approx(slope * 2 / 3, rel=1e-4)
 
 
 def test_off_policy_extremes_stay_finite() -> None:

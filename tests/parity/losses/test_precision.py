@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mopd.losses import parallel_topk_distill
+from tests.parity.losses.triton_layer import run
 
 LOSSES = ("forward_kl", "reverse_kl", "jsd")
 TAILS = ("bucket", "generalized", "renormalize", "none")
@@ -88,6 +89,42 @@ def test_pull_on_a_small_tail_keeps_its_digits() -> None:
     expected = float64_gradient(z, ids, logq, "forward_kl", "bucket") * outside
     error = (gradient(z, ids, logq, "forward_kl", "bucket") * outside - expected).norm(dim=1)
     assert float((error / expected.norm(dim=1)).max()) < 1e-4
+
+
+GAPS = (40.0, 66.0, 75.0, 88.0, 104.0, 300.0)
+"""Logits of the ids above all others: e^-66 is under 1e-30 with V - 3 of them, e^-104 under the smallest fp32."""
+
+
+def far_tails(teachers: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits, ids and log-probs of one or two teachers, whose masses are near 0.6, for each gap; and their gradient."""
+    generator = torch.Generator().manual_seed(8)
+    z = torch.randn(len(GAPS), 29, generator=generator)
+    z[:, : 3 if teachers == 1 else 2] += torch.tensor(GAPS)[:, None]
+    ids = torch.tensor([[0, 1, 2], [0, 1, 4]])[:teachers].expand(len(GAPS), -1, -1).clone()
+    logq = torch.tensor([0.3, 0.2, 0.1]).log() + 0.05 * torch.randn(ids.shape, generator=generator)
+    expected = torch.zeros(z.shape, dtype=torch.float64)
+    for d in range(teachers):  # p - q on the ids, and the tail's q shared out by the student's own ratios
+        q = logq[:, d].double().exp()
+        outside = torch.softmax(z.double().scatter(1, ids[:, d], -torch.inf), -1) * (1 - q.sum(1, keepdim=True))
+        expected += torch.softmax(z.double(), -1) - outside.scatter(1, ids[:, d], q)
+    return z, ids, logq, expected
+
+
+@pytest.mark.parametrize("teachers", [1, 2])
+@pytest.mark.parametrize(
+    ("backend", "accelerated"), [("reference", False), ("chunked", False), ("chunked", True), ("triton", False)]
+)
+def test_far_tail_is_pulled_as_hard_as_a_near_one(
+    monkeypatch: pytest.MonkeyPatch, backend: str, teachers: int, accelerated: bool
+) -> None:
+    if accelerated:  # as on a device, where no number steers the program
+        monkeypatch.setattr("mopd.losses.rows.SYNCHRONOUS_DEVICES", ())
+    z, ids, logq, expected = far_tails(teachers)
+    weights = torch.ones(len(GAPS), teachers)
+    upstream = torch.full((len(GAPS),), 2.0**16)  # a loss scale must not overflow what is divided by the tail
+    loss, got, metrics = run(z, ids, logq, upstream, teacher_weights=weights, backend=backend)
+    assert bool(loss.isfinite().all()) and bool(metrics["tail_floored"].all())
+    assert float((got.double() / 2**16 - expected).norm(dim=1).max()) < 2e-6
 
 
 @pytest.mark.parametrize(("loss", "tail"), [("forward_kl", "bucket"), ("reverse_kl", "generalized"), ("jsd", "bucket")])

@@ -15,7 +15,16 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from tests.parity.losses.tp_ranks import PADDED_VOCAB, VOCAB, borders, cases, problem, run_rank
+from tests.parity.losses.tp_ranks import (
+    PADDED_VOCAB,
+    VOCAB,
+    borders,
+    cases,
+    edge_cases,
+    edge_problem,
+    problem,
+    run_rank,
+)
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 
@@ -45,6 +54,27 @@ def test_results_equal_the_single_rank(ranks: list[dict[str, Tensor]], single: d
             for rank in ranks[1:]:
                 assert torch.equal(rank[f"{split}/{name}"], actual), name
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("split", ["even", "uneven"])
+def test_rows_at_the_edge(ranks: list[dict[str, Tensor]], split: str) -> None:
+    assert_edges([{name.removeprefix(f"{split}/"): value for name, value in rank.items()} for rank in ranks])
+
+
+def assert_edges(parts: list[dict[str, Tensor]]) -> None:
+    """A row that is not finite on one shard has a loss of NaN on all ranks, the others have float64's."""
+    data = edge_problem()
+    exact = edge_cases(data["z"].double(), data, {"backend": "reference"})
+    assert bool((exact["edge/('forward_kl', 'bucket')/gradient"][4, 60:VOCAB] < -1e-4).all())  # the tail is pulled
+    for name, expected in exact.items():
+        if name.endswith("/gradient"):
+            actual = torch.cat([part[name] for part in parts], -1)[[0, 3, 4]]
+            expected = expected[[0, 3, 4]]
+        else:
+            actual = parts[0][name]
+            assert all(torch.equal(part[name].nan_to_num(-7), actual.nan_to_num(-7)) for part in parts), name
+            assert actual.isnan().tolist() == [False, True, True, False, False], name
+        torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-5, atol=1e-6, equal_nan=True, msg=name)
 
 
 def test_problem_is_worth_testing(single: dict[str, Tensor]) -> None:

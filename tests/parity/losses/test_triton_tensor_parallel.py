@@ -15,6 +15,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from tests.parity.losses.test_tensor_parallel import assert_edges
 from tests.parity.losses.tp_ranks import PADDED_VOCAB, VOCAB
 from tests.parity.losses.triton_ranks import cases, problem, run_rank
 
@@ -55,3 +56,4 @@ def test_ranks(exact: dict[str, Tensor], tmp_path: Path, world_size: int) -> Non
     parts = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(world_size)]
     for split in ("even", "uneven"):
         assert_equal_to(exact, parts, f"{split}/")
+    assert_edges(parts)

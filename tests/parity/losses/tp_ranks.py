@@ -84,6 +84,36 @@ def cases(shard: Tensor, data: dict[str, Tensor], options: dict[str, Any]) -> di
     return results | {"entropy": entropy, "overlap": overlap}
 
 
+def edge_problem() -> dict[str, Tensor]:
+    """Five rows [T, V]: clean, NaN on the first shard, +inf on the last, NaN in the padding, and all of the student's
+    mass on one shard, e^120 above the rest."""
+    generator = torch.Generator().manual_seed(12)
+    z = torch.randn(5, PADDED_VOCAB, generator=generator)
+    z[:, VOCAB:] = 3.0
+    z[1, 5], z[2, VOCAB - 1], z[3, VOCAB:] = torch.nan, torch.inf, torch.nan
+    z[4, :3] += 120
+    ids = torch.tensor([[0, 1, 2], [0, 1, 50]]).expand(5, 2, 3).clone()
+    logq = torch.tensor([0.3, 0.2, 0.1]).log().expand(5, 2, 3).clone()
+    return {"z": z, "ids": ids, "logq": logq, "target": ids[:, 0, 1], "sampled": logq[:, 0, 1]}
+
+
+def edge_cases(shard: Tensor, data: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Tensor]:
+    """Loss and gradient where a row is not finite on some shard, or has no tail that fp32 could tell."""
+    shared = {"true_vocab_size": VOCAB, **options}
+    teachers = {"teacher_ids": data["ids"], "teacher_logprobs": data["logq"], "teacher_weights": torch.ones(5, 2)}
+    teachers = {name: value.to(shard.device) for name, value in teachers.items()}
+    results = {}
+    for form in (("forward_kl", "bucket"), ("reverse_kl", "generalized"), ("jsd", "renormalize"), None):
+        leaf = shard.clone().requires_grad_()
+        if form is None:
+            loss, _ = parallel_sampled_kl(leaf, data["target"], data["sampled"], "k2", **shared)
+        else:
+            loss, _ = parallel_topk_distill(leaf, **teachers, loss=form[0], tail=form[1], **shared)
+        loss.sum().backward()
+        results |= {f"edge/{form}/loss": loss.detach(), f"edge/{form}/gradient": leaf.grad}
+    return {name: value.cpu() for name, value in results.items() if value is not None}
+
+
 def borders(world_size: int, even: bool) -> list[int]:
     step = PADDED_VOCAB // world_size
     return list(range(0, PADDED_VOCAB + 1, step)) if even else UNEVEN[world_size]
@@ -107,5 +137,7 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
         results |= {
             f"{name}/{key}": v for key, v in cases(data["z"][..., low:high].contiguous(), data, options).items()
         }
+        edge = edge_problem()
+        results |= {f"{name}/{key}": v for key, v in edge_cases(edge["z"][:, low:high], edge, options).items()}
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     dist.destroy_process_group()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mopd.losses import parallel_gather_logprobs, parallel_sampled_kl, parallel_topk_distill
-from tests.parity.losses.tp_ranks import PADDED_VOCAB, UNEVEN, VOCAB, borders
+from tests.parity.losses.tp_ranks import PADDED_VOCAB, UNEVEN, VOCAB, borders, edge_cases, edge_problem
 from tests.parity.losses.tp_ranks import problem as larger_problem
 from tests.parity.losses.triton_layer import to_device
 
@@ -76,5 +76,8 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
             options["vocab_range"] = (low, high)
         shard = data["z"][..., low:high].contiguous()
         results |= {f"{split}/{name}": value for name, value in cases(shard, data, "triton", options).items()}
+        if split == "uneven":
+            edge = {name: to_device(value) for name, value in edge_problem().items()}
+            results |= edge_cases(edge["z"][:, low:high], edge, {**options, "backend": "triton"})
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     dist.destroy_process_group()

@@ -70,6 +70,20 @@ def test_a_broken_promise_about_the_upstream_gradient() -> None:
         torch.autograd.grad(2 * loss, hidden)
 
 
+@pytest.mark.parametrize("into_main_grad", [False, True])
+def test_a_broken_promise_where_looking_would_wait(monkeypatch: pytest.MonkeyPatch, into_main_grad: bool) -> None:
+    """No number is looked at, and none of the gradients can be taken for one: their norms are NaN."""
+    monkeypatch.setattr("mopd.losses.rows.SYNCHRONOUS_DEVICES", ())
+    for scale in (1, 2):
+        given = arguments()
+        weight = given["weight"].requires_grad_()
+        weight.main_grad = torch.zeros(V, H)
+        loss, hidden = loss_of(**given, unit_upstream=True, gradient_accumulation_fusion=into_main_grad)
+        gradients = torch.autograd.grad(scale * loss, [hidden, weight], allow_unused=True)
+        of_weight = weight.main_grad if into_main_grad else gradients[1]
+        assert all(bool(x.norm().isfinite()) == (scale == 1) for x in (gradients[0], of_weight))
+
+
 def test_value_checks_reach_the_chunks() -> None:
     logprobs = torch.full((T, K), -2.0)
     logprobs[4, 1] = torch.nan

@@ -97,9 +97,14 @@ def test_too_many_ids_are_refused_by_name_and_left_to_chunked_otherwise() -> Non
     vocab, k = support.MOST_IDS + 10, support.MOST_IDS + 1
     z, ids = torch.zeros(1, vocab, device=DEVICE), torch.arange(k, device=DEVICE)[None]
     logq = torch.full((1, k), -20.0, device=DEVICE)
-    with pytest.raises(ValueError, match=f"a row holds {k} ids: at most {support.MOST_IDS} fit"):
+    with pytest.raises(ValueError, match=f"a row holds {k} ids of 1 teachers: at most {support.MOST_IDS} ids fit"):
         parallel_topk_distill(z, ids, logq, backend="triton")
-    with pytest.raises(ValueError, match="ids: at most"):
+    teachers = 64
+    many = ids[:, :32].expand(teachers, -1).unsqueeze(0)
+    with pytest.raises(ValueError, match="a row holds 2048 ids of 64 teachers: at most 1024 ids fit"):
+        options = {"teacher_weights": torch.ones(1, teachers, device=DEVICE)}
+        parallel_topk_distill(z, many, torch.full(many.shape, -9.0, device=DEVICE), backend="triton", **options)
+    with pytest.raises(ValueError, match="ids of 1 teachers: at most"):
         parallel_gather_logprobs(z, ids, backend="triton")
     loss, _ = parallel_topk_distill(z, ids, logq)
     torch.testing.assert_close(loss, parallel_topk_distill(z, ids, logq, backend="chunked")[0])

@@ -153,10 +153,16 @@ def test_launch_parameters_change_only_rounding(
     assert_near(run(z, ids, logq, **options), expected)
 
 
-@pytest.mark.parametrize("k", [2, 16, 17, 70])
+MOST = [4095, 4096] if DEVICE.type == "cuda" else [130]
+"""Ids of a row near the limit; the interpreter takes half a minute for one of them."""
+
+
+@pytest.mark.parametrize("k", [2, 16, 17, 70, *MOST])
 def test_any_number_of_ids(k: int) -> None:
-    """Powers of two and not; 70 is sorted by the network."""
-    z, ids, logq = batch(2, 211, k)
+    """Powers of two and not; from 65 on they are sorted by the network, and arrive in no order."""
+    z, ids, logq = batch(2, max(211, k + 9), k)
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(1))
+    ids, logq = ids[:, order], logq[:, order]
     expected = run(z.double(), ids, logq, loss="jsd", backend="chunked")
     assert_near(run(z, ids, logq, loss="jsd"), expected)
 
