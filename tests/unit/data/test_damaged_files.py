@@ -271,6 +271,6 @@ def test_bad_templates(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "rows.jsonl" in str(caught.value) or "template.jinja" in str(caught.value)
 
 
-@pytest.mark.parametrize("arguments", [{"tokenize": True}, {"messages": 1}, {"continue_final_message": True}])
+@pytest.mark.parametrize("arguments", [{"tools": 5}, {"tools": ["a"]}, {"documents": [1]}])
 def test_arguments_that_the_template_cannot_take(load: Load, arguments: dict[str, Any]) -> None:
     assert "row 0: the chat template failed" in refusal(load, CHAT, "jsonl", chat_template_kwargs=arguments)
