@@ -46,7 +46,7 @@ LIMITS: dict[str, dict[str, float]] = {
     # Two orders of summation in fp32, 2^-24 each: 1e-6 measured between CPUs; a GPU may fuse more.
     "float32": {"loss": 1e-4, "grad_norm": 1e-3, "gradient_angle": 1e-3, "logprob": 1e-3, "resumed": 1e-4},
     # bf16 keeps 8 bits, so a rounding errs by up to 2^-9 = 0.2 %, and errors of many add up by chance. A CPU's own bf16
-    # differs from its fp32 by 1e-4, 2e-3, 8e-4 and 0.013 nats here; a GPU sums in another order and rounds elsewhere, so
+    # differs from its fp32 by 1e-4, 2e-3, 8e-4 and 0.013 nats here; a GPU sums in another order and rounds elsewhere:
     # about five times as much is allowed. A wrong mask, scale or shard errs by 10 % and more. Resumed: the additions of
     # a GPU's backward come in any order.
     "bfloat16": {"loss": 5e-3, "grad_norm": 2e-2, "gradient_angle": 1e-2, "logprob": 5e-2, "resumed": 5e-3},
