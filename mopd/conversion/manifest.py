@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,10 @@ from mopd.conversion.hf import TOKENIZER_PATTERNS, matching_files, weight_files
 from mopd.conversion.safetensors_header import TensorInfo, read_header
 from mopd.files.json_text import read_json_object
 from mopd.files.reading import shown_path
+from mopd.files.writing import WriteRefusedError, write_text, writing
 from mopd.types import UserError
+
+logger = logging.getLogger(__name__)
 
 HASHES = ("config_sha256", "weights_sha256", "tokenizer_sha256")
 _CHUNK_BYTES = 2**24
@@ -53,13 +57,14 @@ class Manifest:
         return cls(**data)
 
 
-def make_manifest(folder: Path, *, cache_file: Path, with_weights: bool = True) -> Manifest:
+def make_manifest(folder: Path, *, cache_file: Path | None, with_weights: bool = True) -> Manifest:
     """Hash a model folder, without its weights if so asked.
 
-    Weight files whose (path, size, mtime_ns) stand in ``cache_file`` are not read again.
+    Weight files whose (path, size, mtime_ns) stand in ``cache_file`` are not read again. It only saves time: one that
+    is damaged or cannot be written is warned of, and the weights are read.
 
     Raises:
-        UserError: the folder is no sound Hugging Face checkpoint, or the cache file is corrupt.
+        UserError: the folder is no sound Hugging Face checkpoint.
     """
     folder = Path(folder)
     read_config(folder)
@@ -89,8 +94,8 @@ def _hash_files(folder: Path, paths: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def _hash_weights(folder: Path, cache_file: Path) -> str:
-    cache = _read_cache(cache_file)
+def _hash_weights(folder: Path, cache_file: Path | None) -> str:
+    cache = {} if cache_file is None else _read_cache(cache_file)
     tensors: dict[str, str] = {}
     fresh: dict[str, dict[str, str]] = {}
     for path in weight_files(folder):
@@ -101,7 +106,7 @@ def _hash_weights(folder: Path, cache_file: Path) -> str:
         if key not in cache:
             fresh[key] = digests
         tensors |= digests
-    if fresh:
+    if fresh and cache_file is not None:
         _write_cache(cache_file, _read_cache(cache_file) | fresh)
     lines = "".join(f"{name}\0{tensors[name]}\n" for name in sorted(tensors))
     return hashlib.sha256(lines.encode()).hexdigest()
@@ -135,18 +140,24 @@ def _hash_tensor(path: Path, info: TensorInfo) -> str:
 
 
 def _read_cache(cache_file: Path) -> dict[str, dict[str, str]]:
-    if not cache_file.exists():
+    try:
+        if not os.path.lexists(cache_file):
+            return {}
+        cache = read_json_object(cache_file, cure="delete it", max_bytes=_MAX_CACHE_BYTES)
+        for digests in cache.values():
+            if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
+                raise UserError(f"{shown_path(cache_file)}: is not a cache of weight hashes: delete it")
+    except UserError as error:
+        logger.warning("weights are read anew: %s", error)
         return {}
-    cache = read_json_object(cache_file, cure="a cache of weight hashes; delete it", max_bytes=_MAX_CACHE_BYTES)
-    for digests in cache.values():
-        if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
-            raise UserError(f"{shown_path(cache_file)}: is not a cache of weight hashes; delete it")
     return cache
 
 
 def _write_cache(cache_file: Path, cache: dict[str, dict[str, str]]) -> None:
     """Two runs may share the file: the last writer wins, and a reader never sees half of it."""
-    cache_file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = cache_file.with_name(f".{cache_file.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(cache), encoding="utf-8")
-    os.replace(temporary, cache_file)
+    try:
+        with writing(cache_file.parent):
+            cache_file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(cache_file, json.dumps(cache))
+    except WriteRefusedError as error:
+        logger.warning("the next start reads all weights again: %s", error)

@@ -18,7 +18,6 @@ from mopd.runtime.identity import PROBE_TOKENS
 from mopd.types import UserError
 
 CACHE_FILE = Path("~/.cache/mopd/weight_hashes.json")
-"""Digests by (path, size, modification time): a start does not read hundreds of gigabytes again."""
 CURE = "restore the file that the run wrote"
 FINGERPRINTS = "fingerprints"
 """Key of ``manifest.json`` beside those of the models: scores on a fixed probe, by ``teachers.NAME``."""
@@ -31,9 +30,18 @@ def has_own_weights(teacher: Teacher) -> bool:
     return any(Path(teacher.model).glob("*.safetensors"))
 
 
+def hash_cache() -> Path | None:
+    """Digests by (path, size, modification time): a start does not read hundreds of gigabytes again. ``None`` for a
+    user without a home folder."""
+    try:
+        return CACHE_FILE.expanduser()
+    except RuntimeError:
+        return None
+
+
 def make_manifests(recipe: Recipe) -> dict[str, Manifest]:
     """Manifest of ``student`` and of each ``teachers.NAME``."""
-    cache = CACHE_FILE.expanduser()
+    cache = hash_cache()
     manifests = {"student": make_manifest(Path(recipe.student.model), cache_file=cache)}
     for name, teacher in recipe.teachers.items():
         manifests[f"teachers.{name}"] = make_manifest(

@@ -25,7 +25,7 @@ from mopd.runtime.address import BACKLOG, Address
 from mopd.runtime.engine_file import EngineFile
 from mopd.runtime.engine_loading import load_engine
 from mopd.runtime.failure import close_standard_input
-from mopd.runtime.manifests import CACHE_FILE
+from mopd.runtime.manifests import hash_cache
 from mopd.serving.admission import ServerLimits
 from mopd.serving.app import EngineServer, Served, create_app
 from mopd.serving.connections import ServerConfig
@@ -146,7 +146,7 @@ class _Server(uvicorn.Server):
 
 
 def _manifest(file: EngineFile) -> dict[str, str]:
-    manifest = make_manifest(Path(file.model), cache_file=CACHE_FILE.expanduser()).to_json()
+    manifest = make_manifest(Path(file.model), cache_file=hash_cache()).to_json()
     return {name: manifest[name] for name in HASHES}
 
 

@@ -98,12 +98,27 @@ def test_unchanged_files_come_from_the_cache(model: Path, cache: Path):
     assert changed(before, make_manifest(model, cache_file=cache)) == ["weights_sha256"]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"x": 1}'])
-def test_corrupt_cache_is_named(model: Path, cache: Path, content: str):
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"x": 1}', b'{"x": {"w": 1}}', b"\xff", b"[" * 10_000])
+def test_a_damaged_cache_is_warned_of_and_replaced(
+    model: Path, cache: Path, content: bytes, caplog: pytest.LogCaptureFixture
+):
     cache.parent.mkdir()
-    cache.write_text(content)
-    with pytest.raises(UserError, match=r"hashes\.json.*delete it"):
-        make_manifest(model, cache_file=cache)
+    cache.write_bytes(content)
+    assert make_manifest(model, cache_file=cache) == make_manifest(model, cache_file=None)
+    assert "hashes.json" in caplog.text and "delete it" in caplog.text
+    caplog.clear()
+    make_manifest(model, cache_file=cache)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("place", ["/proc/hashes.json", "/dev/null/cache/hashes.json", "folder", "x" * 300])
+def test_a_cache_that_cannot_be_written_is_warned_of(
+    model: Path, tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "folder" / "in_the_way").mkdir(parents=True)
+    cache = tmp_path / place
+    assert make_manifest(model, cache_file=cache) == make_manifest(model, cache_file=None)
+    assert "the next start reads all weights again" in caplog.text
 
 
 def test_folder_that_is_no_checkpoint(tmp_path: Path, cache: Path):
