@@ -1,76 +1,151 @@
-"""The process of a custom reward: ``python -I child.py FILE FUNCTION PARENT_PID``. It imports nothing of mopd.
+"""The process of a custom reward: ``python -I child.py FILE FUNCTION PARENT_PID CALLS ANSWERS MAX_BYTES``.
 
-Line by line on its standard streams: first ``{"ready": true}``, then for each batch (a JSON list of keyword arguments)
-``{"values": [...]}`` or ``{"error": "..."}``. What the function prints goes to stderr.
+It imports nothing of mopd. Line by line on the descriptors CALLS and ANSWERS: first ``{"ready": true}``, then for each
+batch (``{"batch": 1, "calls": [keyword arguments, …]}``) either ``{"batch": 1, "values": [number, …]}`` or
+``{"batch": 1, "error": "…", "item": 0}``. Nothing that the function returns travels but a number in its range.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
+import math
 import os
+import reprlib
+import resource
 import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+PR_SET_PDEATHSIG = 1
+MARK = "MOPD_REWARD_MARK"
+"""Environment variable by which ``process.py`` finds processes that have lost their supervisor."""
+MAX_FILE_BYTES = 4 * 2**30
+"""Of one file that the function writes: enough for any cache, too little to fill a disk."""
+MAX_OPEN_FILES = 4096
+MAX_REWARD = 1e9
+"""Larger ones lose digits in fp32, and their squares overflow soon after."""
+MAX_SHOWN = 300
+"""Characters of a value or an exception in a message."""
 
-def main(path: str, function: str, parent_pid: int) -> None:
-    """Serve batches until stdin closes."""
-    threading.Thread(target=_end_with_parent, args=(parent_pid,), daemon=True).start()
-    calls, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
+
+def main(path: str, function: str, parent_pid: int, calls_fd: int, answers_fd: int, max_bytes: int) -> None:
+    """Serve batches until CALLS closes."""
+    _bind(parent_pid, max_bytes)
+    calls, answers = os.fdopen(calls_fd, encoding="utf-8"), os.fdopen(answers_fd, "w", encoding="utf-8")
 
     def answer(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message, default=repr) + "\n")
+        answers.write(json.dumps(message) + "\n")
         answers.flush()
 
     try:
         reward = _load(path, function)
-    except Exception as error:
+    except BaseException as error:  # also SystemExit and the like: told to the caller, then the process ends
         answer({"error": f"cannot be loaded: {_describe(error, path)}"})
         return
     answer({"ready": True})
     for line in calls:
-        try:
-            answer({"values": [_plain(reward(**call)) for call in json.loads(line)]})
-        except Exception as error:
-            answer({"error": f"failed: {_describe(error, path)}"})
+        asked = json.loads(line)
+        answer({"batch": asked["batch"], **_run(reward, asked["calls"], path)})
+
+
+def _bind(parent_pid: int, max_bytes: int) -> None:
+    """Die with the parent, and take no more than a share of the machine.
+
+    There is no limit of CPU time (it would add up over the whole run; every batch has a deadline) and none of the
+    number of processes (RLIMIT_NPROC counts all of the user's, and does not bind root): the supervisor counts them.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died before the call above
+        os._exit(1)
+    os.environ.pop(MARK, None)  # /proc shows it still, and that of forked processes
+    limits = {
+        resource.RLIMIT_DATA: max_bytes,
+        resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
+        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
+        resource.RLIMIT_CORE: 0,
+    }
+    for which, most in limits.items():
+        hard = resource.getrlimit(which)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(which, (most, most))
 
 
 def _load(path: str, function: str) -> Callable[..., Any]:
     sys.path.insert(0, str(Path(path).parent))
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    name = Path(path).stem
+    name = f"{name}_reward" if name in sys.modules else name  # a file called json.py must not replace json
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ImportError("not a Python file")
+        raise ImportError("not a Python file: name one that ends in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
-    return getattr(module, function)
+    reward: Callable[..., Any] = getattr(module, function)
+    if not callable(reward):
+        raise TypeError(f"it is no function but {_shown(reward)}")
+    return reward
 
 
-def _plain(value: Any) -> Any:
-    """numpy and torch scalars as Python numbers; the parent judges everything else."""
-    return value.item() if hasattr(value, "item") else value
+def _run(reward: Callable[..., Any], calls: list[dict[str, Any]], path: str) -> dict[str, Any]:
+    values: list[float] = []
+    for call in calls:
+        try:
+            value = reward(**call)
+            number, problem = _number(value)
+        except BaseException as error:  # whatever the function raises, the run ends with its name
+            return {"error": f"failed: {_describe(error, path)}", "item": len(values)}
+        if problem:
+            return {"error": f"returned {_shown(value)}, {problem}", "item": len(values)}
+        values.append(number)
+    return {"values": values}
 
 
-def _describe(error: Exception, path: str) -> str:
+def _number(value: Any) -> tuple[float, str]:
+    """A number of Python, numpy or torch as a plain float, or why it is none."""
+    if not isinstance(value, (int, float)) and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, int):
+        number: float = int.__pos__(value)  # the number of a subclass too, whatever its methods say
+    elif isinstance(value, float):
+        number = float.__pos__(value)
+    else:
+        number = math.nan
+    if number != number or number in (math.inf, -math.inf):
+        return 0.0, "not a finite number"
+    if abs(number) > MAX_REWARD:
+        return 0.0, f"larger than {MAX_REWARD:g}"
+    return float(number), ""
+
+
+def _describe(error: BaseException, path: str) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f" (line {lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+    try:
+        said = " ".join(str(error)[: 10 * MAX_SHOWN].split())
+    except BaseException:
+        said = "it cannot be shown"
+    return f"{_plain(type(error).__name__)}: {_plain(said)}{where}"
 
 
-def _end_with_parent(parent_pid: int) -> None:
-    """A function that never returns must not outlive the run, nor may processes that it started."""
-    while os.getppid() == parent_pid:
-        time.sleep(0.5)
-    os.killpg(os.getpid(), signal.SIGKILL)
+def _shown(value: Any) -> str:
+    """A value in few characters, whatever its ``__repr__`` does."""
+    try:
+        text = reprlib.repr(value)
+    except BaseException:
+        text = f"a value of type {type(value).__name__}"
+    return _plain(text)
+
+
+def _plain(text: Any) -> str:
+    """Text that JSON and UTF-8 can carry, cut."""
+    cut = str.__str__(text)[:MAX_SHOWN]
+    return cut.encode("utf-8", "backslashreplace").decode()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))

@@ -1,6 +1,7 @@
-"""A reward function of the user's, in a process and an environment of its own.
+"""A reward function of the user's, in processes and an environment of its own.
 
-The process starts at the first call, imports the file once and answers one JSON line per batch (see ``child.py``).
+They start at the first call, import the file once and answer one JSON line per batch (see ``child.py`` and
+``supervisor.py``).
 """
 
 from __future__ import annotations
@@ -8,22 +9,19 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from mopd.config.schema import CustomReward as CustomRewardConfig
+from mopd.config.validation import CustomReward as CustomRewardConfig
+from mopd.files.reading import shown_path
+from mopd.rewards.child import MAX_REWARD
 from mopd.rewards.interface import RewardItem
+from mopd.rewards.process import RewardFailed, RewardProcess
+from mopd.text import one_line
 from mopd.types import UserError
 
-CHILD = Path(__file__).with_name("child.py")
-ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8"}
-"""All that the function sees of the environment."""
+GIB = 2**30
 
 
 class CustomReward:
@@ -33,97 +31,83 @@ class CustomReward:
 
     def __init__(self, cfg: CustomRewardConfig) -> None:
         """``UserError`` when the file does not exist; the function is looked up at the first call."""
-        self._path, self._cfg = Path(cfg.path).resolve(), cfg
-        self._process: subprocess.Popen[bytes] | None = None
-        self._stderr: IO[bytes] | None = None
+        self._cfg = cfg
+        self._process: RewardProcess | None = None
+        self._failure: UserError | None = None
         self._lock = asyncio.Lock()
-        if not self._path.is_file():
-            raise UserError(f"{cfg.path}: no such file: correct the path of the custom reward")
+        try:
+            self._path = Path(cfg.path).resolve()
+            is_file = self._path.is_file()
+        except (OSError, ValueError, RuntimeError):  # too long, NUL, a circle of links
+            is_file = False
+        if not is_file:
+            raise UserError(f"{shown_path(cfg.path)}: no such file: correct the path of the custom reward")
 
     async def __call__(self, items: Sequence[RewardItem]) -> list[float]:
         """The function's value for each item, within ``timeout_s`` for the whole batch (and again for the import)."""
         async with self._lock:
-            if self._process is None:
-                self._process = self._start()
-                await self._exchange(None)
-            calls = [
-                {
-                    "prompt": item.prompt,
-                    "response": item.response,
-                    "ground_truth": item.ground_truth,
-                    "extra_info": item.extra_info,
-                    "domain": item.domain,
-                }
-                for item in items
-            ]
-            values = (await self._exchange(calls))["values"]
-        for item, value in zip(items, values, strict=True):
-            if not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise self._error(f"returned {value!r}, not a finite number, for {item.place}")
-        return [float(value) for value in values]
+            if self._failure is not None:
+                raise self._failure
+            try:
+                return await asyncio.to_thread(self._score, items)
+            except RewardFailed as error:
+                self._failure = UserError(
+                    f"{shown_path(self._cfg.path)}: custom reward {self._cfg.function!r} {one_line(error)}"
+                )
+                await asyncio.to_thread(self.close)
+                raise self._failure from error
+            except asyncio.CancelledError:
+                if self._process is not None:
+                    self._process.abandon()  # the thread comes back
+                raise
 
     def close(self) -> None:
-        """End the process."""
+        """End the processes."""
         if self._process is not None:
-            self._kill(self._process)
-            self._process.wait()
-            for stream in (self._process.stdin, self._process.stdout, self._stderr):
-                if stream is not None:
-                    stream.close()
+            self._process.end()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process; closed by close)
-        return subprocess.Popen(
-            [sys.executable, "-I", str(CHILD), str(self._path), self._cfg.function, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env=ENVIRONMENT,
-            cwd=self._path.parent,
-            start_new_session=True,
-        )
-
-    @staticmethod
-    def _kill(process: subprocess.Popen[bytes]) -> None:
-        """Kill the process and whatever it started: its session is its own."""
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-
-    async def _exchange(self, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
-        """Send a batch (``None``: only wait for the import) and read the answer before the deadline."""
-        process, timeout_s = self._process, self._cfg.timeout_s
-        assert process is not None
-        waiting = asyncio.ensure_future(asyncio.to_thread(_send_and_read, process, calls))
-        done, _ = await asyncio.wait([waiting], timeout=timeout_s)
-        if not done:
-            self._kill(process)  # the pipe closes and the waiting thread ends
-            await waiting
-            raise self._error(f"gave no answer within timeout_s {timeout_s:g}: make it faster or raise timeout_s")
-        line = waiting.result()
-        if not line:
-            raise self._error(f"ended its process (exit code {process.wait()}): {self._last_words()}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise self._error(answer["error"])
-        return answer
-
-    def _error(self, what: str) -> UserError:
-        return UserError(f"{self._cfg.path}: custom reward {self._cfg.function!r} {what}")
-
-    def _last_words(self) -> str:
-        assert self._stderr is not None
-        self._stderr.seek(0)
-        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it wrote nothing to stderr"
+    def _score(self, items: Sequence[RewardItem]) -> list[float]:
+        """In a thread."""
+        timeout_s = self._cfg.timeout_s
+        if self._process is None:
+            max_bytes = int(self._cfg.max_memory_gib * GIB)
+            try:
+                self._process = RewardProcess(self._path, self._cfg.function, max_bytes=max_bytes)
+            except (OSError, ValueError) as error:
+                raise RewardFailed(f"could not be started: {error}") from error
+            _require_no_error(self._process.exchange(None, timeout_s), items)
+        answer = self._process.exchange([_arguments(item) for item in items], timeout_s)
+        _require_no_error(answer, items)
+        values = answer.get("values")
+        if not isinstance(values, list) or len(values) != len(items) or not all(map(_is_reward, values)):
+            raise RewardFailed(f"sent no answer of {len(items)} numbers: it wrote to a descriptor not its own")
+        return [float(value) for value in values]
 
 
-def _send_and_read(process: subprocess.Popen[bytes], calls: list[dict[str, Any]] | None) -> bytes:
-    """The answer's line; empty when the process has ended."""
-    assert process.stdin is not None and process.stdout is not None
+def _arguments(item: RewardItem) -> str:
+    """The function's keywords as JSON; what JSON does not know goes as its text."""
+    arguments = {
+        "prompt": item.prompt,
+        "response": item.response,
+        "ground_truth": item.ground_truth,
+        "extra_info": item.extra_info,
+        "domain": item.domain,
+    }
     try:
-        if calls is not None:
-            process.stdin.write(json.dumps(calls, default=str).encode() + b"\n")
-            process.stdin.flush()
-        return process.stdout.readline()
-    except BrokenPipeError:
-        return b""
+        return json.dumps(arguments, default=str)
+    except (TypeError, ValueError, RecursionError) as error:  # keys that are no text, whole numbers of 5,000 digits
+        raise RewardFailed(f"cannot be given {item.place}: {error}") from error
+
+
+def _is_reward(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and abs(value) <= MAX_REWARD  # type: ignore[arg-type]
+
+
+def _require_no_error(answer: dict[str, Any], items: Sequence[RewardItem]) -> None:
+    if "error" not in answer:
+        return
+    number = answer.get("item")
+    place = ""
+    if type(number) is int and 0 <= number < len(items):
+        place = f", for {items[number].place} (domain {items[number].domain!r})"
+    raise RewardFailed(f"{answer['error']}{place}")

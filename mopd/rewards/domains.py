@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from mopd.config.schema import ExactMatch, Validation
-from mopd.config.schema import Reward as RewardConfig
+from mopd.config.validation import ExactMatch, Validation
+from mopd.config.validation import Reward as RewardConfig
 from mopd.rewards.custom import CustomReward
 from mopd.rewards.exact_match import ExactMatchReward
 from mopd.rewards.interface import Reward, RewardItem

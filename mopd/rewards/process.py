@@ -1,0 +1,197 @@
+"""A custom reward's processes as the run sees them: started, asked within a deadline, and gone without a trace.
+
+Blocking calls, for a thread. Nothing here waits without a deadline, whatever the function did to its processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from mopd.files.json_text import parse_json
+from mopd.rewards.child import MARK
+from mopd.rewards.supervisor import KILL_S, MAX_PROCESSES, descendants
+
+CHILD = Path(__file__).with_name("child.py")
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
+ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8"}
+"""All that the function sees of the environment."""
+BYTES_PER_VALUE = 32
+"""Of one number in an answer."""
+MAX_ANSWER_BYTES = 16384
+"""Of an answer without its numbers."""
+MAX_READ = 65536
+MAX_WORDS = 300
+"""Characters of the function's last line in an error."""
+END_S = KILL_S + 1.0
+"""How long the supervisor may take to kill everything and end."""
+
+
+class RewardFailed(Exception):
+    """What went wrong, to stand after the function's name."""
+
+
+class RewardProcess:
+    """One function, ready or on its way to be."""
+
+    def __init__(self, path: Path, function: str, *, max_bytes: int) -> None:
+        """Start; ``exchange(None)`` then waits for the import. ``OSError`` when the system has no room for it."""
+        calls, self._calls = os.pipe()
+        self._answers, answers = os.pipe()
+        self._mark = secrets.token_hex(16)
+        numbers = [str(number) for number in (os.getpid(), calls, answers, max_bytes)]
+        try:
+            self._supervisor = subprocess.Popen(
+                [sys.executable, "-I", str(SUPERVISOR), *numbers, str(CHILD), str(path), function],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**ENVIRONMENT, MARK: self._mark},
+                cwd=path.parent,
+                pass_fds=(calls, answers),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(self._calls)
+            os.close(self._answers)
+            raise
+        finally:
+            os.close(calls)
+            os.close(answers)
+        assert self._supervisor.stdout is not None
+        self._reason = self._supervisor.stdout.fileno()
+        for descriptor in (self._calls, self._answers, self._reason):
+            os.set_blocking(descriptor, False)
+        self._batch = 0
+        self._in_use = threading.Lock()
+
+    def exchange(self, calls: list[str] | None, timeout_s: float) -> dict[str, Any]:
+        """The answer to a batch of JSON objects, or (``None``) what the import came to, within ``timeout_s``.
+
+        Raises:
+            RewardFailed: no answer in time, none that is one, or the processes have ended; all of them are to be ended
+                then.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._batch += calls is not None
+        text = "" if calls is None else f'{{"batch": {self._batch}, "calls": [{", ".join(calls)}]}}\n'
+        longest = MAX_ANSWER_BYTES + BYTES_PER_VALUE * len(calls or ())
+        with self._in_use:
+            line = self._talk(memoryview(text.encode()), longest, deadline, timeout_s)
+        try:
+            answer = parse_json(line, max_values=longest)
+        except ValueError as error:
+            raise RewardFailed(f"sent no answer ({error}): it wrote to a descriptor not its own") from error
+        if not isinstance(answer, dict) or (calls is not None and answer.get("batch") != self._batch):
+            raise RewardFailed("sent no answer of this batch: it wrote to a descriptor not its own")
+        return answer
+
+    def abandon(self) -> None:
+        """Have the supervisor kill everything; a thread in ``exchange`` comes back soon."""
+        assert self._supervisor.stdin is not None
+        self._supervisor.stdin.close()
+
+    def end(self) -> None:
+        """Kill everything and wait for its end, at most a few seconds. Harmless when repeated."""
+        self.abandon()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the function has stopped it
+            self._supervisor.wait(END_S)
+        if self._supervisor.returncode != 0:
+            self._end_without_supervisor()
+        with self._in_use:
+            if self._calls >= 0:
+                os.close(self._calls)
+                os.close(self._answers)
+                self._calls = self._answers = -1
+            assert self._supervisor.stdout is not None
+            self._supervisor.stdout.close()
+
+    def _talk(self, message: memoryview, longest: int, deadline: float, timeout_s: float) -> bytes:
+        """Write the message while reading; the first line that comes back."""
+        answer, reason = b"", b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._answers, selectors.EVENT_READ)
+            selector.register(self._reason, selectors.EVENT_READ)
+            if message:
+                selector.register(self._calls, selectors.EVENT_WRITE)
+            while (left_s := deadline - time.monotonic()) > 0:
+                ready = {key.fd for key, _ in selector.select(left_s)}
+                if self._calls in ready:
+                    message = message[self._write(message) :]
+                    if not message:
+                        selector.unregister(self._calls)
+                if self._answers in ready:
+                    read = os.read(self._answers, MAX_READ)
+                    answer += read
+                    if b"\n" in answer:
+                        return answer.partition(b"\n")[0]
+                    if len(answer) > longest:
+                        raise RewardFailed(f"answered with more than {longest} bytes")
+                    if not read:  # the supervisor will say why
+                        selector.unregister(self._answers)
+                elif self._reason in ready:
+                    read = os.read(self._reason, MAX_READ)
+                    reason += read
+                    if not read or b"\n" in reason:
+                        raise RewardFailed(_why(reason))
+        raise RewardFailed(f"gave no answer within timeout_s {timeout_s:g}: make it faster or raise timeout_s")
+
+    def _write(self, message: memoryview) -> int:
+        """Bytes that went; all of them when nobody reads any more, since the supervisor will say why."""
+        try:
+            return os.write(self._calls, message[:MAX_READ])
+        except BrokenPipeError:
+            return len(message)
+
+    def _end_without_supervisor(self) -> None:
+        """The function has killed or stopped its supervisor: find what is left by its mark."""
+        give_up_at = time.monotonic() + KILL_S
+        found = {self._supervisor.pid, *descendants(self._supervisor.pid)}
+        while found and time.monotonic() < give_up_at:
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+            self._supervisor.poll()
+            found = _marked(self._mark)
+        self._supervisor.wait(KILL_S)
+
+
+def _marked(mark: str) -> set[int]:
+    """Living processes that were started, or forked by one that was started, with this mark in their environment."""
+    found = set()
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                if mark.encode() in Path(f"/proc/{name}/environ").read_bytes():
+                    found.add(int(name))
+            except OSError:  # gone, or not ours
+                continue
+    return found
+
+
+def _why(reason: bytes) -> str:
+    """The supervisor's last line in words."""
+    try:
+        said = parse_json(reason)
+        why, code = said["why"], said.get("code", 0)
+        lines = [line for line in said["words"].splitlines() if line.strip()]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "ended the process that watches it"
+    if why == "memory":
+        return "took more memory than max_memory_gib: make it smaller or raise max_memory_gib"
+    if why == "processes":
+        return f"started more than {MAX_PROCESSES} processes"
+    if why == "closed":
+        return "was ended with the run"
+    how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    return f"ended its process ({how}): {lines[-1].strip()[-MAX_WORDS:] if lines else 'it wrote nothing to stderr'}"

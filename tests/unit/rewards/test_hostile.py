@@ -1,0 +1,348 @@
+"""Reward functions that do what they should not: one line, in time, and no process is left.
+
+Every program here is bounded by itself: it sleeps for a minute at most, and forks a handful of times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mopd.config.validation import CustomReward as CustomRewardConfig
+from mopd.files.json_text import parse_json
+from mopd.rewards import process
+from mopd.rewards.child import _run
+from mopd.rewards.custom import CustomReward
+from mopd.rewards.interface import RewardItem
+from mopd.types import UserError
+
+TIMEOUT_S = 0.7
+SLACK_S = 3.0
+"""Beyond the deadline: starting and killing processes on a busy machine."""
+
+START = """
+import os, signal, subprocess, sys, threading, time
+DAEMON = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+def detach(run):
+    "A daemon in the way of the books: two forks and a session of its own."
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            run()
+        os._exit(0)
+    os.wait()
+
+def write_everywhere(data):
+    for fd in range(3, 64):
+        try: os.write(fd, data)
+        except OSError: pass
+"""
+
+BAD: dict[str, tuple[str, str]] = {
+    # what it does -> body of the function, what the line says
+    "forks and dies": (
+        "if os.fork() == 0: time.sleep(60)\nos._exit(3)",
+        r"ended its process \(exit code 3\)",
+    ),
+    "detaches and dies": ("detach(lambda: time.sleep(60))\nos._exit(4)", r"exit code 4"),
+    "detaches and hangs": ("detach(lambda: time.sleep(60))\ntime.sleep(60)", r"no answer within timeout_s 0\.7"),
+    "a program of its own": (
+        "subprocess.Popen(DAEMON, start_new_session=True, env={})\nos._exit(5)",
+        r"exit code 5",
+    ),
+    "many children": (
+        "for _ in range(12):\n    if os.fork() == 0:\n        os.setsid(); time.sleep(60)\nos._exit(6)",
+        "exit code 6",
+    ),
+    "a daemon, then kills its parent": (
+        "subprocess.Popen(DAEMON, start_new_session=True, env={})\nos.kill(os.getppid(), 9)\ntime.sleep(60)",
+        "killed by signal 9",
+    ),
+    "kills its parent's parent": (
+        "detach(lambda: time.sleep(60))\n"
+        "up = int(open(f'/proc/{os.getppid()}/stat').read().rsplit(')', 1)[1].split()[1])\n"
+        "os.kill(up, signal.SIGKILL)\ntime.sleep(60)",
+        "ended the process that watches it",
+    ),
+    "stops itself": ("os.kill(os.getpid(), signal.SIGSTOP)", "no answer within timeout_s"),
+    "stops its parent": ("os.kill(os.getppid(), signal.SIGSTOP)\nos._exit(0)", "no answer within|ended its process"),
+    "ignores signals": (
+        "for number in signal.valid_signals() - {9, 19}: signal.signal(number, signal.SIG_IGN)\nwhile True: pass",
+        "no answer within",
+    ),
+    "a thread for ever": ("threading.Thread(target=time.sleep, args=(60,)).start()\nsys.exit(1)", "SystemExit: 1"),
+    "os._exit(0)": ("os._exit(0)", r"ended its process \(exit code 0\): it wrote nothing to stderr"),
+    "crashes": ("print('last', 'words', flush=True)\nos.kill(os.getpid(), 11)", "killed by signal 11.*: last words"),
+    "30 GB at once": ("return len(bytearray(30 * 2**30))", r"failed: MemoryError"),
+    "memory bit by bit": (
+        "parts = []\nwhile True: parts.append(bytearray(b'x') * 2**24)",
+        "failed: MemoryError|more memory than max_memory_gib",
+    ),
+    "memory of many": (
+        "for _ in range(4): os.fork()\nkept = bytearray(b'x') * (24 * 2**20)\ntime.sleep(60)",
+        "took more memory than max_memory_gib: make it smaller or raise max_memory_gib",
+    ),
+    "a file too large": (
+        "with open('large', 'wb') as file:\n    file.truncate(5 * 2**30)",
+        "failed: OSError: .*File too large",
+    ),
+    "too many files": ("return len([open('/dev/null') for _ in range(5000)])", "failed: OSError: .*Too many open"),
+    "closes all": ("os.closerange(0, 256)\nreturn 1.0", "ended its process"),
+    "answers itself": (
+        'write_everywhere(b\'{"batch": 1, "values": ["x"]}\\n\')',
+        "sent no answer of 1 numbers: it wrote to a descriptor not its own",
+    ),
+    "answers nonsense": (
+        "write_everywhere(b'[' * 9999 + b'\\n')",
+        "sent no answer .*: it wrote to a descriptor not its own",
+    ),
+    "answers without end": ("while True: write_everywhere(b'x' * 4096)", "answered with more than"),
+    "10**400": ("return 10**400", r"returned 1000.*, larger than 1e\+09, for f: row 3 \(domain 'math'\)"),
+    "tuple keys": ("return {(1, 2): 3}", r"returned \{\(1, 2\): 3\}, not a finite number, for f: row 3"),
+    "100 MB": ("return 'x' * 100_000_000", "returned 'xxxx.*, not a finite number"),
+}
+
+RESULTS: dict[str, tuple[str, str]] = {
+    "sys.exit": ("import sys; sys.exit('enough')", r"failed: SystemExit: enough \(line \d+\)"),
+    "KeyboardInterrupt": ("raise KeyboardInterrupt", "failed: KeyboardInterrupt: "),
+    "GeneratorExit": ("raise GeneratorExit", "failed: GeneratorExit: "),
+    "endless recursion": ("return f(**row)", "failed: RecursionError: "),
+    "reads stdin": ("return open('/dev/null').read()", "returned '', not a finite number"),
+    "text": ("return 'great'", "returned 'great', not a finite number"),
+    "None": ("return None", "returned None, not a finite number"),
+    "NaN": ("return float('nan')", "returned nan, not a finite number"),
+    "infinite": ("return float('-inf')", "returned -inf, not a finite number"),
+    "-10**5000": ("return -10**5000", r"returned .*, larger than 1e\+09"),
+    "1e300": ("return 1e300", r"returned 1e\+300, larger than 1e\+09"),
+    "complex": ("return 1j", "returned 1j, not a finite number"),
+    "bytes": ("return b'\\xff'", "not a finite number"),
+    "a list of itself": ("a = []\na.append(a)\nreturn a", "not a finite number"),
+    "a surrogate": ("return '\\ud800\\x1b[31m\\n'", "not a finite number"),
+    "an array of two": ("import numpy; return numpy.ones(2)", "failed: ValueError: can only convert"),
+    "an array of NaN": ("import numpy; return numpy.array(float('nan'))", "returned array.*, not a finite number"),
+    "an evil repr": (
+        "class Evil:\n    def __repr__(self): raise SystemExit\nreturn Evil()",
+        "returned a value of type Evil, not a finite number",
+    ),
+    "an evil item": ("class Evil:\n    item = 3\nreturn Evil()", "failed: TypeError"),
+    "a long repr": ("class Long:\n    def __repr__(self): return 'x' * 10**7\nreturn Long()", "not a finite number"),
+    "an evil float": (
+        "class Evil(float):\n    def __repr__(self): raise SystemExit\n    __str__ = __float__ = __repr__\n"
+        "    def __eq__(self, other): raise SystemExit\n    __gt__ = __lt__ = __abs__ = __ne__ = __eq__\n"
+        "return Evil('inf')",
+        "not a finite number",
+    ),
+    "a float in disguise": ("class Odd:\n    __class__ = float\nreturn Odd()", "failed: TypeError"),
+    "an exception that cannot be shown": (
+        "class Odd(Exception):\n    def __str__(self): raise KeyboardInterrupt\nraise Odd",
+        "failed: Odd: it cannot be shown",
+    ),
+    "a long exception": ("raise ValueError('x\\n' * 10**6)", "failed: ValueError: x x x"),
+    "a surrogate in an exception": ("raise ValueError('\\ud800')", r"failed: ValueError: \\ud800"),
+}
+
+
+def source_of(body: str) -> str:
+    return START + "def f(**row):\n" + "".join(f"    {line}\n" for line in body.split("\n"))
+
+
+MODULES: dict[str, tuple[str, str]] = {
+    "raises": ("1 / 0", r"cannot be loaded: ZeroDivisionError: division by zero \(line 1\)"),
+    "exits": ("import sys; sys.exit(3)", "cannot be loaded: SystemExit: 3"),
+    "hangs": ("import time; time.sleep(60)", "no answer within timeout_s"),
+    "dies": ("import os; os._exit(9)", r"ended its process \(exit code 9\)"),
+    "no Python": ("def f(:", "cannot be loaded: SyntaxError"),
+    "binary": ("\0\1", "cannot be loaded: (SyntaxError|ValueError)"),
+    "no function": ("g = 1", "cannot be loaded: AttributeError: .*'f'"),
+    "not callable": ("f = 'x' * 10**6", "cannot be loaded: TypeError: it is no function but 'xxx"),
+    "another signature": ("def f(x): return 1.0", r"failed: TypeError: f\(\) got an unexpected keyword"),
+}
+
+
+def item(**changes: Any) -> RewardItem:
+    values = {"prompt": "p", "response": "r", "ground_truth": "g", "extra_info": {}, "domain": "math"}
+    return RewardItem(**{**values, "place": "f: row 3", **changes})
+
+
+def run(path: Path, items: list[RewardItem], *, timeout_s: float = 20.0, gib: float = 0.25) -> list[float]:
+    reward = CustomReward(
+        CustomRewardConfig(type="custom", path=str(path), function="f", timeout_s=timeout_s, max_memory_gib=gib)
+    )
+    try:
+        return asyncio.run(reward(items))  # type: ignore[arg-type]
+    finally:
+        reward.close()
+
+
+def left_over(folder: Path) -> list[str]:
+    """Command lines of living processes whose working directory is ``folder``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and os.readlink(entry / "cwd") == str(folder):
+                found.append((entry / "cmdline").read_text())
+        except OSError:
+            continue
+    return found
+
+
+def refused(path: Path, message: str) -> None:
+    timeout_s = TIMEOUT_S if "no answer within" in message else 20.0
+    threads, started = threading.active_count(), time.monotonic()
+    with pytest.raises(UserError, match=message) as caught:
+        run(path, [item()], timeout_s=timeout_s)
+    assert time.monotonic() - started < timeout_s + SLACK_S
+    line = str(caught.value)
+    assert line.startswith(f"{path}: custom reward 'f' ") and len(line) < 1000
+    assert line.isprintable(), line
+    assert left_over(path.parent) == []
+    assert threading.active_count() <= threads + 1
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_one_line_in_time_and_nothing_is_left(name: str, tmp_path: Path) -> None:
+    body, message = BAD[name]
+    path = tmp_path / "mine.py"
+    path.write_text(source_of(body))
+    refused(path, message)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_files_that_do_not_load(name: str, tmp_path: Path) -> None:
+    source, message = MODULES[name]
+    path = tmp_path / "mine.py"
+    path.write_text(source)
+    refused(path, message)
+
+
+def test_files_that_are_no_python(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("def f(**row): return 1.0")
+    refused(tmp_path / "mine.txt", "cannot be loaded: ImportError: not a Python file: name one that ends in .py")
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_and_exceptions_become_one_short_line(name: str) -> None:
+    body, message = RESULTS[name]
+    space: dict[str, Any] = {}
+    exec(compile(source_of(body), "mine.py", "exec"), space)
+    answer = _run(space["f"], [{}], "mine.py")
+    line = json.dumps(answer).encode()
+    assert re.search(message, answer["error"]) and len(line) < 2000, answer
+    assert parse_json(line) == answer and answer["item"] == 0
+
+
+NUMBERS: dict[str, tuple[str, float]] = {
+    "a whole number": ("return 3", 3.0),
+    "truth": ("return True", 1.0),
+    "minus": ("return -0.25", -0.25),
+    "the largest": ("return -1e9", -1e9),
+    "numpy": ("import numpy; return numpy.float32(0.5)", 0.5),
+    "an array of one": ("import numpy; return numpy.array([2])", 2.0),
+    "torch": ("import torch; return torch.tensor(1.5)", 1.5),
+    "a subclass": ("class Mine(float): pass\nreturn Mine(0.5)", 0.5),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_every_kind(name: str) -> None:
+    body, value = NUMBERS[name]
+    space: dict[str, Any] = {}
+    exec(compile(source_of(body), "mine.py", "exec"), space)
+    answer = _run(space["f"], [{}, {}], "mine.py")
+    assert answer == {"values": [value, value]} and [type(v) for v in answer["values"]] == [float, float]
+
+
+GOOD: dict[str, tuple[str, float]] = {
+    "prints much": ("for _ in range(200): print('x' * 10**5)\nreturn 1.0", 1.0),
+    "writes to fd 1 and 2": ("os.write(1, b'{}\\n'); os.write(2, b'{}\\n')\nreturn 1.0", 1.0),
+    "reads stdin": ("return len(sys.stdin.read())", 0.0),
+    "a daemon left behind": ("detach(lambda: time.sleep(60))\nreturn 1.0", 1.0),
+    "a pool": ("import multiprocessing as m\nwith m.Pool(2) as pool: return sum(pool.map(abs, [1, -2]))", 3.0),
+    "a clean environment": ("return len(set(os.environ) - {'PATH', 'LANG', 'LC_CTYPE'})", 0.0),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_is_allowed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "x")
+    body, value = GOOD[name]
+    path = tmp_path / "mine.py"
+    path.write_text(source_of(body))
+    assert run(path, [item(), item()], gib=1.0) == [value, value]
+    assert left_over(tmp_path) == []
+
+
+def test_arguments_of_every_kind(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def f(response, extra_info, **row): return len(response) + len(str(extra_info.get('x', '')))")
+    odd = "a\0b\ud800\x1b\u2028"
+    assert run(path, [item(response=odd), item(response="x" * 10**6)]) == [len(odd), 10**6]
+    assert run(path, [item(extra_info={"x": np.float32(1.5)})]) == [1 + 3]
+    for extra_info in ({(1, 2): 3}, {"x": 10**5000}):
+        with pytest.raises(UserError, match="custom reward 'f' cannot be given f: row 3: "):
+            run(path, [item(extra_info=extra_info)])
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(UserError, match="cannot be given f: row 3"):
+        run(path, [item(extra_info=deep)])
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.parametrize("path", ["nowhere.py", "a\0b.py", "\ud800.py", "x" * 5000, "", "."])
+def test_paths_that_are_no_file(path: str) -> None:
+    with pytest.raises(UserError, match="no such file: correct the path of the custom reward") as caught:
+        CustomReward(CustomRewardConfig(type="custom", path=path, function="f"))
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
+
+
+def test_a_failure_is_final_and_cancelling_ends_it(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(source_of("time.sleep(60)"))
+    cfg = CustomRewardConfig(type="custom", path=str(path), function="f", timeout_s=0.5)
+
+    async def twice() -> None:
+        reward = CustomReward(cfg)
+        for _ in range(2):
+            with pytest.raises(UserError, match="no answer within"):
+                await reward([item()])
+        reward.close()
+
+    async def cancelled() -> None:
+        reward = CustomReward(CustomRewardConfig(type="custom", path=str(path), function="f", timeout_s=60.0))
+        task = asyncio.create_task(reward([item()]))  # type: ignore[arg-type]
+        await asyncio.sleep(0.4)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        reward.close()
+
+    started = time.monotonic()
+    asyncio.run(twice())
+    asyncio.run(cancelled())
+    assert time.monotonic() - started < 8 and left_over(tmp_path) == []
+
+
+def test_a_stopped_supervisor_is_killed_with_all_it_watches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "END_S", 0.3)
+    path = tmp_path / "mine.py"
+    path.write_text(source_of("detach(lambda: time.sleep(60))\nreturn 1.0"))
+    reward = CustomReward(CustomRewardConfig(type="custom", path=str(path), function="f", timeout_s=20.0))
+    assert asyncio.run(reward([item()])) == [1.0]  # type: ignore[arg-type]
+    assert len(left_over(tmp_path)) == 4
+    assert reward._process is not None
+    os.kill(reward._process._supervisor.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    reward.close()
+    assert time.monotonic() - started < 3 and left_over(tmp_path) == []
