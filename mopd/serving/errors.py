@@ -3,12 +3,14 @@
 ==== ======================= ====================================================
 400  bad_request             malformed, or asks for what the engine cannot do
 401  unauthorized            token missing or wrong
-403  forbidden               the weights of a teacher are fixed
+403  forbidden               the weights of a teacher are fixed; a web page asked a server without a token
+408  head_timeout            the head of the request came too slowly
 408  body_timeout            the body came too slowly
-411  length_required         no Content-Length
+411  length_required         no Content-Length, or a Transfer-Encoding
 409  stale_weights           another weight version is served, or an update runs
 413  too_large               body or request above the server's limit
 429  busy                    queue full; Retry-After says when to come back
+431  too_large               the head of the request is too long
 499  client_gone             for the statistics only: nobody reads it
 500  internal_error          a fault of the server; its log has the traceback
 503  draining, dead, asleep  the server is about to end, or gave its memory to others
@@ -24,12 +26,15 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
+from mopd.text import visible
+
 
 class Refusal(Exception):
-    """Answered with ``status``; ``details`` stand beside ``type`` and ``message`` in the JSON body."""
+    """Answered with ``status``; ``details`` stand beside ``type`` and ``message`` in the JSON body. The message may
+    repeat what a client sent: it becomes one line that a terminal only shows."""
 
     def __init__(self, status: int, kind: str, message: str, **details: Any) -> None:
-        super().__init__(message)
+        super().__init__(visible(" ".join(message.split())))
         self.status, self.kind, self.details = status, kind, details
 
     def response(self) -> JSONResponse:

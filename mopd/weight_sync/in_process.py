@@ -21,7 +21,7 @@ class WeightReceiver(Protocol):
 class InProcessWeightSync:
     """Implements ``WeightSync``: hands the stream to each generator in turn.
 
-    One generator takes tensor after tensor; several need the whole set in memory, since the stream can be read once.
+    A generator holds the whole set before it replaces a weight; several share one set, as the stream can be read once.
     """
 
     def __init__(self, generators: Sequence[WeightReceiver]) -> None:

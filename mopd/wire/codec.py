@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import msgpack
 import numpy as np
 
+from mopd.text import visible
 from mopd.wire.limits import MAX_HEAD_BYTES
 
 VERSION = 1
@@ -156,7 +157,7 @@ def _require_keys(value: Any, keys: set[str], what: str) -> None:
     if not isinstance(value, dict):
         raise WireError(f"{what} is not a map")
     if value.keys() != keys:
-        odd = sorted(str(key)[:40] for key in value.keys() ^ keys)
+        odd = sorted(visible(str(key))[:40] for key in value.keys() ^ keys)
         raise WireError(f"{what} misses or does not know {', '.join(odd[:4])}")
 
 

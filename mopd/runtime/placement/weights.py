@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from mopd.engines.interface import EngineUnavailable
+from mopd.engines.interface import EngineRejected, EngineUnavailable
 from mopd.engines.remote import RemoteEngine
 from mopd.replicas.router import Router
+from mopd.types import UserError
 from mopd.weight_sync.http import HttpWeightSync
 from mopd.weight_sync.in_process import InProcessWeightSync
 
@@ -36,7 +37,8 @@ class GroupWeightSync:
         self._router = router
 
     async def publish(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """See ``WeightSync.publish``. Raises an engine's refusal (names, shapes, a broken update rule)."""
+        """See ``WeightSync.publish``. Raises an engine's refusal (names, shapes, values, a broken update rule); that of
+        a server as ``UserError``."""
         # First: requests from now on are for this version, whichever replica has it when.
         self._router.set_weight_version(weight_version)
         lacking = set(self._router.needs_weights)
@@ -51,9 +53,11 @@ class GroupWeightSync:
             sync = HttpWeightSync(remote)
             try:
                 await sync.publish(weights, weight_version)
-            except EngineUnavailable:
+            except (EngineUnavailable, EngineRejected):
                 logger.warning("no rollout replica took weights %d", weight_version)
             for error in sync.failures.values():
+                if isinstance(error, EngineRejected):
+                    raise UserError(f"weights {weight_version} of the student were refused: {error}") from error
                 if not isinstance(error, EngineUnavailable):
                     raise error
         self._router.set_weight_version(weight_version)

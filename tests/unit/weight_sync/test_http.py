@@ -13,9 +13,14 @@ import torch
 from torch import Tensor
 
 from mopd.config.engines import TorchEngine as TorchEngineConfig
+from mopd.config.groups import Routing
 from mopd.engines.interface import EngineRejected, EngineUnavailable, SamplingParams, StaleWeights
 from mopd.engines.remote import RemoteEngine
 from mopd.engines.torch_engine import TorchEngine
+from mopd.replicas.interface import Replica
+from mopd.replicas.router import Router
+from mopd.runtime.placement.weights import GroupWeightSync
+from mopd.types import UserError
 from mopd.weight_sync.http import HttpWeightSync
 from mopd.wire.push import Step
 from tests.fixtures.servers import RunningServer, running_server
@@ -157,6 +162,28 @@ def test_a_stream_that_breaks_is_aborted_everywhere(servers: list[RunningServer]
             await sync.publish(stream(), 2)
         for replica in replicas:
             await assert_serves(replica, source)
+
+    run(servers, work)
+
+
+def test_nonfinite_weights_end_a_run_in_one_line(servers: list[RunningServer], source: TorchEngine) -> None:
+    """The student's fault, not a replica's: no repair is waited for, and the old weights answer on."""
+    broken = dict(source.model.named_parameters())
+    name = next(iter(broken))
+    broken[name] = broken[name] * float("nan")
+
+    async def work(replicas: list[DyingEngine]) -> None:
+        members = [Replica(name=replica.name, engine=replica) for replica in replicas]
+        router = Router("rollout", members, Routing(), kind="rollout")
+        sync = GroupWeightSync(router)
+        await sync.publish(source.model.named_parameters(), 1)
+        with pytest.raises(UserError, match=f"weights 2 of the student were refused: .*{name!r} has .* NaN") as refused:
+            await sync.publish(broken.items(), 2)
+        assert "\n" not in str(refused.value)
+        for replica in replicas:
+            assert replica.weight_version == 1
+            await assert_serves(replica, source)
+        await router.close()
 
     run(servers, work)
 
