@@ -1,0 +1,151 @@
+"""Bodies on the wire: requests and answers of the engine server, and the messages of a weight push."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+
+from mopd.engines.interface import EngineInfo, EngineLimits
+from mopd.serving.completions import read_work
+from mopd.serving.errors import Refusal
+from mopd.serving.work import GenerateWork, ScoreWork
+from mopd.wire.codec import WireError, decode, encode
+from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest
+from mopd.wire.weights import Staging, TensorLedger, WeightAbort, WeightBegin, WeightChunk, WeightCommit, cut
+from tests.fuzz.harness import fuzz
+
+SLOTS = {"a.weight": torch.zeros(3, 4, dtype=torch.bfloat16), "b": torch.zeros(()), "c": torch.zeros(2, 2, 2)}
+INFO = EngineInfo(
+    model="m",
+    kind="torch",
+    vocab_size=48,
+    max_positions=64,
+    dtype="float32",
+    weight_version=0,
+    limits=EngineLimits(max_tokens_per_request=64),
+)
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+SCORE = ScoreRequest(
+    tokens=ints(1, 5, 9, 7, 7, 1, 4),
+    lengths=ints(5, 2),
+    prompt_lengths=ints(3, 1),
+    top_k=2,
+    temperature=1.0,
+    logprob_dtype="float32",
+    weight_version=0,
+)
+GENERATE = GenerateRequest(
+    tokens=ints(1, 2, 3),
+    lengths=ints(2, 1),
+    seeds=np.array([0, 2**62], dtype=np.int64),
+    max_new_tokens=4,
+    temperature=0.5,
+    top_p=0.9,
+    top_k=-1,
+    weight_version=0,
+    logprob_dtype="float16",
+)
+SCORES = ScoreAnswer(
+    request_checksum=b"x" * 16,
+    weight_version=0,
+    top_k=2,
+    logprob_dtype="float16",
+    lengths=ints(2, 1),
+    ids=ints(*range(6)),
+    logprobs=np.linspace(-3, -1, 6, dtype=np.float32),
+    token_logprobs=np.linspace(-3, -1, 3, dtype=np.float32),
+)
+RESPONSES = GenerateAnswer(
+    request_checksum=b"y" * 16,
+    weight_version=0,
+    logprob_dtype="float32",
+    lengths=ints(1, 2),
+    stopped=np.array([1, 0], dtype=np.uint8),
+    tokens=ints(2, 3, 4),
+    logprobs=np.array([-0.5, -1.5, -2.5], dtype=np.float32),
+)
+
+
+def inner(message: Any) -> bytes:
+    """The message's head and arrays without the frame: what is mutated here arrives with a right checksum."""
+    outer = msgpack.unpackb(encode(message))
+    return bytes(msgpack.packb([outer["kind"], outer["head"], *outer["arrays"].values()]))
+
+
+def framed(content: bytes, names: list[str]) -> bytes:
+    """Inverse of ``inner``; ``WireError`` where the mutation left nothing to frame."""
+    try:
+        kind, head, *arrays = msgpack.unpackb(content, strict_map_key=False)
+        crc = zlib.crc32(head)
+        for array in arrays:
+            crc = zlib.crc32(array, crc)
+        outer = {"kind": kind, "version": 1, "head": head, "arrays": dict(zip(names, arrays, strict=True)), "crc": crc}
+        return bytes(msgpack.packb(outer))
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.exceptions.UnpackException) as error:
+        raise WireError(f"nothing to frame: {type(error).__name__}") from error
+
+
+def both(name: str, message: Any, use: Callable[[Any], object]) -> None:
+    """Mutations of the whole body, which the checksum finds, and of what it covers, which the checks behind it find."""
+    cls = type(message)
+    names = list(msgpack.unpackb(encode(message))["arrays"])
+    fuzz(f"{name} body", [encode(message)], lambda body: use(decode(body, cls)), (WireError, Refusal))
+    fuzz(f"{name} inside", [inner(message)], lambda c: use(decode(framed(c, names), cls)), (WireError, Refusal))
+
+
+def test_requests() -> None:
+    both("wire score", SCORE, lambda request: ScoreWork(request).check(INFO))
+    both("wire generate", GENERATE, lambda request: GenerateWork(request).check(INFO))
+
+
+def test_answers() -> None:
+    both("wire scores", SCORES, lambda answer: None)
+    both("wire responses", RESPONSES, lambda answer: None)
+
+
+def test_weight_push() -> None:
+    """Heads alone, and chunks on their way into the staging of a model of three weights."""
+    ledger = TensorLedger()
+    bodies = [
+        WeightChunk(update_id="u", index=i, pieces=pieces, data=data)
+        for i, (pieces, data) in enumerate(cut(SLOTS.items(), ledger, data_bytes=50))
+    ]
+    commit = WeightCommit(update_id="u", num_tensors=3, digest=ledger.digest)
+    for message in (WeightBegin(update_id="u", weight_version=1), commit, WeightAbort(update_id="u")):
+        both(f"wire {message.kind}", message, lambda message: None)
+
+    def stage(chunk: WeightChunk) -> None:
+        staging = Staging(SLOTS)
+        for before in bodies[: min(chunk.index, 1)]:
+            staging.add(before)
+        staging.add(chunk)
+
+    for index, body in enumerate(bodies):
+        both(f"wire chunk {index}", body, stage)
+
+
+def test_completions() -> None:
+    class Tokenizer:
+        def encode(self, text: str) -> list[int]:
+            return [ord(letter) % 48 for letter in text]
+
+        def decode(self, token_ids: Any) -> str:
+            return ""
+
+    valid = [
+        {"prompt": [1, 5, 9], "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 1, "logprobs": 2},
+        {"prompt": ["ab", "c"], "max_tokens": 0, "echo": True, "prompt_logprobs": 1, "stream": False, "n": 1},
+    ]
+    bodies = [json.dumps(body).encode() for body in valid]
+    fuzz("wire completions", bodies, lambda body: read_work(bytearray(body), INFO, Tokenizer()).check(INFO), (Refusal,))
