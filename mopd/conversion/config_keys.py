@@ -14,7 +14,7 @@ from mopd.text import visible
 from mopd.types import UserError
 
 CONFIG_FILE = "config.json"
-MAX_COUNT = 20_000
+MAX_COUNT = 10_000
 """Layers, experts, heads, labels, …; published models have some hundreds."""
 MAX_NUMBER = 2**48
 """Any whole number of a config; published ones stay below 2^34."""
@@ -63,7 +63,7 @@ class Keys:
         self.prefix = prefix
 
     def error(self, key: str, problem: str) -> UserError:
-        return UserError(f"{shown_path(self.path)}: '{visible(self.prefix + key):.100}': {problem}")
+        return UserError(f"{shown_path(self.path)}: '{visible(self.prefix + key):.100}': {problem:.600}")
 
     def absent(self, key: str) -> bool:
         """Missing or null, which the format treats alike."""

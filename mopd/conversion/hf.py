@@ -84,9 +84,9 @@ def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
         UserError: no such weights, or an index that is corrupt or points outside the folder.
     """
     for index in (INDEX_FILE, PICKLED_INDEX_FILE) if allow_pickle else (INDEX_FILE,):
-        if (folder / index).is_file():
+        if (folder / index).exists():
             return [folder / name for name in sorted(set(_read_index(folder / index).values()))]
-    if (folder / WEIGHTS_FILE).is_file():
+    if (folder / WEIGHTS_FILE).exists():
         return [folder / WEIGHTS_FILE]
     pickled = sorted(path for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickled and not allow_pickle:
@@ -126,7 +126,7 @@ class HfReader:
                     raise UserError(f"{path}: tensor '{name}' is also in {self._where[name][0]}; keep one")
                 self._where[name] = (path, info)
         for index in (INDEX_FILE, PICKLED_INDEX_FILE) if allow_pickle else (INDEX_FILE,):
-            if (self.folder / index).is_file():
+            if (self.folder / index).exists():
                 self._check_index(self.folder / index)
                 break
 

@@ -98,6 +98,8 @@ def _read_adapter(folder: Path, reader: HfReader) -> _Adapter:
     config = _read_config(folder / ADAPTER_CONFIG)
     path = folder / ADAPTER_WEIGHTS
     entries = read_header(path)
+    if not entries:
+        raise UserError(f"{path}: holds no tensor: fetch the file again")
     factors: dict[str, dict[str, str]] = {}
     replaced, scale = {}, {}
     for key, info in entries.items():

@@ -31,9 +31,11 @@ from mopd.types import UserError
 ADAPTER_CONFIG = "adapter_config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
-_SMALL_TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_SMALL_TOKENIZER_FILES = (_TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.json")
 _MAX_TOKENIZER_BYTES = 2**28
-_MAX_TOKEN_ID = 2**31
+_MAX_TOKEN_ID = 2**24
+"""Tokenizers make tables of this length; the largest published vocabularies have 2^18 tokens."""
 _CURE = "fetch the file again"
 _SPARE_WEIGHTS = 2**20
 
@@ -51,7 +53,8 @@ def load_config(folder: Path) -> PretrainedConfig:
 
 
 def load_weights(folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """The model of a folder on the CPU with what transformers says about its loading.
+    """The model of a folder on the CPU with what transformers says about its loading, weights that are missing or of
+    another shape included.
 
     Raises:
         UserError: as ``load_config`` does; damaged weights, or weights of another model; an adapter alone.
@@ -68,6 +71,7 @@ def load_weights(folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # the caller refuses them by name
             output_loading_info=True,
         )
     model, info = loaded
@@ -87,6 +91,17 @@ def build_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTr
     return cast(PreTrainedModel, model)
 
 
+def require_computes(folder: Path, model: PreTrainedModel) -> None:
+    """Refuses a model whose layers do not fit together, which transformers only finds when they run.
+
+    Raises:
+        UserError: what it says.
+    """
+    probe = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    with _refusing(folder / CONFIG_FILE, "makes a model that cannot run"), torch.inference_mode():
+        model(input_ids=probe, use_cache=False)
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder.
 
@@ -95,9 +110,16 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """
     for name in _SMALL_TOKENIZER_FILES:
         if (folder / name).exists():
-            read_json_object(folder / name, cure=_CURE, any_number=True)
+            content = read_json_object(folder / name, cure=_CURE, any_number=True)
+            added = content.get("added_tokens_decoder") if name == _TOKENIZER_CONFIG else content
+            _require_ids(folder / name, added if isinstance(added, dict) else {})
     if (folder / TOKENIZER_FILE).exists():
-        read_tokenizer_json(folder / TOKENIZER_FILE)
+        content = read_tokenizer_json(folder / TOKENIZER_FILE)
+        model, added = content.get("model"), content.get("added_tokens")
+        vocabulary = model.get("vocab") if isinstance(model, dict) else None
+        _require_ids(folder / TOKENIZER_FILE, vocabulary if isinstance(vocabulary, dict) else {})
+        for token in added if isinstance(added, list) else []:
+            _require_ids(folder / TOKENIZER_FILE, token if isinstance(token, dict) else {})
     for path in (folder / "vocab.json", folder / "vocab.txt", folder / "merges.txt", *folder.glob("*.model")):
         if path.exists():
             read_bytes(path, cure=_CURE, max_bytes=_MAX_TOKENIZER_BYTES)
@@ -151,6 +173,16 @@ def require_weights_fit(folder: Path, config: PretrainedConfig) -> None:
             f"{shown_path(path)}: asks for {asked:,} weights where the weight files hold {stored:,}: config and "
             "weights belong to different models"
         )
+
+
+def _require_ids(path: Path, tokens: dict[str, Any]) -> None:
+    """Token ids, as values (``{"a": 3}``) or as keys (``{"3": {…}}``), lie where a table of them can be made."""
+    for key, value in tokens.items():
+        number = int(key) if isinstance(value, dict) and key.isdecimal() and len(key) < 20 else value
+        if isinstance(number, int) and not 0 <= number < _MAX_TOKEN_ID:
+            raise UserError(
+                f"{shown_path(path)}: token {key!a:.100} has id {number}, not 0 to {_MAX_TOKEN_ID - 1}; {_CURE}"
+            )
 
 
 def _require_whole_model(folder: Path) -> None:

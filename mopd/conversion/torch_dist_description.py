@@ -9,6 +9,7 @@ has one reads through here all the same.
 from __future__ import annotations
 
 import pickle
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
@@ -39,7 +40,17 @@ MAX_BYTES = 2**30
 _MAX_DIMENSIONS = 16
 _MAX_NUMBER = 2**63
 _CURE = "restore the folder"
-_DAMAGE = (UnpicklingError, AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError, MemoryError)
+_DAMAGE = (
+    UnpicklingError,
+    struct.error,
+    AttributeError,
+    EOFError,
+    IndexError,
+    KeyError,
+    TypeError,
+    ValueError,
+    MemoryError,
+)
 """What the standard library's unpickler raises over a damaged pickle."""
 
 

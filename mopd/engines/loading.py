@@ -32,7 +32,10 @@ def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMode
         # The loader maps the file: tensors lie at odd addresses, where kernels round differently than on torch's own
         # memory, and would change with the file. A copy makes equal weights give equal bits.
         parameter.data = parameter.data.to(device, copy=True)
-    return cast(PreTrainedModel, model.to(device))
+    model = cast(PreTrainedModel, model.to(device))
+    with _frozen_random_state(device):
+        pretrained.require_computes(folder, model)
+    return model
 
 
 def build_empty_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
@@ -50,12 +53,14 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars while a model loads: the terminal belongs to the run."""
-    shown = transformers_logging.is_progress_bar_enabled()
+    """No progress bars and no reports while a model loads: the terminal belongs to the run."""
+    shown, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
+        transformers_logging.set_verbosity(verbosity)
         if shown:
             transformers_logging.enable_progress_bar()
 

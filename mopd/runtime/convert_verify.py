@@ -29,6 +29,8 @@ PROBE_TEXT = (
     "Once, in a year of 365 days, nobody asked why the sky is blue."
 )
 MAX_PROBE_TOKENS = 128
+MAX_DIFFERENCES = 1000
+"""After so many a comparison ends."""
 TIMEOUT_S = 600.0
 _UNREADABLE = "unreadable"
 
@@ -81,6 +83,9 @@ def _tensor_differences(one: Contents, other: Contents) -> tuple[list[dict[str, 
     rows = {row.hf_names: row for contents in (one, other) for row in contents.rows()}
     differences, num_tensors = [], 0
     for row in rows.values():
+        if len(differences) >= MAX_DIFFERENCES:
+            differences.append({"name": row.hf_names[0], "problem": "this tensor and what follows are not compared"})
+            break
         prints = []
         for contents in (one, other):
             try:

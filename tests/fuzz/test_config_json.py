@@ -1,0 +1,82 @@
+"""``config.json`` of every family: as the name tables and as transformers read it; beside it the other small files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+
+from mopd.conversion import families, lora
+from mopd.conversion.dims import read_dims
+from mopd.conversion.pretrained import load_config, load_tokenizer, read_stop_ids
+from mopd.types import UserError
+from tests.fixtures.tiny_models import FAMILIES, FAMILY_KEYS, make_tokenizer
+from tests.fuzz.harness import fuzz
+
+COMMON = {
+    "vocab_size": 48, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 256, "eos_token_id": 2, "torch_dtype": "float32", "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+def config_of(family: str) -> bytes:
+    keys = {"architectures": [f"{FAMILIES[family]}ForCausalLM"], "num_key_value_heads": 2, "head_dim": 32}
+    if family.startswith("deepseek"):
+        del keys["head_dim"]
+    config = getattr(transformers, f"{FAMILIES[family]}Config")(**COMMON | keys | FAMILY_KEYS.get(family, {}))
+    return json.dumps(config.to_dict() | {"architectures": keys["architectures"]}).encode()
+
+
+def test_configs(tmp_path: Path) -> None:
+    """Names are made as well: a config may not ask for more of them than fit in memory."""
+
+    def read(content: bytes) -> None:
+        (tmp_path / "config.json").write_bytes(content)
+        for _ in families.all_params(read_dims(tmp_path)):
+            pass
+
+    fuzz("config.json", [config_of(family) for family in FAMILIES], read, (UserError,))
+
+
+def test_configs_of_transformers(tmp_path: Path) -> None:
+    def read(content: bytes) -> None:
+        (tmp_path / "config.json").write_bytes(content)
+        read_stop_ids(tmp_path, load_config(tmp_path))
+
+    fuzz("config.json of transformers", [config_of(family) for family in FAMILIES], read, (UserError,))
+
+
+def test_generation_configs(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(config_of("qwen3"))
+    config = load_config(tmp_path)
+
+    def read(content: bytes) -> None:
+        (tmp_path / "generation_config.json").write_bytes(content)
+        read_stop_ids(tmp_path, config)
+
+    fuzz("generation_config.json", [b'{"eos_token_id": [2, 3], "pad_token_id": 0}'], read, (UserError,))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_tokenizers(tmp_path: Path, name: str) -> None:
+    make_tokenizer(tmp_path)
+    valid = (tmp_path / name).read_bytes()
+
+    def read(content: bytes) -> None:
+        (tmp_path / name).write_bytes(content)
+        load_tokenizer(tmp_path)
+
+    fuzz(name, [valid], read, (UserError,))
+
+
+def test_adapter_configs(tmp_path: Path) -> None:
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "rank_pattern": {"q_proj": 8}, "alpha_pattern": {}}
+
+    def read(content: bytes) -> None:
+        (tmp_path / "adapter_config.json").write_bytes(content)
+        found = lora._read_config(tmp_path / "adapter_config.json")
+        lora._scale(found, "model.layers.0.self_attn.q_proj", tmp_path)
+
+    fuzz("adapter_config.json", [json.dumps(config).encode()], read, (UserError,))
