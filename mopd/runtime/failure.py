@@ -36,8 +36,8 @@ ERROR_CODE = 1
 STORE_TIMEOUT_S = 10.0
 RESERVED_BYTES = 2**18
 """Kept for each rank's error before the ranks start: a full disk must not swallow the line that tells of it."""
-_MAX_TRACEBACK = 16_000
-"""Characters; an error of this length and its message fit into the reserved bytes."""
+_MAX_MESSAGE, _MAX_TRACEBACK = 4_000, 16_000
+"""Characters; whatever they are, they fit into the reserved bytes."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -134,7 +134,7 @@ def _leave(error: BaseException, launch_dir: Path | None) -> None:
         failure = RankFailure(
             rank=rank_and_world_size()[0],
             is_user_error=is_user_error,
-            message=one_line(error),
+            message=one_line(error)[:_MAX_MESSAGE],
             traceback="".join(traceback.format_exception(error))[-_MAX_TRACEBACK:],
             time_s=time.time(),
         )

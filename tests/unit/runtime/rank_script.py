@@ -6,14 +6,17 @@ Ranks that have nothing to do wait in a real gloo collective, as trainer ranks d
 from __future__ import annotations
 
 import datetime
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mopd.runtime.failure import rank_and_world_size, run_as_rank
 from mopd.types import UserError
@@ -39,6 +42,15 @@ def work() -> None:
         raise UserError("every rank saw it")
     elif behaviour == "bug" and rank == 1:
         raise ZeroDivisionError("the bug in rank one")
+    elif behaviour == "full_disk_behind_torch":
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/one/file")
+        raise CheckpointException("write", {1: (full, traceback.extract_stack())})
+    elif behaviour == "bug_behind_torch":
+        raise CheckpointException("write", {1: (ZeroDivisionError("the bug in rank one"), traceback.extract_stack())})
+    elif behaviour == "full_output":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+        print("a result")
+        return
     elif behaviour == "kill_itself" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     elif behaviour == "exit_silently" and rank == 1:

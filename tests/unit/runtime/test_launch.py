@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from mopd.runtime import failure
+from mopd.runtime.failure import read_failures, reserve
+from mopd.types import UserError
 
 pytestmark = pytest.mark.multirank
 
@@ -96,6 +101,15 @@ def test_all_well(start: Start, tmp_path: Path, temporary: Path) -> None:
     [
         ("user_error", "recipe.yaml:3: student.model: this folder is broken"),
         ("user_error_everywhere", "every rank saw it"),
+        (
+            "full_disk_behind_torch",
+            "/runs/one/file: cannot be written: No space left on device; free space there or name another place",
+        ),
+        (
+            "full_output",
+            "standard output or a temporary file: cannot be written: No space left on device; free space there or name "
+            "another place",
+        ),
     ],
 )
 def test_user_error_is_one_line(start: Start, tmp_path: Path, behaviour: str, line: str) -> None:
@@ -105,13 +119,33 @@ def test_user_error_is_one_line(start: Start, tmp_path: Path, behaviour: str, li
     wait_for_end(*(pid_from(tmp_path / f"{rank}.pid") for rank in (0, 1)))
 
 
-def test_bug_shows_the_failing_ranks_traceback(start: Start) -> None:
-    process = start("bug")
+@pytest.mark.parametrize(("behaviour", "rank"), [("bug", "1"), ("bug_behind_torch", "[01]")])
+def test_bug_shows_the_failing_ranks_traceback(start: Start, behaviour: str, rank: str) -> None:
+    process = start(behaviour)
     _out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1
     assert "ZeroDivisionError: the bug in rank one" in err
-    assert err.count("Traceback") == 1
-    assert err.endswith("mopd: error: rank 1 failed, see the traceback above\n")
+    assert err.count("Traceback") == (1 if behaviour == "bug" else 2)  # torch's own, and the rank's within
+    assert re.search(rf"mopd: error: rank {rank} failed, see the traceback above\n$", err)
+
+
+@pytest.mark.parametrize("place", ["/proc", "/dev/null"])
+def test_room_for_errors_is_needed_before_the_ranks_start(place: str) -> None:
+    with pytest.raises(UserError, match=rf"^{place}: cannot be written"):
+        reserve(Path(place), 2)
+
+
+def test_errors_find_room_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest error fits into what was reserved: the file does not grow."""
+    reserve(tmp_path, 1)
+    before = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    failure._leave(ValueError("é" * 100_000), tmp_path)
+    (told,) = tmp_path.glob("*.error.json")
+    assert told.stat().st_size < before["0.partial"]
+    assert [error.rank for error in read_failures(tmp_path)] == [0]
 
 
 def test_killed_rank_is_named_and_ends_the_others(start: Start, tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""A disk that fills up at any moment costs one line, and nothing once there is space again.
+
+Invariant: whatever a run was writing, it ends with the file's path and "No space left on device", and the command that
+this line names ends with the weights, metrics and validations of a run that was never cut off, bit for bit.
+``MOPD_DISK_FULL_MOMENTS`` sets how many random moments are tried (``make disk-full``: 30), ``MOPD_DISK_FULL_SEED``
+which. Not exercised here: several ranks (how their errors become one line: ``tests/unit/runtime/test_launch.py``), the
+files of vLLM and Ray, network disks that tell at ``close``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.world import REPOSITORY, World, environment
+
+pytestmark = pytest.mark.slow
+SHORT_FORM = 2
+TIMEOUT_S = 60.0
+"""For each moment, and once for the start."""
+
+
+def private_mounts(folder: Path) -> list[str]:
+    """What a command is prefixed with to mount a tmpfs that nobody else sees; skips where the system allows none."""
+    reasons = []
+    for prefix in (["unshare", "--mount"], ["unshare", "--mount", "--user", "--map-root-user"]):
+        mount = [*prefix, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+        tried = subprocess.run(mount, capture_output=True, text=True, check=False)
+        if tried.returncode == 0:
+            return prefix
+        reasons.append(tried.stderr.strip())
+    pytest.skip(f"a small disk cannot be mounted here: {'; '.join(reasons)}")
+
+
+def test_a_full_disk_costs_one_line_and_nothing_more(world: World, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    number = int(os.environ.get("MOPD_DISK_FULL_MOMENTS", SHORT_FORM))
+    seed = int(os.environ.get("MOPD_DISK_FULL_SEED", random.randrange(2**31)))
+    command = [*private_mounts(disk), sys.executable, "-W", "ignore", "-m", "tests.integration.disk_full"]
+    done = subprocess.run(
+        [*command, str(world.folder), str(disk), str(number), str(seed)],
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S * (number + 1),
+        check=False,
+    )
+    assert done.returncode == 0, f"MOPD_DISK_FULL_SEED={seed}\n{done.stdout}\n{done.stderr}"
+    print(done.stdout)
+    assert len([json.loads(line) for line in done.stdout.splitlines()]) == number
