@@ -202,7 +202,7 @@ class RunDir:
                 with writing(path):
                     os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
         except WriteRefusedError as error:
-            raise WriteRefusedError(f"{loaded.where('run_dir')}: {error}") from error
+            raise WriteRefusedError(f"{loaded.where('run_dir')}: {shown_path(self.path)!r}: {error}") from error
 
     def _take(self, lock: int, *, close_on_refusal: bool = False) -> None:
         deadline = time.monotonic() + LOCK_WAIT_S

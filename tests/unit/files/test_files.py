@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
+import tempfile
+import traceback
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mopd.files.json_text import MAX_DEPTH, parse_json, read_json_object
 from mopd.files.reading import read_text, shown_path
-from mopd.files.writing import write_json, write_text, writing
+from mopd.files.writing import (
+    WriteRefusedError,
+    reasoned,
+    refusal,
+    temporary_folder,
+    write_json,
+    write_text,
+    writing,
+)
 from mopd.types import UserError
 
 REFUSED = {
@@ -100,3 +115,63 @@ def test_a_refused_write_is_one_line_with_path_and_reason(tmp_path: Path) -> Non
         full.write_bytes(b"x")
     with pytest.raises(UserError, match="cannot be written: No such file"):
         write_text(tmp_path / "absent" / "file", "x")
+
+
+def test_a_library_that_hides_the_reason_tells_it(tmp_path: Path) -> None:
+    """``torch.save`` replaces the error of a failed write; safetensors has it in its text only."""
+    weights = {"w": torch.zeros(1000)}
+    with pytest.raises(UserError, match=r"^x: cannot be written: No space left on device"), writing("x"):  # noqa: SIM117
+        with Path("/dev/full").open("wb", buffering=0) as file, reasoned(file) as stream:
+            torch.save(weights, stream)
+    with pytest.raises(UserError, match=r"^x: cannot be written: No such file or directory"), writing("x"):
+        save_file(weights, tmp_path / "absent" / "file")
+    with pytest.raises(RuntimeError), reasoned(io.BytesIO()):
+        raise RuntimeError("of the library's own")
+
+
+def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
+    """``error`` as it is caught, with its cause."""
+    try:
+        raise error from cause
+    except BaseException as caught:
+        return caught
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/a/file")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (FULL, "/a/file: cannot be written: No space left on device; free space there or name another place"),
+        (
+            OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), b"/a/b"),
+            "/a/b: cannot be written: Disk quota exceeded",
+        ),
+        (
+            OSError(errno.EROFS, os.strerror(errno.EROFS)),
+            "file: cannot be written: Read-only file system; make",
+        ),
+        (raised(ValueError("x"), raised(TypeError("y"), FULL)), "/a/file: cannot be written: No space left"),
+        (CheckpointException("write", {3: (FULL, traceback.StackSummary())}), "/a/file: cannot be written: No space"),
+        (CheckpointException("write", {0: (WriteRefusedError("told"), traceback.StackSummary())}), "told"),
+        (OSError(errno.ENOENT, "No such file or directory", "x"), None),
+        (ValueError("x"), None),
+        (CheckpointException("read", {0: (ValueError("x"), traceback.StackSummary())}), None),
+    ],
+)
+def test_a_full_disk_is_found_behind_other_errors(error: BaseException, line: str | None) -> None:
+    found = refusal(error)
+    assert found is None if line is None else line in str(found)
+
+
+def test_a_circle_of_causes_ends() -> None:
+    one, two = ValueError("one"), ValueError("two")
+    one.__cause__, two.__cause__ = two, one
+    assert refusal(one) is None
+
+
+def test_temporary_folders_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    with pytest.raises(UserError, match=r"^/proc: cannot be written"):
+        temporary_folder("x")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mopd.config.load import Loaded, load_recipe
+from mopd.files.writing import WriteRefusedError
 from mopd.runtime.run_dir import RunDir, check_same_run
 from mopd.types import UserError
 from tests.fixtures.recipe import RECIPE
@@ -156,3 +161,144 @@ def test_paths(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert run.checkpoint(50) == tmp_path / "checkpoints" / "step_00000050"
     assert run.metrics == tmp_path / "metrics.jsonl"
+
+
+@pytest.fixture
+def places(load: Load) -> Load:
+    """Things where a run folder cannot be."""
+    Path("file").touch()
+    Path("dangling").symlink_to("nowhere")
+    Path("circle").symlink_to("other")
+    Path("other").symlink_to("circle")
+    return load
+
+
+def in_the_launcher(loaded: Loaded) -> None:
+    """What ``mopd train`` asks before it starts ranks."""
+    RunDir(loaded.recipe.run_dir).check(loaded, resume=False)
+
+
+def in_rank_0(loaded: Loaded) -> None:
+    """The folder may have changed since."""
+    with RunDir(loaded.recipe.run_dir) as run:
+        run.open(loaded, resume=False)
+
+
+@pytest.mark.parametrize("where", [in_the_launcher, in_rank_0])
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("file", "'file' is a file"),
+        ("file/below", "file', above 'file/below', is a file"),
+        ("file/far/below", "file', above 'file/far/below', is a file"),
+        ("dangling", "'dangling' is a symbolic link that leads to no folder"),
+        ("dangling/below", "is a symbolic link that leads to no folder"),
+        ("circle", "is a symbolic link that leads to no folder"),
+        ("circle/below", "is a symbolic link that leads to no folder"),
+        ("x" * 256, "too long: a name may have 255 bytes"),
+        ("é" * 128, "too long: a name may have 255 bytes"),
+        ("/".join(["y" * 200] * 20), "the whole path 3935: set a shorter run_dir"),
+        ("a\0b", "not a possible name"),
+        ("a\ud800b", "not a possible name"),
+        ("a\udcffb", "not a possible name"),
+        ("/proc/run", "/proc"),
+        ("/proc/self/run", "/proc/self"),
+        ("/sys/run", "/sys"),
+        ("/dev/null", "'/dev/null' is a file"),
+        ("/dev/null/run", "above '/dev/null/run', is a file"),
+        ("/dev/full/run", "above '/dev/full/run', is a file"),
+    ],
+)
+def test_no_folder_can_be_here(places: Load, path: str, problem: str, where: Callable[[Loaded], None]) -> None:
+    before = sorted(Path().iterdir())
+    loaded = places()
+    loaded = dataclasses.replace(loaded, recipe=dataclasses.replace(loaded.recipe, run_dir=path))
+    with pytest.raises(UserError, match=re.escape(problem)) as caught:
+        where(loaded)
+    assert "run_dir" in str(caught.value) or where is in_rank_0
+    str(caught.value).encode()
+    assert sorted(Path().iterdir()) == before
+
+
+def as_nobody(action: Callable[[], object]) -> str:
+    """What ``action`` raises for a user who owns nothing."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        told = b"nothing"
+        try:
+            os.setresuid(65534, 65534, 65534)
+            action()
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}".encode()
+        os.write(writing, told)
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with os.fdopen(reading, "rb") as pipe:
+        return pipe.read().decode()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become nobody")
+@pytest.mark.parametrize(
+    ("mode", "inner", "problem"),
+    [
+        (0o755, "run", "cannot be written: Permission denied; make it writable or name another place"),
+        (0o755, "", "cannot be written: Permission denied"),
+        (0o700, "run", "cannot be looked into (Permission denied)"),
+        (0o700, "", "cannot be looked into (Permission denied)"),
+        (0o777, "run", "nothing"),
+    ],
+)
+def test_folders_of_others(load: Load, mode: int, inner: str, problem: str) -> None:
+    with tempfile.TemporaryDirectory() as name:  # all the way to it may be searched, unlike pytest's folders
+        os.chmod(name, 0o755)
+        folder = Path(name) / "theirs"
+        folder.mkdir()
+        folder.chmod(mode)
+        loaded = load(f"run_dir={folder / inner}")
+        told = as_nobody(lambda: RunDir(loaded.recipe.run_dir).check(loaded, resume=False))
+        assert problem in told
+        assert told == "nothing" or str(folder) in told
+
+
+@pytest.mark.parametrize("left", [[], [".lock"], ["logs"], [".recipe.yaml.12.partial"], [".lock", ".x.1.partial"]])
+def test_a_start_that_failed_may_be_started_again(load: Load, left: list[str]) -> None:
+    Path("runs/one").mkdir(parents=True)
+    for name in left:
+        Path("runs/one", name).touch()
+    RunDir("runs/one").check(load(), resume=False)
+    assert {entry.name for entry in begin(load()).iterdir()} == {"recipe.yaml", *({"logs"} & set(left))}
+
+
+def test_folders_above_go_with_a_run_that_wrote_nothing(load: Load) -> None:
+    Path("runs").mkdir()
+    with RunDir("runs/a/b/c") as run:
+        run.open(load(), resume=False)
+    assert list(Path("runs").iterdir()) == []
+
+
+@pytest.mark.parametrize(("begun", "how"), [(False, "start again"), (True, "go on with --resume")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "cache"),
+        RuntimeError("No space left on device (os error 28)"),
+        WriteRefusedError("cache: cannot be written: No space left on device"),
+    ],
+)
+def test_a_refused_write_says_how_the_run_goes_on(load: Load, begun: bool, how: str, error: Exception) -> None:
+    if begun:
+        begin(load())
+    with (
+        pytest.raises(WriteRefusedError, match=f"No space left on device.*, then {how}$"),
+        RunDir("runs/one").telling(),
+    ):
+        raise error
+
+
+@pytest.mark.parametrize("error", [UserError("x"), ValueError("x"), KeyboardInterrupt(), FileNotFoundError(2, "x")])
+def test_other_errors_pass(load: Load, error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, RunDir("runs/one").telling():
+        raise error
+    assert caught.value is error
