@@ -65,8 +65,9 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     "set": ("a: !!set {b}", "recipe.yaml:1: not readable as YAML: a: tag 'tag:yaml.org,2002:set' has no place here"),
     "object": ("a: !!python/object:os.X {}", "recipe.yaml:1: not readable as YAML: a: tag 'tag:yaml.org,2002:python"),
     "long table of unknown defaults": (
-        RECIPE.replace(MATH, TEACHERS) + f"teacher_defaults: {{{', '.join(f'k{i}: 1' for i in range(5000))}}}",
-        "recipe.yaml:110: unknown key 'teacher_defaults.k0'",
+        RECIPE.replace(MATH, "".join(f"  t{i}: {{}}\n" for i in range(1500)))
+        + f"teacher_defaults: {{{', '.join(f'k{i}: 1' for i in range(6000))}}}",
+        "recipe.yaml:1509: unknown key 'teacher_defaults.k0'",
     ),
 }
 
