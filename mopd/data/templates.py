@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ def read_template(path: str | None) -> str | None:
 
 def render(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
+    messages: list[dict[str, Any]],
     template: str | None,
     arguments: Mapping[str, Any],
 ) -> str:
@@ -39,7 +39,7 @@ def render(
     try:
         with _time_limit(MAX_RENDER_S):
             rendered = tokenizer.apply_chat_template(
-                list(messages), chat_template=template, add_generation_prompt=True, tokenize=False, **arguments
+                messages, chat_template=template, add_generation_prompt=True, tokenize=False, **arguments
             )
         if not isinstance(rendered, str):
             raise TypeError(f"it gives {type(rendered).__name__}, not text")

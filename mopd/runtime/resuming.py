@@ -74,8 +74,7 @@ def progress_of(start: Path, state: Mapping[str, Any], *, weight_version: int) -
         UserError: the state is not what a run saves, or of another step than its weights or the folder's name.
     """
     step, prompts = state.get("step"), state.get("prompts")
-    is_one = type(step) is int and step == weight_version and start.name == folder_name(step)
-    if not is_one or not isinstance(prompts, dict):
+    if type(step) is not int or step != weight_version or start.name != folder_name(step) or type(prompts) is not dict:
         raise UserError(
             f"{shown_path(start)}: its state says step {str(step)[:20]}: resume from another checkpoint, under its own "
             "name"
