@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 _ACTS_ON_TERMINALS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters (C0, DEL, C1), line ends of Unicode, overrides of the writing direction, halves of characters."""
-_CREDENTIALS = re.compile(r"(?P<scheme>\w://)[^\s'\"]*@|(?P<query>\w://[^\s'\"?]*\?)[^\s'\"]*")
-"""In a URL: what stands before an @, and what follows a ?."""
+_USER = re.compile(r"(\w://)[^\s'\"]*@")
+_QUERY = re.compile(r"(\w://[^\s'\"?]*\?)[^\s'\"]+")
 MAX_FILE_NAME_BYTES = 200
 """Linux takes 255; what is left is for numbers and suffixes."""
 
@@ -26,7 +26,7 @@ def visible(text: str, *, keep: str = "") -> str:
 
 def without_credentials(text: str) -> str:
     """``text`` without what URLs in it may tell: user names, passwords, queries."""
-    return _CREDENTIALS.sub(lambda url: f"{url['scheme']}…@" if url["scheme"] else f"{url['query']}…", text)
+    return _QUERY.sub(r"\1…", _USER.sub(r"\1…@", text))
 
 
 def one_line(error: BaseException | str) -> str:

@@ -163,7 +163,8 @@ class RewardProcess:
             time.sleep(0.01)
             self._supervisor.poll()
             found = _marked(self._mark)
-        self._supervisor.wait(KILL_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # killed, and not yet gone on a machine that is too busy
+            self._supervisor.wait(KILL_S)
 
 
 def _marked(mark: str) -> set[int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import resource
@@ -23,12 +24,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_EVERY_S = 0.1
 MAX_PROCESSES = 512
 """Processes at a time: more than a pool on a large machine, few enough to be counted and killed."""
-KILL_S = 2.0
+KILL_S = 5.0
 """How long everything is killed again and again."""
 MAX_WORDS = 4096
 """Bytes kept of what the function writes; the rest is read and dropped, so that it never waits."""
@@ -60,6 +62,7 @@ def _run_child(child: list[str], calls_fd: int, answers_fd: int, max_bytes: int,
     if os.getppid() != supervisor:
         os._exit(1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it may end by a signal below
+    os.nice(5)  # where processes multiply, the supervisor must be faster
     program, path, function = child
     numbers = [str(number) for number in (os.getpid(), calls_fd, answers_fd, max_bytes)]
     process = subprocess.Popen(
@@ -124,7 +127,7 @@ def _reap(go_between: int) -> int | None:
 
 def _too_much(max_bytes: int) -> str | None:
     """``processes`` or ``memory`` if our descendants have too many of them or too much of it."""
-    pids = descendants(os.getpid())
+    pids = list(itertools.islice(descendants(os.getpid()), MAX_PROCESSES + 1))
     if len(pids) > MAX_PROCESSES:
         return "processes"
     page = os.sysconf("SC_PAGE_SIZE")
@@ -134,27 +137,28 @@ def _too_much(max_bytes: int) -> str | None:
     return "memory" if sum(_share_of_memory(pid) for pid in pids) > max_bytes else None
 
 
-def descendants(root: int) -> list[int]:
+def descendants(root: int) -> Iterator[int]:
     """All processes below ``root``, as far as they hold still."""
-    found: list[int] = []
     waiting = [root]
     while waiting:
         pid = waiting.pop()
         try:
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                children = _read(f"/proc/{pid}/task/{thread}/children").split()
-                waiting += map(int, children)
-                found += map(int, children)
-        except OSError:
+            threads = os.listdir(f"/proc/{pid}/task")
+        except OSError:  # gone
             continue
-    return found
+        for thread in threads:
+            for child in map(int, _read(f"/proc/{pid}/task/{thread}/children").split()):
+                waiting.append(child)
+                yield child
 
 
 def _kill_all() -> None:
     """Kill our descendants again and again until none is left: those that lose their parent become our children."""
+    with contextlib.suppress(OSError):  # ahead of any number of processes, where we may (as root)
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     give_up_at = time.monotonic() + KILL_S
     while time.monotonic() < give_up_at:
-        for pid in descendants(os.getpid()):
+        for pid in descendants(os.getpid()):  # killed as they are found: none forks while we look for the others
             for kill in (os.killpg, os.kill):  # a group at once: none of it forks away meanwhile
                 with contextlib.suppress(OSError):  # no leader of a group, or gone
                     kill(pid, signal.SIGKILL)

@@ -93,6 +93,10 @@ BAD: dict[str, tuple[str, str]] = {
         "for _ in range(4): os.fork()\nkept = bytearray(b'x') * (24 * 2**20)\ntime.sleep(60)",
         "took more memory than max_memory_gib: make it smaller or raise max_memory_gib",
     ),
+    "a thousand processes": (
+        "for _ in range(10):\n    if os.fork() == 0: os.setsid()\ntime.sleep(60)",
+        "started more than 512 processes",
+    ),
     "a file too large": (
         "with open('large', 'wb') as file:\n    file.truncate(5 * 2**30)",
         "failed: OSError: .*File too large",

@@ -1,0 +1,384 @@
+"""Clients before servers that do what they should not: one error of the right kind, in time, on one line, no secret."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mopd.config.placement import External
+from mopd.config.urls import check_server_url, shown_url
+from mopd.engines.interface import (
+    MAX_RETRY_AFTER_S,
+    EngineBusy,
+    EngineError,
+    EngineRejected,
+    EngineUnavailable,
+    StaleWeights,
+)
+from mopd.engines.openai import OpenAIScorer
+from mopd.engines.remote import RemoteEngine
+from mopd.text import one_line
+from mopd.types import UserError
+
+TOKEN = "a-secret-token-of-mine"
+TOKENS = torch.tensor([3, 1, 4, 1])
+
+
+def answer(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status}", f"content-length: {len(body)}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def talk(reply: bytes | Callable[[asyncio.StreamWriter], Awaitable[None]], kind: str, timeout_s: float = 5.0) -> Any:
+    """The error of a scoring request to a server that says ``reply``, and the heads that it was sent."""
+    heads: list[bytes] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            heads.append(await reader.readuntil(b"\r\n\r\n"))
+            if isinstance(reply, bytes):
+                writer.write(reply)
+                await writer.drain()
+            else:
+                await reply(writer)
+            await reader.read()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def work() -> EngineError:
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        engine: Any
+        if kind == "mopd":
+            engine = RemoteEngine(url, token=TOKEN, timeout_s=timeout_s, name="math.0")
+        else:
+            settings = {"served_model_name": "m", "vocab_size": 6, "max_positions": 16}
+            engine = OpenAIScorer(url, token=TOKEN, timeout_s=timeout_s, name="math.0", **settings)
+            engine._is_listed = True
+        try:
+            with pytest.raises(EngineError) as caught:
+                await engine.score([TOKENS], [1], top_k=2, temperature=1.0)
+            return caught.value
+        finally:
+            await engine.close()
+            server.close()
+
+    started = time.monotonic()
+    error = asyncio.run(work())
+    assert time.monotonic() - started < timeout_s + 2
+    text = str(error)
+    assert text.startswith("math.0: ") and text.isprintable() and len(text) < 600, text
+    assert TOKEN not in text
+    return error, heads
+
+
+async def trickle(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
+    while True:
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0.02)
+
+
+async def slow_head(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\n")
+    for i in range(1000):
+        writer.write(f"x-{i}: y\r\n".encode())
+        await writer.drain()
+        await asyncio.sleep(0.02)
+
+
+async def wait_and_wait(writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        await writer.drain()
+        await asyncio.sleep(0.001)
+
+
+async def endless(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+    while True:
+        writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+        await writer.drain()
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+DEEP = b"[" * 100_000 + b"]" * 100_000
+DIGITS = b'{"error": {"message": "full", "retry_after_s": 1' + b"0" * 400 + b"}}"
+Reply = bytes | Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+REPLIES: dict[str, tuple[Reply, type[EngineError]]] = {
+    "nothing": (b"", EngineUnavailable),
+    "no HTTP": (b"\0\xff\x1b[31m\r\n\r\n", EngineUnavailable),
+    "HTTP/9": (b"HTTP/9.9 200 OK\r\n\r\n", EngineUnavailable),
+    "status 1000": (b"HTTP/1.1 1000 X\r\n\r\n", EngineUnavailable),
+    "HTML": (answer(b"<html>Sign in</html>", "200 OK", "content-type: text/html"), EngineUnavailable),
+    "204": (b"HTTP/1.1 204 No Content\r\n\r\n", EngineUnavailable),
+    "206": (answer(b"{}", "206 Partial Content"), EngineUnavailable),
+    "an empty body": (answer(b""), EngineUnavailable),
+    "half a body": (answer(b"{}")[:-1], EngineUnavailable),
+    "two lengths": (b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n{}", EngineUnavailable),
+    "a negative length": (b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n", EngineUnavailable),
+    "a long head": (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 200_000 + b"\r\n\r\n", EngineUnavailable),
+    "odd chunks": (CHUNKED + b"zz\r\nx\r\n0\r\n\r\n", EngineUnavailable),
+    "a chunk of 2^80": (CHUNKED + b"f" * 20 + b"\r\nx", EngineUnavailable),
+    "a redirect": (answer(b"", "307 Temporary Redirect", "location: http://127.0.0.1:9/v1/score"), EngineUnavailable),
+    "a redirect of scheme": (answer(b"", "302 Found", "location: file:///etc/passwd"), EngineUnavailable),
+    "gzip": (answer(gzip.compress(bytes(10**6)), "200 OK", "content-encoding: gzip"), EngineUnavailable),
+    "an encoding of its own": (answer(b"{}", "200 OK", "content-encoding: \x7fzip"), EngineUnavailable),
+    "deep JSON": (answer(DEEP), EngineUnavailable),
+    "deep JSON refuses": (answer(DEEP, "400 Bad Request"), EngineRejected),
+    "NaN": (answer(b'{"choices": [NaN]}'), EngineUnavailable),
+    "400 digits": (answer(b"1" * 400), EngineUnavailable),
+    "400 digits of a pause": (answer(DIGITS, "429 Too Many Requests"), EngineBusy),
+    "not UTF-8": (answer(b'{"error": {"message": "\xff"}}', "500 X"), EngineUnavailable),
+    "a surrogate": (answer(b'{"error": {"message": "\\ud800"}}', "500 X"), EngineUnavailable),
+    "a terminal's words": (answer(b'{"error": {"message": "\\u001b[31m\\r\\nred"}}', "500 X"), EngineUnavailable),
+    "a long message": (answer(b'{"error": {"message": "' + b"x" * 10**5 + b'"}}', "400 X"), EngineRejected),
+    "a message of lists": (answer(b'{"error": {"message": [[1], {}]}}', "403 X"), EngineRejected),
+    "our token": (answer(json.dumps({"error": {"message": f"no {TOKEN}!"}}).encode(), "401 X"), EngineRejected),
+    "our token as text": (answer(f"Bearer {TOKEN}".encode(), "403 X"), EngineRejected),
+    "a password": (answer(b'{"error": {"message": "see http://me:hunter2@h/?k=hunter2"}}', "503 X"), EngineUnavailable),
+    "a long refusal": (answer(b"x" * 2**21, "500 X"), EngineUnavailable),
+    "a conflict": (answer(b"{}", "409 Conflict"), StaleWeights),
+    "a trickle": (trickle, EngineUnavailable),
+    "a head without end": (slow_head, EngineUnavailable),
+    "wait, and wait": (wait_and_wait, EngineUnavailable),
+    "a body without end": (endless, EngineUnavailable),
+}
+SLOW = ("nothing", "HTTP/9", "a chunk of 2^80", "a trickle", "a head without end", "wait, and wait", "half a body")
+
+
+@pytest.mark.parametrize("kind", ["mopd", "openai"])
+@pytest.mark.parametrize("name", REPLIES)
+def test_whatever_a_server_says_one_error_comes_of_it(name: str, kind: str) -> None:
+    reply, expected = REPLIES[name]
+    error, heads = talk(reply, kind, timeout_s=0.3 if name in SLOW else 5.0)
+    assert type(error) is expected, error
+    assert len(heads) == 1 and b"accept-encoding: identity" in heads[0].lower()  # nothing followed, nothing repeated
+    if name == "a password":
+        assert "hunter2" not in one_line(error)
+
+
+PAUSES: list[tuple[str, float]] = [
+    ("2.5", 2.5),
+    ("0", 0.0),
+    ("1e9", MAX_RETRY_AFTER_S),
+    ("123456789012345678", MAX_RETRY_AFTER_S),
+    ("-1", 1.0),
+    ("-0.0", 0.0),
+    ("1e999", 1.0),
+    ("NaN", 1.0),
+    ("Infinity", 1.0),
+    ('"7"', 1.0),
+    ("true", 1.0),
+    ("null", 1.0),
+    ("[]", 1.0),
+    ("1" + "0" * 400, 1.0),
+]
+
+
+@pytest.mark.parametrize(("said", "believed"), PAUSES)
+def test_a_pause_is_bounded(said: str, believed: float) -> None:
+    body = f'{{"error": {{"message": "full", "retry_after_s": {said}}}}}'.encode()
+    error, _ = talk(answer(body, "429 Too Many Requests"), "mopd")
+    assert isinstance(error, EngineBusy) and error.retry_after_s == believed
+
+
+@pytest.mark.parametrize(
+    ("said", "believed"),
+    [
+        ("7", 7.0),
+        ("9" * 15, MAX_RETRY_AFTER_S),
+        ("9" * 400, 1.0),
+        ("-7", 1.0),
+        ("1e9", 1.0),
+        ("inf", 1.0),
+        ("soon", 1.0),
+    ],
+)
+def test_a_pause_in_a_header_is_bounded(said: str, believed: float) -> None:
+    error, _ = talk(answer(b"{}", "429 Too Many Requests", f"retry-after: {said}"), "openai")
+    assert isinstance(error, EngineBusy) and error.retry_after_s == believed
+
+
+GOOD_INFO = {
+    "model": "m",
+    "kind": "torch",
+    "vocab_size": 48,
+    "max_positions": 64,
+    "dtype": "float32",
+    "weight_version": -1,
+    "manifest": None,
+    "max_logprobs": None,
+    "limits": {"max_tokens_per_request": None, "max_queued_tokens": 9, "max_body_bytes": 9},
+}
+BAD_INFO: dict[str, Any] = {
+    "no object": [],
+    "no engine": {"wire_version": 1},
+    "vocabulary as text": {"vocab_size": "48"},
+    "no vocabulary": {"vocab_size": 0},
+    "half a vocabulary": {"vocab_size": 1.5},
+    "a truth": {"max_positions": True},
+    "2^60 positions": {"max_positions": 2**60},
+    "version -2": {"weight_version": -2},
+    "a kind of its own": {"kind": "gpt"},
+    "hashes of its own": {"manifest": {"sha": "x"}},
+    "hashes of numbers": {"manifest": {"config_sha256": 1, "weights_sha256": 2, "tokenizer_sha256": 3}},
+    "a long name": {"model": "x" * 10**5},
+    "no limits": {"limits": None},
+    "a limit of text": {"limits": {**GOOD_INFO["limits"], "max_body_bytes": "9"}},
+    "more keys": {"more": 1},
+}
+
+
+def info_of(shown: Any) -> Any:
+    async def work() -> Any:
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer(json.dumps(shown).encode()))
+            writer.close()
+
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        engine = RemoteEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=5.0, name="math.0")
+        try:
+            return await engine.info()
+        finally:
+            await engine.close()
+            server.close()
+
+    return asyncio.run(work())
+
+
+@pytest.mark.parametrize("name", BAD_INFO)
+def test_a_description_is_of_its_types_or_not_believed(name: str) -> None:
+    assert info_of({"wire_version": 1, "engine": GOOD_INFO}).vocab_size == 48
+    change = BAD_INFO[name]
+    is_whole = name in ("no object", "no engine")
+    with pytest.raises(EngineUnavailable, match=r"math\.0: corrupt answer: /info is not an engine server's"):
+        info_of(change if is_whole else {"wire_version": 1, "engine": {**GOOD_INFO, **change}})
+    with pytest.raises(EngineRejected, match="speaks wire version 2, not 1"):
+        info_of({"wire_version": 2, "engine": {"of": "another mopd"}})
+
+
+GOOD_URLS = [
+    "http://h",
+    "http://h:8000",
+    "https://teacher.example.org:65535/math/",
+    "http://127.0.0.1:1",
+    "http://[::1]:8000",
+    "http://my_service:8000/v1",
+    "http://xn--bcher-kva.example.",
+]
+BAD_URLS = [
+    "",
+    "h:8000",
+    "ftp://h",
+    "file:///etc/passwd",
+    "javascript:alert(1)",
+    "HTTP://h",
+    "http:/h",
+    "http:///h",
+    "http://",
+    "http://:8000",
+    "http://h:",
+    "http://h:0",
+    "http://h:65536",
+    "http://h:-1",
+    "http://h:1:2",
+    "http://h:x",
+    "http://h:８０",
+    "http://[::1",
+    "http://::1:80",
+    "http://[fe80::1%25eth0]",
+    "http://[1.2.3.4]",
+    "http://a..b",
+    "http://-a",
+    "http://" + "a" * 64,
+    "http://" + "a." * 200 + "b",
+    "http://h/" + "x" * 3000,
+    "http://bücher.example",
+    "http://h\0",
+    "http://h\nhost: other",
+    "http://h x",
+    "http://h\\other",
+    "http://h/\x1b[31m",
+    "http://h?token=hunter2",
+    "http://h/#hunter2",
+    "http://me:hunter2@h",
+    "http://hunter2@h",
+    "http://me:hunter2/x@h",
+    "http://me:hunter2?x@h",
+    "http://me:hunter2@h:99999",
+    "me:hunter2@h",
+    "ftp://me:hunter2@h",
+]
+
+
+@pytest.mark.parametrize("url", GOOD_URLS)
+def test_urls_of_servers(url: str) -> None:
+    check_server_url(url)
+    assert shown_url(url) == url
+    External(type="external", urls=(url,))
+    asyncio.run(RemoteEngine(url, timeout_s=1.0).close())
+
+
+@pytest.mark.parametrize("url", BAD_URLS)
+def test_other_urls_are_refused_without_telling_a_secret(url: str) -> None:
+    with pytest.raises(ValueError, match=r"^urls has '") as in_recipe:
+        External(type="external", urls=(url,))
+    with pytest.raises(UserError) as in_client:
+        RemoteEngine(url, timeout_s=1.0)
+    with pytest.raises(UserError):
+        OpenAIScorer(url, served_model_name=None, vocab_size=6, max_positions=16, timeout_s=1.0)
+    for error in (in_recipe.value, in_client.value):
+        assert "hunter2" not in str(error) and str(error).isprintable() and len(str(error)) < 600
+
+
+@pytest.mark.parametrize("token", ["", " x", "a\r\nb: c", "schlüssel", "a\0b", "x\x1b"])
+def test_tokens_that_no_header_can_hold(token: str) -> None:
+    with pytest.raises(UserError, match=r"math\.0: the access token is not one word of ASCII") as caught:
+        RemoteEngine("http://h", token=token, timeout_s=1.0, name="math.0")
+    assert not token.strip() or token not in str(caught.value)
+
+
+def test_no_proxy_no_netrc_and_no_cookie(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+    async def work() -> list[bytes]:
+        heads: list[bytes] = []
+
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            for _ in range(2):
+                heads.append(await reader.readuntil(b"\r\n\r\n"))
+                writer.write(answer(b"{}", "200 OK", "set-cookie: a=b; Path=/"))
+            writer.close()
+
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        engine = RemoteEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=5.0)
+        await engine.health(timeout_s=5.0)
+        await engine.health(timeout_s=5.0)
+        await engine.close()
+        server.close()
+        return heads
+
+    heads = asyncio.run(work())
+    assert len(heads) == 2 and all(b"cookie" not in head.lower() for head in heads)
+
+
+def test_messages_lose_credentials_wherever_they_come_from() -> None:
+    assert one_line("see http://me:hunter2@h/x and https://h/y?token=hunter2 'http://a:b@c'") == (
+        "see http://…@h/x and https://h/y?… 'http://…@c'"
+    )
+    assert one_line("http://me:hunter2@h/?k=hunter2") == "http://…@h/?…"
+    assert one_line("mail me@example.org about http://h/x?") == "mail me@example.org about http://h/x?"
