@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mopd.losses import linear_topk_distill
 from tests.parity.losses.definitions import teacher_topk
+from tests.parity.losses.triton_layer import to_device
 
 PADDED_VOCAB = 72
 VOCAB = 70
@@ -44,7 +45,9 @@ def run_case(rank: int, data: dict[str, Tensor], edges: list[int], **options: An
     hidden = data["hidden"]
     if sequence_parallel:
         hidden = hidden.chunk(len(edges) - 1)[rank]
-    hidden = hidden.clone().requires_grad_()
+    on_device = options.get("backend") == "triton"  # gloo sums CUDA tensors, and gathers none
+    data = {name: to_device(value) if on_device else value for name, value in data.items()}
+    hidden = (to_device(hidden) if on_device else hidden).clone().requires_grad_()
     weight = torch.nn.Parameter(data["weight"][edges[rank] : edges[rank + 1]].clone())
     weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
     loss, metrics = linear_topk_distill(
@@ -63,7 +66,8 @@ def run_case(rank: int, data: dict[str, Tensor], edges: list[int], **options: An
     assert hidden.grad is not None
     grad = weight.main_grad if to_main_grad else weight.grad  # type: ignore[attr-defined]
     result = {f"metric/{name}": value for name, value in metrics.items()}
-    return result | {"loss": loss.detach().sum(), "grad/hidden": hidden.grad, "grad/weight": grad}
+    result |= {"loss": loss.detach().sum(), "grad/hidden": hidden.grad, "grad/weight": grad}
+    return {name: value.cpu() for name, value in result.items()}
 
 
 def run_rank(rank: int, world_size: int, folder: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.losses import parallel_policy_gradient, parallel_sampled_kl
+from tests.parity.losses.on_device import parallel_policy_gradient, parallel_sampled_kl
 
 VOCAB = 23
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mopd.losses import linear_topk_distill, parallel_topk_distill
 from tests.parity.losses.definitions import teacher_topk, topk_loss
+from tests.parity.losses.triton_layer import to_device
 
 T, H, V, PADDED, K = 19, 12, 89, 93, 5
 CHUNKED = ("token_chunks", "vocab_slices")
@@ -61,21 +62,24 @@ def by_definition(data: dict[str, Tensor], upstream: Tensor, **kind: Any) -> tup
 def run(
     data: dict[str, Tensor], upstream: Tensor, reduce_loss: bool, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    hidden, weight = (data[name].clone().requires_grad_() for name in ("hidden", "weight"))
+    """On the CUDA device where there is one; the results are on the CPU."""
+    hidden, weight = (to_device(data[name].clone()).requires_grad_() for name in ("hidden", "weight"))
+    own = {name: to_device(value) for name, value in data.items()}
     loss, metrics = linear_topk_distill(
         hidden,
         weight,
-        data["ids"],
-        data["logq"],
-        teacher_weights=data["teacher_weights"],
-        loss_weight=data["loss_weight"],
-        target=data["target"],
+        own["ids"],
+        own["logq"],
+        teacher_weights=own["teacher_weights"],
+        loss_weight=own["loss_weight"],
+        target=own["target"],
         true_vocab_size=V,
         reduce_loss=reduce_loss,
         **options,
     )
-    (loss * upstream).sum().backward()
-    return loss.detach(), hidden.grad, weight.grad, metrics  # type: ignore[return-value]
+    (loss * to_device(upstream)).sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return loss.detach().cpu(), hidden.grad.cpu(), weight.grad.cpu(), {k: x.cpu() for k, x in metrics.items()}
 
 
 def least_budget(strategy: str, *args: Tensor, **options: Any) -> int:

@@ -19,16 +19,37 @@ LOSSES = ("forward_kl", "reverse_kl", "jsd")
 TAILS = ("bucket", "generalized", "renormalize", "none")
 
 
+class _Moved(torch.autograd.Function):
+    """``apply(x)``: x on the device in the strides it has, gaps included (``Tensor.to`` closes them)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        if 0 in x.stride() or x.numel() == 0:
+            return x.to(DEVICE)
+        return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=DEVICE).copy_(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.cpu()
+
+
 def to_device(value: Any) -> Any:
-    """Tensors onto the device, in the strides they have; anything else as it is."""
-    return value.to(DEVICE) if isinstance(value, Tensor) else value
+    """Tensors onto the device, in the strides they have, differentiably; anything else as it is."""
+    if not isinstance(value, Tensor) or value.device == DEVICE or DEVICE.type == value.device.type:
+        return value
+    return _Moved.apply(value)
+
+
+def to_cpu(value: Any) -> Any:
+    """Tensors onto the CPU; anything else as it is."""
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def run(
     z: Tensor, ids: Tensor, logq: Tensor, upstream: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Loss, gradient of ``(upstream * loss).sum()`` and metrics, on the CPU."""
-    leaf = z.detach().to(DEVICE)
+    leaf = to_device(z.detach())
     leaf = (leaf.clone() if leaf.is_contiguous() else leaf).requires_grad_()
     options = {"backend": "triton", **{name: to_device(value) for name, value in options.items()}}
     loss, metrics = parallel_topk_distill(leaf, ids.to(DEVICE), logq.to(DEVICE), **options)

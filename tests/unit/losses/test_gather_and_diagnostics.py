@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mopd.losses import parallel_entropy_and_topk_overlap, parallel_gather_logprobs
+from tests.parity.losses.on_device import parallel_entropy_and_topk_overlap, parallel_gather_logprobs
 
 VOCAB = 37
 

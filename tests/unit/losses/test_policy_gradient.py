@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.losses import parallel_policy_gradient
+from tests.parity.losses.on_device import parallel_policy_gradient
 
 
 def one_token(probability: float, teacher: float, **options: Any) -> tuple[float, float, dict[str, Tensor]]:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.losses import fused_vocab_parallel_topk_kl, parallel_topk_distill
+from mopd.losses import parallel_topk_distill
+from tests.parity.losses import on_device
 
 LOSSES = ("forward_kl", "reverse_kl", "jsd")
 TAILS = ("bucket", "generalized", "renormalize", "none")
@@ -26,7 +27,7 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 def run(z: Tensor, ids: Tensor, logq: Tensor, **options: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     leaf = z.detach().clone().requires_grad_() if z.is_contiguous() else z.detach().requires_grad_()
-    loss, metrics = parallel_topk_distill(leaf, ids, logq, **options)
+    loss, metrics = on_device.parallel_topk_distill(leaf, ids, logq, **options)
     (gradient,) = torch.autograd.grad(loss.sum(), leaf)
     return loss.detach(), gradient, metrics
 
@@ -199,7 +200,7 @@ def test_metrics() -> None:
 def test_integer_widths_and_alias_agree() -> None:
     z, ids, logq = batch()
     assert torch.equal(run(z, ids, logq)[1], run(z, ids.int(), logq)[1])
-    assert torch.equal(fused_vocab_parallel_topk_kl(z, ids, logq, None), run(z, ids, logq)[0])
+    assert torch.equal(on_device.fused_vocab_parallel_topk_kl(z, ids, logq, None), run(z, ids, logq)[0])
 
 
 def test_no_rows() -> None:
