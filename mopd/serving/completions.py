@@ -12,11 +12,11 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Annotated, Any, Protocol, cast
 
 import torch
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from mopd.engines.interface import EngineInfo, Generation, SamplingParams, Scores
 from mopd.files.json_text import parse_json
@@ -32,6 +32,19 @@ CHARACTERS_PER_TOKEN = 32
 indented code 16."""
 MAX_ENTRIES = 2**17
 """Log-probs in one answer: each is half a kilobyte of Python objects before it is JSON."""
+
+
+def _prompt(value: Any) -> Any:
+    """Checked by hand: pydantic's union keeps an error for every item of every kind that a long list is not."""
+    if isinstance(value, str) or (isinstance(value, list) and (_all(value, int) or _all(value, str))):
+        return value
+    if isinstance(value, list) and all(isinstance(item, list) and _all(item, int) for item in value):
+        return value
+    raise ValueError("send a text, token ids, or a list of one of them")
+
+
+def _all(items: list[Any], kind: type) -> bool:
+    return all(type(item) is kind for item in items)
 
 
 class Tokenizer(Protocol):
@@ -52,7 +65,7 @@ class CompletionRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Annotated[str | list[int] | list[str] | list[list[int]], PlainValidator(_prompt)]
     max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=0)
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from fastapi import FastAPI
@@ -27,6 +28,7 @@ class Guard:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
+        is_started = False
         is_unread = b"transfer-encoding" in headers or headers.get(b"content-length", b"0").strip(b"0") != b""
 
         async def receive_and_see() -> Message:
@@ -36,13 +38,20 @@ class Guard:
             return message
 
         async def send_and_close(message: Message) -> None:
+            nonlocal is_started
+            is_started = True
             if message["type"] == "http.response.start" and is_unread:
                 message = {**message, "headers": [*message["headers"], CLOSE]}
             await send(message)
 
         refusal = self._refusal(headers)
         app = self._app if refusal is None else refusal.response()
-        await app(scope, receive_and_see, send_and_close)
+        try:
+            await app(scope, receive_and_see, send_and_close)
+        except asyncio.CancelledError:  # by uvicorn, where the end has waited long enough for this request
+            if not is_started:
+                late = Refusal(503, "draining", "the server ended before the answer was ready")
+                await late.response()(scope, receive, send)
 
     def _refusal(self, headers: dict[bytes, bytes]) -> Refusal | None:
         if b"transfer-encoding" in headers:

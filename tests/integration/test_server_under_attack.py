@@ -1,6 +1,6 @@
 """A real ``mopd serve`` under clients that mean harm: ``/health`` answers throughout, memory stays, SIGTERM ends it.
 
-``MOPD_ATTACK_SECONDS`` (default 0.6) is the length of each attack. The figures are printed and recorded.
+``MOPD_ATTACK_SECONDS`` (default 0.4) is the length of each attack. The figures are printed and recorded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pytest
 from tests.fixtures.servers import ServeProcess, engine_file, serve_process
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 
-SECONDS = float(os.environ.get("MOPD_ATTACK_SECONDS", "0.6"))
+SECONDS = float(os.environ.get("MOPD_ATTACK_SECONDS", "0.4"))
 HOST = b"Host: 127.0.0.1\r\n"
 MAX_HEALTH_S = 1.0
 MAX_GROWN_MIB = 64

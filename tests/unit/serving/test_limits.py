@@ -266,6 +266,21 @@ def test_an_engines_own_fault_is_500_and_its_death_503(gated: GatedEngine) -> No
         assert deaths == [1]
 
 
+def test_a_request_that_outlives_the_drain(gated: GatedEngine, caplog: pytest.LogCaptureFixture) -> None:
+    """It hears so, and the server ends without a traceback."""
+    answers: list[httpx.Response] = []
+    with running_server(gated, limits={"drain_timeout_s": 1}) as running:
+        gated.gate.clear()
+        thread = threading.Thread(target=lambda: answers.append(post(running, "/v1/score", encode(score_request()))))
+        thread.start()
+        assert gated.entered.acquire(timeout=30)
+    gated.gate.set()
+    thread.join(30)
+    (response,) = answers
+    assert response.status_code == 503 and "the server ended before" in response.text
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_the_request_kind_is_checked(teacher: RunningServer) -> None:
     generate = next(message for message in MESSAGES if message.kind == "generate")
     response = post(teacher, "/v1/score", encode(generate))
