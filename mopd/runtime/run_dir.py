@@ -8,12 +8,13 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mopd.config.load import Loaded, differences, dump, load_recipe
+from mopd.config.tree import split_dotted
 from mopd.files.reading import shown_path
 from mopd.files.writing import PARTIALS, WriteRefusedError, refusal, write_text, writing
 from mopd.types import UserError
@@ -275,15 +276,24 @@ def check_same_run(stored: Loaded, given: Loaded) -> None:
     changed = {
         key: values
         for key, values in differences(stored.recipe, given.recipe).items()
-        if not any(fnmatch.fnmatchcase(key, pattern) for pattern in CHANGEABLE_ON_RESUME)
+        if not any(_matches(split_dotted(key), pattern.split(".")) for pattern in CHANGEABLE_ON_RESUME)
     }
     if changed:
-        listed = ", ".join(f"{key} ({_shown(old)} -> {_shown(new)})" for key, (old, new) in changed.items())
+        listed = ", ".join(f"{key} ({_shown(old)} -> {_shown(new)})" for key, (old, new) in [*changed.items()][:10])
+        listed += f" and {len(changed) - 10} keys more" if len(changed) > 10 else ""
         raise UserError(
             f"{given.path}: differs from the run to resume, {stored.path}, in {listed}: "
             "put these back, or set another run_dir for a new run"
         )
 
 
+def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Part by part, as a name may hold dots; ``*`` stands for one part, at the end for the rest."""
+    if len(path) < len(pattern) or (pattern[-1] != "*" and len(path) > len(pattern)):
+        return False
+    return all(want in ("*", part) for want, part in zip(pattern, path, strict=False))
+
+
 def _shown(value: Any) -> str:
-    return "absent" if value is None else json.dumps(value, ensure_ascii=False)
+    text = "absent" if value is None else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:77]}..."
