@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from mopd.conversion.manifest import HASHES, Manifest
-from mopd.engines.interface import EngineInfo
+from mopd.engines.interface import EngineError, EngineInfo
 from mopd.replicas.interface import Replica
+from mopd.types import UserError
 
 PROBE_TOKENS = 48
 
@@ -46,6 +47,16 @@ def problems_of(info: EngineInfo, manifest: Manifest, needs: Needs, *, key: str,
     return [f"{key}: {problem}" for problem in found]
 
 
+async def info_of(replica: Replica) -> EngineInfo:
+    """What a replica says about itself; ``UserError`` if it does not."""
+    engine: Any = replica.engine
+    try:
+        info: EngineInfo = await engine.info()
+    except EngineError as error:
+        raise UserError(f"{replica.name} does not tell what it serves: {error}: see its log") from error
+    return info
+
+
 def fingerprint_tokens(vocab_size: int) -> list[int]:
     """The fixed probe: ids below ``vocab_size``, the same on every machine."""
     digests = (hashlib.sha256(f"mopd probe {i}".encode()).digest() for i in range(PROBE_TOKENS))
@@ -56,7 +67,10 @@ async def fingerprint(replica: Replica, *, vocab_size: int, temperature: float) 
     """A teacher replica's log-probs of the probe's tokens, as plain JSON."""
     tokens = fingerprint_tokens(vocab_size)
     scorer: Any = replica.engine
-    (scores,) = await scorer.score([torch.tensor(tokens)], [1], top_k=1, temperature=temperature)
+    try:
+        (scores,) = await scorer.score([torch.tensor(tokens)], [1], top_k=1, temperature=temperature)
+    except EngineError as error:
+        raise UserError(f"{replica.name} did not score the fixed probe: {error}: see its log") from error
     return {"vocab_size": vocab_size, "token_logprobs": scores.token_logprobs.tolist()}
 
 

@@ -22,7 +22,14 @@ from mopd.conversion.manifest import Manifest
 from mopd.data.tokenizer import compare_tokenizers, load_tokenizer
 from mopd.engines.interface import EngineInfo
 from mopd.rollout.validation import ValidationResult
-from mopd.runtime.identity import Needs, fingerprint, fingerprint_difference, largest_difference, problems_of
+from mopd.runtime.identity import (
+    Needs,
+    fingerprint,
+    fingerprint_difference,
+    info_of,
+    largest_difference,
+    problems_of,
+)
 from mopd.runtime.manifests import has_own_weights
 from mopd.runtime.parity import Parity, Probe, Reference
 from mopd.runtime.placement.interface import ROLLOUT
@@ -127,8 +134,7 @@ class Preflight:
         title = f"identity of {key.removeprefix('teachers.')}"
         is_rollout = key == ROLLOUT
         recipe, replicas = self.recipe, self.workers.routers[key].replicas
-        engines: list[Any] = [replica.engine for replica in replicas]
-        infos: list[EngineInfo] = [await engine.info() for engine in engines]
+        infos = [await info_of(replica) for replica in replicas]
         self._infos[key] = infos
         manifest = self.manifests["student" if is_rollout else key]
         needs = Needs(

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,6 +19,7 @@ from mopd.engines.interface import SamplingParams
 from mopd.replicas.router import Router
 from mopd.rewards.domains import DomainRewards, build_rewards
 from mopd.rollout.worker import RolloutWorker, TaskAdvantage
+from mopd.runtime.identity import info_of
 from mopd.runtime.placement.groups import Groups
 from mopd.runtime.placement.interface import ROLLOUT
 from mopd.runtime.placement.weights import GroupWeightSync
@@ -163,8 +163,7 @@ async def build_workers(
 
 async def _teacher_group(name: str, routers: Mapping[str, Router], groups: Groups) -> TeacherGroup:
     key = f"teachers.{name}"
-    engine: Any = groups.replicas(key)[0].engine
-    info = await engine.info()
+    info = await info_of(groups.replicas(key)[0])
     return TeacherGroup(name, routers[key], vocab_size=info.vocab_size, turn=functools.partial(groups.turn, key))
 
 
