@@ -1,13 +1,25 @@
 #!/usr/bin/env bash
-# On a machine with a CUDA GPU: the GPU tests, the benchmark, then the loss tests that need no interpreter.
+# On a machine with a CUDA GPU: proves the compiled kernels, measures them, and runs the student; the stages stand below.
 # Needs torch, triton and pytest; installs nothing and uses no network. Run it from anywhere.
 set -euo pipefail
 
+# NAME SHARE WHAT, the most important first; SHARE of the time that is left goes to a stage, unused time to the next
+stages="
+kernels 30 the compiled Triton kernels: every loss, tail, clamp and layout, not finite numbers, 2^31 logits, CUDA graphs
+goals 15 what the losses must reach on a GPU: time, memory, the fused LM head
+benchmark 25 the losses beside published styles and released packages
+losses 20 all other loss tests, on the GPU where they can be
+student 10 one student on the GPU beside fp32 on the CPU, then the quickstart (tools/gpu_student.py)
+"
+
 usage() {
     cat <<'TEXT'
-usage: tools/gpu_check.sh [--time-limit SECONDS] [--out FOLDER] [--python PYTHON] [--full] [--tune] [--shapes T,V,K ...]
+usage: tools/gpu_check.sh [--time-limit SECONDS] [--stages NAME,NAME ...] [--list] [--out FOLDER] [--python PYTHON]
+                          [--full] [--tune] [--shapes T,V,K ...]
 
-  --time-limit SECONDS  for everything (default 540); the most important rows come first, what is measured is kept
+  --time-limit SECONDS  for everything (default 540); what is measured is kept, a stage without time left is skipped
+  --stages NAME,NAME    these stages only, with all of the time; in the order of --list
+  --list                the stages and their share of the time; needs no GPU
   --out FOLDER          where <gpu>-<date>.json and the logs go (default benchmarks)
   --python PYTHON       an interpreter that has torch, triton and pytest (default python3)
   --full                the whole grid of shapes instead of a few
@@ -15,7 +27,7 @@ usage: tools/gpu_check.sh [--time-limit SECONDS] [--out FOLDER] [--python PYTHON
                         the new table also goes to the folder
   --shapes T,V,K ...    these shapes only; the last option
 
-exit codes: 0 all passed, 1 a test or a row failed, 2 wrong options or nothing to run on
+exit codes: 0 all passed or skipped, 1 a test or a row failed or did not end in time, 2 wrong options or no GPU
 TEXT
 }
 
@@ -24,10 +36,13 @@ fail() {
     exit 2
 }
 
-limit=540 out=benchmarks python=python3 bench=(--tp-shard 1 8) shapes=(--quick) tune=
+limit=540 out=benchmarks python=python3 bench=(--tp-shard 1 8) shapes=(--quick) tune= chosen=
+known=$(awk 'NF { print $1 }' <<<"$stages" | paste -sd, -)
 while [ $# -gt 0 ]; do
     case $1 in
         --time-limit) limit=${2:?--time-limit needs seconds}; shift 2 ;;
+        --stages) chosen=${2:?--stages needs names}; shift 2 ;;
+        --list) awk 'NF { share = $2; $2 = ""; print $0 " (" share " %)" }' <<<"$stages"; exit 0 ;;
         --out) out=${2:?--out needs a folder}; shift 2 ;;
         --python) python=${2:?--python needs an interpreter}; shift 2 ;;
         --full) shapes=(); shift ;;
@@ -38,6 +53,9 @@ while [ $# -gt 0 ]; do
     esac
 done
 [[ $limit =~ ^[1-9][0-9]*$ ]] || fail "--time-limit is '$limit': set whole seconds above 0"
+for name in ${chosen//,/ }; do
+    [[ ,$known, == *,$name,* ]] || fail "--stages names '$name': choose among $known"
+done
 command -v "$python" >/dev/null || fail "--python: '$python' is not there: name an interpreter"
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
@@ -64,44 +82,59 @@ cat "$out/.probe"
 rm -f "$out/.probe"
 
 started=$SECONDS
-left() { # seconds until PERCENT of the limit have gone by
-    local seconds=$((limit * $1 / 100 - SECONDS + started))
-    echo $((seconds > 5 ? seconds : 5))
-}
-pytest() { # the project's own options name plugins that may be missing here
-    PYTHONUNBUFFERED=1 timeout "$1" "$python" -m pytest -o addopts= --import-mode=importlib -p no:cacheprovider -q -rfE "${@:2}"
-}
 name=$gpu-$(date -u +%Y-%m-%d)
 code=0
-finished() { # NAME STATUS
-    [ "$2" -eq 0 ] && echo "== $1: passed" || { echo "== $1: FAILED (exit code $2)"; code=1; }
+pytest() { # SECONDS FILES: the project's own options name plugins that may be missing here; INT lets it report
+    PYTHONUNBUFFERED=1 timeout --signal=INT --kill-after=20 "$1" "$python" -m pytest -o addopts= \
+        --import-mode=importlib -p no:cacheprovider -q -rfEs "${@:2}"
+}
+kernels() {
+    pytest "$1" tests/gpu/test_kernels.py tests/parity/losses/test_triton_*.py tests/unit/losses/test_non_finite*.py \
+        tests/unit/losses/test_triton_*.py
+}
+goals() { pytest "$1" tests/gpu --ignore-glob='*test_kernels*'; }
+losses() { pytest "$1" tests/parity/losses tests/unit/losses --ignore-glob='*test_triton_*' --ignore-glob='*test_non_finite*'; }
+benchmark() {
+    local status=0
+    PYTHONUNBUFFERED=1 timeout "$1" "$python" -m mopd.bench.losses --device cuda "${shapes[@]}" "${bench[@]}" \
+        --time-limit $(($1 * 85 / 100)) --output "$out/$name.json" || status=$?
+    [ -f "$out/$name.json" ] || status=1
+    [ -z "$tune" ] || cp mopd/losses/triton/tuning.json "$out/$name-tuning.json"
+    return $status
+}
+student() {
+    PYTHONUNBUFFERED=1 "$python" tools/gpu_student.py --time-limit "$1" --out "$out/$name-student.json"
 }
 
-echo "== GPU tests"
-status=0
-pytest "$(left 35)" tests/gpu 2>&1 | tee "$out/$name-tests.log" || status=$?
-finished "GPU tests" $status
+run_stage() { # NAME SECONDS
+    local status=0
+    echo "== $1, at most $2 s"
+    "$1" "$2" 2>&1 | tee "$out/$name-$1.log" || status=$?
+    case $status in
+        0) echo "== $1: passed" ;;
+        124) echo "== $1: FAILED, not done within $2 s"; code=1 ;;
+        *) echo "== $1: FAILED (exit code $status)"; code=1 ;;
+    esac
+}
 
-echo "== benchmark"
-status=0
-seconds=$(left 80)
-PYTHONUNBUFFERED=1 timeout "$(left 92)" "$python" -m mopd.bench.losses --device cuda "${shapes[@]}" "${bench[@]}" \
-    --time-limit "$seconds" --output "$out/$name.json" 2>&1 | tee "$out/$name.log" || status=$?
-[ -f "$out/$name.json" ] || status=1
-[ -z "$tune" ] || cp mopd/losses/triton/tuning.json "$out/$name-tuning.json"
-finished benchmark $status
+shares=0
+while read -r stage share _; do
+    [ -z "$stage" ] || [[ -n $chosen && ,$chosen, != *,$stage,* ]] || shares=$((shares + share))
+done <<<"$stages"
+while read -r stage share _ <&3; do
+    if [ -z "$stage" ]; then continue; fi
+    if [[ -n $chosen && ,$chosen, != *,$stage,* ]]; then
+        echo "== $stage: skipped, not among --stages"
+        continue
+    fi
+    seconds=$(((limit - SECONDS + started) * share / shares))
+    shares=$((shares - share))
+    if [ "$seconds" -lt 5 ]; then
+        echo "== $stage: skipped, $seconds s of the time limit are left for it"
+        continue
+    fi
+    run_stage "$stage" "$seconds"
+done 3<<<"$stages"
 
-echo "== loss tests on the CPU of this machine"
-status=0
-pytest "$(left 100)" tests/parity/losses tests/unit/losses --ignore-glob='*test_triton*' 2>&1 |
-    tee -a "$out/$name-tests.log" || status=$?
-finished "loss tests" $status
-
-echo "== student on the GPU"
-status=0
-PYTHONUNBUFFERED=1 "$python" tools/gpu_student.py --time-limit "$(left 100)" --out "$out/$name-student.json" 2>&1 |
-    tee "$out/$name-student.log" || status=$?
-finished student $status
-
-echo "== results: $out/$name.json"
+echo "== results: $out/$name*"
 exit $code

@@ -31,6 +31,7 @@ def test_says_what_is_missing(tmp_path: Path) -> None:
         (["--time-limit", "soon"], "--time-limit is 'soon': set whole seconds above 0"),
         (["--python", "no-such-python"], "--python: 'no-such-python' is not there: name an interpreter"),
         (["--fast"], "unknown option '--fast'"),
+        (["--stages", "speed"], "--stages names 'speed': choose among kernels,goals,benchmark,losses,student"),
     ],
 )
 def test_refuses(options: list[str], line: str, tmp_path: Path) -> None:
@@ -48,32 +49,75 @@ if [ "$2" = mopd.bench.losses ]; then
     while [ $# -gt 0 ]; do [ "$1" = --output ] && echo '{}' >"$2"; shift; done
     exit BENCHMARK
 fi
-case "$*" in *tests/gpu*) exit GPU_TESTS ;; *) exit LOSS_TESTS ;; esac
+case "$*" in *gpu_student*) exit 0 ;; *test_kernels.py*) exit KERNELS ;; *tests/gpu*) exit GOALS ;; esac
+exit LOSSES
 """
+STAGES = ["kernels", "goals", "benchmark", "losses", "student"]
+
+
+def stand_in(folder: Path, **codes: int) -> Path:
+    text = STAND_IN
+    for name in ("KERNELS", "GOALS", "BENCHMARK", "LOSSES"):
+        text = text.replace(f"exit {name}", f"exit {codes.get(name.lower(), 0)}")
+    python = folder / "python"
+    python.write_text(text)
+    python.chmod(0o755)
+    return python
 
 
 @pytest.mark.parametrize(
-    ("codes", "expected"), [((0, 0, 0), 0), ((1, 0, 0), 1), ((0, 1, 0), 1), ((0, 0, 1), 1), ((0, 124, 0), 1)]
+    ("codes", "expected"), [({}, 0), *(({name: 1}, 1) for name in STAGES[:4]), ({"benchmark": 124}, 1)]
 )
-def test_goes_through_all_steps(codes: tuple[int, int, int], expected: int, tmp_path: Path) -> None:
+def test_goes_through_all_stages(codes: dict[str, int], expected: int, tmp_path: Path) -> None:
     """A failure is kept until the end and stops nothing."""
-    text = STAND_IN
-    for name, code in zip(("GPU_TESTS", "BENCHMARK", "LOSS_TESTS"), codes, strict=True):
-        text = text.replace(name, str(code))
-    python = tmp_path / "python"
-    python.write_text(text)
-    python.chmod(0o755)
+    python = stand_in(tmp_path, **codes)
     done = check("--python", str(python), "--out", str(tmp_path / "out"), "--time-limit", "200", "--shapes", "8,9,1")
     assert done.returncode == expected, done.stderr
-    gpu, bench, loss, student = (tmp_path / "calls").read_text().splitlines()
-    assert gpu.startswith("-m pytest ") and gpu.endswith(" tests/gpu")
+    kernels, goals, bench, losses, student = (tmp_path / "calls").read_text().splitlines()
+    assert kernels.startswith("-m pytest ") and "tests/gpu/test_kernels.py" in kernels
+    assert "tests/gpu --ignore-glob=*test_kernels*" in goals
     assert "--device cuda --shapes 8,9,1 --tp-shard 1 8" in bench
-    assert 100 <= int(bench.split("--time-limit ")[1].split()[0]) <= 160
-    assert "tests/parity/losses tests/unit/losses" in loss
+    assert 60 <= int(bench.split("--time-limit ")[1].split()[0]) <= 80
+    assert "tests/parity/losses tests/unit/losses" in losses
     assert student.startswith("tools/gpu_student.py --time-limit ") and student.endswith("-student.json")
     (result,) = (tmp_path / "out").glob("*.json")
     assert result.name.startswith("nvidia-h100-20")
-    assert str(result) in done.stdout
+    said = [line.split(":")[0] for line in done.stdout.splitlines() if ": passed" in line or ": FAILED" in line]
+    assert said == [f"== {name}" for name in STAGES]
+    assert str(result.with_suffix("")) in done.stdout
+
+
+def test_every_loss_test_stands_in_one_stage(tmp_path: Path) -> None:
+    check("--python", str(stand_in(tmp_path)), "--out", str(tmp_path / "out"))
+    kernels, goals, _, losses, _ = (tmp_path / "calls").read_text().splitlines()
+    root = SCRIPT.parents[1]
+    listed = {root / word for word in kernels.split() if word.endswith(".py")}
+    for call, folders in ((goals, ("gpu",)), (losses, ("parity/losses", "unit/losses"))):
+        patterns = [word.split("=")[1] for word in call.split() if word.startswith("--ignore-glob=")]
+        tests = [path for folder in folders for path in (root / "tests" / folder).glob("test_*.py")]
+        left = {path for path in tests if not any(path.match(pattern) for pattern in patterns)}
+        assert left and not left & listed
+        listed |= left
+    folders = ("gpu", "parity/losses", "unit/losses")
+    assert listed == {path for folder in folders for path in (root / "tests" / folder).glob("test_*.py")}
+
+
+def test_chosen_stages_and_no_time(tmp_path: Path) -> None:
+    python = str(stand_in(tmp_path))
+    done = check("--python", python, "--out", str(tmp_path / "out"), "--stages", "losses,kernels")
+    assert done.returncode == 0
+    assert len((tmp_path / "calls").read_text().splitlines()) == 2
+    assert "== benchmark: skipped, not among --stages" in done.stdout
+    assert done.stdout.index("== kernels: passed") < done.stdout.index("== losses: passed")
+    (tmp_path / "calls").unlink()
+    done = check("--python", python, "--out", str(tmp_path / "out"), "--time-limit", "10")
+    assert done.returncode == 0 and "s of the time limit are left for it" in done.stdout
+
+
+def test_lists_its_stages_without_a_gpu() -> None:
+    done = check("--list")
+    assert done.returncode == 0
+    assert [line.split()[0] for line in done.stdout.splitlines()] == STAGES
 
 
 def test_help() -> None:
