@@ -5,8 +5,9 @@ gradients that are divided by a token count afterwards (``calculate_per_token_lo
 nothing is divided, so the scale goes into the coefficients: what is minimised beside the loss is the mean of the
 auxiliary losses over the micro-batches of all data-parallel ranks. Unlike the loss, it depends on how a batch is cut.
 
-The z-loss is ours: a mean over the real tokens of a micro-batch, whatever tensor-parallel rank holds them. Megatron's
-is a mean of each rank's own mean, in which a rank with more padding weighs its tokens more.
+Two of them are ours, because padding must not weigh. The z-loss is a mean over the real tokens of a micro-batch,
+whatever tensor-parallel rank holds them; Megatron's is a mean of each rank's own mean. The loss by sequences is a mean
+over the real sequences; Megatron's weighs each by its length squared, and counts sequences of padding alone.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ def _adapt(router: Any) -> None:
     """Make a router of Megatron's what the module docstring says."""
     router.calculate_per_token_loss = False
     router.apply_z_loss = _z_loss_of(router)
+    router._apply_seq_aux_loss = _sequence_loss_of(router)
     router._apply_expert_bias = _with_mask_per_token(router._apply_expert_bias)
 
 
@@ -128,6 +130,31 @@ def _z_loss_of(router: Any) -> Callable[..., Tensor]:
         loss = (squares * real).sum() / num_tokens.clamp(min=1)
         save_to_aux_losses_tracker(_Z_LOSS, loss, router.layer_number, router.config.num_layers)
         attached: Tensor = MoEAuxLossAutoScaler.apply(logits, loss * coefficient)
+        return attached
+
+    return apply
+
+
+def _sequence_loss_of(router: Any) -> Callable[..., Tensor]:
+    """In the place of ``TopKRouter._apply_seq_aux_loss``: per sequence experts x sum over experts of (share of choices
+    x mean score), from scores and choices [S B, E] that are zero at padding."""
+    name = "seq_aux_loss"
+
+    def apply(
+        probs: Tensor, scores: Tensor, routing_map: Tensor, length: int, num: int, with_padding_mask: bool = False
+    ) -> Tensor:
+        coefficient = router.get_aux_loss_coeff(name)
+        if coefficient == 0:
+            return probs
+        chosen_BE = routing_map.view(length, num, -1).sum(0).to(scores.dtype)
+        dist.all_reduce(chosen_BE, group=router.tp_cp_group)
+        choices_B = chosen_BE.sum(1)
+        products_B = (scores.view(length, num, -1).sum(0) * chosen_BE).sum(1)
+        losses_B = router.num_experts * router.topk * products_B / choices_B.clamp(min=1).square()
+        loss = coefficient * losses_B.sum() / (choices_B > 0).sum().clamp(min=1)
+        attached: Tensor = router.attach_and_log_load_balancing_loss(
+            probs, coefficient, loss, _LOSS_NAMES[name], router.tp_cp_group
+        )
         return attached
 
     return apply

@@ -12,6 +12,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -29,6 +30,7 @@ from mopd.config.schema import (
     Teacher,
     Validation,
 )
+from mopd.conversion import dims
 from mopd.data.packing import pack
 from mopd.data_plane.local import LocalDataPlane
 from mopd.student import parallel
@@ -169,7 +171,11 @@ class Case:
 
 def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
     """Optionally load, train ``steps``, save, train ``steps_after``; report what was seen and weight hashes."""
-    it = Case(model, case)
+    if case.get("dense"):  # every layer is, which ``read_dims`` refuses in a family with experts
+        with patch.object(dims, "read_moe", lambda keys, family: None):
+            it = Case(model, case)
+    else:
+        it = Case(model, case)
     result: dict[str, Any] = {}
     if "load" in case:
         result["extra"] = it.worker.load(Path(case["load"]))
