@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mopd.bench.plan import Case
+from mopd.files.writing import write_text
 
 SCHEMA = 1
 DISTURBED = 0.1
@@ -111,10 +112,8 @@ class Report:
         return json.dumps(_finite(tree), indent=1, allow_nan=False) + "\n"
 
     def write(self, path: Path) -> None:
-        """Replace the file at once: a reader never sees half of it."""
-        temporary = path.with_name(path.name + ".part")
-        temporary.write_text(self.to_json(), encoding="utf-8")
-        os.replace(temporary, path)
+        """Replace the file at once: a reader never sees half of it. ``UserError`` if the system refuses."""
+        write_text(path, self.to_json())
 
 
 def median_ms(seconds: Sequence[float]) -> float:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from mopd.conversion.output import files_below, sha256_of, write_json
 from mopd.conversion.torch_dist_description import write_description
 from mopd.conversion.torch_dist_plan import Piece, TargetLayout, extra_state_keys, padded_shape
 from mopd.conversion.torch_dist_reader import FORMAT_FILE, MANIFEST_FILE, METADATA_FILE, STATE_FILE
+from mopd.files.writing import reasoned
 
 COMMON_FILE = "common.pt"
 EXTRA_STATE_FILE = "__0_extra_state.distcp"
@@ -92,32 +93,9 @@ def write_rest(
     write_json(folder / MANIFEST_FILE, {"sha256": hashes, "job": description})
 
 
-class _Remembering:
-    """A stream that keeps the error of a failed write, which ``torch.save`` replaces by one without a reason."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return self._stream.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-
 def _save(tensor: Tensor, stream: BinaryIO) -> None:
-    remembering = _Remembering(stream)
-    try:
-        torch.save(tensor, cast(IO[bytes], remembering))
-    except (RuntimeError, OSError):
-        if remembering.error is not None:
-            raise remembering.error from None
-        raise
+    with reasoned(stream) as reasoning:
+        torch.save(tensor, reasoning)
 
 
 def _metadata(

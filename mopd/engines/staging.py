@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mopd.files.writing import writing
 from mopd.types import NonFiniteError
 
 _FILE_BYTES = 2**28
@@ -74,7 +75,8 @@ async def stage_weights(
 
     async def write() -> None:
         paths.append(str(folder / f"{len(paths):05}.safetensors"))
-        await asyncio.to_thread(save_file, part, paths[-1])
+        with writing(paths[-1]):
+            await asyncio.to_thread(save_file, part, paths[-1])
         part.clear()
 
     checked = checked_weights(weights, slots, name=name, allow_nonfinite=allow_nonfinite)
