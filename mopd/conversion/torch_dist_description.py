@@ -64,16 +64,7 @@ def read_description(path: Path) -> Metadata:
     content = read_bytes(path, cure=_CURE, max_bytes=MAX_BYTES)
     try:
         return _metadata(_DescriptionUnpickler(BytesIO(content)).load())
-    except (
-        UnpicklingError,
-        AttributeError,
-        EOFError,
-        IndexError,
-        KeyError,
-        TypeError,
-        ValueError,
-        MemoryError,
-    ) as error:
+    except _DAMAGE as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{shown_path(path)}: not understood ({reason:.300}): {_CURE}") from error
 
