@@ -120,12 +120,11 @@ def _measure_far_tails(
     """Replaces ``tail_lse`` [R] where ``rest``, the exponentials above a removed peak, loses its digits; ``buffer`` is
     of the logits' size and overwritten."""
     far = rest < SMALLEST
-    if far.device.type not in rows.SYNCHRONOUS_DEVICES:
-        pick = slice(None)
-    elif bool(far.any()):
+    pick: Tensor | slice = slice(None)
+    if far.device.type in rows.SYNCHRONOUS_DEVICES:
+        if not bool(far.any()):
+            return
         pick = far
-    else:
-        return
     masked = buffer[: logits[pick].size(0)].copy_(logits[pick])
     absent = torch.full_like(column[pick], -torch.inf, dtype=masked.dtype)
     scatter_where(masked, column[pick], removed[pick], absent)
