@@ -25,6 +25,20 @@ FOUR_RANK_LAYOUTS = {
 }
 ONE = {"tp": 1, "pp": 1, "dp": 1, "sp": False}
 MICRO_BATCH_SIZES = (1, 2, 8)
+_FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
+OVERRIDES: dict[str, Results] = {
+    "tp2/softmax": {"attention_softmax_in_fp32": False},
+    "tp2/matmul": {"disable_bf16_reduced_precision_matmul": True},
+    "tp2/deterministic": {"deterministic_mode": True},
+    "tp2_sp/embedding": {"clone_scatter_output_in_embedding": False},
+    "tp2/distributed": {**_FULL, "recompute_method": "uniform", "distribute_saved_activations": True},
+    "tp2/block": {**_FULL, "recompute_method": "block"},
+    "tp2/modules": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    "pp2/p2p": {"batch_p2p_comm": False},
+    "pp2/p2p_sync": {"batch_p2p_sync": False},
+}
+"""Layout / name -> ``student.megatron_overrides``: every field that is allowed without TransformerEngine, save
+``attention_backend``, which the local layers do not read."""
 ENSEMBLES = {"ensemble": "default", "ensemble_k2": "k2"}
 """Cases in which one domain has two teachers, with their losses."""
 HEAD_LOSSES = ("default", "k2", "policy_gradient", "ensemble")
@@ -115,6 +129,9 @@ def two_ranks(hf_model: Path, untied_model: Path, wide_models: dict[str, str], s
     for name, case in loaded.items():
         source = name.split("/")[0]
         cases[f"load/{name}"] = {**case, "load": str(student_folder / f"saved_{source}"), "steps_after": 2}
+    for name, overrides in OVERRIDES.items():
+        layout = TWO_RANK_LAYOUTS[name.split("/")[0]]
+        cases[f"override/{name}"] = {**layout, "overrides": overrides, "steps": 1}
     cases |= _head_cases(TWO_RANK_LAYOUTS, wide_models, head_mib=1)
     for name in ("tp2", "pp2", "dp2"):
         cases[f"poison/{name}"] = {**TWO_RANK_LAYOUTS[name], "poison": True}

@@ -17,12 +17,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from mopd.student.overrides import ALLOWED
 from tests.parity.student.conftest import (
     ENSEMBLES,
     FOUR_RANK_LAYOUTS,
     HEAD_LOSSES,
     MICRO_BATCH_SIZES,
     OTHER_LOSSES,
+    OVERRIDES,
     TWO_RANK_LAYOUTS,
 )
 from tests.parity.student.samples import DOMAINS, ENSEMBLE, make_samples
@@ -64,6 +66,15 @@ def test_other_losses_and_models(two_ranks: Results, one_rank: Results, layout: 
 @pytest.mark.parametrize("case", ["tp2_sp/recompute_full", "tp2/recompute_selective"])
 def test_recompute_changes_nothing(two_ranks: Results, one_rank: Results, case: str) -> None:
     assert_same_step(two_ranks[case]["steps"][0], one_rank["one/budget"]["steps"][0])
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_allowed_overrides_change_nothing(two_ranks: Results, one_rank: Results, name: str) -> None:
+    assert_same_step(two_ranks[f"override/{name}"]["steps"][0], one_rank["one/budget"]["steps"][0])
+
+
+def test_every_allowed_override_is_tried() -> None:
+    assert {field for given in OVERRIDES.values() for field in given} == set(ALLOWED) - {"attention_backend"}
 
 
 @pytest.mark.parametrize("tied", ["tied", "untied"])
