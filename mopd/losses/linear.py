@@ -77,8 +77,8 @@ def linear_topk_distill(
             ``weight.grad_added_to_main_grad``; autograd gets none.
         dummy_weight_grad: hand autograd zeros in that case, which Megatron's DDP needs under ``overlap_grad_reduce``.
         unit_upstream: promises that nothing scales the reduced loss before backward; then ``token_chunks`` adds to
-            ``main_grad`` in forward and holds no weight gradient of its own. A broken promise raises RuntimeError on the
-            CPU; on a device, where looking would wait for it, it makes the norms of the gradients NaN.
+            ``main_grad`` in forward and holds no weight gradient of its own. A broken promise raises RuntimeError on
+            the CPU; on a device, where looking would wait for it, it makes the norms of the gradients NaN.
 
     Raises:
         ValueError: shapes, dtypes, option values, or a budget that no strategy can keep.

@@ -71,7 +71,8 @@ def linear_loss(
         plan: ``materialize`` or ``token_chunks`` with its number of rows, equal on all ranks.
         index_N: int64 ``[N]``, N >= 1: numbers of the rows to compute, ascending; None means all.
         unit_upstream: promises that backward starts at the returned loss with gradient 1, so that ``token_chunks``
-            may add its weight gradient to ``main_grad`` in forward. Another upstream gradient raises RuntimeError.
+            may add its weight gradient to ``main_grad`` in forward. Another upstream gradient raises RuntimeError, or
+            makes NaN of the gradients where looking at it would wait for the device.
 
     Returns:
         the scalar loss and ``row_loss``'s numbers as ``[rows]``, 0 in rows that were not computed.
