@@ -254,3 +254,12 @@ def test_models_load_as_before(model: Path) -> None:
     for name, tensor in engine.model.state_dict().items():
         if name in stored.names:
             assert torch.equal(tensor, stored.read(name))
+
+
+def test_a_comparison_ends_after_a_thousand_differences(
+    whole: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys("config.json", num_hidden_layers=1500, layer_types=None)(model)
+    assert main(["convert", "verify", str(whole), str(model), "--json"]) == 1
+    differences = json.loads(capsys.readouterr().out)["differences"]
+    assert 1000 < len(differences) < 1010 and "not compared" in differences[-1]["problem"]
