@@ -16,8 +16,8 @@ from mopd.files.json_text import parse_json
 from mopd.files.reading import open_regular, shown_path
 from mopd.types import UserError
 
-_MAX_HEADER_BYTES = 2**25
-"""A quarter of a million tensors; the library's own limit is three times that."""
+_MAX_HEADER_BYTES = 2**24
+"""A hundred thousand tensors, more than the largest published models have in all their files."""
 MAX_NAME = 512
 _MAX_DIMENSIONS = 16
 _ITEM_BYTES = {
