@@ -14,7 +14,14 @@ from typing import Any, TypeVar
 import httpx
 
 from mopd.config.urls import check_server_url, shown_url
-from mopd.engines.interface import EngineBusy, EngineError, EngineRejected, EngineUnavailable, StaleWeights
+from mopd.engines.interface import (
+    CorruptAnswer,
+    EngineBusy,
+    EngineError,
+    EngineRejected,
+    EngineUnavailable,
+    StaleWeights,
+)
 from mopd.files.json_text import parse_json
 from mopd.text import one_line
 from mopd.types import UserError
@@ -103,9 +110,9 @@ class HttpClient:
         """Close the connections."""
         await self._client.aclose()
 
-    def corrupt(self, problem: object) -> EngineUnavailable:
+    def corrupt(self, problem: object) -> CorruptAnswer:
         """The error for an answer that cannot be right."""
-        return EngineUnavailable(f"{self.name}: corrupt answer: {self.shown(problem)}")
+        return CorruptAnswer(f"{self.name}: corrupt answer: {self.shown(problem)}")
 
     def shown(self, said: object) -> str:
         """Somebody else's words for a message: one short line, without our token."""

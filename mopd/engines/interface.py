@@ -29,6 +29,10 @@ class EngineUnavailable(EngineError):
     corrupt or belongs to another request. Another replica may be tried."""
 
 
+class CorruptAnswer(EngineUnavailable):
+    """An answer came, and it cannot be right."""
+
+
 class EngineBusy(EngineError):
     """The engine's queue is full (HTTP 429). Another replica may be tried, or this one after ``retry_after_s``."""
 

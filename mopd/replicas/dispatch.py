@@ -9,7 +9,14 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from mopd.config.groups import Routing
-from mopd.engines.interface import EngineBusy, EngineError, EngineRejected, EngineUnavailable, StaleWeights
+from mopd.engines.interface import (
+    CorruptAnswer,
+    EngineBusy,
+    EngineError,
+    EngineRejected,
+    EngineUnavailable,
+    StaleWeights,
+)
 from mopd.metrics import is_counted
 from mopd.replicas.interface import NoReplica, SampleFailed
 from mopd.replicas.pool import Lease, Member, Pool, Want
@@ -167,7 +174,7 @@ class Dispatcher:
         try:
             request.check(request.positions, results)
         except ValueError as error:
-            raise EngineUnavailable(f"{member.name}: corrupt answer: {error}") from error
+            raise CorruptAnswer(f"{member.name}: corrupt answer: {error}") from error
         return results
 
     def _judge(self, member: Member, request: Request[R], error: EngineError) -> None:

@@ -1,8 +1,9 @@
-"""The process of a custom reward: ``python -I child.py FILE FUNCTION PARENT_PID CALLS ANSWERS MAX_BYTES``.
+"""The process of a custom reward: ``python -I child.py FILE FUNCTION PARENT_PID CALLS ANSWERS MAX_BYTES MARK``.
 
-It imports nothing of mopd. Line by line on the descriptors CALLS and ANSWERS: first ``{"ready": true}``, then for each
-batch (``{"batch": 1, "calls": [keyword arguments, …]}``) either ``{"batch": 1, "values": [number, …]}`` or
-``{"batch": 1, "error": "…", "item": 0}``. Nothing that the function returns travels but a number in its range.
+It imports nothing of mopd. MARK is there to be seen: what forks from this process keeps its command line. Line by line
+on the descriptors CALLS and ANSWERS: first ``{"ready": true}``, then for each batch (``{"batch": 1, "calls": [keyword
+arguments, …]}``) either ``{"batch": 1, "values": [number, …]}`` or ``{"batch": 1, "error": "…", "item": 0}``.
+Nothing that the function returns travels but a number in its range.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-MARK = "MOPD_REWARD_MARK"
-"""Environment variable by which ``process.py`` finds processes that have lost their supervisor."""
 MAX_FILE_BYTES = 4 * 2**30
 """Of one file that the function writes: enough for any cache, too little to fill a disk."""
 MAX_OPEN_FILES = 4096
@@ -62,7 +61,6 @@ def _bind(parent_pid: int, max_bytes: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:  # it died before the call above
         os._exit(1)
-    os.environ.pop(MARK, None)  # /proc shows it still, and that of forked processes
     limits = {
         resource.RLIMIT_DATA: max_bytes,
         resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
@@ -148,4 +146,4 @@ def _plain(text: Any) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:7]))

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from mopd.files.json_text import parse_json
-from mopd.rewards.child import MARK
 from mopd.rewards.supervisor import KILL_S, MAX_PROCESSES, descendants
 
 CHILD = Path(__file__).with_name("child.py")
@@ -51,11 +50,11 @@ class RewardProcess:
         numbers = [str(number) for number in (os.getpid(), calls, answers, max_bytes)]
         try:
             self._supervisor = subprocess.Popen(
-                [sys.executable, "-I", str(SUPERVISOR), *numbers, str(CHILD), str(path), function],
+                [sys.executable, "-I", str(SUPERVISOR), *numbers, str(CHILD), str(path), function, self._mark],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={**ENVIRONMENT, MARK: self._mark},
+                env=ENVIRONMENT,
                 cwd=path.parent,
                 pass_fds=(calls, answers),
                 start_new_session=True,
@@ -168,12 +167,12 @@ class RewardProcess:
 
 
 def _marked(mark: str) -> set[int]:
-    """Living processes that were started, or forked by one that was started, with this mark in their environment."""
+    """Living processes that were started, or forked by one that was started, with this mark on their command line."""
     found = set()
     for name in os.listdir("/proc"):
         if name.isdecimal():
             try:
-                if mark.encode() in Path(f"/proc/{name}/environ").read_bytes():
+                if mark.encode() in Path(f"/proc/{name}/cmdline").read_bytes():
                     found.add(int(name))
             except OSError:  # gone, or not ours
                 continue

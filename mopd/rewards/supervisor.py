@@ -1,4 +1,4 @@
-"""Between a run and a custom reward: ``supervisor.py PARENT_PID CALLS ANSWERS MAX_BYTES CHILD FILE FUNCTION``.
+"""Between a run and a custom reward: ``supervisor.py PARENT_PID CALLS ANSWERS MAX_BYTES CHILD FILE FUNCTION MARK``.
 
 Whatever the function starts, however it detaches itself (``fork``, ``setsid``, a parent that dies), becomes a child of
 this process (PR_SET_CHILD_SUBREAPER) and is killed with it. It imports nothing of mopd::
@@ -63,10 +63,10 @@ def _run_child(child: list[str], calls_fd: int, answers_fd: int, max_bytes: int,
         os._exit(1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it may end by a signal below
     os.nice(5)  # where processes multiply, the supervisor must be faster
-    program, path, function = child
+    program, path, function, mark = child
     numbers = [str(number) for number in (os.getpid(), calls_fd, answers_fd, max_bytes)]
     process = subprocess.Popen(
-        [sys.executable, "-I", program, path, function, *numbers],
+        [sys.executable, "-I", program, path, function, *numbers, mark],
         stdin=subprocess.DEVNULL,
         stdout=output_end,
         stderr=output_end,

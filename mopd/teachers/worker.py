@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mopd.config.assignment import Assignment
 from mopd.data_plane.interface import DataPlane
-from mopd.engines.interface import Scores
+from mopd.engines.interface import CorruptAnswer, Scores
 from mopd.replicas.interface import NoReplica, SampleFailed
 from mopd.replicas.tasks import all_or_none
 from mopd.teachers.group import TeacherGroup
@@ -103,7 +103,12 @@ class TeacherWorker:
         domains = ", ".join(repr(domain) for domain in sorted({meta.domain for meta in metas}))
         ids = ", ".join(str(meta.sample_id) for meta in metas[:MAX_NAMED_SAMPLES])
         more = f" and {len(metas) - MAX_NAMED_SAMPLES} more" if len(metas) > MAX_NAMED_SAMPLES else ""
-        cure = "see the replicas' logs" if self._keep_going else "see the replicas' logs, or set on_failure: replace"
+        if isinstance(error.last_error, CorruptAnswer):
+            cure = f"the scores are not this teacher's; check teachers.{group.name}.engine and placement"
+        elif self._keep_going:
+            cure = "see the replicas' logs"
+        else:
+            cure = "see the replicas' logs, or set on_failure: replace"
         return UserError(
             f"teachers.{group.name} did not score samples {ids}{more} of domain {domains}: {_one_line(error)}: {cure}"
         )

@@ -8,12 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mopd.config.groups import Routing
 from mopd.config.schema import Preflight
 from mopd.config.schema import TorchEngine as TorchEngineConfig
 from mopd.engines.torch_engine import TorchEngine
-from mopd.replicas.interface import Replica
-from mopd.replicas.router import Router
 from mopd.runtime.parity import Parity, Probe, Reference
 from tests.fixtures.mistakes import MISTAKES, MistakenEngine
 from tests.fixtures.tiny_models import BOS_ID, VOCAB_SIZE, make_hf_model
@@ -27,16 +24,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_hf_model(root / name, seed=i) for i, name in enumerate(("own", "other"))}
 
 
-def measure(folder: Path, scorer: object, *, temperature: float = 1.0, dtype: str = "float32") -> Parity:
-    """Three probes through a router, compared with ``folder``."""
+def measure(folder: Path, scorer: TorchEngine, *, temperature: float = 1.0, dtype: str = "float32") -> Parity:
+    """Three probes, compared with ``folder``. Not through a router, which would refuse some mistakes by themselves."""
     generator = torch.Generator().manual_seed(4)
     tokens = [
         torch.cat([torch.tensor([BOS_ID]), torch.randint(3, VOCAB_SIZE, (length,), generator=generator)])
         for length in (9, 14, 21)
     ]
     starts = [4, 5, 6]
-    router = Router("own", [Replica(name="own.0", engine=scorer)], Routing(), kind="teacher")
-    scores = asyncio.run(router.score(tokens, starts, top_k=TOP_K, temperature=temperature))
+    scores = asyncio.run(scorer.score(tokens, starts, top_k=TOP_K, temperature=temperature))
     probes = [
         Probe(tokens=t, prompt_length=n, ids=s.ids, logprobs=s.logprobs, token_logprobs=s.token_logprobs)
         for t, n, s in zip(tokens, starts, scores, strict=True)
