@@ -31,6 +31,7 @@ from mopd.serving.app import EngineServer, Served, create_app
 from mopd.serving.connections import ServerConfig
 from mopd.serving.guard import LOOPBACK_NAMES
 from mopd.serving.host import CanClose, DirectHost, EngineHost, ThreadHost
+from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
 MAX_CONNECTIONS = 2048
@@ -41,7 +42,7 @@ def serve(file: EngineFile, address: Address, listener: socket.socket, token: st
     """Load the engine, serve on ``listener`` until SIGTERM or until the engine is dead; returns the exit code.
 
     Raises:
-        UserError: the model cannot be loaded.
+        UserError: the model cannot be loaded, or the ready file not be written.
     """
     _log_to_terminal(file.label)
     close_standard_input()
@@ -85,6 +86,8 @@ async def _serve(file: EngineFile, address: Address, listener: socket.socket, to
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         await _close_engine(host)
+    if server.refused is not None:
+        raise server.refused
     if server.interrupted:
         raise KeyboardInterrupt
     failed = died.is_set() or not server.started
@@ -120,6 +123,8 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._on_ready, self._on_exit = on_ready, on_exit
         self.interrupted = False
+        self.refused: UserError | OSError | None = None
+        """Why nobody could be told that the server answers."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
@@ -127,7 +132,10 @@ class _Server(uvicorn.Server):
         for listener in sockets or ():
             listener.listen(BACKLOG)  # uvicorn's backlog is also how many it accepts at once
         if self.started:
-            self._on_ready()
+            try:
+                self._on_ready()
+            except (UserError, OSError) as error:  # raised by the caller of ``serve``, after a shutdown in order
+                self.refused, self.should_exit = error, True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

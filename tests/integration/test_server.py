@@ -131,6 +131,16 @@ def test_files_that_cannot_be_served(folder: Path, tmp_path: Path, capsys: pytes
         assert stderr.startswith(f"mopd: error: {line}") and stderr.count("\n") == 1
 
 
+def test_a_server_that_cannot_tell_where_it_is_ends(folder: Path, tmp_path: Path) -> None:
+    """In order: a thread of the engine would otherwise keep the process for ever."""
+    with serve_process(written(tmp_path / "math.json", folder), "--ready-file", "/proc/ready.json") as child:
+        _out, stderr = child.process.communicate(timeout=120)
+    assert child.process.returncode == 2
+    assert stderr.endswith(
+        "mopd: error: /proc/ready.json: cannot be written: No such file or directory; name another place\n"
+    )
+
+
 def test_a_token_off_loopback(folder: Path, tmp_path: Path) -> None:
     secret = tmp_path / "token"
     secret.write_text("0123456789abcdef0123\n")
