@@ -81,7 +81,8 @@ def _unexpected(contents: Contents) -> list[dict[str, str]]:
 def _tensor_differences(one: Contents, other: Contents) -> tuple[list[dict[str, str]], int]:
     """Parameter by parameter, in the order of the model with more of them."""
     rows = {row.hf_names: row for contents in (one, other) for row in contents.rows()}
-    differences, num_tensors = [], 0
+    differences: list[dict[str, str]] = []
+    num_tensors = 0
     for row in rows.values():
         if len(differences) >= MAX_DIFFERENCES:
             differences.append({"name": row.hf_names[0], "problem": "this tensor and what follows are not compared"})
