@@ -19,9 +19,17 @@ from mopd.config.engines import TorchEngine as TorchEngineConfig
 from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable
 from mopd.engines.remote import RemoteEngine
 from mopd.engines.torch_engine import TorchEngine
+from mopd.runtime.serve import server_limits
 from mopd.wire.codec import decode, encode
 from mopd.wire.messages import ScoreAnswer, ScoreRequest
-from tests.fixtures.servers import GatedEngine, RunningServer, random_tokens, running_server, wait_until
+from tests.fixtures.servers import (
+    GatedEngine,
+    RunningServer,
+    engine_file,
+    random_tokens,
+    running_server,
+    wait_until,
+)
 from tests.unit.wire.test_codec import MESSAGES, score_request
 
 TOKEN = "0123456789abcdef"
@@ -264,6 +272,20 @@ def test_an_engines_own_fault_is_500_and_its_death_503(gated: GatedEngine) -> No
             assert response.status_code == 503 and "core process ended" in response.text
         assert CLIENT.get(f"{running.url}/health").json() == {"status": "dead"}
         assert deaths == [1]
+
+
+def test_top_k_is_what_the_recipe_asks_for(folder: Any) -> None:
+    """It decides how long an answer is: the whole vocabulary for every token is more than anybody wants."""
+    assert server_limits(engine_file(folder)).max_top_k == 8
+    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig())
+    with running_server(engine, limits={"max_top_k": 8}) as running:
+        assert CLIENT.get(f"{running.url}/info").json()["engine"]["max_logprobs"] == 8
+        response = post(running, "/v1/score", encode(score_request(top_k=9)))
+        assert response.status_code == 400 and "top_k is 9" in response.text
+        completion = json.dumps({"prompt": [1, 2], "logprobs": 9}).encode()
+        response = post(running, "/v1/completions", completion)
+        assert response.status_code == 400 and "top_k is 9" in response.text
+        assert_lives(running)
 
 
 def test_a_request_that_outlives_the_drain(gated: GatedEngine, caplog: pytest.LogCaptureFixture) -> None:
