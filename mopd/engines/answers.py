@@ -101,8 +101,8 @@ class _Rows:
             self._refuse(~(logprobs_RK.max(1) <= MAX_EXCESS), "a log-prob is above 0 or not a number", logprobs_RK)
         self.check_own(own_R)
         mass_R, probs_RK = _mass(logprobs_RK)
-        is_own = ids_RK == sampled_R[:, None]
-        is_listed = is_own.any(1)
+        rows, place_R = np.arange(len(own_R)), (ids_RK == sampled_R.astype(np.int32)[:, None]).argmax(1)
+        is_listed = ids_RK[rows, place_R] == sampled_R
         limit_R = 1 + MAX_EXCESS + (_half_excess(probs_RK, logprobs_RK) if is_half else 0.0)
         self._refuse(mass_R > limit_R, "the probabilities of a row add up to more than 1", mass_R)
         with_own_R = np.where(is_listed, mass_R, mass_R + np.exp(own_R))
@@ -111,8 +111,7 @@ class _Rows:
         self._refuse(
             with_own_R > limit_R, "the probabilities of a row and of the response's token add up to more than 1"
         )
-        own_listed_R = np.where(is_own, logprobs_RK, -np.inf).max(1)
-        difference_R = np.abs(np.where(is_listed, own_listed_R, own_R) - own_R)
+        difference_R = np.abs(np.where(is_listed, logprobs_RK[rows, place_R], own_R) - own_R)
         allowed_R = MAX_OWN_DIFFERENCE * np.maximum(1, -own_R)
         self._refuse(~(difference_R <= allowed_R), "the response's token has one log-prob in its row and another alone")
 
