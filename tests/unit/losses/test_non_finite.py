@@ -80,6 +80,10 @@ def unused(value: float) -> Spoil:
     return spoil
 
 
+def no_teacher(b: Batch, row: int) -> None:
+    b.teacher_weights[row], b.z[row, OUTSIDE] = 0, NAN
+
+
 UNDEFINED: dict[str, Spoil] = {
     "a logit of the ids is NaN": logit(IN_S, NAN),
     "another logit is NaN": logit(OUTSIDE, NAN),
@@ -94,6 +98,7 @@ UNDEFINED: dict[str, Spoil] = {
     "a teacher's log-prob of an id in the padding is NaN": teacher(NAN, beyond=True),
     "a teacher's weight is NaN": weight_of_teacher,
     "the row's weight is NaN": weight_of_row,
+    "no teacher counts beside a NaN": no_teacher,
 }
 CLEAN: dict[str, Spoil] = {
     "nothing": lambda b, row: None,
@@ -156,6 +161,7 @@ def check(loss: str, tail: str, teachers: int, options: dict[str, Any], ways: li
         told = f"{way}: {got[row]}, gradient finite: {finite[row]}"
         if way in UNDEFINED:
             assert kind(float(got[row])) == "nan", told
+            assert not finite[row] or options["backend"] == "reference" or way.startswith("no teacher"), told
             if "logit" in way:
                 spoiled = ("unweighted_loss", "student_mass", "student_logprobs", "entropy")
                 assert all(kind(float(metrics[name][row])) == "nan" for name in spoiled), told
