@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from pathlib import Path
 from typing import IO, Any
@@ -78,5 +79,9 @@ def require_plain_archive(stream: IO[bytes], *, max_pickle_bytes: int = MAX_PICK
 
 def reason_of(error: BaseException) -> str:
     """The first line of what a library says, short."""
-    lines = str(error).strip().split("\n")
+    text = str(error).strip()
+    if "weights_only" in text:  # torch goes on to recommend reading it without limits
+        found = re.search(r"Unsupported (?:global: GLOBAL|class|operand) (\S+)", text)
+        return f"it holds {found[1]:.100}, which is no plain value" if found else "it holds more than plain values"
+    lines = text.split("\n")
     return f"{lines[0] or type(error).__name__:.200}"

@@ -209,6 +209,11 @@ def _refusing(path: Path, problem: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{shown_path(path)}: needs code of its own folder, which never runs: use a checkpoint of a model type "
+                "that transformers has itself"
+            ) from error
         raise UserError(
             f"{shown_path(path)}: {problem}: {one_line(error):.300}: fetch the folder again or name another"
         ) from error

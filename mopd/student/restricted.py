@@ -43,9 +43,10 @@ def load(sharded: dict[str, Any], folder: Path) -> dict[str, Any]:
             plain values and their description.
     """
     require_format(folder)
+    description = read_description(folder / METADATA_FILE)  # not inside torch's loader, which logs a stack of its own
     try:
         loaded: dict[str, Any] = dist_checkpointing.load(
-            sharded, str(folder), sharded_strategy=_Tensors(), common_strategy=_Common()
+            sharded, str(folder), sharded_strategy=_Tensors(description), common_strategy=_Common()
         )
     except CheckpointException as error:  # what other ranks raised, too; a BaseException
         causes = [cause for cause, _ in error.failures.values()]
@@ -76,6 +77,10 @@ class _Common(TorchCommonLoadStrategy):
 class _Tensors(torch_dist.TorchDistLoadShardedStrategy):
     """Tensors and objects; ``load`` follows Megatron's, with another reader and another planner."""
 
+    def __init__(self, description: Metadata) -> None:
+        super().__init__()
+        self._description = description
+
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
         tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
         by_key, flat_mapping, rename_mapping = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
@@ -85,7 +90,9 @@ class _Tensors(torch_dist.TorchDistLoadShardedStrategy):
             allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
         )
         planner.folder = Path(checkpoint_dir)
-        _load_state_dict(targets, _Reader(checkpoint_dir), planner=planner)  # ``load`` wants equal keys on all ranks
+        reader = _Reader(checkpoint_dir)
+        reader.description = self._description
+        _load_state_dict(targets, reader, planner=planner)  # ``load`` wants equal keys on all ranks
         loaded = {key: torch_dist._unwrap_pyt_sharded_tensor(value) for key, value in targets.items()}
         loaded = torch_dist._replace_sharded_keys_with_state_dict_keys(loaded, flat_mapping, rename_mapping)
         torch_dist._restore_dict_types(loaded, sharded_state_dict)
@@ -95,8 +102,10 @@ class _Tensors(torch_dist.TorchDistLoadShardedStrategy):
 class _Reader(FileSystemReader):
     """Reads files of the folder alone (see ``read_description``), tensors with ``weights_only``."""
 
+    description: Metadata
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_description(Path(self.path) / METADATA_FILE)
+        return self.description
 
 
 class _Planner(torch_dist.MCoreLoadPlanner):

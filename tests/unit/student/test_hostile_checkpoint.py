@@ -156,6 +156,7 @@ def test_no_door_runs_code(
             run.load_weights(hostile)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    assert not place.startswith(".metadata") or not caplog.text, "torch logs a stack"
     capsys.readouterr()
     for number, command in enumerate((["inspect"], ["megatron-to-hf"], ["reshard"], ["verify", "--no-logits"])):
         out = [] if command == ["inspect"] else [str(run.step if "verify" in command else tmp_path / f"out{number}")]
