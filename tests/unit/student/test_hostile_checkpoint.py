@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 import shutil
 import zipfile
@@ -144,7 +145,13 @@ def hostile(run: Run, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 @pytest.mark.parametrize("hostile", PLACES, indirect=True)
 def test_no_door_runs_code(
-    hostile: Path, run: Run, tmp_path: Path, request: Any, capsys: Any, monkeypatch: Any
+    hostile: Path,
+    run: Run,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Resuming and evaluating refuse each place; conversions refuse those that they read."""
     place: str = request.node.callspec.params["hostile"]
@@ -156,7 +163,8 @@ def test_no_door_runs_code(
             run.load_weights(hostile)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert not place.startswith(".metadata") or not caplog.text, "torch logs a stack"
+    stacks = [record for record in caplog.records if record.exc_info and record.levelno > logging.DEBUG]
+    assert not place.startswith(".metadata") or not stacks
     capsys.readouterr()
     for number, command in enumerate((["inspect"], ["megatron-to-hf"], ["reshard"], ["verify", "--no-logits"])):
         out = [] if command == ["inspect"] else [str(run.step if "verify" in command else tmp_path / f"out{number}")]
