@@ -53,9 +53,9 @@ def load(sharded: dict[str, Any], folder: Path) -> dict[str, Any]:
         told = next((cause for cause in causes if isinstance(cause, UserError)), None)
         if told is not None:
             raise UserError(str(told)) from error
-        raise UserError(f"{shown_path(folder)}: cannot be loaded ({_short(causes[0])}): {_CURE}") from error
+        raise UserError(f"{shown_path(folder)}: cannot be loaded ({reason_of(causes[0])}): {_CURE}") from error
     except CheckpointingException as error:
-        raise UserError(f"{shown_path(folder)}: cannot be loaded ({_short(error)}): {_CURE}") from error
+        raise UserError(f"{shown_path(folder)}: cannot be loaded ({reason_of(error)}): {_CURE}") from error
     return loaded
 
 
@@ -139,7 +139,3 @@ def _is_empty(state: Any) -> bool:
 
 def _damaged(path: Path, error: BaseException, what: str = "") -> UserError:
     return UserError(f"{shown_path(path)}: {what}cannot be read as plain values ({reason_of(error)}): {_CURE}")
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
