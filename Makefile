@@ -45,7 +45,7 @@ test: $(ENGINES_STAMP)  ## everything that runs on this machine, two files at a 
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 fuzz: $(STAMP)  ## 10,000 mutations of every kind of file that is read (make test runs a short form)
-	MOPD_FUZZ_MUTATIONS=10000 $(BIN)/python -m pytest tests/fuzz --timeout=3600 -s
+	MOPD_FUZZ_MUTATIONS=10000 $(BIN)/python -m pytest tests/fuzz --timeout=3600 --numprocesses 2 -rP
 
 disk-full: $(STAMP)  ## 30 runs on a disk that fills up at random moments (make test runs two)
 	MOPD_DISK_FULL_MOMENTS=30 $(BIN)/python -m pytest tests/integration/test_disk_full.py --timeout=3600 -s
