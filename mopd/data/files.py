@@ -44,7 +44,9 @@ def read_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Mapping
     for number, row in enumerate(readers[path.suffix](path, columns)):
         yield number, row
     if number == -1:
-        raise UserError(f"{shown_path(path)}: the file has no rows: fill it, or remove it from data.train or data.validation")
+        raise UserError(
+            f"{shown_path(path)}: the file has no rows: fill it, or remove it from data.train or data.validation"
+        )
 
 
 def lookup(row: Mapping[str, Any], key: str) -> Any:
