@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,6 +20,9 @@ SLICE_BYTES = 2**16
 ARRIVING_BYTES = 2**23
 """Of all bodies that arrive at a time; one of the greatest size may always arrive."""
 
+TRIM_EVERY_BYTES = 2**20
+"""Of bodies that have passed: hundreds of thousands of tokens, whose work takes far longer."""
+
 
 class BodyReader:
     """Reads bodies within a limit each and a limit together. What counts is what has arrived, not what was announced:
@@ -26,7 +30,7 @@ class BodyReader:
 
     def __init__(self, limits: ServerLimits, *, max_arriving_bytes: int) -> None:
         self._limits, self._max_arriving_bytes = limits, max_arriving_bytes
-        self._arrived_bytes = 0
+        self._arrived_bytes = self._passed_bytes = 0
         self._arriving: set[asyncio.Future[bytearray]] = set()
         self._closed_because: Refusal | None = None
 
@@ -51,6 +55,10 @@ class BodyReader:
         finally:
             self._arriving.discard(collecting)
             self._arrived_bytes -= len(body)
+            self._passed_bytes += len(body)
+            if self._passed_bytes >= TRIM_EVERY_BYTES:
+                self._passed_bytes = 0
+                _give_back_freed_memory()
 
     def close(self, reason: Refusal) -> None:
         """Refuse what has not arrived yet, and all that would come."""
@@ -83,6 +91,13 @@ class BodyReader:
                 raise busy(f"{others} bytes of other bodies are arriving", retry_after_s=1.0)
             body += part
             self._arrived_bytes += len(part)
+
+
+def _give_back_freed_memory() -> None:
+    """What passed bodies leave in the allocator goes to the system: glibc would keep the most that there ever was."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # other C libraries keep less, and have no such call
+        trim(0)
 
 
 async def disconnected(request: Request) -> None:
