@@ -105,7 +105,7 @@ def silent_connections(attack: Attack) -> None:
 
 def slow_bodies(attack: Attack) -> None:
     head = b"POST /v1/generate HTTP/1.1\r\n" + HOST + b"content-length: 1500000\r\n\r\n"
-    attack.pour(100, head, lambda _: b"x" * 100)
+    attack.pour(300, head, lambda _: b"x" * 100)
 
 
 def large_bodies(attack: Attack) -> None:
