@@ -175,13 +175,13 @@ def _serve(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from mopd.runtime.inputs import check_model_folder
 
     is_file = is_engine_file(args.recipe)
+    loaded = None if is_file else load_recipe(args.recipe, args.set)
     if is_file == (args.teacher is not None or args.rollout):
         cure = "leave --teacher and --rollout out" if is_file else "name --teacher NAME or --rollout"
         raise UserError(f"serve {args.recipe}: a recipe has several engines, an engine file has one: {cure}")
-    if is_file:
+    if loaded is None:
         file, where = read_engine_file(args.recipe), f"{args.recipe}: model"
     else:
-        loaded = load_recipe(args.recipe, args.set)
         key = ("student", "model") if args.rollout else ("teachers", args.teacher, "model")
         make = rollout_file if args.rollout else partial(teacher_file, name=args.teacher)
         file, where = make(loaded.recipe, replica=args.replica), loaded.where(*key)

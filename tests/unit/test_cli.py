@@ -97,6 +97,7 @@ def test_config_diff(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "recipe.yaml", "--resume"], "recipe.yaml:3: student.model: folder"),
         (["check", "recipe.yaml"], "recipe.yaml:3: student.model: folder"),
         (["eval", "recipe.yaml"], "recipe.yaml:3: student.model: folder"),
+        (["serve", "none.json"], "recipe 'none.json' does not exist: check the path"),
         (["serve", "recipe.yaml"], "serve recipe.yaml: a recipe has several engines, an engine file has one: name --t"),
         (
             ["serve", "recipe.yaml", "--teacher", "maths"],
