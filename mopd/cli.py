@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from mopd import __version__
-from mopd.bench.plan import add_arguments as add_losses_arguments
+from mopd.bench.losses.plan import add_arguments as add_losses_arguments
+from mopd.commands.convert_arguments import DESCRIPTION as CONVERT_DESCRIPTION
+from mopd.commands.convert_arguments import EXAMPLES as CONVERT_EXAMPLES
+from mopd.commands.convert_arguments import add_arguments as add_convert_arguments
 from mopd.config.load import Loaded, differences, dump, load_recipe, to_tree
 from mopd.files.reading import shown_path
 from mopd.files.writing import refusal
-from mopd.runtime.convert_arguments import DESCRIPTION as CONVERT_DESCRIPTION
-from mopd.runtime.convert_arguments import EXAMPLES as CONVERT_EXAMPLES
-from mopd.runtime.convert_arguments import add_arguments as add_convert_arguments
 from mopd.text import json_lines, one_line, visible
 from mopd.types import UserError
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         if args.on_ranks:
-            from mopd.runtime import failure
+            from mopd.launch import failure
 
             if failure.is_rank():
                 return failure.run_as_rank(lambda: args.command(args, arguments))
@@ -89,21 +89,21 @@ def _open_standard_streams() -> None:
 
 
 def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from mopd.runtime.run_dir import RunDir
+    from mopd.run.folder import RunDir
 
     if args.from_step is not None and not args.resume:
         raise UserError("--from names a checkpoint to resume from: add --resume")
     loaded = load_recipe(args.recipe, args.set)
 
     def work() -> None:
-        from mopd.runtime import local
+        from mopd.commands import train
 
-        local.train(loaded, resume=args.resume, from_step=args.from_step)
+        train.train(loaded, resume=args.resume, from_step=args.from_step)
 
     run = RunDir(loaded.recipe.run_dir)
 
     def checks() -> None:
-        from mopd.runtime import resuming
+        from mopd.run import resuming
 
         resuming.check_layout(run)
         run.check(loaded, resume=args.resume)
@@ -121,9 +121,9 @@ def _check(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     loaded = load_recipe(args.recipe, args.set)
 
     def work() -> None:
-        from mopd.runtime import local
+        from mopd.commands import train
 
-        local.check(loaded, as_json=args.json)
+        train.check(loaded, as_json=args.json)
 
     return _with_student(loaded, arguments, work)
 
@@ -135,12 +135,12 @@ def _eval(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         raise UserError(f"{loaded.path}: eval needs validation: add a validation section")
 
     def work() -> None:
-        from mopd.runtime import evaluate
+        from mopd.commands import eval
 
-        evaluate.evaluate(loaded, model=model, as_json=args.json)
+        eval.evaluate(loaded, model=model, as_json=args.json)
 
     def checks() -> None:
-        from mopd.runtime.inputs import check_model_folder
+        from mopd.preflight.inputs import check_model_folder
 
         if args.model is not None:
             check_model_folder(args.model, "--model")
@@ -170,9 +170,9 @@ def _shows_only_ascii() -> bool:
 
 
 def _serve(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from mopd.runtime.address import Address
-    from mopd.runtime.engine_file import is_engine_file, read_engine_file, rollout_file, teacher_file
-    from mopd.runtime.inputs import check_model_folder
+    from mopd.placement.engine_file import is_engine_file, read_engine_file, rollout_file, teacher_file
+    from mopd.preflight.inputs import check_model_folder
+    from mopd.serving.address import Address
 
     is_file = is_engine_file(args.recipe)
     loaded = None if is_file else load_recipe(args.recipe, args.set)
@@ -189,7 +189,7 @@ def _serve(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     token = address.read_token()
     check_model_folder(file.model, where)
     with address.listen() as listener:
-        from mopd.runtime.serve import serve
+        from mopd.commands.serve import serve
 
         return serve(file, address, listener, token)
 
@@ -209,21 +209,21 @@ def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _convert(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from mopd.runtime import convert
+    from mopd.commands import convert
 
     return convert.run(args)
 
 
 def _bench_losses(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from mopd.bench import losses
+    from mopd.bench.losses import command
 
-    return losses.run(args, shlex.join(["mopd", *arguments]))
+    return command.run(args, shlex.join(["mopd", *arguments]))
 
 
 def _bench_teachers(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from mopd.bench import teachers
+    from mopd.bench.teachers import command
 
-    return teachers.run(args)
+    return command.run(args)
 
 
 def _check_checkpoint(folder: Path, where: str) -> None:
@@ -241,13 +241,13 @@ def _with_student(
     groups: Sequence[str] | None = None,
 ) -> int:
     """``_on_ranks`` with the student's layout, the recipe's inputs and the GPUs of ``groups`` (all) checked first."""
-    from mopd.runtime import failure
-    from mopd.runtime.inputs import check_inputs, check_machine, check_world_size
+    from mopd.launch import failure
+    from mopd.preflight.inputs import check_inputs, check_machine, check_world_size
 
     def all_checks() -> None:
         check_machine(loaded)
         check_inputs(loaded)
-        from mopd.runtime.placement.gpus import check_gpus  # imports torch: a missing file is told without
+        from mopd.placement.gpus import check_gpus
 
         check_gpus(loaded, groups)
         checks()
@@ -264,13 +264,13 @@ def _on_ranks(
     arguments: Sequence[str], work: Callable[[], None], checks: Callable[[], None], *, world_size: int
 ) -> int:
     """In a rank: do the work (``main`` relays its errors). Elsewhere: check, then start this command as ranks."""
-    from mopd.runtime import failure
+    from mopd.launch import failure
 
     if failure.is_rank():
         work()
         return 0
     checks()
-    from mopd.runtime.launch import launch
+    from mopd.launch.launch import launch
 
     return launch([sys.executable, "-m", "mopd", *arguments], world_size=world_size)
 

@@ -22,8 +22,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mopd.config.losses import TopKLoss
-from mopd.config.schema import Data, Optimizer, Parallel, Recipe, Rollout, Schedule, Student, Teacher, Validation
+from mopd.config.losses import TopKLossConfig
+from mopd.config.schema import (
+    DataConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+    RolloutConfig,
+    ScheduleConfig,
+    StudentConfig,
+    TeacherConfig,
+    ValidationConfig,
+)
 from mopd.data.packing import pack
 from mopd.data_plane.local import LocalDataPlane
 from mopd.student import parallel
@@ -42,18 +52,18 @@ def make_recipe(model: str, dtype: Any) -> Recipe:
     """One rank, forward KL on top-k; several micro-batches with padding."""
     return Recipe(
         run_dir="unused",
-        student=Student(
+        student=StudentConfig(
             model=model,
             dtype=dtype,
             max_tokens_per_micro_batch=256,
-            optimizer=Optimizer(lr=1e-3, lr_warmup_steps=1, clip_grad=1.0),
+            optimizer=OptimizerConfig(lr=1e-3, lr_warmup_steps=1, clip_grad=1.0),
         ),
-        teachers={"all": Teacher(model="unused", domains=DOMAINS)},
-        data=Data(train=("unused",), validation=("unused",), max_prompt_length=LONGEST),
-        rollout=Rollout(max_response_length=LONGEST),
-        loss=TopKLoss(top_k=TOP_K),
-        schedule=Schedule(steps=10, prompts_per_step=NUM_SAMPLES, wait_timeout_s=TIMEOUT_S),
-        validation=Validation(),
+        teachers={"all": TeacherConfig(model="unused", domains=DOMAINS)},
+        data=DataConfig(train=("unused",), validation=("unused",), max_prompt_length=LONGEST),
+        rollout=RolloutConfig(max_response_length=LONGEST),
+        loss=TopKLossConfig(top_k=TOP_K),
+        schedule=ScheduleConfig(steps=10, prompts_per_step=NUM_SAMPLES, wait_timeout_s=TIMEOUT_S),
+        validation=ValidationConfig(),
     )
 
 
@@ -95,7 +105,7 @@ class Trainee:
     """A student of this process with samples of its own."""
 
     def __init__(self, recipe: Recipe) -> None:
-        layout = parallel.initialize(Parallel(), timeout_s=TIMEOUT_S, seed=0)
+        layout = parallel.initialize(ParallelConfig(), timeout_s=TIMEOUT_S, seed=0)
         self.plane = LocalDataPlane(layout.control_group)
         self.worker = StudentWorker(recipe, self.plane, DOMAINS)
 

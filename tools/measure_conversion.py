@@ -82,8 +82,8 @@ def show(results: dict[str, dict[str, float]]) -> None:
 
 def run_step(step: str, folder: Path, gigabytes: float) -> dict[str, float]:
     """One step in this process: bytes read, seconds, bytes per second, peak resident bytes above the start."""
-    from mopd.conversion import streaming
-    from mopd.conversion.torch_dist_plan import TargetLayout
+    from mopd.conversion.jobs import streaming
+    from mopd.conversion.torch_dist.plan import TargetLayout
 
     source, copy, megatron, back = (folder / name for name in ("source", "copy", "megatron", "back"))
     targets = {"make": source, "copy": copy, "to-megatron": megatron, "to-hf": back}
@@ -119,9 +119,9 @@ def checkpoint_job(target: Path, gigabytes: float):
     """A checkpoint of random weights as a job."""
     import torch
 
-    from mopd.conversion.dims import dims_from_config
-    from mopd.conversion.families import hf_tensors
-    from mopd.conversion.hf_output import Group, hf_job
+    from mopd.conversion.hf.writer import Group, hf_job
+    from mopd.conversion.models.dims import dims_from_config
+    from mopd.conversion.models.families import hf_tensors
 
     layer_bytes = 2 * (3 * EXPERTS * EXPERT_WIDTH * HIDDEN + 2 * HIDDEN * (32 * 128 + 4 * 128))
     layers = max(1, round((gigabytes * 1e9 - 4 * VOCABULARY * HIDDEN) / layer_bytes))
@@ -180,7 +180,7 @@ def compare(source: Path, back: Path) -> None:
     """Both folders hold the same bits under the same names."""
     import torch
 
-    from mopd.conversion.hf import HfReader
+    from mopd.conversion.hf.reader import HfReader
 
     before, after = HfReader(source), HfReader(back)
     if before.names != after.names:

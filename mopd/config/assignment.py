@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mopd.config.groups import Teacher
+from mopd.config.groups import TeacherConfig
 from mopd.types import UserError
 
 
@@ -15,7 +15,7 @@ class Assignment:
     ``teachers_of("y")`` is ``("a", "b")``, ``weights_of("y")`` is ``(0.25, 0.75)``, ``teachers_of("z")`` is ``("c",)``.
     """
 
-    def __init__(self, teachers: Mapping[str, Teacher]) -> None:
+    def __init__(self, teachers: Mapping[str, TeacherConfig]) -> None:
         """``teachers`` in the order of the recipe, whose checks have passed."""
         self._weights = {name: teacher.weight for name, teacher in teachers.items()}
         self.default = next((name for name, teacher in teachers.items() if teacher.default), None)

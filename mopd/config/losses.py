@@ -13,7 +13,7 @@ Aggregation = Literal["token_mean", "sequence_mean", "token_sum"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TopKLoss:
+class TopKLossConfig:
     """Divergence between teacher and student on the teacher's top-k tokens of every response position."""
 
     type: Literal["topk_forward_kl", "topk_reverse_kl", "topk_jsd"] = "topk_forward_kl"
@@ -58,7 +58,7 @@ class TopKLoss:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KLLoss:
+class KLLossConfig:
     """Estimator of a KL from the sampled token alone. Delta = student log-prob - teacher log-prob."""
 
     type: Literal["k1", "k2", "k3", "k3_reverse"]
@@ -85,7 +85,7 @@ class KLLoss:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MismatchCorrection:
+class MismatchCorrectionConfig:
     """Weight for the difference between the trainer's and the rollout engine's probability of the same token."""
 
     type: Literal["tis", "icepop", "gate"]
@@ -104,7 +104,7 @@ class MismatchCorrection:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyGradient:
+class PolicyGradientConfig:
     """Policy gradient with the detached advantage A = -(student - teacher log-prob) (+ weight x task advantage)."""
 
     type: Literal["policy_gradient"]
@@ -121,7 +121,7 @@ class PolicyGradient:
     """PPO clip above 1."""
     dual_clip: float | None = None
     """Bound c > 1 of the loss for negative advantages (dual-clip PPO); absent means none."""
-    correction: MismatchCorrection | None = None
+    correction: MismatchCorrectionConfig | None = None
     """Trainer-rollout mismatch weight; absent means none."""
     top_k: int = 16
     """Teacher tokens per position, for the mass and overlap metrics only."""
@@ -150,4 +150,4 @@ class PolicyGradient:
             raise ValueError(f"dual_clip is {self.dual_clip}: set a number above 1")
 
 
-Loss = TopKLoss | KLLoss | PolicyGradient
+Loss = TopKLossConfig | KLLossConfig | PolicyGradientConfig

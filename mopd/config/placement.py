@@ -14,7 +14,7 @@ MAX_THREADS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class InProcess:
+class InProcessConfig:
     """On trainer rank 0 and on its GPU, between training steps."""
 
     type: Literal["in_process"] = "in_process"
@@ -22,7 +22,7 @@ class InProcess:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Local:
+class LocalConfig:
     """Child processes of trainer rank 0, one engine server each, on this machine's loopback interface."""
 
     type: Literal["local"]
@@ -55,7 +55,7 @@ class Local:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RayPlacement:
+class RayConfig:
     """Actors on a Ray cluster: one placement group per teacher, every replica packed onto one node."""
 
     type: Literal["ray"]
@@ -83,7 +83,7 @@ class RayPlacement:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class External:
+class ExternalConfig:
     """Servers that somebody else runs. Their engine is theirs: the ``engine`` section beside this one is not read."""
 
     type: Literal["external"]
@@ -113,7 +113,7 @@ class External:
             raise ValueError("served_model_name is set but protocol is 'mopd': remove it or set protocol: openai")
 
 
-Placement = InProcess | Local | RayPlacement | External
+Placement = InProcessConfig | LocalConfig | RayConfig | ExternalConfig
 
 
 def _check_supervised(startup_timeout_s: float, max_restarts: int) -> None:

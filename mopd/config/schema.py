@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mopd.config.assignment import Assignment
-from mopd.config.engines import TorchEngine as TorchEngine
-from mopd.config.engines import VllmEngine as VllmEngine
-from mopd.config.groups import EngineGroup, Teacher, TeacherDefaults
-from mopd.config.groups import Routing as Routing
-from mopd.config.losses import KLLoss, Loss, PolicyGradient, TopKLoss
+from mopd.config.engines import TorchEngineConfig as TorchEngineConfig
+from mopd.config.engines import VllmEngineConfig as VllmEngineConfig
+from mopd.config.groups import EngineGroupConfig, TeacherConfig, TeacherDefaultsConfig
+from mopd.config.groups import RoutingConfig as RoutingConfig
+from mopd.config.losses import KLLossConfig, Loss, PolicyGradientConfig, TopKLossConfig
 from mopd.config.numbers import (
     MAX_COUNT,
     MAX_TOKENS,
@@ -25,19 +25,19 @@ from mopd.config.numbers import (
     require_seconds,
     require_seed,
 )
-from mopd.config.placement import External as External
-from mopd.config.placement import InProcess as InProcess
-from mopd.config.placement import Local as Local
-from mopd.config.placement import RayPlacement as RayPlacement
-from mopd.config.student import Moe as Moe
-from mopd.config.student import Optimizer as Optimizer
-from mopd.config.student import Parallel as Parallel
-from mopd.config.student import Student as Student
+from mopd.config.placement import ExternalConfig as ExternalConfig
+from mopd.config.placement import InProcessConfig as InProcessConfig
+from mopd.config.placement import LocalConfig as LocalConfig
+from mopd.config.placement import RayConfig as RayConfig
+from mopd.config.student import MoeConfig as MoeConfig
+from mopd.config.student import OptimizerConfig as OptimizerConfig
+from mopd.config.student import ParallelConfig as ParallelConfig
+from mopd.config.student import StudentConfig as StudentConfig
 from mopd.config.validation import MAX_EXAMPLES
-from mopd.config.validation import CustomReward as CustomReward
-from mopd.config.validation import ExactMatch as ExactMatch
+from mopd.config.validation import CustomRewardConfig as CustomRewardConfig
+from mopd.config.validation import ExactMatchConfig as ExactMatchConfig
 from mopd.config.validation import Reward as Reward
-from mopd.config.validation import Validation as Validation
+from mopd.config.validation import ValidationConfig as ValidationConfig
 
 MAX_SAMPLES = 1_000_000
 """Responses of one optimizer step."""
@@ -49,7 +49,7 @@ TEMPLATE_ARGUMENTS = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Data:
+class DataConfig:
     """Prompt files and how to read their rows."""
 
     train: tuple[str, ...]
@@ -90,7 +90,7 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rollout(EngineGroup):
+class RolloutConfig(EngineGroupConfig):
     """How the student samples its own responses, and the replicas that run its weights."""
 
     max_response_length: int = 1024
@@ -105,7 +105,7 @@ class Rollout(EngineGroup):
     """Responses drawn per prompt."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.placement, RayPlacement) and self.placement.shared_pool is not None:
+        if isinstance(self.placement, RayConfig) and self.placement.shared_pool is not None:
             raise ValueError(
                 f"placement.shared_pool is {self.placement.shared_pool!r}: only teachers take turns; remove it"
             )
@@ -116,7 +116,7 @@ class Rollout(EngineGroup):
         require_at_least("samples_per_prompt", self.samples_per_prompt, 1, MAX_SAMPLES)
         if self.top_k != -1 and not 1 <= self.top_k <= MAX_COUNT:
             raise ValueError(f"top_k is {self.top_k}: set -1 (all) or a positive number up to {MAX_COUNT}")
-        if isinstance(self.placement, External) and self.placement.protocol == "openai":
+        if isinstance(self.placement, ExternalConfig) and self.placement.protocol == "openai":
             raise ValueError("placement.protocol is 'openai': such a server takes no weight updates; set mopd")
 
     @property
@@ -126,7 +126,7 @@ class Rollout(EngineGroup):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
+class ScheduleConfig:
     """How long and in what rhythm to train."""
 
     steps: int
@@ -147,7 +147,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Checkpoint:
+class CheckpointConfig:
     """What is saved while training."""
 
     every_steps: int = 100
@@ -165,7 +165,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Preflight:
+class PreflightConfig:
     """Checks before the first step; ``mopd check`` runs the same ones."""
 
     allow_same_weights: bool = False
@@ -204,7 +204,7 @@ class Preflight:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WandB:
+class WandBConfig:
     """Weights & Biases run; the ``wandb`` package must be installed."""
 
     project: str
@@ -216,14 +216,14 @@ class WandB:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Metrics:
+class MetricsConfig:
     """Where numbers go besides ``metrics.jsonl`` and the terminal."""
 
     diagnostics_every_steps: int = 10
     """Optimizer steps between the dearer diagnostics: student entropy and top-k overlap."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run folder."""
-    wandb: WandB | None = None
+    wandb: WandBConfig | None = None
     """Also log to Weights & Biases."""
 
     def __post_init__(self) -> None:
@@ -238,30 +238,30 @@ class Recipe:
     """Folder of this run: resolved recipe, metrics, checkpoints, report. Not empty: needs ``--resume``."""
     seed: int = 0
     """Root of all randomness; sampling seeds derive from it and the sample id."""
-    student: Student
+    student: StudentConfig
     """The model that learns."""
-    teacher_defaults: TeacherDefaults = TeacherDefaults()
+    teacher_defaults: TeacherDefaultsConfig = TeacherDefaultsConfig()
     """Keys that every teacher inherits, the one such table; a teacher's own keys win."""
-    teachers: Mapping[str, Teacher]
+    teachers: Mapping[str, TeacherConfig]
     """Domain experts by name; metrics and reports use the name."""
     on_failure: Literal["stop", "replace"] = "stop"
     """A sample that no replica of its teacher could score: end the run, or count it and take the stream's next prompt
     of its domain instead. Never a smaller batch."""
-    data: Data
+    data: DataConfig
     """Prompt files."""
-    rollout: Rollout = Rollout()
+    rollout: RolloutConfig = RolloutConfig()
     """Sampling of responses."""
-    loss: Loss = TopKLoss()
+    loss: Loss = TopKLossConfig()
     """What the student minimises."""
-    schedule: Schedule
+    schedule: ScheduleConfig
     """Steps and rhythm."""
-    validation: Validation | None = None
+    validation: ValidationConfig | None = None
     """Reward on held-out prompts; absent means none."""
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving."""
-    preflight: Preflight = Preflight()
+    preflight: PreflightConfig = PreflightConfig()
     """Checks before the first step."""
-    metrics: Metrics = Metrics()
+    metrics: MetricsConfig = MetricsConfig()
     """Metric sinks."""
 
     def __post_init__(self) -> None:
@@ -318,7 +318,7 @@ class Recipe:
                 )
 
     def _check_loss(self) -> None:
-        sampled = isinstance(self.loss, (KLLoss, PolicyGradient))
+        sampled = isinstance(self.loss, (KLLossConfig, PolicyGradientConfig))
         if sampled and not self.rollout.is_exact:
             raise ValueError(
                 f"loss.type {self.loss.type!r} estimates an expectation over the student's own distribution, but "
@@ -340,7 +340,7 @@ class Recipe:
 
     def _check_vllm_rollout(self) -> None:
         """vLLM reports log-probs of the logits as they are, or after temperature and cuts, nothing between."""
-        if not isinstance(self.rollout.engine, VllmEngine) or isinstance(self.rollout.placement, External):
+        if not isinstance(self.rollout.engine, VllmEngineConfig) or isinstance(self.rollout.placement, ExternalConfig):
             return
         if self.rollout.is_exact:
             return
@@ -373,4 +373,4 @@ class Recipe:
     @property
     def needs_task_advantage(self) -> bool:
         """The loss reads the ``task_advantage`` field."""
-        return isinstance(self.loss, PolicyGradient) and self.loss.task_reward_weight > 0
+        return isinstance(self.loss, PolicyGradientConfig) and self.loss.task_reward_weight > 0

@@ -10,7 +10,7 @@ from mopd.config.numbers import MAX_BYTES, MAX_PROCESSES, require_at_least, requ
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parallel:
+class ParallelConfig:
     """Layout of the Megatron student over the trainer ranks. World size = tensor x pipeline x data."""
 
     tensor_model_parallel_size: int = 1
@@ -65,7 +65,7 @@ class Parallel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Optimizer:
+class OptimizerConfig:
     """Adam, its learning-rate schedule and gradient clipping (Megatron's own optimizer)."""
 
     lr: float = 1e-6
@@ -103,7 +103,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Moe:
+class MoeConfig:
     """Router and experts of a mixture-of-experts student; unread for a dense one."""
 
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss"
@@ -124,16 +124,16 @@ class Moe:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Student:
+class StudentConfig:
     """The model that learns: a Hugging Face checkpoint that becomes a Megatron-Core ``GPTModel``."""
 
     model: str
     """Folder of the Hugging Face checkpoint (config, tokenizer, safetensors) to start from."""
-    parallel: Parallel = Parallel()
+    parallel: ParallelConfig = ParallelConfig()
     """Parallel layout."""
-    optimizer: Optimizer = Optimizer()
+    optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and learning-rate schedule."""
-    moe: Moe = Moe()
+    moe: MoeConfig = MoeConfig()
     """Experts, where the model has them."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameter and activation dtype; with bfloat16 the optimizer keeps fp32 main weights."""

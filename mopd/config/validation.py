@@ -12,7 +12,7 @@ MAX_EXAMPLES = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExactMatch:
+class ExactMatchConfig:
     """1 when the response equals the ground truth after stripping surrounding white space, else 0."""
 
     type: Literal["exact_match"] = "exact_match"
@@ -20,7 +20,7 @@ class ExactMatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CustomReward:
+class CustomRewardConfig:
     """A Python function of yours, run in a process of its own with a clean environment.
 
     The function takes ``prompt, response, ground_truth, extra_info, domain`` as keywords and returns a number.
@@ -42,16 +42,16 @@ class CustomReward:
         require_at_least("max_memory_gib", self.max_memory_gib, 0.25, 1024.0)
 
 
-Reward = ExactMatch | CustomReward
+Reward = ExactMatchConfig | CustomRewardConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Validation:
+class ValidationConfig:
     """Reward per domain on held-out prompts, greedy unless a temperature is set."""
 
     every_steps: int = 50
     """Optimizer steps between validations; step 0 and the last step are always validated."""
-    reward: Reward = ExactMatch()
+    reward: Reward = ExactMatchConfig()
     """Reward of a domain that ``domain_rewards`` does not name."""
     domain_rewards: Mapping[str, Reward] = field(default_factory=dict)
     """Reward by domain."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mopd.config.schema import Data
+from mopd.config.schema import DataConfig
 from mopd.data.files import MISSING, listed, lookup, quoted, read_rows
 from mopd.data.templates import read_template, render
 from mopd.files.reading import shown_path
@@ -78,7 +78,7 @@ class PromptDataset:
 
 
 def load_prompts(
-    files: Sequence[str], cfg: Data, tokenizer: PreTrainedTokenizerBase, *, needs_ground_truth: bool = False
+    files: Sequence[str], cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, needs_ground_truth: bool = False
 ) -> PromptDataset:
     """Read, render and tokenize all ``files``.
 
@@ -115,7 +115,7 @@ def check_domains_have_teachers(
 
 
 def _load_file(
-    path: Path, cfg: Data, tokenizer: PreTrainedTokenizerBase, template: str | None, needs_ground_truth: bool
+    path: Path, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, template: str | None, needs_ground_truth: bool
 ) -> list[PromptRow]:
     keys = (cfg.domain_key, cfg.prompt_key, cfg.ground_truth_key, cfg.extra_info_key)
     partial: list[dict[str, Any]] = []
@@ -165,7 +165,7 @@ def _tokenize(
     return [ids[i] for i in range(len(texts))]
 
 
-def _text(prompt: Any, place: str, cfg: Data, tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
+def _text(prompt: Any, place: str, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
     text = prompt if isinstance(prompt, str) else _render(prompt, place, cfg, tokenizer, template)
     if len(text) > MAX_PROMPT_CHARACTERS:
         raise UserError(
@@ -175,7 +175,7 @@ def _text(prompt: Any, place: str, cfg: Data, tokenizer: PreTrainedTokenizerBase
     return text
 
 
-def _render(prompt: Any, place: str, cfg: Data, tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
+def _render(prompt: Any, place: str, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
     wrong = f"{place}: column {cfg.prompt_key!r} (data.prompt_key)"
     if not isinstance(prompt, list) or not prompt or not all(isinstance(message, Mapping) for message in prompt):
         raise UserError(f"{wrong} is {_kind(prompt)}, not text or a list of chat messages")
@@ -223,7 +223,7 @@ def _require(row: Mapping[str, Any], place: str, name: str, key: str) -> Any:
     return value
 
 
-def _limit_length(rows: Sequence[PromptRow], cfg: Data) -> PromptDataset:
+def _limit_length(rows: Sequence[PromptRow], cfg: DataConfig) -> PromptDataset:
     limit, kept = cfg.max_prompt_length, []
     filtered: Counter[str] = Counter()
     truncated: Counter[str] = Counter()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from mopd.conversion import pretrained
+from mopd.conversion.hf import pretrained
 from mopd.types import UserError
 
 

@@ -88,7 +88,7 @@ class EngineInfo:
     """-1: the weights of the checkpoint, or none yet."""
     manifest: Mapping[str, str] | None = None
     """``config_sha256``, ``weights_sha256`` and ``tokenizer_sha256`` of the folder that the engine loaded, where its
-    owner hashed it (``mopd.conversion.manifest``)."""
+    owner hashed it (``mopd.conversion.hf.manifest``)."""
     max_logprobs: int | None = None
     """Largest ``top_k`` of ``score``; ``None`` is the vocabulary."""
     limits: EngineLimits = EngineLimits()

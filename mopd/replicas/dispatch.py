@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from mopd.config.groups import Routing
+from mopd.config.groups import RoutingConfig
 from mopd.engines.interface import (
     CorruptAnswer,
     EngineBusy,
@@ -64,7 +64,7 @@ class Request(Generic[R]):
 class Dispatcher:
     """Sends requests through a pool."""
 
-    def __init__(self, label: str, pool: Pool, routing: Routing) -> None:
+    def __init__(self, label: str, pool: Pool, routing: RoutingConfig) -> None:
         """``label`` names the group in errors."""
         self._label, self._pool, self._routing = label, pool, routing
         self._orders = itertools.count()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from mopd.engines.interface import Generator, Scorer
+from mopd.engines.interface import EngineError, EngineInfo, Generator, Scorer
+from mopd.types import UserError
 
 Kind = Literal["teacher", "rollout"]
 
@@ -49,3 +50,13 @@ class SampleFailed(RuntimeError):
 
 class NoReplica(RuntimeError):
     """No replica of the group can take work, and none will soon; the message tells the state of each."""
+
+
+async def info_of(replica: Replica) -> EngineInfo:
+    """What a replica says about itself; ``UserError`` if it does not."""
+    engine: Any = replica.engine
+    try:
+        info: EngineInfo = await engine.info()
+    except EngineError as error:
+        raise UserError(f"{replica.name} does not tell what it serves: {error}: see its log") from error
+    return info

@@ -12,7 +12,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mopd.config.groups import Routing
+from mopd.config.groups import RoutingConfig
 from mopd.replicas.breaker import Breaker, BreakerState
 from mopd.replicas.interface import NoReplica, Replica
 from mopd.replicas.statistics import BusyTime, GroupNumbers, ReplicaCounters
@@ -21,7 +21,7 @@ from mopd.replicas.statistics import BusyTime, GroupNumbers, ReplicaCounters
 class Member:
     """One life of a replica: a restart makes a new one, so late failures of the old life do not count against it."""
 
-    def __init__(self, replica: Replica, routing: Routing, counters: ReplicaCounters) -> None:
+    def __init__(self, replica: Replica, routing: RoutingConfig, counters: ReplicaCounters) -> None:
         self.name, self.engine = replica.name, replica.engine
         self.counters = counters
         self.breaker = Breaker(failures=routing.breaker_failures, reset_s=routing.breaker_reset_s)
@@ -90,7 +90,7 @@ class _Waiter:
 class Pool:
     """The replicas of one group and the requests that wait for them. Used on one event loop; times are the loop's."""
 
-    def __init__(self, routing: Routing, replicas: Sequence[Replica]) -> None:
+    def __init__(self, routing: RoutingConfig, replicas: Sequence[Replica]) -> None:
         self._routing = routing
         self._counters: dict[str, ReplicaCounters] = {}
         self._members: dict[str, Member] = {}

@@ -19,8 +19,8 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from mopd.config.groups import Routing
-from mopd.engines.answers import check_generations, check_scores
+from mopd.config.groups import RoutingConfig
+from mopd.engines.clients.answers import check_generations, check_scores
 from mopd.engines.interface import EngineRejected, Generation, Generator, SamplingParams, Scorer, Scores
 from mopd.replicas.cutting import cut
 from mopd.replicas.dispatch import Dispatcher, Request
@@ -38,7 +38,7 @@ Count = Callable[[Sequence[int], Sequence[R]], int]
 class Router:
     """Implements ``Scorer`` and ``Generator``. Replicas may come and go while requests are under way."""
 
-    def __init__(self, name: str, replicas: Sequence[Replica], routing: Routing, *, kind: Kind) -> None:
+    def __init__(self, name: str, replicas: Sequence[Replica], routing: RoutingConfig, *, kind: Kind) -> None:
         """``name`` is the teacher's or the rollout group's name.
 
         Raises:

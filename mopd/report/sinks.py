@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mopd.config.load import to_tree
-from mopd.config.schema import Recipe, WandB
+from mopd.config.schema import Recipe, WandBConfig
 from mopd.files.writing import write_text, writing
 from mopd.metrics import JsonlWriter, StepMetrics, truncate_jsonl
 from mopd.report.packages import check_packages
@@ -144,7 +144,7 @@ class TensorBoardSink:
 class WandBSink:
     """A Weights & Biases run, found again at resume by the id kept in ``wandb_id`` of the run folder."""
 
-    def __init__(self, cfg: WandB, run_dir: Path, recipe_tree: Mapping[str, Any]) -> None:
+    def __init__(self, cfg: WandBConfig, run_dir: Path, recipe_tree: Mapping[str, Any]) -> None:
         import wandb
 
         id_file = run_dir / "wandb_id"

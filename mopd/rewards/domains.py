@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from mopd.config.validation import ExactMatch, Validation
+from mopd.config.validation import ExactMatchConfig, ValidationConfig
 from mopd.config.validation import Reward as RewardConfig
 from mopd.rewards.custom import CustomReward
 from mopd.rewards.exact_match import ExactMatchReward
@@ -50,7 +50,7 @@ class DomainRewards:
         return list({id(reward): reward for reward in (self._default, *self._by_domain.values())}.values())
 
 
-def build_rewards(cfg: Validation) -> DomainRewards:
+def build_rewards(cfg: ValidationConfig) -> DomainRewards:
     """Rewards of a ``validation`` section; ``UserError`` when the file of a custom reward does not exist."""
     built: list[tuple[RewardConfig, Reward]] = []
 
@@ -58,7 +58,7 @@ def build_rewards(cfg: Validation) -> DomainRewards:
         for known, existing in built:
             if known == reward:
                 return existing
-        built.append((reward, ExactMatchReward() if isinstance(reward, ExactMatch) else CustomReward(reward)))
+        built.append((reward, ExactMatchReward() if isinstance(reward, ExactMatchConfig) else CustomReward(reward)))
         return built[-1][1]
 
     return DomainRewards(build(cfg.reward), {domain: build(reward) for domain, reward in cfg.domain_rewards.items()})

@@ -32,9 +32,9 @@ from mopd.serving.admission import Admission, ServerLimits
 from mopd.serving.bodies import ARRIVING_BYTES, BodyReader, SlicedResponse, disconnected, read_deadline
 from mopd.serving.completions import Tokenizer, read_work
 from mopd.serving.errors import Refusal, bad_request, stale_weights
-from mopd.serving.guard import LOOPBACK_NAMES, add_guards
 from mopd.serving.host import CanSleep, CanTellHealth, EngineHost
 from mopd.serving.metrics import ServerMetrics
+from mopd.serving.request_checks import LOOPBACK_NAMES, add_guards
 from mopd.serving.updates import WeightUpdates
 from mopd.serving.work import GenerateWork, ScoreWork, Work
 from mopd.types import UserError

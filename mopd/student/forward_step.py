@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mopd.student.batch import MicroBatch
-from mopd.student.model import HeadHook
+from mopd.student.model.gpt import HeadHook
 
 HookFor = Callable[[MicroBatch], HeadHook]
 """What the last stage does with the LM head of one micro-batch."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mopd.config.losses import KLLoss, Loss, PolicyGradient, TopKLoss
+from mopd.config.losses import KLLossConfig, Loss, PolicyGradientConfig, TopKLossConfig
 from mopd.losses.aggregation import token_weights
 from mopd.losses.api import (
     parallel_entropy_and_topk_overlap,
@@ -24,7 +24,7 @@ from mopd.losses.linear_chunks import RowLoss, linear_loss
 from mopd.losses.linear_head import Head, Rows
 from mopd.losses.linear_plan import Plan, head_plan
 from mopd.student.batch import LossRows
-from mopd.student.model import LMHead
+from mopd.student.model.gpt import LMHead
 from mopd.student.parallel import Layout
 from mopd.types import DomainSums, UserError
 
@@ -107,7 +107,7 @@ class Objective:
     def field_names(self) -> tuple[str, ...]:
         """Data-plane fields that this loss and its metrics read."""
         fields = ["tokens", "loss_mask", "teacher_ids", "teacher_logprobs", "teacher_token_logprobs"]
-        if isinstance(self.loss, PolicyGradient):
+        if isinstance(self.loss, PolicyGradientConfig):
             if self.loss.correction is not None or self.loss.old_logprobs == "rollout":
                 fields.append("rollout_logprobs")
             if self.loss.task_reward_weight:
@@ -117,15 +117,15 @@ class Objective:
     def new_sums(self, *, num_domains: int, num_samples: int, diagnostics: bool, device: torch.device) -> Sums:
         """Empty sums with this loss's metrics; the same names on every rank, stages without logits included."""
         names = ["num_tokens", "loss", "weighted_loss", "k1", "k3", "teacher_mass"]
-        if isinstance(self.loss, TopKLoss):
+        if isinstance(self.loss, TopKLossConfig):
             names += ["student_mass", "clamped", "tail_floored"]
-        elif isinstance(self.loss, KLLoss):
+        elif isinstance(self.loss, KLLossConfig):
             names += ["clamped"]
         else:
             names += ["ratio", "clip_fraction", "correction_weight"]
         if diagnostics:
             # The sampled losses never look at the teacher's top-k: there the student's mass on it is a pass of its own.
-            names += DIAGNOSTICS if isinstance(self.loss, TopKLoss) else (*DIAGNOSTICS, "student_mass")
+            names += DIAGNOSTICS if isinstance(self.loss, TopKLossConfig) else (*DIAGNOSTICS, "student_mass")
         return Sums(names, num_domains=num_domains, num_samples=num_samples, device=device)
 
     def __call__(self, head: LMHead, *, rows: LossRows, sums: Sums, num_loss_tokens: int, num_samples: int) -> Tensor:
@@ -230,7 +230,7 @@ class Objective:
         for ids_RK in ids.unbind(1) if "teacher_weights" in own else (ids,):
             entropy, overlap = parallel_entropy_and_topk_overlap(logits, ids_RK, loss_weight=weights, **self._options)
             overlaps.append(overlap)
-            if not isinstance(self.loss, TopKLoss):
+            if not isinstance(self.loss, TopKLossConfig):
                 logprobs, _ = parallel_gather_logprobs(logits, ids_RK, loss_weight=weights, **self._options)
                 masses.append(logprobs.exp().sum(-1))
         columns = {"entropy": entropy, "topk_overlap": _joined(own, overlaps)}
@@ -240,7 +240,7 @@ class Objective:
         """Weighted losses [R] and metrics [R] of the loss's own function."""
         loss = self.loss
         options = {**self._options, "loss_weight": own["weights"], "overwrite_input": logits.requires_grad}
-        if isinstance(loss, TopKLoss):
+        if isinstance(loss, TopKLossConfig):
             return parallel_topk_distill(
                 logits,
                 own["teacher_ids"],
@@ -256,7 +256,7 @@ class Objective:
                 **options,
             )
         teacher = own["teacher_token_logprobs"]
-        if isinstance(loss, KLLoss):
+        if isinstance(loss, KLLossConfig):
             return parallel_sampled_kl(
                 logits, own["targets"], teacher, loss.type, loss_max_clamp=loss.loss_max_clamp, **options
             )

@@ -11,8 +11,8 @@ from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megat
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from mopd.config.schema import Optimizer
-from mopd.student.model import StudentModel
+from mopd.config.schema import OptimizerConfig as StudentOptimizerConfig
+from mopd.student.model.gpt import StudentModel
 
 
 def wrap_data_parallel(model: StudentModel, *, use_distributed_optimizer: bool) -> DistributedDataParallel:
@@ -33,7 +33,7 @@ def wrap_data_parallel(model: StudentModel, *, use_distributed_optimizer: bool) 
 
 
 def build_optimizer(
-    config: Optimizer, model: DistributedDataParallel, *, num_steps: int
+    config: StudentOptimizerConfig, model: DistributedDataParallel, *, num_steps: int
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
     """Adam over the wrapped model and its schedule over ``num_steps`` optimizer steps.
 

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import HashStore
 
 from mopd import cpu_shim
-from mopd.config.schema import Parallel
+from mopd.config.schema import ParallelConfig
 from mopd.files.writing import WriteRefusedError
 from mopd.types import UserError
 
@@ -83,7 +83,7 @@ _layout: Layout | None = None
 
 
 @cpu_shim.activate()
-def initialize(parallel: Parallel, *, timeout_s: float, seed: int, local_rank: int | None = None) -> Layout:
+def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_rank: int | None = None) -> Layout:
     """Join the other ranks and build Megatron's process groups; returns the existing layout when it is the same.
 
     Without an initialised ``torch.distributed`` this joins the ranks that torchrun started (NCCL with CUDA, else gloo),
@@ -141,7 +141,7 @@ def initialize(parallel: Parallel, *, timeout_s: float, seed: int, local_rank: i
     return _layout
 
 
-def _is_same(layout: Layout, parallel: Parallel) -> bool:
+def _is_same(layout: Layout, parallel: ParallelConfig) -> bool:
     """The data-parallel degree follows from the world size."""
     asked = (
         parallel.tensor_model_parallel_size,
@@ -173,7 +173,7 @@ def raise_together(layout: Layout, check: Callable[[], None]) -> None:
 
 
 @contextmanager
-def joined(parallel: Parallel, *, timeout_s: float, seed: int, local_rank: int | None = None) -> Iterator[Layout]:
+def joined(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_rank: int | None = None) -> Iterator[Layout]:
     """``initialize`` for the length of a rank's work; at its end the ranks wait for each other and part.
 
     After an error nothing is waited for: the other ranks hang in collectives, and the process is about to end.
@@ -193,7 +193,7 @@ def destroy() -> None:
     _layout = None
 
 
-def check_world_size(parallel: Parallel, world_size: int) -> None:
+def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
     """Raise ``UserError`` unless ``world_size`` ranks fit the layout."""
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if world_size % (tp * pp):

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mopd.conversion import families
-from mopd.conversion.dims import ModelDims
-from mopd.conversion.families import Placed
-from mopd.conversion.hf import HfReader
-from mopd.conversion.hf_names import check_names
-from mopd.conversion.mapping import load_shard, split_grouped, split_shards
+from mopd.conversion.hf.names import check_names
+from mopd.conversion.hf.reader import HfReader
+from mopd.conversion.models import families
+from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.families import Placed
+from mopd.conversion.models.mapping import load_shard, split_grouped, split_shards
 from mopd.student.parallel import Layout
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -18,18 +18,19 @@ from torch import Tensor
 
 from mopd import cpu_shim
 from mopd.config.schema import Recipe
-from mopd.conversion.dims import read_dims
-from mopd.conversion.hf import HfReader, HfWriter, kept_files
-from mopd.conversion.hf_names import check_names
+from mopd.conversion.hf.names import check_names
+from mopd.conversion.hf.reader import HfReader, HfWriter, kept_files
+from mopd.conversion.models.dims import read_dims
 from mopd.data.packing import pack
 from mopd.data_plane.interface import DataPlane
-from mopd.student import checkpoint, parallel
-from mopd.student.attention_memory import check_scores, largest_scores
-from mopd.student.balance import Balance
+from mopd.student import parallel
 from mopd.student.batch import Fields, MicroBatch, build_micro_batch
+from mopd.student.checkpoints import checkpoint
 from mopd.student.forward_step import HookFor, run_schedule
-from mopd.student.model import HeadHook, LMHead, build_model
-from mopd.student.model_config import uses_transformer_engine
+from mopd.student.model.attention_memory import check_scores, largest_scores
+from mopd.student.model.balance import Balance
+from mopd.student.model.config import uses_transformer_engine
+from mopd.student.model.gpt import HeadHook, LMHead, build_model
 from mopd.student.objective import Objective
 from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel
 from mopd.student.weights import iter_hf_weights, load_hf_into

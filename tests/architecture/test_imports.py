@@ -51,25 +51,27 @@ def test_one_file_reads_parallel_state() -> None:
     assert [str(path.relative_to(ROOT)) for path in readers if path not in allowed] == []
 
 
-def test_environment_is_read_in_runtime_only() -> None:
+def test_the_environment_is_read_where_processes_start() -> None:
     """vLLM reads its settings from the environment: the module that starts it has to set them."""
-    readers = [path for path in (ROOT / "mopd").rglob("*.py") if names_in(path) & {"environ", "getenv"}]
-    outside = [path.relative_to(ROOT) for path in readers if ROOT / "mopd" / "runtime" not in path.parents]
-    assert [str(path) for path in outside] == ["mopd/engines/vllm_start.py"]
+    readers = {
+        path.relative_to(ROOT) for path in (ROOT / "mopd").rglob("*.py") if names_in(path) & {"environ", "getenv"}
+    }
+    rooms = {Path("mopd/launch"), Path("mopd/placement")}
+    assert {str(path) for path in readers if path.parent not in rooms} == {"mopd/engines/vllm/start.py"}
 
 
 def test_one_file_pickles() -> None:
     """Megatron's checkpoint format defines one file as a pickle."""
     pickling = {"pickle", "cloudpickle", "dill"}
     found = [str(path.relative_to(ROOT)) for path in (ROOT / "mopd").rglob("*.py") if names_in(path) & pickling]
-    assert found == ["mopd/conversion/torch_dist_description.py"]
+    assert found == ["mopd/conversion/torch_dist/description.py"]
 
 
 LOADERS = {"from_pretrained", "from_config", "from_hub", "pipeline", "get_class_from_dynamic_module", "hf_hub_download"}
 """What in transformers and its relatives may read, fetch or run what a folder names."""
 OWN = {"TorchEngine", "cls"}
 """Its ``from_pretrained`` is ours and goes through the door."""
-DOOR = "mopd/conversion/pretrained.py"
+DOOR = "mopd/conversion/hf/pretrained.py"
 UNPICKLERS = {("torch", "load"), ("numpy", "load"), ("np", "load"), ("joblib", "load")}
 
 
@@ -115,4 +117,4 @@ def test_nothing_is_unpickled_without_limits() -> None:
             if (owner, name) == ("dist_checkpointing", "load"):
                 megatrons.add(str(path.relative_to(ROOT)))
                 assert {"sharded_strategy", "common_strategy"} <= {word.arg for word in call.keywords}
-    assert megatrons == {"mopd/student/restricted.py"}
+    assert megatrons == {"mopd/student/checkpoints/restricted.py"}

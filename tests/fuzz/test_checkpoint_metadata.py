@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mopd.conversion.torch_dist_description import read_description
+from mopd.conversion.torch_dist.description import read_description
 from mopd.types import UserError
 from tests.fuzz.harness import fuzz
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import transformers
 
-from mopd.conversion import families, lora
-from mopd.conversion.dims import read_dims
-from mopd.conversion.pretrained import load_config, load_tokenizer, read_stop_ids
+from mopd.conversion.hf.pretrained import load_config, load_tokenizer, read_stop_ids
+from mopd.conversion.jobs import lora
+from mopd.conversion.models import families
+from mopd.conversion.models.dims import read_dims
 from mopd.types import UserError
 from tests.fixtures.tiny_models import FAMILIES, FAMILY_KEYS, make_tokenizer
 from tests.fuzz.harness import fuzz

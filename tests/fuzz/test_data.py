@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from mopd.config.schema import Data
+from mopd.config.schema import DataConfig
 from mopd.data.prompts import load_prompts
 from mopd.types import UserError
 from tests.fixtures.tiny_models import make_tokenizer
@@ -53,7 +53,7 @@ def parquet(**options: Any) -> bytes:
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_prompt_files(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, suffix: str) -> None:
     path = tmp_path / f"rows.{suffix}"
-    cfg = Data(train=(str(path),), max_prompt_length=100_000)
+    cfg = DataConfig(train=(str(path),), max_prompt_length=100_000)
 
     def read(content: bytes) -> None:
         path.write_bytes(content)
@@ -66,7 +66,7 @@ def test_prompt_files(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, suffix
 def test_parquet_inside_its_frame(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Pages and description are damaged, the end of the file is right: more reaches the parser."""
     path = tmp_path / "rows.parquet"
-    cfg = Data(train=(str(path),), max_prompt_length=100_000)
+    cfg = DataConfig(train=(str(path),), max_prompt_length=100_000)
     whole = parquet(**OPTIONS[1])
 
     def read(content: bytes) -> None:
@@ -79,7 +79,7 @@ def test_parquet_inside_its_frame(tmp_path: Path, tokenizer: PreTrainedTokenizer
 def test_chat_templates(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows, path = tmp_path / "rows.jsonl", tmp_path / "chat.jinja"
     rows.write_bytes(JSONL[0][:400].split(b"\n")[0])
-    cfg = Data(train=(str(rows),), chat_template=str(path), max_prompt_length=100_000)
+    cfg = DataConfig(train=(str(rows),), chat_template=str(path), max_prompt_length=100_000)
     valid = [
         b"{% for m in messages %}{{ m['role'] + ':' + m['content'] + '\\n' }}{% endfor %}"
         b"{% if add_generation_prompt %}assistant:{% endif %}",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mopd.config.load import Loaded, dump, load_recipe
-from mopd.runtime.engine_file import is_engine_file, read_engine_file, rollout_file, teacher_file
+from mopd.placement.engine_file import is_engine_file, read_engine_file, rollout_file, teacher_file
 from mopd.types import UserError
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.whole_recipe import WHOLE_RECIPE

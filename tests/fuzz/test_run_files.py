@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mopd.conversion.manifest import Manifest
+from mopd.conversion.hf.manifest import Manifest
 from mopd.report.build import build_report
-from mopd.runtime import resuming
-from mopd.runtime.manifests import check_unchanged
-from mopd.runtime.run_dir import RunDir
+from mopd.run import resuming
+from mopd.run.folder import RunDir
+from mopd.run.manifests import check_unchanged
 from mopd.types import UserError
 from tests.fuzz.harness import fuzz
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from mopd.conversion.hf import HfReader
-from mopd.conversion.safetensors_header import read_header
+from mopd.conversion.hf.header import read_header
+from mopd.conversion.hf.reader import HfReader
 from mopd.types import UserError
 from tests.fuzz.harness import fuzz
 

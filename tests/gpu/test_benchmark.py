@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from mopd.bench import losses, released
 from mopd.bench.clock import Copy, make_clock
-from mopd.bench.contenders import Contender, logits_contenders
-from mopd.bench.heads import baseline, head_contenders
-from mopd.bench.inputs import make_head_inputs, make_inputs
-from mopd.bench.measure import Deadline, measure
-from mopd.bench.memory import peak_bytes
-from mopd.bench.plan import Case
-from mopd.bench.results import Row
+from mopd.bench.losses import command, released
+from mopd.bench.losses.contenders import Contender, logits_contenders
+from mopd.bench.losses.heads import baseline, head_contenders
+from mopd.bench.losses.inputs import make_head_inputs, make_inputs
+from mopd.bench.losses.measure import Deadline, measure
+from mopd.bench.losses.memory import peak_bytes
+from mopd.bench.losses.plan import Case
+from mopd.bench.losses.results import Row
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 GPU = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
@@ -62,7 +62,7 @@ def test_copy_rate_is_that_of_memory(device: torch.device) -> None:
 def test_small_run(tmp_path: Path, device: torch.device) -> None:
     output = tmp_path / "out.json"
     shapes = ["--shapes", "256,20000,16", "200,5003,1", "--heads", "256,20000,16,64"]
-    assert losses.main(["--device", "cuda", "--repeats", "2", "--output", str(output), *shapes]) == 0
+    assert command.main(["--device", "cuda", "--repeats", "2", "--output", str(output), *shapes]) == 0
     for case in json.loads(output.read_text())["cases"]:
         # behind a head, bf16 logits are rounded by almost as much as student and teacher differ
         limit = 0.02 if case["case"]["hidden"] is None else 1.0

@@ -17,12 +17,12 @@ from torch import Tensor
 from mopd.config.load import load_recipe
 from mopd.config.schema import Recipe
 from mopd.engines.interface import SamplingParams, Scores
-from mopd.engines.torch_engine import TorchEngine
+from mopd.engines.torch.engine import TorchEngine
+from mopd.placement.groups import Groups
+from mopd.placement.interface import ROLLOUT
+from mopd.placement.supervised import Supervised
+from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.router import Router
-from mopd.runtime.placement.groups import Groups
-from mopd.runtime.placement.interface import ROLLOUT
-from mopd.runtime.placement.supervised import Supervised
-from mopd.runtime.placement.weights import GroupWeightSync
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model, make_tokenizer
 from tests.integration.world import World
 
@@ -136,7 +136,7 @@ def score_here(folder: Path, tokens: Sequence[Tensor], prompt_lengths: Sequence[
 
 
 def make_engine() -> Any:
-    from mopd.config.engines import TorchEngine as Config
+    from mopd.config.engines import TorchEngineConfig as Config
 
     return Config()
 

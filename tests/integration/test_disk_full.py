@@ -3,7 +3,7 @@
 Invariant: whatever a run was writing, it ends with the file's path and "No space left on device", and the command that
 this line names ends with the weights, metrics and validations of a run that was never cut off, bit for bit.
 ``MOPD_DISK_FULL_MOMENTS`` sets how many random moments are tried (``make disk-full``: 30), ``MOPD_DISK_FULL_SEED``
-which. Not exercised here: several ranks (how their errors become one line: ``tests/unit/runtime/test_launch.py``), the
+which. Not exercised here: several ranks (how their errors become one line: ``tests/unit/launch/test_launch.py``), the
 files of vLLM and Ray, network disks that tell at ``close``.
 """
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.conversion import streaming
-from mopd.conversion.contents import open_checkpoint
-from mopd.conversion.torch_dist_plan import TargetLayout
-from mopd.runtime.convert_verify import logits_of
+from mopd.commands.convert_verify import logits_of
+from mopd.conversion.jobs import streaming
+from mopd.conversion.jobs.contents import open_checkpoint
+from mopd.conversion.torch_dist.plan import TargetLayout
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 from tests.unit.conversion.jobs import run_job
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from mopd.config.schema import Recipe
+from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import Scores, StaleWeights
-from mopd.engines.remote import RemoteEngine
-from mopd.engines.torch_engine import TorchEngine
+from mopd.engines.torch.engine import TorchEngine
+from mopd.placement.interface import ROLLOUT
 from mopd.replicas.interface import SampleFailed
 from mopd.replicas.router import Router
-from mopd.runtime.placement.interface import ROLLOUT
 from tests.fixtures.servers import running_server
 from tests.integration.groups import (
     LEFT,

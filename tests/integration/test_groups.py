@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from mopd.config.engines import TorchEngine as TorchEngineConfig
-from mopd.engines.torch_engine import TorchEngine
+from mopd.config.engines import TorchEngineConfig
+from mopd.engines.torch.engine import TorchEngine
 from tests.fixtures.servers import running_server
 from tests.integration.groups import is_alive
 from tests.integration.world import ANSWERS, World, mopd, read_metrics, read_validation, start_mopd, write_prompts

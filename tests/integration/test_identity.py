@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from mopd.config.engines import TorchEngine as TorchEngineConfig
-from mopd.conversion.manifest import HASHES, make_manifest
-from mopd.engines.torch_engine import TorchEngine
+from mopd.config.engines import TorchEngineConfig
+from mopd.conversion.hf.manifest import HASHES, make_manifest
+from mopd.engines.torch.engine import TorchEngine
 from tests.fixtures.mistakes import MistakenEngine
 from tests.fixtures.servers import running_server
 from tests.integration.world import World, mopd, read_metrics

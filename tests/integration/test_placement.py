@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mopd.runtime.placement.groups import Groups, plan_groups
-from mopd.runtime.placement.interface import ROLLOUT
+from mopd.placement.groups import Groups, plan_groups
+from mopd.placement.interface import ROLLOUT
 from mopd.types import UserError
 from tests.fixtures.servers import engine_file, serve_process, wait_until
 from tests.integration.groups import (
@@ -188,7 +188,7 @@ import asyncio, sys
 from pathlib import Path
 import torch
 from mopd.config.load import load_recipe
-from mopd.runtime.placement.groups import Groups
+from mopd.placement.groups import Groups
 
 async def main():
     recipe = load_recipe(sys.argv[1]).recipe

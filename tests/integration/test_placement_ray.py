@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mopd.runtime.placement.interface import ROLLOUT
+from mopd.placement.interface import ROLLOUT
 from mopd.types import UserError
 from tests.integration.groups import (
     LEFT,

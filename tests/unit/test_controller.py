@@ -16,15 +16,15 @@ import pytest
 from torch import Tensor
 
 from mopd.config.assignment import Assignment
-from mopd.config.groups import Routing
+from mopd.config.groups import RoutingConfig
 from mopd.config.load import load_recipe
-from mopd.config.schema import TorchEngine as TorchEngineConfig
+from mopd.config.schema import TorchEngineConfig
 from mopd.controller import Controller
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data.stream import PromptStream
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineRejected, SamplingParams, Scores
-from mopd.engines.torch_engine import TorchEngine
+from mopd.engines.torch.engine import TorchEngine
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.rollout.worker import RolloutWorker
@@ -90,7 +90,7 @@ def produce(
     ]
     recipe = load_recipe(path, settings).recipe
     plane = LocalDataPlane()
-    router = Router("math", [Replica(name="math.0", engine=Picky(engine, BAD_TOKEN))], Routing(), kind="teacher")
+    router = Router("math", [Replica(name="math.0", engine=Picky(engine, BAD_TOKEN))], RoutingConfig(), kind="teacher")
     controller = Controller(
         recipe,
         prompts=PromptStream(data, {"math": 1, "code": 1}, 0),

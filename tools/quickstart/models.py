@@ -13,7 +13,7 @@ import torch
 import transformers
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mopd.conversion.pretrained import load_weights
+from mopd.conversion.hf.pretrained import load_weights
 from tools.quickstart.tasks import Question
 from tools.quickstart.tokenizer import build_tokenizer
 from tools.quickstart.training import Phase, exact_match, new_model, train

@@ -15,18 +15,18 @@ from pathlib import Path
 import torch
 
 from mopd import cpu_shim
-from mopd.config.schema import Parallel, Student
-from mopd.conversion.dims import read_dims
-from mopd.conversion.hf import HfReader, HfWriter
+from mopd.config.schema import ParallelConfig, StudentConfig
+from mopd.conversion.hf.reader import HfReader, HfWriter
+from mopd.conversion.models.dims import read_dims
 from mopd.student import parallel
-from mopd.student.model import StudentModel, build_model
+from mopd.student.model.gpt import StudentModel, build_model
 from mopd.student.weights import iter_hf_weights, load_hf_into
 
 
 def main(folder: Path, plan: dict[str, list[str]], world_size: int) -> None:
     for name, checkpoints in plan.items():
         tp, pp, ep, *etp = (int(degree) for degree in name.split("x"))
-        degrees = Parallel(
+        degrees = ParallelConfig(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             data_parallel_size=world_size // (tp * pp),
@@ -43,7 +43,7 @@ def main(folder: Path, plan: dict[str, list[str]], world_size: int) -> None:
 def round_trip(checkpoint: Path, target: Path, layout: parallel.Layout) -> None:
     dims, reader = read_dims(checkpoint), HfReader(checkpoint)
     dtype = "bfloat16" if reader.read("model.norm.weight").dtype == torch.bfloat16 else "float32"
-    model = build_model(Student(model=str(checkpoint), dtype=dtype), dims, layout)
+    model = build_model(StudentConfig(model=str(checkpoint), dtype=dtype), dims, layout)
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))  # what the load forgets must not pass for loaded
     load_hf_into([model], reader, dims, layout)

@@ -16,19 +16,20 @@ from pathlib import Path
 import torch
 
 from mopd import cpu_shim
-from mopd.config.schema import Parallel, Student
-from mopd.conversion.dims import read_dims
-from mopd.conversion.hf import HfReader
-from mopd.student import checkpoint, parallel
-from mopd.student.model import StudentModel, build_model
-from mopd.student.model_checkpoint import load_model, save_model
+from mopd.config.schema import ParallelConfig, StudentConfig
+from mopd.conversion.hf.reader import HfReader
+from mopd.conversion.models.dims import read_dims
+from mopd.student import parallel
+from mopd.student.checkpoints import checkpoint
+from mopd.student.checkpoints.model import load_model, save_model
+from mopd.student.model.gpt import StudentModel, build_model
 from mopd.student.weights import load_hf_into
 
 
 def main(folder: Path, layouts: list[str], names: list[str], world_size: int) -> None:
     for text in layouts:
         tp, pp, ep = (int(degree) for degree in text.split("x"))
-        degrees = Parallel(
+        degrees = ParallelConfig(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             data_parallel_size=world_size // (tp * pp),
@@ -46,7 +47,9 @@ def main(folder: Path, layouts: list[str], names: list[str], world_size: int) ->
 def compare_and_save(folder: Path, name: str, text: str, layout: parallel.Layout) -> None:
     dims, reader = read_dims(folder / name), HfReader(folder / name)
     dtype = "bfloat16" if reader.dtype("model.norm.weight") == torch.bfloat16 else "float32"
-    expected, loaded = (build_model(Student(model=str(folder / name), dtype=dtype), dims, layout) for _ in range(2))
+    expected, loaded = (
+        build_model(StudentConfig(model=str(folder / name), dtype=dtype), dims, layout) for _ in range(2)
+    )
     load_hf_into([expected], reader, dims, layout)
     for parameter in loaded.parameters():
         parameter.data.fill_(float("nan"))  # what the load forgets must not pass for loaded

@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mopd import cpu_shim
-from mopd.config.schema import Parallel, Student
-from mopd.conversion.dims import read_dims
-from mopd.conversion.hf import HfReader
+from mopd.config.schema import ParallelConfig, StudentConfig
+from mopd.conversion.hf.reader import HfReader
+from mopd.conversion.models.dims import read_dims
 from mopd.student import parallel
-from mopd.student.model import build_model
+from mopd.student.model.gpt import build_model
 from mopd.student.weights import load_hf_into
 from tests.fixtures.tiny_models import FAMILIES, make_hf_model
 
@@ -32,7 +32,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max
 
 @pytest.fixture(scope="module")
 def layout() -> Iterator[parallel.Layout]:
-    yield parallel.initialize(Parallel(), timeout_s=60, seed=0)
+    yield parallel.initialize(ParallelConfig(), timeout_s=60, seed=0)
     parallel.destroy()
     dist.destroy_process_group()
 
@@ -44,7 +44,7 @@ def both_logits(folder: Path, layout: parallel.Layout, *, num_tokens: int = S) -
     positions = torch.arange(num_tokens).expand(B, num_tokens)
     hidden = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)[None, None]
     with cpu_shim.activate(), torch.no_grad():
-        model = build_model(Student(model=str(folder), dtype="float32"), dims, layout)
+        model = build_model(StudentConfig(model=str(folder), dtype="float32"), dims, layout)
         for parameter in model.parameters():
             parameter.fill_(float("nan"))  # what the load forgets must not pass for loaded
         load_hf_into([model], HfReader(folder), dims, layout)

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mopd.conversion.hf import HfReader
+from mopd.conversion.hf.reader import HfReader
 from tests.fixtures.tiny_models import FAMILIES, make_hf_model, make_tokenizer
 
 LAYOUTS = ("1x1x1", "2x1x1", "1x2x1", "2x2x1")

@@ -20,11 +20,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mopd.conversion import streaming
-from mopd.conversion.dims import read_dims
-from mopd.conversion.hf import HfReader
+from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.job import Job
-from mopd.conversion.torch_dist_plan import TargetLayout
+from mopd.conversion.jobs import streaming
+from mopd.conversion.models.dims import read_dims
+from mopd.conversion.torch_dist.plan import TargetLayout
 from tests.fixtures.tiny_models import FAMILIES, make_hf_model, make_tokenizer
 
 LAYOUTS = ("1x1x1", "2x1x1", "1x2x1", "1x1x2", "2x1x2")

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mopd.cli import main
-from mopd.conversion import streaming
-from mopd.conversion.torch_dist_plan import TargetLayout
+from mopd.conversion.jobs import streaming
+from mopd.conversion.torch_dist.plan import TargetLayout
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 from tests.unit.conversion.jobs import run_job
 

@@ -17,20 +17,20 @@ from unittest.mock import patch
 import torch
 
 from mopd import cpu_shim
-from mopd.config.losses import KLLoss, MismatchCorrection, PolicyGradient, TopKLoss
+from mopd.config.losses import KLLossConfig, MismatchCorrectionConfig, PolicyGradientConfig, TopKLossConfig
 from mopd.config.schema import (
-    Data,
-    Moe,
-    Optimizer,
-    Parallel,
+    DataConfig,
+    MoeConfig,
+    OptimizerConfig,
+    ParallelConfig,
     Recipe,
-    Rollout,
-    Schedule,
-    Student,
-    Teacher,
-    Validation,
+    RolloutConfig,
+    ScheduleConfig,
+    StudentConfig,
+    TeacherConfig,
+    ValidationConfig,
 )
-from mopd.conversion import dims
+from mopd.conversion.models import dims
 from mopd.data.packing import pack
 from mopd.data_plane.local import LocalDataPlane
 from mopd.student import parallel
@@ -41,25 +41,25 @@ from tests.parity.student.samples import DOMAINS, ENSEMBLE, make_samples, put
 TOP_K = 8
 NUM_SAMPLES = 16
 LOSSES = {
-    "default": TopKLoss(top_k=TOP_K),
-    "reverse": TopKLoss(type="topk_reverse_kl", top_k=TOP_K, temperature=1.5, aggregation="sequence_mean"),
-    "jsd": TopKLoss(type="topk_jsd", top_k=TOP_K, aggregation="token_sum", loss_soft_cap=1.0),
-    "k2": KLLoss(type="k2", top_k=TOP_K),
-    "policy_gradient": PolicyGradient(
+    "default": TopKLossConfig(top_k=TOP_K),
+    "reverse": TopKLossConfig(type="topk_reverse_kl", top_k=TOP_K, temperature=1.5, aggregation="sequence_mean"),
+    "jsd": TopKLossConfig(type="topk_jsd", top_k=TOP_K, aggregation="token_sum", loss_soft_cap=1.0),
+    "k2": KLLossConfig(type="k2", top_k=TOP_K),
+    "policy_gradient": PolicyGradientConfig(
         type="policy_gradient",
         top_k=TOP_K,
         task_reward_weight=0.5,
         old_logprobs="rollout",
-        correction=MismatchCorrection(type="icepop"),
+        correction=MismatchCorrectionConfig(type="icepop"),
     ),
 }
 
 
 TEACHERS = {
-    "one": {"all": Teacher(model="unused", domains=DOMAINS)},
+    "one": {"all": TeacherConfig(model="unused", domains=DOMAINS)},
     "ensemble": {
-        "first": Teacher(model="unused", domains=DOMAINS, weight=1.0),
-        "second": Teacher(model="unused", domains=("math",), weight=3.0),
+        "first": TeacherConfig(model="unused", domains=DOMAINS, weight=1.0),
+        "second": TeacherConfig(model="unused", domains=("math",), weight=3.0),
     },
 }
 
@@ -68,14 +68,14 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
     """The recipe of a case; everything that a case does not name is the same for all."""
     return Recipe(
         run_dir="unused",
-        student=Student(
+        student=StudentConfig(
             model=model,
             dtype=case.get("dtype", "float32"),
             recompute=case.get("recompute", "none"),
             micro_batch_size=case.get("micro_batch_size"),
             max_tokens_per_micro_batch=64,
             lm_head_memory_budget_mib=case.get("head_mib", 1024),
-            parallel=Parallel(
+            parallel=ParallelConfig(
                 tensor_model_parallel_size=case["tp"],
                 pipeline_model_parallel_size=case["pp"],
                 data_parallel_size=case["dp"],
@@ -83,9 +83,9 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
                 expert_model_parallel_size=case.get("ep", 1),
                 expert_tensor_parallel_size=case.get("etp"),
             ),
-            moe=Moe(**case.get("moe", {})),
+            moe=MoeConfig(**case.get("moe", {})),
             megatron_overrides=case.get("overrides", {}),
-            optimizer=Optimizer(
+            optimizer=OptimizerConfig(
                 lr=3e-3,
                 lr_warmup_steps=1,
                 weight_decay=0.1,
@@ -94,11 +94,11 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
             ),
         ),
         teachers=TEACHERS["ensemble" if "ensemble" in case else "one"],
-        data=Data(train=("unused",), validation=("unused",), max_prompt_length=16),
-        rollout=Rollout(max_response_length=16, samples_per_prompt=2),
+        data=DataConfig(train=("unused",), validation=("unused",), max_prompt_length=16),
+        rollout=RolloutConfig(max_response_length=16, samples_per_prompt=2),
         loss=LOSSES[case.get("loss", "default")],
-        schedule=Schedule(steps=10, prompts_per_step=NUM_SAMPLES, wait_timeout_s=120),
-        validation=Validation(),
+        schedule=ScheduleConfig(steps=10, prompts_per_step=NUM_SAMPLES, wait_timeout_s=120),
+        validation=ValidationConfig(),
     )
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mopd.student.overrides import ALLOWED
+from mopd.student.model.overrides import ALLOWED
 from tests.parity.student.conftest import (
     ENSEMBLES,
     FOUR_RANK_LAYOUTS,

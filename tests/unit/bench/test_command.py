@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from mopd.bench import losses, show
-from mopd.bench.contenders import BASELINE
-from mopd.bench.plan import QUICK, ROWS, VOCABS, add_arguments
-from mopd.bench.results import CaseResult, Report, Row
+from mopd.bench.losses import command, show
+from mopd.bench.losses.contenders import BASELINE
+from mopd.bench.losses.plan import QUICK, ROWS, VOCABS, add_arguments
+from mopd.bench.losses.results import BenchReport, CaseResult, Row
 from mopd.cli import main
 from tests.unit.bench.test_measure import CASE
 
@@ -113,7 +113,7 @@ def test_table_with_and_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_failed_row_fails_the_command(tmp_path: Path) -> None:
     result = CaseResult(case=CASE, baseline="one", floor="copy")
     result.rows = [Row(name="one", group="ours", loss="x", status="failed", reason="RuntimeError: no such kernel")]
-    report = Report(machine={}, date="2026-01-01", command="", repeats=1, cases=[result])
+    report = BenchReport(machine={}, date="2026-01-01", command="", repeats=1, cases=[result])
     assert report.failures == ["T=24 V=700 K=6 float32: one (x): RuntimeError: no such kernel"]
     result.rows[0].errors = {"relative": float("nan")}
     report.write(tmp_path / "r.json")
@@ -142,14 +142,14 @@ def test_user_errors(options: list[str], line: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
 def test_missing_device(capsys: pytest.CaptureFixture[str]) -> None:
-    assert losses.main(["--device", "cuda"]) == 2
+    assert command.main(["--device", "cuda"]) == 2
     assert "sees no CUDA device: set --device cpu" in capsys.readouterr().err
 
 
 def test_grid_begins_with_the_headline() -> None:
     import argparse
 
-    from mopd.bench.plan import make_plan
+    from mopd.bench.losses.plan import make_plan
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)

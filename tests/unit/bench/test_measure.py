@@ -12,15 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.bench import clock, exact, released
+from mopd.bench import clock
 from mopd.bench.clock import Copy, CpuClock, Others
-from mopd.bench.contenders import BASELINE, Absent, Contender, logits_contenders
-from mopd.bench.heads import Truth
-from mopd.bench.inputs import make_head_inputs, make_inputs
-from mopd.bench.measure import ENOUGH_S, Deadline, measure
-from mopd.bench.memory import peak_bytes
-from mopd.bench.plan import Case
-from mopd.bench.results import CaseResult, Row
+from mopd.bench.losses import exact, released
+from mopd.bench.losses.contenders import BASELINE, Absent, Contender, logits_contenders
+from mopd.bench.losses.heads import Truth
+from mopd.bench.losses.inputs import make_head_inputs, make_inputs
+from mopd.bench.losses.measure import ENOUGH_S, Deadline, measure
+from mopd.bench.losses.memory import peak_bytes
+from mopd.bench.losses.plan import Case
+from mopd.bench.losses.results import CaseResult, Row
 
 CPU = torch.device("cpu")
 CASE = Case(rows=24, vocab=700, k=6, dtype="float32")
@@ -263,7 +264,7 @@ def test_truth_of_a_head(loss: str) -> None:
 
 def test_inputs_are_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawn a few rows at a time, student and teacher still belong together on every row."""
-    monkeypatch.setattr("mopd.bench.inputs.CHUNK_ELEMENTS", 5 * 700)
+    monkeypatch.setattr("mopd.bench.losses.inputs.CHUNK_ELEMENTS", 5 * 700)
     inputs = make_inputs(CASE, CPU, seed=0)
     difference = inputs.logits.detach().log_softmax(1).gather(1, inputs.ids) - inputs.logprobs
     assert float(difference.abs().max()) < 0.5

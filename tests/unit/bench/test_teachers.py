@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from mopd.bench import teacher_path
-from mopd.bench.teacher_path import Throughput
-from mopd.bench.teacher_payload import NUM_ROWS, make_answer, measure_decode, payload_goal
+from mopd.bench.teachers import path
+from mopd.bench.teachers.path import Throughput
+from mopd.bench.teachers.payload import NUM_ROWS, make_answer, measure_decode, payload_goal
 from mopd.cli import main
 from mopd.wire.codec import encode
 
@@ -47,14 +47,14 @@ def test_the_whole_path_on_the_torch_engine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
-    monkeypatch.setattr(teacher_path, "MODEL", small)
+    monkeypatch.setattr(path, "MODEL", small)
     code = main(
         ["bench", "teachers", "--engine", "torch", "--pairs", "2", "--sequences", "6", "--top-k", "8", "--json"]
     )
     shown = json.loads(capsys.readouterr().out)
     throughput = shown["throughput"]
     assert len(throughput["ratios"]) == 2 and all(ratio > 0 for ratio in throughput["ratios"])
-    assert throughput["num_rows"] == throughput["num_tokens"] - 6 * teacher_path.PROMPT_LENGTH
+    assert throughput["num_rows"] == throughput["num_tokens"] - 6 * path.PROMPT_LENGTH
     rows = throughput["num_rows"]
     assert 8 * 8 + 4 < throughput["answer_bytes_per_row"] < 8 * 8 + 4 + 400 / rows
     assert throughput["prompt_bytes_share"] == 0 and 0 <= throughput["others_cores"] <= (os.cpu_count() or 1)

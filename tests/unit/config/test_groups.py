@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mopd.config.groups import Teacher
+from mopd.config.groups import TeacherConfig
 from mopd.config.load import Loaded, dump, load_recipe
-from mopd.config.placement import RayPlacement
-from mopd.config.schema import External, InProcess, Local, TorchEngine, VllmEngine
+from mopd.config.placement import RayConfig
+from mopd.config.schema import ExternalConfig, InProcessConfig, LocalConfig, TorchEngineConfig, VllmEngineConfig
 from mopd.types import UserError
 from tests.unit.config.conftest import Write
 
@@ -46,18 +46,18 @@ def refusal(write: Write, *overrides: str) -> str:
 
 def test_teachers_inherit_the_defaults_key_by_key(write: Write) -> None:
     teachers = load(write).recipe.teachers
-    assert teachers["math"].engine == VllmEngine(type="vllm", dtype="float32", max_model_len=512)
-    assert teachers["math"].placement == Local(type="local", max_restarts=1)
+    assert teachers["math"].engine == VllmEngineConfig(type="vllm", dtype="float32", max_model_len=512)
+    assert teachers["math"].placement == LocalConfig(type="local", max_restarts=1)
     assert teachers["math"].replicas == 2
-    assert teachers["code"].engine == VllmEngine(type="vllm", dtype="float32", max_model_len=1024)
-    assert teachers["code"].placement == InProcess()
+    assert teachers["code"].engine == VllmEngineConfig(type="vllm", dtype="float32", max_model_len=1024)
+    assert teachers["code"].placement == InProcessConfig()
     assert teachers["code"].replicas == 3
     assert teachers["code"].routing.request_timeout_s == 30
 
 
 def test_an_engine_of_another_type_takes_nothing_from_the_defaults(write: Write) -> None:
     teachers = load(write, "teachers.math.engine={type: torch, max_tokens_per_batch: 7}").recipe.teachers
-    assert teachers["math"].engine == TorchEngine(max_tokens_per_batch=7)
+    assert teachers["math"].engine == TorchEngineConfig(max_tokens_per_batch=7)
 
 
 def test_a_teachers_own_key_wins_whatever_file_or_flag_sets_the_default(write: Write) -> None:
@@ -160,14 +160,14 @@ def test_two_default_teachers_are_refused(write: Write) -> None:
 
 
 def test_tensor_parallel_replicas_need_their_gpus_on_ray() -> None:
-    group = {"model": "m", "domains": ("a",), "engine": VllmEngine(type="vllm", tensor_parallel_size=4)}
+    group = {"model": "m", "domains": ("a",), "engine": VllmEngineConfig(type="vllm", tensor_parallel_size=4)}
     with pytest.raises(
         ValueError, match=r"placement.num_gpus is 1 but engine.tensor_parallel_size is 4: set num_gpus: 4"
     ):
-        Teacher(**group, placement=RayPlacement(type="ray", num_gpus=1))
-    Teacher(**group, placement=RayPlacement(type="ray", num_gpus=4))
+        TeacherConfig(**group, placement=RayConfig(type="ray", num_gpus=1))
+    TeacherConfig(**group, placement=RayConfig(type="ray", num_gpus=4))
 
 
 def test_urls_are_the_replicas_of_external_servers() -> None:
-    placement = External(type="external", urls=("http://a:1", "http://b:1"))
-    assert Teacher(model="m", domains=("a",), placement=placement).num_replicas == 2
+    placement = ExternalConfig(type="external", urls=("http://a:1", "http://b:1"))
+    assert TeacherConfig(model="m", domains=("a",), placement=placement).num_replicas == 2

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from mopd.config.load import Loaded, differences, dump, load_recipe, to_tree
-from mopd.config.losses import KLLoss, TopKLoss
-from mopd.config.schema import CustomReward
+from mopd.config.losses import KLLossConfig, TopKLossConfig
+from mopd.config.schema import CustomRewardConfig
 from mopd.types import UserError
 from tests.fixtures.recipe import RECIPE
 
@@ -66,17 +66,17 @@ def test_teachers_merge_by_name_and_lists_are_replaced(write: Write) -> None:
 def test_section_of_another_type_replaces(write: Write) -> None:
     write(RECIPE + "loss: {type: topk_reverse_kl, top_k: 8, tail: none}\n", "base.yaml")
     merged = load_recipe(write("base: base.yaml\nloss: {top_k: 9}\n")).recipe.loss
-    assert merged == TopKLoss(type="topk_reverse_kl", top_k=9, tail="none")
-    assert load_recipe(write("base: base.yaml\nloss: {type: k2}\n")).recipe.loss == KLLoss(type="k2")
+    assert merged == TopKLossConfig(type="topk_reverse_kl", top_k=9, tail="none")
+    assert load_recipe(write("base: base.yaml\nloss: {type: k2}\n")).recipe.loss == KLLossConfig(type="k2")
     sibling = load_recipe("base.yaml", ["loss.type=topk_jsd", "loss.beta=0.3"]).recipe.loss
-    assert sibling == TopKLoss(type="topk_jsd", beta=0.3)
+    assert sibling == TopKLossConfig(type="topk_jsd", beta=0.3)
 
 
 def test_type_that_equals_the_default_merges(write: Write) -> None:
     """The base leaves ``type`` out, which means the default's; naming that type above it changes nothing."""
     write(RECIPE + "loss: {top_k: 8}\n", "base.yaml")
-    assert load_recipe(write("base: base.yaml\nloss: {type: topk_forward_kl}\n")).recipe.loss == TopKLoss(top_k=8)
-    assert load_recipe(write("base: base.yaml\nloss: {type: k3}\n")).recipe.loss == KLLoss(type="k3")
+    assert load_recipe(write("base: base.yaml\nloss: {type: topk_forward_kl}\n")).recipe.loss == TopKLossConfig(top_k=8)
+    assert load_recipe(write("base: base.yaml\nloss: {type: k3}\n")).recipe.loss == KLLossConfig(type="k3")
 
 
 def test_type_key_in_a_free_form_section_is_a_plain_key(write: Write) -> None:
@@ -93,8 +93,8 @@ def test_unions_inside_named_sections(write: Write) -> None:
     recipe = load_recipe(write(), [f"validation.domain_rewards.math={custom}"]).recipe
     assert recipe.validation is not None
     reward = recipe.validation.domain_rewards["math"]
-    assert reward == CustomReward(type="custom", path="r.py", function="f", timeout_s=3.0)
-    assert isinstance(reward, CustomReward) and isinstance(reward.timeout_s, float)
+    assert reward == CustomRewardConfig(type="custom", path="r.py", function="f", timeout_s=3.0)
+    assert isinstance(reward, CustomRewardConfig) and isinstance(reward.timeout_s, float)
 
 
 def test_null_takes_an_optional_section_away(write: Write) -> None:

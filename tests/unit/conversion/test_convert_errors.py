@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mopd.cli import main
-from mopd.conversion import streaming
-from mopd.conversion.hf import HfReader, HfWriter
-from mopd.conversion.torch_dist_plan import TargetLayout
+from mopd.conversion.hf.reader import HfReader, HfWriter
+from mopd.conversion.jobs import streaming
+from mopd.conversion.torch_dist.plan import TargetLayout
 from mopd.files.writing import writing
 from mopd.types import UserError
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer

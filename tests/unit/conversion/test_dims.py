@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from mopd.conversion.dims import MlaDims, ModelDims, MoeDims, check_layout, dims_from_config, read_dims
-from mopd.conversion.model_dims import Llama3Rope, YarnRope
+from mopd.conversion.models.dims import MlaDims, ModelDims, MoeDims, check_layout, dims_from_config, read_dims
+from mopd.conversion.models.model_dims import Llama3Rope, YarnRope
 from mopd.types import UserError
 
 QWEN3 = {

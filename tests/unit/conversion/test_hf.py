@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mopd.conversion.hf import HfReader, HfWriter
+from mopd.conversion.hf.reader import HfReader, HfWriter
 from mopd.types import UserError
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mopd.conversion.hf import HfReader, HfWriter
-from mopd.conversion.manifest import Manifest, compare_manifests, make_manifest
+from mopd.conversion.hf.manifest import Manifest, compare_manifests, make_manifest
+from mopd.conversion.hf.reader import HfReader, HfWriter
 from mopd.types import UserError
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.conversion import families
-from mopd.conversion.dims import ModelDims, read_dims
-from mopd.conversion.hf import HfReader
-from mopd.conversion.mapping import load_shard, merge_qkv, split_grouped, split_qkv, split_shards
-from mopd.conversion.sharded import merge_whole, split_whole, whole_shape
+from mopd.conversion.hf.reader import HfReader
+from mopd.conversion.models import families
+from mopd.conversion.models.dims import ModelDims, read_dims
+from mopd.conversion.models.mapping import load_shard, merge_qkv, split_grouped, split_qkv, split_shards
+from mopd.conversion.torch_dist.sharded import merge_whole, split_whole, whole_shape
 from tests.fixtures.tiny_models import make_hf_model
 
 DIMS = ModelDims(

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from mopd.cli import main
-from mopd.config.engines import TorchEngine as TorchEngineConfig
-from mopd.conversion import streaming
-from mopd.conversion.hf import HfReader, HfWriter
-from mopd.conversion.pretrained import load_config, load_tokenizer
-from mopd.conversion.torch_dist_plan import TargetLayout
+from mopd.config.engines import TorchEngineConfig
+from mopd.conversion.hf.pretrained import load_config, load_tokenizer
+from mopd.conversion.hf.reader import HfReader, HfWriter
+from mopd.conversion.jobs import streaming
+from mopd.conversion.torch_dist.plan import TargetLayout
 from mopd.data.tokenizer import load_tokenizer as load_student_tokenizer
-from mopd.engines.torch_engine import TorchEngine
+from mopd.engines.torch.engine import TorchEngine
 from mopd.types import UserError
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 from tests.unit.conversion.jobs import run_job

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mopd.conversion.dims import ModelDims, read_dims
-from mopd.conversion.families import all_params
-from mopd.conversion.sharded import sharded_key
-from mopd.conversion.torch_dist_plan import TargetLayout, extra_state_keys, files, padded_shape, pieces
+from mopd.conversion.models.dims import ModelDims, read_dims
+from mopd.conversion.models.families import all_params
+from mopd.conversion.torch_dist.plan import TargetLayout, extra_state_keys, files, padded_shape, pieces
+from mopd.conversion.torch_dist.sharded import sharded_key
 from tests.fixtures.tiny_models import FAMILIES, make_hf_model
 
 LAYOUTS = {
@@ -83,7 +83,7 @@ def test_extra_states(dims: dict[str, ModelDims]):
 
 
 def test_bf16_halves_the_files(tmp_path: Path):
-    from mopd.conversion import streaming
+    from mopd.conversion.jobs import streaming
 
     folder = make_hf_model(tmp_path / "hf", "deepseek_v3", vocab_size=61)
     fp32, bf16 = (

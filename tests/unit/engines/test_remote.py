@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import (
     EngineBusy,
     EngineRejected,
@@ -18,7 +19,6 @@ from mopd.engines.interface import (
     SamplingParams,
     StaleWeights,
 )
-from mopd.engines.remote import RemoteEngine
 from mopd.metrics import apart
 from mopd.wire.codec import decode, encode
 from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mopd.engines.batching import token_budget_batches
 from mopd.engines.interface import SamplingParams
-from mopd.engines.sampling import draw, uniforms
+from mopd.engines.torch.batching import token_budget_batches
+from mopd.engines.torch.sampling import draw, uniforms
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -30.0])
 

@@ -12,9 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
 
-from mopd.config.schema import TorchEngine as TorchEngineConfig
+from mopd.config.schema import TorchEngineConfig
 from mopd.engines.interface import Generation, SamplingParams, Scores
-from mopd.engines.torch_engine import TorchEngine
+from mopd.engines.torch.engine import TorchEngine
 from mopd.types import NonFiniteError, UserError
 from tests.fixtures.tiny_models import EOS_ID, FP32_FORWARD_ATOL, VOCAB_SIZE, make_hf_model
 

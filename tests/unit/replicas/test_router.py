@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mopd.config.engines import TorchEngine as TorchEngineConfig
-from mopd.config.groups import Routing
-from mopd.engines.torch_engine import TorchEngine
+from mopd.config.engines import TorchEngineConfig
+from mopd.config.groups import RoutingConfig
+from mopd.engines.torch.engine import TorchEngine
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model
@@ -124,7 +124,7 @@ def test_groups_need_replicas_of_their_own() -> None:
     with pytest.raises(ValueError, match="two replicas are one engine"):
         make_router([engine, engine])
     with pytest.raises(ValueError, match="two replicas have one name"):
-        Router("math", [Replica(name="a", engine=StandIn()) for _ in range(2)], Routing(), kind="teacher")
+        Router("math", [Replica(name="a", engine=StandIn()) for _ in range(2)], RoutingConfig(), kind="teacher")
 
 
 def test_two_real_engines_agree_with_one(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mopd.cli import main
+from mopd.commands import convert, eval
 from mopd.config.load import dump, load_recipe
 from mopd.metrics import StepMetrics
 from mopd.report.build import build_report, print_summary
@@ -19,7 +20,6 @@ from mopd.report.progress import LiveProgress, PlainProgress
 from mopd.report.sinks import Sinks
 from mopd.report.terminal import LogFormatter, Terminal
 from mopd.rollout.validation import ValidationResult
-from mopd.runtime import convert, evaluate
 from mopd.text import file_name, json_lines, one_line, visible
 from mopd.types import UserError
 from tests.unit.report.conftest import RECIPE, write_lines
@@ -154,7 +154,7 @@ def test_tensorboard(tmp_path: Path, recipe_file: Path, name: str) -> None:
 @CASES
 def test_commands_that_print_tables(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = ValidationResult(rewards={name: 0.5}, num_samples={name: 1}, truncated_share={name: 0.0}, examples={})
-    evaluate._print(result, title=name, as_json=False)
+    eval._print(result, title=name, as_json=False)
     convert._print({"source": name, "files": [{"name": name, "bytes": 1}]}, as_json=False)
     out = capsys.readouterr().out
     assert plain(out).count(plain(visible(name))) >= 4 and not set(out) & ACTING

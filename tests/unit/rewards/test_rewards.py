@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from mopd.config.schema import CustomReward as CustomRewardConfig
-from mopd.config.schema import ExactMatch, Validation
+from mopd.config.schema import CustomRewardConfig, ExactMatchConfig, ValidationConfig
 from mopd.rewards.custom import CustomReward
 from mopd.rewards.domains import build_rewards
 from mopd.rewards.exact_match import ExactMatchReward
@@ -148,7 +147,7 @@ def test_missing_file_is_refused_at_once() -> None:
 
 def test_domains_have_their_own_rewards_and_equal_settings_share_one(source: Path) -> None:
     custom = CustomRewardConfig(type="custom", path=os.fspath(source), function="overlap")
-    rewards = build_rewards(Validation(domain_rewards={"code": custom, "law": custom, "art": ExactMatch()}))
+    rewards = build_rewards(ValidationConfig(domain_rewards={"code": custom, "law": custom, "art": ExactMatchConfig()}))
     assert rewards.of("code") is rewards.of("law")
     assert rewards.of("art") is rewards.of("math")  # both exact_match
     assert rewards.needs_ground_truth
@@ -160,7 +159,7 @@ def test_domains_have_their_own_rewards_and_equal_settings_share_one(source: Pat
     ]
     assert asyncio.run(rewards.score(items)) == [2.0, 1.0, 1.0, 0.0]
     rewards.close()
-    only = build_rewards(Validation(reward=custom))
+    only = build_rewards(ValidationConfig(reward=custom))
     assert not only.needs_ground_truth
 
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mopd.config.schema import CustomReward, Routing, Validation
-from mopd.config.schema import TorchEngine as TorchEngineConfig
+from mopd.config.schema import CustomRewardConfig, RoutingConfig, TorchEngineConfig, ValidationConfig
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import SamplingParams
-from mopd.engines.torch_engine import TorchEngine
+from mopd.engines.torch.engine import TorchEngine
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.rewards.domains import build_rewards
@@ -106,7 +105,7 @@ def test_a_sample_depends_on_its_id_not_on_its_batch(engine: TorchEngine, datase
 
 
 def test_a_rollout_without_replicas_names_samples_and_reason(engine: TorchEngine, dataset: PromptDataset) -> None:
-    router = Router("rollout", [Replica(name="rollout.0", engine=engine)], Routing(), kind="rollout")
+    router = Router("rollout", [Replica(name="rollout.0", engine=engine)], RoutingConfig(), kind="rollout")
     router.set_weight_version(3)
     router.remove("rollout.0", reason="killed twice")
     with pytest.raises(UserError, match=r"rollout gave no response for samples 40, .* 'math': .*killed twice"):
@@ -125,7 +124,9 @@ def test_task_advantage_is_reward_minus_the_prompts_mean(
 ) -> None:
     source = tmp_path / "length.py"
     source.write_text("def length(response, **row):\n    return len(response)\n")
-    rewards = build_rewards(Validation(reward=CustomReward(type="custom", path=str(source), function="length")))
+    rewards = build_rewards(
+        ValidationConfig(reward=CustomRewardConfig(type="custom", path=str(source), function="length"))
+    )
     advantage = TaskAdvantage(dataset, tokenizer, rewards)
     plane = LocalDataPlane()
     worker = RolloutWorker(engine, plane, sampling=SAMPLING, seed=1, samples_per_prompt=4, task_advantage=advantage)
@@ -151,7 +152,7 @@ def run_validation(
     engine: TorchEngine, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase, **kwargs: object
 ) -> ValidationResult:
     kwargs = {"sampling": replace(SAMPLING, temperature=0.0), "seed": 1, "num_examples": 1, **kwargs}
-    return asyncio.run(validate(engine, dataset, tokenizer, build_rewards(Validation()), **kwargs))
+    return asyncio.run(validate(engine, dataset, tokenizer, build_rewards(ValidationConfig()), **kwargs))
 
 
 def test_validation_rewards_each_domain(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mopd.config.engines import TorchEngine as TorchEngineConfig
+from mopd.config.engines import TorchEngineConfig
 from mopd.data.tokenizer import load_tokenizer
-from mopd.engines.torch_engine import TorchEngine
+from mopd.engines.torch.engine import TorchEngine
 from tests.fixtures.servers import GatedEngine, RunningServer, running_server
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mopd.data.tokenizer import load_tokenizer
+from mopd.engines.clients.openai import OpenAIScorer
 from mopd.engines.interface import EngineInfo, Scores
-from mopd.engines.openai import OpenAIScorer
-from mopd.engines.torch_engine import TorchEngine
+from mopd.engines.torch.engine import TorchEngine
 from tests.fixtures.servers import RunningServer, random_tokens, running_server
 
 PROMPT = [5, 6, 7, 20, 9]

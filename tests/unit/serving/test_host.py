@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mopd.engines.interface import SamplingParams
-from mopd.engines.torch_engine import TorchEngine
+from mopd.engines.torch.engine import TorchEngine
 from mopd.serving.admission import Admission, ServerLimits
 from mopd.serving.errors import Refusal
 from mopd.serving.host import ThreadHost

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from mopd.config.engines import TorchEngine as TorchEngineConfig
-from mopd.engines.torch_engine import TorchEngine
+from mopd.config.engines import TorchEngineConfig
+from mopd.engines.torch.engine import TorchEngine
 from tests.fixtures.servers import RunningServer, running_server, wait_until
 from tests.unit.serving.test_limits import TOKEN, assert_lives, connect, post
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from mopd.config.engines import TorchEngine as TorchEngineConfig
+from mopd.commands.serve import server_limits
+from mopd.config.engines import TorchEngineConfig
+from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable
-from mopd.engines.remote import RemoteEngine
-from mopd.engines.torch_engine import TorchEngine
-from mopd.runtime.serve import server_limits
+from mopd.engines.torch.engine import TorchEngine
 from mopd.wire.codec import decode, encode
 from mopd.wire.messages import ScoreAnswer, ScoreRequest
 from tests.fixtures.servers import (

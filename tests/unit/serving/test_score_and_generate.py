@@ -9,9 +9,9 @@ import httpx
 import pytest
 import torch
 
+from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineRejected, SamplingParams, StaleWeights
-from mopd.engines.remote import RemoteEngine
-from mopd.engines.torch_engine import TorchEngine
+from mopd.engines.torch.engine import TorchEngine
 from mopd.wire.codec import VERSION
 from tests.fixtures.servers import RunningServer, random_tokens, running_server
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.config.engines import TorchEngine as TorchEngineConfig
+from mopd.config.engines import TorchEngineConfig
+from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation, SamplingParams, StaleWeights
-from mopd.engines.remote import RemoteEngine
-from mopd.engines.torch_engine import TorchEngine
+from mopd.engines.torch.engine import TorchEngine
 from mopd.wire.codec import encode
 from mopd.wire.weights import TensorLedger, WeightAbort, WeightBegin, WeightChunk, WeightCommit, cut
 from tests.fixtures.servers import GatedEngine, RunningServer, running_server

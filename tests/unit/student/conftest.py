@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from mopd.config.schema import Parallel
+from mopd.config.schema import ParallelConfig
 from mopd.student import parallel
 
 
 @pytest.fixture(scope="module")
 def layout() -> Iterator[parallel.Layout]:
     """A world of one rank in this process."""
-    yield parallel.initialize(Parallel(), timeout_s=60, seed=0)
+    yield parallel.initialize(ParallelConfig(), timeout_s=60, seed=0)
     parallel.destroy()
     dist.destroy_process_group()

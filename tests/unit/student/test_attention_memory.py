@@ -6,8 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from mopd.config.schema import Data, Parallel, Recipe, Rollout, Schedule, Student, Teacher, Validation
-from mopd.student.attention_memory import Scores, check_scores, largest_scores
+from mopd.config.schema import (
+    DataConfig,
+    ParallelConfig,
+    Recipe,
+    RolloutConfig,
+    ScheduleConfig,
+    StudentConfig,
+    TeacherConfig,
+    ValidationConfig,
+)
+from mopd.student.model.attention_memory import ScoreMatrices, check_scores, largest_scores
 from mopd.types import UserError
 from tests.unit.student.test_model_config import DIMS
 
@@ -17,12 +26,12 @@ GIB = 2**30
 def recipe(prompts: int = 64, **student: Any) -> Recipe:
     return Recipe(
         run_dir="unused",
-        student=Student(model="unused", **student),
-        teachers={"a": Teacher(model="unused", domains=("x",))},
-        data=Data(train=("unused",), validation=("unused",), max_prompt_length=96),
-        rollout=Rollout(max_response_length=160, samples_per_prompt=2),
-        schedule=Schedule(steps=1, prompts_per_step=prompts),
-        validation=Validation(),
+        student=StudentConfig(model="unused", **student),
+        teachers={"a": TeacherConfig(model="unused", domains=("x",))},
+        data=DataConfig(train=("unused",), validation=("unused",), max_prompt_length=96),
+        rollout=RolloutConfig(max_response_length=160, samples_per_prompt=2),
+        schedule=ScheduleConfig(steps=1, prompts_per_step=prompts),
+        validation=ValidationConfig(),
     )
 
 
@@ -33,8 +42,11 @@ def recipe(prompts: int = 64, **student: Any) -> Recipe:
         (recipe(max_tokens_per_micro_batch=100), (1, 4, 256, 4)),
         (recipe(micro_batch_size=3), (3, 4, 256, 4)),
         (recipe(prompts=8), (16, 4, 256, 4)),  # a step has no more
-        (recipe(prompts=8, parallel=Parallel(data_parallel_size=4)), (4, 4, 256, 4)),
-        (recipe(parallel=Parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)), (64, 2, 256, 2)),
+        (recipe(prompts=8, parallel=ParallelConfig(data_parallel_size=4)), (4, 4, 256, 4)),
+        (
+            recipe(parallel=ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)),
+            (64, 2, 256, 2),
+        ),
         (recipe(recompute="selective"), (64, 4, 256, 1)),
         (recipe(recompute="full"), (64, 4, 256, 1)),
         (recipe(megatron_overrides={"recompute_granularity": "selective"}), (64, 4, 256, 1)),
@@ -47,7 +59,7 @@ def test_the_largest_micro_batch_counts(given: Recipe, expected: tuple[int, int,
     assert scores.num_bytes == expected[3] * one.nbytes
 
 
-SCORES = Scores(sequences=2, heads=32, length=8192, layers=28)
+SCORES = ScoreMatrices(sequences=2, heads=32, length=8192, layers=28)
 """448 GiB."""
 
 
@@ -64,7 +76,7 @@ def test_what_fits_is_told_with_its_cost() -> None:
         (replace(SCORES, layers=1), ["TransformerEngine", "tensor_model_parallel_size"]),
     ],
 )
-def test_what_cannot_fit_is_refused(scores: Scores, cures: list[str]) -> None:
+def test_what_cannot_fit_is_refused(scores: ScoreMatrices, cures: list[str]) -> None:
     with pytest.raises(UserError) as error:
         check_scores(scores, free_bytes=scores.num_bytes - 1)
     message = str(error.value)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mopd import cpu_shim
-from mopd.config.schema import Moe, Student
-from mopd.student.balance import Balance
-from mopd.student.model import StudentModel, build_model
+from mopd.config.schema import MoeConfig, StudentConfig
+from mopd.student.model.balance import Balance
+from mopd.student.model.gpt import StudentModel, build_model
 from mopd.student.parallel import Layout
 from tests.unit.student.test_model_config import DIMS, EXPERTS
 
@@ -33,8 +33,8 @@ def gradients(
     layout: Layout, kind: str, mask: Tensor | None, **keys: Any
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Of the routers by name, after one micro-batch whose loss is the balancing losses alone; and the metrics."""
-    moe = Moe(moe_router_load_balancing_type=kind, moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.02)  # type: ignore[arg-type]
-    student = Student(model="unused", dtype="float32", moe=moe, **keys)
+    moe = MoeConfig(moe_router_load_balancing_type=kind, moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.02)  # type: ignore[arg-type]
+    student = StudentConfig(model="unused", dtype="float32", moe=moe, **keys)
     dims = replace(DIMS, moe=EXPERTS)
     with cpu_shim.activate():
         model: StudentModel = build_model(student, dims, layout)

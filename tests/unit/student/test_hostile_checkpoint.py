@@ -20,11 +20,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from mopd import cpu_shim
 from mopd.cli import main
-from mopd.config.schema import Student
-from mopd.conversion.dims import read_dims
-from mopd.conversion.hf import HfReader
-from mopd.student import checkpoint, model_checkpoint
-from mopd.student.model import build_model
+from mopd.config.schema import StudentConfig
+from mopd.conversion.hf.reader import HfReader
+from mopd.conversion.models.dims import read_dims
+from mopd.student.checkpoints import checkpoint
+from mopd.student.checkpoints import model as model_checkpoint
+from mopd.student.model.gpt import build_model
 from mopd.student.optimizer import build_optimizer, wrap_data_parallel
 from mopd.student.parallel import Layout
 from mopd.student.weights import load_hf_into
@@ -58,7 +59,7 @@ def run(layout: Layout, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
     folder = tmp_path_factory.mktemp("run")
     source = make_hf_model(folder / "model", "qwen3", num_layers=1, hidden_size=32, num_heads=2)
     make_tokenizer(source)
-    student, dims, step = Student(model=str(source), dtype="float32"), read_dims(source), folder / "step_00000001"
+    student, dims, step = StudentConfig(model=str(source), dtype="float32"), read_dims(source), folder / "step_00000001"
     with cpu_shim.activate():
         model = build_model(student, dims, layout)
         load_hf_into([model], HfReader(source), dims, layout)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from mopd.config.schema import Moe, Parallel, Student
-from mopd.conversion.dims import MlaDims, ModelDims, MoeDims
-from mopd.student.model_config import transformer_config, uses_transformer_engine
+from mopd.config.schema import MoeConfig, ParallelConfig, StudentConfig
+from mopd.conversion.models.dims import MlaDims, ModelDims, MoeDims
+from mopd.student.model.config import transformer_config, uses_transformer_engine
 from mopd.student.parallel import Layout
 from mopd.types import UserError
 
@@ -29,8 +29,8 @@ EXPERTS = MoeDims(
 LATENT = MlaDims(q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24)
 
 
-def student(**keys: Any) -> Student:
-    return Student(model="unused", **keys)
+def student(**keys: Any) -> StudentConfig:
+    return StudentConfig(model="unused", **keys)
 
 
 def test_a_field_that_mopd_sets_is_refused(layout: Layout) -> None:
@@ -84,7 +84,9 @@ def test_transformer_engine_without_cuda_is_refused() -> None:
 
 
 def test_router_settings_reach_the_config(layout: Layout) -> None:
-    moe = Moe(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.1, moe_router_bias_update_rate=0.5)
+    moe = MoeConfig(
+        moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.1, moe_router_bias_update_rate=0.5
+    )
     config = transformer_config(student(moe=moe), replace(DIMS, moe=EXPERTS), layout)
     assert (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff) == ("seq_aux_loss", 0.1)
     assert (config.moe_router_bias_update_rate, config.moe_z_loss_coeff) == (0.5, None)
@@ -105,8 +107,8 @@ def test_router_settings_reach_the_config(layout: Layout) -> None:
             {"tp_size": 2},
             "tensor_model_parallel_size is 2 and the model has experts and latent attention: set",
         ),
-        ({"moe": Moe(moe_z_loss_coeff=0.1)}, DIMS, {}, "student.moe is set but model_type qwen3 has no experts"),
-        ({"moe": Moe(moe_grouped_gemm=True)}, replace(DIMS, moe=EXPERTS), {}, "moe_grouped_gemm is true but"),
+        ({"moe": MoeConfig(moe_z_loss_coeff=0.1)}, DIMS, {}, "student.moe is set but model_type qwen3 has no experts"),
+        ({"moe": MoeConfig(moe_grouped_gemm=True)}, replace(DIMS, moe=EXPERTS), {}, "moe_grouped_gemm is true but"),
         ({}, replace(DIMS, moe=EXPERTS), {"ep_size": 3}, "expert_model_parallel_size 3 does not divide"),
         ({}, DIMS, {"ep_size": 2}, "expert_model_parallel_size is 2 but model_type qwen3 has no experts"),
     ],
@@ -127,9 +129,12 @@ def test_latent_attention_takes_sequence_parallelism(layout: Layout, dims: Model
 
 
 def test_experts_must_fit_the_ranks_of_a_stage() -> None:
-    assert Parallel(tensor_model_parallel_size=2, data_parallel_size=2, expert_model_parallel_size=2).expert_ranks == 4
-    assert Parallel(data_parallel_size=4, expert_model_parallel_size=2).world_size == 4
+    assert (
+        ParallelConfig(tensor_model_parallel_size=2, data_parallel_size=2, expert_model_parallel_size=2).expert_ranks
+        == 4
+    )
+    assert ParallelConfig(data_parallel_size=4, expert_model_parallel_size=2).world_size == 4
     with pytest.raises(
         ValueError, match="expert_model_parallel_size 2 x expert_tensor_parallel_size 2 does not divide"
     ):
-        Parallel(tensor_model_parallel_size=2, expert_model_parallel_size=2)
+        ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=2)

@@ -7,10 +7,10 @@ import logging
 import pytest
 import torch
 
-from mopd.config.losses import TopKLoss
+from mopd.config.losses import TopKLossConfig
 from mopd.losses.linear import choose_rows
 from mopd.student.batch import LossRows
-from mopd.student.model import LMHead
+from mopd.student.model.gpt import LMHead
 from mopd.student.objective import Objective
 from mopd.student.parallel import Layout
 from mopd.types import UserError
@@ -42,7 +42,7 @@ def loss_of(objective: Objective, lm_head: LMHead, loss_mask: torch.Tensor) -> t
 
 
 def objective(layout: Layout, vocab_size: int) -> Objective:
-    return Objective(TopKLoss(top_k=K), layout, true_vocab_size=vocab_size, lm_head_memory_budget_mib=1)
+    return Objective(TopKLossConfig(top_k=K), layout, true_vocab_size=vocab_size, lm_head_memory_budget_mib=1)
 
 
 def test_chunks_are_announced_once(layout: Layout, caplog: pytest.LogCaptureFixture) -> None:

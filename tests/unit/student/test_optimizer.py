@@ -7,8 +7,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from mopd import cpu_shim
-from mopd.config.schema import Optimizer, Student
-from mopd.student.model import build_model
+from mopd.config.schema import OptimizerConfig, StudentConfig
+from mopd.student.model.gpt import build_model
 from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel
 from mopd.student.parallel import Layout
 from tests.unit.student.test_model_config import DIMS
@@ -16,11 +16,11 @@ from tests.unit.student.test_model_config import DIMS
 
 def build(layout: Layout, **keys: Any) -> tuple[DistributedDataParallel, Any, Any]:
     with cpu_shim.activate():
-        model = build_model(Student(model="unused", dtype="float32"), DIMS, layout)
+        model = build_model(StudentConfig(model="unused", dtype="float32"), DIMS, layout)
         for parameter in model.parameters():
             parameter.data.fill_(0.5)
         wrapped = wrap_data_parallel(model, use_distributed_optimizer=True)
-        return (wrapped, *build_optimizer(Optimizer(lr=1.0, **keys), wrapped, num_steps=8))
+        return (wrapped, *build_optimizer(OptimizerConfig(lr=1.0, **keys), wrapped, num_steps=8))
 
 
 def lrs(layout: Layout, **keys: Any) -> list[float]:

@@ -11,8 +11,8 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mopd.config.schema import Recipe
-from mopd.student import overrides
-from mopd.student.overrides import ALLOWED, OWNED, WITH_TRANSFORMER_ENGINE, check_overrides, classes
+from mopd.student.model import overrides
+from mopd.student.model.overrides import ALLOWED, OWNED, WITH_TRANSFORMER_ENGINE, check_overrides, classes
 from mopd.types import UserError
 
 CONFIGS = (ModelParallelConfig, TransformerConfig, MLATransformerConfig)
@@ -87,9 +87,9 @@ def overrides_section(section: Any, part: str) -> Any:
     default = next(field.default for field in dataclasses.fields(section) if field.name == part)
     if dataclasses.is_dataclass(default):
         return type(default)
-    from mopd.config.schema import Student
+    from mopd.config.schema import StudentConfig
 
-    return Student if part == "student" else None
+    return StudentConfig if part == "student" else None
 
 
 VALUES: dict[str, list[Any]] = {

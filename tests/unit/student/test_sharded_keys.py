@@ -10,12 +10,12 @@ from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
 from mopd import cpu_shim
-from mopd.config.schema import Student
-from mopd.conversion import families
-from mopd.conversion.dims import read_dims
-from mopd.conversion.sharded import sharded_key, whole_shape
-from mopd.student.checkpoint import CONTENT
-from mopd.student.model import build_model
+from mopd.config.schema import StudentConfig
+from mopd.conversion.models import families
+from mopd.conversion.models.dims import read_dims
+from mopd.conversion.torch_dist.sharded import sharded_key, whole_shape
+from mopd.student.checkpoints.checkpoint import CONTENT
+from mopd.student.model.gpt import build_model
 from mopd.student.parallel import Layout
 from tests.fixtures.tiny_models import FAMILIES, make_hf_model
 
@@ -31,7 +31,7 @@ def test_keys_and_shapes_are_megatrons(family: str, keys: dict[str, Any], layout
     folder = make_hf_model(tmp_path, family, tie_word_embeddings=False, **keys)
     dims = read_dims(folder)
     with cpu_shim.activate():
-        model = build_model(Student(model=str(folder), dtype="float32"), dims, layout)
+        model = build_model(StudentConfig(model=str(folder), dtype="float32"), dims, layout)
         state = model.sharded_state_dict(metadata=dict(CONTENT))
         apply_factories(state)
     tensors, _ = extract_matching_values(state, lambda value: isinstance(value, ShardedTensor), True)

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mopd import cpu_shim
-from mopd.config.schema import Parallel, Student
-from mopd.conversion.dims import ModelDims, read_dims
-from mopd.conversion.hf import HfReader
+from mopd.config.schema import ParallelConfig, StudentConfig
+from mopd.conversion.hf.reader import HfReader
+from mopd.conversion.models.dims import ModelDims, read_dims
 from mopd.student import parallel
-from mopd.student.model import build_model
+from mopd.student.model.gpt import build_model
 from mopd.student.weights import iter_hf_weights, load_hf_into
 from mopd.types import UserError
 from tests.fixtures.tiny_models import make_hf_model
@@ -31,7 +31,7 @@ TE_NAMES = {
 
 @pytest.fixture(scope="module")
 def layout() -> Iterator[parallel.Layout]:
-    yield parallel.initialize(Parallel(), timeout_s=60, seed=0)
+    yield parallel.initialize(ParallelConfig(), timeout_s=60, seed=0)
     parallel.destroy()
     dist.destroy_process_group()
 
@@ -48,7 +48,7 @@ def model(checkpoint: Path, layout: parallel.Layout) -> nn.Module:
 
 def build(checkpoint: Path, layout: parallel.Layout, dtype: str = "float32") -> nn.Module:
     with cpu_shim.activate():
-        return build_model(Student(model=str(checkpoint), dtype=dtype), read_dims(checkpoint), layout)
+        return build_model(StudentConfig(model=str(checkpoint), dtype=dtype), read_dims(checkpoint), layout)
 
 
 def load(model: nn.Module, checkpoint: Path, layout: parallel.Layout) -> None:

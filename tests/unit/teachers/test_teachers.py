@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from mopd.config.assignment import Assignment
-from mopd.config.groups import Routing, Teacher
-from mopd.config.schema import TorchEngine as TorchEngineConfig
+from mopd.config.groups import RoutingConfig, TeacherConfig
+from mopd.config.schema import TorchEngineConfig
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineRejected, EngineUnavailable, Scores
-from mopd.engines.torch_engine import TorchEngine
+from mopd.engines.torch.engine import TorchEngine
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.teachers.group import TeacherGroup
@@ -24,11 +24,11 @@ from mopd.teachers.worker import TeacherWorker
 from mopd.types import TEACHER_FIELDS, FailedSample, SampleMeta, UserError
 from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, VOCAB_SIZE, make_hf_model
 
-ROUTING = Routing(max_attempts=2, backoff_s=0.0, breaker_reset_s=0.0)
+ROUTING = RoutingConfig(max_attempts=2, backoff_s=0.0, breaker_reset_s=0.0)
 
 
-def teacher(*domains: str, weight: float | None = None, default: bool = False) -> Teacher:
-    return Teacher(model="unread", domains=domains, weight=weight, default=default)
+def teacher(*domains: str, weight: float | None = None, default: bool = False) -> TeacherConfig:
+    return TeacherConfig(model="unread", domains=domains, weight=weight, default=default)
 
 
 ONE_EACH = {"mathematician": teacher("math", "algebra"), "coder": teacher("code")}
@@ -59,7 +59,7 @@ class Altered:
         return [self.change(s) if len(t) == self.length else s for t, s in zip(tokens, scores, strict=True)]
 
 
-def group(name: str, scorer: object, routing: Routing = ROUTING) -> TeacherGroup:
+def group(name: str, scorer: object, routing: RoutingConfig = ROUTING) -> TeacherGroup:
     router = Router(name, [Replica(name=f"{name}.0", engine=scorer)], routing, kind="teacher")
     return TeacherGroup(name, router, vocab_size=VOCAB_SIZE)
 
@@ -85,7 +85,7 @@ def samples(*domains: str) -> tuple[list[SampleMeta], list[Tensor]]:
 
 
 def run_worker(
-    teachers: dict[str, Teacher], groups: dict[str, TeacherGroup], *domains: str, keep_going: bool = False
+    teachers: dict[str, TeacherConfig], groups: dict[str, TeacherGroup], *domains: str, keep_going: bool = False
 ) -> tuple[dict[str, list[Tensor]], list[FailedSample], tuple[int, ...]]:
     """Fields of the samples that were scored, the others, and the ids of the former."""
     metas, tokens = samples(*domains)

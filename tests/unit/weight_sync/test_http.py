@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.config.engines import TorchEngine as TorchEngineConfig
-from mopd.config.groups import Routing
+from mopd.config.engines import TorchEngineConfig
+from mopd.config.groups import RoutingConfig
+from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineRejected, EngineUnavailable, SamplingParams, StaleWeights
-from mopd.engines.remote import RemoteEngine
-from mopd.engines.torch_engine import TorchEngine
+from mopd.engines.torch.engine import TorchEngine
+from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
-from mopd.runtime.placement.weights import GroupWeightSync
 from mopd.types import UserError
 from mopd.weight_sync.http import HttpWeightSync
 from mopd.wire.push import Step
@@ -174,7 +174,7 @@ def test_nonfinite_weights_end_a_run_in_one_line(servers: list[RunningServer], s
 
     async def work(replicas: list[DyingEngine]) -> None:
         members = [Replica(name=replica.name, engine=replica) for replica in replicas]
-        router = Router("rollout", members, Routing(), kind="rollout")
+        router = Router("rollout", members, RoutingConfig(), kind="rollout")
         sync = GroupWeightSync(router)
         await sync.publish(source.model.named_parameters(), 1)
         with pytest.raises(UserError, match=f"weights 2 of the student were refused: .*{name!r} has .* NaN") as refused:

@@ -1,0 +1,177 @@
+"""``mopd bench losses``, also ``python -m mopd.bench.losses``: needs torch alone (and triton for its rows)."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from mopd import __version__
+from mopd.bench.clock import Copy, make_clock
+from mopd.bench.losses import heads, show
+from mopd.bench.losses.contenders import BASELINE, logits_contenders
+from mopd.bench.losses.heads import head_contenders
+from mopd.bench.losses.inputs import make_head_inputs, make_inputs
+from mopd.bench.losses.measure import Deadline, measure
+from mopd.bench.losses.plan import BenchPlan, Case, add_arguments, make_plan
+from mopd.bench.losses.released import Collective
+from mopd.bench.losses.results import BenchReport, CaseResult
+from mopd.types import UserError
+
+
+def run(args: argparse.Namespace, command: str) -> int:
+    """Measure what the options name; ``command`` goes into the result. Returns 1 if a row of ours failed.
+
+    Raises:
+        UserError: impossible options, or a device that is not there.
+    """
+    plan = make_plan(args, device=_device(args.device))
+    device = torch.device("cuda", torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
+    deadline = Deadline(plan.time_limit_s)
+    if plan.tune:
+        _tune(plan, device, deadline)
+    report = BenchReport(
+        machine=machine(device),
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=command,
+        repeats=plan.repeats,
+    )
+    collective = Collective(device)
+    try:
+        for case in plan.cases:
+            if deadline.passed:
+                report.not_reached.append(case.title)
+                continue
+            report.cases.append(_measure(case, plan, device, deadline, collective))
+            _publish(report, plan)
+    finally:
+        collective.close()
+    report.complete = not report.not_reached
+    if plan.output is not None:
+        report.write(plan.output)
+    if plan.plot is not None:
+        show.plot(report, plan.plot)
+    if plan.as_json:
+        sys.stdout.write(report.to_json())
+    for title in report.not_reached:
+        _say(f"not measured, time limit: {title}")
+    for line in report.failures:
+        _say(f"failed: {line}")
+    return 1 if report.failures else 0
+
+
+def _publish(report: BenchReport, plan: BenchPlan) -> None:
+    """What is known so far: the file after every shape, and a table of the newest."""
+    if plan.output is not None:
+        report.write(plan.output)
+    if not plan.as_json:
+        show.table(report.cases[-1])
+
+
+def _measure(
+    case: Case, plan: BenchPlan, device: torch.device, deadline: Deadline, collective: Collective
+) -> CaseResult:
+    _say(f"measuring {case.title}")
+    clock = make_clock(device)
+    if case.hidden is None:
+        inputs = make_inputs(case, device, plan.seed)
+        result = CaseResult(case=case, baseline=BASELINE, floor="two reads and one write of the logits")
+        entries, copy = logits_contenders(inputs, collective=collective), Copy(inputs.logits)
+        del inputs
+    else:
+        result = CaseResult(case=case, baseline=heads.baseline(device), floor=heads.FLOOR)
+        entries, copy = head_contenders(make_head_inputs(case, device, plan.seed)), None
+    done = measure(entries, clock=clock, device=device, repeats=plan.repeats, deadline=deadline, copy=copy)
+    result.rows, result.others_cores, rate = done.rows, done.others_cores, done.copy_rate
+    if rate is not None:
+        num_bytes = 3 * case.rows * case.columns * getattr(torch, case.dtype).itemsize
+        result.copy_gb_per_s, result.floor_ms = rate / 1e9, 1000 * num_bytes / rate
+    elif case.hidden is not None:
+        result.floor_ms = result.row(heads.FLOOR, "none").total_ms
+    result.finish()
+    del entries, copy
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return result
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the numbers depend on."""
+    found: dict[str, Any] = {
+        "device": device.type,
+        "name": _cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "mopd": __version__,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "cuda": torch.version.cuda,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "multiprocessors": properties.multi_processor_count,
+        }
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    except FileNotFoundError:  # not Linux
+        return platform.processor()
+    return names[0] if names else platform.processor()
+
+
+def _device(asked: str | None) -> str:
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device cuda: torch {torch.__version__} sees no CUDA device: set --device cpu")
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _tune(plan: BenchPlan, device: torch.device, deadline: Deadline) -> None:
+    """Tune shape by shape and store the table after each: what a time limit cuts off is not lost."""
+    if device.type != "cuda":
+        raise UserError("--tune measures Triton kernels: it needs a CUDA device")
+    if find_spec("triton") is None:
+        raise UserError("--tune measures Triton kernels: install triton")
+    from mopd.losses.triton import tuning
+
+    shapes = dict.fromkeys((case.rows, case.columns, case.k, case.dtype) for case in plan.cases)
+    for rows, columns, k, dtype in shapes:
+        if deadline.passed:
+            _say(f"not tuned, time limit: T={rows} V={columns} K={k} {dtype}")
+            continue
+        found = tuning.tune(device, [(rows, columns, k)], [getattr(torch, dtype)], report=_say)
+        tuning.save_table(tuning.merge(tuning.load_table(), found))
+    _say("stored the table of the Triton layer")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The benchmark without the rest of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m mopd.bench.losses", description=__doc__)
+    add_arguments(parser)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return run(parser.parse_args(arguments), shlex.join(["python", "-m", "mopd.bench.losses", *arguments]))
+    except UserError as error:
+        print(f"mopd: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mopd: interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,184 @@
+"""Who is measured from hidden states on: LM head and loss together.
+
+Shape legend: T rows, V vocabulary, K ids of a row, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mopd import losses
+from mopd.bench.losses import exact, released, styles
+from mopd.bench.losses.contenders import CHECKED_ROWS, Absent, Contender, Entry, Errors, Group
+from mopd.bench.losses.inputs import HeadInputs
+from mopd.losses import parallel_topk_distill
+
+FLOOR = "the three GEMMs alone"
+CHECKED_IDS = 256
+"""Rows of the weight gradient that are compared with float64."""
+
+
+def baseline(device: torch.device) -> str:
+    """The way that is fastest where memory is plenty."""
+    return f"GEMMs + {_layer(device)}, overwrite_input"
+
+
+def _layer(device: torch.device) -> str:
+    return "triton" if device.type == "cuda" else "chunked"
+
+
+class Truth:
+    """Gradients in float64 of a few rows of the hidden states and of the weight; each loss is worked out once."""
+
+    def __init__(self, inputs: HeadInputs) -> None:
+        self._inputs = inputs
+        count, vocab = inputs.hidden.size(0), inputs.weight.size(0)
+        device = inputs.hidden.device
+        self.rows = torch.arange(0, count, max(1, count // CHECKED_ROWS), device=device)[:CHECKED_ROWS]
+        spaced = torch.arange(0, vocab, max(1, 2 * vocab // CHECKED_IDS), device=device)
+        self.ids = torch.cat([spaced, inputs.ids[:, 0]])[:CHECKED_IDS]
+        self._known: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def errors(self, loss: str, gradients: Sequence[Tensor]) -> Errors:
+        """||got - exact|| / ||exact|| of d / d hidden and d / d weight."""
+        if loss not in self._known:
+            self._known[loss] = self._work_out(loss)
+        hidden, weight = self._known[loss]
+        got = gradients[0].detach()[self.rows].double(), gradients[1].detach()[self.ids].double()
+        return {
+            "hidden": float((got[0] - hidden).norm() / hidden.norm()),
+            "weight": float((got[1] - weight).norm() / weight.norm()),
+        }
+
+    @torch.no_grad()
+    def _work_out(self, loss: str) -> tuple[Tensor, Tensor]:
+        inputs = self._inputs
+        weight = inputs.weight.detach().double()
+        of_weight = weight.new_zeros(len(self.ids), weight.size(1))
+        of_hidden = weight.new_zeros(len(self.rows), weight.size(1))
+        for low in range(0, inputs.hidden.size(0), CHECKED_ROWS):
+            part = slice(low, low + CHECKED_ROWS)
+            hidden = inputs.hidden.detach()[part].double()
+            ids, logprobs = inputs.ids[part], inputs.logprobs[part]
+            with torch.enable_grad():
+                gradient = exact.gradient(loss, hidden @ weight.T, ids, logprobs, inputs.weights[part])
+            of_weight += gradient[:, self.ids].T @ hidden
+            mine = ((self.rows >= low) & (self.rows < low + CHECKED_ROWS)).nonzero().flatten()
+            of_hidden[mine] = gradient[self.rows[mine] - low] @ weight
+        return of_hidden, of_weight
+
+
+def head_contenders(inputs: HeadInputs) -> list[Entry]:
+    """Everybody who takes hidden states, the floor and the baseline first."""
+    truth = Truth(inputs)
+    layer = _layer(inputs.hidden.device)
+
+    def add(name: str, group: Group, loss: str, total: Callable[[], Tensor], checked: str | None) -> Entry:
+        leaves = (inputs.hidden, inputs.weight)
+        check = None if checked is None else (lambda gradients: truth.errors(checked, gradients))
+        return Contender(name=name, group=group, loss=loss, forward=total, leaves=leaves, upstream=None, check=check)
+
+    entries = [
+        _gemms(inputs),
+        add(baseline(inputs.hidden.device), "ours", "bucket", lambda: _materialised(inputs, layer), "bucket"),
+        add("GEMMs + eager fp32 loss", "plain", "bucket", lambda: _eager(inputs), "bucket"),
+    ]
+    for loss in ("bucket", "cross entropy"):
+        entries += [_fused(inputs, truth, loss, into_main_grad=False), _fused(inputs, truth, loss, into_main_grad=True)]
+    for head in released.heads(inputs):
+        if isinstance(head.total, str):
+            entries.append(Absent(head.name, "released", head.loss, head.total))
+        else:
+            entries.append(add(head.name, "released", head.loss, head.total, head.exact))
+    return entries
+
+
+def _fused(inputs: HeadInputs, truth: Truth, loss: str, *, into_main_grad: bool) -> Contender:
+    """``linear_topk_distill`` within a small budget: vocabulary slices whose weight gradient goes to autograd, or
+    chunks of rows that add theirs to an fp32 ``main_grad``, as Megatron asks for it.
+    """
+    rows, hidden_size = inputs.hidden.shape
+    logits_bytes = rows * inputs.weight.size(0) * inputs.hidden.element_size()
+    budget = max(logits_bytes // released.MEMORY_SHARE, 6 * rows * hidden_size)
+    weight = inputs.weight
+    main_grad = None
+    if into_main_grad:
+        weight = inputs.weight.detach().requires_grad_()
+        main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        weight.main_grad = main_grad  # type: ignore[attr-defined]
+    ids, logprobs, tail = inputs.ids, inputs.logprobs, "bucket"
+    if loss == "cross entropy":
+        ids, logprobs, tail = ids[:, :1], torch.zeros_like(logprobs[:, :1]), "none"
+
+    def total() -> Tensor:
+        return losses.linear_topk_distill(
+            inputs.hidden,
+            weight,
+            ids,
+            logprobs,
+            tail=tail,
+            loss_weight=inputs.weights,
+            reduce_loss=True,
+            memory_budget=budget,
+            strategy="token_chunks" if into_main_grad else "vocab_slices",
+            gradient_accumulation_fusion=into_main_grad,
+            unit_upstream=into_main_grad,
+        )[0]
+
+    def check(gradients: Sequence[Tensor]) -> Errors:
+        return truth.errors(loss, gradients if main_grad is None else (*gradients, main_grad))
+
+    strategy = "token chunks" if into_main_grad else "vocabulary slices"
+    note = f"memory_budget {budget / 2**20:.3g} MiB, 1 / {logits_bytes / budget:.3g} of the logits"
+    return Contender(
+        name=f"linear_topk_distill, {strategy}",
+        group="ours",
+        loss=loss,
+        forward=total,
+        leaves=(inputs.hidden,) if into_main_grad else (inputs.hidden, weight),
+        upstream=None,
+        restore=None if main_grad is None else partial(_zero, main_grad),
+        check=check,
+        note=f"{note}; weight gradient added to an fp32 main_grad" if into_main_grad else note,
+    )
+
+
+def _gemms(inputs: HeadInputs) -> Contender:
+    upstream = torch.empty(
+        inputs.hidden.size(0), inputs.weight.size(0), dtype=inputs.hidden.dtype, device=inputs.hidden.device
+    ).normal_()
+    return Contender(
+        name=FLOOR,
+        group="floor",
+        loss="none",
+        forward=lambda: inputs.hidden @ inputs.weight.T,
+        leaves=(inputs.hidden, inputs.weight),
+        upstream=upstream,
+    )
+
+
+def _materialised(inputs: HeadInputs, layer: str) -> Tensor:
+    logits = inputs.hidden @ inputs.weight.T
+    loss, _ = parallel_topk_distill(
+        logits,
+        inputs.ids,
+        inputs.logprobs,
+        loss_weight=inputs.weights,
+        reduce_loss=True,
+        overwrite_input=True,
+        backend="triton" if layer == "triton" else "chunked",
+    )
+    return loss
+
+
+def _eager(inputs: HeadInputs) -> Tensor:
+    rows = styles.eager(inputs.hidden @ inputs.weight.T, inputs.ids, inputs.logprobs)
+    return (rows * inputs.weights).sum()
+
+
+def _zero(buffer: Tensor) -> None:
+    buffer.zero_()

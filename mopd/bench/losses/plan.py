@@ -1,0 +1,161 @@
+"""What a run of the benchmark measures, in which order. Light to import: no torch.
+
+Shape legend: T rows (tokens), V vocabulary, K ids of a row, H hidden width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mopd.types import UserError
+
+DTYPES = ("float32", "bfloat16", "float16")
+HEADLINE_VOCAB, HEADLINE_K = 151_936, 64
+VOCABS = (HEADLINE_VOCAB, 32_000, 128_256)
+KS = (HEADLINE_K, 1, 128, 512)
+ROWS = {"cuda": (8192, 1024, 32_768), "cpu": (512, 128)}
+"""Rows of the default grid, the most telling first: a run that a time limit cuts off has measured what matters."""
+QUICK = {
+    "cuda": ((8192, 151_936, 64), (8192, 151_936, 1), (1024, 151_936, 64), (8192, 32_000, 512), (32_768, 128_256, 128)),
+    "cpu": ((512, 151_936, 64), (128, 32_000, 1)),
+}
+HEADS = {"cuda": ((8192, HEADLINE_VOCAB, HEADLINE_K, 4096),), "cpu": ((512, 32_000, HEADLINE_K, 256),)}
+REPEATS = {"cuda": 20, "cpu": 5}
+DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One problem on logits. Example: ``Case(rows=512, vocab=151936, k=64, dtype="float32")``."""
+
+    rows: int
+    vocab: int
+    k: int
+    dtype: str
+    tp_shard: int = 1
+    """N: one of N shards is measured, its collective left out."""
+    hidden: int | None = None
+    """Width of the hidden states; set for the problems that begin before the LM head."""
+
+    @property
+    def columns(self) -> int:
+        """Columns of the logits that exist: the vocabulary, or the largest of N shards."""
+        return -(-self.vocab // self.tp_shard)
+
+    @property
+    def title(self) -> str:
+        """One line for people."""
+        text = f"T={self.rows} V={self.vocab} K={self.k} {self.dtype}"
+        if self.hidden is not None:
+            text += f" H={self.hidden}"
+        if self.tp_shard > 1:
+            text += f", one of {self.tp_shard} shards ({self.columns} columns), collective left out"
+        return text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchPlan:
+    """A checked command line."""
+
+    device: str
+    cases: tuple[Case, ...]
+    repeats: int
+    time_limit_s: float | None
+    seed: int
+    tune: bool
+    as_json: bool
+    output: Path | None
+    plot: Path | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``mopd bench losses``."""
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add("--shapes", nargs="+", metavar="T,V,K", help="rows, vocabulary, ids a row; default: a grid, headline first")
+    add("--heads", nargs="+", metavar="T,V,K,H", help="shapes with an LM head of width H before the loss")
+    add("--dtype", choices=DTYPES, help="of the logits; default: bfloat16 on cuda, float32 on cpu")
+    add("--tp-shard", nargs="+", type=int, default=[1], metavar="N", help="measure one of N vocabulary shards")
+    add("--quick", action="store_true", help="a few telling shapes instead of the grid")
+    add("--repeats", type=int, metavar="N", help="timed rounds; default: 20 on cuda, 5 on cpu")
+    add("--time-limit", type=float, metavar="SECONDS", help="stop after this time and keep what is measured")
+    add("--seed", type=int, default=0, help="of the inputs (default 0)")
+    add("--tune", action="store_true", help="first tune the Triton kernels for these shapes and store the table")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--output", type=Path, metavar="FILE", help="also write the JSON here, after every shape")
+    add("--plot", type=Path, metavar="FILE", help="draw times and memory (.png, .svg or .pdf)")
+
+
+def make_plan(args: argparse.Namespace, *, device: str) -> BenchPlan:
+    """Check the options. Either list of shapes given means that only the named ones are measured.
+
+    Raises:
+        UserError: a malformed or impossible value.
+    """
+    dtype = args.dtype or DTYPE[device]
+    repeats = REPEATS[device] if args.repeats is None else args.repeats
+    for name, value in (("--repeats", repeats), *(("--tp-shard", n) for n in args.tp_shard)):
+        if value < 1:
+            raise UserError(f"{name} is {value}: set 1 or more")
+    if args.time_limit is not None and not args.time_limit > 0:
+        raise UserError(f"--time-limit is {args.time_limit}: set seconds above 0")
+    for name, path in (("--output", args.output), ("--plot", args.plot)):
+        if path is not None and not path.parent.is_dir():
+            raise UserError(f"{name}: folder {str(path.parent)!r} does not exist: make it")
+    if args.plot is not None and args.plot.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--plot is {str(args.plot)!r}: end the name with .png, .svg or .pdf")
+    cases = _cases(args, device, dtype)
+    for case in cases:
+        _check(case)
+    return BenchPlan(
+        device=device,
+        cases=tuple(cases),
+        repeats=repeats,
+        time_limit_s=args.time_limit,
+        seed=args.seed,
+        tune=args.tune,
+        as_json=args.json,
+        output=args.output,
+        plot=args.plot,
+    )
+
+
+def _cases(args: argparse.Namespace, device: str, dtype: str) -> list[Case]:
+    default = args.shapes is None and args.heads is None
+    if args.shapes is not None:
+        shapes = [_numbers("--shapes", text, 3) for text in args.shapes]
+    elif not default:
+        shapes = []
+    elif args.quick:
+        shapes = list(QUICK[device])
+    else:
+        shapes = [(t, v, k) for t, v, k in itertools.product(ROWS[device], VOCABS, KS)]
+    heads = [_numbers("--heads", text, 4) for text in args.heads or ()] or (list(HEADS[device]) if default else [])
+    logits = [
+        Case(rows=t, vocab=v, k=k, dtype=dtype, tp_shard=n) for t, v, k in shapes for n in dict.fromkeys(args.tp_shard)
+    ]
+    heads_of = [Case(rows=t, vocab=v, k=k, hidden=h, dtype=dtype) for t, v, k, h in heads]
+    first = len(dict.fromkeys(args.tp_shard))  # the headline at every shard count, then the LM heads, then the rest
+    return logits[:first] + heads_of + logits[first:]
+
+
+def _numbers(name: str, text: str, count: int) -> tuple[int, ...]:
+    parts = text.split(",")
+    if len(parts) != count or not all(part.isdigit() and int(part) > 0 for part in parts):
+        form = ("T,V,K", "512,151936,64") if count == 3 else ("T,V,K,H", "512,151936,64,256")
+        raise UserError(f"{name}: {text!r} is not {form[0]}: write {count} numbers above 0, as {form[1]}")
+    return tuple(int(part) for part in parts)
+
+
+def _check(case: Case) -> None:
+    if case.k > case.columns:
+        raise UserError(f"--shapes: K={case.k} exceeds the {case.columns} columns of a shard: set K lower")
+
+
+def describe(cases: Sequence[Case]) -> str:
+    """How much is to be measured."""
+    return f"{len(cases)} shape{'s' if len(cases) != 1 else ''}"

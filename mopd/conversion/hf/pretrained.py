@@ -1,0 +1,219 @@
+"""The one door to transformers' loaders. Model folders come from anywhere: no code of theirs runs, and nobody is asked
+whether it may; nothing is fetched; weights are safetensors; whatever is damaged is told in one line that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.initialization import no_init_weights
+
+from mopd.conversion.hf.reader import HfReader, read_tokenizer_json
+from mopd.conversion.models.config_keys import CONFIG_FILE, Keys, read_config
+from mopd.files.json_text import read_json_object
+from mopd.files.reading import read_bytes, shown_path
+from mopd.text import one_line
+from mopd.types import UserError
+
+ADAPTER_CONFIG = "adapter_config.json"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_SMALL_TOKENIZER_FILES = (_TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.json")
+_MAX_TOKENIZER_BYTES = 2**28
+_MAX_TOKEN_ID = 2**24
+"""Tokenizers make tables of this length; the largest published vocabularies have 2^18 tokens."""
+_CURE = "fetch the file again"
+_SPARE_WEIGHTS = 2**20
+
+
+def load_config(folder: Path) -> PretrainedConfig:
+    """``config.json`` as transformers understands it.
+
+    Raises:
+        UserError: the folder or file is missing, damaged, of an unknown model type, or needs code of the folder.
+    """
+    read_config(folder)
+    with _refusing(folder / CONFIG_FILE, "cannot be used"):
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return config
+
+
+def load_weights(folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """The model of a folder on the CPU with what transformers says about its loading, weights that are missing or of
+    another shape included.
+
+    Raises:
+        UserError: as ``load_config`` does; damaged weights, or weights of another model; an adapter alone.
+    """
+    config = load_config(folder)
+    _require_whole_model(folder)
+    require_weights_fit(folder, config)
+    _read_generation_config(folder)
+    with _refusing(folder, "cannot load the model"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # the caller refuses them by name
+            output_loading_info=True,
+        )
+    model, info = loaded
+    return model, info
+
+
+def build_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model of ``config.json`` on ``device`` with undefined weights. Raises ``UserError`` as ``load_weights``."""
+    config = load_config(folder)
+    if any(folder.glob("*.safetensors")):
+        require_weights_fit(folder, config)
+    with _refusing(folder / CONFIG_FILE, "cannot be built"), no_init_weights(), device:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+        )
+        model.tie_weights()
+    return cast(PreTrainedModel, model)
+
+
+def require_computes(folder: Path, model: PreTrainedModel) -> None:
+    """Refuses a model whose layers do not fit together, which transformers only finds when they run.
+
+    Raises:
+        UserError: what it says.
+    """
+    probe = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    with _refusing(folder / CONFIG_FILE, "makes a model that cannot run"), torch.inference_mode():
+        model(input_ids=probe, use_cache=False)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder.
+
+    Raises:
+        UserError: a file is missing, damaged, of an unknown kind, or needs code of the folder.
+    """
+    for name in _SMALL_TOKENIZER_FILES:
+        if (folder / name).exists():
+            content = read_json_object(folder / name, cure=_CURE, any_number=True)
+            added = content.get("added_tokens_decoder") if name == _TOKENIZER_CONFIG else content
+            _require_ids(folder / name, added if isinstance(added, dict) else {})
+    if (folder / TOKENIZER_FILE).exists():
+        content = read_tokenizer_json(folder / TOKENIZER_FILE)
+        model, added = content.get("model"), content.get("added_tokens")
+        vocabulary = model.get("vocab") if isinstance(model, dict) else None
+        _require_ids(folder / TOKENIZER_FILE, vocabulary if isinstance(vocabulary, dict) else {})
+        for token in added if isinstance(added, list) else []:
+            _require_ids(folder / TOKENIZER_FILE, token if isinstance(token, dict) else {})
+    for path in (folder / "vocab.json", folder / "vocab.txt", folder / "merges.txt", *folder.glob("*.model")):
+        if path.exists():
+            read_bytes(path, cure=_CURE, max_bytes=_MAX_TOKENIZER_BYTES)
+    with _refusing(folder, "cannot load the tokenizer"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        ids = (*tokenizer.get_vocab().values(), *tokenizer.all_special_ids)
+        if not all(isinstance(token, int) and 0 <= token < _MAX_TOKEN_ID for token in ids):
+            raise ValueError("it has ids that are no whole numbers >= 0")
+        return tokenizer
+
+
+def read_stop_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
+    """``eos_token_id`` (one or several) of ``generation_config.json``, else of the model config; or ().
+
+    Raises:
+        UserError: it is no token id.
+    """
+    generation = _read_generation_config(folder)
+    path, eos = folder / GENERATION_CONFIG, generation.get("eos_token_id")
+    if eos is None:
+        path, eos = folder / CONFIG_FILE, config.get_text_config().eos_token_id
+    ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    if not all(type(token) is int and -1 <= token < _MAX_TOKEN_ID for token in ids):
+        raise Keys({}, path).error("eos_token_id", f"{eos!a:.100} is no token id and no list of them; {_CURE}")
+    return ids
+
+
+def require_weights_fit(folder: Path, config: PretrainedConfig) -> None:
+    """Refuses a config that asks for far more than the weight files hold, before anything of that size is made. What
+    differs less is transformers' to find.
+
+    Raises:
+        UserError: both sizes; or the weight files are damaged.
+    """
+    reader, path = HfReader(folder), folder / CONFIG_FILE
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > len(reader.names):
+        raise Keys({}, path).error(
+            "num_hidden_layers", f"is {layers} where the weight files hold {len(reader.names)} tensors in all; {_CURE}"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        return  # several weights in one stored number
+    with _refusing(path, "cannot be built"), no_init_weights(), torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    asked = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    stored = sum(prod(reader.shape(name)) for name in reader.names)
+    if asked > 2 * stored + _SPARE_WEIGHTS:
+        raise UserError(
+            f"{shown_path(path)}: asks for {asked:,} weights where the weight files hold {stored:,}: config and "
+            "weights belong to different models"
+        )
+
+
+def _require_ids(path: Path, tokens: dict[str, Any]) -> None:
+    """Token ids, as values (``{"a": 3}``) or as keys (``{"3": {…}}``), lie where a table of them can be made."""
+    for key, value in tokens.items():
+        number = int(key) if isinstance(value, dict) and key.isdecimal() and len(key) < 20 else value
+        if isinstance(number, int) and not 0 <= number < _MAX_TOKEN_ID:
+            raise UserError(
+                f"{shown_path(path)}: token {key!a:.100} has id {number}, not 0 to {_MAX_TOKEN_ID - 1}; {_CURE}"
+            )
+
+
+def _require_whole_model(folder: Path) -> None:
+    if (folder / ADAPTER_CONFIG).exists():  # transformers would load the folder that it names, and the adapter on top
+        raise UserError(
+            f"{shown_path(folder / ADAPTER_CONFIG)}: the folder holds an adapter, not a whole model: merge it with "
+            "'mopd convert merge-lora', or remove this file if the weights are whole"
+        )
+
+
+def _read_generation_config(folder: Path) -> dict[str, Any]:
+    path = folder / GENERATION_CONFIG
+    return read_json_object(path, cure=_CURE, any_number=True) if path.exists() else {}
+
+
+@contextmanager
+def _refusing(path: Path, problem: str) -> Iterator[None]:
+    """One line of whatever transformers raises over a folder, which is of any kind, or the tokenizers' Rust, whose
+    panics are not even an ``Exception``."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{shown_path(path)}: needs code of its own folder, which never runs: use a checkpoint of a model type "
+                "that transformers has itself"
+            ) from error
+        raise UserError(
+            f"{shown_path(path)}: {problem}: {one_line(error):.300}: fetch the folder again or name another"
+        ) from error

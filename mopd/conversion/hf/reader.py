@@ -1,0 +1,336 @@
+"""Hugging Face checkpoint folders, streamed: a lazy safetensors reader and an atomic writer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mopd.conversion.hf.header import MAX_NAME, TensorInfo, read_header
+from mopd.conversion.mapped import DTYPE_NAMES, TORCH_DTYPES, map_tensor
+from mopd.conversion.output import require_new
+from mopd.conversion.torch_dist.pickled import load_pickled
+from mopd.files.json_text import read_json_object
+from mopd.files.reading import shown_path
+from mopd.files.writing import sync, writing
+from mopd.types import UserError
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLED_FILE = "pytorch_model.bin"
+PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
+TOKENIZER_PATTERNS = (
+    "tokenizer*", "vocab.json", "vocab.txt", "merges.txt", "special_tokens_map.json", "added_tokens.json",
+    "chat_template*", "additional_chat_templates/*", "*.model", "*.tiktoken",
+)  # fmt: skip
+"""Files that make up a tokenizer, chat template included."""
+KEPT_PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    *TOKENIZER_PATTERNS,
+    "README.md",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+"""Files that an export takes over byte for byte."""
+_REMAP_BYTES = 256 * 2**20
+_MAX_INDEX_BYTES = 2**26
+
+
+def matching_files(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    """Files of ``folder`` that match any of the glob patterns, each once, sorted by path."""
+    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+
+
+def kept_files(folder: Path) -> list[Path]:
+    """The files that an export takes over, sorted by path. A link may lead to another file of the folder or into a
+    cache of the Hugging Face hub, whose folders consist of links; any other would bring a stranger's choice of this
+    machine's files into the result.
+
+    Raises:
+        UserError: names a link that leads elsewhere.
+    """
+    whole = folder.resolve()
+    paths = matching_files(folder, KEPT_PATTERNS)
+    for path in paths:
+        target = path.resolve()
+        if not target.is_relative_to(whole) and not _is_in_hub_cache(target):
+            raise UserError(
+                f"{shown_path(path)}: leads out of the folder, to {shown_path(target)}, and an export would copy "
+                "that file; put a copy in its place if that is meant, or remove the link"
+            )
+    return paths
+
+
+def _is_in_hub_cache(target: Path) -> bool:
+    """``…/models--OWNER--NAME/blobs/HASH``."""
+    return target.parent.name == "blobs" and target.parents[1].name.startswith("models--")
+
+
+def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
+    """The weight files of a folder, sorted: safetensors, or with ``allow_pickle`` also PyTorch's own format.
+
+    Raises:
+        UserError: no such weights, or an index that is corrupt or points outside the folder.
+    """
+    for index in (INDEX_FILE, PICKLED_INDEX_FILE) if allow_pickle else (INDEX_FILE,):
+        if (folder / index).exists():
+            return [folder / name for name in sorted(set(_read_index(folder / index).values()))]
+    if (folder / WEIGHTS_FILE).exists():
+        return [folder / WEIGHTS_FILE]
+    pickled = sorted(path for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickled and not allow_pickle:
+        raise UserError(
+            f"{pickled[0]}: pickled weights can run code when read; convert them to safetensors, or pass "
+            "--allow-pickle to 'mopd convert', which reads tensors alone"
+        )
+    if (folder / PICKLED_FILE).is_file():
+        return [folder / PICKLED_FILE]
+    raise UserError(f"{folder}: no {WEIGHTS_FILE} and no {INDEX_FILE}; give the folder of a Hugging Face checkpoint")
+
+
+def read_tokenizer_json(path: Path) -> dict[str, Any]:
+    """A ``tokenizer.json``: the largest published vocabularies have a quarter of a million tokens and twice as many
+    merges. Raises ``UserError`` when it is damaged."""
+    return read_json_object(path, cure="fetch the file again", max_bytes=2**28, max_values=20_000_000)
+
+
+class HfReader:
+    """Reads tensors, or slices of them, of one Hugging Face folder by name, as views of the mapped files.
+
+    Opening checks every header and that index and files name the same tensors; no weight is read.
+
+    Raises:
+        UserError: anything missing, corrupt or contradictory, in one line that names the file.
+    """
+
+    def __init__(self, folder: Path, *, allow_pickle: bool = False) -> None:
+        self.folder = Path(folder)
+        self._where: dict[str, tuple[Path, TensorInfo]] = {}
+        self._files = weight_files(self.folder, allow_pickle=allow_pickle)
+        self._pickled: tuple[Path, dict[str, Tensor]] | None = None
+        self._pickled_bytes = 0
+        for path in self._files:
+            for name, info in self._header(path).items():
+                if name in self._where:
+                    raise UserError(f"{path}: tensor '{name}' is also in {self._where[name][0]}; keep one")
+                self._where[name] = (path, info)
+        for index in (INDEX_FILE, PICKLED_INDEX_FILE) if allow_pickle else (INDEX_FILE,):
+            if (self.folder / index).exists():
+                self._check_index(self.folder / index)
+                break
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors of the checkpoint."""
+        return frozenset(self._where)
+
+    @property
+    def files(self) -> list[Path]:
+        """The weight files."""
+        return list(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        return self._find(name)[1].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor, without reading it.
+
+        Raises:
+            UserError: a dtype of the format that torch cannot compute with.
+        """
+        path, info = self._find(name)
+        if info.dtype not in TORCH_DTYPES:
+            raise UserError(f"{path}: tensor '{name}' has dtype {info.dtype}, which is no dtype of weights")
+        return TORCH_DTYPES[info.dtype]
+
+    def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises UserError unless the tensor exists with this shape."""
+        path, info = self._find(name)
+        if info.shape != shape:
+            raise UserError(
+                f"{path}: tensor '{name}' has shape {list(info.shape)}, config.json asks for {list(shape)}; "
+                "config and weights belong to different models"
+            )
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor on CPU, in the dtype of the file: a view of the file, which is read as it is touched."""
+        path, info = self._find(name)
+        if _is_pickled(path):
+            tensor = self._unpickle(path)[name]
+            self._pickled_bytes += tensor.nbytes
+            return tensor
+        return map_tensor(path, info.start, info.shape, self.dtype(name))
+
+    def read_slice(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """``tensor.narrow(dim, start, stop - start)`` on CPU, in the dtype of the file; only its bytes are touched.
+
+        The result may be a view of the mapped file: copy what is kept.
+        """
+        if stop <= start:  # a rank whose vocabulary rows are all padding
+            start = stop = 0
+        return self.read(name).narrow(dim, start, stop - start)
+
+    def _find(self, name: str) -> tuple[Path, TensorInfo]:
+        if name not in self._where:
+            raise UserError(f"{self.folder}: tensor '{name}' is missing; the checkpoint is incomplete")
+        return self._where[name]
+
+    def _header(self, path: Path) -> dict[str, TensorInfo]:
+        if not _is_pickled(path):
+            return read_header(path)
+        tensors = self._unpickle(path)
+        return {
+            name: TensorInfo(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), 0, 0) for name, tensor in tensors.items()
+        }
+
+    def _unpickle(self, path: Path) -> dict[str, Tensor]:
+        """The tensors of one pickled file, mapped as a whole: what was read stays resident until it is mapped anew."""
+        if self._pickled is None or self._pickled[0] != path or self._pickled_bytes > _REMAP_BYTES:
+            self._pickled, self._pickled_bytes = None, 0
+            self._pickled = (path, load_pickled(path))
+        return self._pickled[1]
+
+    def _check_index(self, path: Path) -> None:
+        index = _read_index(path)
+        for name, file in index.items():
+            if name not in self._where or self._where[name][0].name != file:
+                raise UserError(f"{path}: says that tensor '{name}' is in {file}, which does not hold it")
+        unlisted = sorted(set(self._where) - set(index))
+        if unlisted:
+            raise UserError(f"{path}: does not list tensor '{unlisted[0]}' of {self._where[unlisted[0]][0].name}")
+
+
+class HfWriter:
+    """Writes a Hugging Face folder that appears whole, under its final name, when the ``with`` block ends well.
+
+    Shards are written as they fill into a temporary sibling folder, which is removed if the block raises::
+
+        with HfWriter(target, source=original_folder) as writer:
+            for name, tensor in iter_hf_weights(...):
+                writer.add(name, tensor)
+    """
+
+    def __init__(self, target: Path, *, source: Path, max_shard_bytes: int = 2**30) -> None:
+        """``source`` is the checkpoint whose config, generation config, tokenizer and licence files are copied.
+
+        Raises:
+            UserError: ``target`` exists and is not an empty folder, or ``source`` has a file that leads out of it; at
+                any time later, when a write is refused.
+        """
+        self.target = Path(target)
+        self._source = Path(source)
+        self._max_shard_bytes = max_shard_bytes
+        self._shard: dict[str, Tensor] = {}
+        self._shard_bytes = 0
+        self._shards: list[list[str]] = []
+        self._names: set[str] = set()
+        self._total_bytes = 0
+        require_new(self.target)
+        kept_files(self._source)
+
+    def __enter__(self) -> HfWriter:
+        with writing(self.target):
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self._folder = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.", dir=self.target.parent))
+            self._folder.chmod(0o755)  # mkdtemp makes private folders
+        return self
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor (any device; kept in its dtype) and write the shard that it fills, if any."""
+        if name in self._names:
+            raise ValueError(f"tensor {name!r} was added twice")
+        num_bytes = tensor.numel() * tensor.element_size()
+        if self._shard and self._shard_bytes + num_bytes > self._max_shard_bytes:
+            self._write_shard()
+        self._names.add(name)
+        self._shard[name] = tensor.detach().cpu().contiguous()
+        self._shard_bytes += num_bytes
+        self._total_bytes += num_bytes
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                with writing(self.target):
+                    self._finish()
+        finally:
+            if self._folder.exists():
+                shutil.rmtree(self._folder)
+
+    def _finish(self) -> None:
+        if not self._names:
+            raise ValueError("no tensor was added")
+        self._write_shard()
+        self._name_shards()
+        for path in kept_files(self._source):
+            copy = self._folder / path.relative_to(self._source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
+        for path in self._folder.rglob("*"):
+            if path.is_file():
+                sync(path)
+        self._folder.rename(self.target)  # atomic; replaces an empty folder of that name
+        sync(self.target.parent)
+
+    def _write_shard(self) -> None:
+        with writing(self.target):
+            save_file(self._shard, self._folder / _part_name(len(self._shards)), metadata={"format": "pt"})
+        self._shards.append(list(self._shard))
+        self._shard, self._shard_bytes = {}, 0
+
+    def _name_shards(self) -> None:
+        """Shard names tell how many there are, which is known only now."""
+        if len(self._shards) == 1:
+            (self._folder / _part_name(0)).rename(self._folder / WEIGHTS_FILE)
+            return
+        index: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            file = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
+            (self._folder / _part_name(number)).rename(self._folder / file)
+            index |= dict.fromkeys(names, file)
+        content = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(index.items()))}
+        (self._folder / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _part_name(number: int) -> str:
+    return f"part-{number:05d}.safetensors"
+
+
+def _is_pickled(path: Path) -> bool:
+    return path.suffix != ".safetensors"
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """``weight_map`` of an index file: tensor name -> name of a file in the same folder."""
+    index = read_json_object(path, cure="fetch the file again", max_bytes=_MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
+        raise UserError(
+            f"{shown_path(path)}: has no 'weight_map' from tensor names to file names; fetch the file again"
+        )
+    for name, file in index.items():
+        if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
+            raise UserError(
+                f"{shown_path(path)}: tensor '{name:.200}' points to {file!r:.200}, which is not a file name in this "
+                "folder"
+            )
+        if len(name) > MAX_NAME:
+            raise UserError(f"{shown_path(path)}: a tensor's name has {len(name)} characters ({name!a:.100})")
+        suffix = ".bin" if path.name == PICKLED_INDEX_FILE else ".safetensors"
+        if not file.endswith(suffix):
+            raise UserError(
+                f"{shown_path(path)}: tensor '{name:.200}' points to {file!r:.200}, which is not a {suffix} file"
+            )
+    return index

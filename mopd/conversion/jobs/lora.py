@@ -1,0 +1,179 @@
+"""A LoRA adapter, as the PEFT library saves it, merged into the weights of its base model.
+
+``W + s B A`` with A [r, in], B [out, r] and ``s = lora_alpha / r`` (``/ sqrt(r)`` with ``use_rslora``), in fp32,
+rounded once (Hu et al. 2021). Whatever else an adapter may hold is refused by name, never dropped.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mopd.conversion.hf.header import TensorInfo, read_header
+from mopd.conversion.hf.names import check_names
+from mopd.conversion.hf.reader import HfReader
+from mopd.conversion.hf.writer import MAX_SHARD_BYTES, Group, hf_job, require_finite
+from mopd.conversion.job import Job
+from mopd.conversion.jobs.streaming import describe_hf
+from mopd.conversion.mapped import TORCH_DTYPES, map_tensor
+from mopd.conversion.models.dims import read_dims
+from mopd.conversion.output import sha256_of
+from mopd.files.json_text import read_json_object
+from mopd.types import UserError
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+_MAX_PATTERN = 200
+_REFUSED = (
+    "use_dora",
+    "fan_in_fan_out",
+    "layer_replication",
+    "trainable_token_indices",
+    "target_parameters",
+    "lora_bias",
+)
+"""Keys that change what the adapter computes, when they hold anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """Low-rank factors by the weight that they change, and whole tensors that replace one."""
+
+    path: Path
+    entries: Mapping[str, TensorInfo]
+    factors: Mapping[str, tuple[str, str]]
+    replaced: Mapping[str, str]
+    scale: Mapping[str, float]
+
+    def read(self, name: str) -> Tensor:
+        info = self.entries[name]
+        return require_finite(name, map_tensor(self.path, info.start, info.shape, TORCH_DTYPES[info.dtype]), self.path)
+
+
+def merge_lora(source: Path, adapter: Path, target: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Job:
+    """The job of writing the base model ``source`` with the adapter folder merged into it, in the base's dtypes.
+
+    Raises:
+        UserError: an adapter of another kind, for another model, or with a part that cannot be merged.
+    """
+    reader = HfReader(source)
+    check_names(reader, read_dims(source))
+    parts = _read_adapter(adapter, reader)
+
+    def group(name: str) -> Group:
+        return Group((name,), (reader.shape(name),), (reader.dtype(name),), lambda: [_merged(name, reader, parts)])
+
+    description = {
+        "command": "merge-lora",
+        "options": {"max_file_bytes": max_shard_bytes},
+        "source": describe_hf(source, reader),
+        "adapter": [sha256_of(adapter / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)],
+    }
+    return hf_job(
+        target, [group(name) for name in sorted(reader.names)],
+        side_files=source, description=description, max_shard_bytes=max_shard_bytes,
+    )  # fmt: skip
+
+
+def _merged(name: str, reader: HfReader, parts: _Adapter) -> Tensor:
+    weight = require_finite(name, reader.read(name), reader.folder)
+    if name in parts.replaced:
+        return parts.read(parts.replaced[name]).to(weight.dtype)
+    if name not in parts.factors:
+        return weight
+    down, up = (parts.read(factor).float() for factor in parts.factors[name])
+    return torch.addmm(weight.float(), up, down, alpha=parts.scale[name]).to(weight.dtype)
+
+
+def _read_adapter(folder: Path, reader: HfReader) -> _Adapter:
+    config = _read_config(folder / ADAPTER_CONFIG)
+    path = folder / ADAPTER_WEIGHTS
+    entries = read_header(path)
+    if not entries:
+        raise UserError(f"{path}: holds no tensor: fetch the file again")
+    factors: dict[str, dict[str, str]] = {}
+    replaced, scale = {}, {}
+    for key, info in entries.items():
+        if info.dtype not in TORCH_DTYPES:
+            raise UserError(
+                f"{path}: '{key}' has dtype {info.dtype}, which is no dtype of weights: fetch the file again"
+            )
+        found = re.fullmatch(re.escape(_PREFIX) + r"(.+?)(\.lora_([AB])|\.modules_to_save)?\.weight", key)
+        name = f"{found[1]}.weight" if found else ""
+        if found is None or name not in reader.names:
+            raise UserError(f"{path}: '{key}' has no place in {reader.folder}: use the base model of this adapter")
+        if found[3]:
+            factors.setdefault(name, {})[found[3]] = key
+            scale[name] = _scale(config, found[1], folder / ADAPTER_CONFIG)
+        else:
+            replaced[name] = key
+    for name, pair in factors.items():
+        if len(reader.shape(name)) != 2:
+            raise UserError(
+                f"{path}: '{pair.popitem()[1]}' changes a vector of {reader.folder}: use a plain LoRA adapter"
+            )
+        out_size, in_size = reader.shape(name)
+        shapes = {side: entries[key].shape for side, key in pair.items()}
+        rank = next(iter(shapes.get("A", ())), 0)
+        if shapes != {"A": (rank, in_size), "B": (out_size, rank)}:
+            raise UserError(f"{path}: the factors of '{name}' have shapes {shapes}, the weight {[out_size, in_size]}")
+    for name, key in replaced.items():
+        if entries[key].shape != reader.shape(name):
+            raise UserError(
+                f"{path}: '{key}' has shape {list(entries[key].shape)}, the model {list(reader.shape(name))}"
+            )
+    return _Adapter(path, entries, {name: (pair["A"], pair["B"]) for name, pair in factors.items()}, replaced, scale)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    config = read_json_object(path, cure="give the folder of a PEFT adapter, or fetch the file again")
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{path}: 'peft_type' is not 'LORA': only LoRA adapters can be merged")
+    for key in _REFUSED:
+        if config.get(key):
+            raise UserError(
+                f"{path}: '{key}' is {config[key]!a:.200}, which cannot be merged: use a plain LoRA adapter"
+            )
+    for key in _PATTERNS:
+        patterns = config.get(key)
+        if patterns is not None and not (isinstance(patterns, dict) and all(map(_is_plain_pattern, patterns))):
+            raise UserError(
+                f"{path}: '{key}' is {patterns!a:.200}, not a map from simple patterns of module names: write the "
+                "names out, without nested repetition"
+            )
+    if config.get("bias", "none") != "none":
+        raise UserError(f"{path}: 'bias' is {config['bias']!a:.200}, which cannot be merged: only 'none' can")
+    return config
+
+
+def _is_plain_pattern(pattern: str) -> bool:
+    """A regular expression that takes no time beyond measure: few repetitions, and none of a group."""
+    if len(pattern) > _MAX_PATTERN or re.search(r"\)[*+?{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 3:
+        return False
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
+def _scale(config: Mapping[str, Any], module: str, path: Path) -> float:
+    """``lora_alpha / r`` of one module; patterns match the end of its name, as in PEFT."""
+    values = {}
+    for key, patterns in zip(("r", "lora_alpha"), _PATTERNS, strict=True):
+        own = [v for pattern, v in (config.get(patterns) or {}).items() if re.fullmatch(rf"(.*\.)?({pattern})", module)]
+        value = own[0] if own else config.get(key)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise UserError(f"{path}: '{key}' is {value!a:.200}, not a positive number")
+        values[key] = value
+    rank = float(values["r"])
+    return float(values["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)

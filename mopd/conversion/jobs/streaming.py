@@ -1,0 +1,346 @@
+"""Conversions as jobs: Hugging Face to Megatron's distributed format, back, and from one cut to another.
+
+No model is built. One tensor, or one layer's part of a stacked tensor, is in memory at a time, read as a view of its
+file. Every weight is checked for NaN on its way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mopd.conversion.hf.names import check_names
+from mopd.conversion.hf.reader import HfReader, kept_files
+from mopd.conversion.hf.writer import MAX_SHARD_BYTES, Group, copy_side_files, hf_job, require_finite
+from mopd.conversion.job import Job, Written
+from mopd.conversion.mapped import WEIGHT_DTYPES
+from mopd.conversion.models import families
+from mopd.conversion.models.dims import CONFIG_FILE, ModelDims, read_config, read_dims
+from mopd.conversion.models.families import Placed
+from mopd.conversion.models.mapping import merge_qkv
+from mopd.conversion.output import sha256_of
+from mopd.conversion.torch_dist.plan import Piece, TargetLayout, files, one_dtype_per_key, pieces
+from mopd.conversion.torch_dist.reader import MANIFEST_FILE, STATE_FILE, TorchDistReader
+from mopd.conversion.torch_dist.sharded import sharded_key, split_whole, whole_shape
+from mopd.conversion.torch_dist.writer import SIDE_FILES, data_file, extra_state_file, write_rest
+from mopd.files.json_text import read_json_object
+from mopd.types import UserError
+
+MAX_FILE_BYTES = 2**30
+_FP32_ROWS = frozenset({"expert_bias"})
+"""Rows (by what they need) that stay as they are when a dtype is asked for: transformers keeps them in fp32."""
+
+
+def hf_to_megatron(
+    source: Path,
+    target: Path,
+    layout: TargetLayout,
+    *,
+    dtype: str | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    allow_pickle: bool = False,
+) -> Job:
+    """The job of converting a Hugging Face folder into a distributed checkpoint cut for ``layout``, bit for bit.
+
+    Args:
+        dtype: of the result, by its name in ``WEIGHT_DTYPES``; None keeps each tensor's own.
+        max_file_bytes: a file of the checkpoint is ended before it would grow beyond this.
+        allow_pickle: read ``.bin`` files too, as tensors alone.
+
+    Raises:
+        UserError: the folder cannot be read or carried, or the layout does not fit.
+    """
+    dims, reader = read_dims(source), HfReader(source, allow_pickle=allow_pickle)
+    layout.check(dims)
+    check_names(reader, dims)
+    rows = list(families.all_params(dims))
+    dtypes = {name: _wanted(row, reader.dtype(name), dtype) for row in rows for name in row.hf_names}
+
+    def read(piece: Piece) -> Tensor:
+        parts = _hf_parts(piece, reader, dims)
+        for name, part in parts:
+            require_finite(name, part, reader.folder)
+        tensor = merge_qkv([part for _, part in parts], dims) if piece.placed.param.merge == "qkv" else parts[0][1]
+        return _padded(tensor, piece).to(dtypes[piece.placed.hf_names[0]])
+
+    options = {**dataclasses.asdict(layout), "dtype": dtype, "max_file_bytes": max_file_bytes}
+    description = {"command": "hf-to-megatron", "options": options, "source": describe_hf(source, reader)}
+    state = {"source": str(source.resolve()), "dtype": _main_dtype(dtypes.values()), "layout": _degrees(layout)}
+    return _megatron_job(
+        target, dims, layout, dtypes, read,
+        side_files=source, config=config_with_dtype(source, dtype), state=state, description=description,
+        max_file_bytes=max_file_bytes, check_inputs=lambda rank, size, is_over: None,
+    )  # fmt: skip
+
+
+def megatron_to_hf(
+    source: Path,
+    target: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    allow_pickle: bool = False,
+    side_files: Path | None = None,
+) -> Job:
+    """The job of converting a distributed checkpoint into a Hugging Face folder, bit for bit.
+
+    Args:
+        source: a folder of ``hf_to_megatron`` or a checkpoint of a run; optimizer states are left out.
+        side_files: folder of config, tokenizer and so on; None takes those inside the checkpoint, or of the folder
+            that the run began with.
+
+    Raises:
+        UserError: the checkpoint is incomplete, changed or lacks a tensor, or there is no config.
+    """
+    reader = TorchDistReader(source, allow_pickle=allow_pickle)
+    origin = side_files_of(source, side_files)
+    dims = read_dims(origin)
+    check_keys(reader, dims)
+    rows = list(families.all_params(dims))
+    groups = [
+        Group(
+            row.hf_names,
+            row.hf_shapes,
+            tuple(_wanted(row, reader.dtype(sharded_key(row, dims).key), dtype) for _ in row.hf_names),
+            _reads_row(reader, row, dims, dtype),
+        )
+        for row in rows
+    ]
+    options = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
+    description = {"command": "megatron-to-hf", "options": options, "source": describe_megatron(reader, origin)}
+    return hf_job(
+        target,
+        groups,
+        side_files=origin,
+        description=description,
+        config=config_with_dtype(origin, dtype),
+        max_shard_bytes=max_shard_bytes,
+        check_inputs=_checks_hashes(reader, rows, dims),
+    )
+
+
+def reshard(
+    source: Path,
+    target: Path,
+    layout: TargetLayout,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    allow_pickle: bool = False,
+    side_files: Path | None = None,
+) -> Job:
+    """The job of cutting the weights of a distributed checkpoint for another layout. Optimizer states are left out.
+
+    Raises:
+        UserError: as ``megatron_to_hf`` does, or the layout does not fit.
+    """
+    reader = TorchDistReader(source, allow_pickle=allow_pickle)
+    origin = side_files_of(source, side_files)
+    dims = read_dims(origin)
+    layout.check(dims)
+    check_keys(reader, dims)
+    rows = list(families.all_params(dims))
+    dtypes = {name: reader.dtype(sharded_key(row, dims).key) for row in rows for name in row.hf_names}
+
+    def read(piece: Piece) -> Tensor:
+        sizes = list(piece.box)
+        if piece.placed.param.merge == "vocab":  # the source may be padded otherwise
+            sizes[0] = max(0, min(piece.stop, whole_shape(piece.placed)[0]) - piece.start)
+        tensor = reader.read(piece.place.key, piece.offsets, sizes).view(*sizes[len(piece.place.index) :])
+        require_finite(piece.place.key, tensor, reader.folder)
+        return _padded(tensor, piece)
+
+    options = {**dataclasses.asdict(layout), "max_file_bytes": max_file_bytes}
+    description = {"command": "reshard", "options": options, "source": describe_megatron(reader, origin)}
+    state = {"source": str(origin.resolve()), "dtype": _main_dtype(dtypes.values()), "layout": _degrees(layout)}
+    return _megatron_job(
+        target, dims, layout, dtypes, read,
+        side_files=origin, config=None, state=state, description=description,
+        max_file_bytes=max_file_bytes, check_inputs=_checks_hashes(reader, rows, dims),
+    )  # fmt: skip
+
+
+def read_row(reader: TorchDistReader, row: Placed, dims: ModelDims) -> list[Tensor]:
+    """The Hugging Face tensors of one parameter, from a distributed checkpoint."""
+    place, shape = sharded_key(row, dims), whole_shape(row)
+    ones, rest = tuple(1 for _ in place.index), (0,) * (len(shape) - 1)
+    if row.param.merge == "gate_up":  # boxes of their own: what one chunk holds is not copied
+        starts = [sum(part[0] for part in row.hf_shapes[:i]) for i in range(len(row.hf_shapes))]
+        return [
+            reader.read(place.key, (*place.index, start, *rest), (*ones, *part)).view(part)
+            for start, part in zip(starts, row.hf_shapes, strict=True)
+        ]
+    whole = reader.read(place.key, (*place.index, 0, *rest), (*ones, *shape)).view(shape)
+    return split_whole(row, whole, dims)
+
+
+def check_keys(reader: TorchDistReader, dims: ModelDims) -> None:
+    """The checkpoint has every parameter of the model, in its shape. A padded vocabulary may have more rows.
+
+    Raises:
+        UserError: names the first tensor that is missing or has another shape.
+    """
+    known: set[str] = set()
+    for row in families.all_params(dims):  # ends at the first that is missing, however many the config asks for
+        place = sharded_key(row, dims)
+        if place.key in known:
+            continue
+        known.add(place.key)
+        found, expected = reader.shape(place.key), (*place.stacked, *whole_shape(row))
+        fits = found == expected
+        if row.param.merge == "vocab" and len(found) == len(expected):
+            fits = found[1:] == expected[1:] and found[0] >= expected[0]
+        if not fits:
+            raise UserError(
+                f"{reader.folder}: tensor '{place.key}' has shape {list(found)}, {CONFIG_FILE} asks for "
+                f"{list(expected)}; config and weights belong to different models"
+            )
+
+
+def side_files_of(source: Path, given: Path | None) -> Path:
+    """The folder with config, tokenizer and so on of a distributed checkpoint.
+
+    Raises:
+        UserError: there is none.
+    """
+    state = _read_state(source)
+    for folder in (given,) if given is not None else (source / SIDE_FILES, Path(str(state.get("source", "")))):
+        if (folder / CONFIG_FILE).is_file():
+            return folder
+    if given is not None:
+        raise UserError(f"{given}: no {CONFIG_FILE}; name the Hugging Face folder that the weights belong to")
+    raise UserError(
+        f"{source}: its config and tokenizer came from {str(state.get('source'))!r}, which is gone: restore that "
+        "folder or name another with --side-files"
+    )
+
+
+def config_with_dtype(folder: Path, dtype: str | None) -> dict[str, Any] | None:
+    """The config with another dtype; None where nothing changes and the file is copied as it is."""
+    if dtype is None:
+        return None
+    config = read_config(folder)
+    key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+    return {**config, key: dtype}
+
+
+def describe_hf(folder: Path, reader: HfReader) -> dict[str, Any]:
+    """Identity of a Hugging Face folder, without reading its weights: sizes and times; hashes of the small files."""
+    sizes = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in reader.files}
+    return {"weights": sizes, "side_files": _hash_side_files(folder)}
+
+
+def describe_megatron(reader: TorchDistReader, origin: Path) -> dict[str, Any]:
+    """Identity of a distributed checkpoint: its manifest, or sizes and times of its files."""
+    if reader.hashes:
+        return {"manifest": sha256_of(reader.folder / MANIFEST_FILE), "side_files": _hash_side_files(origin)}
+    paths = sorted(path for path in reader.folder.iterdir() if path.is_file())
+    sizes = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
+    return {"weights": sizes, "side_files": _hash_side_files(origin)}
+
+
+def _megatron_job(
+    target: Path,
+    dims: ModelDims,
+    layout: TargetLayout,
+    dtype_of: Mapping[str, torch.dtype],
+    read: Callable[[Piece], Tensor],
+    *,
+    side_files: Path,
+    config: Mapping[str, Any] | None,
+    state: Mapping[str, Any],
+    description: Mapping[str, Any],
+    max_file_bytes: int,
+    check_inputs: Callable[[int, int, Callable[[], bool]], None],
+) -> Job:
+    cut = list(pieces(dims, layout))
+    dtypes = one_dtype_per_key(cut, dtype_of)
+    itemsize = {key: dtype.itemsize for key, dtype in dtypes.items()}
+    contents = files(cut, itemsize, max_file_bytes)
+
+    def finish(folder: Path, written: Mapping[str, Written]) -> None:
+        (folder / SIDE_FILES).mkdir(exist_ok=True)
+        copy_side_files(side_files, folder / SIDE_FILES, config=config)
+        write_rest(folder, contents, written, dtypes, layout=layout, state=state, description=description)
+
+    outputs = [data_file(name, content, itemsize, read) for name, content in contents.items()]
+    return Job(
+        target=target,
+        files=[*outputs, extra_state_file()],
+        description=description,
+        finish=finish,
+        marker=MANIFEST_FILE,
+        check_inputs=check_inputs,
+    )
+
+
+def _hf_parts(piece: Piece, reader: HfReader, dims: ModelDims) -> list[tuple[str, Tensor]]:
+    """The slices of Hugging Face tensors that make up a piece, without padding."""
+    row = piece.placed
+    if row.param.merge == "gate_up":
+        part, length = divmod(piece.start, row.hf_shapes[0][0])[0], piece.stop - piece.start
+        start = piece.start % row.hf_shapes[0][0]
+        return [(row.hf_names[part], reader.read_slice(row.hf_names[part], 0, start, start + length))]
+    if row.param.merge == "qkv":
+        total = whole_shape(row)[0]
+        return [
+            (name, reader.read_slice(name, 0, shape[0] * piece.start // total, shape[0] * piece.stop // total))
+            for name, shape in zip(row.hf_names, row.hf_shapes, strict=True)
+        ]
+    length = row.hf_shapes[0][piece.dim]
+    start, stop = min(piece.start, length), min(piece.stop, length)
+    return [(row.hf_names[0], reader.read_slice(row.hf_names[0], piece.dim, start, stop))]
+
+
+def _padded(tensor: Tensor, piece: Piece) -> Tensor:
+    """Zero rows below, up to the piece's size: the padding of the vocabulary."""
+    missing = piece.sizes[0] - tensor.shape[0]
+    return torch.cat([tensor, tensor.new_zeros(missing, *piece.sizes[1:])]) if missing else tensor
+
+
+def _reads_row(reader: TorchDistReader, row: Placed, dims: ModelDims, dtype: str | None) -> Callable[[], list[Tensor]]:
+    def read() -> list[Tensor]:
+        tensors = read_row(reader, row, dims)
+        return [
+            require_finite(name, tensor, reader.folder).to(_wanted(row, tensor.dtype, dtype))
+            for name, tensor in zip(row.hf_names, tensors, strict=True)
+        ]
+
+    return read
+
+
+def _checks_hashes(
+    reader: TorchDistReader, rows: Sequence[Placed], dims: ModelDims
+) -> Callable[[int, int, Callable[[], bool]], None]:
+    names = reader.files_of(list({sharded_key(row, dims).key: None for row in rows}))
+    return lambda rank, size, is_over: reader.check_hashes(names[rank::size], is_over)
+
+
+def _wanted(row: Placed, own: torch.dtype, dtype: str | None) -> torch.dtype:
+    is_kept = dtype is None or not own.is_floating_point or row.param.needs in _FP32_ROWS
+    return own if is_kept or dtype is None else WEIGHT_DTYPES[dtype]
+
+
+def _main_dtype(dtypes: Any) -> str:
+    """Name of the dtype that most tensors have."""
+    counts: dict[torch.dtype, int] = {}
+    for dtype in dtypes:
+        counts[dtype] = counts.get(dtype, 0) + 1
+    return str(max(counts, key=lambda dtype: counts[dtype])).removeprefix("torch.")
+
+
+def _degrees(layout: TargetLayout) -> dict[str, int]:
+    return {**dataclasses.asdict(layout), "data_parallel_size": 1}
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    path = folder / STATE_FILE
+    return read_json_object(path, cure="restore the folder") if path.exists() else {}
+
+
+def _hash_side_files(folder: Path) -> dict[str, str]:
+    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in kept_files(folder)}

@@ -1,0 +1,124 @@
+"""Writes the files of a distributed checkpoint, box by box; see ``reader.py`` for the format."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mopd.conversion.job import OutputFile, Written
+from mopd.conversion.output import files_below, sha256_of, write_json
+from mopd.conversion.torch_dist.description import write_description
+from mopd.conversion.torch_dist.plan import Piece, TargetLayout, extra_state_keys, padded_shape
+from mopd.conversion.torch_dist.reader import FORMAT_FILE, MANIFEST_FILE, METADATA_FILE, STATE_FILE
+from mopd.files.writing import reasoned
+
+COMMON_FILE = "common.pt"
+EXTRA_STATE_FILE = "__0_extra_state.distcp"
+SIDE_FILES = "hf"
+"""Folder of the files that an export needs: config, tokenizer, licence, …"""
+ARCHIVE_BYTES = 1200
+"""Size of an archive beyond its tensor, nearly."""
+_CONTENT = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def data_file(
+    name: str, content: Sequence[Piece], itemsize: Mapping[str, int], read: Callable[[Piece], Tensor]
+) -> OutputFile:
+    """One ``.distcp`` file; ``read`` gives a piece's values, of its ``sizes``. Its facts are lengths of archives."""
+
+    def write(stream: BinaryIO) -> list[int]:
+        lengths = []
+        for piece in content:
+            before = stream.tell()
+            tensor = read(piece).contiguous().view(piece.box)
+            if tensor.untyped_storage().nbytes() != tensor.nbytes:  # an archive takes the whole storage
+                tensor = tensor.clone()
+            _save(tensor, stream)
+            lengths.append(stream.tell() - before)
+        return lengths
+
+    num_bytes = sum(prod(piece.sizes) * itemsize[piece.place.key] + ARCHIVE_BYTES for piece in content)
+    return OutputFile(name, num_bytes, write, len(content))
+
+
+def extra_state_file() -> OutputFile:
+    """One empty object, which stands for all of them."""
+
+    def write(stream: BinaryIO) -> list[int]:
+        buffer = io.BytesIO()
+        torch.save([None], buffer)
+        stream.write(buffer.getvalue())
+        return [len(buffer.getvalue())]
+
+    return OutputFile(EXTRA_STATE_FILE, ARCHIVE_BYTES, write, 1)
+
+
+def write_rest(
+    folder: Path,
+    contents: Mapping[str, Sequence[Piece]],
+    written: Mapping[str, Written],
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    layout: TargetLayout,
+    state: Mapping[str, Any],
+    description: Mapping[str, Any],
+) -> None:
+    """Write what makes the data files a checkpoint: description, common part, ``state.json``; then the manifest."""
+    write_description(folder / METADATA_FILE, _metadata(contents, written, dtypes, layout))
+    torch.save({"content_metadata": _CONTENT}, folder / COMMON_FILE)
+    backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    backends |= {"common_backend": "torch", "common_backend_version": 1}
+    (folder / FORMAT_FILE).write_text(json.dumps(backends), encoding="utf-8")
+    write_json(folder / STATE_FILE, state)
+    hashes = {
+        name: written[name].sha256 if name in written else sha256_of(folder / name) for name in files_below(folder)
+    }
+    write_json(folder / MANIFEST_FILE, {"sha256": hashes, "job": description})
+
+
+def _save(tensor: Tensor, stream: BinaryIO) -> None:
+    with reasoned(stream) as reasoning:
+        torch.save(tensor, reasoning)
+
+
+def _metadata(
+    contents: Mapping[str, Sequence[Piece]],
+    written: Mapping[str, Written],
+    dtypes: Mapping[str, torch.dtype],
+    layout: TargetLayout,
+) -> Metadata:
+    tensors: dict[str, Any] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for name, content in contents.items():
+        start = 0
+        for piece, length in zip(content, written[name].facts, strict=True):
+            key, offsets = piece.place.key, torch.Size(piece.offsets)
+            if key not in tensors:
+                shape = torch.Size((*piece.place.stacked, *padded_shape(piece.placed, layout)))
+                tensors[key] = TensorStorageMetadata(TensorProperties(dtype=dtypes[key]), shape, [])
+            tensors[key].chunks.append(ChunkStorageMetadata(offsets, torch.Size(piece.box)))
+            storage[MetadataIndex(key, offsets)] = _StorageInfo(name, start, length)
+            start += length
+    (length,) = written[EXTRA_STATE_FILE].facts
+    places = list({piece.place: None for content in contents.values() for piece in content})
+    for key in extra_state_keys(places):
+        tensors[key] = BytesStorageMetadata()
+        storage[MetadataIndex(key)] = _StorageInfo(EXTRA_STATE_FILE, 0, length)
+    return Metadata(tensors, storage_data=storage, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)

@@ -1,0 +1,212 @@
+"""Teachers behind somebody else's vLLM server, by its stock OpenAI interface.
+
+The slow path: log-probs travel as JSON, a dict per position, prompt included, and the server turns every id into text.
+``mopd serve`` sends the response's rows alone, as raw arrays. Shapes: R response tokens, K top-k.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mopd.engines.clients.answers import check_scores
+from mopd.engines.clients.http import HttpClient
+from mopd.engines.concurrency import gather_or_cancel
+from mopd.engines.interface import EngineInfo, EngineRejected, Scores
+from mopd.files.json_text import parse_json
+from mopd.metrics import is_counted
+from mopd.types import UserError
+
+MAX_BYTES_PER_ENTRY = 256
+"""Bound of one log-prob's JSON: ``"151935":{"logprob":-12.345678901234567,"rank":151936,"decoded_token":"…"},``."""
+MAX_VALUES_PER_ENTRY = 8
+"""Bound of one log-prob's braces and commas, those of its text included."""
+ANSWER_HEAD_BYTES = 65536
+"""What an answer may have beside its log-probs, and how long others may be."""
+
+_log = logging.getLogger(__name__)
+
+
+class OpenAIScorer:
+    """Implements ``Scorer`` and ``Described`` over ``/v1/completions`` with ``prompt_logprobs``.
+
+    Errors as those of ``RemoteEngine``: ``EngineUnavailable`` (refused, reset, deadline, 5xx, corrupt answer),
+    ``EngineBusy`` (429), ``EngineRejected`` (other 4xx). It never retries, and belongs to the event loop of its first
+    call. The server must have been started with ``--max-logprobs`` of at least the top-k.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        served_model_name: str | None,
+        vocab_size: int,
+        max_positions: int,
+        token: str | None = None,
+        timeout_s: float,
+        name: str | None = None,
+    ) -> None:
+        """``url`` is ``http://host:port``, with or without ``/v1``. Nothing is asked of the server yet.
+
+        ``served_model_name`` is the name to ask for; ``None``: the only one that the server lists. ``vocab_size`` and
+        ``max_positions`` are the model's, from its config: the server does not tell. ``timeout_s`` bounds each call.
+        ``UserError`` for a URL or token that cannot be used.
+        """
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._http = HttpClient(self.url, token=token, timeout_s=timeout_s, name=name, content_type="application/json")
+        self.name = self._http.name
+        self.weight_version = -1
+        self.vocab_size = vocab_size
+        self.max_positions = max_positions
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        """Payload bytes of all scoring requests and answers so far."""
+        self._model = served_model_name
+        self._is_listed = False
+        self._warned = False
+
+    async def score(
+        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
+    ) -> list[Scores]:
+        """See ``Scorer.score``: one HTTP request per sequence. ``UserError`` for a temperature other than 1."""
+        self._check_score(tokens, prompt_lengths, top_k, temperature)
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "%s: scores through the OpenAI interface, as JSON with the whole prompt and a text per id: several "
+                "times slower than a server started with `mopd serve`",
+                self.name,
+            )
+        model = await self._served_model()
+
+        async def score_one(sequence: Tensor, start: int) -> Scores:
+            ids = sequence.tolist()
+            if start == len(ids):
+                return _to_scores([], [], [], top_k)
+            fields = {"model": model, "prompt": ids, "prompt_logprobs": top_k, "return_token_ids": True}
+            body = json.dumps({**fields, "max_tokens": 1, "temperature": 0}).encode()
+            longest = ANSWER_HEAD_BYTES + len(ids) * (16 + (top_k + 1) * MAX_BYTES_PER_ENTRY)
+            try:
+                answer = await self._http.call("POST", "/v1/completions", body, longest)
+            except EngineRejected as error:
+                if "logprobs" not in str(error):
+                    raise
+                raise EngineRejected(f"{error} (start the server with a larger --max-logprobs)") from error
+            if is_counted():
+                self.bytes_sent += len(body)
+                self.bytes_received += len(answer)
+            # in a thread: other answers are heard meanwhile
+            return await asyncio.to_thread(self._read, answer, ids, start, top_k)
+
+        return await gather_or_cancel([score_one(t, start) for t, start in zip(tokens, prompt_lengths, strict=True)])
+
+    async def info(self) -> EngineInfo:
+        """See ``Described.info``. No manifest: nobody can hash the server's files, so its scores are fingerprinted."""
+        return EngineInfo(
+            model=await self._served_model(),
+            kind="openai",
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+            dtype="unknown",
+            weight_version=-1,
+        )
+
+    async def health(self, *, timeout_s: float) -> None:
+        """Returns when ``/health`` answers 200 within ``timeout_s``; ``EngineUnavailable`` if not."""
+        await self._http.call("GET", "/health", None, ANSWER_HEAD_BYTES, timeout_s=timeout_s)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.close()
+
+    async def _served_model(self) -> str:
+        """The name to ask for, checked against the server's list once; ``UserError`` if it does not fit."""
+        if self._model is not None and self._is_listed:
+            return self._model
+        listed = await self._http.call("GET", "/v1/models", None, ANSWER_HEAD_BYTES)
+        try:
+            names = [str(model["id"]) for model in parse_json(listed)["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._http.corrupt(f"/v1/models is not a list of models ({error})") from error
+        shown = self._http.shown(", ".join(map(repr, names)) or "none")
+        if self._model is None:
+            if len(names) != 1:
+                raise UserError(f"{self.name}: serves {shown}: name one as placement.served_model_name")
+            self._model = names[0]
+        elif self._model not in names:
+            raise UserError(f"{self.name}: placement.served_model_name {self._model!r} is not served there: {shown}")
+        self._is_listed = True
+        return self._model
+
+    def _read(self, body: bytes, tokens: list[int], start: int, top_k: int) -> Scores:
+        """Rows of the response. An entry holds the top-k and, where it is not one of them, the sequence's own token."""
+        try:
+            answer = parse_json(body, max_values=10_000 + len(tokens) * (top_k + 2) * MAX_VALUES_PER_ENTRY)
+            (choice,) = answer["choices"]
+            entries, echoed = choice["prompt_logprobs"], choice.get("prompt_token_ids", tokens)
+            model = answer.get("model", self._model)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._http.corrupt(f"no prompt_logprobs in it ({type(error).__name__}: {error})") from error
+        if model != self._model:
+            raise self._http.corrupt(f"it is of the model {model!r:.80}, not {self._model!r}")
+        if echoed != tokens or not isinstance(entries, list) or len(entries) != len(tokens):
+            raise self._http.corrupt("it belongs to other tokens than those that were sent")
+        ids, logprobs, own_logprobs = [], [], []
+        for token, entry in zip(tokens[start:], entries[start:], strict=True):
+            row = self._read_row(entry)
+            if token not in row or len(row) not in (top_k, top_k + 1):
+                problem = f"{len(row)} log-probs instead of {top_k}, or none of the token {token} itself"
+                raise self._http.corrupt(problem)
+            own_logprobs.append(row[token])
+            if len(row) == top_k + 1:
+                del row[token]
+            ranked = sorted(row.items(), key=lambda item: -item[1])
+            ids.append([key for key, _ in ranked])
+            logprobs.append([value for _, value in ranked])
+        scores = _to_scores(ids, logprobs, own_logprobs, top_k)
+        try:
+            check_scores(
+                [scores], [torch.tensor(tokens)], [start], top_k=top_k, vocab_size=self.vocab_size, is_half=False
+            )
+        except ValueError as error:
+            raise self._http.corrupt(error) from error
+        return scores
+
+    def _read_row(self, entry: Any) -> dict[int, float]:
+        """Token id -> log-prob of one position."""
+        try:
+            row = {int(key): value["logprob"] for key, value in entry.items()}
+        except (AttributeError, ValueError, KeyError, TypeError) as error:
+            raise self._http.corrupt(f"an entry of prompt_logprobs cannot be read ({error})") from error
+        if not all(0 <= key < self.vocab_size and type(value) in (int, float) for key, value in row.items()):
+            problem = f"an id outside the vocabulary of {self.vocab_size}, or a log-prob that is no number"
+            raise self._http.corrupt(problem)
+        return row
+
+    def _check_score(
+        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], top_k: int, temperature: float
+    ) -> None:
+        if temperature != 1:
+            raise UserError(
+                f"{self.name}: vLLM scores prompts at temperature 1 only, loss.temperature is {temperature}: "
+                "set loss.temperature: 1.0"
+            )
+        if not 1 <= top_k <= self.vocab_size:
+            raise ValueError(f"top_k is {top_k}: {self.name} has a vocabulary of {self.vocab_size}")
+        for i, (sequence, start) in enumerate(zip(tokens, prompt_lengths, strict=True)):
+            if not 1 <= start <= len(sequence):
+                raise ValueError(f"sequence {i} has {len(sequence)} tokens and prompt length {start}: need 1 or more")
+
+
+def _to_scores(ids: list[list[int]], logprobs: list[list[float]], own: list[float], top_k: int) -> Scores:
+    return Scores(
+        ids=torch.tensor(ids, dtype=torch.int32).view(len(ids), top_k),
+        logprobs=torch.tensor(logprobs, dtype=torch.float32).view(len(ids), top_k),
+        token_logprobs=torch.tensor(own, dtype=torch.float32),
+    )

@@ -1,0 +1,230 @@
+"""An engine behind mopd's HTTP server, as its callers see it.
+
+Nothing in an answer is believed: sizes, dtypes, weight version and a checksum of the token ids that were asked about
+must fit, and scores must be possible, or the answer is as good as none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mopd.engines.clients.answers import check_generations, check_scores
+from mopd.engines.clients.described import read_engine, read_shown
+from mopd.engines.clients.http import MAX_SMALL_BYTES, HttpClient, maybe_in_thread
+from mopd.engines.interface import (
+    EngineInfo,
+    EngineRejected,
+    Generation,
+    SamplingParams,
+    Scores,
+    StaleWeights,
+)
+from mopd.metrics import is_counted
+from mopd.wire.codec import VERSION, Message, MessageT, WireError, decode, encode
+from mopd.wire.limits import CONTENT_TYPE, DEADLINE_HEADER
+from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest
+from mopd.wire.push import Step, push_weights
+from mopd.wire.weights import WeightVersion
+
+ANSWER_HEAD_BYTES = 4096
+"""What an answer may have beside its arrays."""
+
+
+class RemoteEngine:
+    """Implements ``Scorer``, ``Generator`` and ``Described`` over HTTP: one connection pool per engine.
+
+    Errors: ``EngineUnavailable`` (refused, reset, deadline, 5xx, corrupt or foreign answer), ``EngineBusy`` (429),
+    ``StaleWeights`` (409), ``EngineRejected`` (other 4xx). It never retries: the router does. It belongs to the event
+    loop of its first call.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout_s: float,
+        name: str | None = None,
+        logprob_dtype: Literal["float32", "float16"] = "float32",
+    ) -> None:
+        """``url`` is ``http://host:port``; ``timeout_s`` bounds each call; ``name`` stands in errors (default: the
+        url). ``UserError`` for a URL or token that cannot be used."""
+        self._http = HttpClient(
+            url,
+            token=token,
+            timeout_s=timeout_s,
+            name=name,
+            content_type=CONTENT_TYPE,
+            deadline_header=DEADLINE_HEADER,
+        )
+        self.url = url
+        self.name = self._http.name
+        self.weight_version = -1
+        """Version of the last push through this object; every request asks for this version, -1 is the checkpoint."""
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        """Payload bytes of all msgpack requests and answers so far."""
+        self.vocab_size: int | None = None
+        """As the server has told by ``info``; ``None``: it was not asked yet."""
+        self._logprob_dtype = logprob_dtype
+
+    async def score(
+        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
+    ) -> list[Scores]:
+        """See ``Scorer.score``."""
+        if not tokens:
+            return []
+        request = ScoreRequest(
+            tokens=torch.cat([sequence.to(torch.int32) for sequence in tokens]).cpu().numpy(),
+            lengths=np.array([len(sequence) for sequence in tokens], dtype=np.int32),
+            prompt_lengths=np.array(prompt_lengths, dtype=np.int32),
+            top_k=top_k,
+            temperature=temperature,
+            logprob_dtype=self._logprob_dtype,
+            weight_version=self.weight_version,
+        )
+        request.check()
+        longest = request.num_rows * (8 * top_k + 4) + 4 * len(tokens) + ANSWER_HEAD_BYTES
+        answer = await self._ask("/v1/score", request, ScoreAnswer, longest)
+        self._require_echo(answer, request)
+        if answer.top_k != top_k or not np.array_equal(answer.lengths, request.lengths - request.prompt_lengths):
+            raise self._http.corrupt(f"top_k {answer.top_k} and rows of another request than the one that was sent")
+
+        def checked() -> list[Scores]:
+            scores = to_scores(answer)
+            is_half = self._logprob_dtype == "float16"
+            check_scores(scores, tokens, prompt_lengths, top_k=top_k, vocab_size=self.vocab_size, is_half=is_half)
+            return scores
+
+        try:
+            return await maybe_in_thread(answer.ids.nbytes, checked)
+        except ValueError as error:
+            raise self._http.corrupt(error) from error
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Generation]:
+        """See ``Generator.generate``; ``StaleWeights`` if the server's weights are not ``self.weight_version``."""
+        if not prompts:
+            return []
+        request = GenerateRequest(
+            tokens=np.concatenate([np.asarray(prompt, dtype=np.int32) for prompt in prompts]),
+            lengths=np.array([len(prompt) for prompt in prompts], dtype=np.int32),
+            seeds=np.array(seeds, dtype=np.int64),
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            weight_version=self.weight_version,
+            logprob_dtype=self._logprob_dtype,
+        )
+        request.check()
+        longest = len(prompts) * (8 * sampling.max_new_tokens + 5) + ANSWER_HEAD_BYTES
+        answer = await self._ask("/v1/generate", request, GenerateAnswer, longest)
+        self._require_echo(answer, request)
+        if len(answer.lengths) != len(prompts) or answer.lengths.max() > sampling.max_new_tokens:
+            raise self._http.corrupt(
+                f"{len(answer.lengths)} responses of up to {answer.lengths.max()} tokens for {len(prompts)} prompts "
+                f"and max_new_tokens {sampling.max_new_tokens}"
+            )
+        generations = _to_generations(answer)
+        try:
+            check_generations(generations, max_new_tokens=sampling.max_new_tokens, vocab_size=self.vocab_size)
+        except ValueError as error:
+            raise self._http.corrupt(error) from error
+        return generations
+
+    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+        """See ``Generator.load_weights``: push to this server alone (``HttpWeightSync`` pushes to many at once)."""
+        (error,) = await push_weights([self], weights, weight_version)
+        if error is not None:
+            raise error
+
+    async def push(self, step: Step, body: bytes) -> int:
+        """One message of a weight push, as ``mopd.wire.push`` makes it; returns the version that the server has."""
+        return (await self._post(f"/v1/weights/{step}", body, WeightVersion, MAX_SMALL_BYTES)).weight_version
+
+    async def info(self) -> EngineInfo:
+        """See ``Described.info``. ``EngineRejected`` for a server of another wire version."""
+        body = await self._http.call("GET", "/info", None, MAX_SMALL_BYTES)
+        try:
+            version, engine = read_shown(body)
+            if version != VERSION:
+                raise EngineRejected(
+                    f"{self.name}: speaks wire version {version}, not {VERSION}: install one mopd everywhere"
+                )
+            info = read_engine(engine)
+        except ValueError as error:
+            raise self._http.corrupt(f"/info is not an engine server's ({error})") from error
+        self.vocab_size = info.vocab_size
+        return info
+
+    async def health(self, *, timeout_s: float) -> None:
+        """Returns when ``/health`` answers 200 within ``timeout_s``; ``EngineUnavailable`` if not."""
+        await self._http.call("GET", "/health", None, MAX_SMALL_BYTES, timeout_s=timeout_s)
+
+    async def sleep(self) -> None:
+        """Let the server give its memory to others; ``EngineRejected`` if its engine cannot."""
+        await self._http.call("POST", "/v1/sleep", b"", MAX_SMALL_BYTES)
+
+    async def wake_up(self) -> None:
+        """Undo ``sleep``."""
+        await self._http.call("POST", "/v1/wake", b"", MAX_SMALL_BYTES)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.close()
+
+    async def _ask(self, path: str, request: Message, answer: type[MessageT], longest: int) -> MessageT:
+        body = await maybe_in_thread(_num_bytes(request), encode, request)
+        return await self._post(path, body, answer, longest)
+
+    async def _post(self, path: str, body: bytes, answer: type[MessageT], longest: int) -> MessageT:
+        """Send a message and decode the answer of at most ``longest`` bytes."""
+        if is_counted():
+            self.bytes_sent += len(body)
+        given = await self._http.call("POST", path, body, longest)
+        if is_counted():
+            self.bytes_received += len(given)
+        try:
+            return await maybe_in_thread(len(given), decode, given, answer)
+        except WireError as error:
+            raise self._http.corrupt(error) from error
+
+    def _require_echo(self, answer: ScoreAnswer | GenerateAnswer, request: ScoreRequest | GenerateRequest) -> None:
+        if answer.request_checksum != request.checksum:
+            raise self._http.corrupt("it belongs to other tokens than those that were sent")
+        if answer.weight_version != request.weight_version:
+            raise StaleWeights(
+                f"{self.name}: answered with weights {answer.weight_version}, not {request.weight_version}"
+            )
+
+
+def to_scores(answer: ScoreAnswer) -> list[Scores]:
+    """An answer's flat arrays as tensors per sequence, without a copy."""
+    lengths = answer.lengths.tolist()
+    ids = torch.from_numpy(answer.ids).view(-1, answer.top_k).split(lengths)
+    logprobs = torch.from_numpy(answer.logprobs).view(-1, answer.top_k).split(lengths)
+    token_logprobs = torch.from_numpy(answer.token_logprobs).split(lengths)
+    return [
+        Scores(ids=i, logprobs=row, token_logprobs=t) for i, row, t in zip(ids, logprobs, token_logprobs, strict=True)
+    ]
+
+
+def _to_generations(answer: GenerateAnswer) -> list[Generation]:
+    lengths = answer.lengths.tolist()
+    tokens = torch.from_numpy(answer.tokens).long().split(lengths)
+    logprobs = torch.from_numpy(answer.logprobs).split(lengths)
+    return [
+        Generation(tokens=t, logprobs=row, finish_reason="stop" if stopped else "length")
+        for t, row, stopped in zip(tokens, logprobs, answer.stopped.tolist(), strict=True)
+    ]
+
+
+def _num_bytes(message: Message) -> int:
+    return sum(value.nbytes for value in vars(message).values() if isinstance(value, np.ndarray))

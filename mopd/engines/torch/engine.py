@@ -1,0 +1,221 @@
+"""Engine over a transformers causal language model in this process, on a CPU or a GPU.
+
+It never reads or changes torch's global random state, and holds at most ``max_logits_rows`` rows of logits when it
+scores. Shapes: B sequences, S padded length, H hidden, V vocabulary, K top-k, R response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mopd.config.schema import TorchEngineConfig
+from mopd.engines.interface import EngineInfo, Generation, SamplingParams, Scores
+from mopd.engines.staging import hold_weights
+from mopd.engines.torch.batching import token_budget_batches
+from mopd.engines.torch.decoding import decode
+from mopd.engines.torch.loading import build_empty_model, load_model, read_stop_ids
+from mopd.engines.torch.sampling import uniforms
+from mopd.engines.torch.slots import weight_slots
+from mopd.losses.teacher_topk import chunked_topk_logprobs
+from mopd.types import UserError
+
+
+class TorchEngine:
+    """Implements ``Generator``, ``Scorer`` and ``Described`` (``mopd.engines.interface``)."""
+
+    def __init__(
+        self, model: PreTrainedModel, cfg: TorchEngineConfig, *, name: str, stop_ids: Sequence[int], has_weights: bool
+    ) -> None:
+        """``name`` stands in error messages (the checkpoint folder)."""
+        self.model = model.eval().requires_grad_(False)
+        self.name = name
+        self.weight_version = -1
+        self.stop_ids = tuple(stop_ids)
+        self._cfg = cfg
+        self._has_weights = has_weights
+        self._head_checked = False
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, cfg: TorchEngineConfig, device: torch.device | str = "cpu"
+    ) -> TorchEngine:
+        """A local Hugging Face folder with safetensors. ``UserError`` if anything in it is missing or unreadable."""
+        model = load_model(Path(folder), cfg.dtype, torch.device(device))
+        return cls(model, cfg, name=str(folder), stop_ids=read_stop_ids(Path(folder), model.config), has_weights=True)
+
+    @classmethod
+    def empty(cls, folder: str | Path, cfg: TorchEngineConfig, device: torch.device | str = "cpu") -> TorchEngine:
+        """The architecture of ``folder`` without its weights, which arrive by ``load_weights``."""
+        model = build_empty_model(Path(folder), cfg.dtype, torch.device(device))
+        return cls(model, cfg, name=str(folder), stop_ids=read_stop_ids(Path(folder), model.config), has_weights=False)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output matrix, padding included."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence that the model supports."""
+        return int(self.model.config.get_text_config().max_position_embeddings)
+
+    async def info(self) -> EngineInfo:
+        """See ``Described.info``. The folder is not hashed here."""
+        return EngineInfo(
+            model=self.name,
+            kind="torch",
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+            dtype=self._cfg.dtype,
+            weight_version=self.weight_version,
+        )
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Generation]:
+        """See ``Generator.generate``. ``UserError`` when a prompt and its response do not fit the model."""
+        self._check_generate(prompts, sampling, seeds)
+        stop_ids = torch.tensor(self.stop_ids, device=self.model.device)
+        results: dict[int, Generation] = {}
+        lengths = [len(prompt) + sampling.max_new_tokens for prompt in prompts]
+        for batch in token_budget_batches(lengths, self._cfg.max_tokens_per_batch):
+            uniform_BN = uniforms([seeds[i] for i in batch], sampling.max_new_tokens)
+            with torch.inference_mode():
+                decoded = decode(self.model, [prompts[i] for i in batch], sampling, uniform_BN, stop_ids)
+            for row, i in enumerate(batch):
+                length = decoded.lengths[row]
+                results[i] = Generation(  # clones: inference tensors cannot enter autograd later
+                    tokens=decoded.tokens[row, :length].clone(),
+                    logprobs=decoded.logprobs[row, :length].clone(),
+                    finish_reason="stop" if decoded.stopped[row] else "length",
+                )
+        return [results[i] for i in range(len(prompts))]
+
+    @property
+    def weight_slots(self) -> dict[str, Tensor]:
+        """See ``Generator.weight_slots``."""
+        return weight_slots(self.model)
+
+    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+        """See ``Generator.load_weights``. Tied weights arrive once; a stream is held whole before it is loaded."""
+        slots = self.weight_slots
+        held = hold_weights(weights, slots, name=self.name, allow_nonfinite=self._cfg.allow_nonfinite_weights)
+        self._has_weights, self.weight_version = False, -1
+        with torch.no_grad():
+            for name, tensor in held:
+                slots[name].copy_(tensor)
+        self._has_weights, self.weight_version = True, weight_version
+
+    async def score(
+        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
+    ) -> list[Scores]:
+        """See ``Scorer.score``. ``ValueError`` for ``top_k`` above the vocabulary or an empty prompt."""
+        self._check_score(tokens, prompt_lengths, top_k, temperature)
+        results: dict[int, Scores] = {}
+        for batch in token_budget_batches([len(t) for t in tokens], self._cfg.max_tokens_per_batch):
+            batch_lengths = [prompt_lengths[i] for i in batch]
+            with torch.inference_mode():
+                fields = self._score_batch([tokens[i] for i in batch], batch_lengths, top_k, temperature)
+            counts = [len(tokens[i]) - prompt_lengths[i] for i in batch]
+            rows = [field.clone().split(counts) for field in fields]  # clones: see generate
+            for i, ids, logprobs, token_logprobs in zip(batch, *rows, strict=True):
+                results[i] = Scores(ids=ids, logprobs=logprobs, token_logprobs=token_logprobs)
+        return [results[i] for i in range(len(tokens))]
+
+    def _score_batch(
+        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], top_k: int, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``(ids [R, K] int32, logprobs [R, K] fp32, token_logprobs [R] fp32)`` of all responses end to end, on CPU.
+
+        Sequences are padded on the right, where a causal model cannot see it: no attention mask is needed.
+        """
+        device = self.model.device
+        input_ids = torch.nn.utils.rnn.pad_sequence([t.long() for t in tokens], batch_first=True)
+        width = input_ids.shape[1]
+        places = [
+            torch.arange(row * width + start - 1, row * width + len(t) - 1)
+            for row, (t, start) in enumerate(zip(tokens, prompt_lengths, strict=True))
+        ]
+        places_R = torch.cat(places)  # the hidden state before each response token
+        targets_R = input_ids.view(-1)[places_R + 1].to(device)
+        hidden_BSH = self._hidden(input_ids.to(device))
+        hidden_RH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1])[places_R.to(device)]
+        del hidden_BSH
+        head = self.model.get_output_embeddings()
+        scored = chunked_topk_logprobs(
+            hidden_RH,
+            head.weight,
+            top_k,
+            max_rows=self._cfg.max_logits_rows,
+            target=targets_R,
+            temperature=temperature,
+            bias=getattr(head, "bias", None),
+        )
+        return scored.ids.cpu(), scored.logprobs.cpu(), cast(Tensor, scored.target_logprobs).cpu()
+
+    def _hidden(self, input_ids_BS: Tensor) -> Tensor:
+        """Last hidden states, [B, S, H]."""
+        return cast(Tensor, self.model.get_decoder()(input_ids=input_ids_BS, use_cache=False).last_hidden_state)
+
+    def _check_head(self, tokens: Tensor) -> None:
+        """Scoring applies the output matrix itself; refuse models that do more to their logits (caps, scales)."""
+        probe = tokens[:8].long()[None].to(self.model.device)
+        head = self.model.get_output_embeddings()
+        with torch.inference_mode():
+            expected = self.model(input_ids=probe, use_cache=False).logits
+            actual = torch.nn.functional.linear(self._hidden(probe), head.weight, getattr(head, "bias", None))
+            difference = (actual - expected).abs().max().item()
+        if not difference <= 1e-3 * max(1.0, expected.abs().max().item()):
+            raise UserError(
+                f"{self.name}: model type {self.model.config.model_type!r} changes its logits after the output matrix "
+                f"(by up to {difference:.3g}), which the torch engine cannot score: choose another model"
+            )
+        self._head_checked = True
+
+    def _check_generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]) -> None:
+        self._require_weights()
+        if len(seeds) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds")
+        if sampling.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {sampling.max_new_tokens}: set 1 or more")
+        if not all(prompts):
+            raise ValueError(f"prompt {next(i for i, p in enumerate(prompts) if not p)} is empty")
+        if not self.stop_ids:
+            raise UserError(f"{self.name}: no eos_token_id in generation_config.json or config.json: set it there")
+        longest = max(map(len, prompts), default=0)
+        if longest + sampling.max_new_tokens > self.max_positions:
+            raise UserError(
+                f"prompt longer than the model: {longest} prompt tokens + rollout.max_response_length "
+                f"{sampling.max_new_tokens} > max_position_embeddings {self.max_positions} of {self.name}: "
+                "lower data.max_prompt_length or rollout.max_response_length"
+            )
+
+    def _check_score(
+        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], top_k: int, temperature: float
+    ) -> None:
+        self._require_weights()
+        if not 1 <= top_k <= self.vocab_size:
+            raise ValueError(f"top_k is {top_k}: {self.name} has a vocabulary of {self.vocab_size}")
+        if temperature <= 0:
+            raise ValueError(f"temperature is {temperature}: scoring needs a positive one")
+        for i, (sequence, start) in enumerate(zip(tokens, prompt_lengths, strict=True)):
+            if not 1 <= start <= len(sequence):
+                raise ValueError(f"sequence {i} has {len(sequence)} tokens and prompt length {start}: need 1 or more")
+        longest = max(map(len, tokens), default=0)
+        if longest > self.max_positions:
+            raise UserError(
+                f"sequence longer than the model: {longest} tokens > max_position_embeddings {self.max_positions} of "
+                f"{self.name}: lower data.max_prompt_length or rollout.max_response_length"
+            )
+        if not self._head_checked and len(tokens):
+            self._check_head(tokens[0])
+
+    def _require_weights(self) -> None:
+        if not self._has_weights:
+            raise RuntimeError(f"the engine of {self.name} has no weights: call load_weights first")

@@ -1,0 +1,71 @@
+"""Transformers models from local folders: nothing silently initialised, random state untouched, no progress bars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from mopd.conversion.hf import pretrained
+from mopd.conversion.hf.pretrained import read_stop_ids
+from mopd.types import UserError
+
+__all__ = ["build_empty_model", "load_model", "read_config", "read_stop_ids"]
+
+
+def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
+    """All weights of ``folder`` in ``dtype`` on ``device``; ``UserError`` names the folder and what is wrong in it."""
+    read_config(folder)
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder}: no safetensors file (other weight formats are not read): save the model with them")
+    with _quiet(), _frozen_random_state(device):
+        model, info = pretrained.load_weights(folder, getattr(torch, dtype))
+    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if info[kind]:
+            raise UserError(f"{folder}: {kind.replace('_', ' ')} in the weights: {sorted(map(str, info[kind]))[:3]}")
+    for parameter in model.parameters():
+        # The loader maps the file: tensors lie at odd addresses, where kernels round differently than on torch's own
+        # memory, and would change with the file. A copy makes equal weights give equal bits.
+        parameter.data = parameter.data.to(device, copy=True)
+    model = cast(PreTrainedModel, model.to(device))
+    with _frozen_random_state(device):
+        pretrained.require_computes(folder, model)
+    return model
+
+
+def build_empty_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
+    """The model of ``folder/config.json`` with undefined weights."""
+    with _quiet(), _frozen_random_state(device):
+        return pretrained.build_model(folder, getattr(torch, dtype), device)
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """``config.json`` of a local folder; ``UserError`` when it is missing or unreadable."""
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder}: no config.json: name a folder with a Hugging Face checkpoint")
+    return pretrained.load_config(folder)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no reports while a model loads: the terminal belongs to the run."""
+    shown, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def _frozen_random_state(device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield

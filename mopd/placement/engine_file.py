@@ -1,0 +1,149 @@
+"""What travels to the process of one replica: its own sub-config as a small JSON file, nothing else of the recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mopd.config.build import build_from_json
+from mopd.config.engines import Engine, VllmEngineConfig
+from mopd.config.numbers import (
+    MAX_COUNT,
+    MAX_REPLICAS,
+    require_at_least,
+    require_fraction,
+    require_positive,
+    require_seconds,
+)
+from mopd.config.placement import LocalConfig, RayConfig
+from mopd.config.schema import Recipe
+from mopd.config.texts import check_name
+from mopd.files.json_text import read_json_object
+from mopd.files.reading import open_regular, shown_path
+from mopd.files.writing import write_json
+from mopd.types import UserError
+
+FORMAT = "mopd engine 1"
+_CURE = "let mopd write it anew"
+STARTUP_TIMEOUT_S = 600.0
+"""Of a server that somebody starts by hand."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineFile:
+    """One replica, complete: what ``mopd serve`` needs to know."""
+
+    role: Literal["teacher", "rollout"]
+    name: str
+    """The teacher's name in the recipe, or ``rollout``."""
+    replica: int
+    """Number of the replica in its group, from 0."""
+    model: str
+    """Absolute path of the checkpoint's folder."""
+    engine: Engine
+    max_logprobs: int
+    """Largest ``top_k`` that will be asked for."""
+    temperature: float
+    """Sampling temperature of most requests; with ``top_p`` and ``top_k`` it decides what a vLLM rollout reports."""
+    top_p: float
+    top_k: int
+    max_tokens_per_request: int
+    """Tokens of one request."""
+    max_queued_tokens: int
+    """Tokens that wait or run at a time."""
+    request_timeout_s: float
+    startup_timeout_s: float
+    """Deadline for the engine to be ready."""
+    enable_sleep_mode: bool
+    """The engine can be put to sleep (a shared pool of GPUs)."""
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        require_at_least("replica", self.replica, 0, MAX_REPLICAS)
+        for name in ("max_logprobs", "max_tokens_per_request"):
+            require_at_least(name, getattr(self, name), 1)
+        require_at_least("max_queued_tokens", self.max_queued_tokens, 1, 2 * MAX_COUNT)
+        require_positive("temperature", self.temperature)
+        require_fraction("top_p", self.top_p, low_open=True)
+        require_at_least("top_k", self.top_k, -1)
+        require_seconds("request_timeout_s", self.request_timeout_s)
+        require_seconds("startup_timeout_s", self.startup_timeout_s)
+
+    @property
+    def label(self) -> str:
+        """``math/0``: name and replica, for logs."""
+        return f"{self.name}/{self.replica}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {"format": FORMAT, **dataclasses.asdict(self)}
+
+    def write(self, path: Path) -> None:
+        """Write the file."""
+        write_json(path, self.to_json())
+
+
+def teacher_file(recipe: Recipe, name: str, replica: int = 0) -> EngineFile:
+    """The file of a teacher's replica; ``UserError`` lists the teachers when there is no such one."""
+    if name not in recipe.teachers:
+        raise UserError(f"--teacher {name}: the recipe has no such teacher; it has {', '.join(recipe.teachers)}")
+    return _file(recipe, "teacher", name, replica, recipe.teachers[name].model, recipe.teachers[name])
+
+
+def rollout_file(recipe: Recipe, replica: int = 0) -> EngineFile:
+    """The file of a rollout replica."""
+    return _file(recipe, "rollout", "rollout", replica, recipe.student.model, recipe.rollout)
+
+
+def _file(
+    recipe: Recipe, role: Literal["teacher", "rollout"], name: str, replica: int, model: str, group: Any
+) -> EngineFile:
+    if not 0 <= replica < group.num_replicas:
+        raise UserError(f"--replica {replica}: {name} has {group.num_replicas} replicas, numbered from 0")
+    placement, routing = group.placement, group.routing
+    supervised = isinstance(placement, (LocalConfig, RayConfig))
+    longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
+    engine = group.engine
+    if isinstance(engine, VllmEngineConfig) and engine.max_model_len is None:
+        engine = dataclasses.replace(engine, max_model_len=longest)
+    return EngineFile(
+        role=role,
+        name=name,
+        replica=replica,
+        model=os.path.abspath(model),
+        engine=engine,
+        max_logprobs=recipe.loss.top_k,
+        temperature=recipe.rollout.temperature,
+        top_p=recipe.rollout.top_p,
+        top_k=recipe.rollout.top_k,
+        max_tokens_per_request=max(routing.max_tokens_per_request, longest),  # one sample is never cut
+        max_queued_tokens=2 * routing.max_inflight_tokens,  # a router and whoever else looks at the teacher
+        request_timeout_s=routing.request_timeout_s,
+        startup_timeout_s=placement.startup_timeout_s if supervised else STARTUP_TIMEOUT_S,
+        enable_sleep_mode=isinstance(placement, RayConfig) and placement.shared_pool is not None,
+    )
+
+
+def is_engine_file(path: str | Path) -> bool:
+    """Whether a file begins as ``EngineFile.write`` makes it begin (a recipe does not)."""
+    try:
+        with open_regular(path, cure=_CURE) as file:
+            start = file.read(64).lstrip()
+    except UserError:
+        return False  # reading it as a recipe says what is wrong
+    return start.startswith(b"{") and f'"format": "{FORMAT}"'.encode() in start
+
+
+def read_engine_file(path: str | Path) -> EngineFile:
+    """Inverse of ``EngineFile.write``; ``UserError`` for a file of another version or with other keys or values."""
+    try:
+        tree = read_json_object(path, cure=_CURE)
+        if tree.pop("format", None) != FORMAT:
+            raise UserError(f"{shown_path(path)}: format is not {FORMAT!r}")
+        return build_from_json(EngineFile, tree, shown_path(path))
+    except UserError as error:
+        problem = str(error).removeprefix(f"{shown_path(path)}: ").removesuffix(f": {_CURE}")
+        raise UserError(f"{shown_path(path)}: is no engine file of this mopd ({problem}): {_CURE}") from error

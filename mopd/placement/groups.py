@@ -1,0 +1,207 @@
+"""All groups of a run: planned together, started together, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from mopd.config.engines import VllmEngineConfig
+from mopd.config.placement import ExternalConfig, InProcessConfig, LocalConfig, RayConfig
+from mopd.config.schema import Recipe
+from mopd.engines.clients.remote import RemoteEngine
+from mopd.files.writing import temporary_folder
+from mopd.placement.engine_file import rollout_file, teacher_file
+from mopd.placement.external import ExternalGroup
+from mopd.placement.gpus import engine_groups, share_gpus, this_machine
+from mopd.placement.in_process import InProcessGroup
+from mopd.placement.interface import ROLLOUT, GroupPlan, Placement
+from mopd.placement.local import LocalLauncher
+from mopd.placement.supervised import Supervised
+from mopd.placement.time_sharing import SharedPool
+from mopd.placement.weights import Repair, Republish
+from mopd.replicas.interface import Replica
+from mopd.replicas.router import Router
+from mopd.replicas.tasks import all_or_none
+
+if TYPE_CHECKING:
+    from mopd.placement.ray import RayCluster
+
+
+def plan_groups(recipe: Recipe, only: Sequence[str] | None = None) -> dict[str, GroupPlan]:
+    """The groups of a recipe by key, the rollout first; ``only`` picks some keys."""
+    plans: dict[str, GroupPlan] = {}
+    for key, group in engine_groups(recipe).items():
+        if only is not None and key not in only:
+            continue
+        count = 0 if isinstance(group.placement, ExternalConfig) else group.replicas
+        is_rollout = key == ROLLOUT
+        name = key.removeprefix("teachers.")
+        plans[key] = GroupPlan(
+            key=key,
+            kind="rollout" if is_rollout else "teacher",
+            name=name,
+            model=recipe.student.model if is_rollout else recipe.teachers[name].model,
+            group=group,
+            files=tuple(rollout_file(recipe, i) if is_rollout else teacher_file(recipe, name, i) for i in range(count)),
+        )
+    return plans
+
+
+class Groups:
+    """Replicas of every group of a recipe. An asynchronous context manager: ``start`` and ``close``.
+
+    Example::
+
+        async with Groups(recipe, log_dir=run.logs, device=device) as groups:
+            routers = {key: Router(...groups.replicas(key)...) for key in groups.keys}
+            groups.watch(routers, republish=student.republish)
+    """
+
+    def __init__(
+        self, recipe: Recipe, *, log_dir: Path | None, device: torch.device, only: Sequence[str] | None = None
+    ) -> None:
+        """Starts nothing. Raises ``UserError`` where GPUs do not suffice.
+
+        Args:
+            log_dir: for the servers' logs; ``None``: a temporary folder that goes with ``close``.
+            device: of ``torch`` engines in this process.
+            only: keys of the groups that are wanted; ``None``: all.
+        """
+        self.plans = plan_groups(recipe, only)
+        self._gpus = share_gpus({key: plan.group for key, plan in self.plans.items()}, this_machine())
+        self._log_dir, self._device = log_dir, device
+        self._temporary: Path | None = None
+        self._placements: dict[str, Placement] = {}
+        self._replicas: dict[str, list[Replica]] = {}
+        self._repair: Repair | None = None
+        self._cluster: RayCluster | None = None
+        self._pools: dict[str, SharedPool] = {}
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """``rollout`` and ``teachers.NAME``, as wanted."""
+        return tuple(self.plans)
+
+    def replicas(self, key: str) -> list[Replica]:
+        """The replicas that ``start`` brought up."""
+        return list(self._replicas[key])
+
+    def placement(self, key: str) -> Placement:
+        """Where a group runs."""
+        return self._placements[key]
+
+    def turn(self, key: str) -> AbstractAsyncContextManager[None]:
+        """To be held while a group's router works: the group is awake within (``shared_pool``)."""
+        placement = self.plans[key].group.placement
+        if isinstance(placement, RayConfig) and placement.shared_pool is not None:
+            return self._pools[placement.shared_pool].turn(key)
+        return contextlib.nullcontext()
+
+    async def start(self) -> None:
+        """Start every group at once.
+
+        Raises:
+            UserError: a plan does not fit, or a replica cannot be started; nothing is left running.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def __aenter__(self) -> Groups:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def watch(self, routers: Mapping[str, Router], *, republish: Republish) -> None:
+        """From now on replicas that die are restarted, and rollout replicas that lack the current weights get them.
+
+        ``republish`` is called on this event loop; see ``weights.Republish``.
+        """
+        for key, router in routers.items():
+            self._placements[key].watch(router)
+        if ROLLOUT in routers and not isinstance(self.plans[ROLLOUT].group.placement, InProcessConfig):
+            attempts = self.plans[ROLLOUT].group.routing.max_attempts
+            self._repair = Repair(routers[ROLLOUT], republish, max_attempts=attempts)
+
+    async def close(self) -> None:
+        """End every replica that was started; may be called twice."""
+        if self._repair is not None:
+            await self._repair.close()
+            self._repair = None
+        placements, self._placements = self._placements, {}
+        outcomes = await asyncio.gather(*(p.close() for p in placements.values()), return_exceptions=True)
+        if self._cluster is not None:
+            await self._cluster.close()
+            self._cluster = None
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary)
+            self._temporary = None
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _start(self) -> None:
+        if self._log_dir is None:
+            self._temporary = self._log_dir = temporary_folder("mopd-logs-")
+        self._share_pools()
+        on_ray = [plan for plan in self.plans.values() if isinstance(plan.group.placement, RayConfig)]
+        if on_ray:
+            from mopd.placement.ray import RayCluster
+
+            self._cluster = await RayCluster.open(on_ray, log_dir=self._log_dir, gpus=self._gpus.rest)
+        ports_in_use: set[int] = set()
+        for key, plan in self.plans.items():
+            self._placements[key] = self._place(plan, self._log_dir, ports_in_use)
+        await all_or_none([asyncio.create_task(self._start_group(key)) for key in self.plans])
+
+    async def _start_group(self, key: str) -> None:
+        self._replicas[key] = await self._placements[key].start()
+
+    def _place(self, plan: GroupPlan, log_dir: Path, ports_in_use: set[int]) -> Placement:
+        placement = plan.group.placement
+        if isinstance(placement, InProcessConfig):
+            return InProcessGroup(plan, self._device)
+        if isinstance(placement, ExternalConfig):
+            return ExternalGroup(plan)
+        if isinstance(placement, LocalConfig):
+            gpus = self._gpus.groups[plan.key]
+            return Supervised(plan, LocalLauncher(plan, log_dir=log_dir, ports_in_use=ports_in_use, gpus=gpus))
+        assert self._cluster is not None
+        return Supervised(plan, self._cluster.launcher(plan), turn=lambda: self.turn(plan.key))
+
+    def _share_pools(self) -> None:
+        """Join groups with one ``shared_pool``."""
+        for key, plan in self.plans.items():
+            placement, engine = plan.group.placement, plan.group.engine
+            if not isinstance(placement, RayConfig) or placement.shared_pool is None:
+                continue
+            assert isinstance(engine, VllmEngineConfig)
+            pool = self._pools.setdefault(placement.shared_pool, SharedPool(placement.shared_pool))
+            sleep, wake = functools.partial(self._sleep, key), functools.partial(self._wake, key)
+            pool.add(key, share=engine.gpu_memory_utilization, sleep=sleep, wake=wake)
+
+    async def _sleep(self, key: str) -> None:
+        await asyncio.gather(*(engine.sleep() for engine in self._engines(key)))
+
+    async def _wake(self, key: str) -> None:
+        await asyncio.gather(*(engine.wake_up() for engine in self._engines(key)))
+
+    def _engines(self, key: str) -> list[RemoteEngine]:
+        placement = self._placements[key]
+        assert isinstance(placement, Supervised)
+        return placement.engines

@@ -1,0 +1,61 @@
+"""What a placement promises: replicas that are ready, watched from then on, and gone after ``close``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from mopd.config.groups import EngineGroupConfig
+from mopd.placement.engine_file import EngineFile
+from mopd.replicas.interface import Kind, Replica
+from mopd.replicas.router import Router
+from mopd.text import file_name
+
+ROLLOUT = "rollout"
+"""Key of the rollout group; a teacher's is ``teachers.NAME``, as in the recipe."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupPlan:
+    """One group as it is to be: everything that a placement reads."""
+
+    key: str
+    """``rollout`` or ``teachers.NAME``."""
+    kind: Kind
+    name: str
+    """The teacher's name, or ``rollout``."""
+    model: str
+    """Folder of the checkpoint, as the recipe spells it."""
+    group: EngineGroupConfig
+    files: tuple[EngineFile, ...]
+    """One per replica that this run starts; none for ``external``."""
+
+    def replica_name(self, index: int) -> str:
+        """``math.0``: in errors and metrics."""
+        return f"{self.name}.{index}"
+
+    def file_name(self, index: int) -> str:
+        """``teachers.math.0``: of log files and folders, whatever characters the name has."""
+        return f"{file_name(self.key)}.{index}"
+
+
+class Placement(Protocol):
+    """The replicas of one group. Used on one event loop."""
+
+    plan: GroupPlan
+
+    async def start(self) -> list[Replica]:
+        """Start all replicas and wait until each is healthy. Call ``close`` whatever comes of it.
+
+        Raises:
+            UserError: a replica cannot be started or is not healthy in time; names the group's key and the log file.
+        """
+        ...
+
+    def watch(self, router: Router) -> None:
+        """From now on a replica that dies is suspended in ``router``, restarted and replaced, or removed for good."""
+        ...
+
+    async def close(self) -> None:
+        """End everything that ``start`` and later restarts began; may be called twice."""
+        ...

@@ -1,0 +1,128 @@
+"""One engine server as a child process of this one (or of an agent on another node), behind its keeper."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import mopd
+from mopd.files.writing import writing
+from mopd.placement import server_reaper
+
+TAIL_BYTES = 4096
+USER_ERROR_PREFIX = "mopd: error: "
+_FOREIGN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MOPD_")
+_FOREIGN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerState:
+    """How a server is doing."""
+
+    url: str | None
+    """Once it answers."""
+    pid: int | None
+    """Of the server itself, once it answers."""
+    exit_code: int | None
+    """Once it has ended; 128 + n for signal n."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerCommand:
+    """What to start. Plain data: it may travel to another node."""
+
+    engine_file: str
+    """Text of the replica's ``EngineFile``."""
+    token: str
+    host: str
+    port: int
+    environment: Mapping[str, str]
+    """Set on top of what this process has."""
+
+
+class ServerProcess:
+    """Starts at once; ``state`` never blocks."""
+
+    def __init__(self, command: ServerCommand, *, folder: Path, log: Path) -> None:
+        """``folder`` is made for this server alone and goes with it; ``log`` is appended to."""
+        self.log = log
+        self._ready = folder / "ready.json"
+        engine_file, token_file = folder / "engine.json", folder / "token"
+        with writing(folder):
+            folder.mkdir(mode=0o700, parents=True)
+            engine_file.write_text(command.engine_file, encoding="utf-8")
+            token_file.touch(mode=0o600)
+            token_file.write_text(command.token, encoding="ascii")
+        serve = [sys.executable, "-m", "mopd", "serve", str(engine_file), "--ready-file", str(self._ready)]
+        serve += ["--host", command.host, "--port", str(command.port), "--token-file", str(token_file)]
+        with writing(log):
+            output = log.open("ab")
+        with output:
+            self._log_start = output.tell()
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-I", "-S", server_reaper.__file__, str(folder), *serve],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # a terminal's Ctrl-C is for mopd, which ends its servers in order
+                env=server_environment(os.environ, command.environment),
+            )
+
+    def state(self) -> ServerState:
+        """How it is now."""
+        exit_code = self._keeper.poll()
+        if exit_code is not None and exit_code < 0:  # the keeper itself was killed, and the server with it
+            exit_code = 128 - exit_code
+        try:
+            ready = json.loads(self._ready.read_text(encoding="utf-8"))
+        except FileNotFoundError:  # not ready yet, or gone with the server
+            ready = {}
+        return ServerState(url=ready.get("url"), pid=ready.get("pid"), exit_code=exit_code)
+
+    def terminate(self) -> None:
+        """Ask it to answer what it has begun, and end."""
+        if self._keeper.poll() is None:
+            self._keeper.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it and its children now; ``state`` shows the end within moments."""
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
+
+    def last_words(self) -> str:
+        """The user error that it ended with, or the end of its log, on one line."""
+        with self.log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, size - TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+        errors = [line for line in lines if line.startswith(USER_ERROR_PREFIX)]
+        if errors:
+            return errors[-1].removeprefix(USER_ERROR_PREFIX)
+        return next((line.strip() for line in reversed(lines) if line.strip()), self._why_nothing())
+
+    def _why_nothing(self) -> str:
+        status = os.statvfs(self.log)
+        is_full = status.f_bavail == 0
+        return "it wrote nothing" + (": No space left on device for its log" if is_full else "")
+
+
+def server_environment(own: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a server: ours without what makes us a trainer rank, with this very package importable."""
+    kept = {k: v for k, v in own.items() if not k.startswith(_FOREIGN) and k not in _FOREIGN_NAMES}
+    package = str(Path(mopd.__file__).parents[1])
+    paths = [package, *(p for p in kept.get("PYTHONPATH", "").split(os.pathsep) if p and p != package)]
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), **extra}
+
+
+def how_it_ended(exit_code: int) -> str:
+    """An exit code in words."""
+    if exit_code - 128 not in set(signal.Signals):
+        return f"ended with exit code {exit_code}"
+    name = signal.Signals(exit_code - 128).name
+    return f"was killed by {name}" + (" (often the kernel, out of memory)" if name == "SIGKILL" else "")

@@ -1,0 +1,324 @@
+"""Servers on a Ray cluster: one placement group per group of replicas, one bundle (so one node) per replica.
+
+::
+
+    this process ──> agent (actor in a bundle, holds its CPUs and GPUs) ──> keeper ──> server
+         └────────────── scores, samples and weights: HTTP, not Ray ─────────────────────┘
+
+Groups that share a pool share its placement group and its agents.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mopd.config.placement import RayConfig
+from mopd.placement.gpus import visible_gpus
+from mopd.placement.interface import GroupPlan
+from mopd.placement.process import ServerCommand, ServerState
+from mopd.placement.ray_agent import Agent
+from mopd.placement.ray_capacity import Need, Node, check_room
+from mopd.types import UserError
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 30.0
+"""Of a call to an agent, which never waits for anything."""
+CALLS = 2
+"""Calls without an answer after which an agent is lost: one may be late because a training step blocks our own loop."""
+LOST_CODE = 255
+"""Exit code of a server whose agent cannot be reached."""
+
+
+class RayCluster:
+    """Connected, with room reserved for every group. One per process at a time: Ray's connection is global."""
+
+    def __init__(self, ray: Any, plans: Sequence[GroupPlan], log_dir: Path) -> None:
+        """Use ``open``."""
+        self.ray = ray
+        self.log_dir = log_dir
+        self._plans = plans
+        self._rooms: dict[str, Any] = {}
+        self._agents: dict[tuple[str, int], Any] = {}
+
+    @classmethod
+    async def open(cls, plans: Sequence[GroupPlan], *, log_dir: Path, gpus: Sequence[int]) -> RayCluster:
+        """Connect (or start a cluster of this machine) and check that the plans fit.
+
+        Args:
+            plans: groups on Ray.
+            log_dir: for the servers' logs.
+            gpus: of this machine, those that nobody else has: a cluster of this machine gets them.
+
+        Raises:
+            UserError: the package is missing, the cluster cannot be reached, or the plans do not fit.
+        """
+        ray = _connect(plans, _needs(plans), gpus)
+        cluster = cls(ray, plans, log_dir)
+        try:
+            check_room(_needs(plans), _free_nodes(ray))
+            log_dir.mkdir(parents=True, exist_ok=True)
+        except BaseException:
+            await cluster.close()
+            raise
+        return cluster
+
+    def launcher(self, plan: GroupPlan) -> RayLauncher:
+        """The launcher of one of the groups."""
+        return RayLauncher(self, plan)
+
+    async def reserve(self, plan: GroupPlan, timeout_s: float) -> None:
+        """Wait for the placement group of a group, or of its pool. ``UserError`` if it does not come in time."""
+        room = _room(plan)
+        if room not in self._rooms:
+            need = next(need for need in _needs(self._plans) if plan.key in need.keys)
+            bundle = {"CPU": need.num_cpus} | ({"GPU": need.num_gpus} if need.num_gpus else {})
+            self._rooms[room] = self.ray.util.placement_group([bundle] * need.count, strategy="PACK")
+        try:
+            await self.ask(self._rooms[room].ready(), timeout_s)
+        except asyncio.TimeoutError as error:
+            raise UserError(
+                f"{plan.key}: Ray did not give the placement group within {timeout_s:g} s: raise "
+                "placement.startup_timeout_s, or free the cluster"
+            ) from error
+
+    async def agent(self, plan: GroupPlan, index: int, *, anew: bool = False) -> Any:
+        """The actor that holds replica ``index``'s resources; ``anew`` after the old one was lost."""
+        key = (_room(plan), index)
+        if anew:
+            self._agents.pop(key, None)
+        if key not in self._agents:
+            need = next(need for need in _needs(self._plans) if plan.key in need.keys)
+            strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                placement_group=self._rooms[key[0]], placement_group_bundle_index=index
+            )
+            actor = self.ray.remote(Agent).options(
+                num_cpus=need.num_cpus, num_gpus=need.num_gpus, scheduling_strategy=strategy, max_restarts=0
+            )
+            self._agents[key] = actor.remote(str(self.log_dir.resolve()))
+        return self._agents[key]
+
+    async def ask(self, reference: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """The value of an object reference; ``asyncio.TimeoutError`` after the deadline."""
+        return await asyncio.wait_for(asyncio.wrap_future(reference.future()), timeout_s)
+
+    async def close(self) -> None:
+        """Give everything back. A cluster that ``open`` started ends."""
+        for agent in self._agents.values():
+            try:
+                await self.ask(agent.close.remote())
+            except (self.ray.exceptions.RayError, asyncio.TimeoutError) as error:
+                logger.warning("an agent was lost: %s", str(error).splitlines()[0])
+            self.ray.kill(agent)
+        for room in self._rooms.values():
+            self.ray.util.remove_placement_group(room)
+        self._agents, self._rooms = {}, {}
+        self.ray.shutdown()
+
+
+class RayLauncher:
+    """Implements ``Launcher`` through agents."""
+
+    def __init__(self, cluster: RayCluster, plan: GroupPlan) -> None:
+        assert isinstance(plan.group.placement, RayConfig)
+        self._cluster, self._plan, self._cfg = cluster, plan, plan.group.placement
+        self._numbers = itertools.count()
+
+    async def prepare(self) -> None:
+        """See ``Launcher.prepare``: the placement group is there."""
+        await self._cluster.reserve(self._plan, self._cfg.startup_timeout_s)
+
+    async def launch(self, index: int, token: str) -> RayServer:
+        """See ``Launcher.launch``. A lost agent is replaced by one in the same bundle, on another node if need be."""
+        name = f"{self._plan.file_name(index)}.{next(self._numbers)}"
+        command = ServerCommand(
+            engine_file=json.dumps(self._plan.files[index].to_json()),
+            token=token,
+            host="",
+            port=0,
+            environment={"OMP_NUM_THREADS": str(self._cfg.num_cpus)}
+            # Ray hides no GPU from an actor that asked for none.
+            | ({} if self._cfg.num_gpus else {"CUDA_VISIBLE_DEVICES": ""}),
+        )
+        fields = {key: value for key, value in dataclasses.asdict(command).items() if key != "host"}
+        log_name = f"{self._plan.file_name(index)}.log"
+        errors = self._cluster.ray.exceptions
+        for anew in (False, True):
+            agent = await self._cluster.agent(self._plan, index, anew=anew)
+            try:
+                await self._cluster.ask(agent.launch.remote(name, log_name, fields), self._cfg.startup_timeout_s)
+                return RayServer(self._cluster, agent, name)
+            except errors.RayTaskError as error:
+                raise UserError(f"{self._plan.key}: the agent on the node failed: {_last_line(error)}") from error
+            except (errors.RayError, asyncio.TimeoutError) as error:
+                lost = error
+        raise UserError(
+            f"{self._plan.key}: Ray could not start an agent (is the same mopd installed on every node?): "
+            f"{_last_line(lost)}"
+        )
+
+    async def close(self) -> None:
+        """See ``Launcher.close``. The cluster gives the resources back: groups may share them."""
+
+
+class RayServer:
+    """Implements ``Server`` on a node."""
+
+    def __init__(self, cluster: RayCluster, agent: Any, name: str) -> None:
+        self._cluster, self._agent, self._name = cluster, agent, name
+        self._lost: str | None = None
+
+    async def state(self) -> ServerState:
+        """See ``Server.state``."""
+        answer = await self._ask("state")
+        if answer is None:
+            return ServerState(url=None, pid=None, exit_code=LOST_CODE)
+        url, pid, exit_code = answer
+        return ServerState(url=url, pid=pid, exit_code=exit_code)
+
+    async def last_words(self) -> str:
+        """See ``Server.last_words``."""
+        words = await self._ask("last_words")
+        return str(words) if words is not None else f"its node was lost: {self._lost}"
+
+    async def terminate(self) -> None:
+        """See ``Server.terminate``."""
+        await self._ask("terminate")
+
+    async def kill(self) -> None:
+        """See ``Server.kill``."""
+        await self._ask("kill")
+
+    async def _ask(self, method: str) -> Any:
+        """The agent's answer; None once it has been lost. It is ended then, and its servers with it."""
+        for _ in range(CALLS):
+            if self._lost is not None:
+                return None
+            try:
+                return await self._cluster.ask(getattr(self._agent, method).remote(self._name))
+            except asyncio.TimeoutError:
+                continue
+            except self._cluster.ray.exceptions.RayError as error:
+                self._lose(_last_line(error))
+        self._lose(f"its agent did not answer within {CALLS} times {CALL_TIMEOUT_S:g} s")
+        return None
+
+    def _lose(self, reason: str) -> None:
+        if self._lost is None:
+            self._lost = reason
+            self._cluster.ray.kill(self._agent)
+
+
+def _connect(plans: Sequence[GroupPlan], needs: Sequence[Need], gpus: Sequence[int]) -> Any:
+    """The ``ray`` module, initialised."""
+    addresses = {plan.group.placement.address for plan in plans if isinstance(plan.group.placement, RayConfig)}
+    if len(addresses) > 1:
+        names = ", ".join(str(address) for address in sorted(addresses, key=str))
+        raise UserError(f"placement.address names several Ray clusters ({names}): one run uses one")
+    (address,) = addresses
+    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    if address is None:
+        wanted_cpus = sum(need.count * need.num_cpus for need in needs)
+        cores = os.cpu_count() or 1
+        if wanted_cpus > cores:
+            logger.warning("Ray replicas want %g CPUs and this machine has %d: they share them", wanted_cpus, cores)
+        # A cluster for this run alone: nobody else needs to reach it, nobody else may use it. Ray keeps the first token
+        # that it meets in a process.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        if "ray" not in sys.modules:  # too late otherwise; Ray then decides for a token by itself, with a warning
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ |= {
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # despite its name: one machine only, so loopback addresses
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        options |= {
+            "address": "local",
+            "num_cpus": max(cores, int(wanted_cpus)),
+            "num_gpus": len(gpus),
+            "include_dashboard": False,
+        }
+    else:
+        options["address"] = address
+    try:
+        import ray
+        import ray.exceptions
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        raise UserError("placement.type is ray, but the package is not installed: pip install 'mopd[ray]'") from error
+    try:
+        with _showing(gpus if address is None else ()):
+            ray.init(**options)
+    except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
+        raise UserError(f"placement.address {address!r}: cannot connect to Ray: {_last_line(error)}") from error
+    return ray
+
+
+@contextmanager
+def _showing(gpus: Sequence[int]) -> Iterator[None]:
+    """Processes that are started meanwhile see these GPUs only; without any, nothing is changed."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(gpus))
+    try:
+        yield
+    finally:
+        if gpus and before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        elif gpus and before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def _room(plan: GroupPlan) -> str:
+    """Name of the placement group that a group lives in: its own, or its pool's."""
+    assert isinstance(plan.group.placement, RayConfig)
+    pool = plan.group.placement.shared_pool
+    return plan.key if pool is None else f"pool {pool}"
+
+
+def _needs(plans: Sequence[GroupPlan]) -> list[Need]:
+    """One per placement group; groups of one pool need the most that any of them needs."""
+    by_room: dict[str, list[GroupPlan]] = {}
+    for plan in plans:
+        by_room.setdefault(_room(plan), []).append(plan)
+    needs = []
+    for sharing in by_room.values():
+        cfgs = [plan.group.placement for plan in sharing if isinstance(plan.group.placement, RayConfig)]
+        needs.append(
+            Need(
+                keys=tuple(plan.key for plan in sharing),
+                count=max(len(plan.files) for plan in sharing),
+                num_cpus=max(cfg.num_cpus for cfg in cfgs),
+                num_gpus=max(cfg.num_gpus for cfg in cfgs),
+            )
+        )
+    return needs
+
+
+def _free_nodes(ray: Any) -> list[Node]:
+    """What nobody has taken, node by node."""
+    free = ray._private.state.available_resources_per_node()
+    return [
+        Node(
+            address=node["NodeManagerAddress"],
+            num_cpus=free.get(node["NodeID"], {}).get("CPU", 0.0),
+            num_gpus=free.get(node["NodeID"], {}).get("GPU", 0.0),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

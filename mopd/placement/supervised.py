@@ -1,0 +1,306 @@
+"""Replicas that this run starts itself: brought up, watched, restarted, given up. A launcher knows how processes start.
+
+::
+
+    bring up ──healthy──> working ──died or hung──> suspended ──bring up──> replaced (rollout: no work before weights)
+        └──not in time──> UserError                     └──max_restarts used up──> removed from the router
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+from mopd.config.placement import LocalConfig, RayConfig
+from mopd.engines.clients.remote import RemoteEngine
+from mopd.engines.interface import EngineError, EngineUnavailable
+from mopd.placement.interface import GroupPlan
+from mopd.placement.process import ServerState, how_it_ended
+from mopd.replicas.interface import Replica
+from mopd.replicas.router import Router
+from mopd.replicas.tasks import all_or_none, cancel
+from mopd.types import UserError
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+STOP_GRACE_S = 5.0
+"""Between SIGTERM and SIGKILL at the end."""
+KILL_WAIT_S = 10.0
+HEALTH_EVERY_S = 5.0
+HEALTH_FAILURES = 2
+"""Health calls in a row without an answer in time: one may be our own loop's fault, which a training step blocks."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""Before a replica is started again after a failed start."""
+
+Turn = Callable[[], AbstractAsyncContextManager[None]]
+
+
+class Server(Protocol):
+    """A server process somewhere. No method waits for the process."""
+
+    async def state(self) -> ServerState:
+        """How it is now; a server that cannot be reached any more has ended."""
+        ...
+
+    async def last_words(self) -> str:
+        """Why it ended, on one line, with the place of its log."""
+        ...
+
+    async def terminate(self) -> None:
+        """Ask it to end in order."""
+        ...
+
+    async def kill(self) -> None:
+        """End it now."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts server processes somewhere."""
+
+    async def prepare(self) -> None:
+        """Before the first launch; ``UserError`` if there is no room."""
+        ...
+
+    async def launch(self, index: int, token: str) -> Server:
+        """Start replica ``index``; returns at once. ``UserError`` if it cannot be."""
+        ...
+
+    async def close(self) -> None:
+        """After the last server has ended."""
+        ...
+
+
+class ReplicaDied(Exception):
+    """A server ended, or was not healthy in time; the message tells how."""
+
+
+class Life:
+    """One replica between two restarts."""
+
+    def __init__(self, server: Server, engine: RemoteEngine, manifest: Mapping[str, str] | None, pid: int) -> None:
+        self.server, self.engine, self.manifest, self.pid = server, engine, manifest, pid
+
+
+class Supervised:
+    """Implements ``Placement`` over a launcher."""
+
+    def __init__(self, plan: GroupPlan, launcher: Launcher, *, turn: Turn = contextlib.nullcontext) -> None:
+        """``turn`` is held while a replica starts (a pool of GPUs that groups share)."""
+        assert isinstance(plan.group.placement, (LocalConfig, RayConfig))
+        self.plan = plan
+        self.cfg = plan.group.placement
+        self.restarts = [0] * len(plan.files)
+        """Restarts of each replica so far."""
+        self._launcher, self._turn = launcher, turn
+        self.token = secrets.token_hex(32)
+        """Access token of this group's servers."""
+        self._lives: list[Life | None] = [None] * len(plan.files)
+        self._servers: list[Server] = []
+        self._former: list[RemoteEngine] = []
+        """Clients of dead replicas. Somebody may be using one; they are few, and closed at the end."""
+        self._watchers: list[asyncio.Task[None]] = []
+
+    @property
+    def pids(self) -> list[int | None]:
+        """Process of each replica's server, on its own machine; None while it is being restarted."""
+        return [None if life is None else life.pid for life in self._lives]
+
+    @property
+    def engines(self) -> list[RemoteEngine]:
+        """Those that work now."""
+        return [life.engine for life in self._lives if life is not None]
+
+    async def start(self) -> list[Replica]:
+        """See ``Placement.start``."""
+        await self._launcher.prepare()
+        async with self._turn():
+            tasks = [asyncio.create_task(self._first_life(i)) for i in range(len(self.plan.files))]
+            try:
+                await all_or_none(tasks)
+            except ReplicaDied as error:
+                raise UserError(f"{self.plan.key}: {error}") from error
+        return [
+            Replica(name=self.plan.replica_name(i), engine=life.engine)
+            for i, life in enumerate(self._lives)
+            if life is not None
+        ]
+
+    def watch(self, router: Router) -> None:
+        """See ``Placement.watch``."""
+        assert not self._watchers
+        self._watchers = [asyncio.create_task(self._watch(i, router)) for i in range(len(self._lives))]
+
+    async def close(self) -> None:
+        """See ``Placement.close``."""
+        await cancel(self._watchers)
+        for task in self._watchers:
+            if not task.cancelled() and task.exception() is not None:
+                logger.error("%s: a watcher failed", self.plan.key, exc_info=task.exception())
+        self._watchers = []
+        for engine in (*self.engines, *self._former):
+            await engine.close()
+        self._lives, self._former = [None] * len(self._lives), []
+        await asyncio.gather(*(self._end(server, STOP_GRACE_S) for server in self._servers))
+        self._servers = []
+        await self._launcher.close()
+
+    async def _first_life(self, index: int) -> None:
+        self._lives[index] = await self._bring_up(index)
+
+    async def _bring_up(self, index: int) -> Life:
+        """A healthy replica; ``ReplicaDied`` (its process is ended then) or ``UserError`` if there is none."""
+        deadline = time.monotonic() + self.cfg.startup_timeout_s
+        server = await self._launcher.launch(index, self.token)
+        self._servers.append(server)
+        engine: RemoteEngine | None = None
+        try:
+            state = await self._answering(index, server, deadline)
+            assert state.url is not None and state.pid is not None
+            engine = self._connect(index, state.url)
+            await engine.health(timeout_s=max(1.0, deadline - time.monotonic()))
+            info = await engine.info()
+            return Life(server, engine, info.manifest, state.pid)
+        except BaseException as error:
+            if engine is not None:
+                await engine.close()
+            await asyncio.shield(self._forget(server))
+            if isinstance(error, EngineError):
+                raise ReplicaDied(f"{self.plan.replica_name(index)}: {error}") from error
+            raise
+
+    async def _answering(self, index: int, server: Server, deadline: float) -> ServerState:
+        """Wait until the server says that it is ready."""
+        name = self.plan.replica_name(index)
+        while True:
+            state = await server.state()
+            if state.exit_code is not None:
+                raise ReplicaDied(f"{name} {how_it_ended(state.exit_code)} at its start: {await server.last_words()}")
+            if state.url is not None:
+                return state
+            # After the look: a blocked event loop must not make a server late that is ready.
+            if time.monotonic() > deadline:
+                raise ReplicaDied(
+                    f"{name} was not ready within {self.cfg.startup_timeout_s:g} s: raise "
+                    f"placement.startup_timeout_s, or see why: {await server.last_words()}"
+                )
+            await asyncio.sleep(POLL_S)
+
+    def _connect(self, index: int, url: str) -> RemoteEngine:
+        routing = self.plan.group.routing
+        return RemoteEngine(
+            url,
+            token=self.token,
+            timeout_s=routing.request_timeout_s,
+            name=self.plan.replica_name(index),
+            logprob_dtype=routing.wire_dtype,
+        )
+
+    async def _watch(self, index: int, router: Router) -> None:
+        """Keep one replica alive until it has used up its restarts."""
+        name = self.plan.replica_name(index)
+        first = self._lives[index]
+        assert first is not None
+        life = first
+        while True:
+            reason = await self._death(index, life)
+            self._lives[index] = None
+            logger.warning("%s %s", name, reason)
+            router.suspend(name, reason=f"is being restarted: it {reason}", timeout_s=self._longest_restart_s)
+            self._former.append(life.engine)
+            words = await life.server.last_words()
+            await self._forget(life.server)
+            again = await self._restart(index, first.manifest, f"{reason}; {words}")
+            if isinstance(again, str):
+                logger.error("%s is given up: %s", name, again)
+                router.remove(name, reason=again)
+                return
+            life = self._lives[index] = again
+            router.replace(name, life.engine)
+            logger.warning("%s works again, restart %d of %d", name, self.restarts[index], self.cfg.max_restarts)
+
+    @property
+    def _longest_restart_s(self) -> float:
+        """How long requests may have to wait for a replica that is being restarted."""
+        return (self.cfg.startup_timeout_s + LONGEST_PAUSE_S + KILL_WAIT_S) * max(1, self.cfg.max_restarts)
+
+    async def _death(self, index: int, life: Life) -> str:
+        """Wait for the end of a replica, or until it no longer answers; says how it ended."""
+        timeout_s = self.plan.group.routing.request_timeout_s
+        failures = 0
+        next_health = time.monotonic() + HEALTH_EVERY_S
+        health: asyncio.Task[None] | None = None
+        try:
+            while True:
+                state = await life.server.state()
+                if state.exit_code is not None:
+                    return how_it_ended(state.exit_code)
+                if health is None and time.monotonic() >= next_health:
+                    health = asyncio.create_task(life.engine.health(timeout_s=timeout_s))
+                if health is not None and health.done():
+                    failures = failures + 1 if _has_failed(health) else 0
+                    health, next_health = None, time.monotonic() + (0.0 if failures else HEALTH_EVERY_S)
+                if failures == HEALTH_FAILURES:
+                    return f"did not answer /health {failures} times in a row (routing.request_timeout_s {timeout_s:g})"
+                await asyncio.sleep(POLL_S)
+        finally:
+            if health is not None:
+                await cancel([health])
+
+    async def _restart(self, index: int, manifest: Mapping[str, str] | None, reason: str) -> Life | str:
+        """A new life, or why there is none."""
+        pause_s = FIRST_PAUSE_S
+        while self.restarts[index] < self.cfg.max_restarts:
+            self.restarts[index] += 1
+            try:
+                async with self._turn():
+                    life = await self._bring_up(index)
+            except (ReplicaDied, UserError) as error:
+                reason = str(error)
+                logger.warning("restart %d failed: %s", self.restarts[index], reason)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                continue
+            if life.manifest == manifest:
+                return life
+            await life.engine.close()
+            await self._forget(life.server)
+            return f"{self.plan.model} is not the model any more that the run began with: restore it"
+        return f"{reason} (placement.max_restarts is {self.cfg.max_restarts})"
+
+    async def _forget(self, server: Server) -> None:
+        await self._end(server, grace_s=0.0)
+        self._servers.remove(server)
+
+    async def _end(self, server: Server, grace_s: float) -> None:
+        """End a process, first in order if there is time, and wait for its end."""
+        if grace_s > 0:
+            await server.terminate()
+            if await _wait_for_end(server, grace_s):
+                return
+        await server.kill()
+        if not await _wait_for_end(server, KILL_WAIT_S):
+            logger.error("%s: a server did not end within %g s of SIGKILL", self.plan.key, KILL_WAIT_S)
+
+
+async def _wait_for_end(server: Server, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while (await server.state()).exit_code is None:
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(POLL_S / 2)
+    return True
+
+
+def _has_failed(health: asyncio.Task[Any]) -> bool:
+    error = health.exception()
+    if error is not None and not isinstance(error, EngineUnavailable):
+        raise error
+    return error is not None

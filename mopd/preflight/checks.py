@@ -1,0 +1,329 @@
+"""Checks that stop a run before its first step: is every teacher the right one, reached the right way?
+
+Each check is one small class of mistake that otherwise trains silently: another tokenizer, a teacher that is the
+student, a server with other weights, scores shifted by one, a student that differs from its sampler, two teachers
+swapped. Scores take the way that they take in training: router, wire, engine. They consume no training randomness.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from mopd.config.placement import ExternalConfig
+from mopd.config.schema import Recipe
+from mopd.conversion.hf.manifest import Manifest
+from mopd.data.tokenizer import compare_tokenizers, load_tokenizer
+from mopd.engines.interface import EngineInfo
+from mopd.placement.interface import ROLLOUT
+from mopd.preflight.identity import Needs, fingerprint, fingerprint_difference, largest_difference, problems_of
+from mopd.preflight.parity import Parity, Probe, Reference
+from mopd.replicas.interface import info_of
+from mopd.rollout.validation import ValidationResult
+from mopd.run.manifests import has_own_weights
+from mopd.run.workers import Workers
+from mopd.types import ROLLOUT_FIELDS, Prompt, SampleMeta
+
+PROBE_IDS = 2**62
+"""Sample ids of probes start here, far from the training stream's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """Outcome of one check."""
+
+    name: str
+    status: Literal["ok", "failed", "warning", "skipped"]
+    detail: str
+    """What was measured; for a failure also the key to change."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rewards:
+    """Validation at step 0, from the last check; kept so that a run need not validate twice."""
+
+    student: ValidationResult
+    student_wall_s: float
+    """Time that the student's validation took, in seconds."""
+    teachers: Mapping[str, float]
+    """Domain -> reward of its teacher, the best one of an ensemble."""
+
+
+class Preflight:
+    """Runs the checks in order, cheap ones first."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        workers: Workers,
+        manifests: Mapping[str, Manifest],
+        *,
+        is_fresh: bool,
+        fingerprints: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``manifests`` has the key ``student`` and one ``teachers.NAME`` each.
+
+        On resume (``is_fresh`` false) a teacher that no longer beats the student is a warning, and teachers without
+        hashes must still have the stored ``fingerprints``.
+        """
+        self.recipe = recipe
+        self.cfg = recipe.preflight
+        self.workers = workers
+        self.manifests = manifests
+        self.is_fresh = is_fresh
+        self.rewards: Rewards | None = None
+        self.parity: dict[str, Parity] = {}
+        """Teacher -> what was measured, of those that could be compared."""
+        self.fingerprints: dict[str, Any] = {}
+        """``teachers.NAME`` -> fingerprint, of those whose files nobody can hash."""
+        self._stored = dict(fingerprints or {})
+        self._infos: dict[str, list[EngineInfo]] = {}
+
+    async def run(self) -> AsyncIterator[Check]:
+        """Yield each outcome. Later checks rely on earlier ones: stop at the first failure."""
+        yield await self._identity(ROLLOUT)
+        for name in self.recipe.teachers:
+            yield self._tokenizers(name)
+            yield await self._identity(f"teachers.{name}")
+            yield self._different_weights(name)
+        samples = await self._probe()
+        try:
+            yield await self._student_equals_engine(samples)
+            failed = await self.workers.teachers.score(samples)
+            if failed:
+                detail = f"teachers.{failed[0].teacher} did not score a probe: {failed[0].reason}: see its logs"
+                yield Check(name=f"scores of {failed[0].teacher}", status="failed", detail=detail)
+                return
+            for name in self.recipe.teachers:
+                yield await self._teacher_equals_its_folder(name, samples)
+        finally:
+            await self._forget(samples)
+        if self.recipe.validation is not None:
+            async for check in self._better_teachers():
+                yield check
+
+    def _tokenizers(self, name: str) -> Check:
+        teacher = self.recipe.teachers[name]
+        title = f"tokenizer of {name}"
+        differences = compare_tokenizers(
+            self.workers.tokenizer, load_tokenizer(teacher.model), self.workers.student.worker.dims.vocab_size
+        )
+        if not differences:
+            return Check(name=title, status="ok", detail="same ids mean the same tokens")
+        return Check(
+            name=title,
+            status="failed",
+            detail=f"teachers.{name}.model {teacher.model} and student.model {self.recipe.student.model} do not share "
+            f"a tokenizer: {'; '.join(differences)}; choose a teacher with the student's tokenizer",
+        )
+
+    async def _identity(self, key: str) -> Check:
+        """Every replica of a group is the model of the recipe, and large enough."""
+        title = f"identity of {key.removeprefix('teachers.')}"
+        is_rollout = key == ROLLOUT
+        recipe, replicas = self.recipe, self.workers.routers[key].replicas
+        infos = [await info_of(replica) for replica in replicas]
+        self._infos[key] = infos
+        manifest = self.manifests["student" if is_rollout else key]
+        needs = Needs(
+            length=recipe.data.max_prompt_length + recipe.rollout.max_response_length,
+            top_k=0 if is_rollout else recipe.loss.top_k,
+        )
+        for replica, info in zip(replicas, infos, strict=True):
+            problems = problems_of(info, manifest, needs, key=key, is_rollout=is_rollout)
+            if problems:
+                cure = f"start that server with {key}.model, or correct the recipe"
+                detail = f"{'; '.join(problems)} (replica {replica.name}): {cure}"
+                return Check(name=title, status="failed", detail=detail)
+        if not is_rollout and infos[0].kind == "openai":
+            return await self._fingerprint(key, title)
+        count = f"{len(infos)} replicas" if len(infos) > 1 else "its replica"
+        loaded = "loaded the recipe's folder" if infos[0].manifest is None else "has the hashes of the recipe's folder"
+        return Check(name=title, status="ok", detail=f"{count} {loaded}")
+
+    async def _fingerprint(self, key: str, title: str) -> Check:
+        vocab_size = min(self.workers.student.worker.dims.vocab_size, self._infos[key][0].vocab_size)
+        temperature = self.recipe.loss.temperature
+        prints = [
+            await fingerprint(replica, vocab_size=vocab_size, temperature=temperature)
+            for replica in self.workers.routers[key].replicas
+        ]
+        self.fingerprints[key] = prints[0]
+        limit = self.cfg.logprob_limit(self._infos[key][0].dtype)
+        between = largest_difference(prints)
+        if not between <= limit:
+            detail = (
+                f"{key}.placement.urls: the servers score a fixed probe differently (mean |log-prob difference| "
+                f"{between:.2e}, limit {limit:g}): name servers of one model"
+            )
+            return Check(name=title, status="failed", detail=detail)
+        if key not in self._stored:
+            return Check(name=title, status="ok", detail="no hashes to compare; its scores on a fixed probe are kept")
+        since = fingerprint_difference(self._stored[key], prints[0])
+        if not since <= limit:
+            detail = (
+                f"{key}.placement.urls: scores on the fixed probe are not those that the run began with (mean "
+                f"|log-prob difference| {since:.2e}, limit {limit:g}): restore that model, or set another run_dir"
+            )
+            return Check(name=title, status="failed", detail=detail)
+        return Check(name=title, status="ok", detail=f"same scores on the fixed probe as at the start ({since:.1e})")
+
+    def _different_weights(self, name: str) -> Check:
+        title = f"weights of {name}"
+        if not self._is_same_model(name):
+            return Check(name=title, status="ok", detail="differ from the student's")
+        if self.cfg.allow_same_weights:
+            return Check(name=title, status="ok", detail="the student's own (preflight.allow_same_weights)")
+        return Check(
+            name=title,
+            status="failed",
+            detail=f"teachers.{name}.model {self.recipe.teachers[name].model} has the same weights as student.model "
+            f"{self.recipe.student.model}: name another model, or set preflight.allow_same_weights: true for "
+            "self-distillation",
+        )
+
+    async def _student_equals_engine(self, samples: Sequence[SampleMeta]) -> Check:
+        title = "student and rollout engine"
+        ids = [sample.sample_id for sample in samples]
+        student_logprobs = await self.workers.student.logprobs(ids, temperature=self.recipe.rollout.temperature)
+        rollout_logprobs = (await self.workers.plane.get(ids, ("rollout_logprobs",)))["rollout_logprobs"]
+        difference = (torch.cat(student_logprobs) - torch.cat(rollout_logprobs)).abs().mean().item()
+        limit = self.cfg.logprob_limit(self.recipe.student.dtype, self._infos[ROLLOUT][0].dtype)
+        detail = f"mean |log-prob difference| {difference:.2e} at equal weights (limit {limit:g})"
+        if difference <= limit:
+            return Check(name=title, status="ok", detail=detail)
+        return Check(
+            name=title,
+            status="failed",
+            detail=f"{detail}: match rollout.engine.dtype and student.dtype, or widen preflight.max_logprob_difference",
+        )
+
+    async def _teacher_equals_its_folder(self, name: str, samples: Sequence[SampleMeta]) -> Check:
+        """The scores in the data plane against a forward of the teacher's folder, see ``parity``."""
+        title = f"scores of {name}"
+        teacher = self.recipe.teachers[name]
+        own = [sample for sample in samples if name in self.recipe.assignment.teachers_of(sample.domain)]
+        if not own:
+            return Check(name=title, status="warning", detail="no row in the data asks this teacher")
+        if not self.cfg.compare_with_transformers:
+            return Check(name=title, status="warning", detail="unproven (preflight.compare_with_transformers: false)")
+        if not has_own_weights(teacher):
+            detail = f"unproven: teachers.{name}.model {teacher.model} holds no weights to compare with"
+            return Check(name=title, status="warning", detail=detail)
+        probes = await self._probes_of(name, own)
+        dtype = self._infos[f"teachers.{name}"][0].dtype
+        parity = await asyncio.to_thread(_compare, teacher.model, dtype, probes, self.recipe.loss.temperature)
+        kl_limit, limit = self.cfg.self_kl_limit(dtype), self.cfg.logprob_limit(dtype)
+        detail = (
+            f"mean KL to a transformers forward {parity.kl:.2e} nats over {parity.num_positions} tokens (limit "
+            f"{kl_limit:g}), |log-prob difference| mean {parity.mean_difference:.2e} (limit {limit:g}), max "
+            f"{parity.max_difference:.2e}"
+        )
+        if abs(parity.kl) <= kl_limit and parity.mean_difference <= limit:
+            self.parity[name] = parity
+            return Check(name=title, status="ok", detail=detail)
+        return Check(
+            name=title,
+            status="failed",
+            detail=f"{detail}: the scores are not this teacher's; check teachers.{name}.engine and placement, or widen "
+            "preflight.max_self_kl and max_logprob_difference for a low-precision engine",
+        )
+
+    async def _probes_of(self, name: str, samples: Sequence[SampleMeta]) -> list[Probe]:
+        names = ("tokens", "teacher_ids", "teacher_logprobs", "teacher_token_logprobs")
+        fields = await self.workers.plane.get([sample.sample_id for sample in samples], names)
+        probes = []
+        for i, sample in enumerate(samples):
+            ids, logprobs = fields["teacher_ids"][i], fields["teacher_logprobs"][i]
+            teachers = self.recipe.assignment.teachers_of(sample.domain)
+            if self.recipe.assignment.max_teachers > 1:
+                place = teachers.index(name)
+                ids, logprobs = ids[:, place], logprobs[:, place]
+            probes.append(
+                Probe(
+                    tokens=fields["tokens"][i],
+                    prompt_length=sample.prompt_length,
+                    ids=ids,
+                    logprobs=logprobs,
+                    token_logprobs=fields["teacher_token_logprobs"][i] if len(teachers) == 1 else None,
+                )
+            )
+        return probes
+
+    async def _better_teachers(self) -> AsyncIterator[Check]:
+        validator = self.workers.validator
+        assert validator is not None
+        start = time.perf_counter()
+        student = await validator.run(self.workers.generator)
+        wall_s = time.perf_counter() - start
+        best: dict[str, float] = {}
+        for name, teacher in self.recipe.teachers.items():
+            domains = self.recipe.assignment.domains_of(name, validator.domains)
+            if domains and isinstance(teacher.placement, ExternalConfig) and teacher.placement.protocol == "openai":
+                detail = "unknown: a teacher behind an openai server only scores"
+                yield Check(name=f"reward of {name}", status="skipped", detail=detail)
+                continue
+            if not domains:
+                continue
+            group = self.workers.teacher_groups[name]
+            async with group.turn():
+                rewards = (await validator.run(group.router, domains=domains)).rewards
+            for domain in domains:
+                best[domain] = max(rewards[domain], best[domain] if domain in best else rewards[domain])
+                yield self._better(name, domain, teacher=rewards[domain], student=student.rewards[domain])
+        self.rewards = Rewards(student=student, student_wall_s=wall_s, teachers=best)
+
+    def _better(self, name: str, domain: str, *, teacher: float, student: float) -> Check:
+        title = f"reward of {name} on {domain}"
+        detail = f"teacher {teacher:.3f}, student {student:.3f}"
+        if teacher > student:
+            return Check(name=title, status="ok", detail=detail)
+        if self.cfg.allow_same_weights and self._is_same_model(name):
+            return Check(name=title, status="skipped", detail=f"{detail}; it is the student itself")
+        text = (
+            f"teachers.{name} does not beat the student on its own domain {domain!r}: {detail}; check "
+            f"teachers.{name}.model and teachers.{name}.domains, or set preflight.require_better_teacher: false"
+        )
+        is_error = self.is_fresh and self.cfg.require_better_teacher
+        return Check(name=title, status="failed" if is_error else "warning", detail=text)
+
+    def _is_same_model(self, name: str) -> bool:
+        return self.manifests[f"teachers.{name}"].weights_sha256 == self.manifests["student"].weights_sha256
+
+    async def _probe(self) -> list[SampleMeta]:
+        """Student responses to the first prompts of every teacher's domains, put into the data plane."""
+        rows_by_domain = self.workers.dataset.rows_by_domain
+        rows = [
+            (domain, row)
+            for name in self.recipe.teachers
+            for domain, row in itertools.islice(
+                ((d, r) for d in self._domains_in_data(name) for r in rows_by_domain[d]), self.cfg.num_probe_samples
+            )
+        ]
+        start = PROBE_IDS // self.recipe.rollout.samples_per_prompt
+        prompts = [
+            Prompt(sample_id=start + i, domain=domain, tokens=self.workers.dataset.row(row).tokens, row=row)
+            for i, (domain, row) in enumerate(rows)
+        ]
+        return await self.workers.rollout.generate(prompts)
+
+    def _domains_in_data(self, name: str) -> list[str]:
+        """A teacher's domains that have rows, in the order in which it names them; a default teacher's others last."""
+        rows_by_domain = self.workers.dataset.rows_by_domain
+        named = [domain for domain in self.recipe.teachers[name].domains if domain in rows_by_domain]
+        return named + [d for d in self.recipe.assignment.domains_of(name, [*rows_by_domain]) if d not in named]
+
+    async def _forget(self, samples: Sequence[SampleMeta]) -> None:
+        timeout_s = self.recipe.schedule.wait_timeout_s
+        batch = await self.workers.plane.claim(len(samples), ROLLOUT_FIELDS, timeout_s=timeout_s)
+        await self.workers.plane.release(batch)
+
+
+def _compare(folder: str, dtype: str, probes: Sequence[Probe], temperature: float) -> Parity:
+    return Reference(folder, dtype).compare(probes, temperature=temperature)

@@ -1,0 +1,76 @@
+"""Is it the model that the recipe names which answers? Hashes where a server tells them, else its scores on a probe."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mopd.conversion.hf.manifest import HASHES, Manifest
+from mopd.engines.interface import EngineError, EngineInfo
+from mopd.replicas.interface import Replica
+from mopd.run.manifests import PROBE_TOKENS
+from mopd.types import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What a run asks of every replica of a group."""
+
+    length: int
+    """Tokens of the longest sequence."""
+    top_k: int
+    """Largest number of log-probs per position; 0 for the rollout."""
+
+
+def problems_of(info: EngineInfo, manifest: Manifest, needs: Needs, *, key: str, is_rollout: bool) -> list[str]:
+    """Why this replica cannot serve the group ``key``; empty when it can. A rollout gets its weights later."""
+    found = []
+    if info.manifest is not None:
+        names = ("config_sha256",) if is_rollout else HASHES
+        for name in names:
+            ours, theirs = getattr(manifest, name), info.manifest[name]
+            if ours != theirs:
+                found.append(f"{name} is {theirs[:12]}… there ({info.model}) and {ours[:12]}… in {manifest.path}")
+    if needs.length > info.max_positions:
+        found.append(
+            f"it takes {info.max_positions} tokens, data.max_prompt_length + rollout.max_response_length is "
+            f"{needs.length}"
+        )
+    most = info.vocab_size if info.max_logprobs is None else min(info.vocab_size, info.max_logprobs)
+    if needs.top_k > most:
+        found.append(f"it gives at most {most} log-probs per position, loss.top_k is {needs.top_k}: lower loss.top_k")
+    return [f"{key}: {problem}" for problem in found]
+
+
+def fingerprint_tokens(vocab_size: int) -> list[int]:
+    """The fixed probe: ids below ``vocab_size``, the same on every machine."""
+    digests = (hashlib.sha256(f"mopd probe {i}".encode()).digest() for i in range(PROBE_TOKENS))
+    return [int.from_bytes(digest[:8], "little") % vocab_size for digest in digests]
+
+
+async def fingerprint(replica: Replica, *, vocab_size: int, temperature: float) -> dict[str, Any]:
+    """A teacher replica's log-probs of the probe's tokens, as plain JSON."""
+    tokens = fingerprint_tokens(vocab_size)
+    scorer: Any = replica.engine
+    try:
+        (scores,) = await scorer.score([torch.tensor(tokens)], [1], top_k=1, temperature=temperature)
+    except EngineError as error:
+        raise UserError(f"{replica.name} did not score the fixed probe: {error}: see its log") from error
+    return {"vocab_size": vocab_size, "token_logprobs": scores.token_logprobs.tolist()}
+
+
+def fingerprint_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Mean |log-prob difference|; infinite for probes over another vocabulary."""
+    if one["vocab_size"] != other["vocab_size"]:
+        return float("inf")
+    left, right = (torch.tensor(print_["token_logprobs"], dtype=torch.float64) for print_ in (one, other))
+    return (left - right).abs().mean().item()
+
+
+def largest_difference(prints: Sequence[Mapping[str, Any]]) -> float:
+    """Between the first and any other; 0 for one alone."""
+    return max((fingerprint_difference(prints[0], other) for other in prints[1:]), default=0.0)

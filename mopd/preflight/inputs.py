@@ -1,0 +1,102 @@
+"""Checks that need nothing but a look at the disk, made before any rank is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from mopd.config.load import Loaded
+from mopd.config.schema import CustomRewardConfig
+from mopd.files.reading import shown_path
+from mopd.report.packages import check_packages
+from mopd.types import UserError
+
+MIN_RANKS, RANKS_PER_CORE = 64, 8
+"""Ranks that may start on any machine, and for each of its cores: each is a process of several hundred MiB."""
+
+
+def check_inputs(loaded: Loaded) -> None:
+    """Every model folder, data file, chat template and reward file of the recipe is there, and every package.
+
+    Raises ``UserError`` that names recipe, key and path or package.
+    """
+    recipe = loaded.recipe
+    _check_model(loaded, recipe.student.model, "student", "model")
+    for name, teacher in recipe.teachers.items():
+        _check_model(loaded, teacher.model, "teachers", name, "model")
+    for split, files in (("train", recipe.data.train), ("validation", recipe.data.validation)):
+        for file in files:
+            _check_file(loaded, file, "data", split)
+            if Path(file).stat().st_size == 0:
+                raise UserError(f"{loaded.where('data', split)}: file {file!r} is empty: write prompts or remove it")
+    if recipe.data.chat_template is not None:
+        _check_file(loaded, recipe.data.chat_template, "data", "chat_template")
+    for path, reward in _custom_rewards(loaded):
+        _check_file(loaded, reward.path, *path, "path")
+    check_packages(recipe)
+
+
+def check_machine(loaded: Loaded) -> None:
+    """The ranks that are to start here are a number that one machine can hold."""
+    num_ranks, num_cores = loaded.recipe.student.parallel.world_size, len(os.sched_getaffinity(0))
+    most = max(MIN_RANKS, RANKS_PER_CORE * num_cores)
+    if num_ranks > most:
+        raise UserError(
+            f"{loaded.where('student', 'parallel')}: {num_ranks} ranks on this machine of {num_cores} cores, where "
+            f"{most} are possible: lower the sizes, or start torchrun on several machines"
+        )
+
+
+def check_world_size(loaded: Loaded, world_size: int) -> None:
+    """The ranks that torchrun started are those that the student's layout needs."""
+    parallel = loaded.recipe.student.parallel
+    if world_size == parallel.world_size:
+        return
+    shard = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    data, rest = divmod(world_size, shard)
+    cure = f"set student.parallel.data_parallel_size to {data}" if not rest else f"start a multiple of {shard} ranks"
+    raise UserError(
+        f"{loaded.where('student', 'parallel')}: tensor_model_parallel_size {parallel.tensor_model_parallel_size} x "
+        f"pipeline_model_parallel_size {parallel.pipeline_model_parallel_size} x data_parallel_size "
+        f"{parallel.data_parallel_size} needs {parallel.world_size} ranks, torchrun started {world_size}: "
+        f"start {parallel.world_size} (torchrun --nproc-per-node), or {cure}"
+    )
+
+
+def check_model_folder(folder: str | Path, where: str) -> None:
+    """``folder`` looks like a Hugging Face checkpoint; ``where`` heads the error."""
+    path = Path(folder)
+    if not os.path.isdir(path):  # unlike Path.is_dir, which raises where a name is too long or a folder is closed
+        raise UserError(f"{where}: folder {shown_path(folder)!r} does not exist{_seen_from(path)}")
+    if not os.path.isfile(path / "config.json"):
+        raise UserError(
+            f"{where}: folder {shown_path(folder)!r} has no config.json: name the folder of a Hugging Face checkpoint"
+        )
+
+
+def _check_model(loaded: Loaded, folder: str, *key: str) -> None:
+    check_model_folder(folder, loaded.where(*key))
+
+
+def _check_file(loaded: Loaded, file: str, *key: str) -> None:
+    if not os.path.isfile(file):
+        problem = "is no regular file" if os.path.lexists(file) and not os.path.islink(file) else "does not exist"
+        raise UserError(f"{loaded.where(*key)}: file {shown_path(file)!r} {problem}{_seen_from(Path(file))}")
+
+
+def _seen_from(path: Path) -> str:
+    if path.is_absolute():
+        return ": check the path"
+    return f" in {os.getcwd()!r}: check the path, which is relative to the current directory"
+
+
+def _custom_rewards(loaded: Loaded) -> Iterator[tuple[tuple[str, ...], CustomRewardConfig]]:
+    validation = loaded.recipe.validation
+    if validation is None:
+        return
+    rewards: dict[tuple[str, ...], object] = {("validation", "reward"): validation.reward}
+    rewards |= {("validation", "domain_rewards", name): reward for name, reward in validation.domain_rewards.items()}
+    for path, reward in rewards.items():
+        if isinstance(reward, CustomRewardConfig):
+            yield path, reward

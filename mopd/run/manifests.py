@@ -1,0 +1,109 @@
+"""Hashes of the models of a run, kept in its folder and compared at resume and with what the servers say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from mopd.config.groups import TeacherConfig
+from mopd.config.placement import ExternalConfig
+from mopd.config.schema import Recipe
+from mopd.conversion.hf.manifest import Manifest, compare_manifests, make_manifest
+from mopd.files.json_text import read_json_object
+from mopd.files.reading import shown_path
+from mopd.files.writing import write_json
+from mopd.types import UserError
+
+PROBE_TOKENS = 48
+"""Of the fixed probe: a stored fingerprint holds one score less."""
+CACHE_FILE = Path("~/.cache/mopd/weight_hashes.json")
+CURE = "restore the file that the run wrote"
+FINGERPRINTS = "fingerprints"
+"""Key of ``manifest.json`` beside those of the models: scores on a fixed probe, by ``teachers.NAME``."""
+
+
+def has_own_weights(teacher: TeacherConfig) -> bool:
+    """Whether the teacher's folder holds its weights; only a stock server's may lack them."""
+    if not (isinstance(teacher.placement, ExternalConfig) and teacher.placement.protocol == "openai"):
+        return True
+    return any(Path(teacher.model).glob("*.safetensors"))
+
+
+def hash_cache() -> Path | None:
+    """Digests by (path, size, modification time): a start does not read hundreds of gigabytes again. ``None`` for a
+    user without a home folder."""
+    try:
+        return CACHE_FILE.expanduser()
+    except RuntimeError:
+        return None
+
+
+def make_manifests(recipe: Recipe) -> dict[str, Manifest]:
+    """Manifest of ``student`` and of each ``teachers.NAME``."""
+    cache = hash_cache()
+    manifests = {"student": make_manifest(Path(recipe.student.model), cache_file=cache)}
+    for name, teacher in recipe.teachers.items():
+        manifests[f"teachers.{name}"] = make_manifest(
+            Path(teacher.model), cache_file=cache, with_weights=has_own_weights(teacher)
+        )
+    return manifests
+
+
+def write_manifests(path: Path, manifests: Mapping[str, Manifest], fingerprints: Mapping[str, Any]) -> None:
+    """Keep them in the run folder."""
+    models: dict[str, Any] = {key: manifest.to_json() for key, manifest in manifests.items()}
+    write_json(path, models | ({FINGERPRINTS: dict(fingerprints)} if fingerprints else {}))
+
+
+def read_fingerprints(path: Path) -> dict[str, Any]:
+    """Fingerprints by ``teachers.NAME``; empty for a run without any. Raises ``UserError`` as ``check_unchanged``."""
+    return _read(path)[1]
+
+
+def check_unchanged(path: Path, current: Mapping[str, Manifest]) -> None:
+    """Refuse to resume with another model than the run began with.
+
+    Raises:
+        UserError: names the model's key, its folder and what changed; the file is not what ``write_manifests`` writes.
+    """
+    stored, _ = _read(path)
+    unmatched = sorted(set(stored) ^ set(current))
+    if unmatched:
+        names = ", ".join(name[:80] for name in unmatched[:10])
+        raise UserError(f"{shown_path(path)}: {names} stand only in one of this file and the recipe: {CURE}")
+    for key, manifest in current.items():
+        differences = compare_manifests(stored[key], manifest)
+        if differences:
+            raise UserError(
+                f"{key}.model {manifest.path!r} is not what the run began with: {'; '.join(differences)}: "
+                "restore that model, or set another run_dir"
+            )
+
+
+def _read(path: Path) -> tuple[dict[str, Manifest], dict[str, Any]]:
+    """The models' manifests by key and the fingerprints by ``teachers.NAME``."""
+    data = read_json_object(path, cure=CURE)
+    fingerprints = data.pop(FINGERPRINTS, {})
+    names = {field.name for field in fields(Manifest)}
+    for key, value in data.items():
+        is_manifest = (
+            isinstance(value, dict) and value.keys() == names and all(isinstance(v, str) for v in value.values())
+        )
+        if not is_manifest:
+            raise UserError(
+                f"{shown_path(path)}: {key[:80]!r} does not hold {', '.join(sorted(names))} as text: {CURE}"
+            )
+    if not isinstance(fingerprints, dict) or not all(map(_is_fingerprint, fingerprints.values())):
+        raise UserError(f"{shown_path(path)}: {FINGERPRINTS!r} holds what is no score of the probe: {CURE}")
+    return {key: Manifest.from_json(value) for key, value in data.items()}, fingerprints
+
+
+def _is_fingerprint(value: Any) -> bool:
+    if not isinstance(value, dict) or type(value.get("vocab_size")) is not int:
+        return False
+    scores = value.get("token_logprobs")
+    return (
+        isinstance(scores, list) and len(scores) == PROBE_TOKENS - 1 and all(type(score) is float for score in scores)
+    )

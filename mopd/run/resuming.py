@@ -1,0 +1,136 @@
+"""From which checkpoint a run goes on, and what becomes of those that were written after it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mopd.config.schema import Recipe
+from mopd.files.reading import shown_path
+from mopd.report.run_files import RunFiles
+from mopd.run.checkpointing import complete_steps, folder_name, is_step_name, latest
+from mopd.run.folder import RunDir
+from mopd.run.manifests import read_fingerprints
+from mopd.run.step_watch import read_floors
+from mopd.types import UserError
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED = 10
+ASIDE = ".aside"
+
+
+def choose(run: RunDir, recipe: Recipe, *, wanted: str | None) -> Path | None:
+    """The complete checkpoint that a resumed run goes on from: ``wanted`` (``step_100``, as ``--from`` takes it), else
+    the newest; ``None`` when there is none at all and none was wanted.
+
+    Raises:
+        UserError: ``wanted`` is not there, or ``schedule.steps`` is below what is done.
+    """
+    steps = complete_steps(run.checkpoints)
+    if wanted is not None:
+        return run.checkpoint(_wanted_step(run, recipe, steps, wanted))
+    if steps and steps[-1] > recipe.schedule.steps:
+        earlier = [step for step in steps if step <= recipe.schedule.steps]
+        back = f", or go back with --from {folder_name(earlier[-1])}" if earlier else ""
+        raise UserError(
+            f"schedule.steps is {recipe.schedule.steps}, the run in {shown_path(run.path)} has done {steps[-1]}: raise "
+            f"schedule.steps{back}"
+        )
+    return latest(run.checkpoints)
+
+
+def check_files(run: RunDir) -> None:
+    """Read what the run has written beside its checkpoints, as a resumed run will: damage is told before ranks start.
+
+    Raises:
+        UserError: names the file.
+    """
+    files = RunFiles(run.path)
+    files.steps()
+    files.validations()
+    files.teacher_rewards()
+    read_fingerprints(run.manifest)
+    if run.parity.exists():
+        read_floors(run.parity)
+    if (run.path / "wandb_id").exists():
+        files.wandb_id()
+
+
+def older_ones(run: RunDir, start: Path) -> str:
+    """What to add to the error of a ``start`` that cannot be read: the complete checkpoints before it."""
+    before = [step for step in complete_steps(run.checkpoints) if folder_name(step) < start.name]
+    if not before:
+        return ""
+    return f"; --from {folder_name(before[-1])} goes on from an older one (complete: {_listed(before)})"
+
+
+def progress_of(start: Path, state: Mapping[str, Any], *, weight_version: int) -> tuple[int, Mapping[str, Any]]:
+    """Steps done and the prompt stream's position, from the ``state`` of the checkpoint ``start``.
+
+    Raises:
+        UserError: the state is not what a run saves, or of another step than its weights or the folder's name.
+    """
+    step, prompts = state.get("step"), state.get("prompts")
+    if type(step) is not int or step != weight_version or start.name != folder_name(step) or type(prompts) is not dict:
+        raise UserError(
+            f"{shown_path(start)}: its state says step {str(step)[:20]}: resume from another checkpoint, under its own "
+            "name"
+        )
+    return step, prompts
+
+
+def set_aside(run: RunDir, *, after_step: int) -> None:
+    """Rename the complete checkpoints of later steps: the run writes them anew, and a second ``--resume`` must not take
+    them for its own. Nothing is lost; whoever needs the space deletes ``step_N.aside``."""
+    for step in complete_steps(run.checkpoints):
+        if step > after_step:
+            path = run.checkpoint(step)
+            target, number = path.with_name(f"{path.name}{ASIDE}"), 1
+            while target.exists() or target.is_symlink():
+                number += 1
+                target = path.with_name(f"{path.name}{ASIDE}-{number}")
+            path.rename(target)
+            logger.warning("%s is set aside as %s: the run goes on from step %d", path, target.name, after_step)
+
+
+def check_layout(run: RunDir) -> None:
+    """What a run would only meet when it reads or writes it: a folder or pipe in a file's place, a file in a folder's.
+
+    Raises:
+        UserError: names the path.
+    """
+    if not run.path.is_dir():
+        return
+    files = (run.lock_path, run.recipe, run.manifest, run.metrics, run.validation, run.parity, run.headroom)
+    for path in (*files, run.report_html, run.report_json, run.path / "wandb_id"):
+        if (path.exists() or path.is_symlink()) and not path.is_file():
+            raise UserError(f"{shown_path(path)}: not a regular file: remove it, or set another run_dir")
+    for path in (run.checkpoints, run.tensorboard, run.logs, run.hf):
+        is_replaced = path == run.hf  # removed and written anew
+        if (path.exists() or path.is_symlink()) and (not path.is_dir() or (is_replaced and path.is_symlink())):
+            raise UserError(f"{shown_path(path)}: not a folder: remove it, or set another run_dir")
+    for path in run.checkpoints.glob("step_*") if run.checkpoints.is_dir() else ():
+        if is_step_name(path.name) and (path.is_symlink() or not path.is_dir()):  # the run will write or remove it
+            raise UserError(f"{shown_path(path)}: not a folder: move it away, or put a folder there")
+
+
+def _wanted_step(run: RunDir, recipe: Recipe, steps: list[int], wanted: str) -> int:
+    digits = wanted.removeprefix("step_")
+    step = int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= 18 else None
+    if step not in steps:
+        there = f"complete are {_listed(steps)}" if steps else "there is none"
+        raise UserError(f"--from {wanted[:80]}: no complete checkpoint in {shown_path(run.checkpoints)}: {there}")
+    assert step is not None
+    if step > recipe.schedule.steps:
+        raise UserError(
+            f"--from {wanted}: schedule.steps is {recipe.schedule.steps}: raise it, or name an earlier step"
+        )
+    return step
+
+
+def _listed(steps: list[int]) -> str:
+    more = f" and {len(steps) - MAX_NAMED} earlier ones" if len(steps) > MAX_NAMED else ""
+    return ", ".join(folder_name(step) for step in reversed(steps[-MAX_NAMED:])) + more

@@ -1,0 +1,188 @@
+"""Rank 0's workers, built from a recipe: prompts, rollout, teachers, validation. Other ranks only follow."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from mopd.config.schema import Recipe
+from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts
+from mopd.data.stream import PromptStream
+from mopd.data.tokenizer import load_tokenizer
+from mopd.data_plane.local import LocalDataPlane
+from mopd.engines.interface import SamplingParams
+from mopd.launch.ranks import CommandChannel, StudentGroup
+from mopd.placement.groups import Groups
+from mopd.placement.interface import ROLLOUT
+from mopd.placement.weights import GroupWeightSync
+from mopd.replicas.interface import info_of
+from mopd.replicas.router import Router
+from mopd.rewards.domains import DomainRewards, build_rewards
+from mopd.rollout.worker import RolloutWorker, TaskAdvantage
+from mopd.run.validation import Validator
+from mopd.student.worker import StudentWorker
+from mopd.teachers.group import TeacherGroup
+from mopd.teachers.worker import TeacherWorker
+from mopd.types import UserError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What is read from disk before any model: it fails early and cheaply."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptDataset
+    validation: PromptDataset | None
+    rewards: DomainRewards | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """Everything that the controller and the checks talk to."""
+
+    inputs: Inputs
+    prompts: PromptStream
+    plane: LocalDataPlane
+    student: StudentGroup
+    routers: dict[str, Router]
+    """Group key (``rollout``, ``teachers.NAME``) -> its replicas as one engine."""
+    rollout: RolloutWorker
+    teacher_groups: dict[str, TeacherGroup]
+    """Teacher -> its group."""
+    teachers: TeacherWorker
+    validator: Validator | None
+
+    @property
+    def generator(self) -> Router:
+        """Samples with the student's published weights."""
+        return self.routers[ROLLOUT]
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.inputs.tokenizer
+
+    @property
+    def dataset(self) -> PromptDataset:
+        """Training prompts."""
+        return self.inputs.train
+
+
+def read_inputs(recipe: Recipe) -> Inputs:
+    """Tokenizer, prompts and rewards.
+
+    Raises:
+        UserError: a file cannot be used, or a domain of the data has no teacher.
+    """
+    tokenizer = load_tokenizer(recipe.student.model)
+    rewards = build_rewards(recipe.validation) if recipe.validation is not None else None
+    train_needs_truth = recipe.needs_task_advantage and rewards is not None and rewards.needs_ground_truth
+    train = load_prompts(recipe.data.train, recipe.data, tokenizer, needs_ground_truth=train_needs_truth)
+    assignment = recipe.assignment
+    for warning in check_domains_have_teachers(
+        train.domain_counts, assignment.by_domain, default_teacher=assignment.default
+    ):
+        logger.warning("%s", warning)
+    for domain, count in {**train.num_filtered, **train.num_truncated}.items():
+        logger.warning("data.overlong_prompts %s: %d prompts of %s", recipe.data.overlong_prompts, count, domain)
+    validation = None
+    if rewards is not None:
+        validation = load_prompts(
+            recipe.data.validation, recipe.data, tokenizer, needs_ground_truth=rewards.needs_ground_truth
+        )
+        _check_validation_domains(recipe, train, validation)
+    return Inputs(tokenizer=tokenizer, train=train, validation=validation, rewards=rewards)
+
+
+def build_routers(groups: Groups) -> dict[str, Router]:
+    """One router for each group that was started."""
+    return {
+        key: Router(plan.name, groups.replicas(key), plan.group.routing, kind=plan.kind)
+        for key, plan in groups.plans.items()
+    }
+
+
+async def build_workers(
+    recipe: Recipe,
+    inputs: Inputs,
+    worker: StudentWorker,
+    plane: LocalDataPlane,
+    channel: CommandChannel,
+    groups: Groups,
+    *,
+    validation_path: Path | None,
+) -> Workers:
+    """Construct and wire, on the event loop that ``groups`` was started on. The rollout has no weights until the
+    student publishes."""
+    routers = build_routers(groups)
+    routers[ROLLOUT].vocab_size = worker.dims.vocab_size
+    student = StudentGroup(worker, channel, GroupWeightSync(routers[ROLLOUT]))
+    teachers = {name: await _teacher_group(name, routers, groups) for name in recipe.teachers}
+    sampling = SamplingParams(
+        max_new_tokens=recipe.rollout.max_response_length,
+        temperature=recipe.rollout.temperature,
+        top_p=recipe.rollout.top_p,
+        top_k=recipe.rollout.top_k,
+    )
+    advantage = None
+    if recipe.needs_task_advantage and inputs.rewards is not None:
+        advantage = TaskAdvantage(inputs.train, inputs.tokenizer, inputs.rewards)
+    groups.watch(routers, republish=student.republish)
+    return Workers(
+        inputs=inputs,
+        prompts=PromptStream(inputs.train, recipe.data.domain_weights, recipe.data_seed),
+        plane=plane,
+        student=student,
+        routers=routers,
+        rollout=RolloutWorker(
+            routers[ROLLOUT],
+            plane,
+            sampling=sampling,
+            seed=recipe.seed,
+            samples_per_prompt=recipe.rollout.samples_per_prompt,
+            task_advantage=advantage,
+        ),
+        teacher_groups=teachers,
+        teachers=TeacherWorker(
+            teachers,
+            recipe.assignment,
+            plane,
+            top_k=recipe.loss.top_k,
+            temperature=recipe.loss.temperature,
+            keep_going=recipe.on_failure == "replace",
+        ),
+        validator=build_validator(recipe, inputs, validation_path),
+    )
+
+
+async def _teacher_group(name: str, routers: Mapping[str, Router], groups: Groups) -> TeacherGroup:
+    key = f"teachers.{name}"
+    info = await info_of(groups.replicas(key)[0])
+    return TeacherGroup(name, routers[key], vocab_size=info.vocab_size, turn=functools.partial(groups.turn, key))
+
+
+def build_validator(recipe: Recipe, inputs: Inputs, path: Path | None) -> Validator | None:
+    """The validator of a recipe with a ``validation`` section."""
+    if inputs.validation is None or inputs.rewards is None:
+        return None
+    return Validator(recipe, inputs.validation, inputs.tokenizer, inputs.rewards, path)
+
+
+def _check_validation_domains(recipe: Recipe, train: PromptDataset, validation: PromptDataset) -> None:
+    unknown = sorted(set(validation.domain_counts) - set(recipe.assignment.by_domain))
+    if unknown and recipe.assignment.default is None:
+        raise UserError(
+            f"data.validation has domains {unknown} that no teacher answers for: remove these rows or name a teacher"
+        )
+    missing = sorted(set(train.domain_counts) - set(validation.domain_counts))
+    if missing and recipe.preflight.require_better_teacher:
+        raise UserError(
+            f"data.validation has no row of domain {missing[0]!r}, so its teacher cannot be checked: add rows, or set "
+            "preflight.require_better_teacher: false"
+        )

@@ -1,0 +1,283 @@
+"""Checkpoints of the student: Megatron's distributed format, which loads at another parallel layout.
+
+A folder is complete when its ``manifest.json`` exists; it is written last and holds the sha256 of every other file.
+``verify`` compares them, which finds what was damaged or mixed up, but proves nothing about who wrote the folder:
+``load`` reads every pickle of the format through ``restricted``.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from mopd.conversion.torch_dist.reader import read_hashes
+from mopd.files.json_text import read_json_object
+from mopd.files.reading import shown_path
+from mopd.files.writing import WriteRefusedError, write_text, writing
+from mopd.student.checkpoints import restricted
+from mopd.student.checkpoints.saving import write_sharded
+from mopd.student.parallel import Layout, raise_together
+from mopd.types import UserError
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+CONTENT = {"distrib_optim_sharding_type": "fully_reshardable"}
+_OPTIMIZER, _EXPERTS_OPTIMIZER = "optimizer", "optimizer_experts"
+_KEPT_OPTIONS = ("max_lr", "min_lr", "betas", "eps")
+"""Options of a parameter group that the recipe decides, not the checkpoint."""
+
+
+def save(
+    folder: Path,
+    model: DistributedDataParallel,
+    optimizer: ChainedOptimizer,
+    layout: Layout,
+    *,
+    state: Mapping[str, Any],
+) -> None:
+    """Write a complete checkpoint into ``folder``, which is created; what an interrupted save left there is replaced.
+    Collective.
+
+    ``state`` is JSON-able and comes back from ``load``; it is written by rank 0 as ``state.json``.
+
+    Raises:
+        FileExistsError: ``folder`` already holds a complete checkpoint.
+        WriteRefusedError: on every rank, when one of them cannot write.
+    """
+    write(folder, _sharded_state(model, optimizer, layout, is_loading=False), layout, state=state)
+
+
+def write(folder: Path, sharded: dict[str, Any], layout: Layout, *, state: Mapping[str, Any]) -> None:
+    """Write a sharded state dict and its manifest into ``folder``. Collective; raises as ``save`` does, and removes
+    what it has written when a write is refused."""
+    if is_complete(folder):
+        raise FileExistsError(f"{folder} already holds a complete checkpoint")
+    dist.barrier(group=layout.control_group)
+    try:
+        raise_together(layout, lambda: _make_anew(folder))
+        write_sharded(folder, sharded, layout, content=CONTENT)
+        raise_together(layout, lambda: write_hash_manifest(folder, {**state, "layout": layout.sizes()}))
+    except WriteRefusedError:  # on every rank: none of them writes any more
+        if layout.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # the space is needed
+        dist.barrier(group=layout.control_group)
+        raise
+
+
+def _make_anew(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with writing(folder):
+        folder.mkdir(parents=True)
+
+
+@torch.no_grad()
+def load(
+    folder: Path,
+    model: DistributedDataParallel,
+    optimizer: ChainedOptimizer,
+    scheduler: OptimizerParamScheduler,
+    layout: Layout,
+    *,
+    num_steps: int,
+) -> dict[str, Any]:
+    """Load weights, optimizer and random states of a verified ``folder``; returns the ``state`` given to ``save``.
+    Collective.
+
+    ``num_steps`` optimizer steps are done: the schedule continues there with the recipe's values.
+    Call ``verify`` first. Raises ``UserError`` on every rank as ``restricted.load`` does.
+    """
+    state = read_state(folder)
+    options = [{name: group[name] for name in _KEPT_OPTIONS} for group in optimizer.param_groups]
+    sharded = _sharded_state(model, optimizer, layout, is_loading=True)
+    same_layout = state["layout"] == layout.sizes()
+    if not same_layout:
+        del sharded["rng"]
+    loaded = restricted.load(sharded, folder)
+    if same_layout:
+        _check_rng_state(folder, loaded.get("rng"))
+    model.module.load_state_dict(loaded["model"])
+    for part, key in _parts(optimizer):
+        if key == _EXPERTS_OPTIMIZER:
+            _add_common_state(part, loaded[key], loaded[_OPTIMIZER])
+        _load_optimizer(part, loaded[key])
+    for group, kept in zip(optimizer.param_groups, options, strict=True):
+        group.update(kept)
+    scheduler.num_steps = num_steps
+    scheduler.step(0)
+    if same_layout:
+        _set_rng_state(loaded["rng"])
+    return state
+
+
+def write_hash_manifest(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write ``state.json``, then ``manifest.json`` with the sha256 of every file, which completes the folder."""
+    write_text(folder / STATE, _json(state))
+    hashes = {name: _sha256(folder / name) for name in _files(folder)}
+    write_text(folder / MANIFEST, _json({"sha256": hashes}))
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether ``save`` reached its end in ``folder``."""
+    return (folder / MANIFEST).is_file()
+
+
+def verify(folder: Path) -> None:
+    """Compare every file of ``folder`` with its manifest, without unpickling anything.
+
+    Raises:
+        UserError: incomplete checkpoint, or a file that is missing, changed or not in the manifest.
+    """
+    if not is_complete(folder):
+        raise UserError(f"{folder}: no complete checkpoint ({MANIFEST} is missing): resume from another one")
+    expected = read_hashes(folder / MANIFEST)
+    found = _files(folder)
+    for name in sorted(set(expected) ^ set(found)):
+        problem = "missing" if name in expected else f"not listed in {MANIFEST}"
+        raise UserError(f"{folder / name}: {problem}: restore the folder or resume from another checkpoint")
+    for name in found:
+        if _sha256(folder / name) != expected[name]:
+            raise UserError(f"{folder / name}: changed since it was saved (sha256): resume from another checkpoint")
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The ``state`` that was given to ``save``, with the saved ``layout``.
+
+    Raises:
+        UserError: the file is damaged, or not of a run: a converted checkpoint has weights alone.
+    """
+    state = read_json_object(folder / STATE, cure="resume from another checkpoint")
+    for key, kind in (("weight_version", int), ("layout", dict), ("extra", dict)):
+        if type(state.get(key)) is not kind:
+            raise UserError(
+                f"{shown_path(folder / STATE)}: has no {key!r}, so it is no checkpoint of a run: name a step folder of "
+                "a run, or convert it and name the Hugging Face folder"
+            )
+    return state
+
+
+def _sharded_state(
+    model: DistributedDataParallel, optimizer: ChainedOptimizer, layout: Layout, *, is_loading: bool
+) -> dict[str, Any]:
+    """What is saved, as Megatron's sharded state dict."""
+    sharded: dict[str, Any] = {"model": model.module.sharded_state_dict(metadata=dict(CONTENT))}
+    for part, key in _parts(optimizer):
+        _create_states(part)
+        sharded[key] = part.sharded_state_dict(sharded["model"], is_loading=is_loading, metadata=dict(CONTENT))
+    sharded["rng"] = ShardedObject(
+        "rng",
+        _rng_state(),
+        (layout.pp_size, layout.tp_size),
+        (layout.pp_rank, layout.tp_rank),
+        replica_id=layout.dp_rank,
+    )
+    return sharded
+
+
+def _parts(optimizer: ChainedOptimizer) -> list[tuple[Any, str]]:
+    """The optimizer's parts and their keys: with expert parallelism, expert parameters have a part of their own."""
+    keys = (_OPTIMIZER, _EXPERTS_OPTIMIZER)[: len(optimizer.chained_optimizers)]
+    return list(zip(optimizer.chained_optimizers, keys, strict=True))
+
+
+def _add_common_state(part: Any, loaded: dict[str, Any], main: Mapping[str, Any]) -> None:
+    """A checkpoint of a layout without expert parallelism holds the tensors of the experts' part, but not what is kept
+    once per part: that becomes the part's own parameter groups, at the step of the main part's."""
+    inner, main_inner = (state.get("optimizer", state) for state in (loaded, main))
+    if "param_groups" in inner:
+        return
+    own = part.state_dict()
+    groups = copy.deepcopy(own.get("optimizer", own)["param_groups"])
+    main_group = main_inner["param_groups"][0]
+    if "step" in main_group:  # with the plain optimizer it stands elsewhere, below
+        for group in groups:
+            group["step"] = main_group["step"]
+    (loaded.setdefault("optimizer", {}) if "optimizer" in own else loaded)["param_groups"] = groups
+    if "common_step" in main_inner.get("state", {}):
+        inner.setdefault("state", {})["common_step"] = main_inner["state"]["common_step"]
+
+
+def _create_states(part: Any) -> None:
+    """Let optimizer states exist before they are sharded. torch's AdamW also needs a step per parameter, which
+    Megatron's initialiser (written for fused Adam) does not create."""
+    part.init_state_fn(part.optimizer, part.config)
+    if isinstance(part.optimizer, torch.optim.AdamW):
+        for states in part.optimizer.state.values():
+            states.setdefault("step", torch.tensor(0.0))
+
+
+def _load_optimizer(part: Any, loaded: dict[str, Any]) -> None:
+    """Load one optimizer part; works around three faults of Megatron 0.16.1 with torch's AdamW.
+
+    Its loader copies every state of a parameter, ``step`` included, from tensors that have none (so ``step`` is taken
+    away meanwhile), and it hands all parameters one ``step`` tensor, which each would then increment (so each gets its
+    own). The third is in ``_create_states``.
+    """
+    param_state = loaded.pop("param_state", None)
+    part.load_state_dict(loaded)
+    states = list(part.optimizer.state.values())
+    steps = [{"step": own.pop("step").clone()} if "step" in own else {} for own in states]
+    if isinstance(part, DistributedOptimizer):
+        part.load_parameter_state_from_fully_reshardable(param_state)
+    for own, step in zip(states, steps, strict=True):
+        own.update(step)
+    _create_states(part)
+
+
+def _rng_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _check_rng_state(folder: Path, state: Any) -> None:
+    """Refuses random states that this process cannot take, before anything is changed."""
+    found = _flat(state) if isinstance(state, dict) and isinstance(state.get("megatron"), dict) else {}
+    for name, own in _flat(_rng_state()).items():
+        if not isinstance(found.get(name), torch.Tensor) or found[name].shape != own.shape:
+            raise UserError(
+                f"{shown_path(folder)}: its random state {name!r} does not fit this machine: resume from another one"
+            )
+
+
+def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != "megatron"} | dict(state["megatron"])
+
+
+def _set_rng_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    get_cuda_rng_tracker().set_states(state["megatron"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _files(folder: Path) -> list[str]:
+    """Files below ``folder`` by relative name, the manifest excepted."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    return sorted(path.relative_to(folder).as_posix() for path in paths)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=1, sort_keys=True)

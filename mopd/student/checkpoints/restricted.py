@@ -1,0 +1,141 @@
+"""Megatron's loader of distributed checkpoints with every pickle read by restricted readers.
+
+By itself Megatron unpickles ``.metadata`` and each object of a checkpoint without limits, so whoever writes the folder
+has code run; its ``manifest.json`` does not help, as it stands in the same folder. Here ``.metadata`` comes from
+``conversion.torch_dist.description``, and ``common.pt`` and the objects from ``conversion.torch_dist.pickled``.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from mopd.conversion.torch_dist.description import read_description
+from mopd.conversion.torch_dist.pickled import DAMAGE, UnpicklingError, load_plain, reason_of
+from mopd.conversion.torch_dist.reader import METADATA_FILE, require_format
+from mopd.files.reading import open_regular, shown_path
+from mopd.types import UserError
+
+_CURE = "restore the folder or name another checkpoint"
+_EXTRA_STATE = "._extra_state"
+
+
+def load(sharded: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """``dist_checkpointing.load`` of a folder that anybody may have written. Collective.
+
+    Raises:
+        UserError: on every rank, if the folder is damaged, belongs to another model, or holds anything but tensors,
+            plain values and their description.
+    """
+    require_format(folder)
+    description = read_description(folder / METADATA_FILE)  # not inside torch's loader, which logs a stack of its own
+    try:
+        loaded: dict[str, Any] = dist_checkpointing.load(
+            sharded, str(folder), sharded_strategy=_Tensors(description), common_strategy=_Common()
+        )
+    except CheckpointException as error:  # what other ranks raised, too; a BaseException
+        causes = [cause for cause, _ in error.failures.values()]
+        told = next((cause for cause in causes if isinstance(cause, UserError)), None)
+        if told is not None:
+            raise UserError(str(told)) from error
+        raise UserError(f"{shown_path(folder)}: cannot be loaded ({reason_of(causes[0])}): {_CURE}") from error
+    except CheckpointingException as error:
+        raise UserError(f"{shown_path(folder)}: cannot be loaded ({reason_of(error)}): {_CURE}") from error
+    return loaded
+
+
+class _Common(TorchCommonLoadStrategy):
+    """``common.pt``: what is kept once."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        path = Path(checkpoint_dir) / COMMON_STATE_FNAME
+        with open_regular(path, cure=_CURE) as stream:
+            try:
+                common = load_plain(stream)
+            except DAMAGE as error:
+                raise _damaged(path, error) from error
+        if not isinstance(common, dict):
+            raise UserError(f"{shown_path(path)}: holds a {type(common).__name__}, not values by name: {_CURE}")
+        return common
+
+
+class _Tensors(torch_dist.TorchDistLoadShardedStrategy):
+    """Tensors and objects; ``load`` follows Megatron's, with another reader and another planner."""
+
+    def __init__(self, description: Metadata) -> None:
+        super().__init__()
+        self._description = description
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
+        by_key, flat_mapping, rename_mapping = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        targets = torch_dist.mcore_to_pyt_state_dict(by_key, True)
+        planner = _Planner(
+            shapes_validation_sharded_tensors=[tensor for tensor in tensors if not tensor.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
+        )
+        planner.folder = Path(checkpoint_dir)
+        reader = _CheckedReader(checkpoint_dir)
+        reader.description = self._description
+        _load_state_dict(targets, reader, planner=planner)  # ``load`` wants equal keys on all ranks
+        loaded = {key: torch_dist._unwrap_pyt_sharded_tensor(value) for key, value in targets.items()}
+        loaded = torch_dist._replace_sharded_keys_with_state_dict_keys(loaded, flat_mapping, rename_mapping)
+        torch_dist._restore_dict_types(loaded, sharded_state_dict)
+        return loaded
+
+
+class _CheckedReader(FileSystemReader):
+    """Reads files of the folder alone (see ``read_description``), tensors with ``weights_only``."""
+
+    description: Metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.description
+
+
+class _Planner(torch_dist.MCoreLoadPlanner):
+    folder: Path
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """One object, in place of the superclass's unlimited unpickling."""
+        key = str(read_item.dest_index.fqn)
+        try:
+            content = load_plain(value)
+            if _EXTRA_STATE in key and not _is_empty(content):
+                raise UnpicklingError("TransformerEngine would unpickle it")
+        except DAMAGE as error:
+            raise _damaged(self.folder, error, f"object {key!a:.200} in it ") from error
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[key], content)
+        else:
+            self.state_dict[key] = content
+
+
+def _is_empty(state: Any) -> bool:
+    """Whether a layer's extra state says nothing: TransformerEngine unpickles others, which only FP8 needs."""
+    if isinstance(state, Tensor):
+        return state.numel() == 0
+    if isinstance(state, (list, tuple)):
+        return all(map(_is_empty, state))
+    if isinstance(state, io.BytesIO):
+        return not state.getbuffer().nbytes or _is_empty(load_plain(state))
+    return state is None
+
+
+def _damaged(path: Path, error: BaseException, what: str = "") -> UserError:
+    return UserError(f"{shown_path(path)}: {what}cannot be read as plain values ({reason_of(error)}): {_CURE}")

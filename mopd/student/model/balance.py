@@ -1,0 +1,180 @@
+"""Balance of the load over experts: the auxiliary losses' scale, and what the routers did.
+
+Megatron attaches the auxiliary losses to the routers' outputs, where they add to the gradient alone. It scales them for
+gradients that are divided by a token count afterwards (``calculate_per_token_loss``); here gradients are sums and
+nothing is divided, so the scale goes into the coefficients: what is minimised beside the loss is the mean of the
+auxiliary losses over the micro-batches of all data-parallel ranks. Unlike the loss, it depends on how a batch is cut.
+
+Two of them are ours, because padding must not weigh. The z-loss is a mean over the real tokens of a micro-batch,
+whatever tensor-parallel rank holds them; Megatron's is a mean of each rank's own mean. The loss by sequences is a mean
+over the real sequences; Megatron's weighs each by its length squared, and counts sequences of padding alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    clear_aux_losses_tracker,
+    get_moe_layer_wise_logging_tracker,
+    save_to_aux_losses_tracker,
+)
+from torch import Tensor
+
+from mopd.config.schema import MoeConfig
+from mopd.conversion.models.model_dims import MoeDims
+from mopd.student.model.gpt import StudentModel
+from mopd.student.parallel import Layout
+
+_LOSS_NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Types of the loss and the names under which Megatron logs them."""
+_Z_LOSS = "z_loss"
+
+
+class Balance:
+    """Scales and watches the routers of one rank: ``begin`` before a step's passes, ``metrics`` after them."""
+
+    def __init__(self, model: StudentModel, moe: MoeConfig, dims: MoeDims, layout: Layout) -> None:
+        self._moe = moe
+        self._layout = layout
+        self._num_moe_layers = sum(dims.layers)
+        self._num_micro_batches = 0
+        # [L, E]: tokens that this rank's routers sent, by layer of the whole model and expert
+        self._tokens = torch.zeros(len(dims.layers), dims.num_experts, dtype=torch.float64, device=layout.device)
+        self._routers: list[Any] = []
+        layers: Any = model.get_submodule("decoder.layers")
+        for layer in layers:
+            if dims.layers[layer.layer_number - 1]:
+                self._routers.append(layer.mlp.router)
+                _adapt(layer.mlp.router)
+                _watch(layer.mlp.router, self._tokens[layer.layer_number - 1])
+
+    def begin(self, num_micro_batches: int) -> None:
+        """Forget the last step's numbers; every data-parallel rank is about to run ``num_micro_batches``."""
+        self._num_micro_batches = num_micro_batches
+        self._tokens.zero_()
+        clear_aux_losses_tracker()
+        for router in self._routers:
+            router.config.moe_aux_loss_coeff = self._moe.moe_aux_loss_coeff / self._num_terms
+            z_loss = self._moe.moe_z_loss_coeff / (num_micro_batches * self._layout.dp_size)
+            router.config.moe_z_loss_coeff = z_loss or None
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the step under their final names, equal on every rank. Collective, one host synchronisation."""
+        balance = _LOSS_NAMES[self._moe.moe_router_load_balancing_type]
+        tracker = get_moe_layer_wise_logging_tracker()
+        logged = [
+            tracker[name]["values"].sum().double() if name in tracker else self._tokens.new_zeros(())
+            for name in (balance, _Z_LOSS)
+        ]
+        flat = torch.cat([self._tokens.flatten(), torch.stack(logged)])
+        dist.all_reduce(flat)
+        values = _load(flat[:-2].view_as(self._tokens))
+        # Tensor-parallel ranks hold parts of each term.
+        terms = {balance: self._num_terms, _Z_LOSS: self._num_micro_batches * self._layout.dp_size}
+        coefficients = {balance: self._moe.moe_aux_loss_coeff, _Z_LOSS: self._moe.moe_z_loss_coeff}
+        for (name, num_terms), total in zip(terms.items(), flat[-2:].tolist(), strict=True):
+            if coefficients[name]:
+                values[f"moe/{name}"] = total / num_terms / self._num_moe_layers
+        return values
+
+    @property
+    def _num_terms(self) -> int:
+        """Balancing losses whose mean is minimised: each data-parallel rank has its own, save of the global one."""
+        is_global = self._moe.moe_router_load_balancing_type == "global_aux_loss"
+        return self._num_micro_batches * (1 if is_global else self._layout.dp_size)
+
+
+def _adapt(router: Any) -> None:
+    """Make a router of Megatron's what the module docstring says."""
+    router.calculate_per_token_loss = False
+    router.apply_z_loss = _z_loss_of(router)
+    router._apply_seq_aux_loss = _sequence_loss_of(router)
+    router._apply_expert_bias = _with_mask_per_token(router._apply_expert_bias)
+
+
+def _watch(router: Any, tokens: Tensor) -> None:
+    """Count the tokens [E] that the router sends in passes with gradients (recomputed ones would count twice)."""
+
+    def count(module: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        if torch.is_grad_enabled():
+            tokens.add_(output[1][_real(output[1], *inputs[1:])].sum(0))
+
+    router.register_forward_hook(count)
+
+
+def _real(rows: Tensor, padding: Tensor | None = None) -> Tensor:
+    """[T] bool: which of ``rows`` [T, ...] are tokens, from the padding mask (any shape of T entries; none: all)."""
+    return rows.new_ones(len(rows), dtype=torch.bool) if padding is None else ~padding.reshape(-1)
+
+
+def _z_loss_of(router: Any) -> Callable[..., Tensor]:
+    """In the place of ``TopKRouter.apply_z_loss``: attaches the loss to the logits [T, E], in passes with gradients."""
+
+    def apply(logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        coefficient = router.config.moe_z_loss_coeff
+        if coefficient is None or not (router.training and torch.is_grad_enabled()):
+            return logits
+        real = _real(logits, padding_mask)
+        num_tokens = real.sum()
+        dist.all_reduce(num_tokens, group=router.tp_cp_group)
+        squares = logits.float().logsumexp(-1).square()
+        loss = (squares * real).sum() / num_tokens.clamp(min=1)
+        save_to_aux_losses_tracker(_Z_LOSS, loss, router.layer_number, router.config.num_layers)
+        attached: Tensor = MoEAuxLossAutoScaler.apply(logits, loss * coefficient)
+        return attached
+
+    return apply
+
+
+def _sequence_loss_of(router: Any) -> Callable[..., Tensor]:
+    """In the place of ``TopKRouter._apply_seq_aux_loss``: per sequence experts x sum over experts of (share of choices
+    x mean score), from scores and choices [S B, E] that are zero at padding."""
+    name = "seq_aux_loss"
+
+    def apply(
+        probs: Tensor, scores: Tensor, routing_map: Tensor, length: int, num: int, with_padding_mask: bool = False
+    ) -> Tensor:
+        coefficient = router.get_aux_loss_coeff(name)
+        if coefficient == 0:
+            return probs
+        chosen_BE = routing_map.view(length, num, -1).sum(0).to(scores.dtype)
+        dist.all_reduce(chosen_BE, group=router.tp_cp_group)
+        choices_B = chosen_BE.sum(1)
+        products_B = (scores.view(length, num, -1).sum(0) * chosen_BE).sum(1)
+        losses_B = router.num_experts * router.topk * products_B / choices_B.clamp(min=1).square()
+        loss = coefficient * losses_B.sum() / (choices_B > 0).sum().clamp(min=1)
+        attached: Tensor = router.attach_and_log_load_balancing_loss(
+            probs, coefficient, loss, _LOSS_NAMES[name], router.tp_cp_group
+        )
+        return attached
+
+    return apply
+
+
+def _with_mask_per_token(apply: Callable[..., None]) -> Callable[..., None]:
+    """Megatron 0.16.1 combines the routing map [T, E] with a padding mask [T], which does not broadcast."""
+
+    def wrapped(routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        apply(routing_map, padding_mask=None if padding_mask is None else padding_mask[:, None])
+
+    return wrapped
+
+
+def _load(tokens: Tensor) -> dict[str, float]:
+    """How even the load is, from tokens [L, E] over all ranks; layers without experts are zero."""
+    used = tokens[tokens.sum(1) > 0]
+    peaks = used.max(1).values / used.mean(1)
+    return {
+        "moe/load_max_over_mean": float(peaks.mean()),
+        "moe/load_max_over_mean_worst_layer": float(peaks.max()),
+        "moe/idle_experts_share": float((used == 0).double().mean()),
+    }

@@ -1,0 +1,251 @@
+"""From the model's sizes and the recipe to Megatron's ``TransformerConfig``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from mopd.config.schema import MoeConfig, StudentConfig
+from mopd.conversion.models.dims import ModelDims, check_layout
+from mopd.conversion.models.model_dims import YarnRope
+from mopd.student.model.overrides import check_overrides
+from mopd.student.parallel import Layout
+from mopd.types import UserError
+
+MAKE_VOCAB_SIZE_DIVISIBLE_BY = 1
+"""The embedding is padded to a multiple of this times the TP degree: no more than the split needs."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def uses_transformer_engine(student: StudentConfig) -> bool:
+    """Whether the layers come from TransformerEngine.
+
+    Raises:
+        UserError: the recipe asks for it where CUDA or the package is missing.
+    """
+    is_available = HAVE_TE and torch.cuda.is_available()
+    if student.transformer_impl == "transformer_engine" and not is_available:
+        missing = "CUDA" if HAVE_TE else "the transformer_engine package"
+        raise UserError(
+            f"student.transformer_impl is 'transformer_engine' but {missing} is missing: set it to 'auto' or 'local'"
+        )
+    return is_available and student.transformer_impl != "local"
+
+
+def padded_vocab_size(dims: ModelDims, layout: Layout) -> int:
+    """Rows of the embedding over all tensor-parallel ranks."""
+    return dims.padded_vocab_size(
+        tensor_model_parallel_size=layout.tp_size, make_vocab_size_divisible_by=MAKE_VOCAB_SIZE_DIVISIBLE_BY
+    )
+
+
+def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) -> TransformerConfig:
+    """Megatron's model configuration.
+
+    Raises:
+        UserError: the layout does not divide the model, or an override is unknown, owned by another recipe key, or
+            refused by Megatron.
+    """
+    check_layout(
+        dims,
+        tensor_model_parallel_size=layout.tp_size,
+        pipeline_model_parallel_size=layout.pp_size,
+        expert_model_parallel_size=layout.ep_size,
+        expert_tensor_parallel_size=layout.etp_size,
+    )
+    _check_sequence_parallel(dims, layout)
+    _check_experts(student, dims)
+    fields = {**_model_fields(dims), **_layout_fields(layout), **_execution_fields(student)}
+    fields |= _moe_fields(student.moe, dims) | _mla_fields(dims, is_fused=fields["apply_rope_fusion"])
+    has_engine = uses_transformer_engine(student)
+    overrides = check_overrides(student.megatron_overrides, owned=fields.keys(), has_transformer_engine=has_engine)
+    config_class = TransformerConfig if dims.mla is None else MLATransformerConfig
+    try:
+        config = config_class(**fields, **overrides)
+    except (AssertionError, TypeError, ValueError) as error:
+        if not overrides:
+            raise
+        reason = " ".join(str(error).split())
+        named = dict(student.megatron_overrides)
+        raise UserError(f"student.megatron_overrides {named}: Megatron refuses: {reason}") from error
+    _check_recompute(config)
+    # Micro-batches are padded to their own longest sequence; pipeline stages announce shapes to each other. Megatron
+    # refuses this beside the all-gather dispatcher, whose ranks must bring equally many tokens: the batches do.
+    config.variable_seq_lengths = layout.pp_size > 1
+    return config
+
+
+def _check_sequence_parallel(dims: ModelDims, layout: Layout) -> None:
+    """What Megatron-Core needs sequence parallelism for, wherever tensor-parallel ranks share a layer.
+
+    Experts: it refuses to train without. Latent attention: each rank would keep only its own heads' part of the
+    gradient of the keys' rotary half, which all heads share.
+
+    Raises:
+        UserError: one line with the key to set.
+    """
+    needs = [name for name, part in (("experts", dims.moe), ("latent attention", dims.mla)) if part is not None]
+    if needs and layout.tp_size > 1 and not layout.sequence_parallel:
+        raise UserError(
+            f"student.parallel.tensor_model_parallel_size is {layout.tp_size} and the model has {' and '.join(needs)}: "
+            "set student.parallel.sequence_parallel: true"
+        )
+
+
+def _check_recompute(config: TransformerConfig) -> None:
+    """Megatron runs past the last layer of a stage whose layers are no multiple of the recomputed chunks.
+
+    Raises:
+        UserError: one line with the key to set.
+    """
+    chunk = config.recompute_num_layers
+    on_stage = config.num_layers // config.pipeline_model_parallel_size
+    if config.recompute_method == "uniform" and chunk is not None and on_stage % chunk:
+        raise UserError(
+            f"student.megatron_overrides.recompute_num_layers: {chunk} does not divide the {on_stage} layers of a "
+            "pipeline stage; set a divisor"
+        )
+
+
+def _check_experts(student: StudentConfig, dims: ModelDims) -> None:
+    """What Megatron-Core asks of a model with experts beyond divisibility and sequence parallelism.
+
+    Raises:
+        UserError: one line with the key to set.
+    """
+    if dims.moe is None:
+        if student.moe != MoeConfig():
+            raise UserError(f"student.moe is set but model_type {dims.family} has no experts: remove the section")
+        return
+    if student.moe.moe_grouped_gemm and not uses_transformer_engine(student):
+        raise UserError("student.moe.moe_grouped_gemm is true but TransformerEngine is missing: set it to false")
+
+
+def _model_fields(dims: ModelDims) -> dict[str, Any]:
+    return {
+        "num_layers": dims.num_layers,
+        "hidden_size": dims.hidden_size,
+        "ffn_hidden_size": dims.ffn_hidden_size,
+        "num_attention_heads": dims.num_attention_heads,
+        "num_query_groups": dims.num_query_groups,
+        "kv_channels": dims.head_dim,
+        "layernorm_epsilon": dims.norm_epsilon,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": dims.qkv_bias,
+        "qk_layernorm": dims.qk_norm,
+    }
+
+
+def _moe_fields(moe: MoeConfig, dims: ModelDims) -> dict[str, Any]:
+    if dims.moe is None:
+        return {}
+    experts = dims.moe
+    return {
+        "num_moe_experts": experts.num_experts,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size or None,
+        "moe_layer_freq": 1 if dims.has_uniform_layers else [int(has_experts) for has_experts in experts.layers],
+        "moe_router_topk": experts.experts_per_token,
+        "moe_router_score_function": experts.score_function,
+        # Softmax after the choice normalises over the chosen; before it, over all experts.
+        "moe_router_pre_softmax": experts.score_function == "softmax" and not experts.normalized,
+        "moe_router_topk_scaling_factor": None if experts.scaling_factor == 1 else experts.scaling_factor,
+        "moe_router_num_groups": experts.num_groups,
+        "moe_router_group_topk": experts.group_topk,
+        "moe_router_enable_expert_bias": experts.expert_bias,
+        "moe_router_dtype": "fp32" if experts.router_fp32 else None,
+        "moe_router_load_balancing_type": moe.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": moe.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": moe.moe_z_loss_coeff or None,
+        "moe_router_bias_update_rate": moe.moe_router_bias_update_rate,
+        "moe_grouped_gemm": moe.moe_grouped_gemm,
+    }
+
+
+def _mla_fields(dims: ModelDims, *, is_fused: bool) -> dict[str, Any]:
+    if dims.mla is None:
+        return {}
+    mla, rope = dims.mla, dims.rope_scaling
+    fields: dict[str, Any] = {
+        "multi_latent_attention": True,
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        # The attention's output has this width, and the local core attention takes it from here.
+        "kv_channels": mla.v_head_dim,
+        # The norms of the compressed queries and keys.
+        "qk_layernorm": True,
+        "rotary_base": rotary_base(dims),
+        # The plain rope's softmax is scaled by a factor's logarithm too, which these two make 1.
+        "rope_type": "rope",
+        "rotary_scaling_factor": 1.0,
+        "mscale_all_dim": 0.0,
+        "apply_rope_fusion": is_fused and rope is not None,
+    }
+    if isinstance(rope, YarnRope):
+        fields |= {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": rope.factor,
+            "original_max_position_embeddings": rope.original_max_positions,
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "mscale": rope.mscale,
+            "mscale_all_dim": rope.mscale_all_dim,
+        }
+    return fields
+
+
+def rotary_base(dims: ModelDims) -> float:
+    """An integral base stays an integer: powers of the two differ in the last bit, and checkpoints store integers."""
+    return int(dims.rotary_base) if dims.rotary_base.is_integer() else dims.rotary_base
+
+
+def _layout_fields(layout: Layout) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": layout.tp_size,
+        "pipeline_model_parallel_size": layout.pp_size,
+        "sequence_parallel": layout.sequence_parallel,
+        "expert_model_parallel_size": layout.ep_size,
+        "expert_tensor_parallel_size": layout.etp_size,
+        "variable_seq_lengths": False,
+        # The all-to-all dispatcher needs CUDA streams.
+        "moe_token_dispatcher_type": "alltoall" if torch.cuda.is_available() else "allgather",
+        "deallocate_pipeline_outputs": layout.pp_size > 1,
+    }
+
+
+def _execution_fields(student: StudentConfig) -> dict[str, Any]:
+    dtype = _DTYPES[student.dtype]
+    is_fused = uses_transformer_engine(student)
+    fields: dict[str, Any] = {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        # The loss must be a deterministic function of weights and batch.
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # Weights come from the checkpoint; nothing is drawn.
+        "perform_initialization": False,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        # Sums over tokens stay sums: the global denominator is already in the loss weights.
+        "calculate_per_token_loss": True,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": is_fused,
+        "bias_dropout_fusion": is_fused,
+        "apply_rope_fusion": is_fused,
+        "gradient_accumulation_fusion": False,
+    }
+    if student.recompute == "selective":
+        fields |= {"recompute_granularity": "selective"}
+    elif student.recompute == "full":
+        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return fields

@@ -1,0 +1,120 @@
+"""What travels to a replica's process: everything that it needs, nothing else, and back unchanged."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mopd.config.engines import TorchEngineConfig, VllmEngineConfig
+from mopd.config.load import Loaded, load_recipe
+from mopd.placement.engine_file import is_engine_file, read_engine_file, rollout_file, teacher_file
+from mopd.types import UserError
+from tests.fixtures.recipe import RECIPE
+
+Load = Callable[..., Loaded]
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(RECIPE)
+
+    def with_overrides(*overrides: str) -> Loaded:
+        return load_recipe("recipe.yaml", overrides)
+
+    return with_overrides
+
+
+VLLM = ("teachers.math.engine.type=vllm", "teachers.math.engine.max_scoring_tokens=999999")
+VLLM += ("rollout.engine.type=vllm", "rollout.engine.max_num_batched_tokens=4096")
+
+
+@pytest.mark.parametrize("overrides", [(), VLLM])
+def test_a_file_comes_back_as_it_was(load: Load, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    recipe = load("teachers.math.replicas=2", *overrides).recipe
+    for file in (teacher_file(recipe, "math", 1), rollout_file(recipe)):
+        file.write(tmp_path / "engine.json")
+        assert is_engine_file(tmp_path / "engine.json")
+        assert read_engine_file(tmp_path / "engine.json") == file
+        assert isinstance(file.engine, VllmEngineConfig if overrides else TorchEngineConfig)
+    assert not is_engine_file("recipe.yaml") and not is_engine_file("none")
+
+
+def test_what_follows_from_the_recipe(load: Load, tmp_path: Path) -> None:
+    overrides = ("teachers.math.routing.max_tokens_per_request=7", "teachers.math.routing.max_inflight_tokens=500")
+    recipe = load("teachers.math.replicas=2", *VLLM, *overrides, "rollout.temperature=0.5").recipe
+    longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
+    file = teacher_file(recipe, "math", 1)
+    assert (file.role, file.name, file.label) == ("teacher", "math", "math/1")
+    assert file.model == str(tmp_path / recipe.teachers["math"].model)
+    assert file.max_logprobs == recipe.loss.top_k
+    assert file.max_tokens_per_request == longest  # one sample is never cut
+    assert file.max_queued_tokens == 1000
+    assert isinstance(file.engine, VllmEngineConfig) and file.engine.max_model_len == longest
+    rollout = rollout_file(recipe)
+    assert (rollout.role, rollout.model) == ("rollout", str(tmp_path / recipe.student.model))
+    assert (rollout.temperature, rollout.top_p, rollout.top_k) == (0.5, 1.0, -1)
+    text = json.dumps(file.to_json())
+    assert "run_dir" not in text and recipe.student.model not in text
+
+
+def test_an_unknown_teacher(load: Load) -> None:
+    with pytest.raises(UserError, match="--teacher maths: the recipe has no such teacher; it has math"):
+        teacher_file(load().recipe, "maths")
+
+
+DAMAGED: dict[str, tuple[dict[str, object], str]] = {
+    "another format": ({"format": "mopd engine 0"}, "format is not 'mopd engine 1'"),
+    "no format": ({"format": None}, "format is not"),
+    "unknown engine": ({"engine": {"type": "other"}}, "engine.type: unknown type 'other'"),
+    "engine without keys that vLLM needs": (
+        {"engine": {"type": "vllm", "max_num_seqs": "x"}},
+        "engine.max_num_seqs: e",
+    ),
+    "no engine": ({"engine": None}, "engine: expected a section, got null"),
+    "surplus key": ({"surplus": 1}, "unknown key 'surplus'"),
+    "role": ({"role": "judge"}, "role: expected one of teacher, rollout, got 'judge'"),
+    "name": ({"name": 5}, "name: expected text, got 5"),
+    "control characters": ({"name": "a\x1b"}, "holds a control character"),
+    "path": ({"model": "a\0b"}, "model: 'a\\x00b' holds a NUL character"),
+    "no path": ({"model": ""}, "model: is empty"),
+    "negative": ({"replica": -1}, "replica is -1: set 0 or more"),
+    "fraction": ({"replica": 1.5}, "replica: expected a whole number, got 1.5"),
+    "zero": ({"max_tokens_per_request": 0}, "max_tokens_per_request is 0: set 1 or more"),
+    "large": ({"max_logprobs": 2**62}, "max_logprobs is 4611686018427387904: set at most"),
+    "beyond 64 bits": ({"max_logprobs": 10**30}, "is beyond 64 bits"),
+    "no number": ({"request_timeout_s": float("nan")}, "NaN is no JSON number"),
+    "endless": ({"startup_timeout_s": 1e9}, "startup_timeout_s is 1000000000.0: set 0.001 to 2000000 seconds"),
+    "text for true": ({"enable_sleep_mode": "yes"}, "enable_sleep_mode: expected true or false, got 'yes'"),
+    "mapping for a number": ({"top_k": {"a": 1}}, "top_k: expected a whole number, got a section"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_file(load: Load, tmp_path: Path, case: str) -> None:
+    change, line = DAMAGED[case]
+    path = tmp_path / "engine.json"
+    path.write_text(json.dumps({**teacher_file(load().recipe, "math").to_json(), **change}))
+    with pytest.raises(UserError) as caught:
+        read_engine_file(path)
+    assert str(caught.value).startswith(f"{path}: is no engine file of this mopd (")
+    assert line in str(caught.value) and str(caught.value).endswith(": let mopd write it anew")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_engine_file(load: Load, tmp_path: Path) -> None:
+    """A recipe that speaks of engine files is a recipe; nothing is waited for."""
+    load()
+    path = tmp_path / "file"
+    for text in ("[]", "{", "", "[" * 10_000):
+        path.write_text(text)
+        with pytest.raises(UserError, match="is no engine file of this mopd"):
+            read_engine_file(path)
+    path.write_text("# mopd engine 1, by hand\n" + RECIPE)
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("file", "pipe", "/dev/zero", ".", "x" * 300, "a\0b"):
+        assert not is_engine_file(name)

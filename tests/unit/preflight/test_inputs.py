@@ -1,0 +1,81 @@
+"""What is missing on disk is named before any rank starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mopd.config.load import Loaded, load_recipe
+from mopd.preflight.inputs import check_inputs, check_machine, check_world_size
+from mopd.types import UserError
+from tests.fixtures.recipe import RECIPE
+
+Load = Callable[..., Loaded]
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Load the small recipe, all of whose files exist."""
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(RECIPE)
+    for folder in ("models/student", "models/math"):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "config.json").write_text("{}")
+    for file in ("train.jsonl", "validation.jsonl", "reward.py"):
+        Path(file).write_text("{}\n")
+    return lambda *overrides: load_recipe("recipe.yaml", overrides)
+
+
+def test_complete_inputs_pass(load: Load) -> None:
+    check_inputs(load("validation.reward={type: custom, path: reward.py, function: f}"))
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("student.model=models/none", "student.model: folder 'models/none' does not exist"),
+        ("student.model=.", "student.model: folder '.' has no config.json"),
+        ("teachers.math.model=/none", "teachers.math.model: folder '/none' does not exist: check the path"),
+        ("data.train=[train.jsonl, none.jsonl]", "data.train: file 'none.jsonl' does not exist"),
+        ("data.validation=[empty.jsonl]", "data.validation: file 'empty.jsonl' is empty"),
+        (f"student.model={'x' * 300}", "student.model: folder 'xxx"),
+        (f"data.train=[{'x' * 300}]", "data.train: file 'xxx"),
+        ("data.train=[pipe]", "data.train: file 'pipe' is no regular file"),
+        ("data.train=[loop]", "data.train: file 'loop' does not exist"),
+        ("data.chat_template=none.jinja", "data.chat_template: file 'none.jinja' does not exist"),
+        (
+            "validation.domain_rewards.math={type: custom, path: none.py, function: f}",
+            "validation.domain_rewards.math.path: file 'none.py' does not exist",
+        ),
+    ],
+)
+def test_missing_inputs_are_named(load: Load, override: str, line: str) -> None:
+    Path("empty.jsonl").touch()
+    Path("loop").symlink_to("loop")
+    os.mkfifo("pipe")
+    with pytest.raises(UserError) as caught:
+        check_inputs(load(override))
+    assert str(caught.value).startswith(f"recipe.yaml (--set): {line}")
+    assert "\n" not in str(caught.value)
+
+
+def test_ranks_that_one_machine_cannot_hold(load: Load) -> None:
+    check_machine(load("student.parallel.pipeline_model_parallel_size=64"))
+    with pytest.raises(UserError, match=r"student\.parallel: 60000 ranks on this machine of \d+ cores, where \d+ are"):
+        check_machine(load("student.parallel.pipeline_model_parallel_size=60000"))
+
+
+def test_world_size(load: Load) -> None:
+    loaded = load("student.parallel={tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}")
+    check_world_size(loaded, 4)
+    with pytest.raises(UserError, match=r"needs 4 ranks, torchrun started 6: .* a multiple of 4 ranks"):
+        check_world_size(loaded, 6)
+    with pytest.raises(
+        UserError, match=r"needs 4 ranks, torchrun started 8: .* set student.parallel.data_parallel_size to 2"
+    ):
+        check_world_size(loaded, 8)
+    with pytest.raises(UserError, match=r"a multiple of 4 ranks"):
+        check_world_size(loaded, 2)
