@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from mopd.files.json_text import MAX_DEPTH, parse_json
 from mopd.files.reading import open_regular, shown_path
+from mopd.text import one_line
 from mopd.types import UserError
 
 MISSING = object()
@@ -100,8 +101,8 @@ def _read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Mapping[str, A
                     number += 1
     except _READ_ERRORS as error:
         raise UserError(
-            f"{shown_path(path)}: unreadable parquet file at or after row {number}: {_short(error)}: write it again, "
-            f"or {CURE}"
+            f"{shown_path(path)}: unreadable parquet file at or after row {number}: {one_line(error):.200}: write it "
+            f"again, or {CURE}"
         ) from error
 
 
@@ -167,7 +168,7 @@ def _value(path: Path, number: int, batch: pa.RecordBatch, name: str, i: int) ->
     except _READ_ERRORS as error:
         raise UserError(
             f"{shown_path(path)}: row {number}: column {quoted(name)} of type {str(column.type)[:80]} holds what "
-            f"Python cannot ({_short(error)}): store it as text or numbers"
+            f"Python cannot ({one_line(error):.200}): store it as text or numbers"
         ) from error
 
 
@@ -185,7 +186,3 @@ def quoted(name: Any) -> str:
 
 def _repeated(names: Sequence[str]) -> str | None:
     return next((name for name, count in Counter(names).items() if count > 1), None)
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mopd.files.reading import read_text
+from mopd.text import one_line
 
 MAX_TEMPLATE_BYTES = 2**20
 MAX_RENDER_S = 10.0
@@ -45,7 +46,7 @@ def render(
             raise TypeError(f"it gives {type(rendered).__name__}, not text")
         rendered.encode("utf-8")
     except Exception as error:  # templates are user code: they raise what they like
-        raise ValueError(" ".join(str(error).split())[:200] or type(error).__name__) from error
+        raise ValueError(f"{one_line(error):.200}") from error
     return rendered
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from mopd.files.json_text import MAX_DEPTH
 from mopd.files.reading import read_text, shown_path
-from mopd.text import visible
+from mopd.text import one_line, visible
 from mopd.types import UserError
 
 MAX_YAML_BYTES = 2**20
@@ -85,13 +85,13 @@ def compose_yaml(text: str) -> Marked | None:
         return None if root is None else _Reader().marked(root, ())
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        problem = " ".join(str(error.problem or error.context).split())[:200]
+        problem = one_line(str(error.problem or error.context))[:200]
         line = None if mark is None else mark.line + 1
         raise YamlError(f"not readable as YAML: {problem}", line=line) from None
     except YamlError:
         raise
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # chr() and int() of what the text asks for
-        problem = f"an escape or version number is out of range ({' '.join(str(error).split())[:100]})"
+        problem = f"an escape or version number is out of range ({one_line(error):.100})"
         raise YamlError(f"not readable as YAML: {problem}", line=loader.line + 1) from None
     finally:
         loader.dispose()

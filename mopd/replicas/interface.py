@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mopd.engines.interface import EngineError, EngineInfo, Generator, Scorer
+from mopd.text import one_line
 from mopd.types import UserError
 
 Kind = Literal["teacher", "rollout"]
@@ -40,7 +41,7 @@ class SampleFailed(RuntimeError):
             last_error: why the last of them (or the wait for one) failed.
         """
         tried = f"{len(attempts)} attempts on {', '.join(attempts)}" if attempts else "no replica was tried"
-        reason = " ".join(str(last_error).split()) or type(last_error).__name__
+        reason = one_line(last_error)
         super().__init__(f"{group} could not answer for {len(positions)} samples: {tried}; last error: {reason}")
         self.group = group
         self.positions = tuple(positions)

@@ -19,7 +19,7 @@ from mopd.report.packages import check_packages
 from mopd.report.progress import make_progress
 from mopd.report.run_files import RunFiles
 from mopd.report.terminal import Terminal
-from mopd.text import visible
+from mopd.text import one_line, visible
 from mopd.types import UserError
 
 
@@ -161,8 +161,9 @@ class WandBSink:
                 config=dict(recipe_tree),
             )
         except wandb.Error as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"metrics.wandb: {reason}: run wandb login, or set metrics.wandb.mode: offline") from error
+            raise UserError(
+                f"metrics.wandb: {one_line(error)}: run wandb login, or set metrics.wandb.mode: offline"
+            ) from error
         # Our own axis: W&B's refuses steps below the last one it saw, and a resume repeats some.
         self._run.define_metric("*", step_metric="step")
 

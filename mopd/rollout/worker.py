@@ -15,6 +15,7 @@ from mopd.replicas.interface import SampleFailed
 from mopd.rewards.domains import DomainRewards
 from mopd.rewards.interface import RewardItem
 from mopd.rollout.seeds import derive_seed
+from mopd.text import one_line
 from mopd.types import Prompt, SampleMeta, UserError
 
 MAX_NAMED_SAMPLES = 8
@@ -119,7 +120,7 @@ def _describe(error: SampleFailed, sample_ids: Sequence[int], prompts: Sequence[
     ids = ", ".join(str(sample_ids[i]) for i in error.positions[:MAX_NAMED_SAMPLES])
     more = f" and {len(error.positions) - MAX_NAMED_SAMPLES} more" if len(error.positions) > MAX_NAMED_SAMPLES else ""
     domains = ", ".join(repr(domain) for domain in sorted({prompts[i].domain for i in error.positions}))
-    reason = " ".join(str(error).split())
+    reason = one_line(error)
     return f"rollout gave no response for samples {ids}{more} of domain {domains}: {reason}: see the replicas' logs"
 
 

@@ -37,6 +37,7 @@ from mopd.serving.metrics import ServerMetrics
 from mopd.serving.request_checks import LOOPBACK_NAMES, add_guards
 from mopd.serving.updates import WeightUpdates
 from mopd.serving.work import GenerateWork, ScoreWork, Work
+from mopd.text import one_line
 from mopd.types import UserError
 from mopd.wire.codec import VERSION, MessageT, WireError, decode, encode
 from mopd.wire.limits import CONTENT_TYPE, DEADLINE_HEADER, MAX_CHUNK_BYTES
@@ -280,9 +281,9 @@ class EngineServer:
         try:
             return await call
         except (ValueError, UserError) as error:
-            raise bad_request(" ".join(str(error).split())) from error
+            raise bad_request(one_line(error)) from error
         except EngineUnavailable as error:
-            message = " ".join(str(error).split())
+            message = one_line(error)
             logger.error("the engine is dead: %s", message)
             if self.admission.closed_kind != "dead":
                 self.admission.close("dead", f"the engine is dead: {message}")

@@ -26,7 +26,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from mopd.text import visible
+from mopd.text import one_line
 
 
 class Refusal(Exception):
@@ -34,7 +34,7 @@ class Refusal(Exception):
     repeat what a client sent: it becomes one line that a terminal only shows."""
 
     def __init__(self, status: int, kind: str, message: str, **details: Any) -> None:
-        super().__init__(visible(" ".join(message.split())))
+        super().__init__(one_line(message))
         self.status, self.kind, self.details = status, kind, details
 
     def response(self) -> JSONResponse:

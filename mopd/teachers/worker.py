@@ -18,6 +18,7 @@ from mopd.engines.interface import CorruptAnswer, Scores
 from mopd.replicas.interface import NoReplica, SampleFailed
 from mopd.replicas.tasks import all_or_none
 from mopd.teachers.group import TeacherGroup
+from mopd.text import one_line
 from mopd.types import FailedSample, SampleMeta, UserError
 
 MAX_NAMED_SAMPLES = 8
@@ -96,7 +97,7 @@ class TeacherWorker:
             elif isinstance(given.last_error, NoReplica):  # replacements would meet the same end
                 raise self._end(group, [meta], given) from given
             else:
-                answers[meta.sample_id] = FailedSample(sample=meta, teacher=group.name, reason=_one_line(given))
+                answers[meta.sample_id] = FailedSample(sample=meta, teacher=group.name, reason=one_line(given))
         return answers
 
     def _end(self, group: TeacherGroup, metas: Sequence[SampleMeta], error: SampleFailed) -> UserError:
@@ -110,7 +111,7 @@ class TeacherWorker:
         else:
             cure = "see the replicas' logs, or set on_failure: replace"
         return UserError(
-            f"teachers.{group.name} did not score samples {ids}{more} of domain {domains}: {_one_line(error)}: {cure}"
+            f"teachers.{group.name} did not score samples {ids}{more} of domain {domains}: {one_line(error)}: {cure}"
         )
 
 
@@ -136,7 +137,3 @@ def merge(views: Sequence[Scores], weights: Sequence[float], *, num_teachers: in
         "teacher_logprobs": torch.stack([view.logprobs for view in padded], dim=1),
         "teacher_token_logprobs": (shares[:, None] * token_logprobs.double()).sum(0).float(),
     }
-
-
-def _one_line(error: SampleFailed) -> str:
-    return " ".join(str(error).split())

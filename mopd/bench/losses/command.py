@@ -24,6 +24,7 @@ from mopd.bench.losses.measure import Deadline, measure
 from mopd.bench.losses.plan import BenchPlan, Case, add_arguments, make_plan
 from mopd.bench.losses.released import Collective
 from mopd.bench.losses.results import BenchReport, CaseResult
+from mopd.text import one_line
 from mopd.types import UserError
 
 
@@ -170,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(parser.parse_args(arguments), shlex.join(["python", "-m", "mopd.bench.losses", *arguments]))
     except UserError as error:
-        print(f"mopd: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"mopd: error: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("mopd: interrupted", file=sys.stderr)

@@ -15,6 +15,7 @@ from mopd.bench.clock import Clock, Copy, Others
 from mopd.bench.losses.contenders import Contender, Entry
 from mopd.bench.losses.memory import peak_bytes
 from mopd.bench.losses.results import Row, Status, median_ms
+from mopd.text import one_line
 
 WARM_UP_RUNS = {"cuda": 3, "cpu": 1}
 """Runs before the first round, beside the one that checks the gradient and the one that counts memory."""
@@ -152,7 +153,7 @@ def _prepare(contender: Contender, device: torch.device) -> Row:
     except torch.OutOfMemoryError:
         row.status, row.reason = "out of memory", "out of memory"
     except Exception as error:  # the row carries it; ours makes the command fail in the end
-        row.status, row.reason = status, f"{type(error).__name__}: {_first_line(error)}"
+        row.status, row.reason = status, f"{type(error).__name__}: {one_line(error):.200}"
         if status == "failed":
             traceback.print_exc()
     if row.status != "measured":
@@ -193,8 +194,3 @@ def _restored(contender: Contender) -> None:
 
 def _empty(entry: Entry, status: Status, reason: str | None) -> Row:
     return Row(name=entry.name, group=entry.group, loss=entry.loss, status=status, reason=reason)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else "no message"

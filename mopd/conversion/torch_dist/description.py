@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mopd.files.reading import read_bytes, shown_path
+from mopd.text import one_line
 from mopd.types import UserError
 
 __all__ = ["UnpicklingError", "read_description", "write_description"]
@@ -65,8 +66,7 @@ def read_description(path: Path) -> Metadata:
     try:
         return _metadata(_DescriptionUnpickler(BytesIO(content)).load())
     except _DAMAGE as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{shown_path(path)}: not understood ({reason:.300}): {_CURE}") from error
+        raise UserError(f"{shown_path(path)}: not understood ({one_line(error):.300}): {_CURE}") from error
 
 
 def write_description(path: Path, metadata: Metadata) -> None:

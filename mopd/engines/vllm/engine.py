@@ -36,6 +36,7 @@ from mopd.engines.vllm.start import (
     stop_llm,
     tokens_input,
 )
+from mopd.text import one_line
 from mopd.types import UserError
 
 T = TypeVar("T")
@@ -257,7 +258,7 @@ class VllmEngine:
             if not await self._call(self._llm.reset_prefix_cache()):
                 raise RuntimeError("vLLM kept its prefix cache")
         except BaseException as error:
-            self._failure = f"a weight update failed: {_one_line(error)}"
+            self._failure = f"a weight update failed: {one_line(error):.300}"
             if isinstance(error, Exception):
                 raise EngineUnavailable(f"the vLLM engine of {self.name} is gone: {self._failure}") from error
             raise
@@ -280,7 +281,8 @@ class VllmEngine:
             await self.check_health()
             raise EngineUnavailable(f"the vLLM engine of {self.name} has died") from error
         except (EngineGenerateError, TimeoutError, asyncio.TimeoutError) as error:
-            raise EngineUnavailable(f"the vLLM engine of {self.name}: {_one_line(error.__cause__ or error)}") from error
+            reason = one_line(error.__cause__ or error)
+            raise EngineUnavailable(f"the vLLM engine of {self.name}: {reason:.300}") from error
 
     def _check_generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]) -> None:
         self._require_weights()
@@ -377,7 +379,3 @@ def _check_temperature(sampling: SamplingParams, *, before_cut: bool) -> None:
             f"set up for rollout.{'top_p or top_k cuts' if before_cut else 'temperature without cuts'} cannot report "
             "these log-probs: use temperature 1.0 with cuts, or top_p 1.0 and top_k -1, or engine: {type: torch}"
         )
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -39,6 +39,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from mopd.config.engines import VllmEngineConfig
 from mopd.engines.torch.loading import read_config
+from mopd.text import one_line
 from mopd.types import UserError
 
 __all__ = [
@@ -130,10 +131,9 @@ def start_llm(folder: Path, args: AsyncEngineArgs, startup_timeout_s: float) -> 
                 config.parallel_config.distributed_executor_backend = "uni"
             return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         except (ValueError, RuntimeError, OSError, TimeoutError) as error:
-            reason = " ".join(str(error).split())[:400]
             raise UserError(
                 f"{folder}: vLLM did not start within {startup_timeout_s:g} s or refused the engine section (its own "
-                f"messages stand above): {reason}"
+                f"messages stand above): {one_line(error):.400}"
             ) from error
 
 

@@ -13,6 +13,7 @@ from mopd.conversion.models.dims import ModelDims, check_layout
 from mopd.conversion.models.model_dims import YarnRope
 from mopd.student.model.overrides import check_overrides
 from mopd.student.parallel import Layout
+from mopd.text import one_line
 from mopd.types import UserError
 
 MAKE_VOCAB_SIZE_DIVISIBLE_BY = 1
@@ -69,9 +70,8 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
     except (AssertionError, TypeError, ValueError) as error:
         if not overrides:
             raise
-        reason = " ".join(str(error).split())
         named = dict(student.megatron_overrides)
-        raise UserError(f"student.megatron_overrides {named}: Megatron refuses: {reason}") from error
+        raise UserError(f"student.megatron_overrides {named}: Megatron refuses: {one_line(error)}") from error
     _check_recompute(config)
     # Micro-batches are padded to their own longest sequence; pipeline stages announce shapes to each other. Megatron
     # refuses this beside the all-gather dispatcher, whose ranks must bring equally many tokens: the batches do.
