@@ -22,8 +22,8 @@ from mopd.files.reading import open_regular, shown_path
 from mopd.files.writing import writing
 from mopd.types import Batch, DomainSums, UserError
 
-GROUP_ROOMS = ("teachers", "rollouts")
-"""First parts of the names of groups' numbers: ``teachers/latency_p95_s/math``."""
+GROUP_ROOMS = ("teachers", "rollout")
+"""First parts of the names of groups' numbers: ``teachers/latency_p95_s/math``, ``rollout/latency_p95_s``."""
 VOLATILE_PREFIXES = ("timing/", "rate/", "memory/", *(f"{room}/" for room in GROUP_ROOMS))
 """Metrics of the machine, not of domains: all times, rates and memory among them differ between two equal runs."""
 MAX_LINE_BYTES = 64 * 2**20

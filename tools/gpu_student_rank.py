@@ -22,18 +22,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mopd.config.data import DataConfig, ValidationConfig
+from mopd.config.groups import TeacherConfig
 from mopd.config.losses import TopKLossConfig
-from mopd.config.schema import (
-    DataConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    Recipe,
-    RolloutConfig,
-    ScheduleConfig,
-    StudentConfig,
-    TeacherConfig,
-    ValidationConfig,
-)
+from mopd.config.schema import Recipe, RolloutConfig, ScheduleConfig
+from mopd.config.student import OptimizerConfig, ParallelConfig, StudentConfig
 from mopd.data.packing import pack
 from mopd.data_plane.local import LocalDataPlane
 from mopd.student import parallel

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mopd import cpu_shim
-from mopd.config.schema import ParallelConfig, StudentConfig
+from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.jobs.contents import Contents, fingerprint, open_checkpoint
 from mopd.data.tokenizer import load_tokenizer
 from mopd.engines.torch.loading import load_model as load_transformers

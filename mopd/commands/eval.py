@@ -2,131 +2,65 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
-from collections.abc import Callable, Coroutine, Iterator
+import argparse
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-from rich.table import Table
-from torch import Tensor
-
-from mopd.config.engines import TorchEngineConfig
-from mopd.config.load import Loaded
-from mopd.config.placement import InProcessConfig
-from mopd.config.schema import Recipe
-from mopd.conversion.hf.reader import HfReader
-from mopd.engines.torch.engine import TorchEngine
-from mopd.engines.torch.loading import read_config
-from mopd.launch.failure import rank_and_world_size
-from mopd.launch.joining import joined
-from mopd.launch.ranks import StudentGroup, serve
-from mopd.placement.groups import Groups
-from mopd.placement.interface import ROLLOUT
-from mopd.placement.weights import GroupWeightSync
-from mopd.replicas.interface import SampleFailed
-from mopd.replicas.router import Router
-from mopd.report.terminal import Terminal
-from mopd.rollout.validation import ValidationResult
-from mopd.run.validation import Validator
-from mopd.run.workers import Inputs, build_routers, build_validator, read_inputs
+from mopd.commands.ranks import add_recipe, on_students_ranks
+from mopd.config.load import Loaded, load_recipe
+from mopd.files.reading import shown_path
 from mopd.text import json_lines
 from mopd.types import UserError
 
-
-def evaluate(loaded: Loaded, *, model: Path | None, as_json: bool) -> None:
-    """Validate ``model`` (checkpoint or Hugging Face folder; ``None``: ``student.model``) and print the rewards.
-
-    A checkpoint needs all ranks to be read; for a Hugging Face folder rank 0 works alone.
-
-    Raises:
-        UserError: a file cannot be used.
-    """
-    recipe = loaded.recipe
-    is_checkpoint = model is not None and not (model / "config.json").is_file()
-    is_leader = rank_and_world_size()[0] == 0
-    inputs = read_inputs(recipe) if is_leader else None
-    if is_checkpoint:
-        assert model is not None
-        _evaluate_checkpoint(loaded, inputs, model, as_json=as_json)
-    elif inputs is not None:
-        folder = recipe.student.model if model is None else str(model)
-        result = asyncio.run(_evaluate_folder(loaded, inputs, folder))
-        _print(result, title=folder, as_json=as_json)
+ABOUT = "validation rewards of a model"
+EXAMPLES = "example: mopd eval my.yaml --model runs/mine/hf"
 
 
-async def _evaluate_folder(loaded: Loaded, inputs: Inputs, folder: str) -> ValidationResult:
-    """With the recipe's rollout group as it would sample from that folder."""
-    recipe, validator = loaded.recipe, _validator(loaded, inputs)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rollout = recipe.rollout
-    if isinstance(rollout.engine, TorchEngineConfig) and isinstance(rollout.placement, InProcessConfig):
-        # transformers renames what older checkpoints call otherwise; the other engines take the student's names only.
-        return await validator.run(TorchEngine.from_pretrained(folder, rollout.engine, device))
-
-    async def work(router: Router) -> ValidationResult:
-        await GroupWeightSync(router).publish(_read_weights(Path(folder)), 0)
-        return await validator.run(router)
-
-    student = dataclasses.replace(recipe.student, model=folder)
-    return await _with_rollout(dataclasses.replace(recipe, student=student), device, work)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Light to import, as all of this file."""
+    add_recipe(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", type=Path, metavar="FOLDER", help="Hugging Face folder; default: student.model")
+    which.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="checkpoint folder of a run")
 
 
-def _evaluate_checkpoint(loaded: Loaded, inputs: Inputs | None, folder: Path, *, as_json: bool) -> None:
-    """All ranks read their shards and stream the whole student to the leader's rollout group."""
-    recipe = loaded.recipe
-    domains = None if inputs is None else list(inputs.train.domain_counts)
-    with joined(recipe, domains) as (worker, _, channel):
-        if inputs is None:
-            serve(worker, channel)
-            return
-        validator = _validator(loaded, inputs)
+def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Start the ranks, wait for their end; the exit code. In a rank: evaluate."""
+    loaded = load_recipe(args.recipe, args.set)
+    if loaded.recipe.validation is None:
+        raise UserError(f"{loaded.path}: eval needs validation: add a validation section")
 
-        async def work(router: Router) -> ValidationResult:
-            student = StudentGroup(worker, channel, GroupWeightSync(router))
-            step = (await student.load(folder)).get("step")
-            if type(step) is not int or step < 0:
-                raise UserError(f"--checkpoint: {str(folder)!r} has no step in its state: name a step folder of a run")
-            await student.publish(step)
-            return await validator.run(router)
+    def checks() -> None:
+        from mopd.preflight.inputs import check_model_folder
 
-        result = asyncio.run(_with_rollout(recipe, worker.layout.device, work))
-        channel.send({"call": "stop", "kwargs": {}})
-    _print(result, title=str(folder), as_json=as_json)
+        if args.model is not None:
+            check_model_folder(args.model, "--model")
+        if args.checkpoint is not None and not os.path.isfile(args.checkpoint / "manifest.json"):
+            shown = shown_path(args.checkpoint)
+            raise UserError(f"--checkpoint: {shown!r} is no complete checkpoint (no manifest.json): name a step folder")
+
+    def work() -> None:
+        _evaluate(loaded, args.model or args.checkpoint, as_json=args.json)
+
+    return on_students_ranks(loaded, arguments, work, checks, groups=("rollout",))
 
 
-async def _with_rollout(
-    recipe: Recipe, device: torch.device, work: Callable[[Router], Coroutine[Any, Any, ValidationResult]]
-) -> ValidationResult:
-    """``work`` with the recipe's rollout group, which has no weights yet."""
-    async with Groups(recipe, log_dir=None, device=device, only=(ROLLOUT,)) as groups:
-        try:
-            return await work(build_routers(groups)[ROLLOUT])
-        except SampleFailed as error:
-            raise UserError(str(error)) from error
+def _evaluate(loaded: Loaded, model: Path | None, *, as_json: bool) -> None:
+    """On this rank; rank 0 prints."""
+    from rich.table import Table
 
+    from mopd.report.terminal import Terminal
+    from mopd.run.evaluation import evaluate
 
-def _read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a Hugging Face folder; a tied output matrix that is stored all the same is left out."""
-    reader = HfReader(folder)
-    is_tied = bool(read_config(folder).get_text_config().tie_word_embeddings)
-    for name in sorted(reader.names):
-        if not (is_tied and name == "lm_head.weight"):
-            yield name, reader.read(name)
-
-
-def _validator(loaded: Loaded, inputs: Inputs) -> Validator:
-    validator = build_validator(loaded.recipe, inputs, None)
-    assert validator is not None, "the command line refuses a recipe without validation"
-    return validator
-
-
-def _print(result: ValidationResult, *, title: str, as_json: bool) -> None:
+    result = evaluate(loaded, model)
+    if result is None:
+        return
     if as_json:
         print(json_lines({"rewards": result.rewards, "num_samples": result.num_samples}))
         return
-    table = Table("domain", "reward", "samples", "truncated", title=title)
+    table = Table("domain", "reward", "samples", "truncated", title=str(model or loaded.recipe.student.model))
     for domain, reward in result.rewards.items():
         share = result.truncated_share[domain]
         table.add_row(domain, f"{reward:.3f}", str(result.num_samples[domain]), f"{share:.0%}")

@@ -10,7 +10,6 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, NoReturn, TypeVar
 
-from mopd.config.texts import check_name, check_text
 from mopd.config.tree import (
     SET_ORIGIN,
     Leaf,
@@ -24,12 +23,21 @@ from mopd.config.tree import (
     type_values,
     union_members,
 )
+from mopd.config.values import check_name, check_text
 from mopd.files.yaml_text import EXPONENT
 from mopd.text import without_credentials
 from mopd.types import UserError
 
 Path_ = tuple[str, ...]
 Config = TypeVar("Config")
+HINTS = {
+    "loss.type=k1": "it cannot be a differentiable loss, as its gradient has expectation 0 and nothing is learned: set "
+    "type: k2 (reverse KL), k3 (forward KL) or policy_gradient (k1 as a detached advantage)",
+    "loss.advantage": "it is k1, the only unbiased one (k3 gives grad reverse KL - grad forward KL, almost no signal; "
+    "k2 fails likewise): remove the key",
+    "data.seed": "the recipe's seed also shuffles and mixes prompts: set seed",
+}
+"""What readers of verl's recipes and of the losses' papers try, and why it is no key or type here."""
 
 
 def build_from_json(cls: type[Config], tree: dict[str, Any], file: str) -> Config:
@@ -65,9 +73,8 @@ class Builder:
         types_ = field_types(cls)
         for key, node in section.items.items():
             if key not in types_:
-                self.fail(
-                    node.origin, (), f"unknown key '{shown_key((*path, key))}'; {self.suggest(key, tuple(types_))}"
-                )
+                cure = HINTS.get(dotted((*path, key))) or self.suggest(key, tuple(types_))
+                self.fail(node.origin, (), f"unknown key '{shown_key((*path, key))}'; {cure}")
         values: dict[str, Any] = {}
         missing: list[str] = []
         for field in dataclasses.fields(cls):
@@ -140,8 +147,9 @@ class Builder:
             return self.dataclass(node, type(known), path, known)
         chosen = leaf.value if isinstance(leaf, Leaf) else None
         if not isinstance(chosen, str) or chosen not in by_type:
-            problem = f"unknown type {_shown(chosen)}; {self.suggest(_shown(chosen), tuple(by_type), 'types')}"
-            self.fail(leaf.origin, (*path, "type"), problem)
+            hint = HINTS.get(f"{dotted((*path, 'type'))}={chosen}")
+            cure = hint or self.suggest(_shown(chosen), tuple(by_type), "types")
+            self.fail(leaf.origin, (*path, "type"), f"unknown type {_shown(chosen)}; {cure}")
         same = isinstance(default, classes) and getattr(default, "type", None) == chosen
         return self.dataclass(node, by_type[chosen], path, default if same else None)
 

@@ -77,13 +77,20 @@ def _section(cls: type, path: str, lines: list[str], told: dict[type, str]) -> N
     """Heading, class text and table of one section, then its subsections; ``told`` is where a class already stands."""
     choice = f" with `type: {' | '.join(type_values(cls))}`" if type_values(cls) else ""
     heading = f"{f'`{path}`' if path else 'Top level'}{choice}"
-    told[cls] = heading
+    inherited = next((base for base in cls.__mro__[1:] if base in told), None)
+    told |= {base: heading for base in cls.__mro__[:-1] if base not in told}
     lines.append(f"## {heading}\n")
     lines.append(_cell(inspect.getdoc(cls) or "") + "\n")
-    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
     docs = field_docs(cls)
     annotations = field_types(cls)
-    for field in dataclasses.fields(cls):
+    if inherited is not None:
+        lines.append(f"The keys of {told[inherited]}, and:\n")
+    above = () if inherited is None else field_types(inherited)
+    only_type = ("type",) if len(type_values(cls)) == 1 else ()  # the heading tells it
+    rows = [field for field in dataclasses.fields(cls) if field.name not in (*above, *only_type)]
+    if rows:
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for field in rows:
         words = (f"`{field.name}`", _words(annotations[field.name]), _default(field), docs[field.name])
         lines.append("| " + " | ".join(_cell(word) for word in words) + " |")
     lines.append("")
@@ -94,9 +101,9 @@ def _section(cls: type, path: str, lines: list[str], told: dict[type, str]) -> N
         for member in union_members(annotation):
             mapped = typing.get_origin(member) is Mapping
             for section in section_classes(typing.get_args(member)[1] if mapped else member):
-                if section in told:
+                if section in told and name not in above:
                     elsewhere.append(f"{name}: {told[section]}")
-                elif section not in (known for known, _ in new):
+                elif section not in told and section not in (known for known, _ in new):
                     new.append((section, f"{below}.NAME" if mapped else below))
     if elsewhere:
         lines.append(f"Sections that stand above: {'; '.join(elsewhere)}.\n")

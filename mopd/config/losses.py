@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mopd.config.numbers import MAX_NUMBER, require_at_least, require_fraction, require_positive
+from mopd.config.values import MAX_NUMBER, require_at_least, require_fraction, require_positive
 
 MAX_TOP_K = 2**20
 """No vocabulary is larger."""
@@ -61,8 +61,8 @@ class TopKLossConfig:
 class KLLossConfig:
     """Estimator of a KL from the sampled token alone. Delta = student log-prob - teacher log-prob."""
 
-    type: Literal["k1", "k2", "k3", "k3_reverse"]
-    """k2: gradient of reverse KL; k3: of forward KL; k3_reverse: k3's value with k2's gradient; k1 is refused."""
+    type: Literal["k2", "k3", "k3_reverse"]
+    """k2: gradient of reverse KL; k3: of forward KL; k3_reverse: k3's value with k2's gradient."""
     top_k: int = 16
     """Teacher tokens per position, for the mass and overlap metrics only."""
     temperature: float = 1.0
@@ -75,11 +75,6 @@ class KLLossConfig:
     def __post_init__(self) -> None:
         require_at_least("top_k", self.top_k, 1, MAX_TOP_K)
         require_positive("temperature", self.temperature)
-        if self.type == "k1":
-            raise ValueError(
-                "type 'k1' cannot be a differentiable loss: its gradient has expectation 0, so nothing is learned; "
-                "set type: k2 (reverse KL), k3 (forward KL) or policy_gradient (k1 as a detached advantage)"
-            )
         if self.loss_max_clamp is not None:
             require_positive("loss_max_clamp", self.loss_max_clamp)
 
@@ -109,8 +104,6 @@ class PolicyGradientConfig:
 
     type: Literal["policy_gradient"]
     """Loss type."""
-    advantage: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator inside the advantage; only k1 is unbiased, the others are refused."""
     task_reward_weight: float = 0.0
     """Weight of the task advantage (reward minus the mean over the prompt's responses)."""
     old_logprobs: Literal["student", "rollout"] = "student"
@@ -136,11 +129,6 @@ class PolicyGradientConfig:
         require_positive("clip_ratio_low", self.clip_ratio_low)
         require_positive("clip_ratio_high", self.clip_ratio_high)
         require_at_least("task_reward_weight", self.task_reward_weight, 0)
-        if self.advantage != "k1":
-            raise ValueError(
-                f"advantage is {self.advantage!r}: only k1 is an unbiased advantage "
-                "(k3 gives grad reverse KL - grad forward KL, almost no signal; k2 fails likewise); set advantage: k1"
-            )
         if self.correction is not None and self.correction.type == "gate" and self.old_logprobs == "rollout":
             raise ValueError(
                 "correction.type is 'gate' and old_logprobs is 'rollout': the gate already holds that ratio; "

@@ -7,16 +7,22 @@ adds file and dotted path. Values that follow from others are properties, never 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from mopd.config.assignment import Assignment
-from mopd.config.engines import TorchEngineConfig as TorchEngineConfig
-from mopd.config.engines import VllmEngineConfig as VllmEngineConfig
-from mopd.config.groups import EngineGroupConfig, TeacherConfig, TeacherDefaultsConfig
-from mopd.config.groups import RoutingConfig as RoutingConfig
+from mopd.config.data import DataConfig, ValidationConfig
+from mopd.config.groups import (
+    Assignment,
+    EngineGroupConfig,
+    ExternalConfig,
+    RayConfig,
+    TeacherConfig,
+    TeacherDefaultsConfig,
+    VllmEngineConfig,
+)
 from mopd.config.losses import KLLossConfig, Loss, PolicyGradientConfig, TopKLossConfig
-from mopd.config.numbers import (
+from mopd.config.student import StudentConfig
+from mopd.config.values import (
     MAX_COUNT,
     MAX_TOKENS,
     require_at_least,
@@ -25,68 +31,10 @@ from mopd.config.numbers import (
     require_seconds,
     require_seed,
 )
-from mopd.config.placement import ExternalConfig as ExternalConfig
-from mopd.config.placement import InProcessConfig as InProcessConfig
-from mopd.config.placement import LocalConfig as LocalConfig
-from mopd.config.placement import RayConfig as RayConfig
-from mopd.config.student import MoeConfig as MoeConfig
-from mopd.config.student import OptimizerConfig as OptimizerConfig
-from mopd.config.student import ParallelConfig as ParallelConfig
-from mopd.config.student import StudentConfig as StudentConfig
-from mopd.config.validation import MAX_EXAMPLES
-from mopd.config.validation import CustomRewardConfig as CustomRewardConfig
-from mopd.config.validation import ExactMatchConfig as ExactMatchConfig
-from mopd.config.validation import Reward as Reward
-from mopd.config.validation import ValidationConfig as ValidationConfig
 
 MAX_SAMPLES = 1_000_000
 """Responses of one optimizer step."""
 MAX_TEACHERS = 100
-TEMPLATE_ARGUMENTS = frozenset(
-    ("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
-)
-"""What every chat template gets from mopd."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
-    """Prompt files and how to read their rows."""
-
-    train: tuple[str, ...]
-    """Parquet or JSONL files of training prompts."""
-    validation: tuple[str, ...] = ()
-    """Parquet or JSONL files of validation prompts."""
-    domain_key: str = "data_source"
-    """Column that holds the domain. Dots reach into nested columns."""
-    prompt_key: str = "prompt"
-    """Column that holds the prompt: text, or chat messages for the chat template."""
-    ground_truth_key: str = "reward_model.ground_truth"
-    """Column that holds the reference answer for rewards; may be absent when nothing needs it."""
-    extra_info_key: str = "extra_info"
-    """Column that is handed to custom rewards; may be absent."""
-    chat_template: str | None = None
-    """Jinja file that replaces the tokenizer's own chat template."""
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Extra arguments of the chat template (for example ``enable_thinking: false``)."""
-    max_prompt_length: int = 1024
-    """Longest prompt in tokens."""
-    overlong_prompts: Literal["filter", "error", "truncate"] = "error"
-    """What happens to a longer prompt: dropped with a count, refused, or cut from the left."""
-    domain_weights: Mapping[str, float] = field(default_factory=dict)
-    """Relative share of each domain in the prompt stream; empty mixes by row count. Names every domain or none."""
-    seed: int | None = None
-    """Seed of shuffling and mixing; the recipe's ``seed`` when absent."""
-
-    def __post_init__(self) -> None:
-        require_at_least("max_prompt_length", self.max_prompt_length, 1, MAX_TOKENS)
-        for name in sorted(TEMPLATE_ARGUMENTS & self.chat_template_kwargs.keys()):
-            raise ValueError(f"chat_template_kwargs.{name} is set by mopd itself: remove it")
-        if self.seed is not None:
-            require_seed("seed", self.seed)
-        if not self.train:
-            raise ValueError("train is empty: name at least one parquet or JSONL file")
-        for name, weight in self.domain_weights.items():
-            require_positive(f"domain_weights.{name}", weight)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,14 +129,11 @@ class PreflightConfig:
     max_logprob_difference: float | None = None
     """Largest mean log-prob difference at equal weights, of student and rollout engine and of a teacher and its folder;
     absent: 1e-3 where both compute in float32, else 5e-2."""
-    num_probe_samples: int = 4
-    """Probe sequences per teacher."""
 
     def __post_init__(self) -> None:
         for name in ("max_self_kl", "max_logprob_difference"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))
-        require_at_least("num_probe_samples", self.num_probe_samples, 1, MAX_EXAMPLES)
 
     def self_kl_limit(self, dtype: str) -> float:
         """``max_self_kl`` for an engine that computes in ``dtype``."""
@@ -360,10 +305,6 @@ class Recipe:
     def assignment(self) -> Assignment:
         """Which teachers answer for which domain."""
         return Assignment(self.teachers)
-
-    @property
-    def data_seed(self) -> int:
-        return self.seed if self.data.seed is None else self.data.seed
 
     @property
     def samples_per_step(self) -> int:

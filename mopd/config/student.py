@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mopd.config.numbers import MAX_BYTES, MAX_PROCESSES, require_at_least, require_fraction, require_positive
+from mopd.config.values import MAX_BYTES, MAX_PROCESSES, require_at_least, require_fraction, require_positive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

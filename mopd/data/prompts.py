@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mopd.config.schema import DataConfig
+from mopd.config.data import DataConfig
 from mopd.data.files import MISSING, listed, lookup, quoted, read_rows
 from mopd.data.templates import read_template, render
 from mopd.files.reading import shown_path

@@ -1,4 +1,5 @@
-"""Data plane of one trainer job: rank 0 holds every field, student ranks receive copies by broadcast.
+"""The data plane of one trainer job: tensors by sample id, field by field. Rank 0 holds every field, student ranks
+receive copies by broadcast. Consumers name the fields they read; "all" does not exist.
 
 What travels in ``fetch``: one int64 (header size), the header as JSON bytes (dtypes and shapes, or an error), then one
 byte tensor per field with all its samples end to end. Nothing is pickled.
@@ -20,7 +21,10 @@ from mopd.types import Batch, SampleMeta
 
 
 class LocalDataPlane:
-    """Implements ``mopd.data_plane.interface.DataPlane`` inside the trainer.
+    """Producers put, the controller claims and releases, student ranks fetch.
+
+    A field of a sample is written exactly once; writing it again, or naming an unknown sample or field, raises
+    ``KeyError`` with the ids. No sample disappears without ``release`` or ``discard``.
 
     ``group`` is a CPU (gloo) group over all trainer ranks; its first rank holds the fields, and its timeout is the
     deadline of ``fetch``. ``None``, or a group of one rank, reads directly.
@@ -40,7 +44,7 @@ class LocalDataPlane:
         return len(self._metas)
 
     async def put(self, metas: Sequence[SampleMeta], fields: Mapping[str, Sequence[Tensor]]) -> None:
-        """See ``DataPlane.put``. All or nothing; tensors are kept on the CPU."""
+        """Write fields of new samples: ``fields[name][i]`` belongs to ``metas[i]``. All or nothing; kept on the CPU."""
         self._require_holder("put")
         ids = [meta.sample_id for meta in metas]
         _check_lengths(ids, fields)
@@ -54,7 +58,7 @@ class LocalDataPlane:
             self._changed.notify_all()
 
     async def update(self, sample_ids: Sequence[int], fields: Mapping[str, Sequence[Tensor]]) -> None:
-        """See ``DataPlane.update``. All or nothing."""
+        """Add fields to samples that exist. All or nothing."""
         self._require_holder("update")
         _check_lengths(sample_ids, fields)
         self._require_samples(sample_ids)
@@ -69,12 +73,15 @@ class LocalDataPlane:
             self._changed.notify_all()
 
     async def get(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
-        """See ``DataPlane.get``."""
+        """Read fields on the controller's rank (teachers read tokens with this)."""
         self._require_holder("get")
         return self._read(sample_ids, fields)
 
     async def claim(self, num_samples: int, fields: Sequence[str], *, timeout_s: float) -> Batch:
-        """See ``DataPlane.claim``."""
+        """Wait until ``num_samples`` unclaimed samples have all ``fields``; the lowest ids are claimed first.
+
+        Raises ``TimeoutError`` that says how many samples were ready and which fields the others lacked.
+        """
         self._require_holder("claim")
         async with self._changed:
             if len(self._ready(fields)) < num_samples:
@@ -89,7 +96,7 @@ class LocalDataPlane:
             return Batch(samples=tuple(self._metas[i] for i in ids))
 
     async def release(self, batch: Batch) -> None:
-        """See ``DataPlane.release``; ``KeyError`` for samples that are not claimed."""
+        """Forget a claimed batch; ``KeyError`` for samples that are not claimed."""
         self._require_holder("release")
         foreign = [i for i in batch.sample_ids if i not in self._claimed]
         if foreign:
@@ -99,7 +106,10 @@ class LocalDataPlane:
             del self._metas[sample_id], self._fields[sample_id]
 
     async def discard(self, sample_ids: Sequence[int]) -> None:
-        """See ``DataPlane.discard``; ``KeyError`` for samples that are unknown or claimed. All or nothing."""
+        """Forget samples that nobody claimed: they could not be finished, and whoever calls this counts them.
+
+        ``KeyError`` for samples that are unknown or claimed. All or nothing.
+        """
         self._require_holder("discard")
         self._require_samples(sample_ids)
         claimed = [i for i in sample_ids if i in self._claimed]
@@ -109,7 +119,8 @@ class LocalDataPlane:
             del self._metas[sample_id], self._fields[sample_id]
 
     def fetch(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
-        """See ``DataPlane.fetch``. An unknown sample or field raises ``KeyError`` on every rank."""
+        """Read fields on a student rank. Collective: every trainer rank calls it with the same arguments; CPU tensors
+        come back in the order of ``sample_ids``. An unknown sample or field raises ``KeyError`` on every rank."""
         if self._group is None:
             return self._read(sample_ids, fields)
         asked: dict[str, Any] = {"sample_ids": list(sample_ids), "fields": list(fields)}

@@ -1,13 +1,18 @@
-"""Many requests of one call at a time: bounded by tokens, and none left behind when one fails."""
+"""Many requests of one call at a time: bounded by tokens, and none left behind, whatever happens."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+CANCEL_GRACE_S = 5.0
+"""How long a cancelled task may take to end; an engine call that does not let itself be cancelled is left to itself."""
+LARGE_BYTES = 2**18
+"""Messages above this are coded and checked in a thread: other replicas' answers are heard meanwhile."""
 
 
 class TokenBudget:
@@ -38,13 +43,36 @@ class TokenBudget:
                 self._changed.notify_all()
 
 
-async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order. The first failure, or a cancellation from outside, ends the others before it is raised."""
+async def maybe_in_thread(num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
+    """``function(*arguments)``, in a thread where ``num_bytes`` are many."""
+    if num_bytes <= LARGE_BYTES:
+        return function(*arguments)
+    return await asyncio.to_thread(function, *arguments)
+
+
+async def cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel those that are not done, wait for their end, and take note of errors that nobody will ask for."""
+    for task in tasks:
+        task.cancel()
+    pending = [task for task in tasks if not task.done()]
+    if pending:
+        await asyncio.wait(pending, timeout=CANCEL_GRACE_S)
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.exception()
+
+
+async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order. The first error, or a cancellation from outside, ends the others before it is raised. They
+    have their own deadlines."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
+    if not tasks:
+        return []
     try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+            if task.done():
+                task.result()
+        return [task.result() for task in tasks]
+    finally:
+        await cancel(tasks)

@@ -21,14 +21,14 @@ _FILE_BYTES = 2**28
 
 
 def checked_weights(
-    weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], *, name: str, allow_nonfinite: bool
+    weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], *, name: str
 ) -> Iterator[tuple[str, Tensor]]:
     """The stream itself, looked at as it passes. ``slots`` say which weights there are, with their shapes and dtypes;
     ``name`` (the model) stands in messages.
 
     Raises:
         ValueError: the stream is not exactly the weights of ``slots``; for a missing one at the end.
-        NonFiniteError: a value is NaN or infinite, or becomes so in the slot's dtype, and ``allow_nonfinite`` is False.
+        NonFiniteError: a value is NaN or infinite, or becomes so in the slot's dtype: every answer would be NaN.
     """
     waiting = set(slots)
     for weight, tensor in weights:
@@ -40,19 +40,18 @@ def checked_weights(
             shapes = f"has shape {list(tensor.shape)}, {name} needs {list(slots[weight].shape)}"
             raise ValueError(f"weight {weight!r} {shapes}")
         waiting.remove(weight)
-        if not allow_nonfinite:
-            _require_finite(weight, tensor.detach(), slots[weight].dtype, name)
+        _require_finite(weight, tensor.detach(), slots[weight].dtype, name)
         yield weight, tensor
     if waiting:
         raise ValueError(f"{len(waiting)} weights of {name} did not arrive, among them {min(waiting)!r}")
 
 
 def hold_weights(
-    weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], *, name: str, allow_nonfinite: bool
+    weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], *, name: str
 ) -> Collection[tuple[str, Tensor]]:
     """All weights, checked. A stream is kept as copies in the slots' dtypes, as its sender may reuse its memory; a
     collection, whose tensors are all there, is only looked at. Raises as ``checked_weights`` does."""
-    checked = checked_weights(weights, slots, name=name, allow_nonfinite=allow_nonfinite)
+    checked = checked_weights(weights, slots, name=name)
     if isinstance(weights, Collection):
         for _ in checked:
             pass
@@ -66,7 +65,6 @@ async def stage_weights(
     folder: Path,
     *,
     name: str,
-    allow_nonfinite: bool,
 ) -> list[str]:
     """Write checked ``weights`` into ``folder`` as files of about 256 MiB, for engines whose model lives in other
     processes; returns their paths. Raises as ``checked_weights`` does."""
@@ -79,7 +77,7 @@ async def stage_weights(
             await asyncio.to_thread(save_file, part, paths[-1])
         part.clear()
 
-    checked = checked_weights(weights, slots, name=name, allow_nonfinite=allow_nonfinite)
+    checked = checked_weights(weights, slots, name=name)
     while passed := await asyncio.to_thread(lambda: list(itertools.islice(checked, 1))):
         ((weight, tensor),) = passed
         # a copy: the file format refuses tensors that share memory, and the sender may reuse its buffer
@@ -103,5 +101,5 @@ def _require_finite(weight: str, tensor: Tensor, dtype: torch.dtype, name: str) 
     raise NonFiniteError(
         f"weight {weight!r} has {int(bad.sum())} values that are NaN or infinite in {str(dtype)[6:]} (the first, "
         f"{given:g}, at {place}): {name} keeps its old weights; go back to a checkpoint before the damage and lower "
-        "the learning rate, or set rollout.engine.allow_nonfinite_weights: true to take such weights"
+        "the learning rate"
     )

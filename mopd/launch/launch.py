@@ -1,7 +1,7 @@
 """Start the ranks of one machine with torchrun's own machinery, and end with the one error that matters.
 
     launcher ── torchrun agent ──> rank 0, rank 1, …   (each the leader of its own process group)
-        └────── guard: waits for the launcher's end, kills what is left of those groups
+        └────── reaper: waits for the launcher's end, kills what is left of those groups
 
 Several machines are started with ``torchrun … -m mopd …`` on each; this module is then not used.
 """
@@ -22,7 +22,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mopd.files.writing import temporary_folder
-from mopd.launch import reaper
 from mopd.launch.failure import (
     ERROR_CODE,
     LAUNCH_DIR,
@@ -32,6 +31,7 @@ from mopd.launch.failure import (
     read_failures,
     reserve,
 )
+from mopd.placement import reaper
 from mopd.text import visible
 
 TERMINATE_TIMEOUT_S = 30
@@ -68,7 +68,7 @@ def launch(command: Sequence[str], *, world_size: int) -> int:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    with _guarded_folder() as launch_dir:
+    with _reaped_folder() as launch_dir:
         reserve(launch_dir, world_size)
         os.environ.update(_rank_environment(world_size, launch_dir))
         try:
@@ -93,20 +93,20 @@ def _rank_environment(world_size: int, launch_dir: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _guarded_folder() -> Iterator[Path]:
-    """The launch folder, with a guard process that clears up after it (see ``guard``)."""
+def _reaped_folder() -> Iterator[Path]:
+    """The launch folder, with a process that clears up after it (see ``reaper``)."""
     folder = temporary_folder("mopd-launch-")
     command = [sys.executable, "-I", "-S", reaper.__file__, str(folder)]
-    watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    clearing = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield folder
     finally:
         for number in handlers:
             signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not stop the clearing up
-        assert watcher.stdin is not None
-        watcher.stdin.close()
-        watcher.wait(timeout=TERMINATE_TIMEOUT_S)
+        assert clearing.stdin is not None
+        clearing.stdin.close()
+        clearing.wait(timeout=TERMINATE_TIMEOUT_S)
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

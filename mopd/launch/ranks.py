@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mopd.student.worker import StudentWorker
 from mopd.types import DomainSums, MicroBatchPlan, UserError
-from mopd.weight_sync.interface import WeightSync
+from mopd.weight_sync import WeightSync
 
 MAX_COMMAND_BYTES = 64 * 2**20
 

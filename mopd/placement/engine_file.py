@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mopd.config.build import build_from_json
-from mopd.config.engines import Engine, VllmEngineConfig
-from mopd.config.numbers import (
+from mopd.config.groups import Engine, LocalConfig, RayConfig, VllmEngineConfig
+from mopd.config.schema import Recipe
+from mopd.config.values import (
     MAX_COUNT,
     MAX_REPLICAS,
+    check_name,
     require_at_least,
     require_fraction,
     require_positive,
     require_seconds,
 )
-from mopd.config.placement import LocalConfig, RayConfig
-from mopd.config.schema import Recipe
-from mopd.config.texts import check_name
 from mopd.files.json_text import read_json_object
 from mopd.files.reading import open_regular, shown_path
 from mopd.files.writing import write_json

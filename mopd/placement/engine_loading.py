@@ -1,15 +1,21 @@
-"""The engine of an engine file, with its model loaded: the same one in this process and behind a server."""
+"""The engine of an engine file, with its model loaded: the same one in this process and behind a server; how a server
+hosts it, within which limits."""
 
 from __future__ import annotations
 
+import resource
 from typing import Any
 
 import torch
 
-from mopd.config.engines import TorchEngineConfig, VllmEngineConfig
+from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.engines.interface import SamplingParams
 from mopd.engines.torch.engine import TorchEngine
 from mopd.placement.engine_file import EngineFile
+from mopd.serving.admission import ServerLimits
+from mopd.serving.host import DirectHost, EngineHost, ThreadHost
+
+MAX_CONNECTIONS = 2048
 
 
 async def load_engine(file: EngineFile, device: torch.device | str) -> Any:
@@ -34,4 +40,26 @@ async def _start_vllm(file: EngineFile, cfg: VllmEngineConfig) -> Any:
     sampling = SamplingParams(max_new_tokens=1, temperature=file.temperature, top_p=file.top_p, top_k=file.top_k)
     return await VllmEngine.start_rollout(
         file.model, cfg, sampling=sampling, startup_timeout_s=timeout_s, enable_sleep_mode=sleeps
+    )
+
+
+async def start_host(file: EngineFile) -> EngineHost:
+    """The engine of a file, loaded, in its host. ``UserError`` if the model cannot be loaded."""
+    engine = await load_engine(file, "cuda" if torch.cuda.is_available() else "cpu")
+    if isinstance(file.engine, TorchEngineConfig):
+        return ThreadHost(engine, max_batch_tokens=file.engine.max_tokens_per_batch)
+    return DirectHost(engine)
+
+
+def server_limits(file: EngineFile) -> ServerLimits:
+    """Limits that follow from the file and the system."""
+    token_bytes = 32 * file.max_tokens_per_request + 2**20  # id, length, prompt length or seed, of the shortest samples
+    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return ServerLimits(
+        max_tokens_per_request=file.max_tokens_per_request,
+        max_queued_tokens=max(file.max_queued_tokens, file.max_tokens_per_request),
+        max_top_k=file.max_logprobs,
+        max_body_bytes=token_bytes,
+        max_connections=min(MAX_CONNECTIONS, num_files // 2),  # the rest is for the engine, and for accepting
+        request_timeout_s=file.request_timeout_s,
     )

@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mopd.config.placement import ExternalConfig
+from mopd.config.groups import ExternalConfig
 from mopd.engines.clients.remote import RemoteEngine
+from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import EngineError, EngineRejected, EngineUnavailable
 from mopd.engines.torch.loading import read_config
 from mopd.placement.interface import GroupPlan
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
-from mopd.replicas.tasks import all_or_none
 from mopd.serving.address import read_token_file
 from mopd.types import UserError
 
@@ -35,7 +35,7 @@ class ExternalGroup:
         """See ``Placement.start``. Waits for servers that are still loading."""
         token = None if self.cfg.token_file is None else read_token_file(Path(self.cfg.token_file))
         self._engines = [self._connect(i, url, token) for i, url in enumerate(self.cfg.urls)]
-        await all_or_none([asyncio.create_task(self._wait_for(engine)) for engine in self._engines])
+        await all_or_none(map(self._wait_for, self._engines))
         return [Replica(name=self.plan.replica_name(i), engine=engine) for i, engine in enumerate(self._engines)]
 
     def watch(self, router: Router) -> None:
@@ -51,8 +51,7 @@ class ExternalGroup:
         routing = self.plan.group.routing
         name = self.plan.replica_name(index)
         if self.cfg.protocol == "mopd":
-            timeout_s, dtype = routing.request_timeout_s, routing.wire_dtype
-            return RemoteEngine(url, token=token, timeout_s=timeout_s, name=name, logprob_dtype=dtype)
+            return RemoteEngine(url, token=token, timeout_s=routing.request_timeout_s, name=name)
         from mopd.engines.clients.openai import OpenAIScorer
 
         config = read_config(Path(self.plan.model)).get_text_config()

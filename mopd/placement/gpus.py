@@ -19,10 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mopd.config.engines import VllmEngineConfig
-from mopd.config.groups import EngineGroupConfig
+from mopd.config.groups import EngineGroupConfig, InProcessConfig, LocalConfig, VllmEngineConfig
 from mopd.config.load import Loaded
-from mopd.config.placement import InProcessConfig, LocalConfig
 from mopd.config.schema import Recipe
 from mopd.types import UserError
 

@@ -10,30 +10,33 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mopd.config.engines import VllmEngineConfig
-from mopd.config.placement import ExternalConfig, InProcessConfig, LocalConfig, RayConfig
+from mopd.config.groups import ExternalConfig, InProcessConfig, LocalConfig, RayConfig, VllmEngineConfig
 from mopd.config.schema import Recipe
 from mopd.engines.clients.remote import RemoteEngine
+from mopd.engines.concurrency import all_or_none
+from mopd.engines.torch.engine import TorchEngine
 from mopd.files.writing import temporary_folder
 from mopd.placement.engine_file import rollout_file, teacher_file
+from mopd.placement.engine_loading import load_engine
 from mopd.placement.external import ExternalGroup
 from mopd.placement.gpus import engine_groups, share_gpus, this_machine
-from mopd.placement.in_process import InProcessGroup
 from mopd.placement.interface import ROLLOUT, GroupPlan, Placement
 from mopd.placement.local import LocalLauncher
-from mopd.placement.supervised import Supervised
+from mopd.placement.server_group import ServerGroup
 from mopd.placement.time_sharing import SharedPool
 from mopd.placement.weights import Repair, Republish
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
-from mopd.replicas.tasks import all_or_none
 
 if TYPE_CHECKING:
     from mopd.placement.ray import RayCluster
+
+HEAD_START_S = 0.05
+"""Loading blocks the event loop: groups with processes of their own start these first."""
 
 
 def plan_groups(recipe: Recipe, only: Sequence[str] | None = None) -> dict[str, GroupPlan]:
@@ -135,8 +138,7 @@ class Groups:
         for key, router in routers.items():
             self._placements[key].watch(router)
         if ROLLOUT in routers and not isinstance(self.plans[ROLLOUT].group.placement, InProcessConfig):
-            attempts = self.plans[ROLLOUT].group.routing.max_attempts
-            self._repair = Repair(routers[ROLLOUT], republish, max_attempts=attempts)
+            self._repair = Repair(routers[ROLLOUT], republish)
 
     async def close(self) -> None:
         """End every replica that was started; may be called twice."""
@@ -164,15 +166,14 @@ class Groups:
             from mopd.placement.ray import RayCluster
 
             self._cluster = await RayCluster.open(on_ray, log_dir=self._log_dir, gpus=self._gpus.rest)
-        ports_in_use: set[int] = set()
         for key, plan in self.plans.items():
-            self._placements[key] = self._place(plan, self._log_dir, ports_in_use)
-        await all_or_none([asyncio.create_task(self._start_group(key)) for key in self.plans])
+            self._placements[key] = self._place(plan, self._log_dir)
+        await all_or_none(map(self._start_group, self.plans))
 
     async def _start_group(self, key: str) -> None:
         self._replicas[key] = await self._placements[key].start()
 
-    def _place(self, plan: GroupPlan, log_dir: Path, ports_in_use: set[int]) -> Placement:
+    def _place(self, plan: GroupPlan, log_dir: Path) -> Placement:
         placement = plan.group.placement
         if isinstance(placement, InProcessConfig):
             return InProcessGroup(plan, self._device)
@@ -180,9 +181,9 @@ class Groups:
             return ExternalGroup(plan)
         if isinstance(placement, LocalConfig):
             gpus = self._gpus.groups[plan.key]
-            return Supervised(plan, LocalLauncher(plan, log_dir=log_dir, ports_in_use=ports_in_use, gpus=gpus))
+            return ServerGroup(plan, LocalLauncher(plan, log_dir=log_dir, gpus=gpus))
         assert self._cluster is not None
-        return Supervised(plan, self._cluster.launcher(plan), turn=lambda: self.turn(plan.key))
+        return ServerGroup(plan, self._cluster.launcher(plan), turn=lambda: self.turn(plan.key))
 
     def _share_pools(self) -> None:
         """Join groups with one ``shared_pool``."""
@@ -203,5 +204,31 @@ class Groups:
 
     def _engines(self, key: str) -> list[RemoteEngine]:
         placement = self._placements[key]
-        assert isinstance(placement, Supervised)
+        assert isinstance(placement, ServerGroup)
         return placement.engines
+
+
+class InProcessGroup:
+    """Implements ``Placement`` in this process, on trainer rank 0. Nothing to watch: these engines end with the run."""
+
+    def __init__(self, plan: GroupPlan, device: torch.device) -> None:
+        self.plan = plan
+        self._device = device
+        self._engines: list[Any] = []
+
+    async def start(self) -> list[Replica]:
+        """See ``Placement.start``. ``UserError`` from an engine that cannot load its model."""
+        await asyncio.sleep(HEAD_START_S)
+        for file in self.plan.files:
+            self._engines.append(await load_engine(file, self._device))
+        return [Replica(name=self.plan.replica_name(i), engine=engine) for i, engine in enumerate(self._engines)]
+
+    def watch(self, router: Router) -> None:
+        """See ``Placement.watch``."""
+
+    async def close(self) -> None:
+        """See ``Placement.close``."""
+        engines, self._engines = self._engines, []
+        for engine in engines:
+            if not isinstance(engine, TorchEngine):
+                await engine.close()

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from mopd.config.placement import LocalConfig
+from mopd.config.groups import LocalConfig
 from mopd.files.writing import temporary_folder, writing
 from mopd.placement.gpus import visible_gpus
 from mopd.placement.interface import GroupPlan
 from mopd.placement.process import ServerCommand, ServerProcess, ServerState
-from mopd.types import UserError
 
 HOST = "127.0.0.1"
 
@@ -45,20 +43,17 @@ class LocalServer:
 class LocalLauncher:
     """Implements ``Launcher`` with child processes; ports, GPUs and threads are shared out here."""
 
-    def __init__(
-        self, plan: GroupPlan, *, log_dir: Path, ports_in_use: set[int], gpus: Sequence[tuple[int, ...]]
-    ) -> None:
+    def __init__(self, plan: GroupPlan, *, log_dir: Path, gpus: Sequence[tuple[int, ...]]) -> None:
         """
         Args:
             plan: the group.
             log_dir: for the servers' logs.
-            ports_in_use: shared by all groups of the run: two of them may name one range.
             gpus: of each replica (``gpus.share_gpus``); an empty tuple without CUDA.
         """
         assert isinstance(plan.group.placement, LocalConfig)
         self._gpus = gpus
         self._plan, self._cfg = plan, plan.group.placement
-        self._log_dir, self._ports_in_use = log_dir, ports_in_use
+        self._log_dir = log_dir
         self._folder: Path | None = None
         self._num_launches = 0
 
@@ -77,7 +72,6 @@ class LocalLauncher:
             engine_file=json.dumps(self._plan.files[index].to_json()),
             token=token,
             host=HOST,
-            port=self._port(),
             environment=self._environment(index),
         )
         log = self._log_dir / f"{self._plan.file_name(index)}.log"
@@ -86,26 +80,8 @@ class LocalLauncher:
     async def close(self) -> None:
         """See ``Launcher.close``."""
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)  # the last keeper may have been faster
+            shutil.rmtree(self._folder, ignore_errors=True)  # the last reaper may have been faster
             self._folder = None
-
-    def _port(self) -> int:
-        """0 (any free one), or a free one of the range."""
-        if self._cfg.port_range is None:
-            return 0
-        first, last = self._cfg.port_range
-        for port in range(first, last + 1):
-            if port not in self._ports_in_use and _is_free(port):
-                self._ports_in_use.add(port)
-                return port
-        # Those of servers that have ended may be taken again.
-        for port in range(first, last + 1):
-            if _is_free(port):
-                return port
-        raise UserError(
-            f"{self._plan.key}.placement.port_range is [{first}, {last}] and every port in it is in use: widen it, or "
-            "remove it to take any free port"
-        )
 
     def _environment(self, index: int) -> dict[str, str]:
         cores, replicas = len(os.sched_getaffinity(0)), len(self._plan.files)
@@ -114,13 +90,3 @@ class LocalLauncher:
         if self._gpus[index]:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(self._gpus[index]))
         return environment
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-        return True

@@ -1,4 +1,4 @@
-"""One engine server as a child process of this one (or of an agent on another node), behind its keeper."""
+"""One engine server as a child process of this one (or of an agent on another node), behind its reaper."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import mopd
 from mopd.files.writing import writing
-from mopd.placement import server_reaper
+from mopd.placement import reaper
 
 TAIL_BYTES = 4096
 USER_ERROR_PREFIX = "mopd: error: "
@@ -41,7 +41,6 @@ class ServerCommand:
     """Text of the replica's ``EngineFile``."""
     token: str
     host: str
-    port: int
     environment: Mapping[str, str]
     """Set on top of what this process has."""
 
@@ -60,13 +59,13 @@ class ServerProcess:
             token_file.touch(mode=0o600)
             token_file.write_text(command.token, encoding="ascii")
         serve = [sys.executable, "-m", "mopd", "serve", str(engine_file), "--ready-file", str(self._ready)]
-        serve += ["--host", command.host, "--port", str(command.port), "--token-file", str(token_file)]
+        serve += ["--host", command.host, "--port", "0", "--token-file", str(token_file)]
         with writing(log):
             output = log.open("ab")
         with output:
             self._log_start = output.tell()
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-I", "-S", server_reaper.__file__, str(folder), *serve],
+            self._reaper = subprocess.Popen(
+                [sys.executable, "-I", "-S", reaper.__file__, str(folder), *serve],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -76,8 +75,8 @@ class ServerProcess:
 
     def state(self) -> ServerState:
         """How it is now."""
-        exit_code = self._keeper.poll()
-        if exit_code is not None and exit_code < 0:  # the keeper itself was killed, and the server with it
+        exit_code = self._reaper.poll()
+        if exit_code is not None and exit_code < 0:  # the reaper itself was killed, and the server with it
             exit_code = 128 - exit_code
         try:
             ready = json.loads(self._ready.read_text(encoding="utf-8"))
@@ -87,13 +86,13 @@ class ServerProcess:
 
     def terminate(self) -> None:
         """Ask it to answer what it has begun, and end."""
-        if self._keeper.poll() is None:
-            self._keeper.send_signal(signal.SIGTERM)
+        if self._reaper.poll() is None:
+            self._reaper.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End it and its children now; ``state`` shows the end within moments."""
-        assert self._keeper.stdin is not None
-        self._keeper.stdin.close()
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.close()
 
     def last_words(self) -> str:
         """The user error that it ended with, or the end of its log, on one line."""

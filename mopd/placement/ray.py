@@ -2,7 +2,7 @@
 
 ::
 
-    this process ──> agent (actor in a bundle, holds its CPUs and GPUs) ──> keeper ──> server
+    this process ──> agent (actor in a bundle, holds its CPUs and GPUs) ──> reaper ──> server
          └────────────── scores, samples and weights: HTTP, not Ray ─────────────────────┘
 
 Groups that share a pool share its placement group and its agents.
@@ -20,15 +20,15 @@ import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mopd.config.placement import RayConfig
+from mopd.config.groups import RayConfig
 from mopd.placement.gpus import visible_gpus
 from mopd.placement.interface import GroupPlan
 from mopd.placement.process import ServerCommand, ServerState
 from mopd.placement.ray_agent import Agent
-from mopd.placement.ray_capacity import Need, Node, check_room
 from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,6 @@ class RayLauncher:
             engine_file=json.dumps(self._plan.files[index].to_json()),
             token=token,
             host="",
-            port=0,
             environment={"OMP_NUM_THREADS": str(self._cfg.num_cpus)}
             # Ray hides no GPU from an actor that asked for none.
             | ({} if self._cfg.num_gpus else {"CUDA_VISIBLE_DEVICES": ""}),
@@ -218,6 +217,63 @@ class RayServer:
         if self._lost is None:
             self._lost = reason
             self._cluster.ray.kill(self._agent)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Need:
+    """Equal bundles, each of which must lie on one node."""
+
+    keys: tuple[str, ...]
+    """Groups that use them, by turns if several."""
+    count: int
+    num_cpus: float
+    num_gpus: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """What is free on one node."""
+
+    address: str
+    num_cpus: float
+    num_gpus: float
+
+
+def check_room(needs: Sequence[Need], nodes: Sequence[Node]) -> None:
+    """Place the bundles, the largest first, each on the fullest node that still takes it.
+
+    Raises:
+        UserError: names the group that does not fit, what one of its replicas needs, and what is short.
+    """
+    free = [[node.num_gpus, node.num_cpus] for node in nodes]
+    bundles = [need for need in needs for _ in range(need.count)]
+    for need in sorted(bundles, key=lambda n: (n.num_gpus, n.num_cpus), reverse=True):
+        fitting = [rest for rest in free if rest[0] >= need.num_gpus and rest[1] >= need.num_cpus]
+        if not fitting:
+            raise UserError(_shortage(need, needs, nodes))
+        chosen = min(fitting)
+        chosen[0] -= need.num_gpus
+        chosen[1] -= need.num_cpus
+
+
+def _shortage(need: Need, needs: Sequence[Need], nodes: Sequence[Node]) -> str:
+    wanted_gpus = sum(n.count * n.num_gpus for n in needs)
+    wanted_cpus = sum(n.count * n.num_cpus for n in needs)
+    has_gpus, has_cpus = sum(n.num_gpus for n in nodes), sum(n.num_cpus for n in nodes)
+    short = []
+    if wanted_gpus > has_gpus:
+        short.append(f"{wanted_gpus - has_gpus:g} GPUs")
+    if wanted_cpus > has_cpus:
+        short.append(f"{wanted_cpus - has_cpus:g} CPUs")
+    lacks = f"{' and '.join(short)} are missing" if short else "no node has that much left in one place"
+    free = ", ".join(f"{n.address} {n.num_gpus:g} GPUs {n.num_cpus:g} CPUs" for n in nodes) or "no node"
+    keys = " and ".join(need.keys)
+    return (
+        f"{keys}: the Ray cluster has no room for {need.count} replicas of {need.num_gpus:g} GPUs and "
+        f"{need.num_cpus:g} CPUs each; all groups together need {wanted_gpus:g} GPUs and {wanted_cpus:g} CPUs, and "
+        f"{has_gpus:g} and {has_cpus:g} are free ({free}): {lacks}; lower replicas, placement.num_gpus or "
+        "placement.num_cpus, or add nodes"
+    )
 
 
 def _connect(plans: Sequence[GroupPlan], needs: Sequence[Need], gpus: Sequence[int]) -> Any:

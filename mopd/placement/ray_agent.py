@@ -12,7 +12,7 @@ from mopd.placement.process import ServerCommand, ServerProcess
 
 
 class Agent:
-    """An actor. Methods return at once. The servers die with the actor's process (see ``keeper``)."""
+    """An actor. Methods return at once. The servers die with the actor's process (see ``reaper``)."""
 
     def __init__(self, log_dir: str) -> None:
         """Logs go to ``log_dir`` where that is a folder of this node too, else to a temporary one."""
@@ -47,4 +47,4 @@ class Agent:
 
     def close(self) -> None:
         """Remove what lies on the disk; the servers have ended."""
-        shutil.rmtree(self._folder, ignore_errors=True)  # the last keeper may have been faster
+        shutil.rmtree(self._folder, ignore_errors=True)  # the last reaper may have been faster

@@ -13,13 +13,14 @@ from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineRejected, EngineUnavailable
 from mopd.replicas.router import Router
 from mopd.types import UserError
-from mopd.weight_sync.http import HttpWeightSync
-from mopd.weight_sync.in_process import InProcessWeightSync
+from mopd.weight_sync import HttpWeightSync, InProcessWeightSync
 
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.2
 LONGEST_PAUSE_S = 30.0
+MAX_PUSHES = 4
+"""To one replica in a row, as many as a request gets attempts."""
 
 Republish = Callable[[Callable[[], bool]], Awaitable[None]]
 """``republish(is_needed)``: asks when the student is free, and if so sends its published weights once more. Does
@@ -66,9 +67,9 @@ class GroupWeightSync:
 class Repair:
     """Watches a rollout group for replicas without the current weights, and has them sent once more."""
 
-    def __init__(self, router: Router, republish: Republish, *, max_attempts: int) -> None:
-        """A replica that ``max_attempts`` pushes in a row did not reach is removed."""
-        self._router, self._republish, self._max_attempts = router, republish, max_attempts
+    def __init__(self, router: Router, republish: Republish) -> None:
+        """A replica that ``MAX_PUSHES`` in a row did not reach is removed."""
+        self._router, self._republish = router, republish
         self._push: asyncio.Future[None] | None = None
         self._was_sent = False
         self._task = asyncio.create_task(self._run())
@@ -103,7 +104,7 @@ class Repair:
                 continue
             for name in set(self._lacking()) & set(lacking):
                 failures[name] += 1
-                if failures[name] >= self._max_attempts:
+                if failures[name] >= MAX_PUSHES:
                     self._router.remove(name, reason=f"{failures[name]} pushes of the weights did not reach it")
                 pause_s = min(2.0 ** failures[name] * LOOK_EVERY_S, LONGEST_PAUSE_S)
             for replica in self._router.replicas:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,20 +17,28 @@ from typing import Any, Literal
 
 import torch
 
-from mopd.config.placement import ExternalConfig
+from mopd.config.groups import ExternalConfig
+from mopd.config.load import Loaded
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
 from mopd.data.tokenizer import compare_tokenizers, load_tokenizer
 from mopd.engines.interface import EngineInfo
+from mopd.files.writing import write_json
+from mopd.metrics import apart
 from mopd.placement.interface import ROLLOUT
 from mopd.preflight.identity import Needs, fingerprint, fingerprint_difference, largest_difference, problems_of
-from mopd.preflight.parity import Parity, Probe, Reference
+from mopd.preflight.parity import Parity, Probe, Reference, write_parity
 from mopd.replicas.interface import info_of
 from mopd.rollout.validation import ValidationResult
-from mopd.run.manifests import has_own_weights
+from mopd.run.folder import RunDir
+from mopd.run.manifests import has_own_weights, read_fingerprints, write_manifests
 from mopd.run.workers import Workers
-from mopd.types import ROLLOUT_FIELDS, Prompt, SampleMeta
+from mopd.types import ROLLOUT_FIELDS, Prompt, SampleMeta, UserError
 
+logger = logging.getLogger(__name__)
+
+NUM_PROBE_SAMPLES = 4
+"""Per teacher: a wrong model, alignment or tokenizer shows in the first; more would only cost time."""
 PROBE_IDS = 2**62
 """Sample ids of probes start here, far from the training stream's."""
 
@@ -303,7 +312,7 @@ class Preflight:
             (domain, row)
             for name in self.recipe.teachers
             for domain, row in itertools.islice(
-                ((d, r) for d in self._domains_in_data(name) for r in rows_by_domain[d]), self.cfg.num_probe_samples
+                ((d, r) for d in self._domains_in_data(name) for r in rows_by_domain[d]), NUM_PROBE_SAMPLES
             )
         ]
         start = PROBE_IDS // self.recipe.rollout.samples_per_prompt
@@ -327,3 +336,29 @@ class Preflight:
 
 def _compare(folder: str, dtype: str, probes: Sequence[Probe], temperature: float) -> Parity:
     return Reference(folder, dtype).compare(probes, temperature=temperature)
+
+
+async def check_before_training(
+    loaded: Loaded, run: RunDir, workers: Workers, manifests: Mapping[str, Manifest], *, is_fresh: bool
+) -> None:
+    """A fresh run's first files are written here, after the last check. ``UserError`` for the first failed one."""
+    stored = {} if is_fresh else read_fingerprints(run.manifest)
+    preflight = Preflight(loaded.recipe, workers, manifests, is_fresh=is_fresh, fingerprints=stored)
+    with apart():
+        async for outcome in preflight.run():
+            if outcome.status == "failed":
+                raise UserError(outcome.detail)
+            log = logger.warning if outcome.status == "warning" else logger.info
+            log("preflight %s: %s: %s", outcome.status, outcome.name, outcome.detail)
+    run.write_recipe(loaded)
+    if is_fresh or not run.parity.exists():
+        write_parity(run.parity, preflight.parity)
+    if not is_fresh:
+        return
+    write_manifests(run.manifest, manifests, preflight.fingerprints)
+    for path in (run.metrics, run.validation):
+        path.unlink(missing_ok=True)  # of a run that died before its first checkpoint
+    if preflight.rewards is not None and workers.validator is not None:
+        teachers = {domain: {"teacher": reward} for domain, reward in preflight.rewards.teachers.items()}
+        write_json(run.headroom, teachers)
+        workers.validator.append(0, preflight.rewards.student, wall_s=preflight.rewards.student_wall_s)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from mopd.config.data import CustomRewardConfig
 from mopd.config.load import Loaded
-from mopd.config.schema import CustomRewardConfig
 from mopd.files.reading import shown_path
-from mopd.report.packages import check_packages
 from mopd.types import UserError
 
 MIN_RANKS, RANKS_PER_CORE = 64, 8
@@ -34,7 +34,10 @@ def check_inputs(loaded: Loaded) -> None:
         _check_file(loaded, recipe.data.chat_template, "data", "chat_template")
     for path, reward in _custom_rewards(loaded):
         _check_file(loaded, reward.path, *path, "path")
-    check_packages(recipe)
+    if recipe.metrics.wandb is not None and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            "metrics.wandb is set but the wandb package is not installed: run pip install wandb, or remove the section"
+        )
 
 
 def check_machine(loaded: Loaded) -> None:

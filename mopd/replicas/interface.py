@@ -27,6 +27,24 @@ class Replica:
     has them, are read as running totals of its payload."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterLimits:
+    """When a request or a replica is given up. No keys of a recipe: the deadline of a request is one, and these follow
+    from what replicas do, whoever runs them."""
+
+    max_attempts: int = 4
+    """Tries of one request over all replicas, the first one included: one more than a replica's failures in a row."""
+    backoff_s: float = 0.5
+    """Wait before the second try; it doubles with each further one, and four tries span the restart of a connection."""
+    breaker_failures: int = 3
+    """Failures in a row after which a replica is left alone: one may be a lost connection, three are no chance."""
+    breaker_reset_s: float = 10.0
+    """How long it is left alone before one request tries it again: much shorter than a model takes to load."""
+
+
+LIMITS = RouterLimits()
+
+
 class SampleFailed(RuntimeError):
     """Samples that no replica could do. The message names the group, the attempts and the last error."""
 

@@ -7,24 +7,81 @@ pass it only on replicas that it cannot use, so a long request is never starved 
 from __future__ import annotations
 
 import asyncio
+import enum
 import math
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mopd.config.groups import RoutingConfig
-from mopd.replicas.breaker import Breaker, BreakerState
-from mopd.replicas.interface import NoReplica, Replica
+from mopd.replicas.interface import Kind, NoReplica, Replica, RouterLimits
 from mopd.replicas.statistics import BusyTime, GroupNumbers, ReplicaCounters
+
+
+class BreakerState(enum.Enum):
+    """Values are what ``metrics.jsonl`` shows."""
+
+    CLOSED = 0
+    """Takes work."""
+    HALF_OPEN = 1
+    """One trial request is under way."""
+    OPEN = 2
+    """Takes no work until its time is up."""
+
+
+class Breaker:
+    """Circuit breaker of one replica. Times are seconds of any one clock.
+
+    ::
+
+        CLOSED ── `failures` failures in a row ──> OPEN ── `reset_s` later, at the next request ──> HALF_OPEN
+          ▲                                         ▲──────────── the trial fails ───────────────────┤
+          └──────────────────────────────────────────────────────── the trial succeeds ──────────────┘
+    """
+
+    def __init__(self, *, failures: int, reset_s: float) -> None:
+        self._max_failures, self._reset_s = failures, reset_s
+        self._failures_in_a_row = 0
+        self._opens_again_at = -math.inf
+        self.state = BreakerState.CLOSED
+
+    def takes_work(self, now: float) -> bool:
+        """A request may be sent now."""
+        return self.state is BreakerState.CLOSED or (self.state is BreakerState.OPEN and now >= self._opens_again_at)
+
+    @property
+    def next_trial_at(self) -> float | None:
+        """When an open breaker allows its trial; ``None`` in the other states."""
+        return self._opens_again_at if self.state is BreakerState.OPEN else None
+
+    def sent(self) -> None:
+        """A request goes out (``takes_work`` said so)."""
+        if self.state is BreakerState.OPEN:
+            self.state = BreakerState.HALF_OPEN
+
+    def succeeded(self) -> None:
+        """An answer came, whatever it says: the replica lives."""
+        self.state, self._failures_in_a_row = BreakerState.CLOSED, 0
+
+    def failed(self, now: float) -> None:
+        """A request failed through the replica's fault."""
+        self._failures_in_a_row += 1
+        if self.state is BreakerState.HALF_OPEN or self._failures_in_a_row >= self._max_failures:
+            self.state, self._opens_again_at = BreakerState.OPEN, now + self._reset_s
+
+    def abandoned(self, now: float) -> None:
+        """A request was cancelled by its sender: it proves nothing. A trial may be repeated at once."""
+        if self.state is BreakerState.HALF_OPEN:
+            self.state, self._opens_again_at = BreakerState.OPEN, now
 
 
 class Member:
     """One life of a replica: a restart makes a new one, so late failures of the old life do not count against it."""
 
-    def __init__(self, replica: Replica, routing: RoutingConfig, counters: ReplicaCounters) -> None:
+    def __init__(self, replica: Replica, limits: RouterLimits, counters: ReplicaCounters) -> None:
         self.name, self.engine = replica.name, replica.engine
         self.counters = counters
-        self.breaker = Breaker(failures=routing.breaker_failures, reset_s=routing.breaker_reset_s)
+        self.breaker = Breaker(failures=limits.breaker_failures, reset_s=limits.breaker_reset_s)
         self.in_flight_tokens = 0
         self.busy_until = 0.0
         self.suspended: str | None = None
@@ -64,8 +121,6 @@ class Want:
     version: int | None = None
     avoid: frozenset[str] = frozenset()
     """Replicas that failed at it: taken only when no other is up."""
-    exclude: str | None = None
-    """Replica that must not take it (a hedge goes elsewhere)."""
     is_counted: bool = True
     """It stands in the numbers of a step: see ``mopd.metrics.apart``."""
 
@@ -90,8 +145,8 @@ class _Waiter:
 class Pool:
     """The replicas of one group and the requests that wait for them. Used on one event loop; times are the loop's."""
 
-    def __init__(self, routing: RoutingConfig, replicas: Sequence[Replica]) -> None:
-        self._routing = routing
+    def __init__(self, routing: RoutingConfig, limits: RouterLimits, replicas: Sequence[Replica]) -> None:
+        self._routing, self._limits = routing, limits
         self._counters: dict[str, ReplicaCounters] = {}
         self._members: dict[str, Member] = {}
         self._waiters: list[_Waiter] = []
@@ -117,7 +172,7 @@ class Pool:
         counters = self._counters.setdefault(replica.name, ReplicaCounters(replica.name))
         if replica.name in self._members:
             counters.note_payload(self._members[replica.name].engine)
-        self._members[replica.name] = Member(replica, self._routing, counters)
+        self._members[replica.name] = Member(replica, self._limits, counters)
         self.look_again()
 
     def remove(self, name: str, reason: str) -> None:
@@ -188,7 +243,7 @@ class Pool:
         self._moved_at = now
         self.look_again()
 
-    def take(self, version: int | None, *, retries: int, hedges: int, hedges_won: int, name: str) -> GroupNumbers:
+    def take(self, version: int | None, *, kind: Kind, name: str, retries: int) -> GroupNumbers:
         """The numbers since the last ``take``; starts anew."""
         now = self.now()
         for member in self._members.values():
@@ -198,14 +253,13 @@ class Pool:
             for n, counters in self._counters.items()
         )
         numbers = GroupNumbers(
+            kind=kind,
             name=name,
             replicas=replicas,
             queue_depth=self._most_waiting,
             queued_tokens=self._most_waiting_tokens,
             busy_s=self._busy.take(now),
             retries=retries,
-            hedges=hedges,
-            hedges_won=hedges_won,
         )
         self._most_waiting, self._most_waiting_tokens = self._num_waiting, self._waiting_tokens
         return numbers
@@ -225,7 +279,7 @@ class Pool:
 
     def _choose(self, want: Want, now: float, kept: set[str]) -> Member | None:
         """The least loaded replica with room. When there is none, those that ``want`` could use join ``kept``."""
-        up = [m for m in self._members.values() if m.is_up(now, want.version) and m.name != want.exclude]
+        up = [m for m in self._members.values() if m.is_up(now, want.version)]
         up = [m for m in up if m.name not in want.avoid] or up
         most = self._routing.max_inflight_tokens
         free = [

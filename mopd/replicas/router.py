@@ -8,37 +8,88 @@
 
 A request is given up (``SampleFailed``) after ``max_attempts`` failed attempts, when a replica refuses it as such, or
 when the group stands still. A full queue or stale weights are no failures of a request: it waits for another replica.
-Works on one event loop, with that loop's clock.
+Every answer is checked here, wherever its engine runs. Works on one event loop, with that loop's clock.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
 
 from mopd.config.groups import RoutingConfig
-from mopd.engines.clients.answers import check_generations, check_scores
-from mopd.engines.interface import EngineRejected, Generation, Generator, SamplingParams, Scorer, Scores
-from mopd.replicas.cutting import cut
-from mopd.replicas.dispatch import Dispatcher, Request
-from mopd.replicas.interface import Kind, Replica, SampleFailed
-from mopd.replicas.pool import Pool
+from mopd.engines.checks import check_generations, check_scores
+from mopd.engines.concurrency import all_or_none, cancel
+from mopd.engines.interface import (
+    CorruptAnswer,
+    EngineBusy,
+    EngineError,
+    EngineRejected,
+    EngineUnavailable,
+    Generation,
+    Generator,
+    SamplingParams,
+    Scorer,
+    Scores,
+    StaleWeights,
+)
+from mopd.metrics import is_counted
+from mopd.replicas.interface import LIMITS, Kind, NoReplica, Replica, RouterLimits, SampleFailed
+from mopd.replicas.pool import Lease, Member, Pool, Want
 from mopd.replicas.statistics import GroupNumbers
-from mopd.replicas.tasks import all_or_none
 
 R = TypeVar("R")
-Ask = Callable[[Any, Sequence[int]], Awaitable[Sequence[R]]]
-Check = Callable[[Sequence[int], Sequence[R]], None]
-Count = Callable[[Sequence[int], Sequence[R]], int]
+MAX_BACKOFF_S = 30.0
+"""The pause between attempts stops doubling here."""
+MIN_RETRY_AFTER_S = 0.01
+"""A replica with a full queue is left alone at least this long, whatever it says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[R]):
+    """What is asked about a caller's samples, given by their positions in the caller's request."""
+
+    ask: Callable[[Any, Sequence[int]], Awaitable[Sequence[R]]]
+    """``ask(engine, positions)`` sends them."""
+    check: Callable[[Sequence[int], Sequence[R]], None]
+    """``check(positions, results)`` raises ``ValueError`` for results that cannot be right."""
+    count: Callable[[Sequence[int], Sequence[R]], int]
+    """``count(positions, results)``: tokens that they turned out to have."""
+
+
+@dataclass(slots=True)
+class Request(Generic[R]):
+    """Some samples that travel together, and what has happened to them so far."""
+
+    call: Call[R]
+    positions: tuple[int, ...]
+    tokens: int
+    """Room that they take on a replica."""
+    version: int | None
+    """Weight version that must answer; ``None`` where weights are fixed."""
+    is_counted: bool = field(default_factory=is_counted)
+    failed_on: list[str] = field(default_factory=list)
+    last_error: BaseException | None = None
+    turned_away_since: float | None = None
+    """When it first met a full queue since its last real attempt."""
 
 
 class Router:
     """Implements ``Scorer`` and ``Generator``. Replicas may come and go while requests are under way."""
 
-    def __init__(self, name: str, replicas: Sequence[Replica], routing: RoutingConfig, *, kind: Kind) -> None:
+    def __init__(
+        self,
+        name: str,
+        replicas: Sequence[Replica],
+        routing: RoutingConfig,
+        *,
+        kind: Kind,
+        limits: RouterLimits = LIMITS,
+    ) -> None:
         """``name`` is the teacher's or the rollout group's name.
 
         Raises:
@@ -53,9 +104,10 @@ class Router:
             raise ValueError(f"{self.label}: two replicas have one name: {names}")
         if len({id(replica.engine) for replica in replicas}) != len(replicas):
             raise ValueError(f"{self.label}: two replicas are one engine; each needs its own")
-        self._routing = routing
-        self._pool = Pool(routing, replicas)
-        self._dispatcher = Dispatcher(self.label, self._pool, routing)
+        self._routing, self._limits = routing, limits
+        self._pool = Pool(routing, limits, replicas)
+        self._orders = itertools.count()
+        self._retries = 0
         self._num_planned = len(replicas)
         self.weight_version = -1
         """Rollout groups: the version that ``generate`` asks for; replicas with another get no work. Set by
@@ -94,7 +146,7 @@ class Router:
 
         # The most that a response can take: its length is not known before it is drawn.
         costs = [len(prompt) + sampling.max_new_tokens for prompt in prompts]
-        return cast("list[Generation]", await self._run(costs, ask, check, count, stop_at_failure=True))
+        return cast("list[Generation]", await self._run(costs, Call(ask, check, count), stop_at_failure=True))
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """See ``Generator.load_weights``: each replica in turn, then ``set_weight_version``. Suspended: left out.
@@ -154,15 +206,8 @@ class Router:
 
     def take_numbers(self) -> GroupNumbers:
         """What happened since the last call; starts anew."""
-        dispatcher = self._dispatcher
-        numbers = self._pool.take(
-            self._wanted_version,
-            name=self.name,
-            retries=dispatcher.retries,
-            hedges=dispatcher.hedges,
-            hedges_won=dispatcher.hedges_won,
-        )
-        dispatcher.retries = dispatcher.hedges = dispatcher.hedges_won = 0
+        numbers = self._pool.take(self._wanted_version, kind=self.kind, name=self.name, retries=self._retries)
+        self._retries = 0
         return numbers
 
     @property
@@ -193,29 +238,25 @@ class Router:
                 [prompt_lengths[i] for i in positions],
                 top_k=top_k,
                 vocab_size=self.vocab_size,
-                is_half=self._routing.wire_dtype == "float16",
             )
 
         def count(positions: Sequence[int], results: Sequence[Scores]) -> int:
             return sum(lengths[i] for i in positions)
 
-        return await self._run(lengths, ask, check, count, stop_at_failure=stop_at_failure)
+        return await self._run(lengths, Call(ask, check, count), stop_at_failure=stop_at_failure)
 
-    async def _run(
-        self, costs: Sequence[int], ask: Ask[R], check: Check[R], count: Count[R], *, stop_at_failure: bool
-    ) -> list[R | SampleFailed]:
+    async def _run(self, costs: Sequence[int], call: Call[R], *, stop_at_failure: bool) -> list[R | SampleFailed]:
         """Cut, send, collect in order. Whatever ends it early, no request is left behind."""
         version = self._wanted_version
 
         async def outcomes_of(positions: Sequence[int]) -> list[R | SampleFailed]:
             tokens = sum(costs[i] for i in positions)
-            request = Request(positions, tokens=tokens, version=version, ask=ask, check=check, count=count)
-            answer = await self._dispatcher.see_through(request)
+            answer = await self._see_through(Request(call, tuple(positions), tokens, version))
             if not isinstance(answer, SampleFailed):
                 return [*answer]
             if isinstance(answer.last_error, EngineRejected) and len(positions) > 1:
                 # One sample may have spoilt the request of all: each gets its own.
-                alone = await all_or_none([asyncio.create_task(outcomes_of([position])) for position in positions])
+                alone = await all_or_none(outcomes_of([position]) for position in positions)
                 return [outcome for (outcome,) in alone]
             if stop_at_failure:
                 raise answer
@@ -223,8 +264,134 @@ class Router:
 
         most = min(self._routing.max_tokens_per_request, self._routing.max_inflight_tokens)
         pieces = cut(costs, max_tokens=most, num_replicas=self._num_planned)
-        answers = await all_or_none([asyncio.create_task(outcomes_of(piece)) for piece in pieces])
+        answers = await all_or_none(map(outcomes_of, pieces))
         by_position: dict[int, R | SampleFailed] = {}
         for piece, outcomes in zip(pieces, answers, strict=True):
             by_position.update(zip(piece, outcomes, strict=True))
         return [by_position[i] for i in range(len(costs))]
+
+    async def _see_through(self, request: Request[R]) -> list[R] | SampleFailed:
+        """The results in order, or why there are none. Errors that are no ``EngineError`` (a wrong call) are raised."""
+        order = next(self._orders)
+        while True:
+            want = Want(
+                order=order,
+                tokens=request.tokens,
+                version=request.version,
+                avoid=frozenset(request.failed_on),
+                is_counted=request.is_counted,
+            )
+            try:
+                lease = await self._pool.acquire(want)
+            except NoReplica as error:
+                met = error if request.last_error is None else NoReplica(f"{request.last_error}; then {error}")
+                return self._failure(request, met)
+            try:
+                return list(await self._send(lease, request))
+            except EngineRejected as error:
+                return self._failure(request, error)
+            except EngineBusy as error:
+                if self._pool.now() - (request.turned_away_since or 0.0) >= self._routing.request_timeout_s:
+                    return self._failure(request, error)
+            except EngineUnavailable as error:
+                if not _is_stale(request, error):  # a stale one gets no such request again before it has the weights
+                    if len(request.failed_on) >= self._limits.max_attempts:
+                        return self._failure(request, error)
+                    pause_s = self._limits.backoff_s * 2 ** (len(request.failed_on) - 1)
+                    await asyncio.sleep(min(pause_s, MAX_BACKOFF_S))
+            self._retries += 1
+
+    async def _send(self, lease: Lease, request: Request[R]) -> Sequence[R]:
+        """A request on one replica; the breaker and the counters learn what came of it."""
+        member, started = lease.member, self._pool.now()
+        try:
+            results = await self._ask(member, request)
+        except EngineError as error:
+            self._judge(member, request, error)
+            raise
+        except BaseException:  # cancelled, or a wrong call: proves nothing about the replica
+            member.breaker.abandoned(self._pool.now())
+            raise
+        else:
+            member.breaker.succeeded()
+            if request.is_counted:
+                member.counters.answered(
+                    num_samples=len(results),
+                    num_tokens=request.call.count(request.positions, results),
+                    latency_s=self._pool.now() - started,
+                )
+            return results
+        finally:
+            lease.end()
+
+    async def _ask(self, member: Member, request: Request[R]) -> Sequence[R]:
+        timeout_s = self._routing.request_timeout_s
+        call = asyncio.ensure_future(request.call.ask(member.engine, request.positions))
+        try:
+            await asyncio.wait({call}, timeout=timeout_s)
+            if not call.done():
+                raise EngineUnavailable(f"{member.name}: no answer within {timeout_s:g} s (routing.request_timeout_s)")
+            results = call.result()
+        finally:
+            await cancel([call])
+        if len(results) != len(request.positions):
+            raise EngineUnavailable(f"{member.name}: {len(results)} answers for {len(request.positions)} samples")
+        try:
+            request.call.check(request.positions, results)
+        except ValueError as error:
+            raise CorruptAnswer(f"{member.name}: corrupt answer: {error}") from error
+        return results
+
+    def _judge(self, member: Member, request: Request[R], error: EngineError) -> None:
+        now = self._pool.now()
+        is_stale = _is_stale(request, error)
+        if isinstance(error, EngineUnavailable) and not is_stale:
+            member.breaker.failed(now)
+            member.counters.failures += 1
+            request.failed_on.append(member.name)
+            request.turned_away_since = None
+        else:
+            member.breaker.succeeded()  # it answered
+        if isinstance(error, EngineBusy):
+            member.counters.busy_answers += 1
+            pause_s = min(error.retry_after_s, self._routing.request_timeout_s / 2)  # or waiting requests give up
+            member.busy_until = now + max(pause_s, MIN_RETRY_AFTER_S)
+            if request.turned_away_since is None:
+                request.turned_away_since = now
+        elif is_stale:
+            member.counters.stale_answers += 1
+            member.refused_version = request.version
+        elif isinstance(error, EngineRejected):
+            request.failed_on.append(member.name)
+        request.last_error = error
+
+    def _failure(self, request: Request[R], error: BaseException) -> SampleFailed:
+        return SampleFailed(self.label, request.positions, attempts=request.failed_on, last_error=error)
+
+
+def _is_stale(request: Request[Any], error: EngineError) -> bool:
+    """The replica lacks weights that will be sent to it. Where weights are fixed, other ones are a failure."""
+    return isinstance(error, StaleWeights) and request.version is not None
+
+
+def cut(tokens: Sequence[int], *, max_tokens: int, num_replicas: int) -> list[list[int]]:
+    """Positions of ``tokens`` in requests of at most ``max_tokens`` (a longer sample is a request of its own).
+
+    Long samples come first, since a long one that starts last keeps the other replicas waiting; equals keep their
+    order. With several replicas no request holds more than half of a replica's fair share of what is left, so the last
+    requests are small and even out the finish (guided self-scheduling, Polychronopoulos and Kuck 1987). The cut depends
+    on its arguments alone: equal batches are computed equally, however fast the replicas are.
+
+    Example: ``cut([3, 9, 4, 1], max_tokens=10, num_replicas=1)`` is ``[[1], [2, 0, 3]]``.
+    """
+    requests: list[list[int]] = []
+    left = sum(tokens)
+    room = 0
+    for position in sorted(range(len(tokens)), key=lambda i: -tokens[i]):
+        if not requests or tokens[position] > room:
+            requests.append([])
+            room = max_tokens if num_replicas == 1 else min(max_tokens, left // (2 * num_replicas))
+        requests[-1].append(position)
+        room -= tokens[position]
+        left -= tokens[position]
+    return requests

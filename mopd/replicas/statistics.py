@@ -1,4 +1,9 @@
-"""What a router counts between two looks: bounded memory however many requests there are."""
+"""What a router counts between two looks (bounded memory however many requests there are), and the names of these
+numbers in ``metrics.jsonl`` (``docs/metrics.md``).
+
+A teacher's are ``teachers/latency_p95_s/math``, the rollout's ``rollout/latency_p95_s``. A group of several replicas
+also has the main numbers of each: ``teachers/latency_p95_s/math.1``, ``rollout/latency_p95_s/1``.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mopd.replicas.interface import Kind
+
 RESERVOIR_SIZE = 2048
 """Latencies kept per replica between two looks; beyond it each one is kept with equal chance (Vitter's algorithm R)."""
+STATES = {"closed": 0.0, "half_open": 1.0, "open": 2.0, "stale": 3.0, "restarting": 4.0, "gone": 5.0}
+"""Value of a replica's ``breaker``: 0 works, all others do not."""
+PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
 
 class Reservoir:
@@ -81,6 +91,7 @@ class ReplicaNumbers:
 class GroupNumbers:
     """One group since the last look."""
 
+    kind: Kind
     name: str
     replicas: tuple[ReplicaNumbers, ...]
     queue_depth: int
@@ -91,10 +102,6 @@ class GroupNumbers:
     """Time with at least one request under way on any replica."""
     retries: int
     """Requests sent again after a failure, a full queue or stale weights."""
-    hedges: int
-    """Requests sent to a second replica as well."""
-    hedges_won: int
-    """Of those, answered by the second one first."""
 
     @property
     def latencies_s(self) -> tuple[float, ...]:
@@ -204,3 +211,57 @@ def _payload_total(engine: object) -> int | None:
     if not hasattr(engine, "bytes_sent"):
         return None
     return int(engine.bytes_sent) + int(engine.bytes_received)  # type: ignore[attr-defined]
+
+
+def group_metrics(numbers: GroupNumbers) -> dict[str, float]:
+    """One group's metrics by their final names."""
+    replicas = numbers.replicas
+    tokens = sum(replica.num_tokens for replica in replicas)
+    values = {
+        "samples": float(sum(replica.num_samples for replica in replicas)),
+        "tokens": float(tokens),
+        "busy_s": numbers.busy_s,
+        "queue_depth": float(numbers.queue_depth),
+        "queued_tokens": float(numbers.queued_tokens),
+        "in_flight_tokens": float(max((replica.in_flight_tokens for replica in replicas), default=0)),
+        "retries": float(numbers.retries),
+        "replicas_up": float(sum(replica.state == "closed" for replica in replicas)),
+        "replicas": float(len(replicas)),
+        **_latencies(numbers.latencies_s),
+    }
+    if numbers.busy_s > 0:
+        values["tokens_per_s"] = tokens / numbers.busy_s
+    if numbers.payload_bytes is not None:
+        values["payload_bytes"] = float(numbers.payload_bytes)
+    by_name = {"" if numbers.kind == "rollout" else f"/{numbers.name}": values}
+    if len(replicas) > 1:
+        for replica in replicas:
+            name = replica.name.rpartition(".")[2] if numbers.kind == "rollout" else replica.name
+            by_name[f"/{name}"] = _replica_values(replica)
+    room = "rollout" if numbers.kind == "rollout" else "teachers"
+    return {f"{room}/{metric}{name}": value for name, own in by_name.items() for metric, value in own.items()}
+
+
+def _replica_values(replica: ReplicaNumbers) -> dict[str, float]:
+    values = {
+        "samples": float(replica.num_samples),
+        "tokens": float(replica.num_tokens),
+        "busy_s": replica.busy_s,
+        "in_flight_tokens": float(replica.in_flight_tokens),
+        "failures": float(replica.failures),
+        "busy_answers": float(replica.busy_answers),
+        "stale_answers": float(replica.stale_answers),
+        "breaker": STATES[replica.state],
+        **_latencies(replica.latencies_s),
+    }
+    if replica.tokens_per_s is not None:
+        values["tokens_per_s"] = replica.tokens_per_s
+    if replica.payload_bytes is not None:
+        values["payload_bytes"] = float(replica.payload_bytes)
+    return values
+
+
+def _latencies(ascending_s: Sequence[float]) -> dict[str, float]:
+    if not ascending_s:
+        return {}
+    return {f"latency_{name}_s": percentile(ascending_s, share) for name, share in PERCENTILES.items()}

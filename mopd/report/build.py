@@ -16,9 +16,9 @@ from typing import Any
 from rich.table import Table
 
 from mopd.files.writing import write_text
-from mopd.report.groups import LATENCY_HEADING, GroupResult, latencies, summarise_groups
+from mopd.report.groups import LATENCY_HEADING, GroupResult, label, latencies, summarise_groups
 from mopd.report.page import render_page
-from mopd.report.run_files import RunFiles
+from mopd.report.run_files import RunFiles, best_of
 from mopd.report.terminal import Terminal
 from mopd.text import visible
 
@@ -50,7 +50,7 @@ class Report:
     train_tokens_per_s: float | None
     """Prompt and response tokens trained on, per second of the steps (rollout and scoring included)."""
     groups: Mapping[str, Mapping[str, GroupResult]]
-    """``teachers`` and ``rollouts`` -> group or replica -> its work; a group of one replica stands for it."""
+    """``teachers`` and ``rollout`` -> group or replica -> its work; a group of one replica stands for it."""
 
 
 def build_report(run_dir: str | Path) -> Report:
@@ -86,12 +86,8 @@ def summarise(
 ) -> Report:
     """The report of the records of ``metrics.jsonl`` and ``validation.jsonl`` and the teachers' rewards by domain."""
     before: Mapping[str, float] = next((record["rewards"] for record in validations if record["step"] == 0), {})
-    best = max(
-        (record for record in validations if record["step"] > 0),
-        key=lambda record: (_mean(list(record["rewards"].values())), -record["step"]),
-        default=None,
-    )
-    after: Mapping[str, float] = {} if best is None else best["rewards"]
+    best = best_of(validations)
+    after: Mapping[str, float] = next((r["rewards"] for r in validations if best and r["step"] == best.step), {})
     domains = {
         domain: DomainResult(
             before=before.get(domain),
@@ -106,8 +102,8 @@ def summarise(
     tokens = sum(record.get("tokens", 0.0) for record in steps)
     return Report(
         domains=domains,
-        mean_headroom_recovery=_mean(recoveries) if recoveries else None,
-        best_step=None if best is None else best["step"],
+        mean_headroom_recovery=sum(recoveries) / len(recoveries) if recoveries else None,
+        best_step=None if best is None else best.step,
         steps=steps[-1]["step"] if steps else 0,
         planned_steps=planned_steps,
         wall_s=step_s + sum(record.get("wall_s", 0.0) for record in validations),
@@ -153,7 +149,7 @@ def _group_table(groups: Mapping[str, Mapping[str, GroupResult]]) -> Table:
         table.add_section()
         for name, result in names.items():
             table.add_row(
-                f"{room.removesuffix('s')} {name}",
+                label(room, name),
                 f"{result.samples:,}",
                 _cell(result.tokens_per_s, "{:,.0f}"),
                 latencies(result.latency_p50_s, result.latency_p95_s, result.latency_p99_s) or "–",
@@ -166,7 +162,3 @@ def _group_table(groups: Mapping[str, Mapping[str, GroupResult]]) -> Table:
 
 def _cell(value: float | None, form: str) -> str:
     return "–" if value is None else form.format(value)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -42,7 +42,7 @@ class GroupResult:
 
 
 def group_values(record: Mapping[str, Any]) -> dict[str, Room]:
-    """One step's numbers by room (``teachers``, ``rollouts``), in order of names."""
+    """One step's numbers by room (``teachers``, ``rollout``), in order of names."""
     rooms: dict[str, Room] = {}
     for room, name, metric, value in _parts(record):
         rooms.setdefault(room, {}).setdefault(name, {})[metric] = value
@@ -51,7 +51,12 @@ def group_values(record: Mapping[str, Any]) -> dict[str, Room]:
 
 def is_group_metric(name: str) -> bool:
     """``name`` is a number of a group or replica."""
-    return name.split("/", 1)[0] in GROUP_ROOMS and name.count("/") >= 2
+    return "/" in name and name.split("/", 1)[0] in GROUP_ROOMS
+
+
+def label(room: str, name: str) -> str:
+    """``teacher math.1``, ``rollout.1``."""
+    return f"teacher {name}" if room == "teachers" else name
 
 
 def summarise_groups(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, GroupResult]]:
@@ -73,9 +78,9 @@ def trouble(record: Mapping[str, Any]) -> list[str]:
         for name, values in names.items():
             state = BREAKER_STATES[int(values.get("breaker", 0))]
             if state != "ok":
-                texts.append(f"{room.removesuffix('s')} {name} {state}")
+                texts.append(f"{label(room, name)} {state}")
             if values.get("retries", 0) > 0:
-                texts.append(f"{room.removesuffix('s')} {name}: {values['retries']:.0f} retries")
+                texts.append(f"{label(room, name)}: {values['retries']:.0f} retries")
     return texts
 
 
@@ -114,8 +119,8 @@ def _whole(value: float | None) -> int | None:
 
 
 def _parts(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str, float]]:
-    """``(room, name, metric, value)`` of each number of a group."""
+    """``(room, name, metric, value)`` of each number of a group; the rollout's replicas are ``rollout.0``, …"""
     for key, value in record.items():
         if is_group_metric(key) and value is not None:
-            room, metric, name = key.split("/", 2)
-            yield room, name, metric, value
+            room, metric, *name = key.split("/", 2)
+            yield room, name[0] if room == "teachers" else ".".join([room, *name]), metric, value

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from mopd.metrics import VOLATILE_PREFIXES
 from mopd.report.charts import NUM_COLOURS, Series, line_chart, short
-from mopd.report.groups import group_values, is_group_metric
+from mopd.report.groups import group_values, is_group_metric, label
 
 TITLES = {
     "kl_k1": (
@@ -79,6 +79,7 @@ def render_page(
     return environment.get_template("report.html.j2").render(
         run_name=run_name,
         report=report,
+        group_label=label,
         domains=domains,
         num_colours=NUM_COLOURS,
         bars=[_bar(name, domains.index(name), result) for name, result in report["domains"].items()],

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mopd.metrics import StepMetrics
-from mopd.report.groups import BREAKER_STATES, LATENCY_HEADING, Room, group_values, latencies, trouble
+from mopd.report.groups import BREAKER_STATES, LATENCY_HEADING, Room, group_values, label, latencies, trouble
 from mopd.report.terminal import Terminal
 
 LINE_EVERY_S = 10.0
@@ -143,7 +143,7 @@ def _group_table(groups: Mapping[str, Room]) -> Table:
             megabytes = _short(values["payload_bytes"] / 1e6) if "payload_bytes" in values else ""
             counts = ("queue_depth", "in_flight_tokens", "retries" if is_group else "failures")
             cells = (f"{values[key]:.0f}" if key in values else "" for key in counts)
-            table.add_row(f"{room.removesuffix('s')} {name}", up, rate, times, megabytes, *cells)
+            table.add_row(label(room, name), up, rate, times, megabytes, *cells)
     return table
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -29,6 +30,7 @@ class RunFiles:
         self.metrics = root / "metrics.jsonl"
         self.validation = root / "validation.jsonl"
         self.headroom = root / "headroom.json"
+        self.parity = root / "parity.json"
         self.report_json = root / "report.json"
         self.report_html = root / "report.html"
 
@@ -95,6 +97,20 @@ class RunFiles:
             rewards[domain] = reward
         return rewards
 
+    def floors(self) -> dict[str, float]:
+        """Teacher -> KL floor, as the preflight measured it; empty if it did not yet. Rounding can make a KL of 0
+        negative, which is a floor of 0."""
+        if not self.parity.exists():
+            return {}
+        cure = "restore the file that the run wrote, or remove it: the preflight then measures again"
+        floors = {}
+        for name, measured in read_json_object(self.parity, cure=cure).items():
+            kl = measured.get("kl") if isinstance(measured, dict) else None
+            if not isinstance(kl, (int, float)) or isinstance(kl, bool):
+                raise UserError(f"{shown_path(self.parity)}: {name[:80]!r} has no number kl: {cure}")
+            floors[name] = max(0.0, kl)
+        return floors
+
     def wandb_id(self) -> str:
         """The id by which Weights & Biases finds the run again."""
         path = self.root / "wandb_id"
@@ -103,6 +119,29 @@ class RunFiles:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text):
             raise UserError(f"{shown_path(path)}: holds no id of Weights & Biases: {cure}")
         return text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Best:
+    """The validated step with the highest mean reward over domains; the earliest of equals."""
+
+    step: int
+    reward: float
+
+
+def mean(rewards: Mapping[str, float]) -> float:
+    """Over domains."""
+    return sum(rewards.values()) / len(rewards)
+
+
+def best_of(validations: Sequence[Mapping[str, Any]], *, kept: Collection[int] | None = None) -> Best | None:
+    """Best validated step after training began, of those in ``kept`` (``None``: of all); ``None`` before the first.
+
+    Going back to an older checkpoint (``--from``) can mean that the best one of that time has been removed since.
+    """
+    done = [line for line in validations if line["step"] > 0 and (kept is None or line["step"] in kept)]
+    candidates = [Best(step=line["step"], reward=mean(line["rewards"])) for line in done]
+    return max(candidates, key=lambda best: (best.reward, -best.step), default=None)
 
 
 def _validation_problem(record: Mapping[str, Any]) -> str | None:

@@ -15,7 +15,6 @@ from mopd.config.load import to_tree
 from mopd.config.schema import Recipe, WandBConfig
 from mopd.files.writing import write_text, writing
 from mopd.metrics import JsonlWriter, StepMetrics, truncate_jsonl
-from mopd.report.packages import check_packages
 from mopd.report.progress import make_progress
 from mopd.report.run_files import RunFiles
 from mopd.report.terminal import Terminal
@@ -45,9 +44,8 @@ class Sinks:
             console: the terminal; standard output when absent.
 
         Raises:
-            UserError: Weights & Biases is asked for but not installed, or ``metrics.jsonl`` is damaged.
+            UserError: Weights & Biases refuses, or ``metrics.jsonl`` is damaged.
         """
-        check_packages(recipe)
         files = RunFiles(run_dir)
         if resume_step is not None:
             truncate_jsonl(files.metrics, after_step=resume_step)

@@ -29,3 +29,11 @@ class LogFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record), keep="\n\t")
+
+
+def log_to_terminal() -> None:
+    """mopd's own messages on standard error; other libraries' only when they warn."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("mopd").setLevel(logging.INFO)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mopd.config.validation import CustomRewardConfig
+from mopd.config.data import CustomRewardConfig
 from mopd.files.reading import shown_path
 from mopd.rewards.child import MAX_REWARD
 from mopd.rewards.interface import RewardItem

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from mopd.config.validation import ExactMatchConfig, ValidationConfig
-from mopd.config.validation import Reward as RewardConfig
+from mopd.config.data import ExactMatchConfig, ValidationConfig
+from mopd.config.data import Reward as RewardConfig
 from mopd.rewards.custom import CustomReward
-from mopd.rewards.exact_match import ExactMatchReward
-from mopd.rewards.interface import Reward, RewardItem
+from mopd.rewards.interface import ExactMatchReward, Reward, RewardItem
 
 
 class DomainRewards:

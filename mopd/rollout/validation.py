@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from mopd.data.prompts import PromptDataset
 from mopd.engines.interface import Generator, SamplingParams
 from mopd.rewards.domains import DomainRewards
-from mopd.rollout.seeds import derive_seed
-from mopd.rollout.worker import reward_item
+from mopd.rollout.worker import derive_seed, reward_item
 from mopd.types import UserError
 
 

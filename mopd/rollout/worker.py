@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mopd.data.prompts import PromptDataset
-from mopd.data_plane.interface import DataPlane
+from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import Generation, Generator, SamplingParams
 from mopd.replicas.interface import SampleFailed
 from mopd.rewards.domains import DomainRewards
 from mopd.rewards.interface import RewardItem
-from mopd.rollout.seeds import derive_seed
 from mopd.text import one_line
 from mopd.types import Prompt, SampleMeta, UserError
 
@@ -45,7 +46,7 @@ class RolloutWorker:
     def __init__(
         self,
         generator: Generator,
-        plane: DataPlane,
+        plane: LocalDataPlane,
         *,
         sampling: SamplingParams,
         seed: int,
@@ -101,6 +102,12 @@ class RolloutWorker:
                 for generation, advantage in zip(generations, advantages, strict=True)
             ]
         return fields
+
+
+def derive_seed(seed: int, sample_id: int, purpose: Literal["rollout", "validation"] = "rollout") -> int:
+    """63-bit seed of one sample. Training and validation draw from separate families."""
+    digest = hashlib.sha256(f"{purpose}:{seed}:{sample_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def reward_item(dataset: PromptDataset, row: int, response: str) -> RewardItem:

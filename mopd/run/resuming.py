@@ -13,7 +13,6 @@ from mopd.report.run_files import RunFiles
 from mopd.run.checkpointing import complete_steps, folder_name, is_step_name, latest
 from mopd.run.folder import RunDir
 from mopd.run.manifests import read_fingerprints
-from mopd.run.step_watch import read_floors
 from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
@@ -53,8 +52,7 @@ def check_files(run: RunDir) -> None:
     files.validations()
     files.teacher_rewards()
     read_fingerprints(run.manifest)
-    if run.parity.exists():
-        read_floors(run.parity)
+    files.floors()
     if (run.path / "wandb_id").exists():
         files.wandb_id()
 

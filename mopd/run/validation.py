@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +19,8 @@ from mopd.rewards.domains import DomainRewards
 from mopd.rollout.validation import ValidationResult, validate
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Best:
-    """The validated step with the highest mean reward over domains; the earliest of equals."""
-
-    step: int
-    reward: float
+NUM_EXAMPLES = 4
+"""Generations per domain that are kept for the report: what one screen of it shows."""
 
 
 class Validator:
@@ -75,7 +67,7 @@ class Validator:
                 seed=self._seed,
                 domains=domains,
                 max_samples_per_domain=self._cfg.max_samples_per_domain,
-                num_examples=self._cfg.num_examples,
+                num_examples=NUM_EXAMPLES,
             )
 
     async def record(self, generator: Generator, step: int) -> ValidationResult:
@@ -108,17 +100,3 @@ def _examples(result: ValidationResult, path: Path) -> dict[str, Any]:
         return {}
     examples: dict[str, Any] = json.loads(text)
     return examples
-
-
-def best_of(lines: Sequence[Mapping[str, Any]], *, kept: Collection[int] | None = None) -> Best | None:
-    """Best validated step after training began, of those in ``kept`` (``None``: of all); ``None`` before the first.
-
-    Going back to an older checkpoint (``--from``) can mean that the best one of that time has been removed since.
-    """
-    done = [line for line in lines if line["step"] > 0 and (kept is None or line["step"] in kept)]
-    candidates = [Best(step=line["step"], reward=_mean(line["rewards"])) for line in done]
-    return max(candidates, key=lambda best: (best.reward, -best.step), default=None)
-
-
-def _mean(rewards: Mapping[str, float]) -> float:
-    return sum(rewards.values()) / len(rewards)

@@ -26,8 +26,7 @@ from mopd.rewards.domains import DomainRewards, build_rewards
 from mopd.rollout.worker import RolloutWorker, TaskAdvantage
 from mopd.run.validation import Validator
 from mopd.student.worker import StudentWorker
-from mopd.teachers.group import TeacherGroup
-from mopd.teachers.worker import TeacherWorker
+from mopd.teachers.worker import TeacherGroup, TeacherWorker
 from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
@@ -136,7 +135,7 @@ async def build_workers(
     groups.watch(routers, republish=student.republish)
     return Workers(
         inputs=inputs,
-        prompts=PromptStream(inputs.train, recipe.data.domain_weights, recipe.data_seed),
+        prompts=PromptStream(inputs.train, recipe.data.domain_weights, recipe.seed),
         plane=plane,
         student=student,
         routers=routers,

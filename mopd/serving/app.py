@@ -23,25 +23,25 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+import torch
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from mopd.engines.interface import EngineInfo, EngineLimits, EngineUnavailable
+from mopd.engines.interface import EngineInfo, EngineLimits, EngineUnavailable, SamplingParams
 from mopd.serving.admission import Admission, ServerLimits
 from mopd.serving.bodies import ARRIVING_BYTES, BodyReader, SlicedResponse, disconnected, read_deadline
-from mopd.serving.completions import Tokenizer, read_work
 from mopd.serving.errors import Refusal, bad_request, stale_weights
 from mopd.serving.host import CanSleep, CanTellHealth, EngineHost
 from mopd.serving.metrics import ServerMetrics
 from mopd.serving.request_checks import LOOPBACK_NAMES, add_guards
 from mopd.serving.updates import WeightUpdates
-from mopd.serving.work import GenerateWork, ScoreWork, Work
 from mopd.text import one_line
 from mopd.types import UserError
 from mopd.wire.codec import VERSION, MessageT, WireError, decode, encode
 from mopd.wire.limits import CONTENT_TYPE, DEADLINE_HEADER, MAX_CHUNK_BYTES
-from mopd.wire.messages import GenerateRequest, ScoreRequest
+from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest, split_points
 from mopd.wire.weights import WeightAbort, WeightBegin, WeightChunk, WeightCommit, WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -65,8 +65,6 @@ class Served:
     limits: ServerLimits
     manifest: dict[str, str] | None = None
     """Hashes of the folder that the engine loaded."""
-    tokenizer: Tokenizer | None = None
-    """For text prompts of ``/v1/completions``."""
     token: str | None = None
     """Access token that every path but ``/health`` asks for; without one, web pages are kept out (``guard``)."""
     names: Sequence[str] = LOOPBACK_NAMES
@@ -90,7 +88,6 @@ class EngineServer:
         self._chunks = BodyReader(limits, max_arriving_bytes=MAX_CHUNK_BYTES)
         self._info: EngineInfo | None = None
         self._is_asleep = False
-        self._parsing = asyncio.Lock()
 
     async def start(self) -> None:
         """Before the first request."""
@@ -146,35 +143,61 @@ class EngineServer:
         """Prometheus' text format."""
         return Response(self.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    async def models(self) -> Response:
-        """OpenAI's list of models: this one."""
-        model = {"id": self.info.model, "object": "model", "max_model_len": self.info.max_positions}
-        return JSONResponse({"object": "list", "data": [model]})
-
     async def score(self, request: Request) -> Response:
         """Score response tokens."""
         deadline = self._deadline(request)
-        work = ScoreWork(await self._read(request, ScoreRequest, self.served.limits.max_body_bytes))
-        response = await self._serve(request, deadline, work)
-        self.metrics.scored_tokens.inc(work.num_rows)
-        return response
+        asked = await self._read(request, ScoreRequest, self.served.limits.max_body_bytes)
+        check_score(asked, self.info)
+
+        async def call() -> ScoreAnswer:
+            scores = await self.served.host.score(
+                list(torch.from_numpy(asked.tokens.astype(np.int64)).split(asked.lengths.tolist())),
+                asked.prompt_lengths.tolist(),
+                top_k=asked.top_k,
+                temperature=asked.temperature,
+            )
+            self.metrics.scored_tokens.inc(asked.num_rows)
+            return ScoreAnswer(
+                request_checksum=asked.checksum,
+                weight_version=asked.weight_version,
+                top_k=asked.top_k,
+                lengths=asked.lengths - asked.prompt_lengths,
+                ids=torch.cat([given.ids.reshape(-1) for given in scores]).numpy(),
+                logprobs=torch.cat([given.logprobs.reshape(-1) for given in scores]).numpy(),
+                token_logprobs=torch.cat([given.token_logprobs for given in scores]).numpy(),
+            )
+
+        return await self._serve(request, deadline, len(asked.tokens), asked.weight_version, call)
 
     async def generate(self, request: Request) -> Response:
         """Draw responses."""
         deadline = self._deadline(request)
-        work = GenerateWork(await self._read(request, GenerateRequest, self.served.limits.max_body_bytes))
-        response = await self._serve(request, deadline, work)
-        self.metrics.generated_tokens.inc(work.num_rows)
-        return response
+        asked = await self._read(request, GenerateRequest, self.served.limits.max_body_bytes)
+        info = self.info
+        check_generate(asked, info)
 
-    async def completions(self, request: Request) -> Response:
-        """OpenAI's form, for other clients."""
-        deadline = self._deadline(request)
-        # In a thread whatever its size: the time that a text takes to become tokens is known afterwards. One at a time:
-        # parsed JSON is ten times as large as its text.
-        async with self._bodies.read(request, self.served.limits.max_body_bytes) as body, self._parsing:
-            work = await asyncio.to_thread(read_work, body, self.info, self.served.tokenizer)
-        return await self._serve(request, deadline, work)
+        async def call() -> GenerateAnswer:
+            sampling = SamplingParams(
+                max_new_tokens=asked.max_new_tokens,
+                temperature=asked.temperature,
+                top_p=asked.top_p,
+                top_k=min(asked.top_k, info.vocab_size),
+            )
+            prompts = [prompt.tolist() for prompt in np.split(asked.tokens, split_points(asked.lengths))]
+            drawn = await self.served.host.generate(prompts, sampling, asked.seeds.tolist())
+            tokens = torch.cat([generation.tokens for generation in drawn]).numpy()
+            self.metrics.generated_tokens.inc(len(tokens))
+            return GenerateAnswer(
+                request_checksum=asked.checksum,
+                weight_version=asked.weight_version,
+                lengths=np.array([len(generation.tokens) for generation in drawn], dtype=np.int32),
+                stopped=np.array([generation.finish_reason == "stop" for generation in drawn], dtype=np.uint8),
+                tokens=tokens,
+                logprobs=torch.cat([generation.logprobs for generation in drawn]).numpy(),
+            )
+
+        num_tokens = len(asked.tokens) + len(asked.lengths) * asked.max_new_tokens
+        return await self._serve(request, deadline, num_tokens, asked.weight_version, call)
 
     async def weights_begin(self, request: Request) -> Response:
         """First message of a weight update."""
@@ -244,17 +267,24 @@ class EngineServer:
             except WireError as error:
                 raise bad_request(str(error)) from error
 
-    async def _serve(self, request: Request, deadline: float, work: Work) -> Response:
+    async def _serve(
+        self,
+        request: Request,
+        deadline: float,
+        num_tokens: int,
+        weight_version: int,
+        call: Callable[[], Awaitable[ScoreAnswer | GenerateAnswer]],
+    ) -> Response:
         """Admission, the engine's call, the answer. Room in the queue is held until the answer has left."""
-        work.check(self.info)
-        reservation = self.admission.admit(work.num_tokens)
+        reservation = self.admission.admit(num_tokens)
         try:
-            self.updates.require(work.weight_version)
+            self.updates.require(weight_version)
             with reservation.running():
-                answer = await self._until(request, deadline, work.run(self.served.host))
-            content = await _maybe_in_thread(work.answer_bytes(answer), work.encode, answer)
+                answer = await self._until(request, deadline, call())
+            num_bytes = sum(value.nbytes for value in vars(answer).values() if isinstance(value, np.ndarray))
+            content = await _maybe_in_thread(num_bytes, encode, answer)
             self.metrics.sent_bytes.inc(len(content))
-            return SlicedResponse(content, work.media_type, on_end=reservation.release)
+            return SlicedResponse(content, CONTENT_TYPE, on_end=reservation.release)
         except BaseException:
             reservation.release()
             raise
@@ -306,13 +336,11 @@ def create_app(server: EngineServer) -> FastAPI:
     for path, getter in (
         ("/info", server.show_info),
         ("/metrics", server.show_metrics),
-        ("/v1/models", server.models),
     ):
         app.add_api_route(path, getter, methods=["GET"], response_model=None, dependencies=guarded)
     for path, handler in (
         ("/v1/score", server.score),
         ("/v1/generate", server.generate),
-        ("/v1/completions", server.completions),
         ("/v1/sleep", server.sleep),
         ("/v1/wake", server.wake),
         ("/v1/weights/begin", server.weights_begin),
@@ -320,7 +348,7 @@ def create_app(server: EngineServer) -> FastAPI:
         ("/v1/weights/commit", server.weights_commit),
         ("/v1/weights/abort", server.weights_abort),
     ):
-        counted = _counted(server.metrics, path, handler)
+        counted = server.metrics.counted(path, handler)
         app.add_api_route(path, counted, methods=["POST"], response_model=None, dependencies=guarded)
 
     async def refuse(_: Request, error: Exception) -> Response:
@@ -341,29 +369,6 @@ def _token_check(token: str | None) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
-def _counted(
-    metrics: ServerMetrics, path: str, handler: Callable[[Request], Awaitable[Response]]
-) -> Callable[[Request], Awaitable[Response]]:
-    async def count(request: Request) -> Response:
-        start = time.monotonic()
-        status = 500
-        try:
-            response = await handler(request)
-            status = response.status_code
-            return response
-        except Refusal as refusal:
-            status = refusal.status
-            raise
-        except Exception:  # an exception that reaches uvicorn also closes the connection, under the next request
-            logger.exception("%s failed", path)
-            return Refusal(500, "internal_error", "a fault of the server: its log has the traceback").response()
-        finally:
-            metrics.requests.labels(path, str(status)).inc()
-            metrics.latency_s.labels(path).observe(time.monotonic() - start)
-
-    return count
-
-
 def _message(message: WeightVersion) -> Response:
     return Response(encode(message), media_type=CONTENT_TYPE)
 
@@ -372,3 +377,23 @@ async def _maybe_in_thread(num_bytes: int, function: Callable[..., ResultT], *ar
     if num_bytes <= LARGE_BYTES:
         return function(*arguments)
     return await asyncio.to_thread(function, *arguments)
+
+
+def check_score(request: ScoreRequest, info: EngineInfo) -> None:
+    """``Refusal`` 400 for what this engine cannot do: a bad request must not spoil the call that it shares."""
+    _check_sequences(int(request.tokens.max()), int(request.lengths.max()), info)
+    largest = info.vocab_size if info.max_logprobs is None else info.max_logprobs
+    if request.top_k > largest:
+        raise bad_request(f"top_k is {request.top_k}: {info.model} gives at most {largest}")
+
+
+def check_generate(request: GenerateRequest, info: EngineInfo) -> None:
+    """``Refusal`` 400 as ``check_score``."""
+    _check_sequences(int(request.tokens.max()), int(request.lengths.max()) + request.max_new_tokens, info)
+
+
+def _check_sequences(largest: int, longest: int, info: EngineInfo) -> None:
+    if largest >= info.vocab_size:
+        raise bad_request(f"token {largest} is outside the vocabulary of {info.vocab_size} of {info.model}")
+    if longest > info.max_positions:
+        raise bad_request(f"a sequence of {longest} tokens: {info.model} takes {info.max_positions}")

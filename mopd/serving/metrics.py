@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from fastapi import Request
+from fastapi.responses import Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from mopd.serving.admission import Admission
+from mopd.serving.errors import Refusal
 from mopd.serving.updates import WeightUpdates
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[Request], Awaitable[Response]]
 
 LATENCY_BUCKETS_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -15,10 +26,10 @@ class ServerMetrics:
 
     def __init__(self, admission: Admission, updates: WeightUpdates) -> None:
         self._registry = CollectorRegistry()
-        self.requests = Counter(
+        self._requests = Counter(
             "mopd_requests", "Requests by path and HTTP status.", ("path", "status"), registry=self._registry
         )
-        self.latency_s = Histogram(
+        self._latency_s = Histogram(
             "mopd_request_seconds",
             "From a request's head to its answer's, by path.",
             ("path",),
@@ -35,6 +46,29 @@ class ServerMetrics:
         running.set_function(lambda: admission.num_running)
         version = Gauge("mopd_weight_version", "Version of the weights that answer.", registry=self._registry)
         version.set_function(lambda: updates.weight_version)
+
+    def counted(self, path: str, handler: Handler) -> Handler:
+        """``handler`` with its requests counted, its faults logged and told as 500: an exception that reaches uvicorn
+        also closes the connection, under the next request."""
+
+        async def count(request: Request) -> Response:
+            start = time.monotonic()
+            status = 500
+            try:
+                response = await handler(request)
+                status = response.status_code
+                return response
+            except Refusal as refusal:
+                status = refusal.status
+                raise
+            except Exception:
+                logger.exception("%s failed", path)
+                return Refusal(500, "internal_error", "a fault of the server: its log has the traceback").response()
+            finally:
+                self._requests.labels(path, str(status)).inc()
+                self._latency_s.labels(path).observe(time.monotonic() - start)
+
+        return count
 
     def render(self) -> bytes:
         """The exposition."""

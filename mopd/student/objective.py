@@ -273,7 +273,6 @@ class Objective:
             clip_ratio_high=loss.clip_ratio_high,
             dual_clip=loss.dual_clip,
             correction=None if correction is None else (correction.type, correction.low, correction.high),
-            advantage=loss.advantage,
             **options,
         )
 

@@ -11,7 +11,7 @@ from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megat
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from mopd.config.schema import OptimizerConfig as StudentOptimizerConfig
+from mopd.config.student import OptimizerConfig as StudentOptimizerConfig
 from mopd.student.model.gpt import StudentModel
 
 

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import HashStore
 
 from mopd import cpu_shim
-from mopd.config.schema import ParallelConfig
+from mopd.config.student import ParallelConfig
 from mopd.files.writing import WriteRefusedError
 from mopd.types import UserError
 

@@ -22,7 +22,7 @@ from mopd.conversion.hf.names import check_names
 from mopd.conversion.hf.reader import HfReader, HfWriter, kept_files
 from mopd.conversion.models.dims import read_dims
 from mopd.data.packing import pack
-from mopd.data_plane.interface import DataPlane
+from mopd.data_plane.local import LocalDataPlane
 from mopd.student import parallel
 from mopd.student.batch import Fields, MicroBatch, build_micro_batch
 from mopd.student.checkpoints import checkpoint
@@ -47,7 +47,7 @@ class StudentWorker:
     One step is ``forward_backward`` then ``optim_step``. ``weight_version`` counts optimizer steps.
     """
 
-    def __init__(self, recipe: Recipe, plane: DataPlane, domains: Sequence[str]) -> None:
+    def __init__(self, recipe: Recipe, plane: LocalDataPlane, domains: Sequence[str]) -> None:
         """Join the parallel layout, build the model, load its Hugging Face weights, build the optimizer.
 
         ``domains`` are all values that a sample's domain may take; their order must be the same on every rank.

@@ -5,25 +5,56 @@ Shapes: R response tokens of one sample, K = top-k, D = most teachers of any dom
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from mopd.config.assignment import Assignment
-from mopd.data_plane.interface import DataPlane
+from mopd.config.groups import Assignment
+from mopd.data_plane.local import LocalDataPlane
+from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import CorruptAnswer, Scores
 from mopd.replicas.interface import NoReplica, SampleFailed
-from mopd.replicas.tasks import all_or_none
-from mopd.teachers.group import TeacherGroup
+from mopd.replicas.router import Router
 from mopd.text import one_line
 from mopd.types import FailedSample, SampleMeta, UserError
 
 MAX_NAMED_SAMPLES = 8
 Answers = dict[int, Scores | FailedSample]
 """One teacher's answer by sample id."""
+Turn = Callable[[], AbstractAsyncContextManager[object]]
+"""Makes the context in which a teacher is awake; a teacher with resources of its own always is."""
+
+
+class TeacherGroup:
+    """Replicas of one teacher."""
+
+    def __init__(self, name: str, router: Router, *, vocab_size: int, turn: Turn = nullcontext) -> None:
+        """``vocab_size`` is the teacher's own: no answer may name an id beyond it."""
+        self.name = name
+        self.router = router
+        self.router.vocab_size = vocab_size
+        self.turn = turn
+
+    async def score(
+        self,
+        tokens: Sequence[Tensor],
+        prompt_lengths: Sequence[int],
+        *,
+        top_k: int,
+        temperature: float,
+        stop_at_failure: bool = True,
+    ) -> list[Scores | SampleFailed]:
+        """See ``Scorer.score``; results in the order of the request.
+
+        A sample that no replica can score ends everything (``SampleFailed``), or with ``stop_at_failure`` false is
+        answered with that error.
+        """
+        ask = self.router.score if stop_at_failure else self.router.score_each
+        async with self.turn():
+            return [*await ask(tokens, prompt_lengths, top_k=top_k, temperature=temperature)]
 
 
 class TeacherWorker:
@@ -33,7 +64,7 @@ class TeacherWorker:
         self,
         groups: Mapping[str, TeacherGroup],
         assignment: Assignment,
-        plane: DataPlane,
+        plane: LocalDataPlane,
         *,
         top_k: int,
         temperature: float,
@@ -56,9 +87,7 @@ class TeacherWorker:
         for meta in metas:
             for name in self._assignment.teachers_of(meta.domain):
                 asked[name].append(meta)
-        answers = await all_or_none(
-            [asyncio.create_task(self._ask(self._groups[name], share)) for name, share in asked.items()]
-        )
+        answers = await all_or_none(self._ask(self._groups[name], share) for name, share in asked.items())
         by_teacher = dict(zip(asked, answers, strict=True))
         failed: dict[int, FailedSample] = {}
         fields: dict[int, dict[str, Tensor]] = {}

@@ -3,10 +3,8 @@
 A message is a frozen dataclass with a class attribute ``kind``; fields made by ``array_field`` are one-dimensional
 numpy arrays, all others scalars. On the wire::
 
-    {"kind": "score", "version": 1, "head": <msgpack map of the scalars>,
+    {"kind": "score", "version": 2, "head": <msgpack map of the scalars>,
      "arrays": {"tokens": <4 bytes per id>, ...}, "crc": CRC-32 of head and arrays in order}
-
-Floating arrays may travel as float16 (the message's ``logprob_dtype`` says so) and are float32 in memory.
 """
 
 from __future__ import annotations
@@ -24,11 +22,8 @@ import numpy as np
 from mopd.text import visible
 from mopd.wire.limits import MAX_HEAD_BYTES
 
-VERSION = 1
+VERSION = 2
 """Version of the wire format; the two ends must agree."""
-LOGPROB = "logprob"
-"""Marks an array whose dtype on the wire is the message's ``logprob_dtype``."""
-LOGPROB_DTYPES = {"float32": "<f4", "float16": "<f2"}
 
 Array = np.ndarray[Any, Any]
 
@@ -52,19 +47,19 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def array_field(dtype: str) -> Any:
-    """A field that holds a one-dimensional array: numpy's name of a little-endian dtype, or ``LOGPROB``."""
+    """A field that holds a one-dimensional array: numpy's name of a little-endian dtype."""
     return dataclasses.field(metadata={"dtype": dtype})
 
 
 def encode(message: Message) -> bytes:
-    """The message as a body. ``ValueError`` for a log-prob that float16 cannot hold."""
+    """The message as a body."""
     fields = _fields(type(message))
     head = msgpack.packb({name: getattr(message, name) for name, spec in fields.items() if spec.dtype is None})
     crc = zlib.crc32(head)
     arrays: dict[str, memoryview] = {}
     for name, spec in fields.items():
         if spec.dtype is not None:
-            arrays[name] = _buffer(getattr(message, name), _wire_dtype(spec.dtype, message), name)
+            arrays[name] = _buffer(getattr(message, name), spec.dtype, name)
             crc = zlib.crc32(arrays[name], crc)
     outer = {"kind": type(message).kind, "version": VERSION, "head": head, "arrays": arrays, "crc": crc}
     return typing.cast(bytes, msgpack.packb(outer))
@@ -99,7 +94,7 @@ def decode(body: bytes | bytearray | memoryview, cls: type[MessageT]) -> Message
         raise WireError("checksum does not match: the bytes changed on their way")
     values = _scalars(_unpack(head), fields)
     for name in array_names:
-        values[name] = _array(arrays[name], fields[name].dtype, values, name)
+        values[name] = _array(arrays[name], typing.cast(str, fields[name].dtype), name)
     message = cls(**values)
     message.check()
     return message
@@ -119,28 +114,17 @@ def _fields(cls: type[Any]) -> dict[str, _Field]:
 
 
 def _buffer(array: Array, dtype: str, name: str) -> memoryview:
-    with np.errstate(over="ignore"):  # found below
-        cast = np.ascontiguousarray(array, dtype=dtype)
+    cast = np.ascontiguousarray(array, dtype=dtype)
     if cast.ndim != 1:
         raise ValueError(f"array {name!r} has {cast.ndim} dimensions, expected 1")
-    if dtype == "<f2" and not np.array_equal(np.isfinite(cast), np.isfinite(array)):
-        raise ValueError(f"array {name!r} holds values that float16 cannot: ask for float32")
     return cast.view(np.uint8).data  # msgpack wants bytes, not elements
 
 
-def _array(data: bytes, dtype: str | None, values: Mapping[str, Any], name: str) -> Array:
-    assert dtype is not None
-    if dtype == LOGPROB:
-        dtype = LOGPROB_DTYPES[values["logprob_dtype"]]
+def _array(data: bytes, dtype: str, name: str) -> Array:
     wire = np.dtype(dtype)
     if len(data) % wire.itemsize:
         raise WireError(f"array {name!r} has {len(data)} bytes, not a multiple of {wire.itemsize}")
-    native = np.dtype(np.float32) if wire.kind == "f" else wire.newbyteorder("=")
-    return np.frombuffer(data, dtype=wire).astype(native, copy=True)
-
-
-def _wire_dtype(dtype: str, message: Any) -> str:
-    return LOGPROB_DTYPES[message.logprob_dtype] if dtype == LOGPROB else dtype
+    return np.frombuffer(data, dtype=wire).astype(wire.newbyteorder("="), copy=True)
 
 
 def _unpack(data: bytes | bytearray | memoryview) -> Any:
@@ -168,10 +152,7 @@ def _scalars(head: Any, fields: Mapping[str, _Field]) -> dict[str, Any]:
 
 
 def _scalar(value: Any, annotation: Any, name: str) -> Any:
-    if typing.get_origin(annotation) is typing.Literal:
-        if isinstance(value, str) and value in typing.get_args(annotation):
-            return value
-    elif typing.get_origin(annotation) is tuple:
+    if typing.get_origin(annotation) is tuple:
         if isinstance(value, list):
             return tuple(_plain(item) for item in value)
     elif annotation is float and type(value) in (int, float):

@@ -6,7 +6,7 @@ A score request for two sequences, of 5 and 4 tokens with 3 and 2 prompt tokens,
 
 and its answer (2 + 2 response rows; nothing for the prompt)::
 
-    lengths [2] = 2 2    ids [4 * 8] int32    logprobs [4 * 8]    token_logprobs [4]      8 K + 4 bytes per row at fp32
+    lengths [2] = 2 2    ids [4 * 8] int32    logprobs [4 * 8]    token_logprobs [4]      8 K + 4 bytes per row
 
 Shapes: N sequences, T tokens of all sequences, R rows (response tokens) of all sequences, K top-k.
 """
@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 
-from mopd.wire.codec import LOGPROB, Array, WireError, array_field
+from mopd.wire.codec import Array, WireError, array_field
 from mopd.wire.limits import MAX_SAMPLES, MAX_TEMPERATURE, MIN_TEMPERATURE
-
-LogprobDtype = Literal["float32", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +36,6 @@ class ScoreRequest:
     """[N] int32, at least 1 each."""
     top_k: int
     temperature: float
-    logprob_dtype: LogprobDtype
-    """How log-probs travel in the answer."""
     weight_version: int
     """The version that must answer; -1 is the checkpoint."""
 
@@ -76,15 +72,14 @@ class ScoreAnswer:
     request_checksum: bytes
     weight_version: int
     top_k: int
-    logprob_dtype: LogprobDtype
     lengths: Array = array_field("<i4")
     """[N] int32, rows of each sequence."""
     ids: Array = array_field("<i4")
     """[R * K] int32."""
-    logprobs: Array = array_field(LOGPROB)
-    """[R * K] fp32 in memory."""
-    token_logprobs: Array = array_field(LOGPROB)
-    """[R] fp32 in memory."""
+    logprobs: Array = array_field("<f4")
+    """[R * K] fp32."""
+    token_logprobs: Array = array_field("<f4")
+    """[R] fp32."""
 
     def check(self) -> None:
         """See ``Message.check``."""
@@ -116,7 +111,6 @@ class GenerateRequest:
     top_k: int
     weight_version: int
     """The version that must answer."""
-    logprob_dtype: LogprobDtype
 
     def check(self) -> None:
         """See ``Message.check``."""
@@ -145,15 +139,14 @@ class GenerateAnswer:
     kind: ClassVar[str] = "responses"
     request_checksum: bytes
     weight_version: int
-    logprob_dtype: LogprobDtype
     lengths: Array = array_field("<i4")
     """[N] int32, tokens of each response."""
     stopped: Array = array_field("|u1")
     """[N] uint8, 1 where the response ended with a stop token, 0 where at its length limit."""
     tokens: Array = array_field("<i4")
     """[R] int32."""
-    logprobs: Array = array_field(LOGPROB)
-    """[R] fp32 in memory."""
+    logprobs: Array = array_field("<f4")
+    """[R] fp32."""
 
     def check(self) -> None:
         """See ``Message.check``."""

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from mopd.config.schema import DataConfig
+from mopd.config.data import DataConfig
 from mopd.data.prompts import load_prompts
 from mopd.types import UserError
 from tests.fixtures.tiny_models import make_tokenizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +11,9 @@ import numpy as np
 import torch
 
 from mopd.engines.interface import EngineInfo, EngineLimits
-from mopd.serving.completions import read_work
+from mopd.serving.app import check_generate, check_score
 from mopd.serving.errors import Refusal
-from mopd.serving.work import GenerateWork, ScoreWork
-from mopd.wire.codec import WireError, decode, encode
+from mopd.wire.codec import VERSION, WireError, decode, encode
 from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest
 from mopd.wire.weights import Staging, TensorLedger, WeightAbort, WeightBegin, WeightChunk, WeightCommit, cut
 from tests.fuzz.harness import fuzz
@@ -42,7 +40,6 @@ SCORE = ScoreRequest(
     prompt_lengths=ints(3, 1),
     top_k=2,
     temperature=1.0,
-    logprob_dtype="float32",
     weight_version=0,
 )
 GENERATE = GenerateRequest(
@@ -54,13 +51,11 @@ GENERATE = GenerateRequest(
     top_p=0.9,
     top_k=-1,
     weight_version=0,
-    logprob_dtype="float16",
 )
 SCORES = ScoreAnswer(
     request_checksum=b"x" * 16,
     weight_version=0,
     top_k=2,
-    logprob_dtype="float16",
     lengths=ints(2, 1),
     ids=ints(*range(6)),
     logprobs=np.linspace(-3, -1, 6, dtype=np.float32),
@@ -69,7 +64,6 @@ SCORES = ScoreAnswer(
 RESPONSES = GenerateAnswer(
     request_checksum=b"y" * 16,
     weight_version=0,
-    logprob_dtype="float32",
     lengths=ints(1, 2),
     stopped=np.array([1, 0], dtype=np.uint8),
     tokens=ints(2, 3, 4),
@@ -90,7 +84,13 @@ def framed(content: bytes, names: list[str]) -> bytes:
         crc = zlib.crc32(head)
         for array in arrays:
             crc = zlib.crc32(array, crc)
-        outer = {"kind": kind, "version": 1, "head": head, "arrays": dict(zip(names, arrays, strict=True)), "crc": crc}
+        outer = {
+            "kind": kind,
+            "version": VERSION,
+            "head": head,
+            "arrays": dict(zip(names, arrays, strict=True)),
+            "crc": crc,
+        }
         return bytes(msgpack.packb(outer))
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise WireError(f"nothing to frame: {type(error).__name__}") from error
@@ -105,8 +105,8 @@ def both(name: str, message: Any, use: Callable[[Any], object]) -> None:
 
 
 def test_requests() -> None:
-    both("wire score", SCORE, lambda request: ScoreWork(request).check(INFO))
-    both("wire generate", GENERATE, lambda request: GenerateWork(request).check(INFO))
+    both("wire score", SCORE, lambda request: check_score(request, INFO))
+    both("wire generate", GENERATE, lambda request: check_generate(request, INFO))
 
 
 def test_answers() -> None:
@@ -133,19 +133,3 @@ def test_weight_push() -> None:
 
     for index, body in enumerate(bodies):
         both(f"wire chunk {index}", body, stage)
-
-
-def test_completions() -> None:
-    class Tokenizer:
-        def encode(self, text: str) -> list[int]:
-            return [ord(letter) % 48 for letter in text]
-
-        def decode(self, token_ids: Any) -> str:
-            return ""
-
-    valid = [
-        {"prompt": [1, 5, 9], "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 1, "logprobs": 2},
-        {"prompt": ["ab", "c"], "max_tokens": 0, "echo": True, "prompt_logprobs": 1, "stream": False, "n": 1},
-    ]
-    bodies = [json.dumps(body).encode() for body in valid]
-    fuzz("wire completions", bodies, lambda body: read_work(bytearray(body), INFO, Tokenizer()).check(INFO), (Refusal,))

@@ -20,8 +20,9 @@ from mopd.engines.interface import SamplingParams, Scores
 from mopd.engines.torch.engine import TorchEngine
 from mopd.placement.groups import Groups
 from mopd.placement.interface import ROLLOUT
-from mopd.placement.supervised import Supervised
+from mopd.placement.server_group import ServerGroup
 from mopd.placement.weights import GroupWeightSync
+from mopd.replicas.interface import RouterLimits
 from mopd.replicas.router import Router
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model, make_tokenizer
 from tests.integration.world import World
@@ -31,12 +32,12 @@ T = TypeVar("T")
 LEFT, RIGHT = "teachers.left", "teachers.right"
 ROUTING = {
     "request_timeout_s": 20.0,
-    "backoff_s": 0.1,
-    "breaker_reset_s": 0.5,
     "max_tokens_per_request": 64,
     "max_inflight_tokens": 256,
 }
-LOCAL = {"type": "local", "startup_timeout_s": 90.0, "max_restarts": 1, "num_threads": 1}
+LOCAL = {"type": "local", "startup_timeout_s": 90.0, "num_threads": 1}
+LIMITS = RouterLimits(backoff_s=0.1, breaker_reset_s=0.5)
+"""Short, as everything here fails soon."""
 SAMPLING = SamplingParams(max_new_tokens=4)
 
 
@@ -102,7 +103,7 @@ async def started(
     device = torch.device("cpu")
     async with Groups(recipe, log_dir=log_dir, device=device, only=only) as groups:
         routers = {
-            key: Router(plan.name, groups.replicas(key), plan.group.routing, kind=plan.kind)
+            key: Router(plan.name, groups.replicas(key), plan.group.routing, kind=plan.kind, limits=LIMITS)
             for key, plan in groups.plans.items()
         }
         sender = student if student is not None else Student(Path(recipe.student.model))
@@ -136,7 +137,7 @@ def score_here(folder: Path, tokens: Sequence[Tensor], prompt_lengths: Sequence[
 
 
 def make_engine() -> Any:
-    from mopd.config.engines import TorchEngineConfig as Config
+    from mopd.config.groups import TorchEngineConfig as Config
 
     return Config()
 
@@ -157,16 +158,16 @@ async def until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> No
         await asyncio.sleep(0.05)
 
 
-def supervised(groups: Groups, key: str) -> Supervised:
+def server_group(groups: Groups, key: str) -> ServerGroup:
     """A group's placement, when it is one with processes of its own."""
     placement = groups.placement(key)
-    assert isinstance(placement, Supervised)
+    assert isinstance(placement, ServerGroup)
     return placement
 
 
 def pid_of(groups: Groups, key: str, index: int) -> int:
     """Process of a replica's server."""
-    pid = supervised(groups, key).pids[index]
+    pid = server_group(groups, key).pids[index]
     assert pid is not None
     return pid
 

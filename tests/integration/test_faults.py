@@ -17,6 +17,7 @@ from mopd.config.schema import Recipe
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import Scores, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
+from mopd.placement import server_group as placement_of_servers
 from mopd.placement.interface import ROLLOUT
 from mopd.replicas.interface import SampleFailed
 from mopd.replicas.router import Router
@@ -36,8 +37,8 @@ from tests.integration.groups import (
     pid_of,
     run,
     score_here,
+    server_group,
     started,
-    supervised,
     until,
 )
 from tests.integration.world import World
@@ -51,6 +52,11 @@ NUM_SAMPLES = 120
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> World:
     return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(autouse=True)
+def one_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement_of_servers, "MAX_RESTARTS", 1)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +98,7 @@ def test_a_killed_replica_of_two_loses_and_doubles_no_sample(
     async def work() -> None:
         async with started(recipe, tmp_path / "logs", [LEFT]) as (groups, routers):
             router = routers[LEFT]
-            placement = supervised(groups, LEFT)
+            placement = server_group(groups, LEFT)
             task = asyncio.create_task(score(router, samples))
             await kill_in_the_middle(router, pid_of(groups, LEFT, 0), task)
             assert_same_scores(await task, expected)
@@ -130,7 +136,7 @@ def test_a_single_replica_is_restarted_and_then_the_stop_is_clear(
                 "no replica is left",
                 "left.0",
                 "was killed by SIGKILL",
-                "max_restarts is 1",
+                "restarts: 1 of 1",
             ):
                 assert part in str(failure.value)
             assert "teachers.left.0.log" in str(failure.value)
@@ -152,7 +158,7 @@ def test_a_hanging_replica_is_left_and_replaced(
             numbers = {replica.name: replica for replica in routers[LEFT].take_numbers().replicas}
             assert numbers["left.0"].num_samples == 0 and numbers["left.0"].failures > 0
             assert numbers["left.1"].num_samples == NUM_SAMPLES
-            placement = supervised(groups, LEFT)
+            placement = server_group(groups, LEFT)
             await until(lambda: placement.pids[0] not in (None, hanging))
             assert not is_alive(hanging)
             assert_same_scores(await score(routers[LEFT], samples), expected)
@@ -197,7 +203,7 @@ def test_a_server_killed_during_an_update_never_serves_half_of_it(models: World,
             assert student.num_republished > 0
 
     async def restarted(groups: object) -> list[object]:
-        placement = supervised(groups, ROLLOUT)  # type: ignore[arg-type]
+        placement = server_group(groups, ROLLOUT)  # type: ignore[arg-type]
         await until(lambda: placement.restarts[0] == 1 and placement.pids[0] is not None)
         known = placement.engines[0]
         await until(lambda: known.weight_version == 2)
@@ -287,7 +293,7 @@ def test_a_corrupt_answer_is_rejected_and_asked_for_elsewhere(
                     assert num_lies() > 0
                     assert false.num_samples == 0 and false.failures == num_lies()
                     assert true.num_samples == NUM_SAMPLES
-                recipe = external_recipe(models, tmp_path, url, max_attempts=2)
+                recipe = external_recipe(models, tmp_path, url)
                 async with started(recipe, None, [LEFT]) as (_, routers):
                     with pytest.raises(SampleFailed, match="checksum"):
                         await score(routers[LEFT], samples)

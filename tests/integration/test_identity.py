@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mopd.config.engines import TorchEngineConfig
+from mopd.config.groups import TorchEngineConfig
 from mopd.conversion.hf.manifest import HASHES, make_manifest
 from mopd.engines.torch.engine import TorchEngine
 from tests.fixtures.mistakes import MistakenEngine

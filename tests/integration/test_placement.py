@@ -112,14 +112,6 @@ def test_only_its_own_sub_config_travels(models: World, tmp_path: Path) -> None:
         assert str(foreign) not in text
 
 
-def test_no_free_port(models: World, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        recipe = make_recipe(models, tmp_path, teacher_defaults={"placement": {**LOCAL, "port_range": [port, port]}})
-        message = start_error(recipe_groups(recipe, LEFT))
-    assert message.startswith(f"{LEFT}.placement.port_range is [{port}, {port}] and every port in it is in use")
-
-
 def test_a_server_that_cannot_load_its_model(models: World, tmp_path: Path) -> None:
     """One line with the cause; the replica that could start is not left behind."""
     broken = tmp_path / "broken"
@@ -250,10 +242,10 @@ def descendants(pid: int) -> list[int]:
 
 
 def servers_below(pid: int) -> list[int]:
-    """Processes that run ``mopd serve``, keepers left out."""
+    """Processes that run ``mopd serve``, reapers left out."""
     found = []
     for child in descendants(pid):
         words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-        if b"serve" in words and not any(b"keeper" in word for word in words):
+        if b"serve" in words and not any(b"reaper" in word for word in words):
             found.append(child)
     return found

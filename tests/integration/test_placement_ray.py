@@ -27,8 +27,8 @@ from tests.integration.groups import (
     pid_of,
     run,
     score_here,
+    server_group,
     started,
-    supervised,
     until,
 )
 from tests.integration.world import World
@@ -40,7 +40,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
 ]
 
-RAY = {"type": "ray", "startup_timeout_s": 120.0, "max_restarts": 1}
+RAY = {"type": "ray", "startup_timeout_s": 120.0}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_replicas_on_ray(models: World, tmp_path: Path) -> None:
     async def work() -> None:
         student = Student(models.student)
         async with started(recipe, tmp_path / "logs", [LEFT, ROLLOUT], student) as (groups, routers):
-            placement = supervised(groups, LEFT)
+            placement = server_group(groups, LEFT)
             assert_same_scores(await routers[LEFT].score(*samples, top_k=8, temperature=1.0), expected)
             await student.publish(1)
             await routers[ROLLOUT].generate([[3, 4, 5]], SAMPLING, [1])
@@ -71,7 +71,7 @@ def test_replicas_on_ray(models: World, tmp_path: Path) -> None:
             assert sorted(len(room["bundles"]) for room in rooms) == [1, 2]
 
             os.kill(pid_of(groups, LEFT, 0), signal.SIGKILL)
-            agent = parent_of(parent_of(pid_of(groups, LEFT, 1)))  # server, keeper, agent
+            agent = parent_of(parent_of(pid_of(groups, LEFT, 1)))  # server, reaper, agent
             orphan = pid_of(groups, LEFT, 1)
             os.kill(agent, signal.SIGKILL)
             assert_same_scores(await routers[LEFT].score(*samples, top_k=8, temperature=1.0), expected)

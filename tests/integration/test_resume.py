@@ -110,7 +110,7 @@ def test_an_older_checkpoint_by_name(world: World, uninterrupted: Path, tmp_path
     assert done.returncode == 0, done.stderr
     assert_same_run(run_dir, uninterrupted)
     for line in read_metrics(run_dir):
-        assert line["rollouts/samples/rollout"] == 8
+        assert line["rollout/samples"] == 8
         assert line["teachers/samples/left"] + line["teachers/samples/right"] == 8
     names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
     assert names == ["step_00000002.bak", "step_00000004", "step_00000006", "step_00000006.aside"]

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from mopd.cli import main
-from mopd.config.engines import TorchEngineConfig
+from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, SamplingParams, Scores, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
@@ -212,7 +212,7 @@ def test_a_dead_engine_ends_its_server(folder: Path, tmp_path: Path) -> None:
     asker = threading.Thread(target=ask)
     asker.start()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mopd.commands.serve.start_host", host)
+        patch.setattr("mopd.placement.engine_loading.start_host", host)
         assert main(["serve", str(file), "--ready-file", str(ready)]) == 1
     asker.join(30)
 

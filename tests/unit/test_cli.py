@@ -185,6 +185,6 @@ def test_keyboard_interrupt(recipe: str, capsys: pytest.CaptureFixture[str], mon
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mopd.cli.load_recipe", interrupted)
+    monkeypatch.setattr("mopd.commands.config.load_recipe", interrupted)
     assert main(["config", recipe]) == 130
     assert capsys.readouterr().err == "mopd: interrupted\n"

@@ -15,10 +15,8 @@ from types import SimpleNamespace
 import pytest
 from torch import Tensor
 
-from mopd.config.assignment import Assignment
-from mopd.config.groups import RoutingConfig
+from mopd.config.groups import Assignment, RoutingConfig, TorchEngineConfig
 from mopd.config.load import load_recipe
-from mopd.config.schema import TorchEngineConfig
 from mopd.controller import Controller
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data.stream import PromptStream
@@ -28,8 +26,7 @@ from mopd.engines.torch.engine import TorchEngine
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.rollout.worker import RolloutWorker
-from mopd.teachers.group import TeacherGroup
-from mopd.teachers.worker import TeacherWorker
+from mopd.teachers.worker import TeacherGroup, TeacherWorker
 from mopd.types import LOSS_FIELDS, Batch, UserError
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model

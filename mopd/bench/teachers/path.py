@@ -28,8 +28,7 @@ import yaml
 from torch import Tensor
 
 from mopd.bench.teachers.payload import payload_goal
-from mopd.config.engines import TorchEngineConfig, VllmEngineConfig
-from mopd.config.groups import RoutingConfig
+from mopd.config.groups import RoutingConfig, TorchEngineConfig, VllmEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router

@@ -86,7 +86,6 @@ def make_answer(top_k: int) -> ScoreAnswer:
         request_checksum=bytes(16),
         weight_version=-1,
         top_k=top_k,
-        logprob_dtype="float32",
         lengths=np.full(NUM_SAMPLES, NUM_ROWS // NUM_SAMPLES, dtype=np.int32),
         ids=generator.integers(0, 150_000, NUM_ROWS * top_k, dtype=np.int32),
         logprobs=np.sort(logprobs)[:, ::-1].reshape(-1).copy(),

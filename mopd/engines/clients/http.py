@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 import httpx
 
-from mopd.config.urls import check_server_url, shown_url
+from mopd.config.values import check_server_url, shown_url
 from mopd.engines.interface import (
     CorruptAnswer,
     EngineBusy,
@@ -33,10 +31,6 @@ MAX_SMALL_BYTES = 2**20
 """Bound of answers without arrays, errors included."""
 MAX_MESSAGE_CHARACTERS = 300
 """Of what a server says, in an error."""
-LARGE_BYTES = 2**18
-"""Messages above this are coded in a thread: other replicas' answers are heard meanwhile."""
-
-ResultT = TypeVar("ResultT")
 
 
 class HttpClient:
@@ -165,13 +159,6 @@ class HttpClient:
         if 400 <= status < 500 and status != httpx.codes.REQUEST_TIMEOUT:
             return EngineRejected(message)
         return EngineUnavailable(message)
-
-
-async def maybe_in_thread(num_bytes: int, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
-    """``function(*arguments)``, in a thread where ``num_bytes`` are many."""
-    if num_bytes <= LARGE_BYTES:
-        return function(*arguments)
-    return await asyncio.to_thread(function, *arguments)
 
 
 def _read_refusal(body: bytes) -> tuple[object, object]:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mopd.engines.clients.answers import check_scores
+from mopd.engines.checks import check_scoring
 from mopd.engines.clients.http import HttpClient
-from mopd.engines.concurrency import gather_or_cancel
+from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import EngineInfo, EngineRejected, Scores
 from mopd.files.json_text import parse_json
 from mopd.metrics import is_counted
@@ -104,7 +104,7 @@ class OpenAIScorer:
             # in a thread: other answers are heard meanwhile
             return await asyncio.to_thread(self._read, answer, ids, start, top_k)
 
-        return await gather_or_cancel([score_one(t, start) for t, start in zip(tokens, prompt_lengths, strict=True)])
+        return await all_or_none(score_one(t, start) for t, start in zip(tokens, prompt_lengths, strict=True))
 
     async def info(self) -> EngineInfo:
         """See ``Described.info``. No manifest: nobody can hash the server's files, so its scores are fingerprinted."""
@@ -169,14 +169,7 @@ class OpenAIScorer:
             ranked = sorted(row.items(), key=lambda item: -item[1])
             ids.append([key for key, _ in ranked])
             logprobs.append([value for _, value in ranked])
-        scores = _to_scores(ids, logprobs, own_logprobs, top_k)
-        try:
-            check_scores(
-                [scores], [torch.tensor(tokens)], [start], top_k=top_k, vocab_size=self.vocab_size, is_half=False
-            )
-        except ValueError as error:
-            raise self._http.corrupt(error) from error
-        return scores
+        return _to_scores(ids, logprobs, own_logprobs, top_k)
 
     def _read_row(self, entry: Any) -> dict[int, float]:
         """Token id -> log-prob of one position."""
@@ -199,9 +192,7 @@ class OpenAIScorer:
             )
         if not 1 <= top_k <= self.vocab_size:
             raise ValueError(f"top_k is {top_k}: {self.name} has a vocabulary of {self.vocab_size}")
-        for i, (sequence, start) in enumerate(zip(tokens, prompt_lengths, strict=True)):
-            if not 1 <= start <= len(sequence):
-                raise ValueError(f"sequence {i} has {len(sequence)} tokens and prompt length {start}: need 1 or more")
+        check_scoring(tokens, prompt_lengths)
 
 
 def _to_scores(ids: list[list[int]], logprobs: list[list[float]], own: list[float], top_k: int) -> Scores:

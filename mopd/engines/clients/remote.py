@@ -1,29 +1,34 @@
 """An engine behind mopd's HTTP server, as its callers see it.
 
 Nothing in an answer is believed: sizes, dtypes, weight version and a checksum of the token ids that were asked about
-must fit, and scores must be possible, or the answer is as good as none.
+must fit, or the answer is as good as none. Whether scores are possible is looked at by the router, as for every engine.
+What a server says about itself in ``/info`` is of its type and in its range, or nothing is believed.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mopd.engines.clients.answers import check_generations, check_scores
-from mopd.engines.clients.described import read_engine, read_shown
-from mopd.engines.clients.http import MAX_SMALL_BYTES, HttpClient, maybe_in_thread
+from mopd.conversion.hf.manifest import HASHES
+from mopd.engines.clients.http import MAX_SMALL_BYTES, HttpClient
+from mopd.engines.concurrency import maybe_in_thread
 from mopd.engines.interface import (
     EngineInfo,
+    EngineLimits,
     EngineRejected,
     Generation,
     SamplingParams,
     Scores,
     StaleWeights,
 )
+from mopd.files.json_text import parse_json
 from mopd.metrics import is_counted
 from mopd.wire.codec import VERSION, Message, MessageT, WireError, decode, encode
 from mopd.wire.limits import CONTENT_TYPE, DEADLINE_HEADER
@@ -33,6 +38,9 @@ from mopd.wire.weights import WeightVersion
 
 ANSWER_HEAD_BYTES = 4096
 """What an answer may have beside its arrays."""
+MAX_NUMBER = 2**53
+MAX_TEXT_CHARACTERS = 4096
+"""Of one number and one text of ``/info``."""
 
 
 class RemoteEngine:
@@ -43,15 +51,7 @@ class RemoteEngine:
     loop of its first call.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        token: str | None = None,
-        timeout_s: float,
-        name: str | None = None,
-        logprob_dtype: Literal["float32", "float16"] = "float32",
-    ) -> None:
+    def __init__(self, url: str, *, token: str | None = None, timeout_s: float, name: str | None = None) -> None:
         """``url`` is ``http://host:port``; ``timeout_s`` bounds each call; ``name`` stands in errors (default: the
         url). ``UserError`` for a URL or token that cannot be used."""
         self._http = HttpClient(
@@ -69,9 +69,6 @@ class RemoteEngine:
         self.bytes_sent = 0
         self.bytes_received = 0
         """Payload bytes of all msgpack requests and answers so far."""
-        self.vocab_size: int | None = None
-        """As the server has told by ``info``; ``None``: it was not asked yet."""
-        self._logprob_dtype = logprob_dtype
 
     async def score(
         self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
@@ -85,7 +82,6 @@ class RemoteEngine:
             prompt_lengths=np.array(prompt_lengths, dtype=np.int32),
             top_k=top_k,
             temperature=temperature,
-            logprob_dtype=self._logprob_dtype,
             weight_version=self.weight_version,
         )
         request.check()
@@ -94,17 +90,7 @@ class RemoteEngine:
         self._require_echo(answer, request)
         if answer.top_k != top_k or not np.array_equal(answer.lengths, request.lengths - request.prompt_lengths):
             raise self._http.corrupt(f"top_k {answer.top_k} and rows of another request than the one that was sent")
-
-        def checked() -> list[Scores]:
-            scores = to_scores(answer)
-            is_half = self._logprob_dtype == "float16"
-            check_scores(scores, tokens, prompt_lengths, top_k=top_k, vocab_size=self.vocab_size, is_half=is_half)
-            return scores
-
-        try:
-            return await maybe_in_thread(answer.ids.nbytes, checked)
-        except ValueError as error:
-            raise self._http.corrupt(error) from error
+        return to_scores(answer)
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
@@ -121,7 +107,6 @@ class RemoteEngine:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             weight_version=self.weight_version,
-            logprob_dtype=self._logprob_dtype,
         )
         request.check()
         longest = len(prompts) * (8 * sampling.max_new_tokens + 5) + ANSWER_HEAD_BYTES
@@ -132,12 +117,7 @@ class RemoteEngine:
                 f"{len(answer.lengths)} responses of up to {answer.lengths.max()} tokens for {len(prompts)} prompts "
                 f"and max_new_tokens {sampling.max_new_tokens}"
             )
-        generations = _to_generations(answer)
-        try:
-            check_generations(generations, max_new_tokens=sampling.max_new_tokens, vocab_size=self.vocab_size)
-        except ValueError as error:
-            raise self._http.corrupt(error) from error
-        return generations
+        return _to_generations(answer)
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """See ``Generator.load_weights``: push to this server alone (``HttpWeightSync`` pushes to many at once)."""
@@ -158,11 +138,9 @@ class RemoteEngine:
                 raise EngineRejected(
                     f"{self.name}: speaks wire version {version}, not {VERSION}: install one mopd everywhere"
                 )
-            info = read_engine(engine)
+            return read_engine(engine)
         except ValueError as error:
             raise self._http.corrupt(f"/info is not an engine server's ({error})") from error
-        self.vocab_size = info.vocab_size
-        return info
 
     async def health(self, *, timeout_s: float) -> None:
         """Returns when ``/health`` answers 200 within ``timeout_s``; ``EngineUnavailable`` if not."""
@@ -228,3 +206,58 @@ def _to_generations(answer: GenerateAnswer) -> list[Generation]:
 
 def _num_bytes(message: Message) -> int:
     return sum(value.nbytes for value in vars(message).values() if isinstance(value, np.ndarray))
+
+
+def read_shown(body: bytes) -> tuple[int, dict[str, Any]]:
+    """Wire version and description of an answer of ``/info``; ``ValueError`` if it is none."""
+    shown = parse_json(body, max_values=10_000)
+    if not isinstance(shown, dict) or not isinstance(shown.get("engine"), dict):
+        raise ValueError("no object with the key engine")
+    version = shown.get("wire_version")
+    if type(version) is not int:
+        raise ValueError("wire_version is no whole number")
+    return version, shown["engine"]
+
+
+def read_engine(description: dict[str, Any]) -> EngineInfo:
+    """The description as ``EngineInfo``; ``ValueError`` says what is wrong with it."""
+    told = _fields(description, EngineInfo)
+    if not isinstance(told["limits"], dict):
+        raise ValueError("limits is no object")
+    limits = _fields(told.pop("limits"), EngineLimits)
+    for name, value in limits.items():
+        _require_count(name, value, 1, is_optional=True)
+    for name in ("model", "dtype"):
+        _require_text(name, told[name])
+    if told["kind"] not in typing.get_args(typing.get_type_hints(EngineInfo)["kind"]):
+        raise ValueError(f"kind is {told['kind']!r:.60}")
+    for name, least in (("vocab_size", 1), ("max_positions", 1), ("weight_version", -1)):
+        _require_count(name, told[name], least)
+    _require_count("max_logprobs", told["max_logprobs"], 1, is_optional=True)
+    hashes = told["manifest"]
+    if hashes is not None:
+        if not isinstance(hashes, dict) or set(hashes) != set(HASHES):
+            raise ValueError(f"manifest is no object of {', '.join(HASHES)}")
+        for name, value in hashes.items():
+            _require_text(name, value)
+    return EngineInfo(**told, limits=EngineLimits(**limits))
+
+
+def _fields(given: dict[str, Any], cls: type[Any]) -> dict[str, Any]:
+    """A copy that has the fields of ``cls`` and no others."""
+    odd = given.keys() ^ {field.name for field in dataclasses.fields(cls)}
+    if odd:
+        raise ValueError(f"{cls.__name__} misses or does not know {', '.join(sorted(odd)[:4])!a:.80}")
+    return dict(given)
+
+
+def _require_count(name: str, value: object, least: int, *, is_optional: bool = False) -> None:
+    if value is None and is_optional:
+        return
+    if type(value) is not int or not least <= value <= MAX_NUMBER:
+        raise ValueError(f"{name} is {value!r:.60}, no whole number from {least}")
+
+
+def _require_text(name: str, value: object) -> None:
+    if not isinstance(value, str) or len(value) > MAX_TEXT_CHARACTERS:
+        raise ValueError(f"{name} is {value!r:.60}, no text of at most {MAX_TEXT_CHARACTERS} characters")

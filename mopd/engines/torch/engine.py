@@ -1,6 +1,6 @@
 """Engine over a transformers causal language model in this process, on a CPU or a GPU.
 
-It never reads or changes torch's global random state, and holds at most ``max_logits_rows`` rows of logits when it
+It never reads or changes torch's global random state, and holds at most ``MAX_LOGITS_ROWS`` rows of logits when it
 scores. Shapes: B sequences, S padded length, H hidden, V vocabulary, K top-k, R response tokens.
 """
 
@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mopd.config.schema import TorchEngineConfig
+from mopd.config.groups import TorchEngineConfig
+from mopd.engines.checks import check_sampling, check_scoring
 from mopd.engines.interface import EngineInfo, Generation, SamplingParams, Scores
 from mopd.engines.staging import hold_weights
-from mopd.engines.torch.batching import token_budget_batches
-from mopd.engines.torch.decoding import decode
-from mopd.engines.torch.loading import build_empty_model, load_model, read_stop_ids
-from mopd.engines.torch.sampling import uniforms
-from mopd.engines.torch.slots import weight_slots
+from mopd.engines.torch.decoding import decode, uniforms
+from mopd.engines.torch.loading import build_empty_model, load_model, read_stop_ids, weight_slots
 from mopd.losses.teacher_topk import chunked_topk_logprobs
 from mopd.types import UserError
+
+MAX_LOGITS_ROWS = 1024
+"""Rows of [vocabulary] logits that scoring holds at a time: 0.6 GiB in fp32 at 150,000 tokens; more are no faster."""
 
 
 class TorchEngine:
@@ -105,7 +106,7 @@ class TorchEngine:
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """See ``Generator.load_weights``. Tied weights arrive once; a stream is held whole before it is loaded."""
         slots = self.weight_slots
-        held = hold_weights(weights, slots, name=self.name, allow_nonfinite=self._cfg.allow_nonfinite_weights)
+        held = hold_weights(weights, slots, name=self.name)
         self._has_weights, self.weight_version = False, -1
         with torch.no_grad():
             for name, tensor in held:
@@ -152,7 +153,7 @@ class TorchEngine:
             hidden_RH,
             head.weight,
             top_k,
-            max_rows=self._cfg.max_logits_rows,
+            max_rows=MAX_LOGITS_ROWS,
             target=targets_R,
             temperature=temperature,
             bias=getattr(head, "bias", None),
@@ -180,14 +181,7 @@ class TorchEngine:
 
     def _check_generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]) -> None:
         self._require_weights()
-        if len(seeds) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds")
-        if sampling.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {sampling.max_new_tokens}: set 1 or more")
-        if not all(prompts):
-            raise ValueError(f"prompt {next(i for i, p in enumerate(prompts) if not p)} is empty")
-        if not self.stop_ids:
-            raise UserError(f"{self.name}: no eos_token_id in generation_config.json or config.json: set it there")
+        check_sampling(prompts, sampling, seeds, self.stop_ids, name=self.name)
         longest = max(map(len, prompts), default=0)
         if longest + sampling.max_new_tokens > self.max_positions:
             raise UserError(
@@ -204,9 +198,7 @@ class TorchEngine:
             raise ValueError(f"top_k is {top_k}: {self.name} has a vocabulary of {self.vocab_size}")
         if temperature <= 0:
             raise ValueError(f"temperature is {temperature}: scoring needs a positive one")
-        for i, (sequence, start) in enumerate(zip(tokens, prompt_lengths, strict=True)):
-            if not 1 <= start <= len(sequence):
-                raise ValueError(f"sequence {i} has {len(sequence)} tokens and prompt length {start}: need 1 or more")
+        check_scoring(tokens, prompt_lengths)
         longest = max(map(len, tokens), default=0)
         if longest > self.max_positions:
             raise UserError(
@@ -219,3 +211,19 @@ class TorchEngine:
     def _require_weights(self) -> None:
         if not self._has_weights:
             raise RuntimeError(f"the engine of {self.name} has no weights: call load_weights first")
+
+
+def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices of ``lengths`` in batches of similar length, longest first; ties keep the order of the request.
+
+    The padded cost of a batch (rows x its longest length) stays within ``max_tokens``; a request that is longer on its
+    own gets a batch of its own.
+
+    Example: ``token_budget_batches([3, 9, 4], 10)`` is ``[[1], [2, 0]]``.
+    """
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > max_tokens:
+            batches.append([])
+        batches[-1].append(index)
+    return batches

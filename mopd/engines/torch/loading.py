@@ -1,4 +1,10 @@
-"""Transformers models from local folders: nothing silently initialised, random state untouched, no progress bars."""
+"""Transformers models from local folders: nothing silently initialised, random state untouched, no progress bars; and
+where the tensors of a checkpoint lie in them.
+
+A model usually has a parameter of each name. transformers 5 keeps all experts of a layer in two parameters
+(``gate_up_proj`` [E, 2F, H] and ``down_proj`` [E, H, F]) and names Mixtral's blocks anew, while checkpoints keep one
+tensor per expert and the old names.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -15,7 +22,11 @@ from mopd.conversion.hf import pretrained
 from mopd.conversion.hf.pretrained import read_stop_ids
 from mopd.types import UserError
 
-__all__ = ["build_empty_model", "load_model", "read_config", "read_stop_ids"]
+__all__ = ["build_empty_model", "load_model", "read_config", "read_stop_ids", "weight_slots"]
+
+_FUSED_GATE_UP = ".mlp.experts.gate_up_proj"
+_FUSED_DOWN = ".mlp.experts.down_proj"
+_MIXTRAL_BLOCK = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
@@ -69,3 +80,40 @@ def _quiet() -> Iterator[None]:
 def _frozen_random_state(device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
+
+
+def weight_slots(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Checkpoint name -> the memory of its values, in the checkpoint's shape: writing there loads the tensor. Every
+    weight of the model occurs once (tied ones under their first name)."""
+    persistent = model.state_dict().keys()
+    slots: dict[str, Tensor] = dict(model.named_parameters())
+    slots |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    split: dict[str, Tensor] = {}
+    for name, tensor in slots.items():
+        split |= _split_experts(name, tensor)
+    if model.config.model_type == "mixtral":
+        return {_mixtral_name(name): tensor for name, tensor in split.items()}
+    return split
+
+
+def _split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    if name.endswith(_FUSED_GATE_UP):
+        prefix = name.removesuffix("gate_up_proj")
+        parts = {"gate_proj": 0, "up_proj": 1}
+        return {
+            f"{prefix}{e}.{part}.weight": own.chunk(2)[half]
+            for e, own in enumerate(tensor)
+            for part, half in parts.items()
+        }
+    if name.endswith(_FUSED_DOWN):
+        prefix = name.removesuffix("down_proj")
+        return {f"{prefix}{e}.down_proj.weight": own for e, own in enumerate(tensor)}
+    return {name: tensor}
+
+
+def _mixtral_name(name: str) -> str:
+    if ".mlp." not in name:
+        return name
+    for new, old in _MIXTRAL_BLOCK.items():
+        name = name.replace(new, old)
+    return name

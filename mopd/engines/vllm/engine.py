@@ -7,6 +7,7 @@ that first uses it. Shapes: R response tokens, K top-k.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import tempfile
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
@@ -16,21 +17,23 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mopd.config.engines import VllmEngineConfig
-from mopd.engines.concurrency import TokenBudget, gather_or_cancel
+from mopd.config.groups import VllmEngineConfig
+from mopd.engines.checks import check_sampling, check_scoring
+from mopd.engines.concurrency import TokenBudget, all_or_none
 from mopd.engines.interface import EngineInfo, EngineUnavailable, Generation, SamplingParams, Scores
 from mopd.engines.staging import stage_weights
-from mopd.engines.torch.loading import build_empty_model, read_config, read_stop_ids
-from mopd.engines.torch.slots import weight_slots
-from mopd.engines.vllm.answers import no_scores, read_generation, read_scores
+from mopd.engines.torch.loading import build_empty_model, read_config, read_stop_ids, weight_slots
 from mopd.engines.vllm.start import (
     AsyncLLM,
     EngineDeadError,
     EngineGenerateError,
+    FlatLogprobs,
     RequestOutput,
     RequestOutputKind,
     VllmSamplingParams,
+    check_temperature,
     engine_args,
+    has_cut,
     sequence_limit,
     start_llm,
     stop_llm,
@@ -40,7 +43,6 @@ from mopd.text import one_line
 from mopd.types import UserError
 
 T = TypeVar("T")
-_MIN_TEMPERATURE = 0.01  # vLLM raises a lower positive temperature to this one
 _WEIGHT_UPDATE_TIMEOUT_S = 600.0
 
 
@@ -104,10 +106,10 @@ class VllmEngine:
 
         ``sampling`` is what most requests will ask for: it decides which log-probs vLLM reports (``generate``).
         """
-        has_cut = _has_cut(sampling)
-        _check_temperature(sampling, before_cut=has_cut)
+        cuts = has_cut(sampling)
+        check_temperature(sampling, before_cut=cuts)
         options = {
-            "logprobs_mode": "raw_logprobs" if has_cut else "processed_logprobs",
+            "logprobs_mode": "raw_logprobs" if cuts else "processed_logprobs",
             "enable_prefix_caching": True,
             "enable_sleep_mode": enable_sleep_mode,
         }
@@ -187,13 +189,13 @@ class VllmEngine:
 
         async def score_one(sequence: Tensor, start: int) -> Scores:
             if start == len(sequence):
-                return no_scores(top_k)
+                return _no_scores(top_k)
             ids = sequence.tolist()
             async with self._budget.hold(len(ids)):
                 output = await self._request(ids, params)
-            return read_scores(output, ids, start, top_k, name=self.name)
+            return _read_scores(output, ids, start, top_k, name=self.name)
 
-        return await gather_or_cancel([score_one(t, start) for t, start in zip(tokens, prompt_lengths, strict=True)])
+        return await all_or_none(score_one(t, start) for t, start in zip(tokens, prompt_lengths, strict=True))
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
@@ -221,9 +223,9 @@ class VllmEngine:
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            return read_generation(await self._request(list(prompt), params), self.stop_ids, name=self.name)
+            return _read_generation(await self._request(list(prompt), params), self.stop_ids, name=self.name)
 
-        return await gather_or_cancel([generate_one(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)])
+        return await all_or_none(generate_one(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True))
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """See ``Generator.load_weights``: checked and staged as files first, then swapped in at one go.
@@ -234,13 +236,10 @@ class VllmEngine:
         if self._fixed:
             raise RuntimeError(f"the engine of {self.name} is a teacher's: its weights are fixed")
         self._require_idle("load_weights")
-        allowed = self._cfg.allow_nonfinite_weights
         self._num_running += 1
         try:
             with tempfile.TemporaryDirectory(prefix="mopd_weights_") as folder:
-                paths = await stage_weights(
-                    weights, self.weight_slots, Path(folder), name=self.name, allow_nonfinite=allowed
-                )
+                paths = await stage_weights(weights, self.weight_slots, Path(folder), name=self.name)
                 self._has_weights, self.weight_version = False, -1
                 await self._swap(paths)
         finally:
@@ -286,16 +285,9 @@ class VllmEngine:
 
     def _check_generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]) -> None:
         self._require_weights()
-        if len(seeds) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds")
-        if sampling.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {sampling.max_new_tokens}: set 1 or more")
-        if not self.stop_ids:
-            raise UserError(f"{self.name}: no eos_token_id in generation_config.json or config.json: set it there")
-        _check_temperature(sampling, before_cut=self._before_cut)
+        check_sampling(prompts, sampling, seeds, self.stop_ids, name=self.name)
+        check_temperature(sampling, before_cut=self._before_cut)
         for i, prompt in enumerate(prompts):
-            if not prompt:
-                raise ValueError(f"prompt {i} is empty")
             self._check_ids("prompt", i, min(prompt), max(prompt))
         longest = max(map(len, prompts), default=0)
         if longest + sampling.max_new_tokens > self.max_positions:
@@ -319,9 +311,8 @@ class VllmEngine:
                 f"top_k is {top_k}: the engine of {self.name} was started for max_logprobs {self._max_logprobs} "
                 f"and has a vocabulary of {self.vocab_size}"
             )
-        for i, (sequence, start) in enumerate(zip(tokens, prompt_lengths, strict=True)):
-            if not 1 <= start <= len(sequence):
-                raise ValueError(f"sequence {i} has {len(sequence)} tokens and prompt length {start}: need 1 or more")
+        check_scoring(tokens, prompt_lengths)
+        for i, sequence in enumerate(tokens):
             self._check_ids("sequence", i, int(sequence.min()), int(sequence.max()))
         longest = max(map(len, tokens), default=0)
         if longest > self.max_positions:
@@ -361,21 +352,43 @@ async def _last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
     raise EngineGenerateError("the answer ended before it was finished")
 
 
-def _has_cut(sampling: SamplingParams) -> bool:
-    return sampling.temperature > 0 and (sampling.top_p != 1 or sampling.top_k != -1)
+def _read_scores(output: RequestOutput, tokens: Sequence[int], start: int, top_k: int, *, name: str) -> Scores:
+    """Rows ``tokens[start:]`` of the flat prompt log-probs: the sequence's own token first, then the top-k.
+
+    ``EngineUnavailable``, with the engine's ``name``, if they are not those of ``tokens``.
+    """
+    flat = output.prompt_logprobs
+    if not isinstance(flat, FlatLogprobs) or len(flat) != len(tokens):
+        raise EngineUnavailable(f"vLLM of {name} answered without log-probs for {len(tokens)} tokens")
+    first, last = flat.start_indices[start], flat.end_indices[-1]
+    shape = (len(tokens) - start, top_k + 1)
+    if last - first != math.prod(shape):
+        raise EngineUnavailable(f"vLLM of {name} answered {last - first} log-probs instead of {shape}")
+    ids = torch.tensor(flat.token_ids[first:last], dtype=torch.int64).view(shape)
+    if ids[:, 0].tolist() != list(tokens[start:]):
+        raise EngineUnavailable(f"vLLM of {name} scored other tokens than it was given")
+    logprobs = torch.tensor(flat.logprobs[first:last], dtype=torch.float32).view(shape)
+    return Scores(
+        ids=ids[:, 1:].int(), logprobs=logprobs[:, 1:].contiguous(), token_logprobs=logprobs[:, 0].contiguous()
+    )
 
 
-def _check_temperature(sampling: SamplingParams, *, before_cut: bool) -> None:
-    """vLLM reports log-probs either before temperature and cuts (``before_cut``), or after both."""
-    temperature = sampling.temperature
-    if 0 < temperature < _MIN_TEMPERATURE:
-        raise UserError(
-            f"temperature is {temperature}: vLLM draws at {_MIN_TEMPERATURE} or more, or greedily: set 0 or "
-            f"{_MIN_TEMPERATURE} or more"
-        )
-    if (before_cut and temperature not in (0, 1)) or (not before_cut and _has_cut(sampling)):
-        raise UserError(
-            f"temperature {temperature} with top_p {sampling.top_p} and top_k {sampling.top_k}: a vLLM engine that is "
-            f"set up for rollout.{'top_p or top_k cuts' if before_cut else 'temperature without cuts'} cannot report "
-            "these log-probs: use temperature 1.0 with cuts, or top_p 1.0 and top_k -1, or engine: {type: torch}"
-        )
+def _no_scores(top_k: int) -> Scores:
+    """Of an empty response."""
+    empty = torch.zeros(0, top_k)
+    return Scores(ids=empty.int(), logprobs=empty, token_logprobs=torch.zeros(0))
+
+
+def _read_generation(output: RequestOutput, stop_ids: Sequence[int], *, name: str) -> Generation:
+    """The response and the log-probs of its tokens; ``EngineUnavailable`` if they do not belong together."""
+    completion = output.outputs[0]
+    tokens, flat = list(completion.token_ids), completion.logprobs
+    if completion.finish_reason not in ("stop", "length") or not isinstance(flat, FlatLogprobs):
+        raise EngineUnavailable(f"vLLM of {name} ended a response with {completion.finish_reason!r}")
+    if not tokens or list(flat.token_ids) != tokens:
+        raise EngineUnavailable(f"vLLM of {name} reported log-probs of other tokens than it drew")
+    return Generation(
+        tokens=torch.tensor(tokens, dtype=torch.int64),
+        logprobs=torch.tensor(flat.logprobs, dtype=torch.float32),
+        finish_reason="stop" if tokens[-1] in stop_ids else "length",
+    )

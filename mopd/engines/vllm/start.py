@@ -1,6 +1,6 @@
 """Starting vLLM: its environment, its arguments, what it refuses. The one module that imports vLLM (some seconds).
 
-Its names for vLLM's things are those that ``vllm_engine`` uses: the environment must be set before the import.
+Its names for vLLM's things are those that ``engine.py`` uses: the environment must be set before the import.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from mopd.config.engines import VllmEngineConfig
+from mopd.config.groups import VllmEngineConfig
+from mopd.engines.interface import SamplingParams
 from mopd.engines.torch.loading import read_config
 from mopd.text import one_line
 from mopd.types import UserError
@@ -50,7 +51,9 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "VllmSamplingParams",
+    "check_temperature",
     "engine_args",
+    "has_cut",
     "sequence_limit",
     "start_llm",
     "stop_llm",
@@ -58,6 +61,7 @@ __all__ = [
 ]
 
 _SHUTDOWN_S = 1.0
+_MIN_TEMPERATURE = 0.01  # vLLM raises a lower positive temperature to this one
 _starting = threading.Lock()
 
 
@@ -93,6 +97,26 @@ def sequence_limit(folder: Path, cfg: VllmEngineConfig) -> int:
                 f"engine.max_model_len, {limit}: raise it or lower max_model_len"
             )
     return limit
+
+
+def has_cut(sampling: SamplingParams) -> bool:
+    return sampling.temperature > 0 and (sampling.top_p != 1 or sampling.top_k != -1)
+
+
+def check_temperature(sampling: SamplingParams, *, before_cut: bool) -> None:
+    """vLLM reports log-probs either before temperature and cuts (``before_cut``), or after both."""
+    temperature = sampling.temperature
+    if 0 < temperature < _MIN_TEMPERATURE:
+        raise UserError(
+            f"temperature is {temperature}: vLLM draws at {_MIN_TEMPERATURE} or more, or greedily: set 0 or "
+            f"{_MIN_TEMPERATURE} or more"
+        )
+    if (before_cut and temperature not in (0, 1)) or (not before_cut and has_cut(sampling)):
+        raise UserError(
+            f"temperature {temperature} with top_p {sampling.top_p} and top_k {sampling.top_k}: a vLLM engine that is "
+            f"set up for rollout.{'top_p or top_k cuts' if before_cut else 'temperature without cuts'} cannot report "
+            "these log-probs: use temperature 1.0 with cuts, or top_p 1.0 and top_k -1, or engine: {type: torch}"
+        )
 
 
 def engine_args(folder: Path, cfg: VllmEngineConfig, max_sequence: int, options: Mapping[str, Any]) -> AsyncEngineArgs:

@@ -8,7 +8,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from mopd.config.schema import MoeConfig, StudentConfig
+from mopd.config.student import MoeConfig, StudentConfig
 from mopd.conversion.models.dims import ModelDims, check_layout
 from mopd.conversion.models.model_dims import YarnRope
 from mopd.student.model.overrides import check_overrides

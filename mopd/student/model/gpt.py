@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from torch import Tensor
 
-from mopd.config.schema import StudentConfig
+from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.model_dims import Llama3Rope
 from mopd.student.model.config import padded_vocab_size, rotary_base, transformer_config

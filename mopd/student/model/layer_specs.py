@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from mopd.config.schema import StudentConfig
+from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.student.model.config import uses_transformer_engine
 

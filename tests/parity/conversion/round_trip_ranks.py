@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from mopd import cpu_shim
-from mopd.config.schema import ParallelConfig, StudentConfig
+from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.hf.reader import HfReader, HfWriter
 from mopd.conversion.models.dims import read_dims
 from mopd.student import parallel

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mopd import cpu_shim
-from mopd.config.schema import ParallelConfig, StudentConfig
+from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.models.dims import read_dims
 from mopd.student import parallel

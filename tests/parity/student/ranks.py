@@ -17,19 +17,11 @@ from unittest.mock import patch
 import torch
 
 from mopd import cpu_shim
+from mopd.config.data import DataConfig, ValidationConfig
+from mopd.config.groups import TeacherConfig
 from mopd.config.losses import KLLossConfig, MismatchCorrectionConfig, PolicyGradientConfig, TopKLossConfig
-from mopd.config.schema import (
-    DataConfig,
-    MoeConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    Recipe,
-    RolloutConfig,
-    ScheduleConfig,
-    StudentConfig,
-    TeacherConfig,
-    ValidationConfig,
-)
+from mopd.config.schema import Recipe, RolloutConfig, ScheduleConfig
+from mopd.config.student import MoeConfig, OptimizerConfig, ParallelConfig, StudentConfig
 from mopd.conversion.models import dims
 from mopd.data.packing import pack
 from mopd.data_plane.local import LocalDataPlane

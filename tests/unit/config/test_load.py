@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from mopd.config.data import CustomRewardConfig
 from mopd.config.load import Loaded, differences, dump, load_recipe, to_tree
 from mopd.config.losses import KLLossConfig, TopKLossConfig
-from mopd.config.schema import CustomRewardConfig
 from mopd.types import UserError
 from tests.fixtures.recipe import RECIPE
 
@@ -126,7 +126,11 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
         ("checkpoint.keep_best=1", "checkpoint.keep_best: expected true or false, got 1"),
         ("data.train=train.jsonl", "data.train: expected a list (text each), got 'train.jsonl'"),
         ("data.train=[1]", "data.train: expected a list (text each), got [1]"),
-        ("data.seed=x", "data.seed: expected a whole number or null, got 'x'"),
+        ("data.seed=3", "unknown key 'data.seed'; the recipe's seed also shuffles"),
+        (
+            "loss={type: policy_gradient, advantage: k3}",
+            "unknown key 'loss.advantage'; it is k1, the only unbiased one",
+        ),
         ("rollout=null", "rollout: expected a section, got null"),
         ("rollout={engine: torch}", "rollout.engine: expected a section, got 'torch'"),
         ("data.domain_weights=[1]", "data.domain_weights: expected a section of named values, got [1]"),
@@ -138,7 +142,7 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
         ("validation.domain_rewards.math={path: r.py}", "missing key type: set one of exact_match, custom"),
         ("teachers.code={domains: [code]}", "missing key teachers.code.model"),
         ("teachers.math.replicas=0", "teachers.math.replicas is 0: set 1 or more"),
-        ("loss.type=k1", "loss.type 'k1' cannot be a differentiable loss"),
+        ("loss.type=k1", "loss.type: unknown type 'k1'; it cannot be a differentiable loss"),
         ("data.domain_weights.math=-1", "data.domain_weights.math is -1.0: set a positive number"),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mopd.cli import main
-from mopd.config.engines import TorchEngineConfig
+from mopd.config.groups import TorchEngineConfig
 from mopd.conversion.hf.pretrained import load_config, load_tokenizer
 from mopd.conversion.hf.reader import HfReader, HfWriter
 from mopd.conversion.jobs import streaming

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from mopd.config.schema import DataConfig
+from mopd.config.data import DataConfig
 from mopd.data import files, templates
 from mopd.data.prompts import PromptDataset, load_prompts
 from mopd.types import UserError

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from mopd.config.schema import DataConfig
+from mopd.config.data import DataConfig
 from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts
 from mopd.data.tokenizer import load_tokenizer
 from mopd.types import UserError

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from mopd.bench.teachers.token_clock import run_on_token_clock
 from mopd.config.groups import RoutingConfig
-from mopd.engines.clients.answers import check_generations, check_scores
+from mopd.engines.checks import check_generations, check_scores
 from mopd.engines.interface import Generation, SamplingParams, Scores, StaleWeights
-from mopd.replicas.interface import Replica, SampleFailed
+from mopd.replicas.interface import Replica, RouterLimits, SampleFailed
 from mopd.replicas.router import Router
 
 V, K = 12, 3
@@ -52,7 +52,7 @@ def converted(sequence: int, field: str, convert: Callable[[Tensor], Any]) -> li
 
 
 def check(scores: Sequence[Scores], **changes: Any) -> None:
-    check_scores(scores, TOKENS, STARTS, **{"top_k": K, "vocab_size": V, "is_half": False, **changes})
+    check_scores(scores, TOKENS, STARTS, **{"top_k": K, "vocab_size": V, **changes})
 
 
 BAD_SCORES: dict[str, tuple[Callable[[], list[Scores]], str]] = {
@@ -110,27 +110,24 @@ def test_rounding_and_impossible_ids_are_legal(name: str) -> None:
 
 
 def test_nothing_to_score_and_an_unknown_vocabulary() -> None:
-    check_scores([], [], [], top_k=K, vocab_size=V, is_half=False)
-    check_scores(good()[1:2], TOKENS[1:2], STARTS[1:2], top_k=K, vocab_size=V, is_half=False)
+    check_scores([], [], [], top_k=K, vocab_size=V)
+    check_scores(good()[1:2], TOKENS[1:2], STARTS[1:2], top_k=K, vocab_size=V)
     check(changed(0, "ids", (1, 2), V), vocab_size=None)
     with pytest.raises(ValueError, match="outside the vocabulary"):
         check(changed(0, "ids", (1, 2), -1), vocab_size=None)
 
 
 @pytest.mark.parametrize("top_k", [1, 64, 500])
-def test_real_distributions_pass_at_both_precisions_of_the_wire(top_k: int) -> None:
+def test_real_distributions_pass(top_k: int) -> None:
     generator = torch.Generator().manual_seed(top_k)
     scale = torch.logspace(-2, 2, 200)[:, None]  # from nearly uniform to nearly certain
     logprobs, ids = (torch.randn(200, 500, generator=generator) * scale).log_softmax(-1).topk(top_k)
     scores = Scores(ids=ids.int(), logprobs=logprobs, token_logprobs=logprobs[:, 0].clone())
     tokens = torch.cat([torch.tensor([0]), ids[:, 0]])
-    check_scores([scores], [tokens], [1], top_k=top_k, vocab_size=500, is_half=False)
-    rounded = Scores(ids=ids.int(), logprobs=logprobs.half().float(), token_logprobs=logprobs[:, 0].half().float())
-    check_scores([rounded], [tokens], [1], top_k=top_k, vocab_size=500, is_half=True)
-    for double in (scores, rounded):
-        with pytest.raises(ValueError, match=r"more than 1|above 0"):
-            wrong = replace(double, logprobs=double.logprobs + 0.05, token_logprobs=double.token_logprobs + 0.05)
-            check_scores([wrong], [tokens], [1], top_k=top_k, vocab_size=500, is_half=double is rounded)
+    check_scores([scores], [tokens], [1], top_k=top_k, vocab_size=500)
+    wrong = replace(scores, logprobs=logprobs + 0.05, token_logprobs=scores.token_logprobs + 0.05)
+    with pytest.raises(ValueError, match=r"more than 1|above 0"):
+        check_scores([wrong], [tokens], [1], top_k=top_k, vocab_size=500)
 
 
 def drawn(tokens: Any = (3, 4), logprobs: Any = (-1.0, 0.0), reason: Any = "stop") -> Generation:
@@ -181,11 +178,11 @@ class Canned:
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None: ...
 
 
-def route(answers: Sequence[Callable[[], Any]], kind: Any, ask: Callable[[Router], Any], **routing: Any) -> Any:
+def route(answers: Sequence[Callable[[], Any]], kind: Any, ask: Callable[[Router], Any], **limits: Any) -> Any:
     """What a group of engines with these answers says, and its replicas' numbers."""
     replicas = [Replica(name=f"math.{i}", engine=Canned(answer)) for i, answer in enumerate(answers)]
-    settings = {"backoff_s": 0.0, "breaker_failures": 1, "breaker_reset_s": 60.0, **routing}
-    router = Router("math", replicas, RoutingConfig(**settings), kind=kind)
+    settings = RouterLimits(**{"backoff_s": 0.0, "breaker_failures": 1, "breaker_reset_s": 60.0, **limits})
+    router = Router("math", replicas, RoutingConfig(), kind=kind, limits=settings)
     router.vocab_size = V
 
     async def work() -> tuple[Any, Any]:
@@ -202,7 +199,7 @@ def bad_sequence(scores: list[Scores]) -> int:
     """The sequence whose scores are wrong."""
     for i, given in enumerate(scores):
         try:
-            check_scores([given], TOKENS[i : i + 1], STARTS[i : i + 1], top_k=K, vocab_size=V, is_half=False)
+            check_scores([given], TOKENS[i : i + 1], STARTS[i : i + 1], top_k=K, vocab_size=V)
         except ValueError:
             return i
     raise AssertionError("all are good")

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from mopd.engines.concurrency import TokenBudget, gather_or_cancel
+from mopd.engines.concurrency import TokenBudget, all_or_none
 
 
 def test_budget_is_never_exceeded_and_large_work_is_not_overtaken() -> None:
@@ -22,7 +22,7 @@ def test_budget_is_never_exceeded_and_large_work_is_not_overtaken() -> None:
                 await asyncio.sleep(0.005)
                 held -= tokens
 
-        await asyncio.wait_for(gather_or_cancel([work(n) for n in (4, 4, 10, 1, 1, 6, 6)]), 10)
+        await asyncio.wait_for(all_or_none([work(n) for n in (4, 4, 10, 1, 1, 6, 6)]), 10)
         return order, most
 
     order, most = asyncio.run(run())
@@ -69,9 +69,9 @@ def test_first_failure_ends_the_others() -> None:
 
     async def run() -> None:
         with pytest.raises(KeyError, match="first"):
-            await gather_or_cancel([wait(), fail(), wait()])
+            await all_or_none([wait(), fail(), wait()])
         assert ended == ["wait", "wait"]
-        task = asyncio.ensure_future(gather_or_cancel([wait()]))
+        task = asyncio.ensure_future(all_or_none([wait()]))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

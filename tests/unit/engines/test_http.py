@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from mopd.config.placement import ExternalConfig
-from mopd.config.urls import check_server_url, shown_url
+from mopd.config.groups import ExternalConfig
+from mopd.config.values import check_server_url, shown_url
 from mopd.engines.clients.openai import OpenAIScorer
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import (

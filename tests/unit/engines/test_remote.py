@@ -42,7 +42,6 @@ def right_answer(path: str, body: bytes) -> ScoreAnswer | GenerateAnswer:
             request_checksum=asked.checksum,
             weight_version=asked.weight_version,
             top_k=asked.top_k,
-            logprob_dtype=asked.logprob_dtype,
             lengths=asked.lengths - asked.prompt_lengths,
             ids=np.concatenate([10 + random.permutation(9)[: asked.top_k] for _ in range(rows)]).astype(np.int32),
             logprobs=-2 - random.random(rows * asked.top_k, dtype=np.float32),
@@ -53,7 +52,6 @@ def right_answer(path: str, body: bytes) -> ScoreAnswer | GenerateAnswer:
     return GenerateAnswer(
         request_checksum=wanted.checksum,
         weight_version=wanted.weight_version,
-        logprob_dtype=wanted.logprob_dtype,
         lengths=lengths,
         stopped=np.zeros(len(lengths), dtype=np.uint8),
         tokens=np.ones(lengths.sum(), dtype=np.int32),
@@ -166,7 +164,6 @@ def encode_request() -> bytes:
             prompt_lengths=ints(3, 2),
             top_k=4,
             temperature=1.0,
-            logprob_dtype="float32",
             weight_version=-1,
         )
     )

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mopd.engines.interface import SamplingParams
-from mopd.engines.torch.batching import token_budget_batches
-from mopd.engines.torch.sampling import draw, uniforms
+from mopd.engines.torch.decoding import draw, uniforms
+from mopd.engines.torch.engine import token_budget_batches
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -30.0])
 

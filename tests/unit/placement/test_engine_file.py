@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mopd.config.engines import TorchEngineConfig, VllmEngineConfig
+from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.config.load import Loaded, load_recipe
 from mopd.placement.engine_file import is_engine_file, read_engine_file, rollout_file, teacher_file
 from mopd.types import UserError

@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 
-from mopd.config.engines import VllmEngineConfig
-from mopd.config.groups import EngineGroupConfig
+from mopd.config.groups import (
+    EngineGroupConfig,
+    ExternalConfig,
+    InProcessConfig,
+    LocalConfig,
+    RayConfig,
+    VllmEngineConfig,
+)
 from mopd.config.load import load_recipe
-from mopd.config.placement import ExternalConfig, InProcessConfig, LocalConfig, RayConfig
 from mopd.placement import gpus
 from mopd.placement.gpus import Machine, share_gpus, visible_gpus
 from mopd.types import UserError

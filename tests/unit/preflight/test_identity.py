@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mopd.config.schema import TorchEngineConfig
+from mopd.config.groups import TorchEngineConfig
 from mopd.conversion.hf.manifest import HASHES, Manifest, make_manifest
 from mopd.engines.interface import EngineInfo
 from mopd.engines.torch.engine import TorchEngine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,13 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
 
 def test_complete_inputs_pass(load: Load) -> None:
     check_inputs(load("validation.reward={type: custom, path: reward.py, function: f}"))
+
+
+def test_a_missing_wandb_is_one_line(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
+    with pytest.raises(UserError, match=r"metrics\.wandb .* pip install wandb"):
+        check_inputs(load("metrics.wandb.project=mine"))
+    check_inputs(load())
 
 
 @pytest.mark.parametrize(

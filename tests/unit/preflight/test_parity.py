@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mopd.config.schema import PreflightConfig, TorchEngineConfig
+from mopd.config.groups import TorchEngineConfig
+from mopd.config.schema import PreflightConfig
 from mopd.engines.torch.engine import TorchEngine
 from mopd.preflight.parity import Parity, Probe, Reference
 from tests.fixtures.mistakes import MISTAKES, MistakenEngine

@@ -15,7 +15,7 @@ from torch import Tensor
 from mopd.bench.teachers.token_clock import run_on_token_clock
 from mopd.config.groups import RoutingConfig
 from mopd.engines.interface import Generation, SamplingParams, Scores
-from mopd.replicas.interface import Replica
+from mopd.replicas.interface import Replica, RouterLimits
 from mopd.replicas.router import Router
 
 TOKENS_PER_S = 100.0
@@ -96,17 +96,16 @@ def samples(*lengths: int) -> tuple[list[Tensor], list[int]]:
 
 def make_router(engines: Sequence[Any], *, kind: Any = "teacher", **routing: Any) -> Router:
     """Replicas ``math.0``, ``math.1``, … of a teacher ``math`` with short deadlines."""
-    settings = {
-        "max_tokens_per_request": 40,
-        "max_inflight_tokens": 80,
-        "request_timeout_s": 10.0,
-        "max_attempts": 3,
-        "backoff_s": 0.5,
-        "breaker_failures": 3,
-        "breaker_reset_s": 5.0,
-    }
+    keys = {"max_tokens_per_request": 40, "max_inflight_tokens": 80, "request_timeout_s": 10.0}
+    limits = {"max_attempts": 3, "backoff_s": 0.5, "breaker_failures": 3, "breaker_reset_s": 5.0}
     replicas = [Replica(name=f"math.{i}", engine=engine) for i, engine in enumerate(engines)]
-    return Router("math", replicas, RoutingConfig(**{**settings, **routing}), kind=kind)
+    return Router(
+        "math",
+        replicas,
+        RoutingConfig(**{name: routing.get(name, value) for name, value in keys.items()}),
+        kind=kind,
+        limits=RouterLimits(**{name: routing.get(name, value) for name, value in limits.items()}),
+    )
 
 
 def run(work: Callable[[], Awaitable[Any]]) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from mopd.engines.interface import EngineUnavailable, StaleWeights
 from mopd.replicas.interface import Replica, SampleFailed
-from mopd.weight_sync.in_process import InProcessWeightSync
+from mopd.weight_sync import InProcessWeightSync
 from tests.unit.replicas.stand_in import SAMPLING, StandIn, check_scores, make_router, run, samples, score
 
 DEAD = EngineUnavailable("connection reset")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mopd.replicas.cutting import cut
+from mopd.replicas.router import cut
 
 
 @settings(max_examples=200, deadline=None)

@@ -223,11 +223,10 @@ def test_a_wrong_call_is_raised_as_it_is_and_leaves_nothing_behind() -> None:
     assert all(engine.tokens_now == 0 for engine in engines)
 
 
-@pytest.mark.parametrize("hedge_after_s", [None, 0.05])
-def test_cancelling_leaves_nothing_behind(hedge_after_s: float | None) -> None:
+def test_cancelling_leaves_nothing_behind() -> None:
     tokens, starts = samples(*[20] * 12)
     engines = [StandIn(0), StandIn(1)]
-    router = make_router(engines, hedge_after_s=hedge_after_s)
+    router = make_router(engines)
 
     async def work() -> None:
         for delay in (0.0, 0.1, 0.2, 0.25, 0.5):
@@ -244,89 +243,6 @@ def test_cancelling_leaves_nothing_behind(hedge_after_s: float | None) -> None:
     assert all(engine.tokens_now == 0 for engine in engines)
 
 
-def test_a_straggler_is_hedged_and_its_late_answer_is_dropped() -> None:
-    engines = [StandIn(0, first(1, 8.0)), StandIn(1)]
-    router = make_router(engines, hedge_after_s=1.0)
-    tokens, starts = samples(10)
-
-    async def work() -> dict[str, Any]:
-        check_scores(tokens, await score(router, tokens, starts))
-        assert asyncio.get_running_loop().time() == pytest.approx(1.1, abs=0.01)
-        return numbers_of(router)
-
-    numbers = run(work)
-    assert (numbers["group"].hedges, numbers["group"].hedges_won, numbers["group"].retries) == (1, 1, 0)
-    assert numbers["math.1"].num_samples == 1 and numbers["math.0"].num_samples == 0
-    assert engines[0].answered == [] and engines[0].tokens_now == 0
-    assert numbers["math.0"].state == "closed"
-
-
-def test_the_first_answer_of_two_counts_once() -> None:
-    engines = [StandIn(0, first(1, 0.5)), StandIn(1, first(1, 5.0))]
-    router = make_router(engines, hedge_after_s=0.2)
-    tokens, starts = samples(10)
-
-    async def work() -> dict[str, Any]:
-        check_scores(tokens, await score(router, tokens, starts))
-        return numbers_of(router)
-
-    numbers = run(work)
-    assert (numbers["group"].hedges, numbers["group"].hedges_won) == (1, 0)
-    assert sum(numbers[name].num_samples for name in ("math.0", "math.1")) == 1
-
-
-@pytest.mark.parametrize("second", [DEAD, 3.0])
-def test_a_hedge_that_fails_or_outlives_the_first_failure(second: Exception | float) -> None:
-    engines = [StandIn(0, lambda call: 2.0 if call == 0 else None), StandIn(1, first(1, second))]
-    router = make_router(engines, hedge_after_s=0.5, request_timeout_s=1.5, max_attempts=9)
-    tokens, starts = samples(10)
-
-    async def work() -> None:
-        check_scores(tokens, await score(router, tokens, starts))
-        assert all(member.in_flight_tokens == 0 for member in router._pool.members)
-
-    run(work)
-
-
-def test_a_hedge_under_way_is_used_when_the_first_fails() -> None:
-    engines = [StandIn(0, first(1, 99.0)), StandIn(1, first(1, 1.2))]
-    router = make_router(engines, hedge_after_s=0.5, request_timeout_s=1.5, max_attempts=1)
-    tokens, starts = samples(10)
-
-    async def work() -> None:
-        check_scores(tokens, await score(router, tokens, starts))
-        assert asyncio.get_running_loop().time() == pytest.approx(0.5 + 1.2 + 0.1, abs=0.01)
-
-    run(work)
-
-
-def test_a_failed_request_does_not_wait_for_a_hedge_that_has_no_room() -> None:
-    engines = [StandIn(0, first(1, 99.0)), StandIn(1)]
-    router = make_router(engines, hedge_after_s=0.5, request_timeout_s=1.5)
-    tokens, starts = samples(10)
-
-    async def work() -> None:
-        router.suspend("math.1", reason="restarting", timeout_s=1000)
-        check_scores(tokens, await score(router, tokens, starts))
-        assert asyncio.get_running_loop().time() == pytest.approx(1.5 + 0.5 + 0.1, abs=0.01)
-        assert router.take_numbers().hedges == 0
-
-    run(work)
-
-
-def test_a_hedge_never_displaces_first_requests() -> None:
-    engines = [StandIn(0, first(1, 2.0)), StandIn(1)]
-    router = make_router(engines, hedge_after_s=0.1, max_tokens_per_request=10, max_inflight_tokens=10)
-    tokens, starts = samples(*[10] * 8)
-
-    async def work() -> None:
-        check_scores(tokens, await score(router, tokens, starts))
-
-    run(work)
-    repeated = [firsts for firsts in engines[1].calls if firsts in engines[0].calls]
-    assert engines[1].calls.index(repeated[0]) >= 5
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     plans=st.lists(
@@ -335,18 +251,15 @@ def test_a_hedge_never_displaces_first_requests() -> None:
         max_size=4,
     ),
     lengths=st.lists(st.integers(2, 60), min_size=1, max_size=30),
-    hedge_after_s=st.sampled_from([None, 0.3]),
 )
-def test_whatever_happens_each_sample_has_one_answer(
-    plans: list[list[str]], lengths: list[int], hedge_after_s: float | None
-) -> None:
+def test_whatever_happens_each_sample_has_one_answer(plans: list[list[str]], lengths: list[int]) -> None:
     """One replica is well: nothing may be lost, doubled, mixed up or left behind."""
     trouble = {"dead": DEAD, "busy": EngineBusy("full", retry_after_s=0.2), "slow": 0.7, "hang": 1e6, "ok": None}
     tokens, starts = samples(*lengths)
     engines = [StandIn(0)]
     for number, plan in enumerate(plans, start=1):
         engines.append(StandIn(number, lambda call, plan=plan: trouble[plan[call % len(plan)]]))  # type: ignore[misc]
-    router = make_router(engines, max_attempts=1000, hedge_after_s=hedge_after_s, breaker_reset_s=1.0)
+    router = make_router(engines, max_attempts=1000, breaker_reset_s=1.0)
 
     async def work() -> dict[str, Any]:
         check_scores(tokens, await score(router, tokens, starts))

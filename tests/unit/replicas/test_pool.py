@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from mopd.config.groups import RoutingConfig
-from mopd.replicas.interface import NoReplica, Replica
+from mopd.replicas.interface import LIMITS, NoReplica, Replica
 from mopd.replicas.pool import Lease, Pool, Want
 from tests.unit.replicas.stand_in import StandIn, run
 
@@ -15,7 +15,7 @@ ROUTING = RoutingConfig(max_inflight_tokens=50, max_tokens_per_request=50, reque
 
 
 def make_pool() -> Pool:
-    return Pool(ROUTING, [Replica(name=name, engine=StandIn()) for name in "ab"])
+    return Pool(ROUTING, LIMITS, [Replica(name=name, engine=StandIn()) for name in "ab"])
 
 
 def test_room_is_kept_for_a_request_that_has_nowhere_else_to_go() -> None:
@@ -61,13 +61,12 @@ def test_smaller_numbers_go_first_whenever_they_came() -> None:
     run(work)
 
 
-def test_a_request_may_exclude_one_replica_and_avoid_others() -> None:
+def test_a_request_avoids_replicas_while_there_are_others() -> None:
     async def work() -> None:
         pool = make_pool()
         on_a = await pool.acquire(Want(order=0, tokens=10))
-        on_b = await pool.acquire(Want(order=1, tokens=20, exclude="a"))
+        on_b = await pool.acquire(Want(order=1, tokens=20, avoid=frozenset("a")))
         assert (on_a.member.name, on_b.member.name) == ("a", "b")
-        assert (await pool.acquire(Want(order=2, tokens=20, exclude="a"))).member.name == "b"
         assert (await pool.acquire(Want(order=3, tokens=5, avoid=frozenset("a")))).member.name == "b"
         both = Want(order=4, tokens=10, avoid=frozenset("ab"))  # nobody is left: any will do
         assert (await pool.acquire(both)).member.name == "a"
@@ -96,11 +95,11 @@ def test_a_wait_lasts_while_something_moves_and_no_longer() -> None:
         pool = make_pool()
         pool.member("b").suspended = "restarting"
         lease = await pool.acquire(Want(order=0, tokens=50))
-        waiting = asyncio.create_task(pool.acquire(Want(order=1, tokens=50, exclude="a")))
+        waiting = asyncio.create_task(pool.acquire(Want(order=1, tokens=50, version=1)))
         await asyncio.sleep(35)  # a is at work all the time
         assert not waiting.done()
         lease.end()
-        with pytest.raises(NoReplica, match=r"in time \(a closed, b restarting\)"):
+        with pytest.raises(NoReplica, match=r"in time \(a stale, b restarting\)"):
             await waiting
         assert 45 <= asyncio.get_running_loop().time() <= 56
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mopd.config.engines import TorchEngineConfig
-from mopd.config.groups import RoutingConfig
+from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.engines.torch.engine import TorchEngine
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router

@@ -9,8 +9,8 @@ import pytest
 
 from mopd.engines.interface import EngineUnavailable
 from mopd.metrics import apart, is_counted
-from mopd.replicas.statistics import BusyTime, Reservoir, percentile
-from mopd.replicas.watch import GroupWatch
+from mopd.replicas.router import Router
+from mopd.replicas.statistics import BusyTime, Reservoir, group_metrics, percentile
 from tests.unit.replicas.stand_in import SAMPLING, StandIn, make_router, run, samples, score
 
 
@@ -50,11 +50,10 @@ def test_a_groups_numbers_have_their_names_and_start_anew_each_step() -> None:
     tokens, starts = samples(*[20] * 10)
 
     async def work() -> tuple[dict[str, float], dict[str, float]]:
-        watch = GroupWatch([router])
         await score(router, tokens, starts)
         await asyncio.sleep(50)
-        first = watch.flush()
-        return first, watch.flush()
+        first = group_metrics(router.take_numbers())
+        return first, group_metrics(router.take_numbers())
 
     first, second = run(work)
     assert first["teachers/samples/math"] == 10 and first["teachers/tokens/math"] == 200
@@ -69,7 +68,7 @@ def test_a_groups_numbers_have_their_names_and_start_anew_each_step() -> None:
     assert first["teachers/payload_bytes/math"] == 200 + 10 * 200
     assert first["teachers/samples/math.0"] + first["teachers/samples/math.1"] == 10
     assert first["teachers/replicas_up/math"] == first["teachers/replicas/math"] == 2
-    assert first["teachers/breaker/math.0"] == first["teachers/retries/math"] == first["teachers/hedges/math"] == 0
+    assert first["teachers/breaker/math.0"] == first["teachers/retries/math"] == 0
     assert second["teachers/samples/math"] == second["teachers/queue_depth/math"] == 0
     assert second["teachers/in_flight_tokens/math"] == second["teachers/payload_bytes/math"] == 0
     assert "teachers/tokens_per_s/math" not in second
@@ -82,7 +81,7 @@ def test_failures_and_breakers_are_told_by_replica() -> None:
 
     async def work() -> dict[str, float]:
         await score(router, tokens, starts)
-        return GroupWatch([router]).flush()
+        return group_metrics(router.take_numbers())
 
     values = run(work)
     failures = values["teachers/failures/math.0"]
@@ -97,11 +96,24 @@ def test_one_replica_stands_for_its_group_and_generations_count_what_was_drawn()
     async def work() -> dict[str, float]:
         router.set_weight_version(0)
         await router.generate([[1, 2, 3], [4]], SAMPLING, [1, 2])
-        return GroupWatch([router]).flush()
+        return group_metrics(router.take_numbers())
 
     values = run(work)
-    assert values["rollouts/tokens/math"] == 4 + 2 * SAMPLING.max_new_tokens
-    assert all(name.endswith("/math") for name in values)
+    assert values["rollout/tokens"] == 4 + 2 * SAMPLING.max_new_tokens
+    assert all(name.count("/") == 1 for name in values)
+
+
+def test_rollout_replicas_are_told_by_number() -> None:
+    values = run_numbers(make_router([StandIn(0), StandIn(1)], kind="rollout"))
+    assert (values["rollout/replicas"], values["rollout/breaker/0"], values["rollout/breaker/1"]) == (2, 3, 3)
+    assert {name.split("/", 2)[2] for name in values if name.count("/") == 2} == {"0", "1"}
+
+
+def run_numbers(router: Router) -> dict[str, float]:
+    async def work() -> dict[str, float]:
+        return group_metrics(router.take_numbers())
+
+    return run(work)
 
 
 def test_payload_of_both_lives_of_a_restarted_replica_counts() -> None:
@@ -111,11 +123,10 @@ def test_payload_of_both_lives_of_a_restarted_replica_counts() -> None:
     tokens, starts = samples(10)
 
     async def work() -> float:
-        watch = GroupWatch([router])
         await score(router, tokens, starts)
         router.replace("math.0", new)
         await score(router, tokens, starts)
-        return watch.flush()["teachers/payload_bytes/math"]
+        return group_metrics(router.take_numbers())["teachers/payload_bytes/math"]
 
     assert run(work) == 2 * (10 + 100)
 
@@ -125,7 +136,7 @@ def test_engines_that_count_no_bytes_have_no_payload() -> None:
     del engine.bytes_sent
 
     async def work() -> dict[str, float]:
-        return GroupWatch([make_router([engine])]).flush()
+        return group_metrics(make_router([engine]).take_numbers())
 
     assert "teachers/payload_bytes/math" not in run(work)
 
@@ -142,16 +153,15 @@ def test_requests_apart_are_in_no_steps_numbers() -> None:
                 await score(router, tokens, starts)
 
         async def both() -> dict[str, float]:
-            watch = GroupWatch([router])
             if with_validation:
                 await checks()
                 assert is_counted()
-                assert watch.flush()["teachers/samples/math"] == 0
+                assert group_metrics(router.take_numbers())["teachers/samples/math"] == 0
             beside = asyncio.create_task(checks()) if with_validation else None
             await score(router, tokens, starts)
             if beside is not None:
                 await beside
-            return watch.flush()
+            return group_metrics(router.take_numbers())
 
         return run(both)
 
@@ -170,7 +180,7 @@ def test_a_checks_failures_do_not_hide() -> None:
     async def work() -> dict[str, float]:
         with apart():
             await score(router, tokens, starts)
-        return GroupWatch([router]).flush()
+        return group_metrics(router.take_numbers())
 
     values = run(work)
     assert values["teachers/samples/math"] == 0

@@ -39,7 +39,7 @@ def group_record(step: int, *, breaker: float = 0.0, retries: float = 0.0) -> di
         **{f"teachers/{metric}/open/maths": value for metric, value in group.items()},
         **{f"teachers/{metric}/open/maths.0": value for metric, value in replica.items()},
         "teachers/latency_p95_s/open/maths.0": None,
-        **{f"rollouts/{metric}/rollout": value for metric, value in group.items() if metric != "payload_bytes"},
+        **{f"rollout/{metric}": value for metric, value in group.items() if metric != "payload_bytes"},
     }
 
 
@@ -53,8 +53,8 @@ def grouped_run(run_dir: Path) -> Path:
 def test_sums_rates_and_medians_over_all_steps(grouped_run: Path) -> None:
     build_report(grouped_run)
     groups = json.loads((grouped_run / "report.json").read_text())["groups"]
-    assert list(groups) == ["teachers", "rollouts"] and list(groups["teachers"]) == ["open/maths", "open/maths.0"]
-    teacher, replica, rollout = *groups["teachers"].values(), groups["rollouts"]["rollout"]
+    assert list(groups) == ["teachers", "rollout"] and list(groups["teachers"]) == ["open/maths", "open/maths.0"]
+    teacher, replica, rollout = *groups["teachers"].values(), groups["rollout"]["rollout"]
     tokens = 1000 * sum(range(1, 41))
     assert (teacher["samples"], teacher["tokens"]) == (400, tokens)
     assert teacher["tokens_per_s"] == pytest.approx(tokens / 80)
@@ -74,7 +74,7 @@ def test_a_run_without_groups_numbers_has_no_groups(run_dir: Path) -> None:
 def test_the_page_and_the_summary_show_them(grouped_run: Path) -> None:
     out = io.StringIO()
     print_summary(build_report(grouped_run), Terminal(file=out, width=80))
-    for text in ("teacher open/maths.0", "rollout rollout", "10,250", "40.0", "2050/"):
+    for text in ("teacher open/maths.0", "│rollout ", "10,250", "40.0", "2050/"):
         assert text in out.getvalue()
     html = (grouped_run / "report.html").read_text()
     for text in ("Teachers and rollout replicas", "<td>teacher open/maths.0</td>", "40.0 MiB", "2.05 s"):
@@ -85,10 +85,8 @@ def test_the_page_and_the_summary_show_them(grouped_run: Path) -> None:
 
 
 def test_domains_are_not_mixed_up_with_groups() -> None:
-    values = group_values(
-        {"kl_k1/open/maths": 1.0, "teachers/samples/a/b": 2.0, "rollouts/breaker/r.1": 0.0, "step": 3}
-    )
-    assert values == {"teachers": {"a/b": {"samples": 2.0}}, "rollouts": {"r.1": {"breaker": 0.0}}}
+    values = group_values({"kl_k1/open/maths": 1.0, "teachers/samples/a/b": 2.0, "rollout/breaker/1": 0.0, "step": 3})
+    assert values == {"teachers": {"a/b": {"samples": 2.0}}, "rollout": {"rollout.1": {"breaker": 0.0}}}
 
 
 def test_the_live_table_shows_every_group_and_replica() -> None:

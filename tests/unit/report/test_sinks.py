@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from pathlib import Path
 
-import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mopd.config.load import load_recipe
 from mopd.metrics import StepMetrics, read_jsonl
 from mopd.report.progress import LINE_EVERY_S, PlainProgress, make_progress
-from mopd.report.sinks import Sinks, check_packages
+from mopd.report.sinks import Sinks
 from mopd.report.terminal import Terminal
-from mopd.types import UserError
 
 
 def step(number: int, **values: float) -> StepMetrics:
@@ -76,20 +73,6 @@ def test_the_file_of_one_step_is_complete_while_the_run_goes_on(tmp_path: Path, 
     sinks.log(step(1))
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["kl_k1/open/maths"] == 0.25
     sinks.close()
-
-
-def test_a_missing_wandb_is_one_line_and_leaves_nothing(
-    tmp_path: Path, recipe_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
-    recipe = load_recipe(recipe_file, ["metrics.wandb.project=mine"]).recipe
-    run = tmp_path / "fresh"
-    with pytest.raises(UserError, match=r"metrics\.wandb .* pip install wandb"):
-        check_packages(recipe)
-    with pytest.raises(UserError, match=r"metrics\.wandb"):
-        Sinks(recipe, run, resume_step=None, console=plain())
-    assert not run.exists()
-    check_packages(load_recipe(recipe_file).recipe)
 
 
 def test_plain_lines_are_rare_but_the_last_step_is_always_there() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mopd.config.validation import CustomRewardConfig
+from mopd.config.data import CustomRewardConfig
 from mopd.files.json_text import parse_json
 from mopd.rewards import process
 from mopd.rewards.child import _run

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from mopd.config.schema import CustomRewardConfig, ExactMatchConfig, ValidationConfig
+from mopd.config.data import CustomRewardConfig, ExactMatchConfig, ValidationConfig
 from mopd.rewards.custom import CustomReward
 from mopd.rewards.domains import build_rewards
-from mopd.rewards.exact_match import ExactMatchReward
-from mopd.rewards.interface import RewardItem
+from mopd.rewards.interface import ExactMatchReward, RewardItem
 from mopd.types import UserError
 
 SOURCE = """

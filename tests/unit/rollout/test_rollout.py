@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mopd.config.schema import CustomRewardConfig, RoutingConfig, TorchEngineConfig, ValidationConfig
+from mopd.config.data import CustomRewardConfig, ValidationConfig
+from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import SamplingParams
@@ -18,9 +19,8 @@ from mopd.engines.torch.engine import TorchEngine
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.rewards.domains import build_rewards
-from mopd.rollout.seeds import derive_seed
 from mopd.rollout.validation import ValidationResult, validate
-from mopd.rollout.worker import RolloutWorker, TaskAdvantage
+from mopd.rollout.worker import RolloutWorker, TaskAdvantage, derive_seed
 from mopd.types import ROLLOUT_FIELDS, Prompt, SampleMeta, UserError
 from tests.fixtures.tiny_models import EOS_ID, make_hf_model, make_tokenizer
 

@@ -116,7 +116,7 @@ def test_resume_may_change_where_and_how_long_it_runs(load: Load) -> None:
         "checkpoint.keep_last=9",
         "metrics.wandb={project: p}",
         "rollout.engine.max_tokens_per_batch=9",
-        "teachers.math.engine.max_logits_rows=9",
+        "teachers.math.engine.max_tokens_per_batch=9",
         "teachers.math.replicas=2",
     )
     RunDir(moved).check(given, resume=True)

@@ -12,9 +12,9 @@ import pytest
 
 from mopd.config.load import Loaded, load_recipe
 from mopd.metrics import JsonlWriter, read_jsonl
+from mopd.report.run_files import Best, best_of
 from mopd.run import checkpointing, resuming
 from mopd.run.folder import RunDir
-from mopd.run.validation import Best, best_of
 from mopd.types import UserError
 from tests.fixtures.recipe import RECIPE
 

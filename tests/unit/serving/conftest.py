@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mopd.config.engines import TorchEngineConfig
-from mopd.data.tokenizer import load_tokenizer
+from mopd.config.groups import TorchEngineConfig
 from mopd.engines.torch.engine import TorchEngine
 from tests.fixtures.servers import GatedEngine, RunningServer, running_server
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
@@ -41,5 +40,5 @@ def teacher(folder: Path) -> Iterator[RunningServer]:
     """A teacher's server with text prompts and hashes."""
     engine = TorchEngine.from_pretrained(folder, TorchEngineConfig())
     hashes = {"config_sha256": "c", "weights_sha256": "w", "tokenizer_sha256": "t"}
-    with running_server(engine, tokenizer=load_tokenizer(folder), manifest=hashes) as running:
+    with running_server(engine, manifest=hashes) as running:
         yield running

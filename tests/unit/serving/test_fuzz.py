@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.fixtures.servers import RunningServer
 from tests.unit.serving.test_limits import assert_lives, post
 from tests.unit.wire.test_codec import MESSAGES, generate_request, score_request
 
-PATHS = ("/v1/score", "/v1/generate", "/v1/weights/begin", "/v1/weights/chunk", "/v1/completions")
+PATHS = ("/v1/score", "/v1/generate", "/v1/weights/begin", "/v1/weights/chunk")
 FUZZ = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 Strategies = Mapping[str, st.SearchStrategy[Any]]
 
@@ -53,16 +52,6 @@ GENERATE: Strategies = {
     "seeds": st.lists(INT64, max_size=3).map(lambda given: np.array(given, dtype=np.int64)),
     "weight_version": INT64,
 }
-COMPLETION: Strategies = {
-    "max_tokens": SAMPLING["max_new_tokens"],
-    **{name: SAMPLING[name] for name in ("temperature", "top_p", "top_k")},
-    "prompt": st.text(max_size=6) | st.lists(st.integers(-1, 48) | INT64, max_size=6) | st.lists(st.text(max_size=3)),
-    "seed": INT64,
-    "logprobs": TOP_K,
-    "prompt_logprobs": TOP_K,
-    "echo": st.booleans(),
-}
-JSON = st.none() | st.booleans() | INT64 | st.floats() | st.text(max_size=4) | st.lists(INT64, max_size=3)
 
 
 def some(strategies: Strategies) -> st.SearchStrategy[dict[str, Any]]:
@@ -108,19 +97,11 @@ def test_any_values_in_a_score_request(teacher: RunningServer, changes: dict[str
 @FUZZ
 @given(some(GENERATE))
 def test_any_values_in_a_generate_request(teacher: RunningServer, changes: dict[str, Any]) -> None:
-    good = {"weight_version": -1, "logprob_dtype": "float32"}
+    good = {"weight_version": -1}
     response = post(teacher, "/v1/generate", encode(generate_request(**{**good, **changes})))
     if response.status_code != 200:
         return assert_blames_the_client(response)
     assert np.isfinite(decode(response.content, GenerateAnswer).logprobs).all()
-
-
-@FUZZ
-@given(some(COMPLETION) | some(dict.fromkeys(COMPLETION, JSON)))
-def test_any_values_in_a_completion_request(teacher: RunningServer, changes: dict[str, Any]) -> None:
-    fields = {"prompt": [1, 5, 9], "max_tokens": 3, "logprobs": 2, **changes}
-    response = post(teacher, "/v1/completions", json.dumps(fields).encode())
-    assert response.status_code == 200 or 400 <= response.status_code < 500, response.text
 
 
 def test_the_fuzzed_server_lives(teacher: RunningServer) -> None:

@@ -43,18 +43,6 @@ def test_scores_equal_the_engines(teacher: RunningServer, local: TorchEngine, to
         assert torch.equal(theirs.token_logprobs, ours.token_logprobs)
 
 
-def test_float16_on_the_wire(teacher: RunningServer, local: TorchEngine) -> None:
-    tokens = random_tokens(*LENGTHS)
-
-    async def score(engine: Any) -> Any:
-        return await engine.score(tokens, PROMPTS, top_k=8, temperature=1.0)
-
-    given = asyncio.run(with_engine(teacher, score, logprob_dtype="float16"))
-    for theirs, ours in zip(given, asyncio.run(score(local)), strict=True):
-        assert torch.equal(theirs.logprobs, ours.logprobs.half().float())
-        assert torch.equal(theirs.token_logprobs, ours.token_logprobs.half().float())
-
-
 def test_the_answer_has_nothing_of_the_prompt(teacher: RunningServer) -> None:
     """Bytes of an answer depend on the response's length alone, and stay within 8 K + 32 per response token."""
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.config.engines import TorchEngineConfig
+from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation, SamplingParams, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
@@ -229,19 +229,6 @@ def test_wrong_weights_leave_the_old_ones(
         await assert_serves(remote, local, 3)
 
     run(rollout, work)
-
-
-def test_nonfinite_weights_where_they_are_allowed(folder: Path, other_weights: Weights) -> None:
-    wrong = dict(other_weights)
-    nonfinite(float("nan"))(wrong)
-
-    async def work(remote: RemoteEngine) -> None:
-        await remote.load_weights(wrong.items(), 2)
-        assert (await remote.info()).weight_version == 2
-
-    engine = TorchEngine.empty(folder, TorchEngineConfig(allow_nonfinite_weights=True))
-    with running_server(engine, "rollout") as running:
-        run(running, work)
 
 
 def test_a_load_that_fails_half_way_leaves_no_weights_until_the_next_update(

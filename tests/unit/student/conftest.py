@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from mopd.config.schema import ParallelConfig
+from mopd.config.student import ParallelConfig
 from mopd.student import parallel
 
 

@@ -6,16 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from mopd.config.schema import (
-    DataConfig,
-    ParallelConfig,
-    Recipe,
-    RolloutConfig,
-    ScheduleConfig,
-    StudentConfig,
-    TeacherConfig,
-    ValidationConfig,
-)
+from mopd.config.data import DataConfig, ValidationConfig
+from mopd.config.groups import TeacherConfig
+from mopd.config.schema import Recipe, RolloutConfig, ScheduleConfig
+from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.student.model.attention_memory import ScoreMatrices, check_scores, largest_scores
 from mopd.types import UserError
 from tests.unit.student.test_model_config import DIMS

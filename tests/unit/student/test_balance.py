@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mopd import cpu_shim
-from mopd.config.schema import MoeConfig, StudentConfig
+from mopd.config.student import MoeConfig, StudentConfig
 from mopd.student.model.balance import Balance
 from mopd.student.model.gpt import StudentModel, build_model
 from mopd.student.parallel import Layout

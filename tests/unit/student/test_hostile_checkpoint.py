@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from mopd import cpu_shim
 from mopd.cli import main
-from mopd.config.schema import StudentConfig
+from mopd.config.student import StudentConfig
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.models.dims import read_dims
 from mopd.student.checkpoints import checkpoint

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mopd.config.schema import MoeConfig, ParallelConfig, StudentConfig
+from mopd.config.student import MoeConfig, ParallelConfig, StudentConfig
 from mopd.conversion.models.dims import MlaDims, ModelDims, MoeDims
 from mopd.student.model.config import transformer_config, uses_transformer_engine
 from mopd.student.parallel import Layout

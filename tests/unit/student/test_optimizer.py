@@ -7,7 +7,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from mopd import cpu_shim
-from mopd.config.schema import OptimizerConfig, StudentConfig
+from mopd.config.student import OptimizerConfig, StudentConfig
 from mopd.student.model.gpt import build_model
 from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel
 from mopd.student.parallel import Layout

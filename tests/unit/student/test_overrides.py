@@ -87,7 +87,7 @@ def overrides_section(section: Any, part: str) -> Any:
     default = next(field.default for field in dataclasses.fields(section) if field.name == part)
     if dataclasses.is_dataclass(default):
         return type(default)
-    from mopd.config.schema import StudentConfig
+    from mopd.config.student import StudentConfig
 
     return StudentConfig if part == "student" else None
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mopd.config.schema import ParallelConfig
+from mopd.config.student import ParallelConfig
 from mopd.student.parallel import check_world_size, device_number
 from mopd.types import UserError
 

@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
 from mopd import cpu_shim
-from mopd.config.schema import StudentConfig
+from mopd.config.student import StudentConfig
 from mopd.conversion.models import families
 from mopd.conversion.models.dims import read_dims
 from mopd.conversion.torch_dist.sharded import sharded_key, whole_shape

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mopd import cpu_shim
-from mopd.config.schema import ParallelConfig, StudentConfig
+from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.models.dims import ModelDims, read_dims
 from mopd.student import parallel

@@ -11,20 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.config.assignment import Assignment
-from mopd.config.groups import RoutingConfig, TeacherConfig
-from mopd.config.schema import TorchEngineConfig
+from mopd.config.groups import Assignment, RoutingConfig, TeacherConfig, TorchEngineConfig
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineRejected, EngineUnavailable, Scores
 from mopd.engines.torch.engine import TorchEngine
-from mopd.replicas.interface import Replica
+from mopd.replicas.interface import Replica, RouterLimits
 from mopd.replicas.router import Router
-from mopd.teachers.group import TeacherGroup
-from mopd.teachers.worker import TeacherWorker
+from mopd.teachers.worker import TeacherGroup, TeacherWorker
 from mopd.types import TEACHER_FIELDS, FailedSample, SampleMeta, UserError
 from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, VOCAB_SIZE, make_hf_model
 
-ROUTING = RoutingConfig(max_attempts=2, backoff_s=0.0, breaker_reset_s=0.0)
+ROUTING = RoutingConfig()
+LIMITS = RouterLimits(max_attempts=2, backoff_s=0.0, breaker_reset_s=0.0)
 
 
 def teacher(*domains: str, weight: float | None = None, default: bool = False) -> TeacherConfig:
@@ -60,7 +58,7 @@ class Altered:
 
 
 def group(name: str, scorer: object, routing: RoutingConfig = ROUTING) -> TeacherGroup:
-    router = Router(name, [Replica(name=f"{name}.0", engine=scorer)], routing, kind="teacher")
+    router = Router(name, [Replica(name=f"{name}.0", engine=scorer)], routing, kind="teacher", limits=LIMITS)
     return TeacherGroup(name, router, vocab_size=VOCAB_SIZE)
 
 

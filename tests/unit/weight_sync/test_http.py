@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.config.engines import TorchEngineConfig
-from mopd.config.groups import RoutingConfig
+from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineRejected, EngineUnavailable, SamplingParams, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
@@ -21,7 +20,7 @@ from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.types import UserError
-from mopd.weight_sync.http import HttpWeightSync
+from mopd.weight_sync import HttpWeightSync
 from mopd.wire.push import Step
 from tests.fixtures.servers import RunningServer, running_server
 from tests.fixtures.tiny_models import make_hf_model

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.config.schema import TorchEngineConfig
+from mopd.config.groups import TorchEngineConfig
 from mopd.engines.interface import SamplingParams
 from mopd.engines.torch.engine import TorchEngine
-from mopd.weight_sync.in_process import InProcessWeightSync
+from mopd.weight_sync import InProcessWeightSync
 from tests.fixtures.tiny_models import make_hf_model
 
 

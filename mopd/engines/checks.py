@@ -1,7 +1,8 @@
-"""Is an answer possible at all? Every answer of every engine passes here, wherever the engine runs.
+"""What may be asked of an engine, and whether its answer is possible at all.
 
-What no distribution over a vocabulary can be (an id listed twice, more than the whole mass, NaN) would pass through the
-loss as a huge gradient; it says that a replica is broken, and another one may be asked.
+The router checks every answer, wherever the engine runs. What no distribution over a vocabulary can be (an id listed
+twice, more than the whole mass, NaN) would pass through the loss as a huge gradient; it says that a replica is broken,
+and another one may be asked.
 Shapes: R response tokens of all sequences, K top-k.
 """
 
@@ -14,16 +15,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mopd.engines.interface import Generation, Scores
+from mopd.engines.interface import Generation, SamplingParams, Scores
+from mopd.types import UserError
 
 MAX_EXCESS = 1e-4
 """Mass above 1 that rounding explains (``docs/losses.md``); a log-prob may be above 0 by as much."""
-HALF_ROUNDING = 2.0**-11
-"""Largest relative error of a log-prob that has travelled as float16."""
 MAX_OWN_DIFFERENCE = 1e-3
 """Between the two log-probs that an answer may hold of one token, relative to the larger of 1 and their size."""
 
 Array = np.ndarray[Any, Any]
+
+
+def check_scoring(tokens: Sequence[Tensor], prompt_lengths: Sequence[int]) -> None:
+    """Every sequence has a prompt; ``ValueError``."""
+    for i, (sequence, start) in enumerate(zip(tokens, prompt_lengths, strict=True)):
+        if not 1 <= start <= len(sequence):
+            raise ValueError(f"sequence {i} has {len(sequence)} tokens and prompt length {start}: need 1 or more")
+
+
+def check_sampling(
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    seeds: Sequence[int],
+    stop_ids: Sequence[int],
+    *,
+    name: str,
+) -> None:
+    """A seed for every prompt, no prompt empty, and a token that ends a response; ``ValueError`` or, for the last,
+    ``UserError`` with the checkpoint's ``name``."""
+    if len(seeds) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds")
+    if sampling.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {sampling.max_new_tokens}: set 1 or more")
+    if not all(prompts):
+        raise ValueError(f"prompt {next(i for i, p in enumerate(prompts) if not p)} is empty")
+    if not stop_ids:
+        raise UserError(f"{name}: no eos_token_id in generation_config.json or config.json: set it there")
 
 
 def check_scores(
@@ -33,7 +60,6 @@ def check_scores(
     *,
     top_k: int,
     vocab_size: int | None,
-    is_half: bool,
 ) -> None:
     """The scores can be those of the responses ``tokens[i][prompt_lengths[i]:]``.
 
@@ -41,7 +67,6 @@ def check_scores(
 
     Args:
         vocab_size: ids are below it; ``None``: nobody knows it.
-        is_half: log-probs have travelled as float16.
 
     Raises:
         ValueError: one line: which sequence, which row, what is wrong.
@@ -59,7 +84,7 @@ def check_scores(
     logprobs_RK = torch.cat([given.logprobs for given in scores]).numpy()
     own_R = torch.cat([given.token_logprobs for given in scores]).numpy()
     sampled_R = torch.cat([t[start:] for t, start in zip(tokens, prompt_lengths, strict=True)]).numpy()
-    _Rows(counts).check(ids_RK, logprobs_RK, own_R, sampled_R, vocab_size, is_half)
+    _Rows(counts).check(ids_RK, logprobs_RK, own_R, sampled_R, vocab_size)
 
 
 def check_generations(generations: Sequence[Generation], *, max_new_tokens: int, vocab_size: int | None) -> None:
@@ -85,32 +110,20 @@ class _Rows:
     def __init__(self, counts: Sequence[int]) -> None:
         self._ends = np.cumsum(counts)
 
-    def check(
-        self,
-        ids_RK: Array,
-        logprobs_RK: Array,
-        own_R: Array,
-        sampled_R: Array,
-        vocab_size: int | None,
-        is_half: bool,
-    ) -> None:
+    def check(self, ids_RK: Array, logprobs_RK: Array, own_R: Array, sampled_R: Array, vocab_size: int | None) -> None:
         self.check_ids(ids_RK, vocab_size)
         in_order = np.sort(ids_RK, axis=1)
         self._refuse((in_order[:, 1:] == in_order[:, :-1]).any(1), "an id stands twice in one row")
         if not logprobs_RK.max() <= MAX_EXCESS:
             self._refuse(~(logprobs_RK.max(1) <= MAX_EXCESS), "a log-prob is above 0 or not a number", logprobs_RK)
         self.check_own(own_R)
-        mass_R, probs_RK = _mass(logprobs_RK)
+        mass_R = np.exp(logprobs_RK).sum(1)  # fp32; numpy adds in pairs: rounding stays far below MAX_EXCESS
         rows, place_R = np.arange(len(own_R)), (ids_RK == sampled_R.astype(np.int32)[:, None]).argmax(1)
         is_listed = ids_RK[rows, place_R] == sampled_R
-        limit_R = 1 + MAX_EXCESS + (_half_excess(probs_RK, logprobs_RK) if is_half else 0.0)
-        self._refuse(mass_R > limit_R, "the probabilities of a row add up to more than 1", mass_R)
+        limit = 1 + MAX_EXCESS
+        self._refuse(mass_R > limit, "the probabilities of a row add up to more than 1", mass_R)
         with_own_R = np.where(is_listed, mass_R, mass_R + np.exp(own_R))
-        if is_half:
-            limit_R = limit_R + HALF_ROUNDING * np.exp(own_R) * -own_R
-        self._refuse(
-            with_own_R > limit_R, "the probabilities of a row and of the response's token add up to more than 1"
-        )
+        self._refuse(with_own_R > limit, "the probabilities of a row and of the response's token add up to more than 1")
         difference_R = np.abs(np.where(is_listed, logprobs_RK[rows, place_R], own_R) - own_R)
         allowed_R = MAX_OWN_DIFFERENCE * np.maximum(1, -own_R)
         self._refuse(~(difference_R <= allowed_R), "the response's token has one log-prob in its row and another alone")
@@ -136,18 +149,6 @@ class _Rows:
         place = row - (int(self._ends[sequence - 1]) if sequence else 0)
         shown = "" if values is None else f" ({_extreme(values[row]):g})"
         raise ValueError(f"sequence {sequence}, response position {place}: {problem}{shown}")
-
-
-def _mass(logprobs_RK: Array) -> tuple[Array, Array]:
-    """``(mass [R], probabilities [R, K])``, fp32; numpy adds in pairs, so rounding stays far below ``MAX_EXCESS``."""
-    probs_RK = np.exp(logprobs_RK)
-    return probs_RK.sum(1), probs_RK
-
-
-def _half_excess(probs_RK: Array, logprobs_RK: Array) -> Array:
-    """[R]: what rounding to float16 can have added to the mass."""
-    finite_RK = np.where(probs_RK > 0, logprobs_RK, 0)
-    return HALF_ROUNDING * np.abs(probs_RK * finite_RK).sum(1)
 
 
 def _extreme(values: Array) -> float:

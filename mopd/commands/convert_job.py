@@ -1,7 +1,9 @@
-"""Runs a conversion job: on this process alone, or on all ranks that torchrun started."""
+"""The job that a command line asks for, run on this process alone or on all ranks that torchrun started."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import os
 import sys
 import threading
@@ -16,7 +18,10 @@ import torch.distributed as dist
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from mopd.conversion.job import Job, Stopped
+from mopd.conversion.jobs import combining, lora, streaming, vocabulary
+from mopd.conversion.torch_dist.plan import TargetLayout
 from mopd.launch import failure
+from mopd.preflight.inputs import check_model_folder
 from mopd.report.terminal import Terminal
 from mopd.text import visible
 from mopd.types import UserError
@@ -26,6 +31,59 @@ TIMEOUT_S = 12 * 3600.0
 _POLL_S = 0.5
 _LINE_EVERY_S = 30.0
 _T = TypeVar("_T")
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """What can be refused before any file is opened."""
+    if "tensor_model_parallel_size" in args:
+        _layout(args).check_degrees()
+    if args.action == "merge":
+        sources = [*args.models, *([args.base] if args.base else [])]
+    else:
+        sources = [] if args.action in ("megatron-to-hf", "reshard") else [args.source]
+    for folder in sources:
+        check_model_folder(folder, "convert")
+    if args.max_file_bytes < 1:
+        raise UserError(f"--max-file-bytes is {args.max_file_bytes}: set 1 or more")
+    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())) and not args.resume:
+        raise UserError(f"convert: {str(args.out)!r} exists and is not an empty folder: name another")
+
+
+def job_maker(args: argparse.Namespace) -> Callable[[], Job]:
+    """Opens the files of the job when it is called."""
+    size = args.max_file_bytes
+    if args.action == "hf-to-megatron":
+        return lambda: streaming.hf_to_megatron(
+            args.source, args.out, _layout(args), dtype=args.dtype, max_file_bytes=size, allow_pickle=args.allow_pickle
+        )
+    if args.action == "megatron-to-hf":
+        return lambda: streaming.megatron_to_hf(
+            args.source, args.out, dtype=args.dtype, max_shard_bytes=size, allow_pickle=args.allow_pickle,
+            side_files=args.side_files,
+        )  # fmt: skip
+    if args.action == "reshard":
+        return lambda: streaming.reshard(
+            args.source, args.out, _layout(args), max_file_bytes=size, allow_pickle=args.allow_pickle,
+            side_files=args.side_files,
+        )  # fmt: skip
+    if args.action == "merge":
+        return lambda: combining.merge(
+            args.models, args.out, weights=args.weights, base=args.base, max_shard_bytes=size
+        )
+    if args.action == "merge-lora":
+        return lambda: lora.merge_lora(args.source, args.adapter, args.out, max_shard_bytes=size)
+    if args.action == "pad-vocab":
+        return lambda: vocabulary.pad(args.source, args.out, multiple=args.multiple, max_shard_bytes=size)
+    if args.action == "unpad-vocab":
+        return lambda: vocabulary.unpad(args.source, args.out, vocab_size=args.vocab_size, max_shard_bytes=size)
+    return lambda: vocabulary.extract_head(args.source, args.out, max_shard_bytes=size)
+
+
+def _layout(args: argparse.Namespace) -> TargetLayout:
+    degrees = {field.name: getattr(args, field.name) for field in dataclasses.fields(TargetLayout)}
+    if degrees["expert_tensor_parallel_size"] is None:
+        degrees["expert_tensor_parallel_size"] = degrees["tensor_model_parallel_size"]
+    return TargetLayout(**degrees)
 
 
 def run_job(make: Callable[[], Job], *, resume: bool) -> dict[str, object]:

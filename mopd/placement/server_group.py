@@ -3,7 +3,7 @@
 ::
 
     bring up ──healthy──> working ──died or hung──> suspended ──bring up──> replaced (rollout: no work before weights)
-        └──not in time──> UserError                     └──max_restarts used up──> removed from the router
+        └──not in time──> UserError                     └──MAX_RESTARTS used up──> removed from the router
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-from mopd.config.placement import LocalConfig, RayConfig
+from mopd.config.groups import LocalConfig, RayConfig
 from mopd.engines.clients.remote import RemoteEngine
+from mopd.engines.concurrency import all_or_none, cancel
 from mopd.engines.interface import EngineError, EngineUnavailable
 from mopd.placement.interface import GroupPlan
 from mopd.placement.process import ServerState, how_it_ended
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
-from mopd.replicas.tasks import all_or_none, cancel
 from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,9 @@ KILL_WAIT_S = 10.0
 HEALTH_EVERY_S = 5.0
 HEALTH_FAILURES = 2
 """Health calls in a row without an answer in time: one may be our own loop's fault, which a training step blocks."""
+MAX_RESTARTS = 3
+"""How often each replica that died is started again: a fourth death is no accident. The others then carry on, and the
+run stops when none is left."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Before a replica is started again after a failed start."""
 
@@ -89,7 +92,7 @@ class Life:
         self.server, self.engine, self.manifest, self.pid = server, engine, manifest, pid
 
 
-class Supervised:
+class ServerGroup:
     """Implements ``Placement`` over a launcher."""
 
     def __init__(self, plan: GroupPlan, launcher: Launcher, *, turn: Turn = contextlib.nullcontext) -> None:
@@ -122,9 +125,8 @@ class Supervised:
         """See ``Placement.start``."""
         await self._launcher.prepare()
         async with self._turn():
-            tasks = [asyncio.create_task(self._first_life(i)) for i in range(len(self.plan.files))]
             try:
-                await all_or_none(tasks)
+                await all_or_none(map(self._first_life, range(len(self.plan.files))))
             except ReplicaDied as error:
                 raise UserError(f"{self.plan.key}: {error}") from error
         return [
@@ -200,7 +202,6 @@ class Supervised:
             token=self.token,
             timeout_s=routing.request_timeout_s,
             name=self.plan.replica_name(index),
-            logprob_dtype=routing.wire_dtype,
         )
 
     async def _watch(self, index: int, router: Router) -> None:
@@ -224,12 +225,12 @@ class Supervised:
                 return
             life = self._lives[index] = again
             router.replace(name, life.engine)
-            logger.warning("%s works again, restart %d of %d", name, self.restarts[index], self.cfg.max_restarts)
+            logger.warning("%s works again, restart %d of %d", name, self.restarts[index], MAX_RESTARTS)
 
     @property
     def _longest_restart_s(self) -> float:
         """How long requests may have to wait for a replica that is being restarted."""
-        return (self.cfg.startup_timeout_s + LONGEST_PAUSE_S + KILL_WAIT_S) * max(1, self.cfg.max_restarts)
+        return (self.cfg.startup_timeout_s + LONGEST_PAUSE_S + KILL_WAIT_S) * MAX_RESTARTS
 
     async def _death(self, index: int, life: Life) -> str:
         """Wait for the end of a replica, or until it no longer answers; says how it ended."""
@@ -257,7 +258,7 @@ class Supervised:
     async def _restart(self, index: int, manifest: Mapping[str, str] | None, reason: str) -> Life | str:
         """A new life, or why there is none."""
         pause_s = FIRST_PAUSE_S
-        while self.restarts[index] < self.cfg.max_restarts:
+        while self.restarts[index] < MAX_RESTARTS:
             self.restarts[index] += 1
             try:
                 async with self._turn():
@@ -273,7 +274,7 @@ class Supervised:
             await life.engine.close()
             await self._forget(life.server)
             return f"{self.plan.model} is not the model any more that the run began with: restore it"
-        return f"{reason} (placement.max_restarts is {self.cfg.max_restarts})"
+        return f"{reason} (restarts: {MAX_RESTARTS} of {MAX_RESTARTS})"
 
     async def _forget(self, server: Server) -> None:
         await self._end(server, grace_s=0.0)

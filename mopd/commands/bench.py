@@ -1,0 +1,37 @@
+"""``mopd bench``: the losses beside what else there is, the path from teachers to tensors beside the bare engine."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+
+from mopd.bench.losses.plan import add_arguments as add_losses_arguments
+
+ABOUT = "measure a part of mopd"
+EXAMPLES = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Light to import, as all of this file; ``args.what`` names the chosen part."""
+    parts = parser.add_subparsers(required=True, metavar="WHAT", dest="what")
+    text = "time, memory and error of the losses beside others"
+    add_losses_arguments(parts.add_parser("losses", help=text, description=text))
+    text = "throughput, payload, decoding and balance of the path from teachers to tensors; exit code 1 below a goal"
+    add = parts.add_parser("teachers", help=text, description=text).add_argument
+    add("--engine", choices=("vllm", "torch"), default="vllm", help="engine on both sides (default: %(default)s)")
+    add("--pairs", type=int, default=7, metavar="N", help="timed pairs, bare and whole path (default: %(default)s)")
+    add("--sequences", type=int, default=64, metavar="N", help="sequences of the batch (default: %(default)s)")
+    add("--top-k", type=int, default=64, metavar="K", help="scores per token (default: %(default)s)")
+    add("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Measure; the exit code."""
+    if args.what == "losses":
+        from mopd.bench.losses import command as losses
+
+        return losses.run(args, shlex.join(["mopd", *arguments]))
+    from mopd.bench.teachers import command as teachers
+
+    return teachers.run(args)

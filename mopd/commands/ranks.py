@@ -1,0 +1,44 @@
+"""What the commands with a recipe share: its arguments, and the way from one process to the student's ranks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from mopd.config.load import Loaded
+from mopd.launch import failure
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """The recipe and what overrides its keys."""
+    parser.add_argument("recipe", metavar="RECIPE", help="recipe file; docs/recipes.md lists every key")
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="override a key (YAML value)")
+
+
+def on_students_ranks(
+    loaded: Loaded,
+    arguments: Sequence[str],
+    work: Callable[[], None],
+    checks: Callable[[], None] = lambda: None,
+    *,
+    groups: Sequence[str] | None = None,
+) -> int:
+    """In a rank: do the work (``cli.main`` relays its errors). Elsewhere: check the student's layout, the recipe's
+    inputs, the GPUs of ``groups`` (all) and what ``checks`` adds, then start this command as ranks."""
+    from mopd.preflight.inputs import check_inputs, check_machine, check_world_size
+
+    if failure.is_rank():
+        check_world_size(loaded, failure.rank_and_world_size()[1])
+        check_inputs(loaded)
+        work()
+        return 0
+    check_machine(loaded)
+    check_inputs(loaded)
+    from mopd.placement.gpus import check_gpus
+
+    check_gpus(loaded, groups)
+    checks()
+    from mopd.launch.launch import launch
+
+    return launch([sys.executable, "-m", "mopd", *arguments], world_size=loaded.recipe.student.parallel.world_size)

@@ -1,0 +1,93 @@
+"""A process beside mopd that outlives it: whatever ends, and however, nothing of what mopd started is left.
+
+::
+
+    launcher ──stdin──> reaper                                      ranks: each leads a process group
+    mopd ──stdin──> reaper ──parent death signal──> server ──> its own children (one process group)
+
+Run by file (``python -I -S reaper.py FOLDER [COMMAND …]``). The end of its standard input means that mopd is gone.
+
+Without a command it kills the groups that ``*.pid`` files of FOLDER name: the kernel kills ranks when their launcher
+dies, but not a rank's own children (a checkpoint writer, a reward process).
+
+With a command it starts this server, and kills its group when mopd is gone or the server has ended by itself (an
+inference engine's workers outlive it). SIGTERM is passed on, so that the server can end in order. Exit code: the
+server's, or 128 + n when signal n ended it.
+
+FOLDER is removed last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+PR_SET_PDEATHSIG = 1
+LOST_CODE = 70
+
+
+def kill_ranks(folder: str) -> None:
+    """Wait for the launcher's end, then clear up."""
+    # A terminal's Ctrl-C and a job's SIGTERM go to the launcher, which ends the ranks in order; this follows it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.stdin.read()
+    for path in Path(folder).glob("*.pid"):
+        _kill_group(int(path.stem))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def keep_server(folder: str, command: Sequence[str]) -> int:
+    """Start the server, wait for its end, kill what is left of its group, remove its folder."""
+    reaper = os.getpid()
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def tie_to_reaper() -> None:
+        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0 or os.getppid() != reaper:
+            os._exit(LOST_CODE)
+
+    # Started by the main thread: the kernel sends the death signal when the thread that forked ends.
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=tie_to_reaper)
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if server.returncode is None:
+            os.kill(server.pid, number)
+
+    signal.signal(signal.SIGTERM, pass_on)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_kill_when_alone, args=(server.pid,), daemon=True).start()
+    # Not reaped yet: its process id, which names the group, cannot belong to anybody else.
+    os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
+    _kill_group(server.pid)
+    code = server.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # not empty: another server's folder is there
+        os.rmdir(os.path.dirname(folder))
+    return code if code >= 0 else 128 - code
+
+
+def _kill_when_alone(group: int) -> None:
+    while os.read(0, 4096):
+        pass
+    _kill_group(group)
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # the usual case: the group has ended by itself
+        os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        sys.exit(keep_server(sys.argv[1], sys.argv[2:]))
+    kill_ranks(sys.argv[1])

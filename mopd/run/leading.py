@@ -1,0 +1,84 @@
+"""Rank 0 leads, the other trainer ranks follow: each joins with its share of the student, rank 0 with all the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from mopd.config.schema import Recipe
+from mopd.data_plane.local import LocalDataPlane
+from mopd.launch.ranks import CommandChannel, serve
+from mopd.placement.gpus import local_rank
+from mopd.placement.groups import Groups
+from mopd.replicas.interface import SampleFailed
+from mopd.run.folder import RunDir
+from mopd.run.workers import Inputs, Workers, build_workers, read_inputs
+from mopd.student import parallel
+from mopd.student.worker import StudentWorker
+from mopd.types import UserError
+
+Work = Callable[[Workers], Coroutine[Any, Any, None]]
+
+
+def lead(recipe: Recipe, run: RunDir | None, work: Work) -> None:
+    """Rank 0: start every group, build everything, do ``work``, release the other ranks. ``run`` is the folder to write
+    in, if any."""
+    inputs = read_inputs(recipe)
+    try:
+        with joined(recipe, list(inputs.train.domain_counts)) as (worker, plane, channel):
+            asyncio.run(_with_groups(recipe, run, inputs, worker, plane, channel, work))
+            channel.send({"call": "stop", "kwargs": {}})
+    finally:
+        if inputs.rewards is not None:
+            inputs.rewards.close()
+
+
+def follow(recipe: Recipe) -> None:
+    """Every other rank: build its part of the student and do what rank 0 says."""
+    with joined(recipe, None) as (worker, _, channel):
+        serve(worker, channel)
+
+
+@contextmanager
+def joined(
+    recipe: Recipe, seen_domains: Sequence[str] | None
+) -> Iterator[tuple[StudentWorker, LocalDataPlane, CommandChannel]]:
+    """Join the other ranks and build this rank's share of the student.
+
+    Args:
+        seen_domains: rank 0's domains of the data, which a default teacher answers for; ``None`` on other ranks, which
+            never read the data and are told.
+    """
+    timeout_s = recipe.schedule.wait_timeout_s
+    with parallel.joined(
+        recipe.student.parallel, timeout_s=timeout_s, seed=recipe.seed, local_rank=local_rank()
+    ) as layout:
+        channel = CommandChannel(layout.control_group)
+        if seen_domains is None:
+            domains = channel.receive()["domains"]
+        else:
+            domains = list(recipe.assignment.domains_among(seen_domains))
+            channel.send({"domains": domains})
+        plane = LocalDataPlane(layout.control_group)
+        yield StudentWorker(recipe, plane, domains), plane, channel
+
+
+async def _with_groups(
+    recipe: Recipe,
+    run: RunDir | None,
+    inputs: Inputs,
+    worker: StudentWorker,
+    plane: LocalDataPlane,
+    channel: CommandChannel,
+    work: Work,
+) -> None:
+    log_dir, validation_path = (None, None) if run is None else (run.logs, run.validation)
+    async with Groups(recipe, log_dir=log_dir, device=worker.layout.device) as groups:
+        try:
+            await work(
+                await build_workers(recipe, inputs, worker, plane, channel, groups, validation_path=validation_path)
+            )
+        except SampleFailed as error:
+            raise UserError(f"{error}: see the replicas' logs") from error

@@ -1,0 +1,88 @@
+"""uvicorn around one engine: tells when it answers, drains on SIGTERM, ends when the engine is dead."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from mopd.serving.address import BACKLOG, Address
+from mopd.serving.app import EngineServer, Served, create_app
+from mopd.serving.connections import ServerConfig
+from mopd.serving.host import CanClose
+from mopd.types import UserError
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+async def serve(served: Served, address: Address, listener: socket.socket) -> int:
+    """Serve on ``listener`` until SIGTERM, or until the engine is dead; closes the engine and returns the exit code.
+
+    Raises:
+        UserError: nobody could be told that the server answers.
+    """
+    died = asyncio.Event()
+    engine_server = EngineServer(dataclasses.replace(served, on_dead=died.set))
+    config = ServerConfig(create_app(engine_server), served.limits)
+    server = _Server(config, on_ready=lambda: address.announce(listener), on_exit=engine_server.drain)
+
+    async def stop_when_dead() -> None:
+        await died.wait()
+        server.should_exit = True
+
+    watch = asyncio.create_task(stop_when_dead())
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        if isinstance(served.host.engine, CanClose):
+            await asyncio.wait_for(served.host.engine.close(), CLOSE_TIMEOUT_S)
+    if server.refused is not None:
+        raise server.refused
+    if server.interrupted:
+        raise KeyboardInterrupt
+    return int(died.is_set() or not server.started)
+
+
+class _Server(uvicorn.Server):
+    """Tells when it answers, and ends normally on SIGTERM."""
+
+    def __init__(self, config: uvicorn.Config, *, on_ready: Callable[[], None], on_exit: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready, self._on_exit = on_ready, on_exit
+        self.interrupted = False
+        self.refused: UserError | OSError | None = None
+        """Why nobody could be told that the server answers."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self._loop = asyncio.get_running_loop()
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # uvicorn's backlog is also how many it accepts at once
+        if self.started:
+            try:
+                self._on_ready()
+            except (UserError, OSError) as error:  # raised by the caller of ``serve``, after a shutdown in order
+                self.refused, self.should_exit = error, True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Without raising the signal once more after the shutdown, as uvicorn does: a drained server ended well."""
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.interrupted = self.interrupted or sig == signal.SIGINT
+        self._loop.call_soon_threadsafe(self._on_exit)
+        super().handle_exit(sig, frame)
