@@ -256,6 +256,12 @@ class Recipe:
                     "them, or give each a weight (an ensemble)"
                 )
         for name, teacher in self.teachers.items():
+            taken = {f"{name}.{index}" for index in range(teacher.num_replicas)} if teacher.num_replicas > 1 else set()
+            for other in sorted(taken & self.teachers.keys()):
+                raise ValueError(
+                    f"teachers.{name} has {teacher.num_replicas} replicas, and {other!r} is the name of one and of a "
+                    "teacher: rename the teacher"
+                )
             if teacher.scores_at_temperature_1_only and self.loss.temperature != 1.0:
                 raise ValueError(
                     f"loss.temperature is {self.loss.temperature}, but teachers.{name} runs vLLM, which scores at "

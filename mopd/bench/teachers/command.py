@@ -13,8 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from mopd.bench.teachers.makespan import Makespan, measure_makespan
-from mopd.bench.teachers.path import MIN_PAIRS, EngineType, Throughput, measure_throughput
-from mopd.bench.teachers.payload import Decode, measure_decode
+from mopd.bench.teachers.path import MIN_PAIRS, Decode, EngineType, Throughput, measure_decode, measure_throughput
 from mopd.report.terminal import Terminal
 from mopd.types import UserError
 

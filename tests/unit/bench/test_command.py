@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mopd.bench.losses import command, show
+from mopd.bench.losses import command, results
 from mopd.bench.losses.contenders import BASELINE
 from mopd.bench.losses.plan import QUICK, ROWS, VOCABS, add_arguments
 from mopd.bench.losses.results import BenchReport, CaseResult, Row
@@ -71,7 +71,7 @@ def test_ours_beside_the_others(files: Path) -> None:
     assert one["torch cross entropy", "cross entropy"]["status"] == "measured"
     compiled = by_k["eager under torch.compile", "bucket"]
     assert compiled["status"] == "measured" or compiled["reason"]
-    fused = [row for (name, _), row in heads.items() if name.startswith("linear_topk_distill")]
+    fused = [row for (name, _), row in heads.items() if name == "linear_loss"]
     assert fused and all(row["status"] == "measured" for row in fused)
     assert all(max(row["errors"].values()) < 1e-4 for row in fused)
 
@@ -99,10 +99,10 @@ def test_table_with_and_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: py
     ]
     result = CaseResult(case=CASE, baseline="one", floor="copy", floor_ms=45.67, copy_gb_per_s=9.0, rows=rows)
     result.finish()
-    show.table(result)
+    results.table(result)
     rich = capsys.readouterr().out
-    monkeypatch.setattr(show, "find_spec", lambda name: None)
-    show.table(result)
+    monkeypatch.setattr(results, "find_spec", lambda name: None)
+    results.table(result)
     plain = capsys.readouterr().out
     for text in (rich, plain):
         assert "T=24 V=700 K=6 float32" in text

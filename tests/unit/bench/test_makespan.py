@@ -7,8 +7,14 @@ import time
 
 import pytest
 
-from mopd.bench.teachers.makespan import TOKENS_PER_S, count_based_s, ideal_s, measure_makespan, token_aware_s
-from mopd.bench.teachers.token_clock import run_on_token_clock
+from mopd.bench.teachers.makespan import (
+    TOKENS_PER_S,
+    count_based_s,
+    ideal_s,
+    measure_makespan,
+    run_on_token_clock,
+    token_aware_s,
+)
 
 
 def test_simulated_hours_take_no_time_and_timers_fire_in_order() -> None:

@@ -18,8 +18,7 @@ from mopd.bench.losses import exact, released
 from mopd.bench.losses.contenders import BASELINE, Absent, Contender, logits_contenders
 from mopd.bench.losses.heads import Truth
 from mopd.bench.losses.inputs import make_head_inputs, make_inputs
-from mopd.bench.losses.measure import ENOUGH_S, Deadline, measure
-from mopd.bench.losses.memory import peak_bytes
+from mopd.bench.losses.measure import ENOUGH_S, Deadline, measure, peak_bytes
 from mopd.bench.losses.plan import Case
 from mopd.bench.losses.results import CaseResult, Row
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from mopd.bench.teachers import path
-from mopd.bench.teachers.path import Throughput
-from mopd.bench.teachers.payload import NUM_ROWS, make_answer, measure_decode, payload_goal
+from mopd.bench.teachers.path import NUM_ROWS, Throughput, make_answer, measure_decode, payload_goal
 from mopd.cli import main
 from mopd.wire.codec import encode
 

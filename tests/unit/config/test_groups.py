@@ -135,6 +135,7 @@ def test_only_a_named_default_teacher_answers_for_other_domains(write: Write) ->
 
 REFUSALS = {
     "teachers.x={model: m}": "teachers.x.domains is empty: name at least one value",
+    'teachers."math.1"={model: m, domains: [law]}': "and 'math.1' is the name of one and of a teacher",
     "teachers.math.weight=0": "teachers.math.weight is 0.0: set a positive number",
     "loss.temperature=0.5": "loss.temperature is 0.5, but teachers.math runs vLLM, which scores at temperature 1 only",
     "teachers.math.placement={type: external, urls: []}": "urls is empty",

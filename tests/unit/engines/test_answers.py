@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.bench.teachers.token_clock import run_on_token_clock
+from mopd.bench.teachers.makespan import run_on_token_clock
 from mopd.config.groups import RoutingConfig
 from mopd.engines.checks import check_generations, check_scores
 from mopd.engines.interface import Generation, SamplingParams, Scores, StaleWeights
