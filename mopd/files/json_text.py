@@ -57,26 +57,6 @@ def parse_json(
     return value
 
 
-def read_json(
-    path: str | Path,
-    *,
-    cure: str,
-    max_bytes: int = MAX_TEXT_BYTES,
-    max_values: int = MAX_VALUES,
-    any_number: bool = False,
-) -> Any:
-    """The value of a JSON file.
-
-    Raises:
-        UserError: as ``reading.read_text`` and ``parse_json`` do, with path and ``cure``.
-    """
-    text = read_text(path, cure=cure, max_bytes=max_bytes)
-    try:
-        return parse_json(text, max_values=max_values, any_number=any_number)
-    except ValueError as error:
-        raise UserError(f"{shown_path(path)}: not valid JSON ({error}): {cure}") from error
-
-
 def read_json_object(
     path: str | Path,
     *,
@@ -85,8 +65,16 @@ def read_json_object(
     max_values: int = MAX_VALUES,
     any_number: bool = False,
 ) -> dict[str, Any]:
-    """The object in a JSON file. Raises ``UserError`` as ``read_json`` does, and for any other kind of value."""
-    value = read_json(path, cure=cure, max_bytes=max_bytes, max_values=max_values, any_number=any_number)
+    """The object in a JSON file.
+
+    Raises:
+        UserError: as ``reading.read_text`` and ``parse_json`` do, with path and ``cure``; for any other kind of value.
+    """
+    text = read_text(path, cure=cure, max_bytes=max_bytes)
+    try:
+        value = parse_json(text, max_values=max_values, any_number=any_number)
+    except ValueError as error:
+        raise UserError(f"{shown_path(path)}: not valid JSON ({error}): {cure}") from error
     if not isinstance(value, dict):
         raise UserError(f"{shown_path(path)}: holds a {type(value).__name__}, not a JSON object: {cure}")
     return value

@@ -13,7 +13,7 @@ from mopd.engines.interface import SamplingParams
 from mopd.engines.torch.engine import TorchEngine
 from mopd.placement.engine_file import EngineFile
 from mopd.serving.admission import ServerLimits
-from mopd.serving.host import DirectHost, EngineHost, ThreadHost
+from mopd.serving.host import EngineHost, ThreadHost
 
 MAX_CONNECTIONS = 2048
 
@@ -48,7 +48,7 @@ async def start_host(file: EngineFile) -> EngineHost:
     engine = await load_engine(file, "cuda" if torch.cuda.is_available() else "cpu")
     if isinstance(file.engine, TorchEngineConfig):
         return ThreadHost(engine, max_batch_tokens=file.engine.max_tokens_per_batch)
-    return DirectHost(engine)
+    return EngineHost(engine)
 
 
 def server_limits(file: EngineFile) -> ServerLimits:

@@ -70,7 +70,7 @@ def build_report(run_dir: str | Path) -> Report:
         validations=validations,
         recipe=recipe,
         recipe_text=files.recipe_text(),
-        run_name=files.root.resolve().name,
+        run_name=files.path.resolve().name,
     )
     write_text(files.report_json, json.dumps(asdict(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     write_text(files.report_html, visible(page, keep="\n\t"))

@@ -24,20 +24,21 @@ MAX_METRICS = 10_000
 class RunFiles:
     """Reader of one run folder. Every method raises ``UserError`` that names the file for what no run writes."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.recipe = root / "recipe.yaml"
-        self.metrics = root / "metrics.jsonl"
-        self.validation = root / "validation.jsonl"
-        self.headroom = root / "headroom.json"
-        self.parity = root / "parity.json"
-        self.report_json = root / "report.json"
-        self.report_html = root / "report.html"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe = path / "recipe.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.validation = path / "validation.jsonl"
+        self.headroom = path / "headroom.json"
+        self.parity = path / "parity.json"
+        self.wandb = path / "wandb_id"
+        self.report_json = path / "report.json"
+        self.report_html = path / "report.html"
 
     def require_run(self) -> None:
         """Raise ``UserError`` unless the folder holds a run that has begun."""
         if not os.path.isfile(self.recipe):
-            raise UserError(f"{shown_path(self.root)!r} holds no run (no recipe.yaml): name the run_dir of a begun run")
+            raise UserError(f"{shown_path(self.path)!r} holds no run (no recipe.yaml): name the run_dir of a begun run")
 
     def recipe_text(self) -> str:
         """The resolved recipe as it was written, origins included."""
@@ -113,11 +114,10 @@ class RunFiles:
 
     def wandb_id(self) -> str:
         """The id by which Weights & Biases finds the run again."""
-        path = self.root / "wandb_id"
         cure = "remove it: a new run begins there"
-        text = read_text(path, cure=cure, max_bytes=200).strip()
+        text = read_text(self.wandb, cure=cure, max_bytes=200).strip()
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text):
-            raise UserError(f"{shown_path(path)}: holds no id of Weights & Biases: {cure}")
+            raise UserError(f"{shown_path(self.wandb)}: holds no id of Weights & Biases: {cure}")
         return text
 
 

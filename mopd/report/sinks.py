@@ -60,10 +60,10 @@ class Sinks:
     def _makers(recipe: Recipe, files: RunFiles, resume_step: int | None, console: Terminal) -> list[Any]:
         makers: list[Any] = [lambda: JsonlSink(files.metrics)]
         if recipe.metrics.tensorboard:
-            makers.append(lambda: TensorBoardSink(files.root / "tensorboard", resume_step))
+            makers.append(lambda: TensorBoardSink(files.path / "tensorboard", resume_step))
         if recipe.metrics.wandb is not None:
             wandb = recipe.metrics.wandb
-            makers.append(lambda: WandBSink(wandb, files.root, to_tree(recipe)))
+            makers.append(lambda: WandBSink(wandb, files.path, to_tree(recipe)))
         # Last: its live display must not be open while another sink fails.
         start_step = resume_step or 0
         makers.append(lambda: make_progress(console, recipe.schedule.steps, start_step, files.last_rewards()))

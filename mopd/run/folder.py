@@ -17,6 +17,7 @@ from mopd.config.load import Loaded, differences, dump, load_recipe
 from mopd.config.tree import split_dotted
 from mopd.files.reading import shown_path
 from mopd.files.writing import PARTIALS, WriteRefusedError, refusal, write_text, writing
+from mopd.report.run_files import RunFiles
 from mopd.types import UserError
 
 CHANGEABLE_ON_RESUME = (
@@ -54,7 +55,7 @@ LONGEST_INSIDE = 160
 """Bytes of the longest path inside the folder: a file of a checkpoint, of an export on its way."""
 
 
-class RunDir:
+class RunDir(RunFiles):
     """One run's folder. ``check`` looks, ``open`` takes it, ``close`` gives it back; only rank 0 opens it.
 
     A fresh run needs a folder that is absent or empty (a ``.lock``, and ``logs`` and unfinished files of a start that
@@ -64,20 +65,13 @@ class RunDir:
 
     def __init__(self, path: str | Path) -> None:
         """``UserError`` if there can be no such folder, or nobody may look whether there is."""
-        self.path = Path(path)
+        super().__init__(Path(path))
         _require_possible(self.path)
-        self.recipe = self.path / "recipe.yaml"
         self.manifest = self.path / "manifest.json"
-        self.metrics = self.path / "metrics.jsonl"
-        self.validation = self.path / "validation.jsonl"
-        self.parity = self.path / "parity.json"
-        self.headroom = self.path / "headroom.json"
         self.checkpoints = self.path / "checkpoints"
         self.hf = self.path / "hf"
         self.tensorboard = self.path / "tensorboard"
         self.logs = self.path / "logs"
-        self.report_html = self.path / "report.html"
-        self.report_json = self.path / "report.json"
         self.lock_path = self.path / ".lock"
         self._lock: int | None = None
         self._made: list[Path] = []

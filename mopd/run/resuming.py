@@ -9,7 +9,6 @@ from typing import Any
 
 from mopd.config.schema import Recipe
 from mopd.files.reading import shown_path
-from mopd.report.run_files import RunFiles
 from mopd.run.checkpointing import complete_steps, folder_name, is_step_name, latest
 from mopd.run.folder import RunDir
 from mopd.run.manifests import read_fingerprints
@@ -47,14 +46,13 @@ def check_files(run: RunDir) -> None:
     Raises:
         UserError: names the file.
     """
-    files = RunFiles(run.path)
-    files.steps()
-    files.validations()
-    files.teacher_rewards()
+    run.steps()
+    run.validations()
+    run.teacher_rewards()
     read_fingerprints(run.manifest)
-    files.floors()
-    if (run.path / "wandb_id").exists():
-        files.wandb_id()
+    run.floors()
+    if run.wandb.exists():
+        run.wandb_id()
 
 
 def older_ones(run: RunDir, start: Path) -> str:
@@ -103,7 +101,7 @@ def check_layout(run: RunDir) -> None:
     if not run.path.is_dir():
         return
     files = (run.lock_path, run.recipe, run.manifest, run.metrics, run.validation, run.parity, run.headroom)
-    for path in (*files, run.report_html, run.report_json, run.path / "wandb_id"):
+    for path in (*files, run.report_html, run.report_json, run.wandb):
         if (path.exists() or path.is_symlink()) and not path.is_file():
             raise UserError(f"{shown_path(path)}: not a regular file: remove it, or set another run_dir")
     for path in (run.checkpoints, run.tensorboard, run.logs, run.hf):

@@ -18,7 +18,7 @@ from mopd.metrics import StepMetrics, truncate_jsonl
 from mopd.replicas.router import Router
 from mopd.replicas.statistics import group_metrics
 from mopd.report.build import build_report, print_summary
-from mopd.report.run_files import Best, RunFiles, best_of, mean
+from mopd.report.run_files import Best, best_of, mean
 from mopd.report.sinks import Sinks
 from mopd.run import resuming
 from mopd.run.checkpointing import Checkpointer, complete_steps
@@ -45,7 +45,6 @@ async def train(recipe: Recipe, run: RunDir, workers: Workers, *, resume_step: i
     if resume_step is not None:
         resuming.set_aside(run, after_step=resume_step)
         truncate_jsonl(run.validation, after_step=resume_step)
-    files = RunFiles(run.path)
     # The best step must be one with a checkpoint where that checkpoint is exported.
     kept = complete_steps(run.checkpoints) if recipe.checkpoint.keep_best else None
     sinks = Sinks(recipe, run.path, resume_step=resume_step)
@@ -54,13 +53,13 @@ async def train(recipe: Recipe, run: RunDir, workers: Workers, *, resume_step: i
             sinks=sinks,
             routers=[*workers.routers.values()],
             assignment=recipe.assignment,
-            floors=files.floors(),
+            floors=run.floors(),
             checkpointer=Checkpointer(
                 run.checkpoints, recipe.checkpoint, workers.student, last_step=recipe.schedule.steps
             ),
             validator=workers.validator,
             generator=workers.generator,
-            best=best_of(files.validations(), kept=kept),
+            best=best_of(run.validations(), kept=kept),
         )
         await Controller(
             recipe,

@@ -56,50 +56,33 @@ class CanClose(Protocol):
         ...
 
 
-class EngineHost(Protocol):
-    """The engine as the server sees it; ``start`` and ``close`` belong to the server's event loop."""
+class EngineHost:
+    """The engine as the server sees it: one that batches by itself and never blocks the loop (vLLM)."""
 
-    engine: HostedEngine
+    def __init__(self, engine: HostedEngine) -> None:
+        self.engine = engine
 
     async def start(self) -> None:
-        """Before the first call."""
-        ...
+        """Before the first call, on the server's event loop."""
 
     async def close(self) -> None:
         """After the last call; waiting work is cancelled."""
-        ...
 
     async def score(
         self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
     ) -> list[Scores]:
         """See ``Scorer.score``."""
-        ...
+        return await self.engine.score(tokens, prompt_lengths, top_k=top_k, temperature=temperature)
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
     ) -> list[Generation]:
         """See ``Generator.generate``."""
-        ...
+        return await self.engine.generate(prompts, sampling, seeds)
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """See ``Generator.load_weights``; no other call may be running."""
-        ...
-
-
-class DirectHost:
-    """Implements ``EngineHost`` for an engine that batches by itself and never blocks the loop (vLLM)."""
-
-    def __init__(self, engine: HostedEngine) -> None:
-        self.engine = engine
-        self.score = engine.score
-        self.generate = engine.generate
-        self.load_weights = engine.load_weights
-
-    async def start(self) -> None:
-        """See ``EngineHost.start``."""
-
-    async def close(self) -> None:
-        """See ``EngineHost.close``."""
+        await self.engine.load_weights(weights, weight_version)
 
 
 @dataclass(slots=True)
@@ -113,8 +96,8 @@ class _Job:
     result: asyncio.Future[list[Any]]
 
 
-class ThreadHost:
-    """Implements ``EngineHost`` for an engine that blocks while it computes (torch).
+class ThreadHost(EngineHost):
+    """The host of an engine that blocks while it computes (torch).
 
     One call runs at a time, in one thread. Requests that wait are joined with the oldest one when they ask for the same
     (top-k and temperature, or sampling parameters), up to ``max_batch_tokens``. A waiting request whose caller has gone
@@ -122,7 +105,7 @@ class ThreadHost:
     """
 
     def __init__(self, engine: HostedEngine, *, max_batch_tokens: int) -> None:
-        self.engine = engine
+        super().__init__(engine)
         self._max_batch_tokens = max_batch_tokens
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._computing = threading.Event()
