@@ -1,21 +1,27 @@
-"""Distillation losses on vocab-parallel logits. Formulas and conventions: ``docs/losses.md``."""
+"""Distillation losses on vocab-parallel logits. Formulas and conventions: ``docs/losses.md``.
+
+``api`` has the functions; ``divergences`` with ``topk``, ``sampled`` and ``aggregation`` what they compute;
+``chunked``, ``triton`` and ``reference`` how; ``linear`` puts an LM head before any of them; ``teacher_topk`` is the
+teacher's side.
+"""
 
 from mopd.losses.aggregation import token_weights
 from mopd.losses.api import (
-    fused_vocab_parallel_topk_kl,
     parallel_entropy_and_topk_overlap,
     parallel_gather_logprobs,
     parallel_policy_gradient,
     parallel_sampled_kl,
     parallel_topk_distill,
 )
-from mopd.losses.linear import linear_topk_distill
+from mopd.losses.linear.head import LinearHead, choose_rows
+from mopd.losses.linear.loss import linear_loss
 from mopd.losses.teacher_topk import chunked_topk_logprobs
 
 __all__ = [
+    "LinearHead",
+    "choose_rows",
     "chunked_topk_logprobs",
-    "fused_vocab_parallel_topk_kl",
-    "linear_topk_distill",
+    "linear_loss",
     "parallel_entropy_and_topk_overlap",
     "parallel_gather_logprobs",
     "parallel_policy_gradient",

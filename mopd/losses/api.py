@@ -20,8 +20,6 @@ Formulas: ``docs/losses.md``. What all of them share:
     True returns the *sum* of the (weighted) row losses: denominators belong into ``loss_weight``.
 ``overwrite_input``
     backward writes the gradient over ``inp`` (contiguous only); a second backward then raises RuntimeError.
-``is_cg_capturable``
-    promises a CUDA graph can capture the call; excludes ``check_values``.
 ``backend``
     ``triton`` (CUDA kernels; no float64 logits), ``chunked`` (any device, bounded memory), ``reference`` (float64
     autograd, single rank), ``auto``: triton on CUDA where it is installed and fits, else chunked.
@@ -34,22 +32,24 @@ are detached. Wrong shapes, dtypes or option values raise ValueError.
 
 from __future__ import annotations
 
+import importlib.util
+from functools import cache
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mopd.losses import checks
-from mopd.losses.call import Call, open_call
-from mopd.losses.diagnostics import LARGEST_EXACT_ID, entropy_and_overlap
-from mopd.losses.layers import chunked_topk, reference_topk, teacher_rows, triton_topk
-from mopd.losses.policy_gradient import Surrogate, policy_gradient
-from mopd.losses.sampled import check_estimator, sampled_kl
-from mopd.losses.topk import Objective
+from mopd.losses import checks, reference
+from mopd.losses.call import LossCall, Options, accumulation_dtype, resolve_shard
+from mopd.losses.chunked import functions as chunked
+from mopd.losses.chunked.diagnostics import LARGEST_EXACT_ID, entropy_and_overlap
+from mopd.losses.sampled import Surrogate, check_estimator, policy_gradient, sampled_kl
+from mopd.losses.topk import TopKLoss, teacher_rows
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 Metrics = dict[str, Tensor]
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def parallel_topk_distill(
@@ -73,7 +73,6 @@ def parallel_topk_distill(
     vocab_range: tuple[int, int] | None = None,
     true_vocab_size: int | None = None,
     overwrite_input: bool = False,
-    is_cg_capturable: bool = False,
     backend: Backend = "auto",
     check_values: bool = False,
 ) -> tuple[Tensor, Metrics]:
@@ -103,30 +102,21 @@ def parallel_topk_distill(
         student log-prob is held; ``tail_floored`` 1 where a tail is below 1e-6; ``student_logprobs`` with ``target``;
         ``entropy`` in nats.
     """
-    call = open_call(
-        inp,
-        temperature=temperature,
-        loss_weight=loss_weight,
-        dist_process_group=dist_process_group,
-        vocab_range=vocab_range,
-        true_vocab_size=true_vocab_size,
-        overwrite_input=overwrite_input,
-        is_cg_capturable=is_cg_capturable,
-        backend=backend,
-        check_values=check_values,
-    )
+    options = Options(temperature, backend, overwrite_input, check_values)
+    call = _open_call(inp, options, loss_weight, dist_process_group, vocab_range, true_vocab_size)
     checks.check_choice(loss, tail, beta)
     checks.check_caps(logprob_min_clamp, loss_max_clamp, loss_soft_cap)
     checks.check_teacher(call.rows, teacher_ids, teacher_logprobs, teacher_weights, call.shard.vocab_size)
-    objective = Objective(loss, tail, beta, temperature, logprob_min_clamp, loss_max_clamp, loss_soft_cap)
-    teacher_side = (call, teacher_ids, teacher_logprobs, teacher_weights, target)
+    kind = TopKLoss(loss, tail, beta, logprob_min_clamp, loss_max_clamp, loss_soft_cap)
+    given = (teacher_ids, teacher_logprobs, teacher_weights, target)
     per_row = teacher_ids.shape[len(call.rows) :]
     if call.on_triton(per_row.numel(), per_row[:-1].numel()):
-        row_loss, metrics = triton_topk(objective, *teacher_side, with_entropy)
-    elif call.reference:
-        row_loss, metrics = reference_topk(call, objective, teacher_rows(*teacher_side), with_entropy)
+        from mopd.losses.triton import functions as triton
+
+        row_loss, metrics = triton.topk_rows(inp, call, kind, triton.teacher_lists(call, *given), with_entropy)
     else:
-        row_loss, metrics = chunked_topk(call, objective, teacher_rows(*teacher_side), with_entropy)
+        layer = reference if call.layer == "reference" else chunked
+        row_loss, metrics = layer.topk_rows(inp, call, kind, teacher_rows(call, *given), with_entropy)
     return call.finish(row_loss, metrics, reduce_loss)
 
 
@@ -140,7 +130,6 @@ def parallel_gather_logprobs(
     vocab_range: tuple[int, int] | None = None,
     true_vocab_size: int | None = None,
     overwrite_input: bool = False,
-    is_cg_capturable: bool = False,
     backend: Backend = "auto",
     check_values: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -151,18 +140,8 @@ def parallel_gather_logprobs(
     Returns:
         log-probs ``[rows, K]`` (-inf for ids outside the true vocabulary), log-sum-exp of the scaled logits ``[rows]``.
     """
-    call = open_call(
-        inp,
-        temperature=temperature,
-        loss_weight=loss_weight,
-        dist_process_group=dist_process_group,
-        vocab_range=vocab_range,
-        true_vocab_size=true_vocab_size,
-        overwrite_input=overwrite_input,
-        is_cg_capturable=is_cg_capturable,
-        backend=backend,
-        check_values=check_values,
-    )
+    options = Options(temperature, backend, overwrite_input, check_values)
+    call = _open_call(inp, options, loss_weight, dist_process_group, vocab_range, true_vocab_size)
     checks.check_columns("ids", ids, call.rows, "int")
     if ids.dim() != len(call.rows) + 1:
         raise ValueError(f"ids is {list(ids.shape)}: inp has rows {list(call.rows)}, pass {list(call.rows)} + [K]")
@@ -170,7 +149,7 @@ def parallel_gather_logprobs(
     if check_values:
         active = None if call.active_T is None else call.active_T.unsqueeze(1).expand_as(flat)
         checks.check_targets(flat, None, active, call.shard.vocab_size)
-    logprobs, lse = call.gather(flat)
+    logprobs, lse = _gather(inp, call, flat)
     return logprobs.view(ids.shape), lse.view(call.rows)
 
 
@@ -188,7 +167,6 @@ def parallel_sampled_kl(
     vocab_range: tuple[int, int] | None = None,
     true_vocab_size: int | None = None,
     overwrite_input: bool = False,
-    is_cg_capturable: bool = False,
     backend: Backend = "auto",
     check_values: bool = False,
 ) -> tuple[Tensor, Metrics]:
@@ -208,19 +186,9 @@ def parallel_sampled_kl(
     """
     check_estimator(estimator)
     checks.check_caps(None, loss_max_clamp, None)
-    call = open_call(
-        inp,
-        temperature=temperature,
-        loss_weight=loss_weight,
-        dist_process_group=dist_process_group,
-        vocab_range=vocab_range,
-        true_vocab_size=true_vocab_size,
-        overwrite_input=overwrite_input,
-        is_cg_capturable=is_cg_capturable,
-        backend=backend,
-        check_values=check_values,
-    )
-    logprobs, teacher = _sampled_rows(call, target, teacher_logprobs)
+    options = Options(temperature, backend, overwrite_input, check_values)
+    call = _open_call(inp, options, loss_weight, dist_process_group, vocab_range, true_vocab_size)
+    logprobs, teacher = _sampled_rows(inp, call, target, teacher_logprobs)
     delta = logprobs - teacher
     clamped = torch.zeros_like(delta, dtype=torch.bool)
     if loss_max_clamp is not None:
@@ -249,7 +217,6 @@ def parallel_policy_gradient(
     clip_ratio_high: float = 0.2,
     dual_clip: float | None = None,
     correction: tuple[str, float, float] | None = None,
-    advantage: str = "k1",
     temperature: float = 1.0,
     loss_weight: Tensor | None = None,
     reduce_loss: bool = False,
@@ -257,7 +224,6 @@ def parallel_policy_gradient(
     vocab_range: tuple[int, int] | None = None,
     true_vocab_size: int | None = None,
     overwrite_input: bool = False,
-    is_cg_capturable: bool = False,
     backend: Backend = "auto",
     check_values: bool = False,
 ) -> tuple[Tensor, Metrics]:
@@ -271,29 +237,20 @@ def parallel_policy_gradient(
         rollout_logprobs: fp32 ``[rows]``, the sampler's log-probs; needed by ``correction``.
         clip_ratio_low, clip_ratio_high: PPO clips rho to [1 - low, 1 + high].
         dual_clip: c > 1 bounds the loss by c |A| where A < 0; None means no bound.
-        correction: ``("tis" | "icepop" | "gate", low, high)``, see ``mopd.losses.policy_gradient``; None: weight 1.
-        advantage: only ``k1``; k2 and k3 raise ValueError, they do not give the gradient of the reverse KL.
+        correction: ``("tis" | "icepop" | "gate", low, high)``, see ``mopd.losses.sampled``; None: weight 1.
 
     Returns:
         loss ``[rows]`` (or the sum) and metrics ``[rows]``: ``unweighted_loss``, ``student_logprobs``, ``k1`` (Delta),
         ``ratio``, ``clip_fraction`` (0/1), ``correction_weight``, ``advantage``.
     """
-    _check_advantage(advantage, task_advantage, task_reward_weight)
+    if (task_advantage is None) != (task_reward_weight == 0):
+        given = "is missing" if task_advantage is None else "is given"
+        raise ValueError(f"task_advantage {given} and task_reward_weight is {task_reward_weight}: set both or neither")
     surrogate = Surrogate(clip_ratio_low, clip_ratio_high, dual_clip, correction)
     surrogate.check(old=old_logprobs is not None, rollout=rollout_logprobs is not None)
-    call = open_call(
-        inp,
-        temperature=temperature,
-        loss_weight=loss_weight,
-        dist_process_group=dist_process_group,
-        vocab_range=vocab_range,
-        true_vocab_size=true_vocab_size,
-        overwrite_input=overwrite_input,
-        is_cg_capturable=is_cg_capturable,
-        backend=backend,
-        check_values=check_values,
-    )
-    logprobs, teacher = _sampled_rows(call, target, teacher_logprobs)
+    options = Options(temperature, backend, overwrite_input, check_values)
+    call = _open_call(inp, options, loss_weight, dist_process_group, vocab_range, true_vocab_size)
+    logprobs, teacher = _sampled_rows(inp, call, target, teacher_logprobs)
     delta = (logprobs - teacher).detach()
     total_advantage = -delta
     if task_advantage is not None:
@@ -326,18 +283,8 @@ def parallel_entropy_and_topk_overlap(
         entropy of the student in nats ``[rows]``, and overlap ``[rows]``: the share of the teacher's ids (those in the
         vocabulary) among the student's K most probable.
     """
-    call = open_call(
-        inp,
-        temperature=temperature,
-        loss_weight=loss_weight,
-        dist_process_group=dist_process_group,
-        vocab_range=vocab_range,
-        true_vocab_size=true_vocab_size,
-        overwrite_input=False,
-        is_cg_capturable=False,
-        backend="chunked",
-        check_values=False,
-    )
+    options = Options(temperature, backend="chunked")
+    call = _open_call(inp, options, loss_weight, dist_process_group, vocab_range, true_vocab_size)
     checks.check_columns("teacher_ids", teacher_ids, call.rows, "int")
     if teacher_ids.dim() != len(call.rows) + 1 or teacher_ids.size(-1) > call.shard.vocab_size:
         raise ValueError(
@@ -346,32 +293,79 @@ def parallel_entropy_and_topk_overlap(
     if call.shard.vocab_size > LARGEST_EXACT_ID:
         raise ValueError(f"true_vocab_size is {call.shard.vocab_size}: ids above {LARGEST_EXACT_ID} do not fit")
     ids = call.flat(teacher_ids).long()
-    entropy, overlap = entropy_and_overlap(inp, ids, call.shard, temperature, call.active_T)
+    entropy, overlap = entropy_and_overlap(inp, ids, call)
     return entropy.view(call.rows), overlap.view(call.rows)
 
 
-def fused_vocab_parallel_topk_kl(
-    logits: Tensor, ids: Tensor, logprobs: Tensor, tp_group: dist.ProcessGroup | None
-) -> Tensor:
-    """Megatron-Core's calling style: forward KL with the tail bucket, row losses only."""
-    return parallel_topk_distill(logits, ids, logprobs, dist_process_group=tp_group)[0]
+def _gather(inp: Tensor, call: LossCall, ids_TN: Tensor) -> tuple[Tensor, Tensor]:
+    """Differentiable log-probs ``[T, N]`` and log-sum-exp ``[T]``; 0 on rows of weight 0."""
+    if call.on_triton(ids_TN.size(1)):
+        from mopd.losses.triton.functions import TritonGather
+
+        logprobs, lse = TritonGather.apply(inp, call, ids_TN.contiguous())
+    elif call.layer == "reference":
+        logprobs, lse = reference.gather(inp, call, ids_TN.long())
+    else:
+        logprobs, lse = chunked.GatherLogProbs.apply(inp, call, ids_TN.long())
+    return logprobs, lse
 
 
-def _sampled_rows(call: Call, target: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, Tensor]:
+def _sampled_rows(inp: Tensor, call: LossCall, target: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probs of the sampled tokens: the student's, differentiable, and the teacher's."""
     ids = call.ids("target", target)
     teacher = call.logprobs("teacher_logprobs", teacher_logprobs)
-    if call.check_values:
+    if call.options.check_values:
         checks.check_targets(ids, teacher, call.active_T, call.shard.vocab_size)
-    return call.gather(ids.unsqueeze(1))[0].squeeze(1), teacher
+    return _gather(inp, call, ids.unsqueeze(1))[0].squeeze(1), teacher
 
 
-def _check_advantage(advantage: str, task_advantage: Tensor | None, task_reward_weight: float) -> None:
-    if advantage != "k1":
+def _open_call(
+    inp: Tensor,
+    options: Options,
+    loss_weight: Tensor | None,
+    group: dist.ProcessGroup | None,
+    vocab_range: tuple[int, int] | None,
+    true_vocab_size: int | None,
+) -> LossCall:
+    """Checks the arguments that all functions share. Raises ValueError."""
+    world_size = 1 if group is None else dist.get_world_size(group)
+    checks.check_logits(inp, options.temperature, options.backend, options.overwrite_input, world_size)
+    rows, dtype = tuple(inp.shape[:-1]), accumulation_dtype(inp)
+    shard = resolve_shard(inp.size(-1), group, vocab_range, true_vocab_size)
+    layer = resolve_layer(options.backend, inp)
+    weight = None
+    if loss_weight is not None:
+        checks.check_rows("loss_weight", loss_weight, rows, "float")
+        weight = loss_weight.detach().flatten().to(dtype)
+    return LossCall(rows, shard, options, layer, dtype, weight)
+
+
+def resolve_layer(backend: str, inp: Tensor) -> str:
+    """The layer that serves a call: ``auto`` becomes triton for CUDA logits it can take, else chunked.
+
+    Raises ValueError where ``triton`` is asked for by name and cannot serve the call.
+    """
+    if backend == "auto":
+        return "triton" if inp.is_cuda and inp.dtype in TRITON_DTYPES and _has_triton() else "chunked"
+    if backend != "triton":
+        return backend
+    if not _has_triton():
+        raise ValueError("backend is 'triton' and triton is not installed: install it or set 'chunked'")
+    if inp.dtype not in TRITON_DTYPES:
         raise ValueError(
-            f"advantage is {advantage!r}: only k1 is unbiased (E[k3 grad log p] = grad reverse KL - grad forward KL, "
-            "almost no signal; k2 fails likewise); set k1"
+            f"backend is 'triton' and inp is {inp.dtype}: pass bfloat16, float16 or float32, or set 'chunked'"
         )
-    if (task_advantage is None) != (task_reward_weight == 0):
-        given = "is missing" if task_advantage is None else "is given"
-        raise ValueError(f"task_advantage {given} and task_reward_weight is {task_reward_weight}: set both or neither")
+    if not inp.is_cuda:
+        from mopd.losses.triton.streaming import INTERPRETED
+
+        if not INTERPRETED:
+            raise ValueError(
+                f"backend is 'triton' and inp is on {inp.device}: set 'chunked', "
+                "or TRITON_INTERPRET=1 before the program starts"
+            )
+    return backend
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,63 +1,91 @@
-"""One call of a public function: checked arguments, rows flattened."""
+"""One call of a public function: what of the vocabulary this rank holds, how it is to be computed, and its rows.
+
+Everything below the public functions takes the logits and a ``LossCall``. Shape legend: T rows (all leading dims of the
+logits together), V columns of this rank, N ids of a row.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mopd.losses import checks
-from mopd.losses.chunked import accumulation_dtype
-from mopd.losses.gather import GatherLogProbs
-from mopd.losses.reference import scaled_logits
-from mopd.losses.triton import support
-from mopd.losses.vocab_parallel import VocabShard, resolve_shard
+
+MOST_IDS = 4096
+"""Ids of one row, all teachers together, that the Triton layer takes: a row's ids are sorted by one program."""
+MOST_PAIRS = 1 << 16
+"""Ids of one row times teachers: a program holds a number for each, and has registers for about as many."""
 
 
 @dataclass(frozen=True)
-class Call:
-    """What every function of the package needs, after the checks."""
+class VocabShard:
+    """Which ids the columns of this rank's logits stand for."""
 
-    inp: Tensor
+    start: int
+    """Id of column 0."""
+    num_columns: int
+    """Columns that are true ids; the rest is padding."""
+    vocab_size: int
+    """True ids of all ranks together."""
+    rank: int
+    world_size: int
+    group: dist.ProcessGroup | None
+
+    def localize(self, ids_TN: Tensor) -> tuple[Tensor, Tensor]:
+        """Global ids to (column, owned); the column of an id that this rank does not own is 0."""
+        column = ids_TN - self.start
+        owned = (column >= 0) & (column < self.num_columns)
+        return torch.where(owned, column, 0), owned
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a call is computed; the meaning of each is in ``mopd.losses.api``."""
+
+    temperature: float = 1.0
+    backend: str = "auto"
+    overwrite_input: bool = False
+    check_values: bool = False
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """What every function of the package needs beside the logits, after the checks."""
+
     rows: tuple[int, ...]
     """Leading dims of the logits."""
     shard: VocabShard
-    temperature: float
+    options: Options
+    layer: str
+    """The layer that serves this call: reference, chunked or triton."""
+    dtype: torch.dtype
+    """Type of losses and metrics."""
     weight_T: Tensor | None
-    backend: str
-    """As it was asked for."""
-    overwrite: bool
-    check_values: bool
 
     @cached_property
     def active_T(self) -> Tensor | None:
         """Rows of weight other than 0; None means all. Not made where nobody asks: the Triton layer looks itself."""
         return None if self.weight_T is None else self.weight_T != 0
 
-    @cached_property
-    def layer(self) -> str:
-        """The layer that serves this call: reference, chunked or triton."""
-        return support.resolve(self.backend, self.inp)
-
-    @property
-    def reference(self) -> bool:
-        """Whether the float64 oracle serves this call."""
-        return self.layer == "reference"
-
     def on_triton(self, num_ids: int, teachers: int = 1) -> bool:
         """Whether the Triton layer serves a call with so many ids a row, of all ``teachers``.
 
         Raises ValueError where it was named and does not.
         """
-        return self.layer == "triton" and support.fits(num_ids, teachers, self.backend)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of losses and metrics."""
-        return accumulation_dtype(self.inp)
+        if self.layer != "triton":
+            return False
+        most = min(MOST_IDS, MOST_PAIRS // teachers)
+        if num_ids > most and self.options.backend == "triton":
+            raise ValueError(
+                f"backend is 'triton' and a row holds {num_ids} ids of {teachers} teachers: at most {most} ids fit, "
+                "set 'chunked' or 'auto'"
+            )
+        return num_ids <= most
 
     def flat(self, per_row: Tensor) -> Tensor:
         """``[rows, ...]`` to ``[T, ...]``."""
@@ -79,33 +107,6 @@ class Call:
         checks.check_rows(name, per_row, self.rows, "int")
         return self.flat(per_row)
 
-    def gather(self, ids_TN: Tensor) -> tuple[Tensor, Tensor]:
-        """Differentiable log-probs ``[T, N]`` and log-sum-exp ``[T]``; 0 on rows of weight 0."""
-        if self.on_triton(ids_TN.size(1)):
-            from mopd.losses.triton.functions import TritonGather
-
-            logprobs, lse = TritonGather.apply(
-                self.inp, ids_TN.contiguous(), self.weight_T, self.shard, self.temperature, self.overwrite
-            )
-            return logprobs, lse
-        ids_TN = ids_TN.long()
-        if not self.reference:
-            logprobs, lse = GatherLogProbs.apply(
-                self.inp, ids_TN, self.active_T, self.shard, self.temperature, self.overwrite
-            )
-            return logprobs, lse
-        z = self.reference_logits()
-        log_p, lse = z.log_softmax(1), z.logsumexp(1)
-        known = (ids_TN >= 0) & (ids_TN < self.shard.vocab_size)
-        logprobs = torch.where(known, log_p.gather(1, torch.where(known, ids_TN, 0)), -torch.inf)
-        if self.active_T is not None:
-            logprobs, lse = torch.where(self.active_T.unsqueeze(1), logprobs, 0), torch.where(self.active_T, lse, 0)
-        return logprobs.to(self.dtype), lse.to(self.dtype)
-
-    def reference_logits(self) -> Tensor:
-        """Scaled logits ``[T, V]`` of the reference layer."""
-        return scaled_logits(self.inp, self.shard.vocab_size, self.temperature, self.active_T)
-
     def finish(self, loss_T: Tensor, metrics: dict[str, Tensor], reduce_loss: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """Unflattens; sums the rows where asked to."""
         loss = loss_T.to(self.dtype)
@@ -114,39 +115,52 @@ class Call:
 
     def weighted(self, loss_T: Tensor) -> Tensor:
         """Row losses times their weight, exactly 0 on rows of weight 0."""
-        if self.weight_T is None or self.active_T is None:
-            return loss_T
-        return torch.where(self.active_T, loss_T * self.weight_T, 0)
+        return loss_T if self.weight_T is None else self.only_active(loss_T * self.weight_T)
+
+    def only_active(self, per_row: Tensor) -> Tensor:
+        """``[T]`` or ``[T, N]`` with 0 on rows of weight 0."""
+        if self.active_T is None:
+            return per_row
+        return torch.where(self.active_T if per_row.dim() == 1 else self.active_T.unsqueeze(1), per_row, 0)
 
     def masked(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         """Metrics with 0 on rows of weight 0."""
-        if self.active_T is None:
-            return metrics
-        return {name: torch.where(self.active_T, value, 0) for name, value in metrics.items()}
+        return {name: self.only_active(value) for name, value in metrics.items()}
+
+    def refuse_second_backward(self, ctx: Any) -> None:
+        """With ``overwrite_input`` the logits are gone after the first backward."""
+        if self.options.overwrite_input and ctx.spent:
+            raise RuntimeError(
+                "overwrite_input=True: the first backward has overwritten the logits with their gradient"
+            )
+        ctx.spent = True
 
 
-def open_call(
-    inp: Tensor,
-    *,
-    temperature: float,
-    loss_weight: Tensor | None,
-    dist_process_group: dist.ProcessGroup | None,
-    vocab_range: tuple[int, int] | None,
-    true_vocab_size: int | None,
-    overwrite_input: bool,
-    is_cg_capturable: bool,
-    backend: str,
-    check_values: bool,
-) -> Call:
-    """Checks the shared arguments. Raises ValueError."""
-    world_size = 1 if dist_process_group is None else dist.get_world_size(dist_process_group)
-    checks.check_logits(inp, temperature, backend, overwrite_input, world_size)
-    checks.check_capture(is_cg_capturable, check_values)
-    rows = tuple(inp.shape[:-1])
-    shard = resolve_shard(inp.size(-1), dist_process_group, vocab_range, true_vocab_size)
-    support.resolve(backend, inp)
-    weight = None
-    if loss_weight is not None:
-        checks.check_rows("loss_weight", loss_weight, rows, "float")
-        weight = loss_weight.detach().flatten().to(accumulation_dtype(inp))
-    return Call(inp, rows, shard, temperature, weight, backend, overwrite_input, check_values)
+def resolve_shard(
+    width: int, group: dist.ProcessGroup | None, vocab_range: tuple[int, int] | None, true_vocab_size: int | None
+) -> VocabShard:
+    """Shard of a tensor with ``width`` columns. Equal shards in rank order unless ``vocab_range`` says otherwise.
+
+    Raises ValueError when the range does not fit the tensor, or leaves the true vocabulary size unknown.
+    """
+    rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    if vocab_range is None:
+        start, total = rank * width, world_size * width
+    else:
+        start, end = vocab_range
+        if end - start != width or start < 0:
+            raise ValueError(f"vocab_range is {vocab_range} but inp has {width} columns: they must match")
+        if world_size == 1 and start != 0:
+            raise ValueError(f"vocab_range is {vocab_range} on a single rank: pass dist_process_group")
+        if world_size > 1 and true_vocab_size is None:
+            raise ValueError(f"vocab_range is {vocab_range} and true_vocab_size None: pass the whole size")
+        total = end if true_vocab_size is None else max(end, true_vocab_size)
+    if true_vocab_size is not None and not 0 < true_vocab_size <= total:
+        raise ValueError(f"true_vocab_size is {true_vocab_size} but the shards hold {total} columns: lower it")
+    size = total if true_vocab_size is None else true_vocab_size
+    return VocabShard(start, min(width, max(0, size - start)), size, rank, world_size, group)
+
+
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    """fp32, or float64 for float64 logits (tests)."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -31,12 +31,6 @@ def check_logits(inp: Tensor, temperature: float, backend: str, overwrite_input:
         raise ValueError("backend 'reference' has no tensor parallelism and no overwrite_input: set 'chunked'")
 
 
-def check_capture(is_cg_capturable: bool, check_values: bool) -> None:
-    """Value checks wait for the device, which a CUDA graph cannot."""
-    if is_cg_capturable and check_values:
-        raise ValueError("check_values waits for the device and is_cg_capturable forbids that: unset one")
-
-
 def check_rows(name: str, value: Tensor, rows: Sequence[int], kind: str) -> None:
     """A tensor with one number per row; ``kind`` is 'int' or 'float'."""
     good = value.dtype in (torch.int32, torch.int64) if kind == "int" else value.dtype in (torch.float32, torch.float64)

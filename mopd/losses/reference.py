@@ -13,19 +13,51 @@ import math
 import torch
 from torch import Tensor
 
-from mopd.losses.topk import Objective, TeacherRows
+from mopd.losses.call import LossCall
+from mopd.losses.topk import TeacherRows, TopKLoss, group_ids, solve
 
 TAIL_FLOOR = 1e-6
 TINY = 1e-30
 
 
-def scaled_logits(inp: Tensor, vocab_size: int, temperature: float, active_T: Tensor | None) -> Tensor:
-    """z / temperature over the true vocabulary, ``[T, V]`` float64; rows outside ``active_T`` are 0, no gradient."""
-    z = inp.flatten(0, -2)[:, :vocab_size].double() / temperature
-    return z if active_T is None else torch.where(active_T.unsqueeze(1), z, 0)
+def topk_rows(
+    inp: Tensor, call: LossCall, kind: TopKLoss, teacher: TeacherRows, with_entropy: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weighted losses [T] and metrics [T]; the metrics come from the closed forms on this layer's log-probs."""
+    log_p = scaled_logits(inp, call).log_softmax(1)
+    loss = topk_loss(log_p, kind, teacher)
+    with torch.no_grad():
+        valid = teacher.valid_TDK.flatten(1)
+        ids = torch.where(valid, teacher.ids_TDK.flatten(1), 0)
+        groups = group_ids(ids, valid, teacher.ids_TDK.size(1))
+        logprobs = log_p.gather(1, ids)
+        rest = 1 - torch.where(groups.first_TN, logprobs.exp(), 0).sum(1)
+        rest = torch.where(log_p[:, 0].isnan(), torch.nan, rest)
+        metrics = solve(kind, teacher, logprobs, rest.clamp_min(1e-30).log(), groups).metrics
+        metrics["unweighted_loss"] = loss.detach()
+        if teacher.target_T is not None:
+            known = (teacher.target_T >= 0) & (teacher.target_T < call.shard.vocab_size)
+            target = torch.where(known, teacher.target_T, 0).unsqueeze(1)
+            metrics["student_logprobs"] = torch.where(known, log_p.gather(1, target).squeeze(1), -torch.inf)
+        if with_entropy:
+            metrics["entropy"] = -torch.where(log_p == -torch.inf, 0, log_p.exp() * log_p).sum(1)
+    return call.weighted(loss), call.masked(metrics)
 
 
-def topk_loss(log_p_TV: Tensor, objective: Objective, teacher: TeacherRows) -> Tensor:
+def gather(inp: Tensor, call: LossCall, ids_TN: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs [T, N] and log-sum-exp [T]; 0 on rows of weight 0."""
+    z = scaled_logits(inp, call)
+    known = (ids_TN >= 0) & (ids_TN < call.shard.vocab_size)
+    logprobs = torch.where(known, z.log_softmax(1).gather(1, torch.where(known, ids_TN, 0)), -torch.inf)
+    return call.only_active(logprobs).to(call.dtype), call.only_active(z.logsumexp(1)).to(call.dtype)
+
+
+def scaled_logits(inp: Tensor, call: LossCall) -> Tensor:
+    """z / temperature over the true vocabulary, ``[T, V]`` float64; rows of weight 0 are 0, no gradient."""
+    return call.only_active(inp.flatten(0, -2)[:, : call.shard.vocab_size].double() / call.options.temperature)
+
+
+def topk_loss(log_p_TV: Tensor, kind: TopKLoss, teacher: TeacherRows) -> Tensor:
     """``sum_d w_d loss_d`` of every row, ``[T]`` float64."""
     total = torch.where(log_p_TV[:, 0].isnan(), torch.nan, 0.0).to(log_p_TV)  # NaN in one log-prob is NaN in all
     for d in range(teacher.ids_TDK.size(1)):
@@ -33,8 +65,8 @@ def topk_loss(log_p_TV: Tensor, objective: Objective, teacher: TeacherRows) -> T
         ids = torch.where(valid, teacher.ids_TDK[:, d], 0)
         log_q = torch.where(valid, teacher.logprobs_TDK[:, d].double(), 0)
         log_p = torch.where(valid, log_p_TV.gather(1, ids), 0)
-        loss = one_teacher(log_p, log_q, valid, student_tail(log_p_TV, ids, valid), objective)
-        loss = capped(torch.where(teacher.broken_TD[:, d], torch.nan, loss), objective)
+        loss = one_teacher(log_p, log_q, valid, student_tail(log_p_TV, ids, valid), kind)
+        loss = capped(torch.where(teacher.broken_TD[:, d], torch.nan, loss), kind)
         total = total + torch.where(weight != 0, weight * loss, 0)
     return total
 
@@ -53,23 +85,23 @@ def student_tail(log_p_TV: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, 
 
 
 def one_teacher(
-    log_p: Tensor, log_q: Tensor, valid: Tensor, student_tail: tuple[Tensor, Tensor], objective: Objective
+    log_p: Tensor, log_q: Tensor, valid: Tensor, student_tail: tuple[Tensor, Tensor], kind: TopKLoss
 ) -> Tensor:
     """One teacher's loss from log-probs ``[T, K]`` on S; entries that are not valid count in the tails."""
     p_tail, log_p_tail = student_tail
     q_tail = (1 - _sum(log_q.exp(), valid)).clamp_min(0)
-    if objective.logprob_min_clamp is not None:
-        log_p = log_p.clamp_min(objective.logprob_min_clamp)
-        log_q = log_q.clamp_min(objective.logprob_min_clamp)
-    if objective.tail == "renormalize":
+    if kind.logprob_min_clamp is not None:
+        log_p = log_p.clamp_min(kind.logprob_min_clamp)
+        log_q = log_q.clamp_min(kind.logprob_min_clamp)
+    if kind.tail == "renormalize":
         log_p, log_q = _normalized(log_p, valid), _normalized(log_q, valid)
-    beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": objective.beta}[objective.loss]
+    beta = kind.teacher_share
     if beta == 0:
-        return _forward(log_p, log_q, valid, p_tail, log_p_tail, q_tail, objective.tail)
+        return _forward(log_p, log_q, valid, p_tail, log_p_tail, q_tail, kind.tail)
     if beta == 1:
-        return _reverse(log_p, log_q, valid, p_tail, log_p_tail, q_tail, objective.tail)
+        return _reverse(log_p, log_q, valid, p_tail, log_p_tail, q_tail, kind.tail)
     loss = _sum(_jensen_shannon(log_p, log_q, beta), valid)
-    if objective.tail == "bucket":
+    if kind.tail == "bucket":
         loss = loss + _jensen_shannon(log_p_tail, q_tail.clamp_min(TINY).log(), beta)
     return loss
 
@@ -121,11 +153,11 @@ def _normalized(log: Tensor, valid: Tensor) -> Tensor:
     return torch.where(valid, log - torch.where(valid.any(-1, keepdim=True), total, 0), 0)
 
 
-def capped(loss: Tensor, objective: Objective) -> Tensor:
+def capped(loss: Tensor, kind: TopKLoss) -> Tensor:
     """The hard clamp or the soft cap."""
-    if objective.loss_max_clamp is not None:
-        return loss.clamp_max(objective.loss_max_clamp)
-    if objective.loss_soft_cap is not None:
-        c = objective.loss_soft_cap
+    if kind.loss_max_clamp is not None:
+        return loss.clamp_max(kind.loss_max_clamp)
+    if kind.loss_soft_cap is not None:
+        c = kind.loss_soft_cap
         return torch.where(loss > c, c * (1 + (loss / c).clamp_min(1).log()), loss)
     return loss

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mopd.losses.chunked import accumulation_dtype
-from mopd.losses.linear_head import Rows
+from mopd.losses.call import accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -65,18 +64,18 @@ def chunked_topk_logprobs(
     buffer = hidden.new_empty(height, vocab_size)
     wide = buffer if buffer.dtype == dtype else buffer.new_empty(buffer.shape, dtype=dtype)
     for low in range(0, num_rows, max(1, height)):
-        rows = Rows(None, low, min(low + height, num_rows))
-        part = rows.of(hidden)
+        rows = slice(low, min(low + height, num_rows))
+        part = hidden[rows]
         logits = torch.mm(part, weight[:vocab_size].t(), out=buffer[: part.size(0)])
         if bias is not None:
             logits += bias[:vocab_size]
         values, chosen = logits.topk(k, dim=1)
-        own = None if target is None else logits.gather(1, rows.of(target).unsqueeze(1))
+        own = None if target is None else logits.gather(1, target[rows].unsqueeze(1))
         lse = _log_sum_exp(logits, wide[: part.size(0)], values[:, :1], temperature)
-        rows.of(ids).copy_(chosen)
-        torch.sub(values.to(dtype) / temperature, lse, out=rows.of(logprobs))
+        ids[rows] = chosen
+        torch.sub(values.to(dtype) / temperature, lse, out=logprobs[rows])
         if own is not None and target_logprobs is not None:
-            torch.sub(own.to(dtype).squeeze(1) / temperature, lse.squeeze(1), out=rows.of(target_logprobs))
+            torch.sub(own.to(dtype).squeeze(1) / temperature, lse.squeeze(1), out=target_logprobs[rows])
     return TeacherTopK(ids, logprobs, logprobs.exp().sum(1), target_logprobs)
 
 

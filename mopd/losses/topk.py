@@ -1,7 +1,6 @@
-"""Top-k distillation as one autograd function over vocab-parallel logits.
+"""From several teachers' ids of a row to one loss and one gradient: what the layers compute on [T, D, K].
 
-Forward: statistics (one pass over the logits), one all-reduce, loss and coefficients on [T, D, K].
-Backward: the gradient in one pass; no collective.
+``divergences`` has the losses of one teacher; here they are weighted, capped and joined where teachers share an id.
 
 Shape legend: T rows, D teachers, K ids of a teacher, N = D * K.
 """
@@ -9,31 +8,32 @@ Shape legend: T rows, D teachers, K ids of a teacher, N = D * K.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from mopd.losses.chunked import FarTail, Selection, collect, write_gradient
+from mopd.losses import checks
+from mopd.losses.call import LossCall
 from mopd.losses.divergences import Outcomes, Terms, cap, divergence, outcomes
-from mopd.losses.occurrences import Groups, group_ids
-from mopd.losses.vocab_parallel import VocabShard
 
 METRICS = ("unweighted_loss", "teacher_mass", "student_mass", "clamped", "clamped_entries", "tail_floored")
 
 
 @dataclass(frozen=True)
-class Objective:
+class TopKLoss:
     """Which loss, with which stabilisers."""
 
     loss: str
     tail: str
     beta: float
-    temperature: float
-    logprob_min_clamp: float | None
-    loss_max_clamp: float | None
-    loss_soft_cap: float | None
+    logprob_min_clamp: float | None = None
+    loss_max_clamp: float | None = None
+    loss_soft_cap: float | None = None
+
+    @property
+    def teacher_share(self) -> float:
+        """The teacher's weight in the mixture: forward and reverse KL are the ends of the Jensen-Shannon divergence."""
+        return {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": self.beta}[self.loss]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,79 @@ class TeacherRows:
     target_T: Tensor | None
 
 
+def teacher_rows(
+    call: LossCall, ids: Tensor, logprobs: Tensor, weights: Tensor | None, target: Tensor | None
+) -> TeacherRows:
+    """Flattens the teachers' side and marks the entries of S. Raises ValueError where the call checks values."""
+    several = ids.dim() == len(call.rows) + 2
+    ids_TDK, logprobs_TDK = call.flat(ids.detach()).long(), call.flat(logprobs.detach()).to(call.dtype)
+    if not several:
+        ids_TDK, logprobs_TDK = ids_TDK.unsqueeze(1), logprobs_TDK.unsqueeze(1)
+    weights_TD = logprobs_TDK.new_ones(ids_TDK.shape[:2])
+    if weights is not None:
+        weights_TD = call.flat(weights.detach()).to(call.dtype)
+    live = (weights_TD != 0).unsqueeze(-1)
+    if call.active_T is not None:
+        live = live & call.active_T.view(-1, 1, 1)
+    target_T = None if target is None else call.ids("target", target).long()
+    if call.options.check_values:
+        checks.check_teacher_values(ids_TDK, logprobs_TDK, live.expand_as(ids_TDK), call.shard.vocab_size)
+        if target_T is not None:
+            checks.check_targets(target_T, None, call.active_T, call.shard.vocab_size)
+    valid = live & (ids_TDK >= 0) & (ids_TDK < call.shard.vocab_size) & (logprobs_TDK != -torch.inf)
+    broken = (live & (logprobs_TDK.isnan() | (logprobs_TDK == torch.inf))).any(-1)
+    return TeacherRows(ids_TDK, logprobs_TDK, weights_TD, valid, broken, target_T)
+
+
+@dataclass(frozen=True)
+class IdGroups:
+    """Which entries of a row hold the same id: across teachers always possible, within one teacher tolerated.
+
+    Entries that are not valid stand alone.
+    """
+
+    group_TN: Tensor
+    """Number of the first entry of the row with this entry's id."""
+    valid_TN: Tensor
+    teachers: int
+
+    @property
+    def first_TN(self) -> Tensor:
+        """Marks one valid entry per id."""
+        numbers = torch.arange(self.group_TN.size(1), device=self.group_TN.device)
+        return (self.group_TN == numbers) & self.valid_TN
+
+    def sum_by_teacher(self, values_TN: Tensor) -> list[Tensor]:
+        """Per teacher: for each of the N entries, the sum of that teacher's values over entries of the same id."""
+        sums = []
+        parts = zip(values_TN.chunk(self.teachers, 1), self.group_TN.chunk(self.teachers, 1), strict=True)
+        for values, group in parts:
+            sums.append(torch.zeros_like(values_TN).scatter_add_(1, group, values).gather(1, self.group_TN))
+        return sums
+
+    def sum_equal(self, values_TN: Tensor) -> Tensor:
+        """For each entry the sum over all entries of its id; teacher by teacher, so that the order is fixed."""
+        total, *others = self.sum_by_teacher(values_TN)
+        for part in others:
+            total = total + part
+        return total
+
+    def counts_TND(self, dtype: torch.dtype) -> Tensor:
+        """How often each teacher lists the entry's id."""
+        return torch.stack(self.sum_by_teacher(self.valid_TN.to(dtype)), dim=2)
+
+
+def group_ids(ids_TN: Tensor, valid_TN: Tensor, teachers: int) -> IdGroups:
+    """Groups equal ids by sorting each row."""
+    numbers = torch.arange(ids_TN.size(1), device=ids_TN.device).expand_as(ids_TN)
+    ordered, order = torch.where(valid_TN, ids_TN, -1 - numbers).sort(dim=1, stable=True)
+    starts = torch.ones_like(valid_TN)
+    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    start = torch.where(starts, numbers, 0).cummax(1).values
+    group = torch.empty_like(order).scatter_(1, order, order.gather(1, start))
+    return IdGroups(group, valid_TN, teachers)
+
+
 @dataclass(frozen=True)
 class Solution:
     """What the maths on [T, D, K] hands to the streaming passes. Gradients are those of the unweighted row loss."""
@@ -63,9 +136,7 @@ class Solution:
     metrics: dict[str, Tensor]
 
 
-def solve(
-    objective: Objective, teacher: TeacherRows, logprobs_TN: Tensor, log_tail_T: Tensor, groups: Groups
-) -> Solution:
+def solve(kind: TopKLoss, teacher: TeacherRows, logprobs_TN: Tensor, log_tail_T: Tensor, groups: IdGroups) -> Solution:
     """Losses of all teachers of a row and their joint gradient; both NaN where student or teacher are not finite.
 
     ``log_tail_T`` is the mass outside every teacher's ids; ``groups`` says which teachers share an id.
@@ -76,15 +147,13 @@ def solve(
     surplus = groups.counts_TND(p_first.dtype) - 1  # -1: another teacher's id, part of this teacher's tail
     tail_p = log_tail_T.exp().unsqueeze(1) - torch.where(first.unsqueeze(2), p_first.unsqueeze(2) * surplus, 0).sum(1)
     log_tails = None
-    if objective.tail == "bucket" and (objective.loss == "forward_kl" or objective.beta == 0):
+    if kind.tail == "bucket" and (kind.loss == "forward_kl" or kind.beta == 0):
         log_tails = _log_tails(log_tail_T, torch.where(first, logprobs_TN, -torch.inf), surplus)
-    o = outcomes(logprobs_TN.view_as(ids), teacher.logprobs_TDK, valid, tail_p, log_tails, objective.logprob_min_clamp)
-    terms, at_ids, total = divergence(o, objective.loss, objective.tail, objective.beta)
+    o = outcomes(logprobs_TN.view_as(ids), teacher.logprobs_TDK, valid, tail_p, log_tails, kind.logprob_min_clamp)
+    terms, at_ids, total = divergence(o, kind.loss, kind.tail, kind.beta)
     undefined_T = log_tail_T.isnan()  # NaN or +inf among the student's logits, or all of them -inf
     broken = teacher.broken_TD | undefined_T.unsqueeze(1)
-    value, factor, capped = cap(
-        torch.where(broken, torch.nan, terms.value), objective.loss_max_clamp, objective.loss_soft_cap
-    )
+    value, factor, capped = cap(torch.where(broken, torch.nan, terms.value), kind.loss_max_clamp, kind.loss_soft_cap)
     scale = torch.where(broken, torch.nan, weights if factor is None else weights * factor)
     total = scale * total
     entry = groups.sum_equal((at_ids * scale.unsqueeze(-1)).flatten(1))
@@ -130,86 +199,3 @@ def _metrics(teacher: TeacherRows, o: Outcomes, terms: Terms, capped: Tensor | N
         "clamped_entries": held.flatten(1).sum(1) / entries.to(loss.dtype),
         "tail_floored": floored.any(1).to(loss.dtype),
     }
-
-
-class TopKDistill(torch.autograd.Function):
-    """``apply(inp, objective, teacher, weight_T, active_T, shard, overwrite)`` -> loss rows, then the metrics."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inp: Tensor,
-        objective: Objective,
-        teacher: TeacherRows,
-        weight_T: Tensor | None,
-        active_T: Tensor | None,
-        shard: VocabShard,
-        overwrite: bool,
-    ) -> tuple[Tensor, ...]:
-        valid_TN = teacher.valid_TDK.flatten(1)
-        groups = group_ids(teacher.ids_TDK.flatten(1), valid_TN, teacher.ids_TDK.size(1))
-        selection = _select(teacher, groups.first_TN, shard)
-        stats, local_T = collect(inp, selection, shard, objective.temperature, active_T)
-        n = valid_TN.size(1)
-        solution = solve(objective, teacher, stats.logprobs_TN[:, :n], stats.log_tail_T, groups)
-        metrics = [solution.metrics[name] for name in METRICS]
-        if teacher.target_T is not None:
-            known = (teacher.target_T >= 0) & (teacher.target_T < shard.vocab_size)
-            metrics.append(torch.where(known, stats.logprobs_TN[:, n], -torch.inf))
-        loss = solution.loss_T.clone() if weight_T is None else solution.loss_T * weight_T
-        loss, *metrics = (only(active_T, x) for x in (loss, *metrics))
-        factor = torch.ones_like(loss) if weight_T is None else weight_T
-        dense = None
-        if objective.tail != "renormalize" or objective.logprob_min_clamp is not None:
-            dense = solution.dense_T * local_T
-        far_lse = None if solution.far_T is None else stats.tail_lse_T
-        column, owned = selection.column_TN[:, :n], selection.owned_TN[:, :n] & valid_TN
-        ctx.save_for_backward(inp, solution.entry_TN, dense, column, owned, factor, active_T, solution.far_T, far_lse)
-        ctx.shard, ctx.temperature, ctx.overwrite, ctx.spent = shard, objective.temperature, overwrite, False
-        ctx.mark_non_differentiable(*metrics)
-        return (loss, *metrics)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_backward(ctx)
-        inp, entry, dense, column, owned, factor, active_T, far, far_lse = ctx.saved_tensors
-        upstream = grad_loss * factor / ctx.temperature
-        out = inp if ctx.overwrite else torch.empty_like(inp)
-        write_gradient(
-            inp,
-            out,
-            entry_TN=entry * upstream.unsqueeze(1),
-            write_TN=owned,
-            column_TN=column,
-            dense_T=None if dense is None else only(active_T, dense * upstream),
-            far=None if far is None else FarTail(only(active_T, far * upstream), far_lse),
-            shard=ctx.shard,
-            temperature=ctx.temperature,
-            active_T=active_T,
-        )
-        if ctx.overwrite:
-            torch.autograd.graph.increment_version(inp)
-        return (out, None, None, None, None, None, None)
-
-
-def _select(teacher: TeacherRows, first: Tensor, shard: VocabShard) -> Selection:
-    """Ids to gather: the teachers', then the target (which stays part of the tail unless a teacher lists it)."""
-    ids = teacher.ids_TDK.flatten(1)
-    if teacher.target_T is not None:
-        ids = torch.cat([ids, teacher.target_T.unsqueeze(1)], 1)
-        first = torch.cat([first, torch.zeros_like(first[:, :1])], 1)
-    column, owned = shard.localize(ids)
-    return Selection(column, owned, first)
-
-
-def only(active_T: Tensor | None, per_row: Tensor) -> Tensor:
-    """0 on rows that are not active."""
-    return per_row if active_T is None else torch.where(active_T, per_row, 0)
-
-
-def refuse_second_backward(ctx: Any) -> None:
-    """With ``overwrite_input`` the logits are gone after the first backward."""
-    if ctx.overwrite and ctx.spent:
-        raise RuntimeError("overwrite_input=True: the first backward has overwritten the logits with their gradient")
-    ctx.spent = True

@@ -12,17 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mopd.config.losses import KLLossConfig, Loss, PolicyGradientConfig, TopKLossConfig
-from mopd.losses.aggregation import token_weights
-from mopd.losses.api import (
+from mopd.losses import (
+    LinearHead,
+    linear_loss,
     parallel_entropy_and_topk_overlap,
     parallel_gather_logprobs,
     parallel_policy_gradient,
     parallel_sampled_kl,
     parallel_topk_distill,
+    token_weights,
 )
-from mopd.losses.linear_chunks import RowLoss, linear_loss
-from mopd.losses.linear_head import Head, Rows
-from mopd.losses.linear_plan import Plan, head_plan
+from mopd.losses.linear.head import Rows
+from mopd.losses.linear.loss import RowLoss
 from mopd.student.batch import LossRows
 from mopd.student.model.gpt import LMHead
 from mopd.student.parallel import Layout
@@ -158,50 +159,27 @@ class Objective:
 
     def _run(self, head: LMHead, row_loss: RowLoss, index: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum and columns [S, B] of ``row_loss`` over the rows of ``index``, within the memory budget."""
-        layout = self._layout
-        own = Head(
-            layout.tp_group,
-            sequence_parallel=layout.sequence_parallel,
-            gradient_accumulation_fusion=hasattr(head.weight, "main_grad"),
-            dummy_weight_grad=False,
-        )
-        num_rows = head.hidden.shape[:-1].numel() * (layout.tp_size if layout.sequence_parallel else 1)
-        num_rows = num_rows if index is None else index.numel()
+        own = LinearHead(self._layout.tp_group, self._layout.sequence_parallel, index)
+        num_rows = own.num_rows(head.hidden)
         try:
-            plan = head_plan(
-                head.hidden,
-                head.weight,
-                own,
-                memory_budget=self._budget_mib * 2**20,
-                num_rows=num_rows,
-                strategy="auto",
-                scalar=True,
-                sliceable=False,
-                unit_upstream=True,
-                equal_shards=True,
-            )
+            at_once = own.rows_within(self._budget_mib * 2**20, head.hidden, head.weight)
         except ValueError as error:
             raise UserError(
                 f"student.lm_head_memory_budget_mib {self._budget_mib} cannot be kept: {error}; raise it, or lower "
                 "student.max_tokens_per_micro_batch"
             ) from error
-        self._tell(plan, num_rows, head.weight)
-        return linear_loss(head.hidden, head.weight, row_loss, plan=plan, head=own, index_N=index, unit_upstream=True)
-
-    def _tell(self, plan: Plan, num_rows: int, weight: Tensor) -> None:
-        """Say once that the head runs in chunks."""
-        if plan.strategy == "materialize" or self._has_told or not self._layout.reports_loss:
-            return
-        self._has_told = True
-        needed = num_rows * weight.size(0) * weight.element_size() / 2**20
-        logger.warning(
-            "LM head: the logits of %d tokens would take %.0f MiB, more than student.lm_head_memory_budget_mib %d: "
-            "such micro-batches are computed %d tokens at a time",
-            num_rows,
-            needed,
-            self._budget_mib,
-            plan.rows,
-        )
+        if at_once < num_rows and self._layout.reports_loss and not self._has_told:
+            self._has_told = True
+            needed = num_rows * head.weight.size(0) * head.weight.element_size() / 2**20
+            logger.warning(
+                "LM head: the logits of %d tokens would take %.0f MiB, more than student.lm_head_memory_budget_mib %d: "
+                "such micro-batches are computed %d tokens at a time",
+                num_rows,
+                needed,
+                self._budget_mib,
+                at_once,
+            )
+        return linear_loss(head.hidden, head.weight, row_loss, own, at_once)
 
     def _losses_and_columns(
         self, data: Mapping[str, Tensor], logits: Tensor, rows: Rows, *, diagnostics: bool

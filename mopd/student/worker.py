@@ -24,9 +24,8 @@ from mopd.conversion.models.dims import read_dims
 from mopd.data.packing import pack
 from mopd.data_plane.local import LocalDataPlane
 from mopd.student import parallel
-from mopd.student.batch import Fields, MicroBatch, build_micro_batch
+from mopd.student.batch import Fields, HookFor, MicroBatch, build_micro_batch, run_schedule
 from mopd.student.checkpoints import checkpoint
-from mopd.student.forward_step import HookFor, run_schedule
 from mopd.student.model.attention_memory import check_scores, largest_scores
 from mopd.student.model.balance import Balance
 from mopd.student.model.config import uses_transformer_engine

@@ -13,8 +13,7 @@ from mopd.bench.losses import command, released
 from mopd.bench.losses.contenders import Contender, logits_contenders
 from mopd.bench.losses.heads import baseline, head_contenders
 from mopd.bench.losses.inputs import make_head_inputs, make_inputs
-from mopd.bench.losses.measure import Deadline, measure
-from mopd.bench.losses.memory import peak_bytes
+from mopd.bench.losses.measure import Deadline, measure, peak_bytes
 from mopd.bench.losses.plan import Case
 from mopd.bench.losses.results import Row
 

@@ -76,7 +76,7 @@ def test_three_dims_with_gaps_between_rows(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("loss", ["forward_kl", "reverse_kl", "jsd"])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_captured_graph_replays_on_new_logits(loss: str, overwrite: bool) -> None:
-    """``is_cg_capturable=True``: forward and backward in one graph give what they give outside of it."""
+    """Forward and backward in one graph give what they give outside of it."""
     generator = torch.Generator("cuda").manual_seed(2)
     z = torch.randn(64, 5003, device="cuda", generator=generator).bfloat16()
     ids, logq = (x.cuda() for x in teacher_topk(z.float().cpu(), K))
@@ -87,7 +87,7 @@ def test_a_captured_graph_replays_on_new_logits(loss: str, overwrite: bool) -> N
     def step(buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         leaf = buffer.detach().requires_grad_()
         value, metrics = parallel_topk_distill(
-            leaf * 1, ids, logq, overwrite_input=overwrite, is_cg_capturable=True, backend="triton", **options
+            leaf * 1, ids, logq, overwrite_input=overwrite, backend="triton", **options
         )
         (gradient,) = torch.autograd.grad(value.sum(), leaf)
         return value.detach(), gradient, metrics["entropy"]

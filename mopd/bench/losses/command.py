@@ -16,14 +16,14 @@ import torch
 
 from mopd import __version__
 from mopd.bench.clock import Copy, make_clock
-from mopd.bench.losses import heads, show
+from mopd.bench.losses import heads
 from mopd.bench.losses.contenders import BASELINE, logits_contenders
 from mopd.bench.losses.heads import head_contenders
 from mopd.bench.losses.inputs import make_head_inputs, make_inputs
 from mopd.bench.losses.measure import Deadline, measure
 from mopd.bench.losses.plan import BenchPlan, Case, add_arguments, make_plan
 from mopd.bench.losses.released import Collective
-from mopd.bench.losses.results import BenchReport, CaseResult
+from mopd.bench.losses.results import BenchReport, CaseResult, plot, table
 from mopd.text import one_line
 from mopd.types import UserError
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, command: str) -> int:
     if plan.output is not None:
         report.write(plan.output)
     if plan.plot is not None:
-        show.plot(report, plan.plot)
+        plot(report, plan.plot)
     if plan.as_json:
         sys.stdout.write(report.to_json())
     for title in report.not_reached:
@@ -74,7 +74,7 @@ def _publish(report: BenchReport, plan: BenchPlan) -> None:
     if plan.output is not None:
         report.write(plan.output)
     if not plan.as_json:
-        show.table(report.cases[-1])
+        table(report.cases[-1])
 
 
 def _measure(
@@ -147,15 +147,16 @@ def _tune(plan: BenchPlan, device: torch.device, deadline: Deadline) -> None:
         raise UserError("--tune measures Triton kernels: it needs a CUDA device")
     if find_spec("triton") is None:
         raise UserError("--tune measures Triton kernels: install triton")
-    from mopd.losses.triton import tuning
+    from mopd.losses.triton import table as launches
+    from mopd.losses.triton.tuning import tune
 
     shapes = dict.fromkeys((case.rows, case.columns, case.k, case.dtype) for case in plan.cases)
     for rows, columns, k, dtype in shapes:
         if deadline.passed:
             _say(f"not tuned, time limit: T={rows} V={columns} K={k} {dtype}")
             continue
-        found = tuning.tune(device, [(rows, columns, k)], [getattr(torch, dtype)], report=_say)
-        tuning.save_table(tuning.merge(tuning.load_table(), found))
+        found = tune(device, [(rows, columns, k)], [getattr(torch, dtype)], report=_say)
+        launches.save_table(launches.merge(launches.load_table(), found))
     _say("stored the table of the Triton layer")
 
 

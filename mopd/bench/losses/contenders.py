@@ -36,7 +36,7 @@ class Contender:
     leaves: Sequence[Tensor]
     upstream: Tensor | None
     """What backward starts from; None for a scalar loss."""
-    restore: Callable[[], None] | None = None
+    restore: Callable[[], None] = lambda: None
     """Undoes what a run does to the inputs; outside the timed region."""
     overwrites: bool = False
     """The gradient lies in the logits' own memory."""
@@ -62,10 +62,12 @@ RowLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 def logits_contenders(inputs: LossInputs, *, collective: released.Collective) -> list[Entry]:
     """Everybody who takes logits, the plain baseline first."""
     k = inputs.ids.size(1)
-    entries: list[Entry] = [_entry(inputs, BASELINE, "plain", "bucket", styles.eager)]
-    entries += _compiled(inputs)
-    entries += ours(inputs)
-    entries += [
+    torch.compiler.reset()
+    compiled = torch.compile(styles.eager, dynamic=False)
+    entries: list[Entry] = [
+        _entry(inputs, BASELINE, "plain", "bucket", styles.eager),
+        _entry(inputs, "eager under torch.compile", "plain", "bucket", compiled),
+        *ours(inputs),
         _entry(inputs, "ghost-token style", "style", "bucket", styles.ghost_token),
         _entry(inputs, "verl style", "style", "truncated", styles.verl),
         _entry(inputs, "verl style, diagnostics", "style", "truncated", styles.verl_with_diagnostics),
@@ -118,12 +120,6 @@ def _why_not(backend: str, device: torch.device) -> str | None:
     return None if device.type == "cuda" else "needs a CUDA device: Triton's interpreter is no measure of time"
 
 
-def _compiled(inputs: LossInputs) -> list[Entry]:
-    torch.compiler.reset()
-    rows = torch.compile(styles.eager, dynamic=False)
-    return [_entry(inputs, "eager under torch.compile", "plain", "bucket", rows)]
-
-
 def _entry(
     inputs: LossInputs,
     name: str,
@@ -149,7 +145,7 @@ def _entry(
         forward=lambda: rows(inputs.logits, inputs.ids, inputs.logprobs),
         leaves=(inputs.logits,),
         upstream=inputs.upstream,
-        restore=inputs.restore if spoils else None,
+        restore=inputs.restore if spoils else (lambda: None),
         overwrites=overwrites,
         check=check,
     )

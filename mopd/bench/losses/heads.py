@@ -11,11 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mopd import losses
 from mopd.bench.losses import exact, released, styles
 from mopd.bench.losses.contenders import CHECKED_ROWS, Absent, Contender, Entry, Errors, Group
 from mopd.bench.losses.inputs import HeadInputs
-from mopd.losses import parallel_topk_distill
+from mopd.losses import LinearHead, linear_loss, parallel_topk_distill
+from mopd.losses.linear.head import Rows
 
 FLOOR = "the three GEMMs alone"
 CHECKED_IDS = 256
@@ -87,63 +87,47 @@ def head_contenders(inputs: HeadInputs) -> list[Entry]:
         add(baseline(inputs.hidden.device), "ours", "bucket", lambda: _materialised(inputs, layer), "bucket"),
         add("GEMMs + eager fp32 loss", "plain", "bucket", lambda: _eager(inputs), "bucket"),
     ]
-    for loss in ("bucket", "cross entropy"):
-        entries += [_fused(inputs, truth, loss, into_main_grad=False), _fused(inputs, truth, loss, into_main_grad=True)]
+    entries += [_fused(inputs, truth, "bucket"), _fused(inputs, truth, "cross entropy")]
     for head in released.heads(inputs):
         if isinstance(head.total, str):
             entries.append(Absent(head.name, "released", head.loss, head.total))
         else:
-            entries.append(add(head.name, "released", head.loss, head.total, head.exact))
+            known = head.loss if head.loss in exact.DEFINITIONS else None
+            entries.append(add(head.name, "released", head.loss, head.total, known))
     return entries
 
 
-def _fused(inputs: HeadInputs, truth: Truth, loss: str, *, into_main_grad: bool) -> Contender:
-    """``linear_topk_distill`` within a small budget: vocabulary slices whose weight gradient goes to autograd, or
-    chunks of rows that add theirs to an fp32 ``main_grad``, as Megatron asks for it.
-    """
-    rows, hidden_size = inputs.hidden.shape
-    logits_bytes = rows * inputs.weight.size(0) * inputs.hidden.element_size()
-    budget = max(logits_bytes // released.MEMORY_SHARE, 6 * rows * hidden_size)
-    weight = inputs.weight
-    main_grad = None
-    if into_main_grad:
-        weight = inputs.weight.detach().requires_grad_()
-        main_grad = torch.zeros_like(weight, dtype=torch.float32)
-        weight.main_grad = main_grad  # type: ignore[attr-defined]
+def _fused(inputs: HeadInputs, truth: Truth, loss: str) -> Contender:
+    """``linear_loss`` within a small budget; the weight gradient goes to an fp32 ``main_grad``, as in Megatron."""
+    logits_bytes = inputs.hidden.size(0) * inputs.weight.size(0) * inputs.hidden.element_size()
+    budget = max(logits_bytes // released.MEMORY_SHARE, 6 * inputs.hidden.numel())
+    weight = inputs.weight.detach().requires_grad_()
+    main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    weight.main_grad = main_grad  # type: ignore[attr-defined]
     ids, logprobs, tail = inputs.ids, inputs.logprobs, "bucket"
     if loss == "cross entropy":
         ids, logprobs, tail = ids[:, :1], torch.zeros_like(logprobs[:, :1]), "none"
 
+    def row_loss(logits: Tensor, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
+        teacher = rows.of(ids), rows.of(logprobs)
+        weights, overwrite = rows.of(inputs.weights), logits.requires_grad
+        return parallel_topk_distill(logits, *teacher, tail=tail, loss_weight=weights, overwrite_input=overwrite)
+
     def total() -> Tensor:
-        return losses.linear_topk_distill(
-            inputs.hidden,
-            weight,
-            ids,
-            logprobs,
-            tail=tail,
-            loss_weight=inputs.weights,
-            reduce_loss=True,
-            memory_budget=budget,
-            strategy="token_chunks" if into_main_grad else "vocab_slices",
-            gradient_accumulation_fusion=into_main_grad,
-            unit_upstream=into_main_grad,
-        )[0]
+        head = LinearHead()
+        return linear_loss(inputs.hidden, weight, row_loss, head, head.rows_within(budget, inputs.hidden, weight))[0]
 
-    def check(gradients: Sequence[Tensor]) -> Errors:
-        return truth.errors(loss, gradients if main_grad is None else (*gradients, main_grad))
-
-    strategy = "token chunks" if into_main_grad else "vocabulary slices"
-    note = f"memory_budget {budget / 2**20:.3g} MiB, 1 / {logits_bytes / budget:.3g} of the logits"
+    note = f"memory budget {budget / 2**20:.3g} MiB, 1 / {logits_bytes / budget:.3g} of the logits"
     return Contender(
-        name=f"linear_topk_distill, {strategy}",
+        name="linear_loss",
         group="ours",
         loss=loss,
         forward=total,
-        leaves=(inputs.hidden,) if into_main_grad else (inputs.hidden, weight),
+        leaves=(inputs.hidden,),
         upstream=None,
-        restore=None if main_grad is None else partial(_zero, main_grad),
-        check=check,
-        note=f"{note}; weight gradient added to an fp32 main_grad" if into_main_grad else note,
+        restore=partial(_zero, main_grad),
+        check=lambda gradients: truth.errors(loss, (*gradients, main_grad)),
+        note=f"{note}; weight gradient added to an fp32 main_grad",
     )
 
 

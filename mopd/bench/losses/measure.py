@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from mopd.bench.clock import Clock, Copy, Others
 from mopd.bench.losses.contenders import Contender, Entry
-from mopd.bench.losses.memory import peak_bytes
 from mopd.bench.losses.results import Row, Status, median_ms
 from mopd.text import one_line
 
@@ -125,7 +129,7 @@ def _time_one(one: _Timed, clock: Clock) -> None:
         forward_s, backward_s = _time(one.contender, clock)
     except torch.OutOfMemoryError:
         one.row.status, one.row.reason = "out of memory", "out of memory"
-        _restored(one.contender)
+        one.contender.restore()
     else:
         one.forward_s.append(forward_s)
         one.total_s.append(forward_s + backward_s)
@@ -139,8 +143,7 @@ def _time(contender: Contender, clock: Clock) -> tuple[float, float]:
     clock.mark()
     forward_s, backward_s = clock.stop()
     del loss, gradients
-    if contender.restore is not None:
-        contender.restore()
+    contender.restore()
     return forward_s, backward_s
 
 
@@ -153,15 +156,15 @@ def _prepare(contender: Contender, device: torch.device) -> Row:
     except torch.OutOfMemoryError:
         row.status, row.reason = "out of memory", "out of memory"
     except Exception as error:  # the row carries it; ours makes the command fail in the end
-        row.status, row.reason = status, f"{type(error).__name__}: {one_line(error):.200}"
+        first = one_line(str(error).strip().partition("\n")[0])
+        row.status, row.reason = status, f"{type(error).__name__}: {first:.200}"
         if status == "failed":
             traceback.print_exc()
     if row.status != "measured":
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        if contender.restore is not None:
-            contender.restore()
+        contender.restore()
     return row
 
 
@@ -171,26 +174,73 @@ def _measure_alone(contender: Contender, row: Row, device: torch.device) -> None
         row.errors = contender.check(gradients)
     own = 0 if contender.overwrites else sum(gradient.nbytes for gradient in gradients)
     del gradients
-    _restored(contender)
+    contender.restore()
 
     def work() -> None:
         _run(contender)
 
     row.extra_bytes = max(0, peak_bytes(work, device) - own)
-    _restored(contender)
+    contender.restore()
     for _ in range(WARM_UP_RUNS[device.type]):
         _run(contender)
-        _restored(contender)
+        contender.restore()
 
 
 def _run(contender: Contender) -> tuple[Tensor, ...]:
     return torch.autograd.grad(contender.forward(), contender.leaves, contender.upstream)
 
 
-def _restored(contender: Contender) -> None:
-    if contender.restore is not None:
-        contender.restore()
-
-
 def _empty(entry: Entry, status: Status, reason: str | None) -> Row:
     return Row(name=entry.name, group=entry.group, loss=entry.loss, status=status, reason=reason)
+
+
+def peak_bytes(work: Callable[[], None], device: torch.device) -> int:
+    """Largest number of bytes that lived at one moment of ``work`` and did not live before it.
+
+    On CUDA the caching allocator keeps count. On a CPU the profiler reports every allocation and release of PyTorch's
+    allocator, those inside operators and compiled code included; what libraries take from elsewhere is not seen on
+    either.
+    """
+    return _peak_cpu(work) if device.type == "cpu" else _peak_cuda(work, device)
+
+
+def _peak_cuda(work: Callable[[], None], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _peak_cpu(work: Callable[[], None]) -> int:
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with _quiet():
+        profiler.__enter__()
+    try:
+        work()
+    finally:
+        with _quiet():
+            profiler.__exit__(None, None, None)
+    recorded: Any = profiler.profiler
+    events = recorded.kineto_results.events()
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    live = peak = 0
+    for _, num_bytes in sorted(changes, key=lambda change: change[0]):
+        live += num_bytes
+        peak = max(peak, live)
+    return peak
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Some builds of the profiler write to the error stream when they start and stop."""
+    sys.stderr.flush()
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,8 +153,3 @@ def _numbers(name: str, text: str, count: int) -> tuple[int, ...]:
 def _check(case: Case) -> None:
     if case.k > case.columns:
         raise UserError(f"--shapes: K={case.k} exceeds the {case.columns} columns of a shard: set K lower")
-
-
-def describe(cases: Sequence[Case]) -> str:
-    """How much is to be measured."""
-    return f"{len(cases)} shape{'s' if len(cases) != 1 else ''}"

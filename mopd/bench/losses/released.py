@@ -37,8 +37,6 @@ class ReleasedHead:
     name: str
     loss: str
     total: Callable[[], Tensor] | str
-    exact: str | None
-    """Name of the float64 definition of the same loss, where there is one."""
 
 
 class Collective:
@@ -113,7 +111,7 @@ def _torch_heads(inputs: HeadInputs) -> list[ReleasedHead]:
     function = getattr(torch.nn.functional, "linear_cross_entropy", None)
     if function is None:
         reason = f"torch {torch.__version__} has no linear_cross_entropy"
-        return [ReleasedHead(name, "cross entropy", reason, "cross entropy")]
+        return [ReleasedHead(name, "cross entropy", reason)]
 
     def total(options: Any) -> Callable[[], Tensor]:
         return lambda: function(inputs.hidden, inputs.weight, inputs.ids[:, 0], options=options)
@@ -122,20 +120,19 @@ def _torch_heads(inputs: HeadInputs) -> list[ReleasedHead]:
     rows = -(-inputs.hidden.size(0) // MEMORY_SHARE)
     chunked = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows)  # type: ignore[attr-defined,unused-ignore]
     return [
-        ReleasedHead(name, "cross entropy", total(None), "cross entropy"),
-        ReleasedHead(f"{name}, chunked", "cross entropy", total(chunked), "cross entropy"),
+        ReleasedHead(name, "cross entropy", total(None)),
+        ReleasedHead(f"{name}, chunked", "cross entropy", total(chunked)),
     ]
 
 
 def _liger(
     inputs: HeadInputs, name: str, loss: str, total: Callable[[HeadInputs], Tensor], *, cuda_only: bool
 ) -> ReleasedHead:
-    known = loss if loss == "cross entropy" else None
     if find_spec("liger_kernel") is None:
-        return ReleasedHead(name, loss, "liger-kernel is not installed", known)
+        return ReleasedHead(name, loss, "liger-kernel is not installed")
     if cuda_only and inputs.hidden.device.type == "cpu":
-        return ReleasedHead(name, loss, "needs a CUDA device", known)
-    return ReleasedHead(name, loss, lambda: total(inputs), known)
+        return ReleasedHead(name, loss, "needs a CUDA device")
+    return ReleasedHead(name, loss, lambda: total(inputs))
 
 
 def _liger_cross_entropy(inputs: HeadInputs) -> Tensor:

@@ -24,7 +24,7 @@ from mopd.losses.triton.formulas import (
     reverse_kl,
     spread,
 )
-from mopd.losses.triton.selection import joined, listed_ids
+from mopd.losses.triton.ids import joined, listed_ids
 from mopd.losses.triton.streaming import MINUS_INFINITY, NO_ID
 
 UNWEIGHTED: tl.constexpr = tl.constexpr(0)

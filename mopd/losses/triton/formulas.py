@@ -96,16 +96,7 @@ def conditional(log, valid, member):
 
 
 @triton.jit
-def mixture(
-    p,
-    log_p,
-    q,
-    log_q,
-    beta,
-    rest,
-    log_beta,
-    log_rest,
-):
+def mixture(p, log_p, q, log_q, beta, rest, log_beta, log_rest):
     """Per outcome: the Jensen-Shannon term, and log(p / M) with M = beta q + rest p, rest = 1 - beta."""
     d = log_p - log_q
     near = tl.minimum(tl.maximum(d, -1.0), 1.0)
@@ -121,18 +112,7 @@ def mixture(
 
 
 @triton.jit
-def forward_kl(
-    p,
-    logp,
-    p_seen,
-    q,
-    logq,
-    valid,
-    member,
-    u,
-    t,
-    TAIL: tl.constexpr,
-):
+def forward_kl(p, logp, p_seen, q, logq, valid, member, u, t, TAIL: tl.constexpr):
     """KL(teacher || student): value [D], a [N], b [D], floored [D], a_held [N]. ``u`` and ``t`` are the tails [D]."""
     floored = u < u
     b, a_held = tl.where(floored, 1.0, 0.0), tl.zeros_like(p)
@@ -160,18 +140,7 @@ def forward_kl(
 
 
 @triton.jit
-def reverse_kl(
-    p,
-    logp,
-    p_seen,
-    q,
-    logq,
-    valid,
-    member,
-    u,
-    t,
-    TAIL: tl.constexpr,
-):
+def reverse_kl(p, logp, p_seen, q, logq, valid, member, u, t, TAIL: tl.constexpr):
     """KL(student || teacher), as ``forward_kl``."""
     floored = u < u
     b, a_held = tl.where(floored, 1.0, 0.0), tl.zeros_like(p)

@@ -1,22 +1,28 @@
-"""The autograd functions of the Triton layer. They save the logits by reference and a few numbers for each id.
+"""The autograd functions of the Triton layer, and how they start its kernels. Nothing here waits for the device.
 
-Shape legend: T rows, D teachers, K ids of a teacher, N = D * K.
+They save the logits by reference and a few numbers for each id. Shape legend: T rows, V columns of this rank, D
+teachers, K ids of a teacher, N = D * K (or the ids of a row that are gathered), P parts of the vocabulary (ranks times
+splits).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mopd.losses.topk import METRICS, Objective, refuse_second_backward
-from mopd.losses.triton import coefficients, formulas, launch
-from mopd.losses.triton.gathering import gather_gradient_kernel, logprobs_kernel
-from mopd.losses.vocab_parallel import VocabShard
+from mopd.losses.call import LossCall, VocabShard
+from mopd.losses.topk import METRICS, TopKLoss, teacher_rows
+from mopd.losses.triton import coefficients, formulas, table
+from mopd.losses.triton.ids import fixup_kernel, gather_gradient_kernel, logprobs_kernel, select_kernel
+from mopd.losses.triton.streaming import dense_kernel, stats_kernel
 
 TAILS = {
     "bucket": formulas.BUCKET.value,
@@ -24,57 +30,67 @@ TAILS = {
     "renormalize": formulas.RENORMALIZE.value,
     "none": formulas.NONE.value,
 }
+LOG2_E = math.log2(math.e)
+LONGEST_RANKED = 64
+"""Ids of a row (padded) up to which all pairs are compared; a sorting network beyond."""
 
 
 @dataclass(frozen=True)
 class TeacherLists:
-    """The teachers' side as it was passed, rows flattened, all contiguous; what is valid is found by the kernels."""
+    """The ids of each row as they were passed, rows flattened, contiguous; what is valid is found by the kernels."""
 
     ids_TN: Tensor
     """int32 or int64."""
-    logprobs_TN: Tensor
-    """fp32 or float64."""
-    weights_TD: Tensor | None
     k: int
-    target_T: Tensor | None
+    """Ids of one teacher."""
+    logprobs_TN: Tensor | None = None
+    """fp32 or float64; None where ids are only gathered."""
+    weights_TD: Tensor | None = None
+    target_T: Tensor | None = None
+
+
+def teacher_lists(
+    call: LossCall, ids: Tensor, logprobs: Tensor, weights: Tensor | None, target: Tensor | None
+) -> TeacherLists:
+    """Flattens the teachers' side. Raises ValueError where the call checks values."""
+    if call.options.check_values:
+        teacher_rows(call, ids, logprobs, weights, target)
+    return TeacherLists(
+        call.flat(ids.detach()).flatten(1).contiguous(),
+        ids.size(-1),
+        call.flat(logprobs.detach()).flatten(1).contiguous(),
+        None if weights is None else call.flat(weights.detach()).contiguous(),
+        None if target is None else call.ids("target", target).contiguous(),
+    )
+
+
+def topk_rows(
+    inp: Tensor, call: LossCall, kind: TopKLoss, teacher: TeacherLists, with_entropy: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weighted losses [T] and metrics [T]."""
+    loss, values = TritonTopK.apply(inp, call, kind, teacher, with_entropy)
+    names = [*METRICS] + ["student_logprobs"] * (teacher.target_T is not None) + ["entropy"] * with_entropy
+    return loss, dict(zip(names, values.unbind(0), strict=True))
 
 
 class TritonTopK(torch.autograd.Function):
-    """``apply(inp, objective, teacher, weight_T, shard, overwrite, entropy)`` -> loss [T], metrics [M, T]."""
+    """``apply(inp, call, kind, teacher, with_entropy)`` -> loss [T], metrics [M, T]."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        inp: Tensor,
-        objective: Objective,
-        teacher: TeacherLists,
-        weight_T: Tensor | None,
-        shard: VocabShard,
-        overwrite: bool,
-        entropy: bool,
+        ctx: Any, inp: Tensor, call: LossCall, kind: TopKLoss, teacher: TeacherLists, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         rows, n = teacher.ids_TN.shape
-        with launch.on_device(inp):
-            gathered = launch.collect(
-                inp,
-                teacher.ids_TN,
-                shard,
-                objective.temperature,
-                k=teacher.k,
-                teacher_logprobs_TN=teacher.logprobs_TN,
-                teacher_weights_TD=teacher.weights_TD,
-                weight_T=weight_T,
-                target_T=teacher.target_T,
-                entropy=entropy,
-            )
-            new = inp.new_empty
+        new = inp.new_empty
+        with on_device(inp):
+            gathered = collect(inp, call, teacher, with_entropy)
             loss = new(rows, dtype=torch.float32)
-            metrics = new(len(METRICS) + (teacher.target_T is not None) + entropy, rows, dtype=torch.float32)
+            metrics = new(len(METRICS) + (teacher.target_T is not None) + with_entropy, rows, dtype=torch.float32)
             entry, row_data = new(rows, n, dtype=torch.float32), new(2, rows, dtype=torch.float32)
             runs = new(rows, dtype=torch.int32)
-            solve(objective, teacher, weight_T, shard, entropy, gathered, (loss, metrics, entry, row_data, runs))
+            _solve(call, kind, teacher, with_entropy, gathered, (loss, metrics, entry, row_data, runs))
         ctx.save_for_backward(inp, gathered.sorted_ids, entry, row_data, runs)
-        ctx.shard, ctx.temperature, ctx.overwrite, ctx.spent = shard, objective.temperature, overwrite, False
+        ctx.call, ctx.spent = call, False
         ctx.mark_non_differentiable(metrics)
         ctx.set_materialize_grads(False)
         return loss, metrics
@@ -83,75 +99,68 @@ class TritonTopK(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if grad_loss is None:
-            return (None,) * 7
-        refuse_second_backward(ctx)
-        inp, sorted_ids, entry, row_data, runs = ctx.saved_tensors
-        return (_gradient(ctx, inp, sorted_ids, entry, row_data, runs, grad_loss), *[None] * 6)
+            return (None,) * 5
+        ctx.call.refuse_second_backward(ctx)
+        inp, *found = ctx.saved_tensors
+        return (_gradient(ctx.call, inp, *found, grad_loss), *[None] * 4)
 
 
-def solve(
-    objective: Objective,
+def _solve(
+    call: LossCall,
+    kind: TopKLoss,
     teacher: TeacherLists,
-    weight_T: Tensor | None,
-    shard: VocabShard,
     entropy: bool,
-    gathered: launch.Gathered,
+    gathered: Gathered,
     out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     """One launch of ``loss_kernel``. JSD with beta 0 or 1 is the forward or reverse KL."""
     rows, n = teacher.ids_TN.shape
     if rows == 0:
         return
-    beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": objective.beta}[objective.loss]
+    beta = kind.teacher_share
     loss = {0.0: formulas.FORWARD.value, 1.0: formulas.REVERSE.value}.get(beta, formulas.JSD.value)
     mixes = 0 < beta < 1
-    clamp, hard, soft = objective.logprob_min_clamp, objective.loss_max_clamp, objective.loss_soft_cap
+    clamp, hard, soft = kind.logprob_min_clamp, kind.loss_max_clamp, kind.loss_soft_cap
     limit, cap = 0.0, coefficients.NO_CAP.value
     if hard is not None:
         limit, cap = hard, coefficients.HARD.value
     elif soft is not None:
         limit, cap = soft, coefficients.SOFT.value
-    padded, teachers = launch.power_of_two(n), launch.power_of_two(n // teacher.k)
+    temperature = call.options.temperature
+    padded, teachers = power_of_two(n), power_of_two(n // teacher.k)
     coefficients.loss_kernel[(rows,)](
-        gathered.pay, gathered.sorted_ids, gathered.order, teacher.logprobs_TN, teacher.weights_TD, weight_T,
-        teacher.target_T, *out, rows, shard.vocab_size, gathered.parts, gathered.pay.size(1), gathered.begin,
-        launch.scale_of(objective.temperature), 1.0 / objective.temperature,
+        gathered.pay, gathered.sorted_ids, gathered.order, teacher.logprobs_TN, teacher.weights_TD, call.weight_T,
+        teacher.target_T, *out, rows, call.shard.vocab_size, gathered.parts, gathered.pay.size(1), gathered.begin,
+        scale_of(temperature), 1.0 / temperature,
         0.0 if clamp is None else clamp, 1.0 if clamp is None else math.exp(clamp), limit,
         beta, 1.0 - beta, math.log(beta) if mixes else 0.0, math.log1p(-beta) if mixes else 0.0,
-        N=n, K=teacher.k, N_PAD=padded, D_PAD=teachers, PARTS_PAD=launch.power_of_two(gathered.parts),
-        LOSS=loss, TAIL=TAILS[objective.tail], CLAMP=clamp is not None, CAP=cap, ENTROPY=entropy,
-        num_warps=launch.small_warps(padded * teachers),
+        N=n, K=teacher.k, N_PAD=padded, D_PAD=teachers, PARTS_PAD=power_of_two(gathered.parts),
+        LOSS=loss, TAIL=TAILS[kind.tail], CLAMP=clamp is not None, CAP=cap, ENTROPY=entropy,
+        num_warps=small_warps(padded * teachers),
     )  # fmt: skip
 
 
 class TritonGather(torch.autograd.Function):
-    """``apply(inp, ids_TN, weight_T, shard, temperature, overwrite)`` -> log-probs [T, N], log-sum-exp [T]."""
+    """``apply(inp, call, ids_TN)`` -> log-probs [T, N], log-sum-exp [T]."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        inp: Tensor,
-        ids_TN: Tensor,
-        weight_T: Tensor | None,
-        shard: VocabShard,
-        temperature: float,
-        overwrite: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, inp: Tensor, call: LossCall, ids_TN: Tensor) -> tuple[Tensor, Tensor]:
         rows, n = ids_TN.shape
         logprobs = inp.new_empty(rows, n, dtype=torch.float32)
         lse = inp.new_empty(rows, dtype=torch.float32)
         row_data, runs = inp.new_empty(2, rows, dtype=torch.float32), inp.new_empty(rows, dtype=torch.int32)
-        with launch.on_device(inp):
-            g = launch.collect(inp, ids_TN, shard, temperature, k=n, weight_T=weight_T)
-            padded = launch.power_of_two(n)
+        temperature = call.options.temperature
+        with on_device(inp):
+            g = collect(inp, call, TeacherLists(ids_TN, n))
+            padded = power_of_two(n)
             if rows:
                 logprobs_kernel[(rows,)](
-                    g.pay, g.sorted_ids, g.order, weight_T, logprobs, lse, row_data, runs,
-                    rows, g.parts, g.pay.size(1), g.begin, launch.scale_of(temperature), 1.0 / temperature,
-                    N=n, N_PAD=padded, PARTS_PAD=launch.power_of_two(g.parts), num_warps=launch.small_warps(padded),
+                    g.pay, g.sorted_ids, g.order, call.weight_T, logprobs, lse, row_data, runs,
+                    rows, g.parts, g.pay.size(1), g.begin, scale_of(temperature), 1.0 / temperature,
+                    N=n, N_PAD=padded, PARTS_PAD=power_of_two(g.parts), num_warps=small_warps(padded),
                 )  # fmt: skip
         ctx.save_for_backward(inp, g.sorted_ids, g.order, logprobs, row_data, runs)
-        ctx.shard, ctx.temperature, ctx.overwrite, ctx.spent = shard, temperature, overwrite, False
+        ctx.call, ctx.spent = call, False
         ctx.set_materialize_grads(False)
         return logprobs, lse
 
@@ -159,41 +168,201 @@ class TritonGather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TN: Tensor | None, grad_lse_T: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_TN is None and grad_lse_T is None:
-            return (None,) * 6
-        refuse_second_backward(ctx)
+            return (None,) * 3
+        ctx.call.refuse_second_backward(ctx)
         inp, sorted_ids, order, logprobs, row_data, runs = ctx.saved_tensors
         rows, n = logprobs.shape
         entry, data = torch.empty_like(logprobs), torch.empty_like(row_data)
         strides = (0, 0) if grad_TN is None else grad_TN.stride()
-        with launch.on_device(inp):
-            padded = launch.power_of_two(n)
+        with on_device(inp):
+            padded = power_of_two(n)
             if rows:
                 gather_gradient_kernel[(rows,)](
                     sorted_ids, order, logprobs, row_data, grad_TN, *strides,
                     grad_lse_T, 0 if grad_lse_T is None else grad_lse_T.stride(0),
-                    entry, data, rows, 1.0 / ctx.temperature,
-                    N=n, N_PAD=padded, num_warps=launch.small_warps(padded),
+                    entry, data, rows, 1.0 / ctx.call.options.temperature,
+                    N=n, N_PAD=padded, num_warps=small_warps(padded),
                 )  # fmt: skip
-        return (_gradient(ctx, inp, sorted_ids, entry, data, runs, None), *[None] * 5)
+        return _gradient(ctx.call, inp, sorted_ids, entry, data, runs, None), None, None
 
 
 def _gradient(
-    ctx: Any, inp: Tensor, sorted_ids: Tensor, entry: Tensor, row_data: Tensor, runs: Tensor, grad_T: Tensor | None
+    call: LossCall,
+    inp: Tensor,
+    sorted_ids: Tensor,
+    entry_TN: Tensor,
+    row_data: Tensor,
+    runs_T: Tensor,
+    grad_T: Tensor | None,
 ) -> Tensor:
-    """Writes the gradient, over the logits if so asked; autograd then knows that they changed."""
-    out = inp if ctx.overwrite else torch.empty_like(inp)
-    with launch.on_device(inp):
-        launch.write_gradient(
-            inp,
-            out,
-            sorted_ids=sorted_ids,
-            entry_TN=entry,
-            row_data=row_data,
-            runs_T=runs,
-            grad_T=grad_T,
-            shard=ctx.shard,
-            temperature=ctx.temperature,
-        )
-    if ctx.overwrite:
+    """The gradient of every row: the dense part, then the entries of the ids over it.
+
+    ``entry_TN``, ``row_data`` [2, T] and ``runs_T`` as ``loss_kernel`` makes them; ``grad_T`` fp32 of any stride
+    multiplies each row, None stands for 1. Lies over the logits if so asked; autograd then knows that they changed.
+    """
+    out = inp if call.options.overwrite_input else torch.empty_like(inp)
+    rows, n = entry_TN.shape
+    if rows:
+        shard, z, o = call.shard, layout(inp), layout(out)
+        with on_device(inp):
+            how = entry_for(inp, shard, rows, n).dense
+            dense(inp, z, out, o, row_data, grad_T, shard, scale_of(call.options.temperature), how)
+            padded = power_of_two(n)
+            fixup_kernel[(rows,)](
+                out, sorted_ids, entry_TN, runs_T, grad_T, 0 if grad_T is None else grad_T.stride(0),
+                *o.address, shard.start, shard.num_columns,
+                N=n, N_PAD=padded, UNIT=o.unit, num_warps=small_warps(padded),
+            )  # fmt: skip
+    if out is inp:
         torch.autograd.graph.increment_version(inp)
     return out
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """``[T, V]`` or ``[A, B, V]`` of any strides: row t starts at ``t // inner * stride_a + t % inner * stride_b``."""
+
+    num_rows: int
+    width: int
+    inner: int
+    stride_a: int
+    stride_b: int
+    stride_v: int
+
+    @property
+    def unit(self) -> bool:
+        """Columns are neighbours in memory."""
+        return self.stride_v == 1
+
+    @property
+    def address(self) -> tuple[int, int, int, int]:
+        """The arguments that kernels take."""
+        return self.inner, self.stride_a, self.stride_b, self.stride_v
+
+
+def layout(x: Tensor) -> RowLayout:
+    """Where the rows of ``x`` lie."""
+    rows, width = x.shape[:-1].numel(), x.size(-1)
+    if x.dim() == 2:
+        return RowLayout(rows, width, max(rows, 1), 0, x.stride(0), x.stride(1))
+    return RowLayout(rows, width, max(x.size(1), 1), x.stride(0), x.stride(1), x.stride(2))
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device: makes it that of ``x``."""
+    return torch.cuda.device_of(x) if x.is_cuda else contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What forward knows after the collective."""
+
+    sorted_ids: Tensor
+    """int32 [T, N + 1], valid ids first, ``NO_ID`` behind."""
+    order: Tensor
+    """int32 [T, N]: where each sorted id stood."""
+    pay: Tensor
+    """fp32 [T, pay_width]: peaks [P], sums [P], with entropy moments [P], raw logits [N] in sorted order, target."""
+    parts: int
+    begin: int
+    """Column of the first raw logit."""
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least ``n`` (and 1)."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def small_warps(elements: int) -> int:
+    """Warps of a program that holds ``elements`` numbers of one row: about four a lane."""
+    return min(16, max(1, power_of_two(elements) // 128))
+
+
+def scale_of(temperature: float) -> float:
+    """exp(x / temperature) = exp2(x * scale)."""
+    return LOG2_E / temperature
+
+
+def entry_for(inp: Tensor, shard: VocabShard, num_rows: int, num_ids: int) -> table.Entry:
+    """Launch parameters, the same on all ranks of the group: they follow from the mean shard."""
+    mean_width = -(-shard.vocab_size // shard.world_size)
+    name = table.device_name(inp.device)
+    return table.shipped(mean_width, inp.dtype, power_of_two(num_ids), power_of_two(num_rows), name)
+
+
+def collect(inp: Tensor, call: LossCall, lists: TeacherLists, entropy: bool = False) -> Gathered:
+    """Sorts the ids, passes once over the logits, and joins the ranks with one SUM all-reduce."""
+    z, shard = layout(inp), call.shard
+    rows, n = lists.ids_TN.shape
+    entry = entry_for(inp, shard, rows, n)
+    parts = shard.world_size * entry.splits
+    begin = (3 if entropy else 2) * parts
+    pay = inp.new_empty(rows, begin + n + (lists.target_T is not None), dtype=torch.float32)
+    sorted_ids = inp.new_empty(rows, n + 1, dtype=torch.int32)
+    order = inp.new_empty(rows, n, dtype=torch.int32)
+    gathered = Gathered(sorted_ids, order, pay, parts, begin)
+    if rows:
+        _select(inp, z, call, lists, gathered)
+        scale = scale_of(call.options.temperature)
+        stats(inp, z, sorted_ids, call.weight_T, pay, shard, scale, entropy, entry.stats, entry.splits)
+    if shard.world_size > 1:
+        dist.all_reduce(pay, group=shard.group)
+    return gathered
+
+
+def _select(inp: Tensor, z: RowLayout, call: LossCall, lists: TeacherLists, out: Gathered) -> None:
+    shard, (rows, n) = call.shard, lists.ids_TN.shape
+    padded = max(2, power_of_two(n))
+    by_rank = padded <= LONGEST_RANKED
+    at_once = max(1, min(16, (4096 // padded**2) if by_rank else (512 // padded)))
+    elements = at_once * padded * (padded if by_rank else 1)
+    select_kernel[(triton.cdiv(rows, at_once),)](
+        inp, lists.ids_TN, lists.logprobs_TN, lists.weights_TD, call.weight_T, lists.target_T,
+        out.sorted_ids, out.order, out.pay,
+        rows, *z.address, shard.start, shard.num_columns, shard.vocab_size, out.pay.size(1), out.begin,
+        N=n, K=lists.k, N_PAD=padded, UNIT=z.unit, ROWS=at_once, BY_RANK=by_rank,
+        num_warps=min(8, max(1, elements // (2048 if by_rank else 256))),
+    )  # fmt: skip
+
+
+def stats(
+    inp: Tensor,
+    z: RowLayout,
+    sorted_ids: Tensor,
+    weight_T: Tensor | None,
+    pay: Tensor,
+    shard: VocabShard,
+    scale: float,
+    entropy: bool,
+    how: table.Launch,
+    splits: int,
+) -> None:
+    """The pass over the logits in forward, into ``pay``."""
+    n = sorted_ids.size(1) - 1
+    chunk = triton.cdiv(triton.cdiv(shard.num_columns, how.block), splits) * how.block
+    stats_kernel[(z.num_rows * splits,)](
+        inp, sorted_ids, weight_T, pay,
+        *z.address, shard.start, shard.num_columns, chunk, splits, shard.rank, shard.world_size, pay.size(1), scale,
+        N=n, N_PAD=power_of_two(n), WORLD_PAD=power_of_two(shard.world_size), UNIT=z.unit, ENTROPY=entropy,
+        BLOCK=how.block, AHEAD=how.stages, num_warps=how.warps,
+    )  # fmt: skip
+
+
+def dense(
+    inp: Tensor,
+    z: RowLayout,
+    out: Tensor,
+    o: RowLayout,
+    row_data: Tensor,
+    grad_T: Tensor | None,
+    shard: VocabShard,
+    scale: float,
+    how: table.Launch,
+) -> None:
+    """The pass over the logits in backward, without the entries of the ids."""
+    tiles = triton.cdiv(z.width, how.block)
+    dense_kernel[(z.num_rows * tiles,)](
+        inp, out, row_data, grad_T, z.num_rows, 0 if grad_T is None else grad_T.stride(0), *z.address, *o.address,
+        shard.num_columns, z.width, tiles, scale,
+        Z_UNIT=z.unit, OUT_UNIT=o.unit, BLOCK=how.block, num_warps=how.warps,
+    )  # fmt: skip

@@ -149,16 +149,7 @@ def _row_stats(
 
 
 @triton.jit
-def _put(
-    ptr,
-    values,
-    column,
-    begin,
-    width,
-    stride,
-    UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _put(ptr, values, column, begin, width, stride, UNIT: tl.constexpr, BLOCK: tl.constexpr):
     """Stores a tile, rounded once to the type of ``ptr``; without a mask where the whole tile lies inside."""
     values = values.to(ptr.dtype.element_ty)
     if begin + BLOCK <= width:

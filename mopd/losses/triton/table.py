@@ -1,7 +1,7 @@
 """Launch parameters of the streaming kernels, from a table that is shipped with the package.
 
 No autotuner runs inside a training step: it would time destructive kernels on live data, differ between the ranks of
-one group, and break CUDA graphs. ``tune`` measures on scratch tensors; ``save_table`` keeps what it found.
+one group, and break CUDA graphs. ``tuning`` measures on scratch tensors; ``save_table`` keeps what it found.
 
 An entry is for a width (columns of one rank), a dtype, a number of ids per row, a number of rows and a device; a lookup
 takes the nearest entry, by powers of two, among those of its dtype and device (``any`` where the device has none).

@@ -1,18 +1,36 @@
-"""Measures launch parameters and keeps them: what a user of the table needs, under one name.
+"""Measures launch parameters: ``tune`` times the streaming kernels on scratch tensors.
 
-Reading the table is ``mopd.losses.triton.table``, which kernels of a training step use; timing is here.
+Reading and storing them is ``mopd.losses.triton.table``, which kernels of a training step use. The gradient is written
+out of place on a scratch buffer: the logits that are read stay what they are from run to run.
+
+Shape legend: T rows, V columns of this rank, K ids of a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import product
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
-from mopd.losses.triton.table import Entry, Launch, device_name, load_table, lookup, merge, save_table
-from mopd.losses.triton.trials import fastest_dense, fastest_stats
+from mopd.losses.call import VocabShard
+from mopd.losses.triton import functions
+from mopd.losses.triton.table import Entry, Launch, device_name
 
-__all__ = ["Entry", "Launch", "device_name", "load_table", "lookup", "merge", "save_table", "tune"]
+BLOCKS = (1024, 2048, 4096, 8192)
+WARPS = (4, 8, 16)
+STAGES = (1, 2)
+SPLITS = (1, 2, 4, 8, 16, 32)
+FLUSH_BYTES = 256 << 20
+"""More than the L2 cache of any GPU: written between two timed runs."""
+ELEMENTS_OF_A_LANE = (4, 32)
+"""Fewer waste the lane's loads, more do not fit its registers."""
+MOST_PROGRAMS_OF_SPLIT_ROWS = 16_384
+
+T = TypeVar("T")
 
 
 def tune(
@@ -49,3 +67,77 @@ def tune(
                     f"{name} T={rows} V={width} K={k}: stats {stats_ms:.3f} ms, dense {dense_ms:.3f} ms, {entries[-1]}"
                 )
     return entries
+
+
+def median_ms(run: Callable[[], None], flush: Tensor, repeats: int) -> float:
+    """Median time of ``run`` in ms by CUDA events, its operands pushed out of the cache before each run."""
+    run()
+    times = []
+    for _ in range(repeats):
+        flush.zero_()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[len(times) // 2]
+
+
+def _fastest(candidates: Iterable[T], run: Callable[[T], None], device: torch.device, repeats: int) -> tuple[T, float]:
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+    tried = list(candidates)
+    times = [median_ms(partial(run, candidate), flush, repeats) for candidate in tried]
+    return tried[times.index(min(times))], min(times)
+
+
+def _shapes(stages: Iterable[int]) -> list[Launch]:
+    low, high = ELEMENTS_OF_A_LANE
+    return [
+        Launch(block, warps, stage)
+        for block, warps, stage in product(BLOCKS, WARPS, stages)
+        if low <= block // (32 * warps) <= high
+    ]
+
+
+def _scratch(device: torch.device, rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, VocabShard]:
+    logits = torch.empty(rows, width, dtype=dtype, device=device).normal_(std=3)
+    return logits, VocabShard(0, width, width, 0, 1, None)
+
+
+def fastest_stats(
+    device: torch.device, rows: int, width: int, k: int, dtype: torch.dtype, repeats: int
+) -> tuple[Launch, int, float]:
+    """Best launch and splits of the statistics pass, and its median ms."""
+    logits, shard = _scratch(device, rows, width, dtype)
+    ids = torch.randint(0, width, (rows, k), device=device, dtype=torch.int32).sort(1).values
+    sorted_ids = torch.cat([ids, torch.full_like(ids[:, :1], torch.iinfo(torch.int32).max)], 1)
+    pay = torch.empty(rows, 2 * max(SPLITS) + k, device=device)
+    layout = functions.layout(logits)
+    candidates = [
+        (how, splits)
+        for how, splits in product(_shapes(STAGES), SPLITS)
+        if splits == 1 or (splits * how.block <= width and rows * splits <= MOST_PROGRAMS_OF_SPLIT_ROWS)
+    ]
+
+    def run(candidate: tuple[Launch, int]) -> None:
+        how, splits = candidate
+        functions.stats(logits, layout, sorted_ids, None, pay, shard, 1.0, False, how, splits)
+
+    (how, splits), ms = _fastest(candidates, run, device, repeats)
+    return how, splits, ms
+
+
+def fastest_dense(
+    device: torch.device, rows: int, width: int, dtype: torch.dtype, repeats: int
+) -> tuple[Launch, float]:
+    """Best launch of the gradient pass, and its median ms."""
+    logits, shard = _scratch(device, rows, width, dtype)
+    out = torch.empty_like(logits)
+    row_data = torch.full((2, rows), -1e-4, device=device)
+    layout = functions.layout(logits)
+
+    def run(how: Launch) -> None:
+        functions.dense(logits, layout, out, layout, row_data, None, shard, 1.0, how)
+
+    return _fastest(_shapes((1,)), run, device, repeats)

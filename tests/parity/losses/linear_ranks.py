@@ -10,19 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mopd.losses import linear_topk_distill
 from tests.parity.losses.definitions import teacher_topk
+from tests.parity.losses.linear_topk import linear_topk, with_main_grad
 from tests.parity.losses.triton_layer import to_device
 
 PADDED_VOCAB = 72
 VOCAB = 70
 HIDDEN = 10
 ROWS = (8, 3)
-UNEVEN = {2: [0, 27, 72], 4: [0, 9, 40, 41, 72]}
-"""Shard borders of the case with unequal shards."""
-STRATEGIES = ("materialize", "token_chunks", "vocab_slices")
-BUDGET = {2: 12_000, 4: 9_000}
-"""Bytes by number of ranks: enough for a few rows, or columns, beside the gradients."""
+AT_ONCE = (None, 3)
+"""Rows whose logits exist at a time; None means all."""
 
 
 def problem() -> dict[str, Tensor]:
@@ -39,18 +36,20 @@ def problem() -> dict[str, Tensor]:
     return {"hidden": hidden, "weight": weight, "ids": ids, "logq": logq, "loss_weight": loss_weight, "target": target}
 
 
-def run_case(rank: int, data: dict[str, Tensor], edges: list[int], **options: Any) -> dict[str, Tensor]:
+def run_case(
+    rank: int, world_size: int, data: dict[str, Tensor], *, into_main_grad: bool = False, **options: Any
+) -> dict[str, Tensor]:
     """Loss, metrics and gradients of one rank's share."""
-    sequence_parallel, to_main_grad = options["sequence_parallel"], options.get("gradient_accumulation_fusion", False)
     hidden = data["hidden"]
-    if sequence_parallel:
-        hidden = hidden.chunk(len(edges) - 1)[rank]
+    if options["sequence_parallel"]:
+        hidden = hidden.chunk(world_size)[rank]
     on_device = options.get("backend") == "triton"  # gloo sums CUDA tensors, and gathers none
     data = {name: to_device(value) if on_device else value for name, value in data.items()}
     hidden = (to_device(hidden) if on_device else hidden).clone().requires_grad_()
-    weight = torch.nn.Parameter(data["weight"][edges[rank] : edges[rank + 1]].clone())
-    weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
-    loss, metrics = linear_topk_distill(
+    weight = with_main_grad(data["weight"].chunk(world_size)[rank])
+    if not into_main_grad:
+        weight = torch.nn.Parameter(weight.detach())
+    loss, metrics = linear_topk(
         hidden,
         weight,
         data["ids"],
@@ -62,11 +61,11 @@ def run_case(rank: int, data: dict[str, Tensor], edges: list[int], **options: An
         with_entropy=True,
         **options,
     )
-    loss.sum().backward()
+    loss.backward()
     assert hidden.grad is not None
-    grad = weight.main_grad if to_main_grad else weight.grad  # type: ignore[attr-defined]
+    grad = weight.main_grad if into_main_grad else weight.grad  # type: ignore[attr-defined]
     result = {f"metric/{name}": value for name, value in metrics.items()}
-    result |= {"loss": loss.detach().sum(), "grad/hidden": hidden.grad, "grad/weight": grad}
+    result |= {"loss": loss.detach(), "grad/hidden": hidden.grad, "grad/weight": grad}
     return {name: value.cpu() for name, value in result.items()}
 
 
@@ -77,21 +76,15 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
     timeout = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     data, results = problem(), {}
-    step = PADDED_VOCAB // world_size
-    even = list(range(0, PADDED_VOCAB + 1, step))
-    shared: dict[str, Any] = {"dist_process_group": dist.group.WORLD, "memory_budget": BUDGET[world_size]}
-    for strategy in STRATEGIES:
+    single = {name: value.float() if value.dtype == torch.float64 else value for name, value in data.items()}
+    for at_once in AT_ONCE:
+        shared: dict[str, Any] = {"group": dist.group.WORLD, "rows_at_once": at_once}
         for sequence_parallel in (False, True):
-            name = f"{strategy}/{'sp' if sequence_parallel else 'tp'}"
-            options = {**shared, "strategy": strategy, "reduce_loss": True, "sequence_parallel": sequence_parallel}
-            results[name] = run_case(rank, data, even, **options)
-            fused = {"gradient_accumulation_fusion": True, "unit_upstream": True}
-            results[f"{name}/main_grad"] = run_case(rank, data, even, **options, **fused)
-        edges = UNEVEN[world_size]
-        options = {**shared, "strategy": strategy, "reduce_loss": True, "sequence_parallel": False}
-        options["vocab_range"] = (edges[rank], edges[rank + 1])
-        results[f"{strategy}/uneven"] = run_case(rank, data, edges, **options)
-        single = {name: value.float() if value.dtype == torch.float64 else value for name, value in data.items()}
-        results[f"{strategy}/triton"] = run_case(rank, single, edges, **options, backend="triton")
+            name = f"{at_once}/{'sp' if sequence_parallel else 'tp'}"
+            options = {**shared, "sequence_parallel": sequence_parallel}
+            results[name] = run_case(rank, world_size, data, **options)
+            results[f"{name}/main_grad"] = run_case(rank, world_size, data, into_main_grad=True, **options)
+        options = {**shared, "sequence_parallel": False, "backend": "triton"}
+        results[f"{at_once}/triton"] = run_case(rank, world_size, single, **options)
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     dist.destroy_process_group()

@@ -29,7 +29,6 @@ def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return moved
 
 
-fused_vocab_parallel_topk_kl = on_device(losses.fused_vocab_parallel_topk_kl)
 parallel_entropy_and_topk_overlap = on_device(losses.parallel_entropy_and_topk_overlap)
 parallel_gather_logprobs = on_device(losses.parallel_gather_logprobs)
 parallel_policy_gradient = on_device(losses.parallel_policy_gradient)

@@ -118,7 +118,7 @@ def test_far_tail_is_pulled_as_hard_as_a_near_one(
     monkeypatch: pytest.MonkeyPatch, backend: str, teachers: int, accelerated: bool
 ) -> None:
     if accelerated:  # as on a device, where no number steers the program
-        monkeypatch.setattr("mopd.losses.rows.SYNCHRONOUS_DEVICES", ())
+        monkeypatch.setattr("mopd.losses.chunked.blocks.SYNCHRONOUS_DEVICES", ())
     z, ids, logq, expected = far_tails(teachers)
     weights = torch.ones(len(GAPS), teachers)
     upstream = torch.full((len(GAPS),), 2.0**16)  # a loss scale must not overflow what is divided by the tail

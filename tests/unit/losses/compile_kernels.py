@@ -25,9 +25,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mopd.losses.topk import Objective
-from mopd.losses.triton import coefficients, functions, launch, table
-from mopd.losses.vocab_parallel import VocabShard
+from mopd.losses.call import LossCall, Options, VocabShard
+from mopd.losses.topk import TopKLoss
+from mopd.losses.triton import coefficients, functions, table
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -56,7 +56,7 @@ def recorded() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
     """Launches inside are noted, not run."""
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     saved = []
-    for module in (launch, coefficients, functions):
+    for module in (coefficients, functions):
         for name, value in vars(module).copy().items():
             if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
                 saved.append((module, name, value))
@@ -98,15 +98,15 @@ def launches(dtype: torch.dtype, vocab: int, true_vocab: int, k: int, teachers: 
     weights = torch.empty(rows, teachers, device="meta") if teachers > 1 else None
     weight, target = torch.empty(rows, device="meta"), torch.empty(rows, dtype=torch.int64, device="meta")
     shard = VocabShard(0, min(true_vocab, vocab), true_vocab, 0, 1, None)
-    options = {"loss": "forward_kl", "tail": "bucket", "beta": 0.5, "temperature": 0.9, "logprob_min_clamp": None}
+    call = LossCall((rows,), shard, Options(temperature=0.9), "triton", torch.float32, weight)
     entropy = kind.pop("entropy", False)
-    objective = Objective(**{**options, "loss_max_clamp": None, "loss_soft_cap": None, **kind})
-    lists = functions.TeacherLists(ids, logq, weights, k, target)
+    loss_kind = TopKLoss(**{"loss": "forward_kl", "tail": "bucket", "beta": 0.5, **kind})
+    lists = functions.TeacherLists(ids, k, logq, weights, target)
     with recorded() as calls:
         leaf = logits.requires_grad_()
-        loss, _ = functions.TritonTopK.apply(leaf, objective, lists, weight, shard, False, entropy)
+        loss, _ = functions.TritonTopK.apply(leaf, call, loss_kind, lists, entropy)
         loss.backward(torch.empty_like(loss))
-        gathered, _ = functions.TritonGather.apply(leaf, ids, weight, shard, 0.9, False)
+        gathered, _ = functions.TritonGather.apply(leaf, call, ids)
         gathered.backward(torch.empty_like(gathered))
     return calls
 

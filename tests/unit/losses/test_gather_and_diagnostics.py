@@ -52,7 +52,7 @@ def test_gather_against_autograd(backend: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("elements", [1, VOCAB * 3, 1 << 20])
 def test_entropy_and_overlap(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
-    monkeypatch.setattr("mopd.losses.rows.BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr("mopd.losses.chunked.blocks.BLOCK_ELEMENTS", elements)
     z = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(3)) * 2
     z[1, 5:30] = -torch.inf
     p = torch.softmax(z[:, : VOCAB - 2].double() / 1.4, -1)

@@ -1,4 +1,4 @@
-"""What ``linear_topk_distill`` and ``chunked_topk_logprobs`` allocate stays within what they are allowed.
+"""What ``linear_loss`` and ``chunked_topk_logprobs`` allocate stays within what they are allowed.
 
 Measured: the highest sum of live bytes that torch's CPU allocator reports during forward and backward.
 """
@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from mopd.losses import chunked_topk_logprobs, linear_topk_distill
-from mopd.losses.rows import BLOCK_ELEMENTS
+from mopd.losses import chunked_topk_logprobs
+from mopd.losses.chunked.blocks import BLOCK_ELEMENTS
+from tests.parity.losses.linear_topk import linear_topk, with_main_grad
 
 T, H, V, K = 400, 32, 30_000, 8
 MIB = 2**20
@@ -45,25 +46,21 @@ def test_the_measure_sees_what_is_allocated_and_freed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("strategy", ["token_chunks", "vocab_slices"])
-def test_budget_is_kept(strategy: str, dtype: torch.dtype) -> None:
+def test_budget_is_kept(dtype: torch.dtype) -> None:
     """The materialised logits take 46 MiB (fp32); the budget is a tenth."""
     torch.manual_seed(0)
     hidden = torch.randn(T, H).to(dtype).requires_grad_()
-    weight = torch.nn.Parameter(torch.randn(V, H).to(dtype))
-    weight.main_grad = torch.zeros(V, H)  # type: ignore[attr-defined]
+    weight = with_main_grad(torch.randn(V, H).to(dtype), dtype=torch.float32)
     ids, logq = torch.randint(0, V, (T, K)), torch.full((T, K), -4.0)
     logits_bytes = T * V * weight.element_size()
 
-    def work(**options: Any) -> tuple[torch.Tensor, ...]:
-        loss, _ = linear_topk_distill(
-            hidden, weight, ids, logq, reduce_loss=True, gradient_accumulation_fusion=True, **options
-        )
+    def work(memory_budget: int) -> tuple[torch.Tensor, ...]:
+        loss, _ = linear_topk(hidden, weight, ids, logq, memory_budget=memory_budget)
         return torch.autograd.grad(loss, (hidden, weight), allow_unused=True)
 
     budget = logits_bytes // 10
-    frugal = peak_bytes(lambda: work(memory_budget=budget, strategy=strategy, unit_upstream=True))
-    plain = peak_bytes(lambda: work(memory_budget=10**9))
+    frugal = peak_bytes(lambda: work(budget))
+    plain = peak_bytes(lambda: work(10**9))
     results = hidden.nbytes
     assert plain > logits_bytes
     assert frugal < budget + results + SCRATCH

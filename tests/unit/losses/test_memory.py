@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mopd.losses import parallel_entropy_and_topk_overlap, parallel_sampled_kl, parallel_topk_distill
-from mopd.losses.rows import BLOCK_ELEMENTS
+from mopd.losses.chunked.blocks import BLOCK_ELEMENTS
 
 ROWS, VOCAB, K = 96, 40_000, 16
 BLOCK_BYTES = 4 * BLOCK_ELEMENTS

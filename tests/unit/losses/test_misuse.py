@@ -61,7 +61,6 @@ LOGQ = torch.tensor([[0.5, 0.2, 0.1]]).log().expand(4, 3).contiguous()
         ({"backend": "cuda"}, "backend is 'cuda'"),
         ({"backend": "reference", "overwrite_input": True}, "'reference' has no"),
         ({"inp": Z.t().contiguous().t(), "overwrite_input": True}, "overwrite_input needs contiguous"),
-        ({"is_cg_capturable": True, "check_values": True}, "is_cg_capturable"),
     ],
 )
 def test_shapes_types_and_options(change: dict[str, Any], message: str) -> None:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from mopd.losses import (
     chunked_topk_logprobs,
-    linear_topk_distill,
     parallel_entropy_and_topk_overlap,
     parallel_gather_logprobs,
     parallel_policy_gradient,
     parallel_sampled_kl,
 )
 from tests.parity.losses.definitions import teacher_topk
+from tests.parity.losses.linear_topk import linear_topk
 from tests.parity.losses.triton_layer import DEVICE, to_device
 
 ROWS, VOCAB, PADDED, HIDDEN, K = 5, 17, 19, 6, 3
@@ -142,8 +142,8 @@ def test_gathered(backend: str, value: float) -> None:
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("backend", ["chunked", "triton"])
-@pytest.mark.parametrize("strategy", ["materialize", "token_chunks", "vocab_slices"])
-def test_lm_head(strategy: str, backend: str, value: float) -> None:
+@pytest.mark.parametrize("at_once", [None, 2])
+def test_lm_head(at_once: int | None, backend: str, value: float) -> None:
     """An infinite hidden state makes logits of both infinities, some of NaN."""
     data = problem()
     hidden = data["hidden"].clone()
@@ -151,35 +151,13 @@ def test_lm_head(strategy: str, backend: str, value: float) -> None:
     for loss, tail in (("reverse_kl", "generalized"), ("forward_kl", "bucket"))[: 1 if backend == "triton" else 2]:
         leaf = hidden.to(DEVICE).requires_grad_()
         given = [to_device(data[name]) for name in ("weight", "ids", "logq")]
-        total, metrics = linear_topk_distill(
-            leaf, given[0], given[1], given[2], loss=loss, tail=tail, strategy=strategy, backend=backend,  # type: ignore[arg-type]
-            reduce_loss=strategy == "token_chunks", true_vocab_size=VOCAB, with_entropy=True,
-            memory_budget={"materialize": 1 << 20, "token_chunks": 2000, "vocab_slices": 500}[strategy],
+        total, metrics = linear_topk(
+            leaf, *given, loss=loss, tail=tail, rows_at_once=at_once, backend=backend, true_vocab_size=VOCAB,
+            with_entropy=True,
         )  # fmt: skip
         for name in ("unweighted_loss", "student_mass", "entropy"):
             assert metrics[name].isfinite().tolist() == only(BAD), name
-        if strategy == "token_chunks":
-            assert not total.isfinite()
-        else:
-            assert total.isfinite().tolist() == only(BAD)
-
-
-@pytest.mark.parametrize("backend", ["chunked", "triton"])
-def test_lm_head_with_a_masked_slice(backend: str) -> None:
-    """A slice of the vocabulary whose logits are all -inf has no mass, and takes none from the others."""
-    data = problem()
-    hidden, weight = data["hidden"].abs(), data["weight"].clone()
-    weight[7:VOCAB] = -INF
-    ids = data["ids"].clamp_max(6)
-    results = []
-    for strategy, budget in (("materialize", 1 << 20), ("vocab_slices", 100)):
-        loss, metrics = linear_topk_distill(
-            to_device(hidden), to_device(weight), to_device(ids), to_device(data["logq"]), loss="reverse_kl",
-            strategy=strategy, memory_budget=budget, backend=backend, true_vocab_size=VOCAB, with_entropy=True,  # type: ignore[arg-type]
-        )  # fmt: skip
-        results.append(torch.stack([loss, metrics["student_mass"], metrics["entropy"]]))
-    assert bool(results[0].isfinite().all())
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+        assert not total.isfinite()
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])

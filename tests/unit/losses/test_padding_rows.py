@@ -36,7 +36,7 @@ def step(function: str, spoiled: bool, backend: str) -> tuple[Tensor, Tensor, di
 @pytest.mark.parametrize("function", ["k2", "k3", "k3_reverse", "policy_gradient"])
 def test_padding_reaches_nothing(monkeypatch: pytest.MonkeyPatch, function: str, backend: str, skips: bool) -> None:
     if not skips:  # as on an accelerator: rows are computed and masked
-        monkeypatch.setattr("mopd.losses.rows.SYNCHRONOUS_DEVICES", ())
+        monkeypatch.setattr("mopd.losses.chunked.blocks.SYNCHRONOUS_DEVICES", ())
     clean, spoiled = (step(function, spoiled, backend) for spoiled in (False, True))
     assert torch.equal(spoiled[0], clean[0])
     assert torch.equal(spoiled[1], clean[1])

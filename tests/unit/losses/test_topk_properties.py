@@ -81,7 +81,7 @@ def test_block_size_changes_nothing(monkeypatch: pytest.MonkeyPatch, elements: i
     weight = torch.tensor([1.0, 0, 0, 0, 2, 0.5, 0, 1, 1])
     options = {"loss_weight": weight, "temperature": 0.9, "target": ids[:, 0]}
     expected = run(z.to(dtype), ids, logq, **options)
-    monkeypatch.setattr("mopd.losses.rows.BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr("mopd.losses.chunked.blocks.BLOCK_ELEMENTS", elements)
     actual = run(z.to(dtype), ids, logq, **options)
     assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
     assert all(torch.equal(actual[2][name], expected[2][name]) for name in expected[2])
@@ -137,7 +137,7 @@ def test_rows_of_weight_zero_are_inert(monkeypatch: pytest.MonkeyPatch, backend:
     Without skipping, as on an accelerator, the rows are computed and masked.
     """
     if not skips:
-        monkeypatch.setattr("mopd.losses.rows.SYNCHRONOUS_DEVICES", ())
+        monkeypatch.setattr("mopd.losses.chunked.blocks.SYNCHRONOUS_DEVICES", ())
     z, ids, logq = batch()
     weight = torch.ones(ROWS)
     weight[3:5] = 0
@@ -197,10 +197,9 @@ def test_metrics() -> None:
     assert all(torch.count_nonzero(metrics[name]) == 0 for name in ("clamped", "clamped_entries", "tail_floored"))
 
 
-def test_integer_widths_and_alias_agree() -> None:
+def test_integer_widths_agree() -> None:
     z, ids, logq = batch()
     assert torch.equal(run(z, ids, logq)[1], run(z, ids.int(), logq)[1])
-    assert torch.equal(on_device.fused_vocab_parallel_topk_kl(z, ids, logq, None), run(z, ids, logq)[0])
 
 
 def test_no_rows() -> None:

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mopd.losses import parallel_gather_logprobs, parallel_sampled_kl, parallel_topk_distill
-from mopd.losses.triton import support
+from mopd.losses.api import resolve_layer
+from mopd.losses.call import MOST_IDS
 from tests.parity.losses.triton_layer import DEVICE
 
 Z = torch.linspace(-1, 1, 40).view(4, 10).to(DEVICE)
@@ -94,10 +95,10 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
 
 
 def test_too_many_ids_are_refused_by_name_and_left_to_chunked_otherwise() -> None:
-    vocab, k = support.MOST_IDS + 10, support.MOST_IDS + 1
+    vocab, k = MOST_IDS + 10, MOST_IDS + 1
     z, ids = torch.zeros(1, vocab, device=DEVICE), torch.arange(k, device=DEVICE)[None]
     logq = torch.full((1, k), -20.0, device=DEVICE)
-    with pytest.raises(ValueError, match=f"a row holds {k} ids of 1 teachers: at most {support.MOST_IDS} ids fit"):
+    with pytest.raises(ValueError, match=f"a row holds {k} ids of 1 teachers: at most {MOST_IDS} ids fit"):
         parallel_topk_distill(z, ids, logq, backend="triton")
     teachers = 64
     many = ids[:, :32].expand(teachers, -1).unsqueeze(0)
@@ -111,10 +112,10 @@ def test_too_many_ids_are_refused_by_name_and_left_to_chunked_otherwise() -> Non
 
 
 def test_auto_takes_triton_on_cuda_only() -> None:
-    assert support.resolve("auto", torch.zeros(1)) == "chunked"
-    assert support.resolve("auto", Z) == ("triton" if Z.is_cuda else "chunked")
-    assert support.resolve("auto", Z.double()) == "chunked"
-    assert support.resolve("chunked", Z) == "chunked"
+    assert resolve_layer("auto", torch.zeros(1)) == "chunked"
+    assert resolve_layer("auto", Z) == ("triton" if Z.is_cuda else "chunked")
+    assert resolve_layer("auto", Z.double()) == "chunked"
+    assert resolve_layer("chunked", Z) == "chunked"
 
 
 def test_without_the_interpreter_cpu_tensors_are_refused() -> None:

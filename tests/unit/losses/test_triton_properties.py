@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mopd.losses import parallel_topk_distill
-from mopd.losses.triton import launch, table
+from mopd.losses.triton import functions, table
 from tests.parity.losses.definitions import teacher_topk
 from tests.parity.losses.triton_layer import DEVICE, LOSSES, TAILS, run
 
@@ -149,7 +149,7 @@ def test_launch_parameters_change_only_rounding(
     expected = run(z.double(), ids, logq, **{**options, "backend": "reference"})
     how = table.Launch(block, 1, stages)
     entry = table.Entry(VOCAB, "float32", K, 4, "any", how, splits, table.Launch(block, 1, 1))
-    monkeypatch.setattr(launch, "entry_for", lambda *_: entry)
+    monkeypatch.setattr(functions, "entry_for", lambda *_: entry)
     assert_near(run(z, ids, logq, **options), expected)
 
 

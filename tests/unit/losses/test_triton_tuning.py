@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from mopd.losses.triton import tuning
+from mopd.losses.triton import table
 from mopd.losses.triton.table import ANY_DEVICE
+from mopd.losses.triton.tuning import tune
 
-LAUNCH = tuning.Launch(1024, 4, 1)
+LAUNCH = table.Launch(1024, 4, 1)
 
 
-def entry(width: int, k: int, rows: int, device: str = ANY_DEVICE, dtype: str = "bfloat16") -> tuning.Entry:
-    return tuning.Entry(width, dtype, k, rows, device, LAUNCH, 1, LAUNCH)
+def entry(width: int, k: int, rows: int, device: str = ANY_DEVICE, dtype: str = "bfloat16") -> table.Entry:
+    return table.Entry(width, dtype, k, rows, device, LAUNCH, 1, LAUNCH)
 
 
 ENTRIES = [entry(151_936, 64, 8192), entry(18_992, 64, 8192), entry(151_936, 512, 8192), entry(151_936, 64, 64)]
@@ -36,40 +37,40 @@ ENTRIES = [entry(151_936, 64, 8192), entry(18_992, 64, 8192), entry(151_936, 512
     ],
 )
 def test_lookup_takes_the_nearest_bucket(width: int, k: int, rows: int, expected: int) -> None:
-    assert tuning.lookup(width, torch.bfloat16, k, rows, "some GPU", ENTRIES) == ENTRIES[expected]
+    assert table.lookup(width, torch.bfloat16, k, rows, "some GPU", ENTRIES) == ENTRIES[expected]
 
 
 def test_a_device_with_entries_of_its_own_uses_only_those() -> None:
     own = entry(4096, 1, 1, device="some GPU")
-    assert tuning.lookup(151_936, torch.bfloat16, 64, 8192, "some GPU", [*ENTRIES, own]) == own
-    assert tuning.lookup(151_936, torch.bfloat16, 64, 8192, "another", [*ENTRIES, own]) == ENTRIES[0]
+    assert table.lookup(151_936, torch.bfloat16, 64, 8192, "some GPU", [*ENTRIES, own]) == own
+    assert table.lookup(151_936, torch.bfloat16, 64, 8192, "another", [*ENTRIES, own]) == ENTRIES[0]
 
 
 def test_missing_dtype_and_broken_tables_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no entry for float16 on 'some GPU'"):
-        tuning.lookup(4096, torch.float16, 1, 1, "some GPU", ENTRIES)
+        table.lookup(4096, torch.float16, 1, 1, "some GPU", ENTRIES)
     path = tmp_path / "table.json"
     path.write_text('{"entries": [{"width": 1}]}')
     with pytest.raises(ValueError, match="does not fit"):
-        tuning.load_table(path)
+        table.load_table(path)
     with pytest.raises(ValueError, match="device is cpu"):
-        tuning.tune("cpu", [(1, 1, 1)], [torch.bfloat16])
+        tune("cpu", [(1, 1, 1)], [torch.bfloat16])
 
 
 def test_saving_and_merging(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     better = replace(ENTRIES[1], splits=4)
-    tuning.save_table(tuning.merge(ENTRIES, [better, entry(64, 1, 1)]), path)
-    loaded = tuning.load_table(path)
+    table.save_table(table.merge(ENTRIES, [better, entry(64, 1, 1)]), path)
+    loaded = table.load_table(path)
     assert len(loaded) == 5 and better in loaded and ENTRIES[1] not in loaded
-    assert tuning.merge(loaded, []) == loaded
+    assert table.merge(loaded, []) == loaded
 
 
 def test_the_shipped_table_serves_every_type_and_fits_the_kernels() -> None:
-    entries = tuning.load_table()
+    entries = table.load_table()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for width in (1000, 18_992, 151_936):
-            tuning.lookup(width, dtype, 64, 8192, "no such GPU", entries)
+            table.lookup(width, dtype, 64, 8192, "no such GPU", entries)
     for e in entries:
         for launch in (e.stats, e.dense):
             lanes = 32 * launch.warps

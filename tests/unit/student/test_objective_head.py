@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mopd.config.losses import TopKLossConfig
-from mopd.losses.linear import choose_rows
+from mopd.losses import choose_rows
 from mopd.student.batch import LossRows
 from mopd.student.model.gpt import LMHead
 from mopd.student.objective import Objective

@@ -9,29 +9,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mopd.losses.chunked import Scratch, accumulation_dtype
-from mopd.losses.rows import Block, blocks
-from mopd.losses.vocab_parallel import VocabShard
+from mopd.losses.call import LossCall
+from mopd.losses.chunked.blocks import Block, blocks
+from mopd.losses.chunked.passes import Scratch
 
 LARGEST_EXACT_ID = 1 << 24
 """Ids travel in fp32, which holds integers up to here."""
 
 
-def entropy_and_overlap(
-    inp: Tensor, ids_TK: Tensor, shard: VocabShard, temperature: float, active_T: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def entropy_and_overlap(inp: Tensor, ids_TK: Tensor, call: LossCall) -> tuple[Tensor, Tensor]:
     """Entropy in nats ``[T]``, and the share of the teacher's ids that are among the student's K most probable ``[T]``.
 
     One all-reduce of ``[T, tp * (2 + 2 K)]``: per rank the log-sum-exp, the mean logit, and the K best logits with ids.
     """
     rows, k = ids_TK.shape
-    dtype = accumulation_dtype(inp)
+    shard, dtype = call.shard, call.dtype
     own = inp.new_zeros(rows, 2 + 2 * k, dtype=dtype)
     own[:, 0] = -torch.inf
     own[:, 2 : 2 + k] = -torch.inf
     own[:, 2 + k :] = -1
     if shard.num_columns:
-        _local(inp, own, k, shard, temperature, active_T)
+        _local(inp, own, k, call)
     pay = own.new_zeros(rows, shard.world_size, own.size(1))
     pay[:, shard.rank] = own
     if shard.world_size > 1:
@@ -44,24 +42,22 @@ def entropy_and_overlap(
     for column in range(k):  # one column at a time: a [T, K, K] table would be the largest tensor here
         hits += ((student_ids == ids_TK[:, column : column + 1]).any(1) & valid[:, column]).to(dtype)
     overlap = torch.where(entropy.isfinite(), hits / valid.sum(1).clamp_min(1), torch.nan)
-    if active_T is not None:
-        entropy, overlap = torch.where(active_T, entropy, 0), torch.where(active_T, overlap, 0)
-    return entropy, overlap
+    return call.only_active(entropy), call.only_active(overlap)
 
 
-def entropy_rows(inp: Tensor, shard: VocabShard, temperature: float, active_T: Tensor | None) -> Tensor:
+def entropy_rows(inp: Tensor, call: LossCall) -> Tensor:
     """Entropy in nats ``[T]``; a pass and an all-reduce of ``[T, tp * 2]``: each rank's log-sum-exp and mean logit."""
-    pay = inp.new_zeros(inp.shape[:-1].numel(), shard.world_size, 2, dtype=accumulation_dtype(inp))
+    shard = call.shard
+    pay = inp.new_zeros(inp.shape[:-1].numel(), shard.world_size, 2, dtype=call.dtype)
     own = pay[:, shard.rank]
     own[:, 0] = -torch.inf
-    scratch = Scratch(inp, shard, temperature)
-    for block in blocks(inp, active_T) if shard.num_columns else ():
+    scratch = Scratch(inp, call)
+    for block in blocks(inp, call.active_T) if shard.num_columns else ():
         if not block.empty:
             block.put_rows(own, _lse_and_mean(_logits(block, inp, scratch), scratch))
     if shard.world_size > 1:
         dist.all_reduce(pay, group=shard.group)
-    entropy = _entropy_of_parts(pay[..., 0], pay[..., 1])
-    return entropy if active_T is None else torch.where(active_T, entropy, 0)
+    return call.only_active(_entropy_of_parts(pay[..., 0], pay[..., 1]))
 
 
 def _entropy_of_parts(lse: Tensor, mean: Tensor) -> Tensor:
@@ -83,11 +79,11 @@ def _lse_and_mean(logits: Tensor, scratch: Scratch) -> Tensor:
     return torch.stack([torch.logsumexp(logits, 1), mean], 1)
 
 
-def _local(inp: Tensor, own: Tensor, k: int, shard: VocabShard, temperature: float, active_T: Tensor | None) -> None:
+def _local(inp: Tensor, own: Tensor, k: int, call: LossCall) -> None:
     """Fills this rank's columns of the payload, row block by row block."""
-    scratch = Scratch(inp, shard, temperature)
-    best = min(k, shard.num_columns)
-    for block in blocks(inp, active_T):
+    scratch = Scratch(inp, call)
+    best = min(k, call.shard.num_columns)
+    for block in blocks(inp, call.active_T):
         if block.empty:
             continue
         logits = _logits(block, inp, scratch)
@@ -95,5 +91,5 @@ def _local(inp: Tensor, own: Tensor, k: int, shard: VocabShard, temperature: flo
         part[:, :2] = _lse_and_mean(logits, scratch)
         top = logits.topk(best, dim=1)
         part[:, 2 : 2 + best] = top.values
-        part[:, 2 + k : 2 + k + best] = (top.indices + shard.start).to(part.dtype)
+        part[:, 2 + k : 2 + k + best] = (top.indices + call.shard.start).to(part.dtype)
         block.put_rows(own, part)

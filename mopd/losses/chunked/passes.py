@@ -4,6 +4,12 @@ Both read a few rows at a time, so that the extra memory is two small blocks and
 exponentials from ``softmax``: one fused, vectorised pass. Its normaliser is not trusted (torch sums it in sequence on
 CPU, which errs by 2e-5 at V = 151,936) but divided out again: the largest entry of a row's softmax is 1 / normaliser.
 
+Between them stands one SUM all-reduce of ``pay[T, tp + N]``: each rank writes the log-sum-exp of its own logits into
+column ``rank`` and the selected logits that it owns into their columns. Every cell has at most one non-zero
+contributor, so the result is exact and equal on all ranks, and needs no MAX all-reduce. The log-sum-exp that travels
+leaves the selected ids out (they are in the payload anyway): the mass outside the selection then comes out as a sum of
+positive numbers, never as 1 - P, which loses all digits for a sure student.
+
 Shape legend: T rows, V columns of this rank, N selected ids of a row, R rows of a block.
 """
 
@@ -12,12 +18,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from mopd.losses import rows
+from mopd.losses.call import LossCall, VocabShard
+from mopd.losses.chunked.blocks import Block, blocks, can_look, scatter_where
 from mopd.losses.divergences import SMALLEST
-from mopd.losses.rows import Block, blocks, scatter_where
-from mopd.losses.vocab_parallel import LogProbs, VocabShard, exchange
 
 
 @dataclass(frozen=True)
@@ -45,10 +51,10 @@ class FarTail:
 class Scratch:
     """Two reusable blocks in the accumulation type."""
 
-    def __init__(self, inp: Tensor, shard: VocabShard, temperature: float) -> None:
-        self.dtype = accumulation_dtype(inp)
-        self.columns = shard.num_columns
-        self.scale = 1.0 / temperature
+    def __init__(self, inp: Tensor, call: LossCall) -> None:
+        self.dtype = call.dtype
+        self.columns = call.shard.num_columns
+        self.scale = 1.0 / call.options.temperature
         self._inp = inp
         self._source: Tensor | None = None
         self._result: Tensor | None = None
@@ -70,28 +76,64 @@ class Scratch:
         return self._result[:num_rows]
 
 
-def accumulation_dtype(inp: Tensor) -> torch.dtype:
-    """fp32, or float64 for float64 logits (tests)."""
-    return torch.float64 if inp.dtype == torch.float64 else torch.float32
+@dataclass(frozen=True)
+class LogProbs:
+    """Log-probs of the selected ids over the whole vocabulary, equal on all ranks.
+
+    ``shift + log_sum`` is the log-sum-exp of the row; kept apart because a large shift would round the small part away.
+    """
+
+    shift_T: Tensor
+    log_sum_T: Tensor
+    logprobs_TN: Tensor
+    log_tail_T: Tensor
+    """Log of the probability of all ids that are not removed. NaN in rows without a distribution: a logit NaN or
+    +inf on any rank, or all of them -inf."""
+    tail_lse_T: Tensor
+    """Log-sum-exp of the logits of those ids."""
+
+    @property
+    def lse_T(self) -> Tensor:
+        return self.shift_T + self.log_sum_T
 
 
-def collect(
-    inp: Tensor, selection: Selection, shard: VocabShard, temperature: float, active_T: Tensor | None
-) -> tuple[LogProbs, Tensor]:
+def exchange(tail_lse_T: Tensor, selected_TN: Tensor, removed_TN: Tensor, shard: VocabShard) -> LogProbs:
+    """Joins the shards with the one collective.
+
+    ``tail_lse_T`` is this rank's log-sum-exp over its columns that are not removed; ``selected_TN`` its selected
+    logits, 0 where it does not own the id; ``removed_TN`` marks the entries whose id is left out of ``tail_lse_T``
+    (the same on all ranks, at most one entry per id and row).
+    """
+    rows, tp = tail_lse_T.size(0), shard.world_size
+    pay = selected_TN.new_zeros(rows, tp + selected_TN.size(1))
+    pay[:, shard.rank] = tail_lse_T
+    pay[:, tp:] = selected_TN
+    if tp > 1:
+        dist.all_reduce(pay, group=shard.group)
+    tails, selected = pay[:, :tp], pay[:, tp:]
+    parts = torch.cat([tails, selected.masked_fill(~removed_TN, -torch.inf)], dim=1)
+    shift = parts.amax(1)
+    log_sum = torch.log((parts - shift.unsqueeze(1)).exp().sum(1))
+    logprobs = (selected - shift.unsqueeze(1)) - log_sum.unsqueeze(1)
+    log_tail = torch.logsumexp(tails - shift.unsqueeze(1), dim=1) - log_sum
+    return LogProbs(shift, log_sum, logprobs, log_tail, torch.logsumexp(tails, dim=1))
+
+
+def collect(inp: Tensor, selection: Selection, call: LossCall) -> tuple[LogProbs, Tensor]:
     """Forward pass over the logits and the collective.
 
     Returns the log-probs, and ``local`` [T]: what this rank's row softmax must be multiplied with to be the
-    probability over the whole vocabulary. Rows outside ``active_T`` hold meaningless numbers.
+    probability over the whole vocabulary. Rows of weight 0 hold meaningless numbers.
     """
-    num_rows, dtype = selection.column_TN.size(0), accumulation_dtype(inp)
+    num_rows, dtype, shard = selection.column_TN.size(0), call.dtype, call.shard
     peak_T, unit_T = inp.new_zeros(num_rows, dtype=dtype), inp.new_ones(num_rows, dtype=dtype)
     tail_lse_T = inp.new_zeros(num_rows, dtype=dtype)
     selected_TN = inp.new_zeros(selection.column_TN.shape, dtype=dtype)
     if shard.num_columns == 0:
         tail_lse_T.fill_(-torch.inf)
         return exchange(tail_lse_T, selected_TN, selection.removed_TN, shard), torch.zeros_like(peak_T)
-    scratch = Scratch(inp, shard, temperature)
-    for block in blocks(inp, active_T):
+    scratch = Scratch(inp, call)
+    for block in blocks(inp, call.active_T):
         if block.empty:
             continue
         owned = block.rows_of(selection.owned_TN)
@@ -121,7 +163,7 @@ def _measure_far_tails(
     of the logits' size and overwritten."""
     far = rest < SMALLEST
     pick: Tensor | slice = slice(None)
-    if far.device.type in rows.SYNCHRONOUS_DEVICES:
+    if can_look(far):
         if not bool(far.any()):
             return
         pick = far
@@ -140,19 +182,17 @@ def write_gradient(
     column_TN: Tensor,
     dense_T: Tensor | None,
     far: FarTail | None = None,
-    shard: VocabShard,
-    temperature: float,
-    active_T: Tensor | None,
+    call: LossCall,
 ) -> None:
     """Backward pass: ``out[t] = dense[t] * softmax(z[t] / temperature)`` of this rank, then the K entries over it.
 
-    ``dense_T`` is ``-G * upstream / temperature * local``, 0 on rows outside ``active_T``; None means 0 everywhere. The
+    ``dense_T`` is ``-G * upstream / temperature * local``, 0 on rows of weight 0; None means 0 everywhere. The
     entries replace what the dense part wrote: they were formed in the accumulation type and are rounded once. ``out``
     may be ``inp``.
     """
-    scratch = Scratch(inp, shard, temperature)
-    n = shard.num_columns
-    for block in blocks(inp, active_T):
+    scratch = Scratch(inp, call)
+    n = call.shard.num_columns
+    for block in blocks(inp, call.active_T):
         target = block.of(out)
         if block.empty or n == 0:
             target.zero_()
@@ -185,7 +225,7 @@ def _dense(
     dense = block.rows_of(dense_T).unsqueeze(1)
     part.mul_(dense)
     zero = dense == 0
-    if part.device.type not in rows.SYNCHRONOUS_DEVICES or bool(zero.any()):
+    if not can_look(part) or bool(zero.any()):
         part.masked_fill_(zero, 0)  # the softmax of a masked shard or of a padding row may be NaN
     if far is not None:
         _add_far(part, logits, block.rows_of(far.factor_T), block.rows_of(far.lse_T))
@@ -195,7 +235,7 @@ def _dense(
 def _add_far(part: Tensor, logits: Tensor, factor: Tensor, lse: Tensor) -> None:
     """Adds the far tail to a block's rows; its numbers at the selected ids are replaced after it."""
     here = factor != 0
-    if part.device.type not in rows.SYNCHRONOUS_DEVICES:
+    if not can_look(part):
         spread = torch.exp(logits - lse.unsqueeze(1)) * factor.unsqueeze(1)
         part += torch.where(here.unsqueeze(1), spread, 0)
     elif bool(here.any()):

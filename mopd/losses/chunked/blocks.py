@@ -18,6 +18,11 @@ SYNCHRONOUS_DEVICES: tuple[str, ...] = ("cpu",)
 """Devices whose values can steer the program; on any other, looking at one waits for the device."""
 
 
+def can_look(x: Tensor) -> bool:
+    """Whether the values of ``x`` may steer the program."""
+    return x.device.type in SYNCHRONOUS_DEVICES
+
+
 @dataclass(frozen=True)
 class Slab:
     """Part of ``[A, B, V]`` that is a plain ``[rows, V]`` view; ``rows`` says which of the T rows it holds."""
@@ -85,7 +90,7 @@ def blocks(x: Tensor, active: Tensor | None) -> Iterator[Block]:
     height = max(1, BLOCK_ELEMENTS // max(1, x.size(-1)))
     for slab in slabs(x):
         count = slab.view(x).size(0)
-        marks = active[slab.rows] if active is not None and x.device.type in SYNCHRONOUS_DEVICES else None
+        marks = active[slab.rows] if active is not None and can_look(x) else None
         for low in range(0, count, height):
             high = min(low + height, count)
             pick = None

@@ -1,0 +1,211 @@
+"""The output matrix of a language model as a vocab-parallel linear layer: rows in, gradients out.
+
+What Megatron-Core's ``ColumnParallelLinear`` does around its matrix product, for any subset of the rows: gather what
+sequence parallelism has split, sum the hidden gradient over the tensor-parallel ranks, and put the weight gradient
+into ``weight.main_grad`` where there is one. The products themselves are the BLAS library's.
+
+Shape legend: T rows of the whole batch (all leading dims together), N rows that are computed, H hidden size, V
+columns of this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mopd.losses.call import accumulation_dtype
+from mopd.losses.checks import FLOATS
+
+CONVERSION_ELEMENTS = 1 << 20
+"""Elements that are converted at a time where the BLAS library cannot accumulate half-precision products in fp32."""
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """How an LM head is spread over ranks, and which of its rows are computed.
+
+    Raises ValueError for a ``row_index`` of another form, and for ``sequence_parallel`` without a group.
+    """
+
+    group: dist.ProcessGroup | None = None
+    """Tensor-parallel group; None for a single rank."""
+    sequence_parallel: bool = False
+    """Hidden states arrive as this rank's share of the first dimension."""
+    row_index: Tensor | None = None
+    """int64 ``[N]``, N >= 1, ascending: flat numbers of the rows to compute; None means all."""
+
+    def __post_init__(self) -> None:
+        index = self.row_index
+        if index is not None and (index.dtype != torch.int64 or index.dim() != 1 or index.numel() == 0):
+            raise ValueError(f"row_index is {index.dtype} {list(index.shape)}: pass int64 [N] with at least one row")
+        if self.sequence_parallel and self.group is None:
+            raise ValueError("sequence_parallel is True but group None: pass the tensor-parallel group")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share the vocabulary."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    @property
+    def splits_sequence(self) -> bool:
+        """Hidden states must be gathered."""
+        return self.sequence_parallel and self.world_size > 1
+
+    def row_shape(self, hidden: Tensor) -> torch.Size:
+        """Leading dims of the logits that belong to ``hidden``."""
+        first, *rest = hidden.shape[:-1]
+        return torch.Size([first * self.world_size if self.splits_sequence else first, *rest])
+
+    def num_rows(self, hidden: Tensor) -> int:
+        """Rows that are computed."""
+        return self.row_shape(hidden).numel() if self.row_index is None else self.row_index.numel()
+
+    def gather(self, hidden: Tensor) -> Tensor:
+        """The rows that are computed, ``[N, H]``; without a copy where neither a gather nor a choice asks for one."""
+        if self.splits_sequence:
+            whole = hidden.new_empty(*self.row_shape(hidden), hidden.size(-1))
+            dist.all_gather_into_tensor(whole, hidden.contiguous(), group=self.group)
+            hidden = whole
+        flat = hidden.flatten(0, -2)
+        return flat if self.row_index is None else flat.index_select(0, self.row_index)
+
+    def give_back(self, grad_NH: Tensor, hidden: Tensor) -> Tensor:
+        """This rank's part of the rows' gradient to the gradient of ``hidden``: summed over the ranks, 0 elsewhere.
+
+        The sum runs in the dtype of ``grad_NH``, which may be overwritten, and is rounded once.
+        """
+        if self.world_size > 1 and not self.sequence_parallel:
+            dist.all_reduce(grad_NH, group=self.group)
+        if not self.splits_sequence:
+            grad_NH = grad_NH.to(hidden.dtype)
+        whole = grad_NH
+        if self.row_index is not None:
+            num_rows = self.row_shape(hidden).numel()
+            whole = grad_NH.new_zeros(num_rows, grad_NH.size(1)).index_copy_(0, self.row_index, grad_NH)
+        if self.splits_sequence:
+            own = whole.new_empty(whole.size(0) // self.world_size, whole.size(1))
+            dist.reduce_scatter_tensor(own, whole, group=self.group)
+            whole = own.to(hidden.dtype)
+        return whole.view(hidden.shape)
+
+    def spread(self, value_N: Tensor, hidden: Tensor) -> Tensor:
+        """Numbers of the computed rows as ``[rows]``, 0 elsewhere. Differentiable."""
+        shape = self.row_shape(hidden)
+        if self.row_index is None:
+            return value_N.view(shape)
+        return value_N.new_zeros(shape.numel()).index_copy(0, self.row_index, value_N).view(shape)
+
+    def sum_dtype(self, weight: Tensor) -> torch.dtype:
+        """Type in which hidden gradients are summed: wide where several ranks contribute."""
+        return accumulation_dtype(weight) if self.world_size > 1 else weight.dtype
+
+    def rows_within(self, memory_budget: int, hidden: Tensor, weight: Tensor) -> int:
+        """How many rows of logits may exist at once: all that are computed, or as many as fit beside the gradients.
+
+        Counted are bytes besides inputs, results, ``[T, K]`` numbers and the few megabytes of scratch of the logits
+        passes. The same on all ranks, whose shards are equal.
+
+        Raises:
+            ValueError: not even one row fits, with the least that would do; shapes or dtypes that make no logits.
+        """
+        check_factors(hidden, weight)
+        num_rows, row = self.num_rows(hidden), weight.size(0) * weight.element_size()
+        if num_rows * row <= memory_budget:
+            return num_rows
+        beside = self._bytes_beside_chunks(hidden, weight)
+        fit = min(num_rows, (memory_budget - beside) // row)
+        if fit < 1:
+            needs = {"all rows at once": num_rows * row, "one at a time": beside + row}
+            least = ", ".join(f"{name} {size}" for name, size in needs.items())
+            raise ValueError(
+                f"memory_budget is {memory_budget} bytes, too little for {num_rows} rows of {weight.size(0)} columns: "
+                f"set at least {min(needs.values())} (bytes needed: {least}) or pass fewer rows"
+            )
+        return fit
+
+    def _bytes_beside_chunks(self, hidden: Tensor, weight: Tensor) -> int:
+        """What lives beside a chunk's logits: gathered rows, and gradients that are not the results themselves."""
+        num_rows, total = self.num_rows(hidden), self.row_shape(hidden).numel()
+        size, hidden_size, summed = weight.element_size(), hidden.size(-1), self.sum_dtype(weight).itemsize
+        beside = hidden_size * num_rows * size if num_rows < total else 0
+        beside += hidden_size * total * size if self.splits_sequence else 0
+        is_result = summed == size and num_rows == total and not self.splits_sequence
+        if torch.is_grad_enabled() and hidden.requires_grad and not is_result:
+            whole = total if self.splits_sequence and num_rows < total else 0
+            beside += hidden_size * (num_rows + whole) * summed
+        if torch.is_grad_enabled() and weight.requires_grad and main_grad(weight) is None:
+            beside += weight.numel() * accumulation_dtype(weight).itemsize
+        return beside
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows ``low`` to ``high`` of those that are computed; ``index_N`` numbers these among the T, None means all."""
+
+    index_N: Tensor | None
+    low: int
+    high: int
+
+    def of(self, per_row: Tensor) -> Tensor:
+        """Their part of a per-row tensor ``[T, ...]``."""
+        if self.index_N is None:
+            return per_row[self.low : self.high]
+        return per_row.index_select(0, self.index_N[self.low : self.high])
+
+
+def choose_rows(marks: Tensor) -> Tensor | None:
+    """``row_index`` of the marked rows (bool ``[rows]``), None where all are. Waits for the device.
+
+    Where none is, the first row stands in (its weight is 0): no kernel has to cope with an empty tensor.
+    """
+    index = marks.flatten().nonzero().flatten()
+    if index.numel() == marks.numel():
+        return None
+    return index if index.numel() else index.new_zeros(1)
+
+
+def check_factors(hidden: Tensor, weight: Tensor) -> None:
+    """Raises ValueError for shapes or dtypes that make no logits."""
+    good = hidden.dim() in (2, 3) and weight.dim() == 2 and hidden.size(-1) == weight.size(-1) and weight.numel() > 0
+    if not good or hidden.dtype != weight.dtype or hidden.dtype not in FLOATS:
+        raise ValueError(
+            f"hidden is {hidden.dtype} {list(hidden.shape)} and weight {weight.dtype} {list(weight.shape)}: "
+            "pass float hidden [T, H] or [S, B, H] and weight [V/tp, H] of one dtype"
+        )
+
+
+def main_grad(weight: Tensor) -> Tensor | None:
+    """The buffer of Megatron's DistributedDataParallel, None where autograd is to get the weight's gradient."""
+    buffer: Tensor | None = getattr(weight, "main_grad", None)
+    return buffer
+
+
+def mark_added(weight: Tensor) -> None:
+    """Tells Megatron that ``main_grad`` is complete."""
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+
+
+def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
+    """``out (+)= a @ b``. ``out`` may be wider than the factors: the sums are then never rounded to their type."""
+    if a.dtype == out.dtype:
+        out.addmm_(a, b, beta=int(accumulate))
+    elif a.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(accumulate), out=out)
+    else:
+        _matmul_converted(out if accumulate else out.zero_(), a, b)
+
+
+def _matmul_converted(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """``out += a @ b`` in the type of ``out``, converting a part of the factors at a time: the longer dim is cut."""
+    inner = a.size(1)
+    if inner <= a.size(0):
+        wide, step = b.to(out.dtype), max(1, CONVERSION_ELEMENTS // max(1, inner))
+        for low in range(0, a.size(0), step):
+            out[low : low + step].addmm_(a[low : low + step].to(out.dtype), wide)
+        return
+    step = max(1, CONVERSION_ELEMENTS // max(1, a.size(0), b.size(1)))
+    for low in range(0, inner, step):
+        out.addmm_(a[:, low : low + step].to(out.dtype), b[low : low + step].to(out.dtype))
