@@ -52,15 +52,11 @@ class _CudaOnCpu(TorchFunctionMode):
         if func is Tensor.type and len(args) == 1 and not kwargs:
             # The distributed optimizer sorts parameters by this string.
             return func(*args).replace("torch.", "torch.cuda.", 1)
-        if kwargs:
-            if "device" in kwargs and _is_cuda(kwargs["device"]):
-                kwargs = {**kwargs, "device": "cpu"}
-            if func is Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-                args = (args[0], "cpu", *args[2:])
-            return func(*args, **kwargs)
+        if kwargs and _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": "cpu"}
         if func is Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], "cpu", *args[2:])
-        return func(*args)
+        return func(*args, **(kwargs or {}))
 
 
 def _is_cuda(device: Any) -> bool:

@@ -1,12 +1,17 @@
-"""Memory and speed of checkpoint conversion, beside a plain copy of the same files.
+"""Memory and speed of checkpoint conversion, beside a plain copy of the same files and beside Megatron with a model.
 
 Makes a random sharded mixture-of-experts checkpoint of the asked size (Qwen3-MoE architecture, bf16), copies its files,
 converts it to Megatron's format and back, each step in a process of its own, and prints one table (``--json``: JSON):
 seconds, bytes per second, that rate over the copy's, and peak resident memory above the process before the step. Every
 step starts with its input out of the page cache and ends with its output on disk.
 
+``model-to-megatron`` and ``model-to-hf``, which must be asked for, do the same with a ``GPTModel`` that Megatron's
+``dist_checkpointing`` writes and loads.
+
     python tools/measure_conversion.py --folder /data/measure --gigabytes 8
     python tools/measure_conversion.py --folder /data/measure --steps copy    # one step at a time; results add up
+    python tools/measure_conversion.py --folder /data/measure --gigabytes 3 --steps make to-megatron to-hf \\
+        model-to-megatron model-to-hf
 
 Left out: several ranks (torchrun), network file systems.
 """
@@ -24,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 STEPS = ("make", "copy", "to-megatron", "to-hf", "compare")
+MODEL_STEPS = ("model-to-megatron", "model-to-hf")
 HIDDEN, EXPERT_WIDTH, EXPERTS, VOCABULARY = 2048, 768, 64, 151936
 RESULTS = "results.json"
 SHARD_BYTES = 2**30
@@ -36,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--folder", type=Path, required=True, help="where the files go: three times their size is needed"
     )
     parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the checkpoint")
-    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--steps", nargs="+", choices=(*STEPS, *MODEL_STEPS), default=list(STEPS))
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", choices=STEPS, help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=(*STEPS, *MODEL_STEPS), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.child:
         print(json.dumps(run_step(args.child, args.folder, args.gigabytes)))
@@ -47,22 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = args.folder / RESULTS
     results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     for step in args.steps:
-        command = [
-            sys.executable,
-            __file__,
-            "--folder",
-            args.folder,
-            "--gigabytes",
-            str(args.gigabytes),
-            "--child",
-            step,
-        ]
+        options = ["--folder", str(args.folder), "--gigabytes", str(args.gigabytes), "--child", step]
         done = subprocess.run(
-            [str(part) for part in command], stdout=subprocess.PIPE, text=True, check=True, timeout=STEP_TIMEOUT_S
+            [sys.executable, __file__, *options], stdout=subprocess.PIPE, text=True, check=True, timeout=STEP_TIMEOUT_S
         )
         results[step] = json.loads(done.stdout.splitlines()[-1])
         path.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    for step in ("to-megatron", "to-hf"):
+    for step in ("to-megatron", "to-hf", *MODEL_STEPS):
         if step in results and "copy" in results:
             results[step]["over_copy"] = round(results[step]["bytes_per_s"] / results["copy"]["bytes_per_s"], 2)
     print(json.dumps(results, indent=1)) if args.json else show(results)
@@ -71,11 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(results: dict[str, dict[str, float]]) -> None:
     """One line a step."""
-    print(f"{'step':<12} {'GB':>6} {'seconds':>8} {'MB/s':>7} {'over copy':>9} {'MB above baseline':>18}")
+    print(f"{'step':<18} {'GB':>6} {'seconds':>8} {'MB/s':>7} {'over copy':>9} {'MB above baseline':>18}")
     for step, row in results.items():
         over = f"{row['over_copy']:.2f}" if "over_copy" in row else ""
         print(
-            f"{step:<12} {row['bytes'] / 1e9:6.2f} {row['seconds']:8.1f} {row['bytes_per_s'] / 1e6:7.0f} {over:>9} "
+            f"{step:<18} {row['bytes'] / 1e9:6.2f} {row['seconds']:8.1f} {row['bytes_per_s'] / 1e6:7.0f} {over:>9} "
             f"{row['peak_above_baseline'] / 1e6:18.0f}"
         )
 
@@ -87,9 +84,12 @@ def run_step(step: str, folder: Path, gigabytes: float) -> dict[str, float]:
 
     source, copy, megatron, back = (folder / name for name in ("source", "copy", "megatron", "back"))
     targets = {"make": source, "copy": copy, "to-megatron": megatron, "to-hf": back}
+    targets |= {name: folder / name for name in MODEL_STEPS}
     if step in targets:
         shutil.rmtree(targets[step], ignore_errors=True)
     inputs = {"copy": source, "to-megatron": source, "to-hf": megatron, "compare": back}
+    inputs |= dict(zip(MODEL_STEPS, (source, megatron), strict=True))
+    joined = join() if step in MODEL_STEPS else None
     for path in sorted(inputs[step].rglob("*")) if step in inputs else ():
         forget(path)
     baseline = memory("VmRSS")
@@ -103,6 +103,8 @@ def run_step(step: str, folder: Path, gigabytes: float) -> dict[str, float]:
         finish_job(streaming.hf_to_megatron(source, megatron, TargetLayout()))
     elif step == "to-hf":
         finish_job(streaming.megatron_to_hf(megatron, back))
+    elif joined is not None:
+        through_model(source, megatron, targets[step], joined, is_export=step == "model-to-hf")
     else:
         compare(source, back)
     seconds = time.perf_counter() - start_s
@@ -120,8 +122,8 @@ def checkpoint_job(target: Path, gigabytes: float):
     import torch
 
     from mopd.conversion.hf.writer import Group, hf_job
-    from mopd.conversion.models.dims import dims_from_config
     from mopd.conversion.models.families import hf_tensors
+    from mopd.conversion.models.reading import dims_from_config
 
     layer_bytes = 2 * (3 * EXPERTS * EXPERT_WIDTH * HIDDEN + 2 * HIDDEN * (32 * 128 + 4 * 128))
     layers = max(1, round((gigabytes * 1e9 - 4 * VOCABULARY * HIDDEN) / layer_bytes))
@@ -158,6 +160,39 @@ def hash_of(name: str) -> int:
     import zlib
 
     return zlib.crc32(name.encode())
+
+
+def join():
+    """A world of one rank, with everything imported."""
+    from mopd.config.schema import ParallelConfig
+    from mopd.student import parallel
+    from mopd.student.checkpoints import checkpoint  # noqa: F401
+
+    return parallel.initialize(ParallelConfig(), timeout_s=STEP_TIMEOUT_S, seed=0)
+
+
+def through_model(source: Path, megatron: Path, target: Path, layout, *, is_export: bool) -> None:
+    """The same conversions with the whole model in memory, as a training run has it."""
+    from mopd import cpu_shim
+    from mopd.config.schema import StudentConfig
+    from mopd.conversion.hf.reader import HfReader
+    from mopd.conversion.hf.writer import write_folder
+    from mopd.conversion.models.reading import read_dims
+    from mopd.conversion.torch_dist.writer import CONTENT
+    from mopd.student.checkpoints import checkpoint
+    from mopd.student.model.gpt import build_model
+    from mopd.student.weights import iter_hf_weights, load_hf_into
+
+    with cpu_shim.activate():
+        dims = read_dims(source)
+        model = build_model(StudentConfig(model=str(source), dtype="bfloat16"), dims, layout)
+        if is_export:
+            checkpoint.load_weights(megatron, model)
+            write_folder(target, iter_hf_weights([model], dims, layout), source=source)
+        else:
+            load_hf_into([model], HfReader(source), dims, layout)
+            sharded = {"model": model.sharded_state_dict(metadata=dict(CONTENT))}
+            checkpoint.write(target, sharded, layout, state={"source": str(source)})
 
 
 def finish_job(job) -> None:

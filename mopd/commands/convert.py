@@ -124,7 +124,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         UserError: see the functions of ``mopd.conversion``.
     """
     if args.action == "inspect":
-        from mopd.conversion.jobs.describe import describe
+        from mopd.conversion.jobs.contents import describe
 
         _print(describe(args.path, allow_pickle=args.allow_pickle, lists_tensors=args.tensors), as_json=args.json)
         return 0

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from mopd.conversion.job import Job, Stopped
-from mopd.conversion.jobs import combining, lora, streaming, vocabulary
+from mopd.conversion.jobs import lora, rewriting, streaming
 from mopd.conversion.torch_dist.plan import TargetLayout
 from mopd.launch import failure
 from mopd.preflight.inputs import check_model_folder
@@ -67,16 +67,16 @@ def job_maker(args: argparse.Namespace) -> Callable[[], Job]:
             side_files=args.side_files,
         )  # fmt: skip
     if args.action == "merge":
-        return lambda: combining.merge(
+        return lambda: rewriting.merge(
             args.models, args.out, weights=args.weights, base=args.base, max_shard_bytes=size
         )
     if args.action == "merge-lora":
         return lambda: lora.merge_lora(args.source, args.adapter, args.out, max_shard_bytes=size)
     if args.action == "pad-vocab":
-        return lambda: vocabulary.pad(args.source, args.out, multiple=args.multiple, max_shard_bytes=size)
+        return lambda: rewriting.pad(args.source, args.out, multiple=args.multiple, max_shard_bytes=size)
     if args.action == "unpad-vocab":
-        return lambda: vocabulary.unpad(args.source, args.out, vocab_size=args.vocab_size, max_shard_bytes=size)
-    return lambda: vocabulary.extract_head(args.source, args.out, max_shard_bytes=size)
+        return lambda: rewriting.unpad(args.source, args.out, vocab_size=args.vocab_size, max_shard_bytes=size)
+    return lambda: rewriting.extract_head(args.source, args.out, max_shard_bytes=size)
 
 
 def _layout(args: argparse.Namespace) -> TargetLayout:

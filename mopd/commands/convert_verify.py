@@ -16,12 +16,12 @@ from torch import Tensor
 from mopd import cpu_shim
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.jobs.contents import Contents, fingerprint, open_checkpoint
+from mopd.conversion.torch_dist.reader import MANIFEST_FILE
 from mopd.data.tokenizer import load_tokenizer
 from mopd.engines.torch.loading import load_model as load_transformers
 from mopd.launch import failure
 from mopd.student import parallel
 from mopd.student.checkpoints import checkpoint
-from mopd.student.checkpoints.model import load_model as load_megatron
 from mopd.student.model.gpt import build_model
 from mopd.types import UserError
 
@@ -130,7 +130,7 @@ def logits_of(contents: Contents, tokens: Tensor) -> Tensor:
         model = load_transformers(contents.folder, "float32", torch.device("cpu"))
         logits: Tensor = model(tokens).logits
         return logits.float()
-    if not (contents.folder / checkpoint.MANIFEST).is_file():
+    if not (contents.folder / MANIFEST_FILE).is_file():
         raise UserError(
             f"{contents.folder}: without a manifest nothing says that it is whole: convert it first and verify the "
             "result, or pass --no-logits"
@@ -141,7 +141,7 @@ def logits_of(contents: Contents, tokens: Tensor) -> Tensor:
     is_hidden = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
     with parallel.joined(ParallelConfig(), timeout_s=TIMEOUT_S, seed=0) as layout, cpu_shim.activate():
         model = build_model(student, contents.dims, layout)
-        load_megatron(contents.folder, model)
+        checkpoint.load_weights(contents.folder, model)
         model.eval()
         inputs = (tokens, torch.arange(length)[None], is_hidden)
         logits = model(*(tensor.to(layout.device) for tensor in inputs))

@@ -4,29 +4,29 @@ While it runs everything lies beside the target, in ``.<target>.converting``::
 
     job.json            what is converted and how; --resume goes on with nothing else
     lock                held by the process that writes
-    journal/0.jsonl     of rank 0: one line for each finished file, with its size and SHA-256
+    journal/            one small file for each finished one, with its size and SHA-256
     out/                becomes the target by one rename, after its manifest was written
 
-A file is finished when its bytes are on disk and its line is in the journal; the others are written again. What is in
+A file is finished when its bytes are on disk and the journal has it; the others are written again. What is in
 a file follows from the job alone, never from the number of ranks or from an interruption.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, TypeVar
 
-from mopd.conversion.output import require_free_bytes, require_new, sha256_of, write_json
-from mopd.files.json_text import parse_json, read_json_object
-from mopd.files.reading import read_text, shown_path
+from mopd.files.json_text import read_json_object
+from mopd.files.reading import shown_path
 from mopd.files.writing import sync, writing
 from mopd.types import UserError
 
@@ -35,10 +35,22 @@ _SPARE_BYTES = 2**24
 _MAX_JOURNAL_BYTES = 2**28
 _MAX_UNHASHED = 2
 """Files that are written but not yet hashed."""
+_READ_BYTES = 1 << 22
+
+Item = TypeVar("Item")
 
 
 class Stopped(Exception):
     """Another rank has failed; its error is the one to tell."""
+
+
+CheckInputs = Callable[[int, int, Callable[[], bool]], None]
+"""``(rank, size, is_over)``: hashes this rank's share of the inputs while it writes, until ``is_over()``; raises
+``UserError``."""
+
+
+def check_nothing(rank: int, size: int, is_over: Callable[[], bool]) -> None:
+    """For inputs of which no hash is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +68,7 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A finished file: one line of a journal."""
+    """A finished file: what the journal has of it."""
 
     name: str
     num_bytes: int
@@ -76,9 +88,7 @@ class Job:
     """Writes what is left into the folder (metadata, side files), given what was written; the manifest last."""
     marker: str
     """File of a whole target that repeats the description under ``job``."""
-    check_inputs: Callable[[int, int, Callable[[], bool]], None] = lambda rank, size, is_over: None
-    """``(rank, size, is_over)``: hashes this rank's share of the inputs while it writes, until ``is_over()``; raises
-    ``UserError``."""
+    check_inputs: CheckInputs = check_nothing
     _lock_file: IO[str] | None = field(init=False, default=None)
 
     @property
@@ -117,7 +127,8 @@ class Job:
                 self.work.mkdir(exist_ok=True)
                 self._lock()
                 self._agree()
-                done = sum(entry.num_bytes for entry in self._tidy_journal().values())
+                (self.work / "journal").mkdir(exist_ok=True)
+                done = sum(entry.num_bytes for entry in self._journal().values())
                 require_free_bytes(self.target.parent, self.num_bytes - done + _SPARE_BYTES)
                 self.out.mkdir(exist_ok=True)
             except BaseException:
@@ -135,22 +146,15 @@ class Job:
             Stopped: another rank has called ``stop``.
         """
         is_over = threading.Event()
-        journal = self.work / "journal" / f"{rank}.jsonl"
-        with (
-            ThreadPoolExecutor(1) as checker,
-            ThreadPoolExecutor(1) as finisher,
-            journal.open("a", encoding="utf-8") as lines,
-        ):
+        with ThreadPoolExecutor(1) as checker, ThreadPoolExecutor(1) as finisher:
             checked = checker.submit(self.check_inputs, rank, size, is_over.is_set)
             try:
-                self._write_files(self.files[rank::size], lines, finisher, checked)
+                self._write_files(self.files[rank::size], finisher, checked)
                 checked.result()
             finally:
                 is_over.set()
 
-    def _write_files(
-        self, files: Sequence[OutputFile], lines: IO[str], finisher: ThreadPoolExecutor, checked: Future[None]
-    ) -> None:
+    def _write_files(self, files: Sequence[OutputFile], finisher: ThreadPoolExecutor, checked: Future[None]) -> None:
         """Hashing a file overlaps with writing the next one."""
         finished = self._journal()
         pending: list[Future[None]] = []
@@ -164,7 +168,7 @@ class Job:
             path = self.out / file.name
             with writing(path), path.open("wb") as stream:
                 facts = file.write(stream)
-            pending.append(finisher.submit(self._finish_file, path, facts, lines))
+            pending.append(finisher.submit(self._finish_file, path, facts))
             if len(pending) > _MAX_UNHASHED:
                 pending.pop(0).result()
         for future in pending:
@@ -238,29 +242,15 @@ class Job:
                 )
 
     def _journal(self) -> dict[str, Written]:
-        """Finished files by name. A line that was cut off by a crash does not count."""
+        """Finished files by name. What a crash cut off has no such name yet."""
+        kinds = {"name": str, "num_bytes": int, "sha256": str, "facts": list}
         done = {}
-        for path in sorted((self.work / "journal").glob("*.jsonl")):
-            text = read_text(path, cure=f"remove {self.work}", max_bytes=_MAX_JOURNAL_BYTES)
-            for number, line in enumerate(text.split("\n")[:-1], start=1):  # what follows the last is cut off
-                entry = _read_line(line)
-                if entry is None:
-                    raise UserError(f"{shown_path(path)}:{number}: not understood; remove {self.work}")
-                done[entry.name] = entry
-        return done
-
-    def _tidy_journal(self) -> dict[str, Written]:
-        """What the journals say, moved into one file: nothing is ever appended to a line that was cut off."""
-        folder = self.work / "journal"
-        folder.mkdir(exist_ok=True)
-        done = self._journal()
-        old = [path for path in folder.iterdir() if path.name != "earlier.jsonl"]
-        temporary = folder / "earlier.tmp"
-        temporary.write_text("".join(_line(entry) for entry in done.values()), encoding="utf-8")
-        sync(temporary)
-        temporary.replace(folder / "earlier.jsonl")
-        for path in old:
-            path.unlink()
+        for path in sorted((self.work / "journal").glob("*.json")):
+            entry = read_json_object(path, cure=f"remove {self.work}", max_bytes=_MAX_JOURNAL_BYTES)
+            is_sound = {key: type(value) for key, value in entry.items()} == kinds
+            if not is_sound or not all(type(fact) is int and fact >= 0 for fact in entry["facts"]):
+                raise UserError(f"{shown_path(path)}: not understood; remove {self.work}")
+            done[entry["name"]] = Written(**entry)
         return done
 
     def _is_finished(self, file: OutputFile, journal: Mapping[str, Written]) -> bool:
@@ -271,32 +261,82 @@ class Job:
             return False
         return sha256_of(path) == entry.sha256
 
-    def _finish_file(self, path: Path, facts: list[int], lines: Any) -> None:
+    def _finish_file(self, path: Path, facts: list[int]) -> None:
         with writing(path):
             sync(path)
             entry = Written(path.name, path.stat().st_size, sha256_of(path), facts)
-            lines.write(_line(entry))
-            lines.flush()
-            os.fsync(lines.fileno())
-
-
-def _read_line(line: str) -> Written | None:
-    """Inverse of ``_line``; None for anything else."""
-    try:
-        entry = parse_json(line)
-    except ValueError:
-        return None
-    kinds = {"name": str, "num_bytes": int, "sha256": str, "facts": list}
-    if not isinstance(entry, dict) or {key: type(value) for key, value in entry.items()} != kinds:
-        return None
-    return Written(**entry) if all(type(fact) is int and fact >= 0 for fact in entry["facts"]) else None
-
-
-def _line(entry: Written) -> str:
-    return json.dumps(asdict(entry)) + "\n"
+            write_json(self.work / "journal" / f"{path.name}.json", asdict(entry))
 
 
 def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
     """As JSON gives it back."""
     plain: dict[str, Any] = json.loads(json.dumps(value))
     return plain
+
+
+def filled(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+    """Items as they come in runs, each ended before its sizes would sum to more than ``limit``; a larger item has a run
+    of its own."""
+    run: list[Item] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if run and total + size > limit:
+            yield run
+            run, total = [], 0
+        run.append(item)
+        total += size
+    if run:
+        yield run
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write JSON with sorted keys; the same value gives the same bytes. The file is there whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        json.dump(value, stream, indent=1, sort_keys=True)
+        stream.write("\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
+
+
+def files_below(folder: Path) -> list[str]:
+    """Relative names of all files, sorted."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def require_new(target: Path) -> None:
+    """Refuses a target that is there already, or a link, which a rename cannot replace.
+
+    Raises:
+        UserError: names it.
+    """
+    if target.is_symlink():
+        raise UserError(f"{shown_path(target)}: is a symbolic link; name the folder that it leads to, or remove it")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{shown_path(target)}: already exists; name another folder or remove it")
+
+
+def require_free_bytes(folder: Path, needed: int) -> None:
+    """Refuses to begin what the disk cannot hold.
+
+    Raises:
+        UserError: both sizes.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"{folder}: needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; free space there or name another "
+            "place"
+        )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import reprlib
+import signal
+import threading
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +17,18 @@ from transformers import PreTrainedTokenizerBase
 
 from mopd.config.data import DataConfig
 from mopd.data.files import MISSING, listed, lookup, quoted, read_rows
-from mopd.data.templates import read_template, render
-from mopd.files.reading import shown_path
+from mopd.files.reading import read_text, shown_path
+from mopd.text import one_line
 from mopd.types import UserError
 
 MAX_PROMPT_CHARACTERS = 4 * 2**20
 """A prompt beyond this is a mistake in the data, and some tokenizers take minutes to say how many tokens it has."""
 MAX_DOMAIN_CHARACTERS = 200
 MAX_LISTED = 10
+MAX_TEMPLATE_BYTES = 2**20
+MAX_RENDER_S = 10.0
+"""Processor time for one row; a template, which is somebody's program, takes well under a millisecond. Its sandbox
+bounds each ``range``, but not loops within loops."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +93,9 @@ def load_prompts(
     tokenized plainly, with the special tokens that the tokenizer adds by itself. ``UserError`` names file, row, column
     and key for whatever cannot be used; with ``needs_ground_truth`` that includes an absent ground truth.
     """
-    template = read_template(cfg.chat_template)
+    template = cfg.chat_template
+    if template is not None:
+        template = read_text(template, cure="correct data.chat_template", max_bytes=MAX_TEMPLATE_BYTES)
     rows = [row for file in files for row in _load_file(Path(file), cfg, tokenizer, template, needs_ground_truth)]
     return _limit_length(rows, cfg)
 
@@ -118,13 +127,13 @@ def _load_file(
     path: Path, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, template: str | None, needs_ground_truth: bool
 ) -> list[PromptRow]:
     keys = (cfg.domain_key, cfg.prompt_key, cfg.ground_truth_key, cfg.extra_info_key)
-    partial: list[dict[str, Any]] = []
+    rows: list[PromptRow] = []
     is_chat: list[bool] = []
-    for number, row in read_rows(path, [key.split(".")[0] for key in keys]):
+    for number, columns in read_rows(path, [key.split(".")[0] for key in keys]):
         place = f"{shown_path(path)}: row {number}"
-        prompt = _require(row, place, "prompt_key", cfg.prompt_key)
+        prompt = _require(columns, place, "prompt_key", cfg.prompt_key)
         is_chat.append(not isinstance(prompt, str))
-        ground_truth = lookup(row, cfg.ground_truth_key)
+        ground_truth = lookup(columns, cfg.ground_truth_key)
         if needs_ground_truth and ground_truth in (MISSING, None):
             raise UserError(
                 f"{place} has no {cfg.ground_truth_key!r}, which the reward needs: add it or set data.ground_truth_key"
@@ -134,23 +143,22 @@ def _load_file(
                 f"{place}: {cfg.ground_truth_key!r} (data.ground_truth_key) holds a number that is not finite: "
                 "store it as text, or null"
             )
-        extra_info = lookup(row, cfg.extra_info_key)
-        partial.append(
-            {
-                "domain": _domain(row, place, cfg.domain_key),
-                "text": _text(prompt, place, cfg, tokenizer, template),
-                "ground_truth": None if ground_truth is MISSING else ground_truth,
-                "extra_info": None if extra_info is MISSING else extra_info,
-                "place": place,
-            }
-        )
-    tokens = _tokenize([entry["text"] for entry in partial], is_chat, tokenizer)
-    for entry, ids in zip(partial, tokens, strict=True):
-        if not ids:
-            raise UserError(
-                f"{entry['place']}: the prompt in {cfg.prompt_key!r} (data.prompt_key) has no tokens: fill it"
+        extra_info = lookup(columns, cfg.extra_info_key)
+        rows.append(
+            PromptRow(
+                domain=_domain(columns, place, cfg.domain_key),
+                text=_text(prompt, place, cfg, tokenizer, template),
+                tokens=(),
+                ground_truth=None if ground_truth is MISSING else ground_truth,
+                extra_info=None if extra_info is MISSING else extra_info,
+                place=place,
             )
-    return [PromptRow(**entry, tokens=ids) for entry, ids in zip(partial, tokens, strict=True)]
+        )
+    tokens = _tokenize([row.text for row in rows], is_chat, tokenizer)
+    for row, ids in zip(rows, tokens, strict=True):
+        if not ids:
+            raise UserError(f"{row.place}: the prompt in {cfg.prompt_key!r} (data.prompt_key) has no tokens: fill it")
+    return [replace(row, tokens=ids) for row, ids in zip(rows, tokens, strict=True)]
 
 
 def _tokenize(
@@ -187,12 +195,39 @@ def _render(prompt: Any, place: str, cfg: DataConfig, tokenizer: PreTrainedToken
     if template is None and tokenizer.chat_template is None:
         raise UserError(f"{wrong} holds chat messages but the tokenizer has no chat template: set data.chat_template")
     try:
-        return render(tokenizer, messages, template, cfg.chat_template_kwargs)
-    except ValueError as error:
+        with _time_limit(MAX_RENDER_S):
+            rendered = tokenizer.apply_chat_template(
+                messages, chat_template=template, add_generation_prompt=True, tokenize=False, **cfg.chat_template_kwargs
+            )
+        if not isinstance(rendered, str):
+            raise TypeError(f"it gives {type(rendered).__name__}, not text")
+        rendered.encode("utf-8")
+    except Exception as error:  # templates are user code: they raise what they like
         source = "the tokenizer's" if template is None else f"data.chat_template {cfg.chat_template!r}"
         raise UserError(
-            f"{place}: the chat template failed: {error}: correct the row or the template, {source}"
+            f"{place}: the chat template failed: {one_line(error):.200}: correct the row or the template, {source}"
         ) from error
+    return rendered
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """``TimeoutError`` in the block after so much processor time of this process. Python delivers signals to its main
+    thread alone: elsewhere there is no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"it ran for {seconds:g} s on one row: does a loop of it end?")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _is_finite(value: Any) -> bool:
@@ -239,8 +274,7 @@ def _limit_length(rows: Sequence[PromptRow], cfg: DataConfig) -> PromptDataset:
             filtered[row.domain] += 1
         else:
             truncated[row.domain] += 1
-            cut = {"tokens": row.tokens[-limit:]}
-            kept.append(PromptRow(**{name: getattr(row, name) for name in PromptRow.__dataclass_fields__} | cut))
+            kept.append(replace(row, tokens=row.tokens[-limit:]))
     gone = sorted(set(filtered) - {row.domain for row in kept})
     if gone:
         raise UserError(

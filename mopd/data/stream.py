@@ -42,11 +42,6 @@ class PromptStream:
         """Prompts of each domain that another one has taken the place of; the shares do not count them."""
         self._orders: dict[str, tuple[int, np.ndarray]] = {}
 
-    @property
-    def position(self) -> int:
-        """Prompts handed out so far; the next prompt's ``sample_id``."""
-        return self._position
-
     def next(self, num_prompts: int) -> list[Prompt]:
         """The next prompts; ``sample_id`` counts from 0 through the whole stream."""
         return [self._next() for _ in range(num_prompts)]

@@ -17,15 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mopd.conversion.hf.names import check_names
-from mopd.conversion.hf.reader import HfReader
+from mopd.conversion.hf.reader import HfReader, check_names
 from mopd.conversion.models import families
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.families import Placed
-from mopd.conversion.models.mapping import load_shard, split_grouped, split_shards
+from mopd.conversion.models.mapping import load_shard, split_shards
 from mopd.student.parallel import Layout
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @torch.no_grad()
@@ -58,31 +55,32 @@ def load_hf_into(model_chunks: Sequence[torch.nn.Module], reader: HfReader, dims
 
 @torch.no_grad()
 def iter_hf_weights(
-    model_chunks: Sequence[torch.nn.Module], dims: ModelDims, layout: Layout, *, dtype: torch.dtype | None = None
+    model_chunks: Sequence[torch.nn.Module], dims: ModelDims, layout: Layout
 ) -> Iterator[tuple[str, Tensor]]:
     """The whole model as ``(hf_name, tensor)`` in checkpoint order, on rank 0 of the job.
 
     Collective: every rank must exhaust the iterator, though only rank 0 gets items. Ranks that hold second copies of
     everything they hold do not communicate. Vocabulary padding is stripped; tied embeddings come once.
 
-    Args:
-        dtype: dtype of the tensors; None keeps each parameter's own, which makes load and export a bit-exact pair.
-
     Yields:
-        Contiguous CPU tensors with memory of their own.
+        Contiguous CPU tensors with memory of their own, in their parameters' dtypes: load and export are a bit-exact
+        pair.
+
+    Raises:
+        RuntimeError: the model was not built from ``dims``.
     """
     if layout.dp_rank != 0 and layout.edp_rank != 0:
         return
     owned = {placed.megatron[0]: param for placed, param in _owned_params(model_chunks, dims, layout)}
-    plan = list(families.all_params(dims))
-    owners = _agree_on_owners(plan, owned, layout.pp_group, dtype)
-    for placed in plan:
-        stage, wire_dtype = owners[_row(placed)]
+    config: Any = _unwrap(model_chunks[0]).config
+    for placed in families.all_params(dims):
+        dtype = torch.float32 if placed.param.stays_fp32 else config.params_dtype
+        stage = placed.stage(dims, stages=layout.pp_size)
         if placed.expert is None:
             if layout.dp_rank == 0:
-                yield from _export_shared(placed, stage, wire_dtype, owned, dims, layout)
+                yield from _export_shared(placed, stage, dtype, owned, dims, layout)
         elif layout.edp_rank == 0:
-            yield from _export_expert(placed, stage, wire_dtype, owned, dims, layout)
+            yield from _export_expert(placed, stage, dtype, owned, dims, layout)
 
 
 def _export_shared(
@@ -93,7 +91,7 @@ def _export_shared(
         return
     tensors: list[Tensor] = []
     if layout.pp_rank == stage:
-        local = owned[placed.megatron[0]].detach().to(dtype)
+        local = _own(placed, owned, dtype)
         shards = [local] if placed.param.merge == "replicated" else _gather_shards(local, layout.tp_group)
         tensors = split_shards(placed, shards, dims) if layout.tp_rank == 0 else []
     if layout.tp_rank == 0:
@@ -105,10 +103,10 @@ def _export_expert(
 ) -> Iterator[tuple[str, Tensor]]:
     """An expert's parameter: shards go to the first rank that shares the expert, tensors to the stage's first rank (the
     first of every group that it is in), then to rank 0."""
-    owner = _owner_of(placed, dims, layout)
+    owner = placed.owner(dims, ranks=layout.ep_size)
     tensors: list[Tensor] = []
     if layout.pp_rank == stage and layout.ep_rank == owner:
-        shards = _gather_shards(owned[placed.megatron[0]].detach().to(dtype), layout.etp_group)
+        shards = _gather_shards(_own(placed, owned, dtype), layout.etp_group)
         tensors = split_shards(placed, shards, dims) if layout.etp_rank == 0 else []
     if layout.etp_rank != 0:
         return
@@ -137,41 +135,40 @@ def _move(placed: Placed, tensors: list[Tensor], source: int, dtype: torch.dtype
     return [_receive(shape, dtype, source, group) for shape in placed.hf_shapes] if rank == 0 else []
 
 
-def _owner_of(placed: Placed, dims: ModelDims, layout: Layout) -> int:
-    """The expert-parallel rank that holds an expert: ranks own equally many consecutive ones."""
-    assert placed.expert is not None and dims.moe is not None
-    return placed.expert // (dims.moe.num_experts // layout.ep_size)
+def _own(placed: Placed, owned: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """This rank's part. The other ranks know its dtype from the tables alone."""
+    name = placed.megatron[0]
+    if name not in owned:
+        raise RuntimeError(f"no pipeline stage holds {name!r}: the model was not built from these dims")
+    if owned[name].dtype != dtype:
+        raise RuntimeError(f"{name} is {owned[name].dtype}, expected {dtype}")
+    return owned[name].detach()
 
 
 def _owned_params(
     model_chunks: Sequence[torch.nn.Module], dims: ModelDims, layout: Layout
 ) -> Iterator[tuple[Placed, Tensor]]:
-    """This rank's parameters (and buffers that checkpoints hold) with their table rows, in model order. Where one
-    parameter holds all experts, each comes as a view of [out, in]."""
+    """This rank's parameters (and buffers that checkpoints hold) with their table rows, in model order."""
     for chunk in model_chunks:
         model = _unwrap(chunk)
         rows = _rows_by_local_name(model, dims, layout)
         for name, parameter in model.named_parameters():
             if name not in rows:
                 raise RuntimeError(f"parameter {name!r} is not in the name table of model_type {dims.family}")
-            if name.endswith(families.GROUPED):
-                yield from zip(rows[name], split_grouped(rows[name], parameter, size=layout.etp_size), strict=True)
-            else:
-                yield rows[name][0], parameter
+            yield rows[name], parameter
         for name, buffer in model.named_buffers():
             if name in rows:
-                yield rows[name][0], buffer
+                yield rows[name], buffer
 
 
-def _rows_by_local_name(model: torch.nn.Module, dims: ModelDims, layout: Layout) -> dict[str, list[Placed]]:
-    """Table rows by the names of one model chunk, whose layers and experts count from 0 whatever their global number.
-    Several rows share a name where one parameter holds all experts."""
+def _rows_by_local_name(model: torch.nn.Module, dims: ModelDims, layout: Layout) -> dict[str, Placed]:
+    """Table rows by the names of one model chunk, whose layers and experts count from 0."""
     outside = (
         families.EMBEDDING,
         families.FINAL_NORM,
         families.TIED_HEAD if dims.tied_embeddings else families.LM_HEAD,
     )
-    rows = {name: [placed] for placed in (families.place(param, dims) for param in outside) for name in placed.megatron}
+    rows = {name: placed for placed in (families.place(param, dims) for param in outside) for name in placed.megatron}
     num_experts = 0 if dims.moe is None else dims.moe.num_experts // layout.ep_size
     layers: Any = model.get_submodule("decoder.layers")
     for local, layer in enumerate(layers):
@@ -180,8 +177,7 @@ def _rows_by_local_name(model: torch.nn.Module, dims: ModelDims, layout: Layout)
             for expert in range(num_experts) if param.is_expert else (None,):
                 own = None if expert is None else layout.ep_rank * num_experts + expert
                 placed = families.place(param, dims, number, own)
-                for name in families.names(param, local, expert):
-                    rows.setdefault(name, []).append(placed)
+                rows |= dict.fromkeys(families.names(param, local, expert), placed)
     return rows
 
 
@@ -189,37 +185,6 @@ def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
     while not hasattr(model, "decoder"):
         model = model.get_submodule("module")
     return model
-
-
-_Row = tuple[int, str]
-
-
-def _row(placed: Placed) -> _Row:
-    """The same for all experts of a layer, which lie in one stage and have one dtype."""
-    return (-1 if placed.layer is None else placed.layer, placed.param.megatron[0])
-
-
-def _agree_on_owners(
-    plan: Sequence[Placed], owned: Mapping[str, Tensor], pp_group: ProcessGroup, dtype: torch.dtype | None
-) -> dict[_Row, tuple[int, torch.dtype]]:
-    """Pipeline stage and exported dtype of each row of the plan, the same on every rank of the group."""
-    numbers: dict[_Row, int] = {}
-    for placed in plan:
-        numbers.setdefault(_row(placed), len(numbers))
-    codes = torch.zeros(len(numbers), dtype=torch.int64)
-    for placed in plan:
-        if placed.megatron[0] in owned:
-            kind = dtype if dtype is not None else owned[placed.megatron[0]].dtype
-            codes[numbers[_row(placed)]] = 1 + dist.get_rank(pp_group) * len(_DTYPES) + _DTYPES.index(kind)
-    codes = codes.to(_wire_device(pp_group))
-    dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=pp_group)
-    owners = {}
-    for (row, _), code in zip(numbers.items(), codes.tolist(), strict=True):
-        if code == 0:
-            raise RuntimeError(f"no pipeline stage holds {row[1]!r}: the model was not built from these dims")
-        stage, kind = divmod(code - 1, len(_DTYPES))
-        owners[row] = (stage, _DTYPES[kind])
-    return owners
 
 
 def _gather_shards(shard: Tensor, tp_group: ProcessGroup) -> list[Tensor]:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from mopd import cpu_shim
 from mopd.config.schema import Recipe
-from mopd.conversion.hf.names import check_names
-from mopd.conversion.hf.reader import HfReader, HfWriter, kept_files
-from mopd.conversion.models.dims import read_dims
+from mopd.conversion.hf.reader import HfReader, check_names, kept_files
+from mopd.conversion.hf.writer import require_exportable, write_folder
+from mopd.conversion.models.reading import read_dims
 from mopd.data.packing import pack
 from mopd.data_plane.local import LocalDataPlane
 from mopd.student import parallel
@@ -223,11 +223,8 @@ class StudentWorker:
             UserError: on every rank, if the folder is incomplete or differs from its manifest.
         """
         parallel.raise_together(self.layout, partial(checkpoint.verify, folder))
-        state = checkpoint.read_state(folder)
+        state = checkpoint.load(folder, self._model, self._optimizer, self._scheduler, self.layout)
         self.weight_version = state["weight_version"]
-        checkpoint.load(
-            folder, self._model, self._optimizer, self._scheduler, self.layout, num_steps=self.weight_version
-        )
         self._plan = None
         extra: dict[str, Any] = state["extra"]
         return extra
@@ -239,14 +236,12 @@ class StudentWorker:
             UserError: on every rank, if ``folder`` exists and is not empty.
         """
         source = Path(self.recipe.student.model)
-        parallel.raise_together(self.layout, lambda: _require_new(folder, source))
+        parallel.raise_together(self.layout, lambda: require_exportable(folder, source))
         if self.layout.rank:
             for _ in self.weights():
                 raise RuntimeError("weights arrived at a rank other than 0")
         else:
-            with HfWriter(folder, source=source) as writer:
-                for name, tensor in self.weights():
-                    writer.add(name, tensor)
+            write_folder(folder, self.weights(), source=source)
         dist.barrier(group=self.layout.control_group)
 
     def memory(self) -> dict[str, float]:
@@ -365,7 +360,3 @@ def _check_lengths(recipe: Recipe, max_positions: int) -> None:
             f"{recipe.rollout.max_response_length} = {needed} exceeds the model's {max_positions} positions "
             f"({recipe.student.model}): lower one of them"
         )
-
-
-def _require_new(folder: Path, source: Path) -> None:
-    HfWriter(folder, source=source)

@@ -11,7 +11,7 @@ import transformers
 from mopd.conversion.hf.pretrained import load_config, load_tokenizer, read_stop_ids
 from mopd.conversion.jobs import lora
 from mopd.conversion.models import families
-from mopd.conversion.models.dims import read_dims
+from mopd.conversion.models.reading import read_dims
 from mopd.types import UserError
 from tests.fixtures.tiny_models import FAMILIES, FAMILY_KEYS, make_tokenizer
 from tests.fuzz.harness import fuzz

@@ -138,7 +138,7 @@ def test_refused_samples_are_replaced_by_the_next_prompts_of_their_domain(
     assert plane.num_samples == 8  # nothing of the refused ones is left
     counts = controller._take_replaced(batch)
     assert counts["replaced_samples/code"] == 0
-    assert counts["replaced_samples/math"] == controller.prompts.position - 8 >= len(refused)
+    assert counts["replaced_samples/math"] == controller.prompts.state_dict()["position"] - 8 >= len(refused)
     assert f"sample {refused[0]} of domain 'math' is replaced: teachers.math: " in caplog.text
     assert "I do not like it" in caplog.text
     assert controller._take_replaced(batch) == {"replaced_samples/code": 0, "replaced_samples/math": 0}

@@ -19,7 +19,7 @@ from typing import Any
 
 from mopd.conversion.hf.header import TensorInfo, read_header
 from mopd.conversion.hf.reader import TOKENIZER_PATTERNS, matching_files, weight_files
-from mopd.conversion.models.dims import CONFIG_FILE, read_config
+from mopd.conversion.models.config_keys import CONFIG_FILE, read_config
 from mopd.files.json_text import read_json_object
 from mopd.files.reading import shown_path
 from mopd.files.writing import WriteRefusedError, write_text, writing

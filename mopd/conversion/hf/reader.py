@@ -1,26 +1,23 @@
-"""Hugging Face checkpoint folders, streamed: a lazy safetensors reader and an atomic writer."""
+"""Hugging Face checkpoint folders: which files they have, and a reader of their tensors that maps and never loads."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mopd.conversion.hf.header import MAX_NAME, TensorInfo, read_header
+from mopd.conversion.job import sha256_of
 from mopd.conversion.mapped import DTYPE_NAMES, TORCH_DTYPES, map_tensor
-from mopd.conversion.output import require_new
+from mopd.conversion.models import families
+from mopd.conversion.models.config_keys import CONFIG_FILE
+from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.torch_dist.pickled import load_pickled
 from mopd.files.json_text import read_json_object
 from mopd.files.reading import shown_path
-from mopd.files.writing import sync, writing
 from mopd.types import UserError
 
 WEIGHTS_FILE = "model.safetensors"
@@ -45,6 +42,8 @@ KEPT_PATTERNS = (
 """Files that an export takes over byte for byte."""
 _REMAP_BYTES = 256 * 2**20
 _MAX_INDEX_BYTES = 2**26
+_BLOCK_ROWS = 4096
+"""Rows compared at a time."""
 
 
 def matching_files(folder: Path, patterns: Iterable[str]) -> list[Path]:
@@ -75,6 +74,21 @@ def kept_files(folder: Path) -> list[Path]:
 def _is_in_hub_cache(target: Path) -> bool:
     """``…/models--OWNER--NAME/blobs/HASH``."""
     return target.parent.name == "blobs" and target.parents[1].name.startswith("models--")
+
+
+def identity(weights: Iterable[Path], side_files: Path) -> dict[str, Any]:
+    """What tells a checkpoint from another without reading its weights: their sizes and times, by file name; hashes of
+    the small files of folder ``side_files``. JSON-able."""
+    stats = {path.name: path.stat() for path in weights}
+    return {
+        "weights": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        "side_files": hash_side_files(side_files),
+    }
+
+
+def hash_side_files(folder: Path) -> dict[str, str]:
+    """SHA-256 of the files that an export takes over, by relative name."""
+    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in kept_files(folder)}
 
 
 def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
@@ -173,6 +187,10 @@ class HfReader:
             return tensor
         return map_tensor(path, info.start, info.shape, self.dtype(name))
 
+    def read_finite(self, name: str) -> Tensor:
+        """``read`` of a sound model's weight. Raises ``UserError`` as ``require_finite`` does."""
+        return require_finite(name, self.read(name), self.folder)
+
     def read_slice(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """``tensor.narrow(dim, start, stop - start)`` on CPU, in the dtype of the file; only its bytes are touched.
 
@@ -212,101 +230,47 @@ class HfReader:
             raise UserError(f"{path}: does not list tensor '{unlisted[0]}' of {self._where[unlisted[0]][0].name}")
 
 
-class HfWriter:
-    """Writes a Hugging Face folder that appears whole, under its final name, when the ``with`` block ends well.
+def require_finite(name: str, tensor: Tensor, where: Path) -> Tensor:
+    """The tensor itself. One pass over it, without a copy.
 
-    Shards are written as they fill into a temporary sibling folder, which is removed if the block raises::
-
-        with HfWriter(target, source=original_folder) as writer:
-            for name, tensor in iter_hf_weights(...):
-                writer.add(name, tensor)
+    Raises:
+        UserError: some value is NaN or infinite.
     """
-
-    def __init__(self, target: Path, *, source: Path, max_shard_bytes: int = 2**30) -> None:
-        """``source`` is the checkpoint whose config, generation config, tokenizer and licence files are copied.
-
-        Raises:
-            UserError: ``target`` exists and is not an empty folder, or ``source`` has a file that leads out of it; at
-                any time later, when a write is refused.
-        """
-        self.target = Path(target)
-        self._source = Path(source)
-        self._max_shard_bytes = max_shard_bytes
-        self._shard: dict[str, Tensor] = {}
-        self._shard_bytes = 0
-        self._shards: list[list[str]] = []
-        self._names: set[str] = set()
-        self._total_bytes = 0
-        require_new(self.target)
-        kept_files(self._source)
-
-    def __enter__(self) -> HfWriter:
-        with writing(self.target):
-            self.target.parent.mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.", dir=self.target.parent))
-            self._folder.chmod(0o755)  # mkdtemp makes private folders
-        return self
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor (any device; kept in its dtype) and write the shard that it fills, if any."""
-        if name in self._names:
-            raise ValueError(f"tensor {name!r} was added twice")
-        num_bytes = tensor.numel() * tensor.element_size()
-        if self._shard and self._shard_bytes + num_bytes > self._max_shard_bytes:
-            self._write_shard()
-        self._names.add(name)
-        self._shard[name] = tensor.detach().cpu().contiguous()
-        self._shard_bytes += num_bytes
-        self._total_bytes += num_bytes
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                with writing(self.target):
-                    self._finish()
-        finally:
-            if self._folder.exists():
-                shutil.rmtree(self._folder)
-
-    def _finish(self) -> None:
-        if not self._names:
-            raise ValueError("no tensor was added")
-        self._write_shard()
-        self._name_shards()
-        for path in kept_files(self._source):
-            copy = self._folder / path.relative_to(self._source)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, copy)
-        for path in self._folder.rglob("*"):
-            if path.is_file():
-                sync(path)
-        self._folder.rename(self.target)  # atomic; replaces an empty folder of that name
-        sync(self.target.parent)
-
-    def _write_shard(self) -> None:
-        with writing(self.target):
-            save_file(self._shard, self._folder / _part_name(len(self._shards)), metadata={"format": "pt"})
-        self._shards.append(list(self._shard))
-        self._shard, self._shard_bytes = {}, 0
-
-    def _name_shards(self) -> None:
-        """Shard names tell how many there are, which is known only now."""
-        if len(self._shards) == 1:
-            (self._folder / _part_name(0)).rename(self._folder / WEIGHTS_FILE)
-            return
-        index: dict[str, str] = {}
-        for number, names in enumerate(self._shards):
-            file = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
-            (self._folder / _part_name(number)).rename(self._folder / file)
-            index |= dict.fromkeys(names, file)
-        content = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(index.items()))}
-        (self._folder / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if tensor.is_floating_point() and tensor.numel() and tensor.element_size() > 1:
+        low, high = tensor.aminmax()  # NaN makes both NaN
+        if not bool(torch.isfinite(low) & torch.isfinite(high)):
+            raise UserError(f"{where}: tensor '{name}' has NaN or infinite values; use a checkpoint of a sound model")
+    return tensor
 
 
-def _part_name(number: int) -> str:
-    return f"part-{number:05d}.safetensors"
+def check_names(reader: HfReader, dims: ModelDims) -> None:
+    """Refuses a checkpoint that lacks a tensor, has one more than the family's table knows, or one of another shape.
+    A tied checkpoint may repeat the embedding as its head; a different head would be lost, so it is refused.
+
+    Raises:
+        UserError: names the folder and the first such tensor.
+    """
+    expected: dict[str, tuple[int, ...]] = {}
+    for placed in families.all_params(dims):  # ends at the first that is missing, however many the config asks for
+        for name, shape in zip(placed.hf_names, placed.hf_shapes, strict=True):
+            reader.require_shape(name, shape)
+            expected[name] = shape
+    extra = {name for name in reader.names - expected.keys() if not families.IGNORED.fullmatch(name)}
+    (head,), (embedding,) = families.LM_HEAD.hf, families.EMBEDDING.hf
+    if dims.tied_embeddings and head.name in extra:
+        extra.discard(head.name)
+        reader.require_shape(head.name, expected[embedding.name])
+        one, other = reader.read(head.name), reader.read(embedding.name)
+        if not all(torch.equal(a, b) for a, b in zip(one.split(_BLOCK_ROWS), other.split(_BLOCK_ROWS), strict=True)):
+            raise UserError(
+                f"{reader.folder / CONFIG_FILE}: 'tie_word_embeddings' is true but tensor '{head.name}' differs from "
+                f"'{embedding.name}'; set it to false or fix the weights"
+            )
+    if extra:
+        raise UserError(
+            f"{reader.folder}: tensor '{min(extra)}' has no place in model_type {dims.family}"
+            f"{f' (and {len(extra) - 1} more)' if len(extra) > 1 else ''}; use a checkpoint of the plain architecture"
+        )
 
 
 def _is_pickled(path: Path) -> bool:

@@ -1,24 +1,37 @@
-"""Hugging Face folders written shard by shard, tensor by tensor: the shards are known before the first byte."""
+"""Hugging Face folders written shard by shard: by a job, whose shards are known before the first byte, or from a stream
+of tensors."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from mopd.conversion.hf.reader import INDEX_FILE, WEIGHTS_FILE, kept_files
-from mopd.conversion.job import Job, OutputFile, Written
+from mopd.conversion.job import (
+    CheckInputs,
+    Job,
+    OutputFile,
+    Written,
+    check_nothing,
+    files_below,
+    filled,
+    require_new,
+    sha256_of,
+    write_json,
+)
 from mopd.conversion.mapped import DTYPE_NAMES, as_bytes
-from mopd.conversion.models.dims import CONFIG_FILE
-from mopd.conversion.output import files_below, sha256_of, write_json
-from mopd.types import UserError
+from mopd.conversion.models.config_keys import CONFIG_FILE
+from mopd.files.writing import sync, writing
 
 MARKER = "conversion.json"
 """Written last into a Hugging Face folder: what was converted, and the SHA-256 of every other file."""
@@ -50,7 +63,7 @@ def hf_job(
     description: Mapping[str, Any],
     config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    check_inputs: Callable[[int, int, Callable[[], bool]], None] = lambda rank, size, is_over: None,
+    check_inputs: CheckInputs = check_nothing,
 ) -> Job:
     """The job of writing a Hugging Face folder.
 
@@ -61,17 +74,14 @@ def hf_job(
         config: replaces ``config.json``; None copies it.
         max_shard_bytes: a shard is ended before it would grow beyond this; one larger group has a shard of its own.
     """
-    shards = _fill(groups, max_shard_bytes)
-    names = [WEIGHTS_FILE] if len(shards) == 1 else [
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
-    ]  # fmt: skip
+    runs = filled(groups, lambda group: group.num_bytes, max_shard_bytes)
+    # Wide elements first, so that each tensor begins at a multiple of its element size.
+    shards = [sorted(run, key=lambda group: -group.dtypes[0].itemsize) for run in runs]
+    names = _shard_names(len(shards))
 
     def finish(folder: Path, written: Mapping[str, Written]) -> None:
-        if len(shards) > 1:
-            index = {name: file for file, shard in zip(names, shards, strict=True) for g in shard for name in g.names}
-            total = sum(group.num_bytes for group in groups)
-            content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
-            (folder / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        held = [[name for group in shard for name in group.names] for shard in shards]
+        _write_index(folder, held, sum(group.num_bytes for group in groups))
         copy_side_files(side_files, folder, config=config)
         hashes = {
             name: written[name].sha256 if name in written else sha256_of(folder / name) for name in files_below(folder)
@@ -88,6 +98,71 @@ def hf_job(
     )
 
 
+def require_exportable(target: Path, source: Path) -> None:
+    """Refuses what ``write_folder`` would refuse.
+
+    Raises:
+        UserError: ``target`` exists and is not an empty folder, or ``source`` has a file that leads out of it.
+    """
+    require_new(target)
+    kept_files(source)
+
+
+def write_folder(
+    target: Path, tensors: Iterable[tuple[str, Tensor]], *, source: Path, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write a Hugging Face folder that appears whole, from a stream whose end is not known.
+
+    Shards are written as they fill into a temporary sibling folder, which is removed if anything raises.
+
+    Args:
+        tensors: names and tensors, on any device; kept in their dtypes.
+        source: folder whose config, generation config, tokenizer and licence files are copied.
+
+    Raises:
+        UserError: as ``require_exportable`` does, or a write is refused.
+        ValueError: a name comes twice, or none at all.
+    """
+    require_exportable(target, source)
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        folder.chmod(0o755)  # mkdtemp makes private folders
+    held: list[list[str]] = []
+    num_bytes = 0
+    try:
+        for run in filled(_on_cpu(tensors), lambda item: item[1].nbytes, max_shard_bytes):
+            with writing(target):
+                save_file(dict(run), folder / f"part-{len(held)}", metadata={"format": "pt"})
+            held.append([name for name, _ in run])
+            num_bytes += sum(tensor.nbytes for _, tensor in run)
+            run.clear()  # before the next one fills
+        if not held:
+            raise ValueError("no tensor was added")
+        with writing(target):
+            for number, name in enumerate(_shard_names(len(held))):
+                (folder / f"part-{number}").rename(folder / name)
+            _write_index(folder, held, num_bytes)
+            copy_side_files(source, folder)
+            for path in folder.rglob("*"):
+                if path.is_file():
+                    sync(path)
+            folder.rename(target)  # atomic; replaces an empty folder of that name
+            sync(target.parent)
+    finally:
+        if folder.exists():
+            shutil.rmtree(folder)
+
+
+def _on_cpu(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    names: set[str] = set()
+    for name, tensor in tensors:
+        if name in names:
+            raise ValueError(f"tensor {name!r} was added twice")
+        names.add(name)
+        yield name, tensor.detach().cpu().contiguous()
+
+
 def copy_side_files(source: Path, folder: Path, *, config: Mapping[str, Any] | None = None) -> None:
     """Copy everything but the weights, byte for byte; ``config`` replaces ``config.json``."""
     for path in kept_files(source):
@@ -98,30 +173,19 @@ def copy_side_files(source: Path, folder: Path, *, config: Mapping[str, Any] | N
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def require_finite(name: str, tensor: Tensor, where: Path) -> Tensor:
-    """The tensor itself. One pass over it, without a copy.
-
-    Raises:
-        UserError: some value is NaN or infinite.
-    """
-    if tensor.is_floating_point() and tensor.numel() and tensor.element_size() > 1:
-        low, high = tensor.aminmax()  # NaN makes both NaN
-        if not bool(torch.isfinite(low) & torch.isfinite(high)):
-            raise UserError(f"{where}: tensor '{name}' has NaN or infinite values; use a checkpoint of a sound model")
-    return tensor
+def _shard_names(number: int) -> list[str]:
+    if number == 1:
+        return [WEIGHTS_FILE]
+    return [f"model-{i:05d}-of-{number:05d}.safetensors" for i in range(1, number + 1)]
 
 
-def _fill(groups: Sequence[Group], max_shard_bytes: int) -> list[list[Group]]:
-    shards: list[list[Group]] = []
-    filled = 0
-    for group in groups:
-        if not shards or filled + group.num_bytes > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(group)
-        filled += group.num_bytes
-    # Wide elements first, so that each tensor begins at a multiple of its element size.
-    return [sorted(shard, key=lambda group: -group.dtypes[0].itemsize) for shard in shards]
+def _write_index(folder: Path, held: Sequence[Sequence[str]], num_bytes: int) -> None:
+    """The index of a folder with several shards, from the names in each."""
+    if len(held) <= 1:
+        return
+    index = {name: file for file, names in zip(_shard_names(len(held)), held, strict=True) for name in names}
+    content = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(index.items()))}
+    (folder / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _shard_file(name: str, shard: Sequence[Group]) -> OutputFile:

@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from mopd.conversion.hf.header import TensorInfo, read_header
-from mopd.conversion.hf.names import check_names
-from mopd.conversion.hf.reader import HfReader
-from mopd.conversion.hf.writer import MAX_SHARD_BYTES, Group, hf_job, require_finite
-from mopd.conversion.job import Job
-from mopd.conversion.jobs.streaming import describe_hf
+from mopd.conversion.hf.reader import HfReader, check_names, require_finite
+from mopd.conversion.hf.writer import MAX_SHARD_BYTES
+from mopd.conversion.job import Job, sha256_of
+from mopd.conversion.jobs.rewriting import rewritten
 from mopd.conversion.mapped import TORCH_DTYPES, map_tensor
-from mopd.conversion.models.dims import read_dims
-from mopd.conversion.output import sha256_of
+from mopd.conversion.models.reading import read_dims
 from mopd.files.json_text import read_json_object
 from mopd.types import UserError
 
@@ -69,23 +67,15 @@ def merge_lora(source: Path, adapter: Path, target: Path, *, max_shard_bytes: in
     check_names(reader, read_dims(source))
     parts = _read_adapter(adapter, reader)
 
-    def group(name: str) -> Group:
-        return Group((name,), (reader.shape(name),), (reader.dtype(name),), lambda: [_merged(name, reader, parts)])
-
-    description = {
-        "command": "merge-lora",
-        "options": {"max_file_bytes": max_shard_bytes},
-        "source": describe_hf(source, reader),
-        "adapter": [sha256_of(adapter / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)],
-    }
-    return hf_job(
-        target, [group(name) for name in sorted(reader.names)],
-        side_files=source, description=description, max_shard_bytes=max_shard_bytes,
+    made_from = {"adapter": [sha256_of(adapter / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]}
+    return rewritten(
+        "merge-lora", reader, target, lambda name: _merged(name, reader, parts),
+        made_from=made_from, max_shard_bytes=max_shard_bytes,
     )  # fmt: skip
 
 
 def _merged(name: str, reader: HfReader, parts: _Adapter) -> Tensor:
-    weight = require_finite(name, reader.read(name), reader.folder)
+    weight = reader.read_finite(name)
     if name in parts.replaced:
         return parts.read(parts.replaced[name]).to(weight.dtype)
     if name not in parts.factors:

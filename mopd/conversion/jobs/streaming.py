@@ -7,6 +7,7 @@ file. Every weight is checked for NaN on its way.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,26 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mopd.conversion.hf.names import check_names
-from mopd.conversion.hf.reader import HfReader, kept_files
-from mopd.conversion.hf.writer import MAX_SHARD_BYTES, Group, copy_side_files, hf_job, require_finite
-from mopd.conversion.job import Job, Written
+from mopd.conversion.hf.reader import HfReader, check_names, hash_side_files, identity, require_finite
+from mopd.conversion.hf.writer import MAX_SHARD_BYTES, Group, copy_side_files, hf_job
+from mopd.conversion.job import CheckInputs, Job, Written, check_nothing, sha256_of
 from mopd.conversion.mapped import WEIGHT_DTYPES
 from mopd.conversion.models import families
-from mopd.conversion.models.dims import CONFIG_FILE, ModelDims, read_config, read_dims
+from mopd.conversion.models.config_keys import CONFIG_FILE, read_config
+from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.families import Placed
-from mopd.conversion.models.mapping import merge_qkv
-from mopd.conversion.output import sha256_of
-from mopd.conversion.torch_dist.plan import Piece, TargetLayout, files, one_dtype_per_key, pieces
+from mopd.conversion.models.mapping import pad_rows, read_box, split_whole, whole_shape
+from mopd.conversion.models.reading import read_dims
+from mopd.conversion.torch_dist.plan import Piece, TargetLayout, files, one_dtype_per_key, pieces, sharded_key
 from mopd.conversion.torch_dist.reader import MANIFEST_FILE, STATE_FILE, TorchDistReader
-from mopd.conversion.torch_dist.sharded import sharded_key, split_whole, whole_shape
 from mopd.conversion.torch_dist.writer import SIDE_FILES, data_file, extra_state_file, write_rest
 from mopd.files.json_text import read_json_object
 from mopd.types import UserError
 
 MAX_FILE_BYTES = 2**30
-_FP32_ROWS = frozenset({"expert_bias"})
-"""Rows (by what they need) that stay as they are when a dtype is asked for: transformers keeps them in fp32."""
 
 
 def hf_to_megatron(
@@ -61,20 +59,17 @@ def hf_to_megatron(
     rows = list(families.all_params(dims))
     dtypes = {name: _wanted(row, reader.dtype(name), dtype) for row in rows for name in row.hf_names}
 
-    def read(piece: Piece) -> Tensor:
-        parts = _hf_parts(piece, reader, dims)
-        for name, part in parts:
-            require_finite(name, part, reader.folder)
-        tensor = merge_qkv([part for _, part in parts], dims) if piece.placed.param.merge == "qkv" else parts[0][1]
-        return _padded(tensor, piece).to(dtypes[piece.placed.hf_names[0]])
+    def read_slice(name: str, dim: int, start: int, stop: int) -> Tensor:
+        return require_finite(name, reader.read_slice(name, dim, start, stop), reader.folder)
 
-    options = {**dataclasses.asdict(layout), "dtype": dtype, "max_file_bytes": max_file_bytes}
-    description = {"command": "hf-to-megatron", "options": options, "source": describe_hf(source, reader)}
-    state = {"source": str(source.resolve()), "dtype": _main_dtype(dtypes.values()), "layout": _degrees(layout)}
+    def read(piece: Piece) -> Tensor:
+        tensor = read_box(piece.placed, read_slice, dims, piece.start, piece.stop)
+        return tensor.to(dtypes[piece.placed.hf_names[0]])
+
     return _megatron_job(
-        target, dims, layout, dtypes, read,
-        side_files=source, config=config_with_dtype(source, dtype), state=state, description=description,
-        max_file_bytes=max_file_bytes, check_inputs=lambda rank, size, is_over: None,
+        "hf-to-megatron", target, dims, layout, dtypes, read,
+        options={"dtype": dtype}, identity=identity(reader.files, source), side_files=source,
+        config=config_with_dtype(source, dtype), max_file_bytes=max_file_bytes,
     )  # fmt: skip
 
 
@@ -112,7 +107,7 @@ def megatron_to_hf(
         for row in rows
     ]
     options = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
-    description = {"command": "megatron-to-hf", "options": options, "source": describe_megatron(reader, origin)}
+    description = {"command": "megatron-to-hf", "options": options, "source": _identity(reader, origin)}
     return hf_job(
         target,
         groups,
@@ -151,15 +146,11 @@ def reshard(
         if piece.placed.param.merge == "vocab":  # the source may be padded otherwise
             sizes[0] = max(0, min(piece.stop, whole_shape(piece.placed)[0]) - piece.start)
         tensor = reader.read(piece.place.key, piece.offsets, sizes).view(*sizes[len(piece.place.index) :])
-        require_finite(piece.place.key, tensor, reader.folder)
-        return _padded(tensor, piece)
+        return pad_rows(require_finite(piece.place.key, tensor, reader.folder), piece.sizes[0])
 
-    options = {**dataclasses.asdict(layout), "max_file_bytes": max_file_bytes}
-    description = {"command": "reshard", "options": options, "source": describe_megatron(reader, origin)}
-    state = {"source": str(origin.resolve()), "dtype": _main_dtype(dtypes.values()), "layout": _degrees(layout)}
     return _megatron_job(
-        target, dims, layout, dtypes, read,
-        side_files=origin, config=None, state=state, description=description,
+        "reshard", target, dims, layout, dtypes, read,
+        options={}, identity=_identity(reader, origin), side_files=origin, config=None,
         max_file_bytes=max_file_bytes, check_inputs=_checks_hashes(reader, rows, dims),
     )  # fmt: skip
 
@@ -228,35 +219,39 @@ def config_with_dtype(folder: Path, dtype: str | None) -> dict[str, Any] | None:
     return {**config, key: dtype}
 
 
-def describe_hf(folder: Path, reader: HfReader) -> dict[str, Any]:
-    """Identity of a Hugging Face folder, without reading its weights: sizes and times; hashes of the small files."""
-    sizes = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in reader.files}
-    return {"weights": sizes, "side_files": _hash_side_files(folder)}
-
-
-def describe_megatron(reader: TorchDistReader, origin: Path) -> dict[str, Any]:
-    """Identity of a distributed checkpoint: its manifest, or sizes and times of its files."""
+def _identity(reader: TorchDistReader, origin: Path) -> dict[str, Any]:
+    """Of a distributed checkpoint: its manifest, or sizes and times of its files."""
     if reader.hashes:
-        return {"manifest": sha256_of(reader.folder / MANIFEST_FILE), "side_files": _hash_side_files(origin)}
-    paths = sorted(path for path in reader.folder.iterdir() if path.is_file())
-    sizes = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
-    return {"weights": sizes, "side_files": _hash_side_files(origin)}
+        return {"manifest": sha256_of(reader.folder / MANIFEST_FILE), "side_files": hash_side_files(origin)}
+    return identity(sorted(path for path in reader.folder.iterdir() if path.is_file()), origin)
 
 
 def _megatron_job(
+    command: str,
     target: Path,
     dims: ModelDims,
     layout: TargetLayout,
     dtype_of: Mapping[str, torch.dtype],
     read: Callable[[Piece], Tensor],
     *,
+    options: Mapping[str, Any],
+    identity: Mapping[str, Any],
     side_files: Path,
     config: Mapping[str, Any] | None,
-    state: Mapping[str, Any],
-    description: Mapping[str, Any],
     max_file_bytes: int,
-    check_inputs: Callable[[int, int, Callable[[], bool]], None],
+    check_inputs: CheckInputs = check_nothing,
 ) -> Job:
+    description = {
+        "command": command,
+        "options": {**dataclasses.asdict(layout), **options, "max_file_bytes": max_file_bytes},
+        "source": identity,
+    }
+    main_dtype = Counter(dtype_of.values()).most_common(1)[0][0]
+    state = {
+        "source": str(side_files.resolve()),
+        "dtype": str(main_dtype).removeprefix("torch."),
+        "layout": {**dataclasses.asdict(layout), "data_parallel_size": 1},
+    }
     cut = list(pieces(dims, layout))
     dtypes = one_dtype_per_key(cut, dtype_of)
     itemsize = {key: dtype.itemsize for key, dtype in dtypes.items()}
@@ -278,30 +273,6 @@ def _megatron_job(
     )
 
 
-def _hf_parts(piece: Piece, reader: HfReader, dims: ModelDims) -> list[tuple[str, Tensor]]:
-    """The slices of Hugging Face tensors that make up a piece, without padding."""
-    row = piece.placed
-    if row.param.merge == "gate_up":
-        part, length = divmod(piece.start, row.hf_shapes[0][0])[0], piece.stop - piece.start
-        start = piece.start % row.hf_shapes[0][0]
-        return [(row.hf_names[part], reader.read_slice(row.hf_names[part], 0, start, start + length))]
-    if row.param.merge == "qkv":
-        total = whole_shape(row)[0]
-        return [
-            (name, reader.read_slice(name, 0, shape[0] * piece.start // total, shape[0] * piece.stop // total))
-            for name, shape in zip(row.hf_names, row.hf_shapes, strict=True)
-        ]
-    length = row.hf_shapes[0][piece.dim]
-    start, stop = min(piece.start, length), min(piece.stop, length)
-    return [(row.hf_names[0], reader.read_slice(row.hf_names[0], piece.dim, start, stop))]
-
-
-def _padded(tensor: Tensor, piece: Piece) -> Tensor:
-    """Zero rows below, up to the piece's size: the padding of the vocabulary."""
-    missing = piece.sizes[0] - tensor.shape[0]
-    return torch.cat([tensor, tensor.new_zeros(missing, *piece.sizes[1:])]) if missing else tensor
-
-
 def _reads_row(reader: TorchDistReader, row: Placed, dims: ModelDims, dtype: str | None) -> Callable[[], list[Tensor]]:
     def read() -> list[Tensor]:
         tensors = read_row(reader, row, dims)
@@ -313,34 +284,16 @@ def _reads_row(reader: TorchDistReader, row: Placed, dims: ModelDims, dtype: str
     return read
 
 
-def _checks_hashes(
-    reader: TorchDistReader, rows: Sequence[Placed], dims: ModelDims
-) -> Callable[[int, int, Callable[[], bool]], None]:
+def _checks_hashes(reader: TorchDistReader, rows: Sequence[Placed], dims: ModelDims) -> CheckInputs:
     names = reader.files_of(list({sharded_key(row, dims).key: None for row in rows}))
     return lambda rank, size, is_over: reader.check_hashes(names[rank::size], is_over)
 
 
 def _wanted(row: Placed, own: torch.dtype, dtype: str | None) -> torch.dtype:
-    is_kept = dtype is None or not own.is_floating_point or row.param.needs in _FP32_ROWS
-    return own if is_kept or dtype is None else WEIGHT_DTYPES[dtype]
-
-
-def _main_dtype(dtypes: Any) -> str:
-    """Name of the dtype that most tensors have."""
-    counts: dict[torch.dtype, int] = {}
-    for dtype in dtypes:
-        counts[dtype] = counts.get(dtype, 0) + 1
-    return str(max(counts, key=lambda dtype: counts[dtype])).removeprefix("torch.")
-
-
-def _degrees(layout: TargetLayout) -> dict[str, int]:
-    return {**dataclasses.asdict(layout), "data_parallel_size": 1}
+    """The dtype that was asked for, where it changes anything."""
+    return own if dtype is None or not own.is_floating_point or row.param.stays_fp32 else WEIGHT_DTYPES[dtype]
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
     path = folder / STATE_FILE
     return read_json_object(path, cure="restore the folder") if path.exists() else {}
-
-
-def _hash_side_files(folder: Path) -> dict[str, str]:
-    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in kept_files(folder)}

@@ -1,144 +1,177 @@
-"""What a Hugging Face ``config.json`` says about a model, as plain numbers. No torch in this module.
-
-Only the published meaning of the format is read. A feature that the name tables and Megatron-Core cannot carry
-(rope scaling, sliding window, quantised weights, extra biases, …) is refused by file and key, never dropped.
-"""
+"""A model as plain numbers: sizes and switches of its layers. No torch in this module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
-from mopd.conversion.models.config_keys import CONFIG_FILE, Keys, read_config
-from mopd.conversion.models.experts import DEEPSEEK, read_mla, read_moe
-from mopd.conversion.models.model_dims import MlaDims, ModelDims, MoeDims, check_layout
-from mopd.conversion.models.rope import read_rope
-
-__all__ = [
-    "CONFIG_FILE",
-    "MlaDims",
-    "ModelDims",
-    "MoeDims",
-    "check_layout",
-    "dims_from_config",
-    "read_config",
-    "read_dims",
-]
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-}
-"""``model_type`` -> the one architecture of it that is carried."""
-MAX_LAYERS = 2_000
-"""The deepest published models have some hundreds."""
-_KV_HEADS_DEFAULT_TO_HEADS = ("llama", *DEEPSEEK)
-_HEAD_DIM_DEFAULTS_TO_SHARE = ("llama", "mistral", "qwen2", "mixtral")
+from mopd.types import UserError
 
 
-def read_dims(folder: Path) -> ModelDims:
-    """``ModelDims`` of a Hugging Face folder (``rope_theta`` and transformers 5's ``rope_parameters`` both work).
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Llama3Rope:
+    """Rope scaling of Llama 3.1 and later, with the constants that Megatron-Core has: low_freq_factor 1,
+    high_freq_factor 4, original_max_position_embeddings 8192."""
+
+    factor: float
+    """Long wavelengths grow by this factor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class YarnRope:
+    """YaRN rope scaling, as Megatron-Core's latent attention computes it."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MlaDims:
+    """Sizes of multi-head latent attention (DeepSeek-V2 and V3)."""
+
+    q_lora_rank: int | None
+    """Width of the compressed queries; None where queries are projected directly."""
+    kv_lora_rank: int
+    """Width of the compressed keys and values."""
+    qk_nope_head_dim: int
+    """Channels of a query or key head without position."""
+    qk_rope_head_dim: int
+    """Rotated channels of a query head; the keys' are shared by all heads."""
+    v_head_dim: int
+    """Channels of a value head."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeDims:
+    """Experts and router of a mixture-of-experts model.
+
+    Example (Mixtral 8x7B): ``num_experts=8, experts_per_token=2, ffn_hidden_size=14336, layers=(True,) * 32,
+    normalized=True``.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    ffn_hidden_size: int
+    """Width of one expert's gated MLP."""
+    shared_ffn_hidden_size: int = 0
+    """Width of the MLP that every token passes beside its experts; 0 for none."""
+    layers: tuple[bool, ...]
+    """For each layer, whether it has experts."""
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: bool
+    """The chosen experts' scores are divided by their sum."""
+    scaling_factor: float = 1.0
+    """Multiplies the scores of the chosen experts."""
+    num_groups: int | None = None
+    """Experts are chosen within the best of this many groups; None for no groups."""
+    group_topk: int | None = None
+    """Groups to choose from."""
+    expert_bias: bool = False
+    """A bias per expert takes part in the choice, not in the score."""
+    router_fp32: bool = False
+    """The router computes in fp32 whatever the model's dtype."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelDims:
+    """Sizes and switches of one decoder-only model, the same on every rank.
+
+    Example (Qwen3-0.6B): ``family="qwen3", num_layers=28, hidden_size=1024, ffn_hidden_size=3072,
+    num_attention_heads=16, num_query_groups=8, head_dim=128, vocab_size=151936, max_positions=40960,
+    rotary_base=1e6, norm_epsilon=1e-6, tied_embeddings=True, qk_norm=True, qkv_bias=False``.
+    """
+
+    family: str
+    """``model_type`` of the config: the key of the name table."""
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    """Width of the gated MLP (gate and up projections each)."""
+    num_attention_heads: int
+    num_query_groups: int
+    """Key/value heads; each serves ``heads_per_group`` query heads."""
+    head_dim: int
+    """Channels of one head (``kv_channels`` in Megatron); need not be ``hidden_size / num_attention_heads``."""
+    vocab_size: int
+    """True vocabulary: rows of the embedding in the Hugging Face checkpoint, before padding."""
+    max_positions: int
+    rotary_base: float
+    norm_epsilon: float
+    """Epsilon of every RMSNorm."""
+    tied_embeddings: bool
+    """The output layer shares the embedding matrix."""
+    qk_norm: bool
+    """RMSNorm over ``head_dim`` on queries and keys."""
+    qkv_bias: bool
+    """The query, key and value projections (and no other) have biases."""
+    mla: MlaDims | None = None
+    """Latent attention in place of grouped-query attention; ``head_dim`` then is that of a query."""
+    moe: MoeDims | None = None
+    """Experts; None for a dense model."""
+    rope_scaling: Llama3Rope | YarnRope | None = None
+    """Scaled rotary embedding; None for the plain one."""
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_attention_heads // self.num_query_groups
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether the layer (from 0) has experts."""
+        return self.moe is not None and self.moe.layers[layer]
+
+    @property
+    def has_uniform_layers(self) -> bool:
+        """All layers have the same parameters; Megatron's checkpoints then stack them."""
+        return self.moe is None or all(self.moe.layers)
+
+    def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
+        """Rows of Megatron's embedding: the next multiple of the TP degree, no more than the split needs."""
+        return -(-self.vocab_size // tensor_model_parallel_size) * tensor_model_parallel_size
+
+
+def check_layout(
+    dims: ModelDims,
+    *,
+    tensor_model_parallel_size: int,
+    pipeline_model_parallel_size: int,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+) -> None:
+    """Refuses a parallel layout that would split a head group, a row of an MLP, an expert's share or a layer.
+
+    ``expert_tensor_parallel_size`` None means the tensor-parallel degree, as in Megatron.
 
     Raises:
-        UserError: the config is unreadable, lacks a key, has a value of the wrong type, or asks for a feature that
-            cannot be carried; the message names file and key.
+        UserError: one line with both numbers and the key to set.
     """
-    return dims_from_config(read_config(folder), folder / CONFIG_FILE)
-
-
-def dims_from_config(config: Mapping[str, Any], path: Path) -> ModelDims:
-    """``ModelDims`` of a parsed config; ``path`` is only for messages. Raises as ``read_dims`` does."""
-    keys = Keys(config, path)
-    family = keys.one_of("model_type", tuple(ARCHITECTURES), "a model family with a name table")
-    _refuse_unsupported(keys, family)
-    heads = keys.count("num_attention_heads")
-    mla = read_mla(keys, family)
-    # Absent keys whose meaning the family's format defines; every other key is required.
-    own_groups = family in _KV_HEADS_DEFAULT_TO_HEADS and keys.absent("num_key_value_heads")
-    kv_heads = heads if own_groups else keys.count("num_key_value_heads")
-    if heads % kv_heads:
-        raise keys.error("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
-    if keys.count("num_hidden_layers") > MAX_LAYERS:
-        raise keys.error("num_hidden_layers", f"{keys.count('num_hidden_layers')} is more than {MAX_LAYERS}, the limit")
-    rotary_base, rope_scaling = read_rope(keys, family, is_latent=mla is not None)
-    return ModelDims(
-        family=family,
-        num_layers=keys.count("num_hidden_layers"),
-        hidden_size=keys.count("hidden_size"),
-        ffn_hidden_size=keys.count("intermediate_size"),
-        num_attention_heads=heads,
-        num_query_groups=kv_heads,
-        head_dim=_head_dim(keys, family, mla),
-        vocab_size=keys.count("vocab_size"),
-        max_positions=keys.count("max_position_embeddings"),
-        rotary_base=rotary_base,
-        norm_epsilon=keys.positive("rms_norm_eps"),
-        tied_embeddings=not keys.absent("tie_word_embeddings") and keys.flag("tie_word_embeddings"),
-        qk_norm=family in ("qwen3", "qwen3_moe"),
-        qkv_bias=family == "qwen2",
-        mla=mla,
-        moe=read_moe(keys, family),
-        rope_scaling=rope_scaling,
-    )
-
-
-def _head_dim(keys: Keys, family: str, mla: MlaDims | None) -> int:
-    if mla is not None:
-        return mla.qk_nope_head_dim + mla.qk_rope_head_dim
-    if family in _HEAD_DIM_DEFAULTS_TO_SHARE and keys.absent("head_dim"):
-        hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
-        if hidden % heads:
-            message = f"{hidden} is no multiple of num_attention_heads {heads}, head_dim is absent"
-            raise keys.error("hidden_size", message)
-        head_dim = hidden // heads
-    else:
-        head_dim = keys.count("head_dim")
-    if head_dim % 2:
-        raise keys.error("head_dim", f"{head_dim} is odd, rotary embeddings need an even size")
-    return head_dim
-
-
-def _refuse_unsupported(keys: Keys, family: str) -> None:
-    """Names the first feature of the config that the tables or Megatron-Core cannot carry."""
-    for key in ("quantization_config", "compression_config"):
-        if not keys.absent(key):
-            raise keys.error(key, "quantised weights are not supported; use the unquantised checkpoint")
-    if not keys.absent("architectures") and ARCHITECTURES[family] not in keys.container("architectures", list):
-        found = keys.config["architectures"]
-        raise keys.error("architectures", f"{found!r} is not supported; {ARCHITECTURES[family]} is")
-    if not keys.absent("auto_map") and "AutoModelForCausalLM" in keys.container("auto_map", dict):
-        _refuse_custom_code(keys, family)
-    for key in ("attention_bias", "mlp_bias"):
-        if not keys.absent(key) and keys.flag(key):
-            raise keys.error(key, f"true is not supported for model_type {family}")
-    keys.one_of("hidden_act", ("silu",), "a supported activation")
-    _refuse_sliding_window(keys, family)
-
-
-def _refuse_custom_code(keys: Keys, family: str) -> None:
-    """DeepSeek's own checkpoints name the code that came before transformers had the architecture."""
-    published = f"modeling_deepseek.{ARCHITECTURES[family]}" if family in DEEPSEEK else None
-    if keys.config["auto_map"]["AutoModelForCausalLM"] != published:
-        raise keys.error("auto_map", "custom modelling code is not supported; use a plain checkpoint")
-
-
-def _refuse_sliding_window(keys: Keys, family: str) -> None:
-    has_switch = not keys.absent("use_sliding_window")
-    if has_switch and keys.flag("use_sliding_window"):
-        raise keys.error("use_sliding_window", "true is not supported; only full attention is")
-    if not has_switch and not keys.absent("sliding_window"):
-        size = keys.config["sliding_window"]
-        raise keys.error("sliding_window", f"{size!r} is not supported; only full attention is")
-    if family == "mistral" and "sliding_window" not in keys.config:
-        raise keys.error("sliding_window", "missing, which means 4096; set it to null if the model has full attention")
-    if not keys.absent("layer_types"):
-        other = sorted({str(kind) for kind in keys.container("layer_types", list)} - {"full_attention"})
-        if other:
-            raise keys.error("layer_types", f"{other} is not supported; only full_attention is")
+    tp = tensor_model_parallel_size
+    etp = tp if expert_tensor_parallel_size is None else expert_tensor_parallel_size
+    has_dense_layers = dims.moe is None or not all(dims.moe.layers)
+    needs = [
+        ("tensor_model_parallel_size", tp, "key/value heads", dims.num_query_groups),
+        ("tensor_model_parallel_size", tp, "attention heads", dims.num_attention_heads),
+        ("tensor_model_parallel_size", tp, "MLP columns", dims.ffn_hidden_size if has_dense_layers else tp),
+        ("pipeline_model_parallel_size", pipeline_model_parallel_size, "layers", dims.num_layers),
+    ]
+    if dims.moe is not None:
+        needs += [
+            ("tensor_model_parallel_size", tp, "columns of the shared experts", dims.moe.shared_ffn_hidden_size),
+            ("expert_model_parallel_size", expert_model_parallel_size, "experts", dims.moe.num_experts),
+            ("expert_tensor_parallel_size", etp, "columns of an expert", dims.moe.ffn_hidden_size),
+        ]
+    elif expert_model_parallel_size > 1:
+        raise UserError(
+            f"student.parallel.expert_model_parallel_size is {expert_model_parallel_size} but model_type {dims.family} "
+            "has no experts: set it to 1"
+        )
+    for key, degree, what, size in needs:
+        if size % degree:
+            raise UserError(
+                f"student.parallel.{key} {degree} does not divide the model's {size} {what}: "
+                f"set it to a divisor of {size}"
+            )

@@ -2,10 +2,9 @@
 
 One ``Param`` per Megatron parameter of one layer (and, where the names hold ``{expert}``, of one expert). Shapes are
 spelled with the names of ``sizes``. ``{layer}`` and ``{expert}`` count from 0 over the whole model. Where the layer
-specs name a parameter differently, all names stand in the row: first that of the local spec (``SequentialMLP`` for
-experts), last that of TransformerEngine (``TEGroupedMLP``); between them ``GroupedMLP``'s, which holds all experts of
-a rank in one parameter. How the tensors of a row merge is code (``mapping.py``), named by ``merge``; where a row lies
-in a distributed checkpoint is ``sharded.py``'s.
+specs name a parameter differently, both names stand in the row: first that of the local spec (``SequentialMLP`` for
+experts), last that of TransformerEngine (``TEGroupedMLP``). How the tensors of a row merge is code (``mapping.py``),
+named by ``merge``; where a row lies in a distributed checkpoint is ``torch_dist/plan.py``'s.
 """
 
 from __future__ import annotations
@@ -51,6 +50,11 @@ class Param:
         """One such parameter per expert."""
         return "{expert}" in self.megatron[0]
 
+    @property
+    def stays_fp32(self) -> bool:
+        """It is kept in fp32 whatever the model's dtype, by transformers and Megatron alike."""
+        return self.needs == "expert_bias"
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -90,13 +94,10 @@ def _experts(hf: str, gate: str, up: str, down: str) -> tuple[Param, Param]:
     sequential, grouped = _LAYER + "mlp.experts.local_experts.{expert}.", _LAYER + "mlp.experts."
     fc1 = tuple(_weight(f"{_HF_LAYER}{hf}.{part}", "moe_ffn", "hidden") for part in (gate, up))
     fc2 = (_weight(f"{_HF_LAYER}{hf}.{down}", "hidden", "moe_ffn"),)
-    names1 = (sequential + "linear_fc1.weight", grouped + "weight1", grouped + "linear_fc1.weight{expert}")
-    names2 = (sequential + "linear_fc2.weight", grouped + "weight2", grouped + "linear_fc2.weight{expert}")
+    names1 = (sequential + "linear_fc1.weight", grouped + "linear_fc1.weight{expert}")
+    names2 = (sequential + "linear_fc2.weight", grouped + "linear_fc2.weight{expert}")
     return Param(names1, "gate_up", fc1), Param(names2, "columns", fc2)
 
-
-GROUPED = (".experts.weight1", ".experts.weight2")
-"""Ends of the names of parameters that hold all experts of a rank."""
 
 EMBEDDING = Param(("embedding.word_embeddings.weight",), "vocab", (_weight("model.embed_tokens", "vocab", "hidden"),))
 FINAL_NORM = Param(("decoder.final_layernorm.weight",), "replicated", (HfTensor("model.norm.weight", ("hidden",)),))
@@ -219,6 +220,18 @@ class Placed:
     hf_shapes: tuple[tuple[int, ...], ...]
     expert: int | None = None
     """Global expert number from 0; None outside the experts."""
+
+    def stage(self, dims: ModelDims, *, stages: int, chunks: int = 1) -> int:
+        """Pipeline stage of ``stages`` with ``chunks`` model chunks each that holds it (the first one where tied stages
+        both do)."""
+        if self.layer is not None:
+            return self.layer // (dims.num_layers // (stages * chunks)) % stages
+        return 0 if self.param is EMBEDDING else stages - 1
+
+    def owner(self, dims: ModelDims, *, ranks: int) -> int:
+        """Expert-parallel rank of ``ranks`` that holds an expert's: they own equally many consecutive ones."""
+        assert self.expert is not None and dims.moe is not None
+        return self.expert // (dims.moe.num_experts // ranks)
 
 
 def sizes(dims: ModelDims) -> dict[str, int]:

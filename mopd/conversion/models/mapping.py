@@ -20,10 +20,46 @@ import torch
 from torch import Tensor
 
 from mopd.conversion.models.dims import ModelDims
-from mopd.conversion.models.families import Placed
+from mopd.conversion.models.families import Merge, Placed
 
 ReadSlice = Callable[[str, int, int, int], Tensor]
 """``read_slice(name, dim, start, stop)``: part of one Hugging Face tensor (``HfReader.read_slice``)."""
+CUT_DIM: dict[Merge, int] = {"replicated": 0, "vocab": 0, "qkv": 0, "gate_up": 0, "rows": 0, "columns": 1}
+"""Dimension of [out, in] that ranks share; replicated parameters are whole on each."""
+
+
+def whole_shape(placed: Placed) -> tuple[int, ...]:
+    """Shape of one parameter over all ranks, without vocabulary padding: gate rows stand above up rows."""
+    rows = sum(shape[0] for shape in placed.hf_shapes)
+    return (rows, *placed.hf_shapes[0][1:])
+
+
+def boxes(placed: Placed, length: int, *, rank: int, size: int) -> list[tuple[int, int]]:
+    """What rank ``rank`` of ``size`` owns of the parameter over all ranks, whose cut dimension has ``length`` (padding
+    included): starts and stops. Gate and up are two, as their rows are no neighbours there. The layout was checked to
+    divide (``dims.check_layout``)."""
+    if placed.param.merge == "replicated":
+        return [(0, length)]
+    parts = len(placed.hf_names) if placed.param.merge == "gate_up" else 1
+    part, share = length // parts, length // parts // size
+    return [(i * part + rank * share, i * part + (rank + 1) * share) for i in range(parts)]
+
+
+def read_box(placed: Placed, read_slice: ReadSlice, dims: ModelDims, start: int, stop: int) -> Tensor:
+    """One of ``boxes``. May be a view; rows of vocabulary padding are zero."""
+    merge = placed.param.merge
+    if merge == "qkv":
+        total = whole_shape(placed)[0]
+        parts = [
+            read_slice(name, 0, shape[0] * start // total, shape[0] * stop // total)
+            for name, shape in zip(placed.hf_names, placed.hf_shapes, strict=True)
+        ]
+        return merge_qkv(parts, dims)
+    dim, length = CUT_DIM[merge], placed.hf_shapes[0][CUT_DIM[merge]]
+    part = start // length if merge == "gate_up" else 0
+    low, high = (min(bound - part * length, length) for bound in (start, stop))
+    own = read_slice(placed.hf_names[part], dim, low, high)
+    return pad_rows(own, stop - start) if merge == "vocab" else own
 
 
 def load_shard(placed: Placed, read_slice: ReadSlice, dims: ModelDims, *, rank: int, size: int, rows: int) -> Tensor:
@@ -37,23 +73,13 @@ def load_shard(placed: Placed, read_slice: ReadSlice, dims: ModelDims, *, rank: 
     Raises:
         ValueError: the padded vocabulary is smaller than the true one.
     """
-    names = list(zip(placed.hf_names, placed.hf_shapes, strict=True))
-    merge = placed.param.merge
-    if merge == "vocab":
-        ((name, shape),) = names
-        if rows * size < shape[0]:
-            raise ValueError(f"{rows} rows on each of {size} ranks cannot hold the vocabulary of {shape[0]}")
-        start, stop = (min(bound, shape[0]) for bound in (rank * rows, (rank + 1) * rows))
-        own = read_slice(name, 0, start, stop)
-        return torch.cat([own, own.new_zeros(rows - (stop - start), *shape[1:])])
-    if merge == "replicated":
-        ((name, shape),) = names
-        return read_slice(name, 0, 0, shape[0])
-    dim = 1 if merge == "columns" else 0
-    parts = [read_slice(name, dim, *_bounds(shape[dim], rank, size)) for name, shape in names]
-    if merge == "qkv":
-        return merge_qkv(parts, dims)
-    return merge_rows(parts)
+    length = whole_shape(placed)[CUT_DIM[placed.param.merge]]
+    if placed.param.merge == "vocab":
+        if rows * size < length:
+            raise ValueError(f"{rows} rows on each of {size} ranks cannot hold the vocabulary of {length}")
+        length = rows * size
+    parts = [read_box(placed, read_slice, dims, *box) for box in boxes(placed, length, rank=rank, size=size)]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def split_shards(placed: Placed, shards: Sequence[Tensor], dims: ModelDims) -> list[Tensor]:
@@ -65,35 +91,28 @@ def split_shards(placed: Placed, shards: Sequence[Tensor], dims: ModelDims) -> l
     merge = placed.param.merge
     if merge == "replicated":
         return [shards[0].clone()]
-    if merge == "rows":
-        return [torch.cat(list(shards))]
-    if merge == "columns":
-        return [torch.cat(list(shards), dim=1)]
-    if merge == "vocab":
-        return [torch.cat(list(shards))[: placed.hf_shapes[0][0]]]
     if merge == "gate_up":
         halves = [shard.chunk(2) for shard in shards]
         return [torch.cat([half[part] for half in halves]) for part in range(2)]
-    return split_qkv(torch.cat(list(shards)), dims)
+    return split_whole(placed, torch.cat(list(shards), dim=CUT_DIM[merge]), dims)
 
 
-def split_grouped(experts: Sequence[Placed], grouped: Tensor, *, size: int) -> list[Tensor]:
-    """Views [out, in] of each expert's share in a parameter of Megatron's ``GroupedMLP``.
+def split_whole(placed: Placed, whole: Tensor, dims: ModelDims) -> list[Tensor]:
+    """Contiguous Hugging Face tensors of a parameter over all ranks; vocabulary rows past the true size are dropped.
 
-    ``weight1`` [H, E*2F] and ``weight2`` [E*F, H] are E transposed matrices one behind the other in memory, E this
-    rank's experts and F its share of their width (of ``size`` ranks that share them).
+    Parts that are already contiguous inside ``whole`` share its memory.
     """
-    rows, columns = (sum(shape[0] for shape in experts[0].hf_shapes), experts[0].hf_shapes[0][1])
-    if experts[0].param.merge == "columns":
-        columns //= size
-    else:
-        rows //= size
-    return list(grouped.view(len(experts), columns, rows).transpose(1, 2))
+    if placed.param.merge == "qkv":
+        return split_qkv(whole, dims)
+    if placed.param.merge == "vocab":
+        return [whole[: placed.hf_shapes[0][0]]]
+    return list(whole.split([shape[0] for shape in placed.hf_shapes]))
 
 
-def merge_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Parts one above the other; a single part as it is."""
-    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+def pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    """Zero rows below, up to ``rows``; the tensor itself where none is missing."""
+    missing = rows - tensor.shape[0]
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
 
 
 def merge_qkv(parts: Sequence[Tensor], dims: ModelDims) -> Tensor:
@@ -110,9 +129,3 @@ def split_qkv(qkv: Tensor, dims: ModelDims) -> list[Tensor]:
     rows = qkv.reshape(-1, block, *qkv.shape[1:])
     parts = torch.split(rows, [dims.heads_per_group * dims.head_dim, dims.head_dim, dims.head_dim], dim=1)
     return [part.clone(memory_format=torch.contiguous_format).reshape(-1, *qkv.shape[1:]) for part in parts]
-
-
-def _bounds(length: int, rank: int, size: int) -> tuple[int, int]:
-    """Start and stop of ``rank``'s equal share; the layout was checked to divide (``dims.check_layout``)."""
-    share = length // size
-    return rank * share, (rank + 1) * share

@@ -1,4 +1,9 @@
-"""How a distributed checkpoint is cut for one parallel layout: which rank's file holds which box of which tensor.
+"""Where the rows of the name tables lie in a distributed checkpoint (``torch_dist``), and how it is cut into files.
+
+In a model whose layers are all alike Megatron stacks them: one tensor ``decoder.layers.mlp.linear_fc1.weight`` of
+shape [L, 2F, H], experts ``decoder.layers.mlp.experts.experts.linear_fc1.weight`` of shape [L, E, 2F, H]. Where dense
+and expert layers mix, each layer has keys of its own (``decoder.layers.3.…``) and only experts are stacked.
+Keys are those of the TransformerEngine layer spec, which the student makes Megatron's local spec write too.
 
 The values of a checkpoint do not depend on a layout, and any layout can load any cut. The cut decides who reads what:
 with that of its own layout every rank reads its own files, and rank 0's for what all ranks hold alike.
@@ -13,14 +18,15 @@ from math import lcm, prod
 
 import torch
 
+from mopd.conversion.job import filled
 from mopd.conversion.models import families
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.families import Placed
-from mopd.conversion.torch_dist.sharded import ShardedKey, sharded_key, whole_shape
+from mopd.conversion.models.mapping import CUT_DIM, boxes, whole_shape
 from mopd.types import UserError
 
-_CUT_DIM = {"replicated": None, "vocab": 0, "qkv": 0, "gate_up": 0, "rows": 0, "columns": 1}
-"""Dimension of [out, in] that tensor parallelism cuts."""
+_LAYER_NUMBER = re.compile(r"(?<=^decoder\.layers)\.\d+")
+_EXPERT_NUMBER = re.compile(r"(?<=\.experts)\.local_experts\.\d+")
 _LINEAR = re.compile(r"(.*\.(?:linear_\w+))\.weight")
 _EXTRA_STATE = "._extra_state"
 
@@ -93,13 +99,36 @@ class TargetLayout:
                     f"--{option} {degree} does not divide the model's {size} {what}: set a divisor of {size}"
                 )
 
-    def stage_of(self, placed: Placed, dims: ModelDims) -> int:
-        """Pipeline stage that holds a parameter (the first one where tied stages both do)."""
-        pp = self.pipeline_model_parallel_size
-        if placed.layer is not None:
-            chunk_layers = dims.num_layers // (pp * self.virtual_pipeline_model_parallel_size)
-            return placed.layer // chunk_layers % pp
-        return 0 if placed.param is families.EMBEDDING else pp - 1
+
+@dataclass(frozen=True, slots=True)
+class ShardedKey:
+    """One parameter's place among the stacked tensors.
+
+    Example (layer 2 of 4, expert 1 of 8): ``key="decoder.layers.mlp.experts.experts.linear_fc1.weight", index=(2, 1),
+    stacked=(4, 8)``: the parameter is ``checkpoint[key][2, 1]`` and the checkpoint's tensor has shape
+    ``(4, 8, *whole_shape(placed))``.
+    """
+
+    key: str
+    """Key of the sharded tensor."""
+    index: tuple[int, ...]
+    """Position of this parameter in the leading dimensions."""
+    stacked: tuple[int, ...]
+    """Sizes of the leading dimensions."""
+
+
+def sharded_key(placed: Placed, dims: ModelDims) -> ShardedKey:
+    """Key and position of one parameter."""
+    # The last name is TransformerEngine's; its grouped experts carry numbers that Megatron's checkpoint does not.
+    key = placed.megatron[-1] if placed.expert is None else _EXPERT_NUMBER.sub(".experts", placed.megatron[0])
+    index: tuple[int, ...] = ()
+    stacked: tuple[int, ...] = ()
+    if placed.layer is not None and dims.has_uniform_layers:
+        key = _LAYER_NUMBER.sub("", key)
+        index, stacked = (placed.layer,), (dims.num_layers,)
+    if placed.expert is not None and dims.moe is not None:
+        index, stacked = (*index, placed.expert), (*stacked, dims.moe.num_experts)
+    return ShardedKey(key, index, stacked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,34 +162,22 @@ def pieces(dims: ModelDims, layout: TargetLayout) -> Iterator[Piece]:
     """All boxes of the checkpoint in model order, those of a parameter by rank."""
     for placed in families.all_params(dims):
         place, shape = sharded_key(placed, dims), padded_shape(placed, layout)
-        dim = _CUT_DIM[placed.param.merge]
-        stage = layout.stage_of(placed, dims) * layout.stage_size
-        if placed.expert is not None and dims.moe is not None:
+        dim = CUT_DIM[placed.param.merge]
+        pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+        degree, first = layout.tensor_model_parallel_size, placed.stage(dims, stages=pp, chunks=vp) * layout.stage_size
+        if placed.expert is not None:
             degree = layout.expert_tensor_parallel_size
-            group = placed.expert // (dims.moe.num_experts // layout.expert_model_parallel_size)
-            first = stage + group * degree
-        else:
-            degree, first = layout.tensor_model_parallel_size, stage
-        if dim is None:
-            yield Piece(placed, place, first, 0, 0, shape[0], shape)
-            continue
-        # Gate and up are boxes of their own, as Megatron has them: their rows are not neighbours in a rank's matrix.
-        for part in range(2 if placed.param.merge == "gate_up" else 1):
-            length = shape[dim] // (2 if placed.param.merge == "gate_up" else 1)
-            step = length // degree
-            for rank in range(degree):
-                start = part * length + rank * step
-                sizes = tuple(step if d == dim else size for d, size in enumerate(shape))
-                yield Piece(placed, place, first + rank, dim, start, start + step, sizes)
+            first += placed.owner(dims, ranks=layout.expert_model_parallel_size) * degree
+        for rank in range(1 if placed.param.merge == "replicated" else degree):
+            for start, stop in boxes(placed, shape[dim], rank=rank, size=degree):
+                sizes = tuple(stop - start if d == dim else size for d, size in enumerate(shape))
+                yield Piece(placed, place, first + rank, dim, start, stop, sizes)
 
 
 def padded_shape(placed: Placed, layout: TargetLayout) -> tuple[int, ...]:
     """Shape of a parameter over all ranks, with the vocabulary rows that the split needs."""
-    shape = whole_shape(placed)
-    if placed.param.merge != "vocab":
-        return shape
-    tp = layout.tensor_model_parallel_size
-    return (-(-shape[0] // tp) * tp, *shape[1:])
+    shape, tp = whole_shape(placed), layout.tensor_model_parallel_size
+    return shape if placed.param.merge != "vocab" else (-(-shape[0] // tp) * tp, *shape[1:])
 
 
 def files(cut: Sequence[Piece], itemsize: Mapping[str, int], max_file_bytes: int) -> dict[str, list[Piece]]:
@@ -168,20 +185,15 @@ def files(cut: Sequence[Piece], itemsize: Mapping[str, int], max_file_bytes: int
 
     ``itemsize`` are bytes of an element by key.
     """
-    by_owner: dict[int, list[list[Piece]]] = {}
-    filled: dict[int, int] = {}
+    by_owner: dict[int, list[Piece]] = {}
     for piece in cut:
-        num_bytes = prod(piece.sizes) * itemsize[piece.place.key]
-        rank_files = by_owner.setdefault(piece.owner, [])
-        if not rank_files or filled[piece.owner] + num_bytes > max_file_bytes:
-            rank_files.append([])
-            filled[piece.owner] = 0
-        rank_files[-1].append(piece)
-        filled[piece.owner] += num_bytes
+        by_owner.setdefault(piece.owner, []).append(piece)
     return {
         f"__{owner}_{number}.distcp": content
-        for owner, rank_files in sorted(by_owner.items())
-        for number, content in enumerate(rank_files)
+        for owner, own in sorted(by_owner.items())
+        for number, content in enumerate(
+            filled(own, lambda piece: prod(piece.sizes) * itemsize[piece.place.key], max_file_bytes)
+        )
     }
 
 

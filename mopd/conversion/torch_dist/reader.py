@@ -18,10 +18,10 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from mopd.conversion.job import sha256_of
 from mopd.conversion.mapped import map_tensor
-from mopd.conversion.output import sha256_of
 from mopd.conversion.torch_dist.description import read_description
 from mopd.conversion.torch_dist.pickled import DAMAGE, require_plain_archive
 from mopd.files.json_text import read_json_object
@@ -32,7 +32,7 @@ METADATA_FILE = ".metadata"
 MANIFEST_FILE = "manifest.json"
 FORMAT_FILE = "metadata.json"
 STATE_FILE = "state.json"
-_FORMAT = {
+FORMAT = {
     "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
     "common_backend_version": 1,
 }  # fmt: skip
@@ -72,13 +72,8 @@ class TorchDistReader:
             for name in sorted({METADATA_FILE, *self.hashes} - data_files):
                 self._check_hash(name)
         metadata = read_description(self.folder / METADATA_FILE)
-        self._tensors: dict[str, TensorStorageMetadata] = {}
-        self.object_keys: set[str] = set()
-        for key, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, BytesStorageMetadata):
-                self.object_keys.add(key)
-            else:
-                self._tensors[key] = entry
+        entries = metadata.state_dict_metadata.items()
+        self._tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
         self._stacked = {
             key: len(entry.size) > 0 and all(chunk.sizes[0] == 1 for chunk in entry.chunks)
             for key, entry in self._tensors.items()
@@ -269,7 +264,7 @@ def require_format(folder: Path) -> None:
             "supported"
         )
     for key, value in format_.items():
-        if _FORMAT.get(key) != value:
+        if FORMAT.get(key) != value:
             raise UserError(
                 f"{shown_path(path)}: {key!a:.100} is {value!a:.100}, which is not supported; restore the folder"
             )

@@ -22,11 +22,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mopd.conversion.job import OutputFile, Written
-from mopd.conversion.output import files_below, sha256_of, write_json
+from mopd.conversion.job import OutputFile, Written, files_below, sha256_of, write_json
 from mopd.conversion.torch_dist.description import write_description
 from mopd.conversion.torch_dist.plan import Piece, TargetLayout, extra_state_keys, padded_shape
-from mopd.conversion.torch_dist.reader import FORMAT_FILE, MANIFEST_FILE, METADATA_FILE, STATE_FILE
+from mopd.conversion.torch_dist.reader import FORMAT, FORMAT_FILE, MANIFEST_FILE, METADATA_FILE, STATE_FILE
 from mopd.files.writing import reasoned
 
 COMMON_FILE = "common.pt"
@@ -35,7 +34,8 @@ SIDE_FILES = "hf"
 """Folder of the files that an export needs: config, tokenizer, licence, …"""
 ARCHIVE_BYTES = 1200
 """Size of an archive beyond its tensor, nearly."""
-_CONTENT = {"distrib_optim_sharding_type": "fully_reshardable"}
+CONTENT = {"distrib_optim_sharding_type": "fully_reshardable"}
+"""What Megatron's readers are told about a checkpoint."""
 
 
 def data_file(
@@ -82,10 +82,8 @@ def write_rest(
 ) -> None:
     """Write what makes the data files a checkpoint: description, common part, ``state.json``; then the manifest."""
     write_description(folder / METADATA_FILE, _metadata(contents, written, dtypes, layout))
-    torch.save({"content_metadata": _CONTENT}, folder / COMMON_FILE)
-    backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    backends |= {"common_backend": "torch", "common_backend_version": 1}
-    (folder / FORMAT_FILE).write_text(json.dumps(backends), encoding="utf-8")
+    torch.save({"content_metadata": CONTENT}, folder / COMMON_FILE)
+    (folder / FORMAT_FILE).write_text(json.dumps(FORMAT), encoding="utf-8")
     write_json(folder / STATE_FILE, state)
     hashes = {
         name: written[name].sha256 if name in written else sha256_of(folder / name) for name in files_below(folder)

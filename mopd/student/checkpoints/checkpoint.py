@@ -8,7 +8,6 @@ A folder is complete when its ``manifest.json`` exists; it is written last and h
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -24,18 +23,18 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from mopd.conversion.torch_dist.reader import read_hashes
+from mopd.conversion.job import files_below, sha256_of
+from mopd.conversion.torch_dist.reader import MANIFEST_FILE, STATE_FILE, read_hashes
+from mopd.conversion.torch_dist.writer import CONTENT
 from mopd.files.json_text import read_json_object
 from mopd.files.reading import shown_path
 from mopd.files.writing import WriteRefusedError, write_text, writing
 from mopd.student.checkpoints import restricted
 from mopd.student.checkpoints.saving import write_sharded
+from mopd.student.model.gpt import StudentModel
 from mopd.student.parallel import Layout, raise_together
 from mopd.types import UserError
 
-MANIFEST = "manifest.json"
-STATE = "state.json"
-CONTENT = {"distrib_optim_sharding_type": "fully_reshardable"}
 _OPTIMIZER, _EXPERTS_OPTIMIZER = "optimizer", "optimizer_experts"
 _KEPT_OPTIONS = ("max_lr", "min_lr", "betas", "eps")
 """Options of a parameter group that the recipe decides, not the checkpoint."""
@@ -91,13 +90,11 @@ def load(
     optimizer: ChainedOptimizer,
     scheduler: OptimizerParamScheduler,
     layout: Layout,
-    *,
-    num_steps: int,
 ) -> dict[str, Any]:
     """Load weights, optimizer and random states of a verified ``folder``; returns the ``state`` given to ``save``.
     Collective.
 
-    ``num_steps`` optimizer steps are done: the schedule continues there with the recipe's values.
+    The schedule continues after as many steps as the state's ``weight_version``, with the recipe's values.
     Call ``verify`` first. Raises ``UserError`` on every rank as ``restricted.load`` does.
     """
     state = read_state(folder)
@@ -116,23 +113,31 @@ def load(
         _load_optimizer(part, loaded[key])
     for group, kept in zip(optimizer.param_groups, options, strict=True):
         group.update(kept)
-    scheduler.num_steps = num_steps
+    scheduler.num_steps = state["weight_version"]
     scheduler.step(0)
     if same_layout:
         _set_rng_state(loaded["rng"])
     return state
 
 
+@torch.no_grad()
+def load_weights(folder: Path, model: StudentModel) -> None:
+    """Load the weights alone of a verified ``folder``, a run's checkpoint or a conversion's. Collective; raises as
+    ``load`` does."""
+    sharded = {"model": model.sharded_state_dict(metadata=dict(CONTENT))}
+    model.load_state_dict(restricted.load(sharded, folder)["model"])
+
+
 def write_hash_manifest(folder: Path, state: Mapping[str, Any]) -> None:
     """Write ``state.json``, then ``manifest.json`` with the sha256 of every file, which completes the folder."""
-    write_text(folder / STATE, _json(state))
-    hashes = {name: _sha256(folder / name) for name in _files(folder)}
-    write_text(folder / MANIFEST, _json({"sha256": hashes}))
+    write_text(folder / STATE_FILE, json.dumps(state, indent=1, sort_keys=True))
+    hashes = {name: sha256_of(folder / name) for name in files_below(folder) if name != MANIFEST_FILE}
+    write_text(folder / MANIFEST_FILE, json.dumps({"sha256": hashes}, indent=1, sort_keys=True))
 
 
 def is_complete(folder: Path) -> bool:
     """Whether ``save`` reached its end in ``folder``."""
-    return (folder / MANIFEST).is_file()
+    return (folder / MANIFEST_FILE).is_file()
 
 
 def verify(folder: Path) -> None:
@@ -142,14 +147,14 @@ def verify(folder: Path) -> None:
         UserError: incomplete checkpoint, or a file that is missing, changed or not in the manifest.
     """
     if not is_complete(folder):
-        raise UserError(f"{folder}: no complete checkpoint ({MANIFEST} is missing): resume from another one")
-    expected = read_hashes(folder / MANIFEST)
-    found = _files(folder)
+        raise UserError(f"{folder}: no complete checkpoint ({MANIFEST_FILE} is missing): resume from another one")
+    expected = read_hashes(folder / MANIFEST_FILE)
+    found = [name for name in files_below(folder) if name != MANIFEST_FILE]
     for name in sorted(set(expected) ^ set(found)):
-        problem = "missing" if name in expected else f"not listed in {MANIFEST}"
+        problem = "missing" if name in expected else f"not listed in {MANIFEST_FILE}"
         raise UserError(f"{folder / name}: {problem}: restore the folder or resume from another checkpoint")
     for name in found:
-        if _sha256(folder / name) != expected[name]:
+        if sha256_of(folder / name) != expected[name]:
             raise UserError(f"{folder / name}: changed since it was saved (sha256): resume from another checkpoint")
 
 
@@ -159,12 +164,12 @@ def read_state(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: the file is damaged, or not of a run: a converted checkpoint has weights alone.
     """
-    state = read_json_object(folder / STATE, cure="resume from another checkpoint")
+    state = read_json_object(folder / STATE_FILE, cure="resume from another checkpoint")
     for key, kind in (("weight_version", int), ("layout", dict), ("extra", dict)):
         if type(state.get(key)) is not kind:
             raise UserError(
-                f"{shown_path(folder / STATE)}: has no {key!r}, so it is no checkpoint of a run: name a step folder of "
-                "a run, or convert it and name the Hugging Face folder"
+                f"{shown_path(folder / STATE_FILE)}: has no {key!r}, so it is no checkpoint of a run: name a step "
+                "folder of a run, or convert it and name the Hugging Face folder"
             )
     return state
 
@@ -263,21 +268,3 @@ def _set_rng_state(state: Mapping[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["megatron"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _files(folder: Path) -> list[str]:
-    """Files below ``folder`` by relative name, the manifest excepted."""
-    paths = (path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
-    return sorted(path.relative_to(folder).as_posix() for path in paths)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while chunk := stream.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _json(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, indent=1, sort_keys=True)

@@ -26,7 +26,7 @@ from megatron.core.transformer.moe.moe_utils import (
 from torch import Tensor
 
 from mopd.config.student import MoeConfig
-from mopd.conversion.models.model_dims import MoeDims
+from mopd.conversion.models.dims import MoeDims
 from mopd.student.model.gpt import StudentModel
 from mopd.student.parallel import Layout
 

@@ -9,15 +9,11 @@ from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mopd.config.student import MoeConfig, StudentConfig
-from mopd.conversion.models.dims import ModelDims, check_layout
-from mopd.conversion.models.model_dims import YarnRope
+from mopd.conversion.models.dims import ModelDims, YarnRope, check_layout
 from mopd.student.model.overrides import check_overrides
 from mopd.student.parallel import Layout
 from mopd.text import one_line
 from mopd.types import UserError
-
-MAKE_VOCAB_SIZE_DIVISIBLE_BY = 1
-"""The embedding is padded to a multiple of this times the TP degree: no more than the split needs."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -35,13 +31,6 @@ def uses_transformer_engine(student: StudentConfig) -> bool:
             f"student.transformer_impl is 'transformer_engine' but {missing} is missing: set it to 'auto' or 'local'"
         )
     return is_available and student.transformer_impl != "local"
-
-
-def padded_vocab_size(dims: ModelDims, layout: Layout) -> int:
-    """Rows of the embedding over all tensor-parallel ranks."""
-    return dims.padded_vocab_size(
-        tensor_model_parallel_size=layout.tp_size, make_vocab_size_divisible_by=MAKE_VOCAB_SIZE_DIVISIBLE_BY
-    )
 
 
 def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) -> TransformerConfig:

@@ -144,16 +144,6 @@ REFUSED: dict[str, str] = {
 """Reason -> fields."""
 
 
-def classes() -> dict[str, list[str]]:
-    """Fields by class, each field in every class that names it."""
-    return {
-        "allowed": list(ALLOWED),
-        "allowed with TransformerEngine": list(WITH_TRANSFORMER_ENGINE),
-        "owned": [name for names in OWNED.values() for name in names.split()],
-        "refused": [name for names in REFUSED.values() for name in names.split()],
-    }
-
-
 def check_overrides(
     overrides: Mapping[str, Any], *, owned: Iterable[str] = (), has_transformer_engine: bool = False
 ) -> dict[str, Any]:

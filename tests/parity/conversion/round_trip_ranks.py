@@ -16,8 +16,9 @@ import torch
 
 from mopd import cpu_shim
 from mopd.config.student import ParallelConfig, StudentConfig
-from mopd.conversion.hf.reader import HfReader, HfWriter
-from mopd.conversion.models.dims import read_dims
+from mopd.conversion.hf.reader import HfReader
+from mopd.conversion.hf.writer import write_folder
+from mopd.conversion.models.reading import read_dims
 from mopd.student import parallel
 from mopd.student.model.gpt import StudentModel, build_model
 from mopd.student.weights import iter_hf_weights, load_hf_into
@@ -52,9 +53,7 @@ def round_trip(checkpoint: Path, target: Path, layout: parallel.Layout) -> None:
     if layout.rank != 0:
         assert list(weights) == []
         return
-    with HfWriter(target, source=checkpoint, max_shard_bytes=40_000) as writer:
-        for name, tensor in weights:
-            writer.add(name, tensor)
+    write_folder(target, weights, source=checkpoint, max_shard_bytes=40_000)
 
 
 def check_loaded(model: StudentModel, vocab_size: int, layout: parallel.Layout) -> None:

@@ -18,10 +18,10 @@ import torch
 from mopd import cpu_shim
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.hf.reader import HfReader
-from mopd.conversion.models.dims import read_dims
+from mopd.conversion.models.reading import read_dims
+from mopd.conversion.torch_dist.writer import CONTENT
 from mopd.student import parallel
 from mopd.student.checkpoints import checkpoint
-from mopd.student.checkpoints.model import load_model, save_model
 from mopd.student.model.gpt import StudentModel, build_model
 from mopd.student.weights import load_hf_into
 
@@ -55,13 +55,14 @@ def compare_and_save(folder: Path, name: str, text: str, layout: parallel.Layout
         parameter.data.fill_(float("nan"))  # what the load forgets must not pass for loaded
     streamed = folder / f"{name}-streamed-{text}"
     checkpoint.verify(streamed)
-    load_model(streamed, loaded)
+    checkpoint.load_weights(streamed, loaded)
     tensors, others = states(expected), states(loaded)
     assert tensors.keys() == others.keys()
     for key, tensor in tensors.items():
         assert tensor.dtype == others[key].dtype and torch.equal(tensor, others[key]), (name, text, key)
     state = {"source": str(folder / name), "dtype": dtype}
-    save_model(folder / f"{name}-saved-{text}", expected, layout, state=state)
+    sharded = {"model": expected.sharded_state_dict(metadata=dict(CONTENT))}
+    checkpoint.write(folder / f"{name}-saved-{text}", sharded, layout, state=state)
 
 
 def states(model: StudentModel) -> dict[str, torch.Tensor]:

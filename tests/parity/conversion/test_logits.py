@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from mopd import cpu_shim
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.hf.reader import HfReader
-from mopd.conversion.models.dims import read_dims
+from mopd.conversion.models.reading import read_dims
 from mopd.student import parallel
 from mopd.student.model.gpt import build_model
 from mopd.student.weights import load_hf_into

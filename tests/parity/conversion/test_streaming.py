@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.job import Job
 from mopd.conversion.jobs import streaming
-from mopd.conversion.models.dims import read_dims
+from mopd.conversion.models.reading import read_dims
 from mopd.conversion.torch_dist.plan import TargetLayout
 from tests.fixtures.tiny_models import FAMILIES, make_hf_model, make_tokenizer
 

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mopd.cli import main
-from mopd.conversion.hf.reader import HfReader, HfWriter
+from mopd.conversion.hf.reader import HfReader
+from mopd.conversion.hf.writer import write_folder
 from mopd.conversion.jobs import streaming
 from mopd.conversion.torch_dist.plan import TargetLayout
 from mopd.files.writing import writing
@@ -35,9 +36,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     single = make_hf_model(folder / "single", "qwen2", vocab_size=61, num_layers=2)
     make_tokenizer(single)
     reader = HfReader(single)
-    with HfWriter(folder / "hf", source=single, max_shard_bytes=60_000) as writer:
-        for name in sorted(reader.names):
-            writer.add(name, reader.read(name))
+    stream = ((name, reader.read(name)) for name in sorted(reader.names))
+    write_folder(folder / "hf", stream, source=single, max_shard_bytes=60_000)
     run_job(streaming.hf_to_megatron(folder / "hf", folder / "megatron", TargetLayout(), max_file_bytes=80_000))
     return folder
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mopd.conversion.hf.reader import HfReader, HfWriter
+from mopd.conversion.hf.reader import HfReader
+from mopd.conversion.hf.writer import require_exportable, write_folder
 from mopd.types import UserError
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 
@@ -190,10 +192,9 @@ def test_written_folder_is_complete_and_transformers_loads_it(tmp_path: Path, ma
     make_tokenizer(source)
     (source / "LICENSE").write_text("as it was")
     reader = HfReader(source)
-    with HfWriter(tmp_path / "target", source=source, max_shard_bytes=max_shard_bytes) as writer:
-        for name in sorted(reader.names):
-            writer.add(name, reader.read(name))
     target = tmp_path / "target"
+    stream = ((name, reader.read(name)) for name in sorted(reader.names))
+    write_folder(target, stream, source=source, max_shard_bytes=max_shard_bytes)
     for path in source.iterdir():
         if not path.name.startswith("model"):
             assert (target / path.name).read_bytes() == path.read_bytes(), path.name
@@ -208,34 +209,34 @@ def test_written_folder_is_complete_and_transformers_loads_it(tmp_path: Path, ma
 
 
 def test_shards_stay_within_the_limit(tmp_path: Path, single: Path):
-    with HfWriter(tmp_path / "target", source=single, max_shard_bytes=250) as writer:
-        for number in range(5):
-            writer.add(f"t{number}", torch.full((25,), number))
+    stream = ((f"t{number}", torch.full((25,), number)) for number in range(5))
+    write_folder(tmp_path / "target", stream, source=single, max_shard_bytes=250)
     shards = sorted((tmp_path / "target").glob("*.safetensors"))
     assert [list(load_file(path)) for path in shards] == [[f"t{number}"] for number in range(5)]
 
 
 def test_nothing_is_left_when_writing_fails(tmp_path: Path, single: Path):
-    def write_half(writer: HfWriter) -> None:
+    def half() -> Iterator[tuple[str, Tensor]]:
         for number in range(4):
-            writer.add(f"t{number}", torch.zeros(100))
+            yield f"t{number}", torch.zeros(100)
         raise RuntimeError("rank lost")
 
-    writer = HfWriter(tmp_path / "target", source=single, max_shard_bytes=400)
-    with pytest.raises(RuntimeError, match="rank lost"), writer:
-        write_half(writer)
+    with pytest.raises(RuntimeError, match="rank lost"):
+        write_folder(tmp_path / "target", half(), source=single, max_shard_bytes=400)
     assert [path.name for path in tmp_path.iterdir()] == ["single"]
 
 
 def test_existing_target_is_not_overwritten(tmp_path: Path, single: Path):
     (tmp_path / "empty").mkdir()
-    with HfWriter(tmp_path / "empty", source=single) as writer:
-        writer.add("t", torch.zeros(1))
+    write_folder(tmp_path / "empty", [("t", torch.zeros(1))], source=single)
     with pytest.raises(UserError, match="already exists"):
-        HfWriter(tmp_path / "empty", source=single)
+        write_folder(tmp_path / "empty", [], source=single)
+    with pytest.raises(UserError, match="already exists"):
+        require_exportable(tmp_path / "empty", single)
 
 
-def test_a_tensor_cannot_be_added_twice(tmp_path: Path, single: Path):
-    with pytest.raises(ValueError, match="twice"), HfWriter(tmp_path / "target", source=single) as writer:
-        writer.add("t", torch.zeros(1))
-        writer.add("t", torch.zeros(1))
+@pytest.mark.parametrize(("names", "problem"), [(("t", "t"), "twice"), ((), "no tensor")])
+def test_a_stream_has_tensors_and_each_once(tmp_path: Path, single: Path, names: tuple[str, ...], problem: str):
+    with pytest.raises(ValueError, match=problem):
+        write_folder(tmp_path / "target", ((name, torch.zeros(1)) for name in names), source=single)
+    assert [path.name for path in tmp_path.iterdir()] == ["single"]

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mopd.conversion.hf.manifest import Manifest, compare_manifests, make_manifest
-from mopd.conversion.hf.reader import HfReader, HfWriter
+from mopd.conversion.hf.reader import HfReader
+from mopd.conversion.hf.writer import write_folder
 from mopd.types import UserError
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 
@@ -76,9 +77,8 @@ def test_swapped_tensors_and_other_dtypes_are_other_weights(tmp_path: Path, mode
 
 def test_weights_hash_does_not_depend_on_sharding(tmp_path: Path, model: Path, cache: Path):
     reader = HfReader(model)
-    with HfWriter(tmp_path / "sharded", source=model, max_shard_bytes=20_000) as writer:
-        for name in sorted(reader.names, reverse=True):
-            writer.add(name, reader.read(name))
+    stream = ((name, reader.read(name)) for name in sorted(reader.names, reverse=True))
+    write_folder(tmp_path / "sharded", stream, source=model, max_shard_bytes=20_000)
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
     old, new = (make_manifest(folder, cache_file=cache) for folder in (model, tmp_path / "sharded"))
     assert changed(old, new) == [] and old.path != new.path

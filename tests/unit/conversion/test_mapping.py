@@ -11,9 +11,16 @@ from torch import Tensor
 
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.models import families
-from mopd.conversion.models.dims import ModelDims, read_dims
-from mopd.conversion.models.mapping import load_shard, merge_qkv, split_grouped, split_qkv, split_shards
-from mopd.conversion.torch_dist.sharded import merge_whole, split_whole, whole_shape
+from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.mapping import (
+    load_shard,
+    merge_qkv,
+    split_qkv,
+    split_shards,
+    split_whole,
+    whole_shape,
+)
+from mopd.conversion.models.reading import read_dims
 from tests.fixtures.tiny_models import make_hf_model
 
 DIMS = ModelDims(
@@ -143,41 +150,19 @@ def test_last_names_are_those_of_transformer_engine(family: str, tmp_path: Path)
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"])
 def test_split_undoes_load_with_experts(family: str, tmp_path: Path):
-    """Over two ranks, and whole: ``merge_whole`` is the one-rank shard and ``split_whole`` undoes it."""
+    """Over two ranks, and whole."""
     folder = make_hf_model(tmp_path, family, vocab_size=61)
     dims, reader = read_dims(folder), HfReader(folder)
     seen = set()
     for placed in families.all_params(dims):
         tensors = [reader.read(name) for name in placed.hf_names]
         shards = [load_shard(placed, reader.read_slice, dims, rank=rank, size=2, rows=31) for rank in range(2)]
-        whole = merge_whole(placed, tensors, dims)
+        whole = load_shard(placed, reader.read_slice, dims, rank=0, size=1, rows=61)
         assert tuple(whole.shape) == whole_shape(placed)
-        assert torch.equal(whole, load_shard(placed, reader.read_slice, dims, rank=0, size=1, rows=61))
         for again in (split_shards(placed, shards, dims), split_whole(placed, whole, dims)):
             assert all(torch.equal(old, new) for old, new in zip(tensors, again, strict=True)), placed.hf_names
         seen.update(placed.hf_names)
     assert seen == reader.names
-
-
-def test_grouped_experts_are_transposed_one_behind_the_other(tmp_path: Path):
-    """Megatron's GroupedMLP: weight1 [H, E*2F] is E matrices [H, 2F] in memory, weight2 [E*F, H] is E matrices [F, H];
-    here each rank of two holds half of F."""
-    dims = read_dims(make_hf_model(tmp_path, "mixtral"))
-    assert dims.moe is not None
-    rows = families.layer_params(dims, 0)
-    fc1, fc2 = ([families.place(row, dims, 0, e) for e in range(4)] for row in rows if row.is_expert)
-    width, hidden = dims.moe.ffn_hidden_size // 2, dims.hidden_size
-    weight1 = torch.arange(4 * hidden * 2 * width).float().view(hidden, -1)
-    weight2 = torch.arange(4 * width * hidden).float().view(-1, hidden)
-    for views, weight, shape in (
-        (split_grouped(fc1, weight1, size=2), weight1, (hidden, 2 * width)),
-        (split_grouped(fc2, weight2, size=2), weight2, (width, hidden)),
-    ):
-        flat = weight.flatten()
-        for e, view in enumerate(views):
-            own = flat[e * shape[0] * shape[1] : (e + 1) * shape[0] * shape[1]].view(shape)
-            assert torch.equal(view, own.T)
-            assert view.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr(), "a copy would load nothing"
 
 
 def test_table_lists_what_transformers_saves(tmp_path: Path):

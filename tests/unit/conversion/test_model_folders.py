@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,8 @@ import torch
 from mopd.cli import main
 from mopd.config.groups import TorchEngineConfig
 from mopd.conversion.hf.pretrained import load_config, load_tokenizer
-from mopd.conversion.hf.reader import HfReader, HfWriter
+from mopd.conversion.hf.reader import HfReader
+from mopd.conversion.hf.writer import require_exportable
 from mopd.conversion.jobs import streaming
 from mopd.conversion.torch_dist.plan import TargetLayout
 from mopd.data.tokenizer import load_tokenizer as load_student_tokenizer
@@ -197,7 +199,7 @@ def test_a_link_out_of_the_folder_is_not_copied(
     (model / file).unlink(missing_ok=True)
     (model / file).symlink_to(secret)
     with pytest.raises(UserError, match=f"{file}: leads out of the folder, to {secret}"):
-        HfWriter(tmp_path / "out", source=model)
+        require_exportable(tmp_path / "out", model)
     for command in (["hf-to-megatron"], ["pad-vocab", "--multiple", "8"], ["extract-head"]):
         capsys.readouterr()
         assert main(["convert", command[0], str(model), str(tmp_path / "out"), *command[1:]]) == 2
@@ -233,19 +235,27 @@ def test_nothing_is_written_through_a_link(model: Path, tmp_path: Path, capsys: 
     assert list(elsewhere.iterdir()) == []
 
 
-JOURNALS = ["{}\n", '{"name": 1}\n', "[\n", '{"name": "a", "num_bytes": 1, "sha256": "", "facts": [-1]}\n', "\x00\n"]
+JOURNALS = [
+    "{}\n",
+    '{"name": 1}\n',
+    "[\n",
+    '{"name": "a", "num_bytes": 1, "sha256": "", "facts": [-1]}\n',
+    "\x00\n",
+    "[]",
+]
 
 
 @pytest.mark.parametrize("line", JOURNALS)
 def test_a_damaged_journal(model: Path, tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     job = streaming.hf_to_megatron(model, tmp_path / "out", TargetLayout())
     assert job.begin(resume=False)
-    (job.work / "journal" / "0.jsonl").write_text(line)
+    (job.work / "journal" / "a.json").write_text(line)
     assert job._lock_file is not None
     job._lock_file.close()
     assert main(["convert", "hf-to-megatron", str(model), str(tmp_path / "out"), "--resume"]) == 2
     told = capsys.readouterr().err
-    assert "0.jsonl:1: not understood; remove" in told and told.count("\n") == 1
+    assert re.search(r"a\.json: (not understood; |not valid JSON .*: |holds a list, .*: )remove ", told)
+    assert told.count("\n") == 1
 
 
 def test_models_load_as_before(model: Path) -> None:

@@ -141,17 +141,17 @@ def test_a_changed_file_is_written_again(make: Callable[[Path], Job], tmp_path: 
     assert all_bytes(tmp_path / "out") == all_bytes(tmp_path / "expected")
 
 
-def test_a_cut_off_journal_line_does_not_count(make: Callable[[Path], Job], tmp_path: Path):
+def test_a_cut_off_entry_of_the_journal_does_not_count(make: Callable[[Path], Job], tmp_path: Path):
     run_job(make(tmp_path / "expected"))
-    for keep in (1, 40):
-        job = make(tmp_path / f"out{keep}")
-        assert job.begin(resume=False)
-        job.write_share(0, 1)
-        journal = job.work / "journal" / "0.jsonl"
-        os.truncate(journal, journal.stat().st_size - keep)
-        del job
-        run_job(make(tmp_path / f"out{keep}"), resume=True)
-        assert all_bytes(tmp_path / f"out{keep}") == all_bytes(tmp_path / "expected")
+    job = make(tmp_path / "out")
+    assert job.begin(resume=False)
+    job.write_share(0, 1)
+    entry = sorted((job.work / "journal").iterdir())[-1]
+    os.truncate(entry, entry.stat().st_size // 2)
+    entry.rename(f"{entry}.tmp")  # as a crash leaves it
+    del job
+    run_job(make(tmp_path / "out"), resume=True)
+    assert all_bytes(tmp_path / "out") == all_bytes(tmp_path / "expected")
 
 
 def test_resume_of_something_else_is_refused(hf: Path, tmp_path: Path):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mopd.conversion.models.dims import ModelDims, read_dims
+from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.families import all_params
-from mopd.conversion.torch_dist.plan import TargetLayout, extra_state_keys, files, padded_shape, pieces
-from mopd.conversion.torch_dist.sharded import sharded_key
+from mopd.conversion.models.reading import read_dims
+from mopd.conversion.torch_dist.plan import TargetLayout, extra_state_keys, files, padded_shape, pieces, sharded_key
 from tests.fixtures.tiny_models import FAMILIES, make_hf_model
 
 LAYOUTS = {

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mopd.conversion.hf.reader import HfReader
-from mopd.conversion.jobs import combining, lora, vocabulary
+from mopd.conversion.jobs import lora, rewriting
 from mopd.types import UserError
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 from tests.unit.conversion.jobs import run_job
@@ -44,12 +44,12 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 def refused(match: str, *arguments: Any, **options: Any) -> None:
     with pytest.raises(UserError, match=match):
-        combining.merge(*arguments, **options)
+        rewriting.merge(*arguments, **options)
 
 
 @pytest.mark.parametrize("weights", [None, [0.25, 0.75]])
 def test_average(models: list[Path], tmp_path: Path, weights: list[float] | None):
-    run_job(combining.merge(models[1:], tmp_path / "out", weights=weights, max_shard_bytes=30_000), ranks=2)
+    run_job(rewriting.merge(models[1:], tmp_path / "out", weights=weights, max_shard_bytes=30_000), ranks=2)
     one, other, result = tensors(models[1]), tensors(models[2]), tensors(tmp_path / "out")
     first, second = weights or [0.5, 0.5]
     for name, tensor in result.items():
@@ -62,7 +62,7 @@ def test_average(models: list[Path], tmp_path: Path, weights: list[float] | None
 
 def test_task_arithmetic(models: list[Path], tmp_path: Path):
     base, *others = models
-    run_job(combining.merge(others, tmp_path / "out", weights=[0.7, -0.4], base=base))
+    run_job(rewriting.merge(others, tmp_path / "out", weights=[0.7, -0.4], base=base))
     start, one, other = (tensors(folder) for folder in models)
     for name, tensor in tensors(tmp_path / "out").items():
         origin = start[name].double()
@@ -71,7 +71,7 @@ def test_task_arithmetic(models: list[Path], tmp_path: Path):
 
 
 def test_average_of_one_model_is_itself(models: list[Path], tmp_path: Path):
-    run_job(combining.merge([models[1], models[1]], tmp_path / "out"))
+    run_job(rewriting.merge([models[1], models[1]], tmp_path / "out"))
     before, after = tensors(models[1]), tensors(tmp_path / "out")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
@@ -169,12 +169,12 @@ def test_adapters_that_are_refused(tmp_path: Path, changes: dict[str, Any], weig
 def test_padded_vocabulary_and_back(tmp_path: Path, tied: bool):
     source = make_hf_model(tmp_path / "source", "llama", vocab_size=61, tie_word_embeddings=tied)
     make_tokenizer(source)
-    run_job(vocabulary.pad(source, tmp_path / "padded", multiple=16))
+    run_job(rewriting.pad(source, tmp_path / "padded", multiple=16))
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         old, new = (AutoModelForCausalLM.from_pretrained(path)(tokens).logits for path in (source, tmp_path / "padded"))
     assert new.shape[-1] == 64 and torch.equal(new[..., :61], old) and not new[..., 61:].any()
-    run_job(vocabulary.unpad(tmp_path / "padded", tmp_path / "back", vocab_size=61))
+    run_job(rewriting.unpad(tmp_path / "padded", tmp_path / "back", vocab_size=61))
     before, after = tensors(source), tensors(tmp_path / "back")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
@@ -184,18 +184,18 @@ def test_padded_vocabulary_and_back(tmp_path: Path, tied: bool):
 
 def test_unpad_keeps_true_rows(tmp_path: Path):
     source = make_hf_model(tmp_path / "source", "llama", vocab_size=61)
-    job = vocabulary.unpad(source, tmp_path / "out", vocab_size=60)
+    job = rewriting.unpad(source, tmp_path / "out", vocab_size=60)
     with pytest.raises(UserError, match="rows from 60 on are not zero"):
         run_job(job)
     job.discard()
     with pytest.raises(UserError, match="--vocab-size is 62: set 1 to 61"):
-        vocabulary.unpad(source, tmp_path / "out", vocab_size=62)
+        rewriting.unpad(source, tmp_path / "out", vocab_size=62)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_head(tmp_path: Path, tied: bool):
     source = make_hf_model(tmp_path / "source", "llama", vocab_size=61, tie_word_embeddings=tied)
-    run_job(vocabulary.extract_head(source, tmp_path / "out"))
+    run_job(rewriting.extract_head(source, tmp_path / "out"))
     model = AutoModelForCausalLM.from_pretrained(source)
     assert torch.equal(tensors(tmp_path / "out")["lm_head.weight"], model.get_output_embeddings().weight)
     assert tensors(tmp_path / "out").keys() == {"lm_head.weight"}

@@ -17,7 +17,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from mopd.config.data import DataConfig
-from mopd.data import files, templates
+from mopd.data import files, prompts
 from mopd.data.prompts import PromptDataset, load_prompts
 from mopd.types import UserError
 from tests.fixtures.tiny_models import make_tokenizer
@@ -260,7 +260,7 @@ BAD_TEMPLATES = {
 
 @pytest.mark.parametrize("case", BAD_TEMPLATES)
 def test_bad_templates(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    monkeypatch.setattr(templates, "MAX_RENDER_S", 0.2)
+    monkeypatch.setattr(prompts, "MAX_RENDER_S", 0.2)
     content, expected = BAD_TEMPLATES[case]
     path = tmp_path / "template.jinja"
     path.write_bytes(content)

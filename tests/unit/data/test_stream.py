@@ -77,7 +77,7 @@ def test_restored_stream_continues_exactly() -> None:
     expected = stream.next(50)
     restored = PromptStream(DATA, {"math": 2, "code": 1, "law": 1}, 4)
     restored.load_state_dict(state)
-    assert restored.position == 37
+    assert restored.state_dict()["position"] == 37
     assert restored.next(50) == expected
 
 
@@ -126,7 +126,7 @@ def test_a_damaged_position_is_refused(change: dict[str, Any]) -> None:
     for damaged in (state | change, {name: value for name, value in state.items() if name not in change}):
         with pytest.raises(UserError, match="the checkpoint's prompt stream"):
             stream.load_state_dict(damaged)
-    assert stream.position == 7
+    assert stream.state_dict()["position"] == 7
 
 
 def test_weights_name_every_domain_or_none() -> None:

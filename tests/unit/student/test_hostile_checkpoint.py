@@ -22,9 +22,8 @@ from mopd import cpu_shim
 from mopd.cli import main
 from mopd.config.student import StudentConfig
 from mopd.conversion.hf.reader import HfReader
-from mopd.conversion.models.dims import read_dims
+from mopd.conversion.models.reading import read_dims
 from mopd.student.checkpoints import checkpoint
-from mopd.student.checkpoints import model as model_checkpoint
 from mopd.student.model.gpt import build_model
 from mopd.student.optimizer import build_optimizer, wrap_data_parallel
 from mopd.student.parallel import Layout
@@ -70,9 +69,9 @@ def run(layout: Layout, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
 
         def resume(folder: Path) -> None:
             checkpoint.verify(folder)
-            checkpoint.load(folder, wrapped, optimizer, scheduler, layout, num_steps=1)
+            checkpoint.load(folder, wrapped, optimizer, scheduler, layout)
 
-        yield Run(step, resume, lambda folder: model_checkpoint.load_model(folder, model))
+        yield Run(step, resume, lambda folder: checkpoint.load_weights(folder, model))
 
 
 def archive(value: Any) -> bytes:

@@ -12,9 +12,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from mopd import cpu_shim
 from mopd.config.student import StudentConfig
 from mopd.conversion.models import families
-from mopd.conversion.models.dims import read_dims
-from mopd.conversion.torch_dist.sharded import sharded_key, whole_shape
-from mopd.student.checkpoints.checkpoint import CONTENT
+from mopd.conversion.models.mapping import whole_shape
+from mopd.conversion.models.reading import read_dims
+from mopd.conversion.torch_dist.plan import sharded_key
+from mopd.conversion.torch_dist.writer import CONTENT
 from mopd.student.model.gpt import build_model
 from mopd.student.parallel import Layout
 from tests.fixtures.tiny_models import FAMILIES, make_hf_model

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from mopd import cpu_shim
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.hf.reader import HfReader
-from mopd.conversion.models.dims import ModelDims, read_dims
+from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.reading import read_dims
 from mopd.student import parallel
 from mopd.student.model.gpt import build_model
 from mopd.student.weights import iter_hf_weights, load_hf_into
@@ -55,8 +56,8 @@ def load(model: nn.Module, checkpoint: Path, layout: parallel.Layout) -> None:
     load_hf_into([model], HfReader(checkpoint), read_dims(checkpoint), layout)
 
 
-def export(model: nn.Module, dims: ModelDims, layout: parallel.Layout, dtype: torch.dtype | None = None) -> Tensors:
-    return dict(iter_hf_weights([model], dims, layout, dtype=dtype))
+def export(model: nn.Module, dims: ModelDims, layout: parallel.Layout) -> Tensors:
+    return dict(iter_hf_weights([model], dims, layout))
 
 
 def edit(checkpoint: Path, change: Callable[[Tensors], object]) -> None:
@@ -72,13 +73,6 @@ def test_exported_tensors_do_not_follow_the_model(checkpoint: Path, model: nn.Mo
         parameter.data.zero_()
     expected = load_file(checkpoint / "model.safetensors")
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
-
-
-def test_dtype_on_request(checkpoint: Path, model: nn.Module, layout: parallel.Layout):
-    load(model, checkpoint, layout)
-    tensors = export(model, read_dims(checkpoint), layout, dtype=torch.bfloat16)
-    for name, tensor in load_file(checkpoint / "model.safetensors").items():
-        assert torch.equal(tensors[name], tensor.bfloat16())
 
 
 def test_wrapped_model_and_names_of_the_transformer_engine_spec(checkpoint: Path, layout: parallel.Layout):
@@ -109,24 +103,11 @@ def _as_te_grouped(experts: nn.Module) -> nn.Module:
     return grouped
 
 
-def _as_grouped(experts: nn.Module) -> nn.Module:
-    """Room for the parameters of a ``SequentialMLP`` where ``GroupedMLP`` keeps them."""
-    grouped = nn.Module()
-    fc1, fc2 = (getattr(experts.local_experts[0], part).weight for part in ("linear_fc1", "linear_fc2"))
-    num = len(experts.local_experts)
-    grouped.register_parameter("weight1", nn.Parameter(torch.empty(fc1.shape[1], num * fc1.shape[0])))
-    grouped.register_parameter("weight2", nn.Parameter(torch.empty(num * fc2.shape[1], fc2.shape[0])))
-    return grouped
-
-
-@pytest.mark.parametrize("regroup", [_as_te_grouped, _as_grouped])
-def test_grouped_experts_load_and_export(
-    regroup: Callable[[nn.Module], nn.Module], layout: parallel.Layout, tmp_path: Path
-):
+def test_grouped_experts_load_and_export(layout: parallel.Layout, tmp_path: Path):
     checkpoint = make_hf_model(tmp_path, "qwen3_moe")
     model = build(checkpoint, layout)
     for layer in model.decoder.layers:
-        layer.mlp.experts = regroup(layer.mlp.experts)
+        layer.mlp.experts = _as_te_grouped(layer.mlp.experts)
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))
     load(model, checkpoint, layout)
