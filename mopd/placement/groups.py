@@ -102,11 +102,11 @@ class Groups:
         """Where a group runs."""
         return self._placements[key]
 
-    def turn(self, key: str) -> AbstractAsyncContextManager[None]:
+    def kept_awake(self, key: str) -> AbstractAsyncContextManager[None]:
         """To be held while a group's router works: the group is awake within (``shared_pool``)."""
         placement = self.plans[key].group.placement
         if isinstance(placement, RayConfig) and placement.shared_pool is not None:
-            return self._pools[placement.shared_pool].turn(key)
+            return self._pools[placement.shared_pool].kept_awake(key)
         return contextlib.nullcontext()
 
     async def start(self) -> None:
@@ -183,7 +183,7 @@ class Groups:
             gpus = self._gpus.groups[plan.key]
             return ServerGroup(plan, LocalLauncher(plan, log_dir=log_dir, gpus=gpus))
         assert self._cluster is not None
-        return ServerGroup(plan, self._cluster.launcher(plan), turn=lambda: self.turn(plan.key))
+        return ServerGroup(plan, self._cluster.launcher(plan), kept_awake=lambda: self.kept_awake(plan.key))
 
     def _share_pools(self) -> None:
         """Join groups with one ``shared_pool``."""

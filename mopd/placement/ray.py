@@ -49,7 +49,7 @@ class RayCluster:
         self.ray = ray
         self.log_dir = log_dir
         self._plans = plans
-        self._rooms: dict[str, Any] = {}
+        self._reserved: dict[str, Any] = {}
         self._agents: dict[tuple[str, int], Any] = {}
 
     @classmethod
@@ -80,13 +80,13 @@ class RayCluster:
 
     async def reserve(self, plan: GroupPlan, timeout_s: float) -> None:
         """Wait for the placement group of a group, or of its pool. ``UserError`` if it does not come in time."""
-        room = _room(plan)
-        if room not in self._rooms:
+        name = _reservation(plan)
+        if name not in self._reserved:
             need = next(need for need in _needs(self._plans) if plan.key in need.keys)
             bundle = {"CPU": need.num_cpus} | ({"GPU": need.num_gpus} if need.num_gpus else {})
-            self._rooms[room] = self.ray.util.placement_group([bundle] * need.count, strategy="PACK")
+            self._reserved[name] = self.ray.util.placement_group([bundle] * need.count, strategy="PACK")
         try:
-            await self.ask(self._rooms[room].ready(), timeout_s)
+            await self.ask(self._reserved[name].ready(), timeout_s)
         except asyncio.TimeoutError as error:
             raise UserError(
                 f"{plan.key}: Ray did not give the placement group within {timeout_s:g} s: raise "
@@ -95,13 +95,13 @@ class RayCluster:
 
     async def agent(self, plan: GroupPlan, index: int, *, anew: bool = False) -> Any:
         """The actor that holds replica ``index``'s resources; ``anew`` after the old one was lost."""
-        key = (_room(plan), index)
+        key = (_reservation(plan), index)
         if anew:
             self._agents.pop(key, None)
         if key not in self._agents:
             need = next(need for need in _needs(self._plans) if plan.key in need.keys)
             strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                placement_group=self._rooms[key[0]], placement_group_bundle_index=index
+                placement_group=self._reserved[key[0]], placement_group_bundle_index=index
             )
             actor = self.ray.remote(Agent).options(
                 num_cpus=need.num_cpus, num_gpus=need.num_gpus, scheduling_strategy=strategy, max_restarts=0
@@ -121,9 +121,9 @@ class RayCluster:
             except (self.ray.exceptions.RayError, asyncio.TimeoutError) as error:
                 logger.warning("an agent was lost: %s", str(error).splitlines()[0])
             self.ray.kill(agent)
-        for room in self._rooms.values():
-            self.ray.util.remove_placement_group(room)
-        self._agents, self._rooms = {}, {}
+        for reserved in self._reserved.values():
+            self.ray.util.remove_placement_group(reserved)
+        self._agents, self._reserved = {}, {}
         self.ray.shutdown()
 
 
@@ -224,7 +224,7 @@ class Need:
     """Equal bundles, each of which must lie on one node."""
 
     keys: tuple[str, ...]
-    """Groups that use them, by turns if several."""
+    """Groups that use them, one after the other if several."""
     count: int
     num_cpus: float
     num_gpus: float
@@ -335,7 +335,7 @@ def _showing(gpus: Sequence[int]) -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
-def _room(plan: GroupPlan) -> str:
+def _reservation(plan: GroupPlan) -> str:
     """Name of the placement group that a group lives in: its own, or its pool's."""
     assert isinstance(plan.group.placement, RayConfig)
     pool = plan.group.placement.shared_pool
@@ -344,11 +344,11 @@ def _room(plan: GroupPlan) -> str:
 
 def _needs(plans: Sequence[GroupPlan]) -> list[Need]:
     """One per placement group; groups of one pool need the most that any of them needs."""
-    by_room: dict[str, list[GroupPlan]] = {}
+    by_reservation: dict[str, list[GroupPlan]] = {}
     for plan in plans:
-        by_room.setdefault(_room(plan), []).append(plan)
+        by_reservation.setdefault(_reservation(plan), []).append(plan)
     needs = []
-    for sharing in by_room.values():
+    for sharing in by_reservation.values():
         cfgs = [plan.group.placement for plan in sharing if isinstance(plan.group.placement, RayConfig)]
         needs.append(
             Need(

@@ -42,7 +42,7 @@ run stops when none is left."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Before a replica is started again after a failed start."""
 
-Turn = Callable[[], AbstractAsyncContextManager[None]]
+KeptAwake = Callable[[], AbstractAsyncContextManager[None]]
 
 
 class Server(Protocol):
@@ -95,14 +95,14 @@ class Life:
 class ServerGroup:
     """Implements ``Placement`` over a launcher."""
 
-    def __init__(self, plan: GroupPlan, launcher: Launcher, *, turn: Turn = contextlib.nullcontext) -> None:
-        """``turn`` is held while a replica starts (a pool of GPUs that groups share)."""
+    def __init__(self, plan: GroupPlan, launcher: Launcher, *, kept_awake: KeptAwake = contextlib.nullcontext) -> None:
+        """``kept_awake`` is held while a replica starts (a pool of GPUs that groups share)."""
         assert isinstance(plan.group.placement, (LocalConfig, RayConfig))
         self.plan = plan
         self.cfg = plan.group.placement
         self.restarts = [0] * len(plan.files)
         """Restarts of each replica so far."""
-        self._launcher, self._turn = launcher, turn
+        self._launcher, self._kept_awake = launcher, kept_awake
         self.token = secrets.token_hex(32)
         """Access token of this group's servers."""
         self._lives: list[Life | None] = [None] * len(plan.files)
@@ -124,7 +124,7 @@ class ServerGroup:
     async def start(self) -> list[Replica]:
         """See ``Placement.start``."""
         await self._launcher.prepare()
-        async with self._turn():
+        async with self._kept_awake():
             try:
                 await all_or_none(map(self._first_life, range(len(self.plan.files))))
             except ReplicaDied as error:
@@ -261,7 +261,7 @@ class ServerGroup:
         while self.restarts[index] < MAX_RESTARTS:
             self.restarts[index] += 1
             try:
-                async with self._turn():
+                async with self._kept_awake():
                     life = await self._bring_up(index)
             except (ReplicaDied, UserError) as error:
                 reason = str(error)

@@ -1,11 +1,11 @@
-"""Groups that share a pool of GPUs by turns: the one that works is awake; the least recently used sleep first.
+"""Groups that take turns on a pool of GPUs: the one that works is awake; the least recently used sleep first.
 
 ::
 
-    turn(math) ── awake? ──yes──────────────────────────────> work ──> idle, still awake
+    kept_awake(math) ── awake? ──yes──────────────────────────────> work ──> idle, still awake
                      └─no─> wait until idle groups can make room ─> they sleep, least recently used first ─> math wakes
 
-A group that works keeps its turn until it is idle: a step's samples are few enough to be seen through, and changing
+A group that works stays awake until it is idle: a step's samples are few enough to be seen through, and changing
 back and forth between requests would move the models' weights each time.
 """
 
@@ -40,14 +40,14 @@ class SharedPool:
         self.name = name
         self._sharers: dict[str, _Sharer] = {}
         self._changed = asyncio.Condition()
-        self._num_turns = 0
+        self._num_uses = 0
 
     def add(
         self, key: str, *, share: float, sleep: Callable[[], Awaitable[None]], wake: Callable[[], Awaitable[None]]
     ) -> None:
         """One more group. ``share`` is the part of each GPU's memory that it takes awake, in (0, 1].
 
-        ``wake`` is called before a turn of a group that is not awake (before its first turn too, with nothing to wake
+        ``wake`` is called for a group that is not awake and has work (for its first work too, with nothing to wake
         yet), ``sleep`` when another group needs the room.
         """
         self._sharers[key] = _Sharer(share=share, sleep=sleep, wake=wake)
@@ -58,10 +58,10 @@ class SharedPool:
         return sorted((k for k, s in self._sharers.items() if s.is_awake), key=lambda k: self._sharers[k].last_used)
 
     @asynccontextmanager
-    async def turn(self, key: str) -> AsyncIterator[None]:
-        """The group is awake within; several turns of one group may overlap.
+    async def kept_awake(self, key: str) -> AsyncIterator[None]:
+        """The group is awake within; several such blocks of one group may overlap.
 
-        Has no deadline of its own: turns end with requests, which have theirs.
+        Has no deadline of its own: blocks end with requests, which have theirs.
         """
         sharer = self._sharers[key]
         async with self._changed:
@@ -84,8 +84,8 @@ class SharedPool:
             self._changed.notify_all()
 
     def _touch(self, sharer: _Sharer) -> None:
-        self._num_turns += 1
-        sharer.last_used = self._num_turns
+        self._num_uses += 1
+        sharer.last_used = self._num_uses
 
     def _can_make_room(self, key: str) -> bool:
         working = sum(s.share for k, s in self._sharers.items() if k != key and s.is_awake and s.num_working)

@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,7 @@ from mopd.files.writing import write_json
 from mopd.metrics import apart
 from mopd.placement.interface import ROLLOUT
 from mopd.preflight.identity import Needs, fingerprint, fingerprint_difference, largest_difference, problems_of
-from mopd.preflight.parity import Parity, Probe, Reference, write_parity
+from mopd.preflight.parity import Parity, Probe, Reference
 from mopd.replicas.interface import info_of
 from mopd.rollout.validation import ValidationResult
 from mopd.run.folder import RunDir
@@ -43,7 +43,7 @@ PROBE_IDS = 2**62
 """Sample ids of probes start here, far from the training stream's."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """Outcome of one check."""
 
@@ -107,7 +107,7 @@ class Preflight:
             failed = await self.workers.teachers.score(samples)
             if failed:
                 detail = f"teachers.{failed[0].teacher} did not score a probe: {failed[0].reason}: see its logs"
-                yield Check(name=f"scores of {failed[0].teacher}", status="failed", detail=detail)
+                yield Check(f"scores of {failed[0].teacher}", "failed", detail)
                 return
             for name in self.recipe.teachers:
                 yield await self._teacher_equals_its_folder(name, samples)
@@ -124,11 +124,11 @@ class Preflight:
             self.workers.tokenizer, load_tokenizer(teacher.model), self.workers.student.worker.dims.vocab_size
         )
         if not differences:
-            return Check(name=title, status="ok", detail="same ids mean the same tokens")
+            return Check(title, "ok", "same ids mean the same tokens")
         return Check(
-            name=title,
-            status="failed",
-            detail=f"teachers.{name}.model {teacher.model} and student.model {self.recipe.student.model} do not share "
+            title,
+            "failed",
+            f"teachers.{name}.model {teacher.model} and student.model {self.recipe.student.model} do not share "
             f"a tokenizer: {'; '.join(differences)}; choose a teacher with the student's tokenizer",
         )
 
@@ -149,12 +149,12 @@ class Preflight:
             if problems:
                 cure = f"start that server with {key}.model, or correct the recipe"
                 detail = f"{'; '.join(problems)} (replica {replica.name}): {cure}"
-                return Check(name=title, status="failed", detail=detail)
+                return Check(title, "failed", detail)
         if not is_rollout and infos[0].kind == "openai":
             return await self._fingerprint(key, title)
         count = f"{len(infos)} replicas" if len(infos) > 1 else "its replica"
         loaded = "loaded the recipe's folder" if infos[0].manifest is None else "has the hashes of the recipe's folder"
-        return Check(name=title, status="ok", detail=f"{count} {loaded}")
+        return Check(title, "ok", f"{count} {loaded}")
 
     async def _fingerprint(self, key: str, title: str) -> Check:
         vocab_size = min(self.workers.student.worker.dims.vocab_size, self._infos[key][0].vocab_size)
@@ -171,28 +171,28 @@ class Preflight:
                 f"{key}.placement.urls: the servers score a fixed probe differently (mean |log-prob difference| "
                 f"{between:.2e}, limit {limit:g}): name servers of one model"
             )
-            return Check(name=title, status="failed", detail=detail)
+            return Check(title, "failed", detail)
         if key not in self._stored:
-            return Check(name=title, status="ok", detail="no hashes to compare; its scores on a fixed probe are kept")
+            return Check(title, "ok", "no hashes to compare; its scores on a fixed probe are kept")
         since = fingerprint_difference(self._stored[key], prints[0])
         if not since <= limit:
             detail = (
                 f"{key}.placement.urls: scores on the fixed probe are not those that the run began with (mean "
                 f"|log-prob difference| {since:.2e}, limit {limit:g}): restore that model, or set another run_dir"
             )
-            return Check(name=title, status="failed", detail=detail)
-        return Check(name=title, status="ok", detail=f"same scores on the fixed probe as at the start ({since:.1e})")
+            return Check(title, "failed", detail)
+        return Check(title, "ok", f"same scores on the fixed probe as at the start ({since:.1e})")
 
     def _different_weights(self, name: str) -> Check:
         title = f"weights of {name}"
         if not self._is_same_model(name):
-            return Check(name=title, status="ok", detail="differ from the student's")
+            return Check(title, "ok", "differ from the student's")
         if self.cfg.allow_same_weights:
-            return Check(name=title, status="ok", detail="the student's own (preflight.allow_same_weights)")
+            return Check(title, "ok", "the student's own (preflight.allow_same_weights)")
         return Check(
-            name=title,
-            status="failed",
-            detail=f"teachers.{name}.model {self.recipe.teachers[name].model} has the same weights as student.model "
+            title,
+            "failed",
+            f"teachers.{name}.model {self.recipe.teachers[name].model} has the same weights as student.model "
             f"{self.recipe.student.model}: name another model, or set preflight.allow_same_weights: true for "
             "self-distillation",
         )
@@ -206,11 +206,11 @@ class Preflight:
         limit = self.cfg.logprob_limit(self.recipe.student.dtype, self._infos[ROLLOUT][0].dtype)
         detail = f"mean |log-prob difference| {difference:.2e} at equal weights (limit {limit:g})"
         if difference <= limit:
-            return Check(name=title, status="ok", detail=detail)
+            return Check(title, "ok", detail)
         return Check(
-            name=title,
-            status="failed",
-            detail=f"{detail}: match rollout.engine.dtype and student.dtype, or widen preflight.max_logprob_difference",
+            title,
+            "failed",
+            f"{detail}: match rollout.engine.dtype and student.dtype, or widen preflight.max_logprob_difference",
         )
 
     async def _teacher_equals_its_folder(self, name: str, samples: Sequence[SampleMeta]) -> Check:
@@ -219,12 +219,12 @@ class Preflight:
         teacher = self.recipe.teachers[name]
         own = [sample for sample in samples if name in self.recipe.assignment.teachers_of(sample.domain)]
         if not own:
-            return Check(name=title, status="warning", detail="no row in the data asks this teacher")
+            return Check(title, "warning", "no row in the data asks this teacher")
         if not self.cfg.compare_with_transformers:
-            return Check(name=title, status="warning", detail="unproven (preflight.compare_with_transformers: false)")
+            return Check(title, "warning", "unproven (preflight.compare_with_transformers: false)")
         if not has_own_weights(teacher):
             detail = f"unproven: teachers.{name}.model {teacher.model} holds no weights to compare with"
-            return Check(name=title, status="warning", detail=detail)
+            return Check(title, "warning", detail)
         probes = await self._probes_of(name, own)
         dtype = self._infos[f"teachers.{name}"][0].dtype
         parity = await asyncio.to_thread(_compare, teacher.model, dtype, probes, self.recipe.loss.temperature)
@@ -236,11 +236,11 @@ class Preflight:
         )
         if abs(parity.kl) <= kl_limit and parity.mean_difference <= limit:
             self.parity[name] = parity
-            return Check(name=title, status="ok", detail=detail)
+            return Check(title, "ok", detail)
         return Check(
-            name=title,
-            status="failed",
-            detail=f"{detail}: the scores are not this teacher's; check teachers.{name}.engine and placement, or widen "
+            title,
+            "failed",
+            f"{detail}: the scores are not this teacher's; check teachers.{name}.engine and placement, or widen "
             "preflight.max_self_kl and max_logprob_difference for a low-precision engine",
         )
 
@@ -276,12 +276,12 @@ class Preflight:
             domains = self.recipe.assignment.domains_of(name, validator.domains)
             if domains and isinstance(teacher.placement, ExternalConfig) and teacher.placement.protocol == "openai":
                 detail = "unknown: a teacher behind an openai server only scores"
-                yield Check(name=f"reward of {name}", status="skipped", detail=detail)
+                yield Check(f"reward of {name}", "skipped", detail)
                 continue
             if not domains:
                 continue
             group = self.workers.teacher_groups[name]
-            async with group.turn():
+            async with group.kept_awake():
                 rewards = (await validator.run(group.router, domains=domains)).rewards
             for domain in domains:
                 best[domain] = max(rewards[domain], best[domain] if domain in best else rewards[domain])
@@ -292,15 +292,15 @@ class Preflight:
         title = f"reward of {name} on {domain}"
         detail = f"teacher {teacher:.3f}, student {student:.3f}"
         if teacher > student:
-            return Check(name=title, status="ok", detail=detail)
+            return Check(title, "ok", detail)
         if self.cfg.allow_same_weights and self._is_same_model(name):
-            return Check(name=title, status="skipped", detail=f"{detail}; it is the student itself")
+            return Check(title, "skipped", f"{detail}; it is the student itself")
         text = (
             f"teachers.{name} does not beat the student on its own domain {domain!r}: {detail}; check "
             f"teachers.{name}.model and teachers.{name}.domains, or set preflight.require_better_teacher: false"
         )
         is_error = self.is_fresh and self.cfg.require_better_teacher
-        return Check(name=title, status="failed" if is_error else "warning", detail=text)
+        return Check(title, "failed" if is_error else "warning", text)
 
     def _is_same_model(self, name: str) -> bool:
         return self.manifests[f"teachers.{name}"].weights_sha256 == self.manifests["student"].weights_sha256
@@ -352,7 +352,7 @@ async def check_before_training(
             log("preflight %s: %s: %s", outcome.status, outcome.name, outcome.detail)
     run.write_recipe(loaded)
     if is_fresh or not run.parity.exists():
-        write_parity(run.parity, preflight.parity)
+        write_json(run.parity, {name: asdict(measured) for name, measured in preflight.parity.items()})
     if not is_fresh:
         return
     write_manifests(run.manifest, manifests, preflight.fingerprints)

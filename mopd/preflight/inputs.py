@@ -22,9 +22,9 @@ def check_inputs(loaded: Loaded) -> None:
     Raises ``UserError`` that names recipe, key and path or package.
     """
     recipe = loaded.recipe
-    _check_model(loaded, recipe.student.model, "student", "model")
+    check_model_folder(recipe.student.model, loaded.where("student", "model"))
     for name, teacher in recipe.teachers.items():
-        _check_model(loaded, teacher.model, "teachers", name, "model")
+        check_model_folder(teacher.model, loaded.where("teachers", name, "model"))
     for split, files in (("train", recipe.data.train), ("validation", recipe.data.validation)):
         for file in files:
             _check_file(loaded, file, "data", split)
@@ -76,10 +76,6 @@ def check_model_folder(folder: str | Path, where: str) -> None:
         raise UserError(
             f"{where}: folder {shown_path(folder)!r} has no config.json: name the folder of a Hugging Face checkpoint"
         )
-
-
-def _check_model(loaded: Loaded, folder: str, *key: str) -> None:
-    check_model_folder(folder, loaded.where(*key))
 
 
 def _check_file(loaded: Loaded, file: str, *key: str) -> None:

@@ -9,15 +9,14 @@ Shapes: P probed positions of one sample, V vocabulary, K top-k.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mopd.engines.torch.loading import load_model
-from mopd.files.writing import write_json
 from mopd.losses.api import parallel_topk_distill
 
 MAX_PROBE_POSITIONS = 8
@@ -92,8 +91,3 @@ class Reference:
             expected_P = expected_PV.gather(-1, own_P[:, None]).squeeze(-1)
             differences.append((expected_P - probe.token_logprobs[positions]).abs())
         return kl_P, torch.cat(differences)
-
-
-def write_parity(path: Path, parity: Mapping[str, Parity]) -> None:
-    """Keep what the preflight of a fresh run measured, by teacher: a resumed run reports against the same floors."""
-    write_json(path, {name: asdict(measured) for name, measured in parity.items()})

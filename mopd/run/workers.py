@@ -163,7 +163,9 @@ async def build_workers(
 async def _teacher_group(name: str, routers: Mapping[str, Router], groups: Groups) -> TeacherGroup:
     key = f"teachers.{name}"
     info = await info_of(groups.replicas(key)[0])
-    return TeacherGroup(name, routers[key], vocab_size=info.vocab_size, turn=functools.partial(groups.turn, key))
+    return TeacherGroup(
+        name, routers[key], vocab_size=info.vocab_size, kept_awake=functools.partial(groups.kept_awake, key)
+    )
 
 
 def build_validator(recipe: Recipe, inputs: Inputs, path: Path | None) -> Validator | None:

@@ -35,7 +35,7 @@ from mopd.serving.bodies import ARRIVING_BYTES, BodyReader, SlicedResponse, disc
 from mopd.serving.errors import Refusal, bad_request, stale_weights
 from mopd.serving.host import CanSleep, CanTellHealth, EngineHost
 from mopd.serving.metrics import ServerMetrics
-from mopd.serving.request_checks import LOOPBACK_NAMES, add_guards
+from mopd.serving.request_checks import LOOPBACK_NAMES, add_request_checks
 from mopd.serving.updates import WeightUpdates
 from mopd.text import one_line
 from mopd.types import UserError
@@ -66,7 +66,7 @@ class Served:
     manifest: dict[str, str] | None = None
     """Hashes of the folder that the engine loaded."""
     token: str | None = None
-    """Access token that every path but ``/health`` asks for; without one, web pages are kept out (``guard``)."""
+    """Access token that every path but ``/health`` asks for; without one, web pages are kept out."""
     names: Sequence[str] = LOOPBACK_NAMES
     """What clients may call the server, where no token is asked for."""
     on_dead: Callable[[], None] = lambda: None
@@ -331,13 +331,13 @@ def create_app(server: EngineServer) -> FastAPI:
         await server.close()
 
     app = FastAPI(title="mopd engine server", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    guarded = [Depends(_token_check(server.served.token))]
+    with_token = [Depends(_token_check(server.served.token))]
     app.add_api_route("/health", server.health, methods=["GET"], response_model=None)
     for path, getter in (
         ("/info", server.show_info),
         ("/metrics", server.show_metrics),
     ):
-        app.add_api_route(path, getter, methods=["GET"], response_model=None, dependencies=guarded)
+        app.add_api_route(path, getter, methods=["GET"], response_model=None, dependencies=with_token)
     for path, handler in (
         ("/v1/score", server.score),
         ("/v1/generate", server.generate),
@@ -349,14 +349,14 @@ def create_app(server: EngineServer) -> FastAPI:
         ("/v1/weights/abort", server.weights_abort),
     ):
         counted = server.metrics.counted(path, handler)
-        app.add_api_route(path, counted, methods=["POST"], response_model=None, dependencies=guarded)
+        app.add_api_route(path, counted, methods=["POST"], response_model=None, dependencies=with_token)
 
     async def refuse(_: Request, error: Exception) -> Response:
         assert isinstance(error, Refusal)
         return error.response()
 
     app.add_exception_handler(Refusal, refuse)
-    add_guards(app, is_open=server.served.token is None, names=server.served.names)
+    add_request_checks(app, is_open=server.served.token is None, names=server.served.names)
     return app
 
 

@@ -15,7 +15,7 @@ CLOSE = (b"connection", b"close")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
-class Guard:
+class RequestChecks:
     """ASGI middleware. A request that is answered before its body was read ends its connection, and the answer says so:
     the bytes on their way cannot be taken for the next request."""
 
@@ -62,9 +62,10 @@ class Guard:
         return None
 
 
-def add_guards(app: FastAPI, *, is_open: bool, names: Sequence[str]) -> None:
-    """Put ``Guard`` around ``app``, and where no token is asked for also a check of the name by which the client calls
-    the server: a page whose own name was pointed at this machine (DNS rebinding) has no ``Origin`` that would tell."""
+def add_request_checks(app: FastAPI, *, is_open: bool, names: Sequence[str]) -> None:
+    """Put ``RequestChecks`` around ``app``, and where no token is asked for also a check of the name by which the
+    client calls the server: a page whose own name was pointed at this machine (DNS rebinding) has no ``Origin`` that
+    would tell."""
     if is_open:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(names))
-    app.add_middleware(Guard, is_open=is_open)
+    app.add_middleware(RequestChecks, is_open=is_open)

@@ -24,19 +24,19 @@ from mopd.types import FailedSample, SampleMeta, UserError
 MAX_NAMED_SAMPLES = 8
 Answers = dict[int, Scores | FailedSample]
 """One teacher's answer by sample id."""
-Turn = Callable[[], AbstractAsyncContextManager[object]]
+KeptAwake = Callable[[], AbstractAsyncContextManager[object]]
 """Makes the context in which a teacher is awake; a teacher with resources of its own always is."""
 
 
 class TeacherGroup:
     """Replicas of one teacher."""
 
-    def __init__(self, name: str, router: Router, *, vocab_size: int, turn: Turn = nullcontext) -> None:
+    def __init__(self, name: str, router: Router, *, vocab_size: int, kept_awake: KeptAwake = nullcontext) -> None:
         """``vocab_size`` is the teacher's own: no answer may name an id beyond it."""
         self.name = name
         self.router = router
         self.router.vocab_size = vocab_size
-        self.turn = turn
+        self.kept_awake = kept_awake
 
     async def score(
         self,
@@ -53,7 +53,7 @@ class TeacherGroup:
         answered with that error.
         """
         ask = self.router.score if stop_at_failure else self.router.score_each
-        async with self.turn():
+        async with self.kept_awake():
             return [*await ask(tokens, prompt_lengths, top_k=top_k, temperature=temperature)]
 
 

@@ -43,7 +43,7 @@ class Pool(SharedPool):
         return wake
 
     async def use(self, key: str) -> None:
-        async with self.turn(key):
+        async with self.kept_awake(key):
             assert key in self.holding
             await asyncio.sleep(0.001)
             assert key in self.holding
@@ -87,7 +87,7 @@ def test_a_working_group_is_not_put_to_sleep() -> None:
         leave = asyncio.Event()
 
         async def long() -> None:
-            async with pool.turn("math"):
+            async with pool.kept_awake("math"):
                 inside.set()
                 await leave.wait()
                 assert pool.awake == ["math"]
@@ -117,7 +117,7 @@ def test_a_cancelled_wait_and_a_failed_turn_leave_the_pool_usable() -> None:
     async def work() -> None:
         pool = Pool(math=0.9, code=0.9)
         with pytest.raises(RuntimeError, match="boom"):
-            async with pool.turn("math"):
+            async with pool.kept_awake("math"):
                 waiting = asyncio.create_task(pool.use("code"))
                 await asyncio.sleep(0.001)
                 waiting.cancel()

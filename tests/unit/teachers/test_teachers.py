@@ -153,7 +153,7 @@ def test_a_group_takes_its_turn_around_the_work(engines: dict[str, TorchEngine])
     seen: list[str] = []
 
     @asynccontextmanager
-    async def turn():  # type: ignore[no-untyped-def]
+    async def kept_awake():  # type: ignore[no-untyped-def]
         seen.append("awake")
         yield
         seen.append("asleep")
@@ -163,7 +163,7 @@ def test_a_group_takes_its_turn_around_the_work(engines: dict[str, TorchEngine])
         return scores
 
     groups = {"coder": group("coder", Altered(engines["coder"], length=5, change=note))}
-    groups["coder"].turn = turn
+    groups["coder"].kept_awake = kept_awake
     run_worker({"coder": teacher("code")}, groups, "code")
     assert seen == ["awake", "scored", "asleep"]
 
