@@ -78,11 +78,10 @@ def logits_contenders(inputs: LossInputs, *, collective: released.Collective) ->
         return entries
     entries.append(_entry(inputs, "torch cross entropy", "plain", "cross entropy", styles.torch_cross_entropy))
     for package in released.cross_entropies(inputs.logits.device, collective):
-        if isinstance(package.rows, str):
-            entries.append(Absent(package.name, "released", "cross entropy", package.rows))
+        if isinstance(package.run, str):
+            entries.append(Absent(package.name, "released", package.loss, package.run))
         else:
-            made = _entry(inputs, package.name, "released", "cross entropy", package.rows, spoils=True)
-            entries.append(made)
+            entries.append(_entry(inputs, package.name, "released", package.loss, package.run, spoils=True))
     return entries
 
 

@@ -89,11 +89,11 @@ def head_contenders(inputs: HeadInputs) -> list[Entry]:
     ]
     entries += [_fused(inputs, truth, "bucket"), _fused(inputs, truth, "cross entropy")]
     for head in released.heads(inputs):
-        if isinstance(head.total, str):
-            entries.append(Absent(head.name, "released", head.loss, head.total))
+        if isinstance(head.run, str):
+            entries.append(Absent(head.name, "released", head.loss, head.run))
         else:
             known = head.loss if head.loss in exact.DEFINITIONS else None
-            entries.append(add(head.name, "released", head.loss, head.total, known))
+            entries.append(add(head.name, "released", head.loss, head.run, known))
     return entries
 
 

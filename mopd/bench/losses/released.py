@@ -23,20 +23,13 @@ MEMORY_SHARE = 10
 
 
 @dataclass(frozen=True)
-class Package:
-    """A loss of a released package: a function of (logits, ids, logprobs) -> row losses, or why there is none."""
-
-    name: str
-    rows: Callable[[Tensor, Tensor, Tensor], Tensor] | str
-
-
-@dataclass(frozen=True)
-class ReleasedHead:
-    """A fused LM head of a released package: scalar loss of the inputs, or why there is none."""
+class Released:
+    """A loss of a released package."""
 
     name: str
     loss: str
-    total: Callable[[], Tensor] | str
+    run: Callable[..., Tensor] | str
+    """(logits, ids, logprobs) -> row losses [T]; for a fused LM head () -> scalar loss; or why there is none."""
 
 
 class Collective:
@@ -61,15 +54,15 @@ class Collective:
             self._made = False
 
 
-def cross_entropies(device: torch.device, collective: Collective) -> list[Package]:
+def cross_entropies(device: torch.device, collective: Collective) -> list[Released]:
     """Cross entropy of the first id on logits."""
     return [_megatron(collective), _transformer_engine(device)]
 
 
-def _megatron(collective: Collective) -> Package:
+def _megatron(collective: Collective) -> Released:
     name = "Megatron-Core fused cross entropy"
     if find_spec("megatron") is None:
-        return Package(name, "megatron-core is not installed")
+        return Released(name, "cross entropy", "megatron-core is not installed")
 
     def rows(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
         with warnings.catch_warnings():
@@ -78,25 +71,25 @@ def _megatron(collective: Collective) -> Package:
         loss = module.fused_vocab_parallel_cross_entropy(logits.unsqueeze(1), ids[:, :1], collective.group())
         return loss.squeeze(1)
 
-    return Package(name, rows)
+    return Released(name, "cross entropy", rows)
 
 
-def _transformer_engine(device: torch.device) -> Package:
+def _transformer_engine(device: torch.device) -> Released:
     name = "TransformerEngine cross entropy"
     if find_spec("transformer_engine") is None:
-        return Package(name, "transformer-engine is not installed")
+        return Released(name, "cross entropy", "transformer-engine is not installed")
     if device.type == "cpu":
-        return Package(name, "needs a CUDA device")
+        return Released(name, "cross entropy", "needs a CUDA device")
 
     def rows(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
         module = importlib.import_module("transformer_engine.pytorch.cross_entropy")
         loss = module.parallel_cross_entropy(logits.unsqueeze(1), ids[:, :1])
         return loss.squeeze(1)
 
-    return Package(name, rows)
+    return Released(name, "cross entropy", rows)
 
 
-def heads(inputs: HeadInputs) -> list[ReleasedHead]:
+def heads(inputs: HeadInputs) -> list[Released]:
     """Fused LM heads: cross entropy of the first id, and JSD against a dense teacher (another, larger problem)."""
     return [
         *_torch_heads(inputs),
@@ -106,12 +99,12 @@ def heads(inputs: HeadInputs) -> list[ReleasedHead]:
     ]
 
 
-def _torch_heads(inputs: HeadInputs) -> list[ReleasedHead]:
+def _torch_heads(inputs: HeadInputs) -> list[Released]:
     name = "torch linear_cross_entropy"
     function = getattr(torch.nn.functional, "linear_cross_entropy", None)
     if function is None:
         reason = f"torch {torch.__version__} has no linear_cross_entropy"
-        return [ReleasedHead(name, "cross entropy", reason)]
+        return [Released(name, "cross entropy", reason)]
 
     def total(options: Any) -> Callable[[], Tensor]:
         return lambda: function(inputs.hidden, inputs.weight, inputs.ids[:, 0], options=options)
@@ -120,19 +113,19 @@ def _torch_heads(inputs: HeadInputs) -> list[ReleasedHead]:
     rows = -(-inputs.hidden.size(0) // MEMORY_SHARE)
     chunked = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows)  # type: ignore[attr-defined,unused-ignore]
     return [
-        ReleasedHead(name, "cross entropy", total(None)),
-        ReleasedHead(f"{name}, chunked", "cross entropy", total(chunked)),
+        Released(name, "cross entropy", total(None)),
+        Released(f"{name}, chunked", "cross entropy", total(chunked)),
     ]
 
 
 def _liger(
     inputs: HeadInputs, name: str, loss: str, total: Callable[[HeadInputs], Tensor], *, cuda_only: bool
-) -> ReleasedHead:
+) -> Released:
     if find_spec("liger_kernel") is None:
-        return ReleasedHead(name, loss, "liger-kernel is not installed")
+        return Released(name, loss, "liger-kernel is not installed")
     if cuda_only and inputs.hidden.device.type == "cpu":
-        return ReleasedHead(name, loss, "needs a CUDA device")
-    return ReleasedHead(name, loss, lambda: total(inputs))
+        return Released(name, loss, "needs a CUDA device")
+    return Released(name, loss, lambda: total(inputs))
 
 
 def _liger_cross_entropy(inputs: HeadInputs) -> Tensor:

@@ -101,8 +101,8 @@ class TritonTopK(torch.autograd.Function):
         if grad_loss is None:
             return (None,) * 5
         ctx.call.refuse_second_backward(ctx)
-        inp, *found = ctx.saved_tensors
-        return (_gradient(ctx.call, inp, *found, grad_loss), *[None] * 4)
+        inp, sorted_ids, entry, row_data, runs = ctx.saved_tensors
+        return (_gradient(ctx.call, inp, sorted_ids, entry, row_data, runs, grad_loss), *[None] * 4)
 
 
 def _solve(
