@@ -225,7 +225,7 @@ GOOD_INFO = {
 }
 BAD_INFO: dict[str, Any] = {
     "no object": [],
-    "no engine": {"wire_version": 1},
+    "no engine": {"wire_version": 2},
     "vocabulary as text": {"vocab_size": "48"},
     "no vocabulary": {"vocab_size": 0},
     "half a vocabulary": {"vocab_size": 1.5},
@@ -262,13 +262,13 @@ def info_of(shown: Any) -> Any:
 
 @pytest.mark.parametrize("name", BAD_INFO)
 def test_a_description_is_of_its_types_or_not_believed(name: str) -> None:
-    assert info_of({"wire_version": 1, "engine": GOOD_INFO}).vocab_size == 48
+    assert info_of({"wire_version": 2, "engine": GOOD_INFO}).vocab_size == 48
     change = BAD_INFO[name]
     is_whole = name in ("no object", "no engine")
     with pytest.raises(EngineUnavailable, match=r"math\.0: corrupt answer: /info is not an engine server's"):
-        info_of(change if is_whole else {"wire_version": 1, "engine": {**GOOD_INFO, **change}})
-    with pytest.raises(EngineRejected, match="speaks wire version 2, not 1"):
-        info_of({"wire_version": 2, "engine": {"of": "another mopd"}})
+        info_of(change if is_whole else {"wire_version": 2, "engine": {**GOOD_INFO, **change}})
+    with pytest.raises(EngineRejected, match="speaks wire version 1, not 2"):
+        info_of({"wire_version": 1, "engine": {"of": "another mopd"}})
 
 
 GOOD_URLS = [

@@ -134,7 +134,7 @@ def ints(*values: int) -> np.ndarray:
         (score, lambda path, body: response(encode(right_answer(path, body))[:-5]), "not msgpack"),
         (score, lambda path, body: response(b"x" * 10_000), "longer than"),
         (RemoteEngine.info, lambda path, body: response(b"{}"), "not an engine server's"),
-        (RemoteEngine.info, lambda path, body: response(b'{"wire_version": 1, "engine": []}'), "not an engine"),
+        (RemoteEngine.info, lambda path, body: response(b'{"wire_version": 2, "engine": []}'), "not an engine"),
     ],
 )
 def test_a_corrupt_or_foreign_answer_is_none(call: Any, answer: Answer, problem: str) -> None:

@@ -17,7 +17,7 @@ if sys.argv[1] == "core":       # vLLM's core: holds its worker itself (one GPU)
     if deep:
         subprocess.Popen([sys.executable, "-c", "CODE = " + repr(CODE) + CODE, "worker", owner])
 if sys.argv[1] == "worker" or not deep:
-    from mopd.engines.vllm_worker import WorkerExtension
+    from mopd.engines.vllm.worker import WorkerExtension
     WorkerExtension().mopd_watch(int(sys.argv[2]))
     print("ready", flush=True)
 time.sleep(120)

@@ -165,7 +165,7 @@ def test_domains_have_their_own_rewards_and_equal_settings_share_one(source: Pat
 def test_the_process_ends_with_its_parent(source: Path, tmp_path: Path) -> None:
     program = f"""
 import asyncio
-from mopd.config.schema import CustomReward as Config
+from mopd.config.data import CustomRewardConfig as Config
 from mopd.rewards.custom import CustomReward
 from mopd.rewards.interface import RewardItem
 reward = CustomReward(Config(type="custom", path={str(source)!r}, function="sleeps"))
