@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -46,39 +45,29 @@ class Others:
         return busy, times.user + times.system + times.children_user + times.children_system, times.elapsed
 
 
-class Clock(Protocol):
-    """Times one run of a contender in two parts."""
-
-    def start(self) -> None:
-        """Empty the caches and begin."""
-
-    def mark(self) -> None:
-        """End a part."""
-
-    def stop(self) -> list[float]:
-        """Seconds of each part, in order."""
-
-
 class CpuClock:
-    """Wall-clock time."""
+    """Times one run of a contender in parts, by wall clock."""
 
     def __init__(self) -> None:
         self._flush = torch.empty(CPU_FLUSH_BYTES, dtype=torch.uint8)
         self._times: list[float] = []
 
     def start(self) -> None:
+        """Empty the caches and begin."""
         self._flush.fill_(1)
         self._times = [time.perf_counter()]
 
     def mark(self) -> None:
+        """End a part."""
         self._times.append(time.perf_counter())
 
     def stop(self) -> list[float]:
+        """Seconds of each part, in order."""
         return [b - a for a, b in zip(self._times[:-1], self._times[1:], strict=True)]
 
 
 class CudaClock:
-    """Device time between events."""
+    """The same by device time between events."""
 
     def __init__(self, device: torch.device) -> None:
         size = 2 * int(torch.cuda.get_device_properties(device).L2_cache_size)
@@ -101,6 +90,9 @@ class CudaClock:
         torch.cuda.synchronize()
         pairs = zip(self._events[:-1], self._events[1:], strict=True)
         return [a.elapsed_time(b) / 1000 for a, b in pairs]
+
+
+Clock = CpuClock | CudaClock
 
 
 def make_clock(device: torch.device) -> Clock:

@@ -170,7 +170,10 @@ def reverse_kl(o: Outcomes, tail: str) -> Terms:
 
 
 def jsd(o: Outcomes, tail: str, beta: float) -> Terms:
-    """beta KL(teacher || M) + (1 - beta) KL(student || M), M = beta teacher + (1 - beta) student."""
+    """beta KL(teacher || M) + (1 - beta) KL(student || M), M = beta teacher + (1 - beta) student.
+
+    beta 0 is the forward and 1 the reverse KL, by special case.
+    """
     if beta == 0:
         return forward_kl(o, tail)
     if beta == 1:
@@ -205,17 +208,12 @@ def _mixture(p: Tensor, log_p: Tensor, q: Tensor, log_q: Tensor, beta: float) ->
     return value, -m_over_p
 
 
-def divergence(o: Outcomes, loss: str, tail: str, beta: float) -> tuple[Terms, Tensor, Tensor]:
+def divergence(o: Outcomes, tail: str, beta: float) -> tuple[Terms, Tensor, Tensor]:
     """The loss, its gradient at the ids ``g_k - G p_k`` [T, D, K] and the coefficient ``G`` [T, D], without ``far``.
 
-    Gradients are with respect to z / temperature.
+    ``beta`` is the teacher's share in the mixture, as ``jsd`` takes it. Gradients are with respect to z / temperature.
     """
-    if loss == "forward_kl":
-        terms = forward_kl(o, tail)
-    elif loss == "reverse_kl":
-        terms = reverse_kl(o, tail)
-    else:
-        terms = jsd(o, tail, beta)
+    terms = jsd(o, tail, beta)
     a = torch.where(o.moving, terms.a, 0 if terms.a_held is None else terms.a_held)
     exact_zero = terms.closed and o.moving is o.valid
     total_a = torch.zeros_like(o.mass_p) if exact_zero else a.sum(-1)

@@ -147,10 +147,10 @@ def solve(kind: TopKLoss, teacher: TeacherRows, logprobs_TN: Tensor, log_tail_T:
     surplus = groups.counts_TND(p_first.dtype) - 1  # -1: another teacher's id, part of this teacher's tail
     tail_p = log_tail_T.exp().unsqueeze(1) - torch.where(first.unsqueeze(2), p_first.unsqueeze(2) * surplus, 0).sum(1)
     log_tails = None
-    if kind.tail == "bucket" and (kind.loss == "forward_kl" or kind.beta == 0):
+    if kind.tail == "bucket" and kind.teacher_share == 0:
         log_tails = _log_tails(log_tail_T, torch.where(first, logprobs_TN, -torch.inf), surplus)
     o = outcomes(logprobs_TN.view_as(ids), teacher.logprobs_TDK, valid, tail_p, log_tails, kind.logprob_min_clamp)
-    terms, at_ids, total = divergence(o, kind.loss, kind.tail, kind.beta)
+    terms, at_ids, total = divergence(o, kind.tail, kind.teacher_share)
     undefined_T = log_tail_T.isnan()  # NaN or +inf among the student's logits, or all of them -inf
     broken = teacher.broken_TD | undefined_T.unsqueeze(1)
     value, factor, capped = cap(torch.where(broken, torch.nan, terms.value), kind.loss_max_clamp, kind.loss_soft_cap)

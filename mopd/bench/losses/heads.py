@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ def baseline(device: torch.device) -> str:
     return f"GEMMs + {_layer(device)}, overwrite_input"
 
 
-def _layer(device: torch.device) -> str:
+def _layer(device: torch.device) -> Literal["chunked", "triton"]:
     return "triton" if device.type == "cuda" else "chunked"
 
 
@@ -145,7 +146,7 @@ def _gemms(inputs: HeadInputs) -> Contender:
     )
 
 
-def _materialised(inputs: HeadInputs, layer: str) -> Tensor:
+def _materialised(inputs: HeadInputs, layer: Literal["chunked", "triton"]) -> Tensor:
     logits = inputs.hidden @ inputs.weight.T
     loss, _ = parallel_topk_distill(
         logits,
@@ -154,7 +155,7 @@ def _materialised(inputs: HeadInputs, layer: str) -> Tensor:
         loss_weight=inputs.weights,
         reduce_loss=True,
         overwrite_input=True,
-        backend="triton" if layer == "triton" else "chunked",
+        backend=layer,
     )
     return loss
 

@@ -68,6 +68,11 @@ class Block:
         """All rows of the block in ``[..., V]``: a view."""
         return self.slab.view(x)[self.low : self.high]
 
+    def read(self, x: Tensor) -> Tensor:
+        """The picked rows of the block in ``[..., V]``."""
+        rows = self.of(x)
+        return rows if self.pick is None else rows.index_select(0, self.pick)
+
     def rows_of(self, per_row: Tensor) -> Tensor:
         """The picked rows of a per-row tensor ``[T]`` or ``[T, N]``."""
         rows = per_row[self.slab.rows][self.low : self.high]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mopd.losses.call import LossCall
-from mopd.losses.chunked.blocks import Block, blocks
+from mopd.losses.chunked.blocks import blocks
 from mopd.losses.chunked.passes import Scratch
 
 LARGEST_EXACT_ID = 1 << 24
@@ -28,8 +28,17 @@ def entropy_and_overlap(inp: Tensor, ids_TK: Tensor, call: LossCall) -> tuple[Te
     own[:, 0] = -torch.inf
     own[:, 2 : 2 + k] = -torch.inf
     own[:, 2 + k :] = -1
-    if shard.num_columns:
-        _local(inp, own, k, call)
+    scratch, num_best = Scratch(inp, call), min(k, shard.num_columns)
+    for block in blocks(inp, call.active_T) if shard.num_columns else ():
+        if block.empty:
+            continue
+        logits = scratch.scaled(block.read(inp))
+        part = block.rows_of(own).clone()
+        part[:, :2] = _lse_and_mean(logits, scratch)
+        top = logits.topk(num_best, dim=1)
+        part[:, 2 : 2 + num_best] = top.values
+        part[:, 2 + k : 2 + k + num_best] = (top.indices + shard.start).to(part.dtype)
+        block.put_rows(own, part)
     pay = own.new_zeros(rows, shard.world_size, own.size(1))
     pay[:, shard.rank] = own
     if shard.world_size > 1:
@@ -54,7 +63,7 @@ def entropy_rows(inp: Tensor, call: LossCall) -> Tensor:
     scratch = Scratch(inp, call)
     for block in blocks(inp, call.active_T) if shard.num_columns else ():
         if not block.empty:
-            block.put_rows(own, _lse_and_mean(_logits(block, inp, scratch), scratch))
+            block.put_rows(own, _lse_and_mean(scratch.scaled(block.read(inp)), scratch))
     if shard.world_size > 1:
         dist.all_reduce(pay, group=shard.group)
     return call.only_active(_entropy_of_parts(pay[..., 0], pay[..., 1]))
@@ -67,29 +76,8 @@ def _entropy_of_parts(lse: Tensor, mean: Tensor) -> Tensor:
     return joint - torch.where(share == 0, 0, share * mean).sum(1)
 
 
-def _logits(block: Block, inp: Tensor, scratch: Scratch) -> Tensor:
-    rows = block.of(inp)
-    return scratch.scaled(rows if block.pick is None else rows.index_select(0, block.pick))
-
-
 def _lse_and_mean(logits: Tensor, scratch: Scratch) -> Tensor:
     """Log-sum-exp and mean logit of a block's rows, [R, 2]."""
     share = torch.softmax(logits, 1, out=scratch.result(logits.size(0)))
     mean = torch.where(logits == -torch.inf, 0, share * logits).sum(1) / share.sum(1)
     return torch.stack([torch.logsumexp(logits, 1), mean], 1)
-
-
-def _local(inp: Tensor, own: Tensor, k: int, call: LossCall) -> None:
-    """Fills this rank's columns of the payload, row block by row block."""
-    scratch = Scratch(inp, call)
-    best = min(k, call.shard.num_columns)
-    for block in blocks(inp, call.active_T):
-        if block.empty:
-            continue
-        logits = _logits(block, inp, scratch)
-        part = block.rows_of(own).clone()
-        part[:, :2] = _lse_and_mean(logits, scratch)
-        top = logits.topk(best, dim=1)
-        part[:, 2 : 2 + best] = top.values
-        part[:, 2 + k : 2 + k + best] = (top.indices + call.shard.start).to(part.dtype)
-        block.put_rows(own, part)

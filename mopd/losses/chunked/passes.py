@@ -138,7 +138,7 @@ def collect(inp: Tensor, selection: Selection, call: LossCall) -> tuple[LogProbs
             continue
         owned = block.rows_of(selection.owned_TN)
         column = block.rows_of(selection.column_TN)
-        logits = scratch.scaled(_read(block, inp))
+        logits = scratch.scaled(block.read(inp))
         block.put_rows(selected_TN, logits.gather(1, column).masked_fill_(~owned, 0))
         peak = logits.amax(1)
         share = torch.softmax(logits, 1, out=scratch.result(logits.size(0)))
@@ -213,7 +213,7 @@ def _dense(
     block: Block, inp: Tensor, out: Tensor, scratch: Scratch, dense_T: Tensor | None, far: FarTail | None
 ) -> Tensor:
     """The dense part of a block, in ``out`` itself where that needs no conversion."""
-    logits = _read(block, inp)
+    logits = block.read(inp)
     target = block.of(out)
     direct = block.pick is None and out is not inp and target.dtype == scratch.dtype
     direct = direct and target.size(1) == scratch.columns and target.is_contiguous()
@@ -240,8 +240,3 @@ def _add_far(part: Tensor, logits: Tensor, factor: Tensor, lse: Tensor) -> None:
         part += torch.where(here.unsqueeze(1), spread, 0)
     elif bool(here.any()):
         part[here] += torch.exp(logits[here] - lse[here].unsqueeze(1)) * factor[here].unsqueeze(1)
-
-
-def _read(block: Block, inp: Tensor) -> Tensor:
-    part = block.of(inp)
-    return part if block.pick is None else part.index_select(0, block.pick)
