@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from mopd.files.reading import shown_path
 from mopd.text import json_lines
-from mopd.types import UserError
 
 ABOUT = "write report.html and report.json of a run"
 EXAMPLES = "example: mopd report runs/quickstart"
@@ -24,8 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Write and print; the exit code. ``UserError`` for a folder that holds no run, or a damaged one."""
-    if not os.path.isfile(args.run / "recipe.yaml"):  # unlike Path.is_file, false for names that no file can have
-        raise UserError(f"{shown_path(args.run)!r} holds no run: name the run_dir of a run that has begun")
     from mopd.report.build import build_report, print_summary
 
     report = build_report(args.run)

@@ -37,8 +37,8 @@ class RunFiles:
 
     def require_run(self) -> None:
         """Raise ``UserError`` unless the folder holds a run that has begun."""
-        if not os.path.isfile(self.recipe):
-            raise UserError(f"{shown_path(self.path)!r} holds no run (no recipe.yaml): name the run_dir of a begun run")
+        if not os.path.isfile(self.recipe):  # unlike Path.is_file, false for names that no file can have
+            raise UserError(f"{shown_path(self.path)!r} holds no run: name the run_dir of a run that has begun")
 
     def recipe_text(self) -> str:
         """The resolved recipe as it was written, origins included."""
