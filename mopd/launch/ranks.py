@@ -121,10 +121,6 @@ class StudentGroup:
         """Write the student as a Hugging Face folder."""
         await self._call("save_hf", folder=str(folder))
 
-    def stop(self) -> None:
-        """Let the other ranks leave ``serve``; nothing may be under way."""
-        self._channel.send({"call": "stop", "kwargs": {}})
-
 
 def execute(worker: StudentWorker, name: str, kwargs: dict[str, Any]) -> Any:
     """Run one command on this rank; the names are all there is."""

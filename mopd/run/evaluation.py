@@ -83,9 +83,7 @@ def _evaluate_checkpoint(loaded: Loaded, inputs: Inputs | None, folder: Path) ->
             await student.publish(step)
             return await validator.run(router)
 
-        result = asyncio.run(_with_rollout(recipe, worker.layout.device, work))
-        channel.send({"call": "stop", "kwargs": {}})
-    return result
+        return asyncio.run(_with_rollout(recipe, worker.layout.device, work))
 
 
 async def _with_rollout(

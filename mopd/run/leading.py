@@ -29,7 +29,6 @@ def lead(recipe: Recipe, run: RunDir | None, work: Work) -> None:
     try:
         with joined(recipe, list(inputs.train.domain_counts)) as (worker, plane, channel):
             asyncio.run(_with_groups(recipe, run, inputs, worker, plane, channel, work))
-            channel.send({"call": "stop", "kwargs": {}})
     finally:
         if inputs.rewards is not None:
             inputs.rewards.close()
@@ -45,7 +44,7 @@ def follow(recipe: Recipe) -> None:
 def joined(
     recipe: Recipe, seen_domains: Sequence[str] | None
 ) -> Iterator[tuple[StudentWorker, LocalDataPlane, CommandChannel]]:
-    """Join the other ranks and build this rank's share of the student.
+    """Join the other ranks and build this rank's share of the student. The others stop when rank 0 leaves the block.
 
     Args:
         seen_domains: rank 0's domains of the data, which a default teacher answers for; ``None`` on other ranks, which
@@ -63,6 +62,8 @@ def joined(
             channel.send({"domains": domains})
         plane = LocalDataPlane(layout.control_group)
         yield StudentWorker(recipe, plane, domains), plane, channel
+        if seen_domains is not None:  # after an error nobody listens
+            channel.send({"call": "stop", "kwargs": {}})
 
 
 async def _with_groups(
