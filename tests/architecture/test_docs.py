@@ -1,0 +1,194 @@
+"""Pages name keys, commands, files and metrics that exist.
+
+A page says what it means in backticks or in a block of commands; what stands there is looked up. Keys are held against
+``docs/recipes.md``, which is itself held against the schema.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import shlex
+from contextlib import redirect_stdout
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from mopd.cli import main
+from tests.architecture.source import ROOT, trees
+
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
+SUFFIXES = {
+    "py",
+    "md",
+    "json",
+    "jsonl",
+    "yaml",
+    "yml",
+    "html",
+    "parquet",
+    "pt",
+    "txt",
+    "safetensors",
+    "distcp",
+    "log",
+    "sh",
+}
+FOLDERS = ("mopd/", "docs/", "recipes/", "tools/", "tests/", "docker/", "benchmarks/")
+METRICS_OF_OTHERS = {"memory"}
+"""First parts of names that torch or Megatron make up."""
+
+
+def texts(page: Path) -> tuple[list[str], list[str]]:
+    """What stands in backticks, and the lines of blocks."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", text, re.M | re.S)
+    rest = re.sub(r"^```[a-z]*\n.*?^```", "", text, flags=re.M | re.S)
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", rest)]
+    return spans, [line for block in blocks for line in block.splitlines()]
+
+
+@cache
+def key_paths() -> set[tuple[str, ...]]:
+    """Every key of a recipe with the sections above it."""
+    paths, sections = set(), []
+    for line in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").splitlines():
+        heading = re.match(r"## (?:`([^`]+)`|Top level)", line)
+        row = re.match(r"\| `([a-z_0-9]+)` \|", line)
+        if heading:
+            section = tuple(heading[1].split(".")) if heading[1] else ()
+            sections = [section]
+            if section[:1] == ("teacher_defaults",):
+                sections += [("teachers", "NAME", *section[1:]), ("rollout", *section[1:])]
+        elif row:
+            paths |= {(*section, row[1]) for section in sections}
+    return paths
+
+
+def is_key(parts: tuple[str, ...]) -> bool:
+    """Whether a dotted name is a key or section, from the top or from some section on; NAME stands for any name."""
+    for path in key_paths():
+        for start in range(len(path)):
+            part = path[start : start + len(parts)]
+            if len(part) == len(parts) and all(p in (q, "NAME") or q == "*" for p, q in zip(part, parts, strict=True)):
+                return True
+    return len(parts) > 1 and parts[-2] in MAPPINGS and is_key(parts[:-1])
+
+
+MAPPINGS = ("domain_weights", "domain_rewards", "chat_template_kwargs", "megatron_overrides")
+"""Keys below which names are the user's, or Megatron's."""
+
+
+def keys_in(page: Path) -> set[str]:
+    """Dotted names in backticks that begin with a section, and what ``--set`` is given."""
+    sections = {part for path in key_paths() for part in path[:-1]} - {"NAME"}
+    spans, lines = texts(page)
+    found = {span.split("=")[0].split(":")[0].strip() for span in spans}
+    named = {n for n in found if re.fullmatch(r"[a-z_0-9]+(\.[A-Za-z_0-9*]+)+", n) and n.split(".")[0] in sections}
+    named = {name for name in named if name.rsplit(".", 1)[1] not in SUFFIXES}
+    named |= {pair[1] for span in spans if (pair := re.fullmatch(r"([a-z_]+): [\w./-]+", span))}
+    for text in [*spans, *lines]:
+        named |= set(re.findall(r"--set ['\"]?([a-z_0-9]+(?:\.[a-zA-Z_0-9]+)*)=", text)) - {"key", "a.b"}
+    return named
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_keys(page: Path) -> None:
+    assert len(keys_in(ROOT / "docs" / "data.md")) > 10
+    assert sorted(name for name in keys_in(page) if not is_key(tuple(name.split(".")))) == []
+
+
+@cache
+def help_of(*command: str) -> str:
+    """What ``mopd COMMAND --help`` prints; empty for a command that does not exist."""
+    out = io.StringIO()
+    with redirect_stdout(out), pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    return out.getvalue() if ended.value.code == 0 else ""
+
+
+def commands_in(page: Path) -> list[list[str]]:
+    spans, lines = texts(page)
+    found = []
+    for text in [*spans, *lines]:
+        call = re.match(r"(?:\S*torchrun .*-m |\$ |.*bin/)?mopd ([a-z].*)", text.strip())
+        if call:
+            found.append(shlex.split(call[1].split("  ")[0].split(" #")[0].replace("'", "").replace("(", "")))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(commands_in(ROOT / "README.md")) > 8
+    for words in commands_in(page):
+        depth = 2 if words[0] in ("bench", "convert") and len(words) > 1 and re.fullmatch("[a-z-]+", words[1]) else 1
+        text = help_of(*words[:depth])
+        assert text, f"{page.name}: mopd {' '.join(words[:depth])} is no command"
+        options = [word.split("=")[0] for word in words if word.startswith("--")]
+        assert [option for option in options if not re.search(rf"{option}\b", text)] == [], f"{page.name}: {words}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_make_targets(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    spans, lines = texts(page)
+    named = {call[1] for text in [*spans, *lines] if (call := re.match(r"make ([a-z-]+)", text.strip()))}
+    assert sorted(named - targets) == []
+
+
+def files_in(page: Path) -> set[str]:
+    spans, _ = texts(page)
+    paths = {span for span in spans if re.fullmatch(r"[\w*][\w./*-]*(/|\.(py|md|sh|j2|yaml))", span) and "/" in span}
+    return {path for path in paths if path.startswith(FOLDERS) or path.endswith((".py", "/"))}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files(page: Path) -> None:
+    """From the repository's root, from the package on, or beside the page; links from the page."""
+    places = (ROOT, ROOT / "mopd", page.parent)
+    lost = {path for path in files_in(page) if not any(list(place.glob(path.rstrip("/"))) for place in places)}
+    assert sorted(lost - NOT_IN_THE_REPOSITORY) == []
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+NOT_IN_THE_REPOSITORY = {
+    "logs/",
+    "checkpoints/",
+    "hf/",
+    "checkpoints/step_N/",
+    "timing/",
+    "rate/",
+    "memory/",
+    "rollout/",
+}
+NOT_IN_THE_REPOSITORY |= {"benchmarks/"}
+"""Folders of a run, beginnings of metric names, and what ``tools/gpu_check.sh`` makes."""
+
+
+@cache
+def words_of_the_package() -> set[str]:
+    """Words in the package's texts: metric names are put together from them."""
+    words: set[str] = set()
+    for tree in trees().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                words |= set(re.findall(r"[A-Za-z_0-9]+", node.value))
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                words.add(node.target.id)  # fields whose names become names of metrics
+    return words
+
+
+def test_metrics() -> None:
+    """Every name in the first column of a table of ``docs/metrics.md``, and every ``name/DOMAIN`` of any page."""
+    named = set()
+    for line in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("| `"):
+            named |= set(re.findall(r"`([^`]+)`", line.split("|")[1]))
+    for page in PAGES:
+        named |= {span for span in texts(page)[0] if re.fullmatch(r"[a-z_0-9]+/(DOMAIN|TEACHER|GROUP)", span)}
+    assert len(named) > 40
+    parts = {part for name in named for part in name.split("/") if re.fullmatch("[a-z_0-9]+", part)}
+    assert sorted(parts - words_of_the_package() - METRICS_OF_OTHERS) == []
