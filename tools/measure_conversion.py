@@ -164,7 +164,7 @@ def hash_of(name: str) -> int:
 
 def join():
     """A world of one rank, with everything imported."""
-    from mopd.config.schema import ParallelConfig
+    from mopd.config.student import ParallelConfig
     from mopd.student import parallel
     from mopd.student.checkpoints import checkpoint  # noqa: F401
 
@@ -174,7 +174,7 @@ def join():
 def through_model(source: Path, megatron: Path, target: Path, layout, *, is_export: bool) -> None:
     """The same conversions with the whole model in memory, as a training run has it."""
     from mopd import cpu_shim
-    from mopd.config.schema import StudentConfig
+    from mopd.config.student import StudentConfig
     from mopd.conversion.hf.reader import HfReader
     from mopd.conversion.hf.writer import write_folder
     from mopd.conversion.models.reading import read_dims
