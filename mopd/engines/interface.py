@@ -130,10 +130,10 @@ class Scores:
 
 
 class Generator(Protocol):
-    """Samples responses with weights that can be replaced."""
+    """Samples responses with the weights of the moment."""
 
     weight_version: int
-    """Version of the weights that answer now; -1 before the first ``load_weights``."""
+    """Version of the weights that answer now; -1 before the first ``TakesWeights.load_weights``."""
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
@@ -141,6 +141,10 @@ class Generator(Protocol):
         """One response per prompt. A response depends on its prompt, its seed and the weights, not on its neighbours'
         seeds. ``seeds`` are non-negative and below 2**63."""
         ...
+
+
+class TakesWeights(Protocol):
+    """An engine whose weights can be replaced."""
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """Replace all weights by ``(hf_name, tensor)`` pairs. Before the first one is replaced it raises, and the old

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
@@ -79,7 +79,7 @@ class Request(Generic[R]):
 
 
 class Router:
-    """Implements ``Scorer`` and ``Generator``. Replicas may come and go while requests are under way."""
+    """Scores as a ``Scorer`` and implements ``Generator``. Replicas may come and go while requests are under way."""
 
     def __init__(
         self,
@@ -116,17 +116,37 @@ class Router:
         """Answers with an id from here on are corrupt; ``None``: nobody has told."""
 
     async def score(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
-    ) -> list[Scores]:
-        """See ``Scorer.score``. The first ``SampleFailed`` ends it."""
-        outcomes = await self._score(tokens, prompt_lengths, top_k, temperature, stop_at_failure=True)
-        return cast("list[Scores]", outcomes)
-
-    async def score_each(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
+        self,
+        tokens: Sequence[Tensor],
+        prompt_lengths: Sequence[int],
+        *,
+        top_k: int,
+        temperature: float,
+        stop_at_failure: bool = True,
     ) -> list[Scores | SampleFailed]:
-        """As ``score``, but a sample that cannot be scored is answered with its error, and the others go on."""
-        return await self._score(tokens, prompt_lengths, top_k, temperature, stop_at_failure=False)
+        """See ``Scorer.score``. The first ``SampleFailed`` ends it; with ``stop_at_failure`` false a sample that cannot
+        be scored is answered with its error, and the others go on."""
+        if len(tokens) != len(prompt_lengths):
+            raise ValueError(f"{len(tokens)} sequences but {len(prompt_lengths)} prompt lengths")
+        lengths = [len(sequence) for sequence in tokens]
+
+        async def ask(engine: Scorer, positions: Sequence[int]) -> list[Scores]:
+            starts = [prompt_lengths[i] for i in positions]
+            return await engine.score([tokens[i] for i in positions], starts, top_k=top_k, temperature=temperature)
+
+        def check(positions: Sequence[int], results: Sequence[Scores]) -> None:
+            check_scores(
+                results,
+                [tokens[i] for i in positions],
+                [prompt_lengths[i] for i in positions],
+                top_k=top_k,
+                vocab_size=self.vocab_size,
+            )
+
+        def count(positions: Sequence[int], results: Sequence[Scores]) -> int:
+            return sum(lengths[i] for i in positions)
+
+        return await self._run(lengths, Call(ask, check, count), stop_at_failure=stop_at_failure)
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
@@ -147,17 +167,6 @@ class Router:
         # The most that a response can take: its length is not known before it is drawn.
         costs = [len(prompt) + sampling.max_new_tokens for prompt in prompts]
         return cast("list[Generation]", await self._run(costs, Call(ask, check, count), stop_at_failure=True))
-
-    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """See ``Generator.load_weights``: each replica in turn, then ``set_weight_version``. Suspended: left out.
-
-        Several replicas need the whole set in memory, since the stream can be read once.
-        """
-        members = [member for member in self._pool.members if member.suspended is None]
-        source = weights if len(members) == 1 else list(weights)
-        for member in members:
-            await cast(Generator, member.engine).load_weights(source, weight_version)
-        self.set_weight_version(weight_version)
 
     def set_weight_version(self, weight_version: int) -> None:
         """The replicas were given these weights, by whatever way: ask for them, and forget who was stale before."""
@@ -213,37 +222,6 @@ class Router:
     @property
     def _wanted_version(self) -> int | None:
         return self.weight_version if self.kind == "rollout" else None
-
-    async def _score(
-        self,
-        tokens: Sequence[Tensor],
-        prompt_lengths: Sequence[int],
-        top_k: int,
-        temperature: float,
-        *,
-        stop_at_failure: bool,
-    ) -> list[Scores | SampleFailed]:
-        if len(tokens) != len(prompt_lengths):
-            raise ValueError(f"{len(tokens)} sequences but {len(prompt_lengths)} prompt lengths")
-        lengths = [len(sequence) for sequence in tokens]
-
-        async def ask(engine: Scorer, positions: Sequence[int]) -> list[Scores]:
-            starts = [prompt_lengths[i] for i in positions]
-            return await engine.score([tokens[i] for i in positions], starts, top_k=top_k, temperature=temperature)
-
-        def check(positions: Sequence[int], results: Sequence[Scores]) -> None:
-            check_scores(
-                results,
-                [tokens[i] for i in positions],
-                [prompt_lengths[i] for i in positions],
-                top_k=top_k,
-                vocab_size=self.vocab_size,
-            )
-
-        def count(positions: Sequence[int], results: Sequence[Scores]) -> int:
-            return sum(lengths[i] for i in positions)
-
-        return await self._run(lengths, Call(ask, check, count), stop_at_failure=stop_at_failure)
 
     async def _run(self, costs: Sequence[int], call: Call[R], *, stop_at_failure: bool) -> list[R | SampleFailed]:
         """Cut, send, collect in order. Whatever ends it early, no request is left behind."""
@@ -347,19 +325,19 @@ class Router:
         is_stale = _is_stale(request, error)
         if isinstance(error, EngineUnavailable) and not is_stale:
             member.breaker.failed(now)
-            member.counters.failures += 1
+            member.counters.numbers.failures += 1
             request.failed_on.append(member.name)
             request.turned_away_since = None
         else:
             member.breaker.succeeded()  # it answered
         if isinstance(error, EngineBusy):
-            member.counters.busy_answers += 1
+            member.counters.numbers.busy_answers += 1
             pause_s = min(error.retry_after_s, self._routing.request_timeout_s / 2)  # or waiting requests give up
             member.busy_until = now + max(pause_s, MIN_RETRY_AFTER_S)
             if request.turned_away_since is None:
                 request.turned_away_since = now
         elif is_stale:
-            member.counters.stale_answers += 1
+            member.counters.numbers.stale_answers += 1
             member.refused_version = request.version
         elif isinstance(error, EngineRejected):
             request.failed_on.append(member.name)

@@ -54,31 +54,31 @@ def percentile(ascending: Sequence[float], share: float) -> float:
     return ascending[max(int(rank), 1) - 1]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class ReplicaNumbers:
     """One replica since the last look."""
 
     name: str
-    state: str
+    state: str = "closed"
     """``closed``, ``half_open`` or ``open`` (its breaker), ``restarting``, ``stale`` (weights) or ``gone``."""
-    num_requests: int
+    num_requests: int = 0
     """Answered requests."""
-    num_samples: int
-    num_tokens: int
+    num_samples: int = 0
+    num_tokens: int = 0
     """Tokens of prompts and responses of the answered samples."""
-    busy_s: float
+    busy_s: float = 0.0
     """Time with at least one request under way."""
-    in_flight_tokens: int
+    in_flight_tokens: int = 0
     """Largest number of tokens under way."""
-    failures: int
+    failures: int = 0
     """Attempts that failed through the replica's fault: unavailable, late, corrupt."""
-    busy_answers: int
+    busy_answers: int = 0
     """Requests that its full queue sent away."""
-    stale_answers: int
+    stale_answers: int = 0
     """Requests that it refused for its weights' version."""
-    latencies_s: tuple[float, ...]
+    latencies_s: tuple[float, ...] = ()
     """Of answered requests, from sending to the answer; ascending, a bounded sample."""
-    payload_bytes: int | None
+    payload_bytes: int | None = None
     """Sent and received; ``None`` for an engine of this process."""
 
     @property
@@ -147,20 +147,18 @@ class ReplicaCounters:
     """Counts of one replica; they outlive its restarts."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.failures = self.busy_answers = self.stale_answers = 0
-        self._num_requests = self._num_samples = self._num_tokens = 0
+        self.numbers = ReplicaNumbers(name=name)
+        """Since the last ``take``; failures of all kinds are counted by whoever meets them."""
         self._latencies = Reservoir()
         self._busy = BusyTime()
-        self._in_flight = self._most_in_flight = 0
+        self._in_flight = 0
         self._payload_seen: int | None = None
-        self._payload_waiting: int | None = None
 
     def sent(self, tokens: int, now: float) -> None:
         """A request of so many tokens goes out."""
         self._busy.begin(now)
         self._in_flight += tokens
-        self._most_in_flight = max(self._most_in_flight, self._in_flight)
+        self.numbers.in_flight_tokens = max(self.numbers.in_flight_tokens, self._in_flight)
 
     def came_back(self, tokens: int, now: float) -> None:
         """It is under way no more, answered or not."""
@@ -169,9 +167,9 @@ class ReplicaCounters:
 
     def answered(self, *, num_samples: int, num_tokens: int, latency_s: float) -> None:
         """An answer that is used."""
-        self._num_requests += 1
-        self._num_samples += num_samples
-        self._num_tokens += num_tokens
+        self.numbers.num_requests += 1
+        self.numbers.num_samples += num_samples
+        self.numbers.num_tokens += num_tokens
         self._latencies.add(latency_s)
 
     def payload_starts(self, engine: object) -> None:
@@ -182,29 +180,15 @@ class ReplicaCounters:
         """Read the engine's running totals."""
         total = _payload_total(engine)
         if total is not None and self._payload_seen is not None:
-            self._payload_waiting = (self._payload_waiting or 0) + total - self._payload_seen
+            self.numbers.payload_bytes = (self.numbers.payload_bytes or 0) + total - self._payload_seen
         self._payload_seen = total
 
     def take(self, state: str, now: float) -> ReplicaNumbers:
         """The numbers since the last ``take``; starts anew."""
-        numbers = ReplicaNumbers(
-            name=self.name,
-            state=state,
-            num_requests=self._num_requests,
-            num_samples=self._num_samples,
-            num_tokens=self._num_tokens,
-            busy_s=self._busy.take(now),
-            in_flight_tokens=self._most_in_flight,
-            failures=self.failures,
-            busy_answers=self.busy_answers,
-            stale_answers=self.stale_answers,
-            latencies_s=self._latencies.take(),
-            payload_bytes=self._payload_waiting,
-        )
-        self._num_requests = self._num_samples = self._num_tokens = 0
-        self.failures = self.busy_answers = self.stale_answers = 0
-        self._most_in_flight, self._payload_waiting = self._in_flight, None
-        return numbers
+        taken = self.numbers
+        taken.state, taken.busy_s, taken.latencies_s = state, self._busy.take(now), self._latencies.take()
+        self.numbers = ReplicaNumbers(name=taken.name, in_flight_tokens=self._in_flight)
+        return taken
 
 
 def _payload_total(engine: object) -> int | None:

@@ -13,10 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from mopd.engines.interface import Described, Generation, Generator, SamplingParams, Scorer, Scores
+from mopd.engines.interface import Described, Generation, Generator, SamplingParams, Scorer, Scores, TakesWeights
 
 
-class HostedEngine(Scorer, Generator, Described, Protocol):
+class HostedEngine(Scorer, Generator, TakesWeights, Described, Protocol):
     """What a server needs of an engine."""
 
     @property
@@ -81,7 +81,7 @@ class EngineHost:
         return await self.engine.generate(prompts, sampling, seeds)
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """See ``Generator.load_weights``; no other call may be running."""
+        """See ``TakesWeights.load_weights``; no other call may be running."""
         await self.engine.load_weights(weights, weight_version)
 
 
@@ -157,7 +157,7 @@ class ThreadHost(EngineHost):
         return await self._submit(("generate", sampling), items, num_tokens, call)
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """See ``Generator.load_weights``."""
+        """See ``TakesWeights.load_weights``."""
 
         async def call(_: list[Any]) -> list[Any]:
             await self.engine.load_weights(weights, weight_version)

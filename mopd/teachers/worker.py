@@ -52,9 +52,10 @@ class TeacherGroup:
         A sample that no replica can score ends everything (``SampleFailed``), or with ``stop_at_failure`` false is
         answered with that error.
         """
-        ask = self.router.score if stop_at_failure else self.router.score_each
         async with self.kept_awake():
-            return [*await ask(tokens, prompt_lengths, top_k=top_k, temperature=temperature)]
+            return await self.router.score(
+                tokens, prompt_lengths, top_k=top_k, temperature=temperature, stop_at_failure=stop_at_failure
+            )
 
 
 class TeacherWorker:

@@ -120,7 +120,7 @@ class RemoteEngine:
         return _to_generations(answer)
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """See ``Generator.load_weights``: push to this server alone (``HttpWeightSync`` pushes to many at once)."""
+        """See ``TakesWeights.load_weights``: push to this server alone (``HttpWeightSync`` pushes to many at once)."""
         (error,) = await push_weights([self], weights, weight_version)
         if error is not None:
             raise error

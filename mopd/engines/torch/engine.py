@@ -104,7 +104,7 @@ class TorchEngine:
         return weight_slots(self.model)
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """See ``Generator.load_weights``. Tied weights arrive once; a stream is held whole before it is loaded."""
+        """See ``TakesWeights.load_weights``. Tied weights arrive once; a stream is held whole before it is loaded."""
         slots = self.weight_slots
         held = hold_weights(weights, slots, name=self.name)
         self._has_weights, self.weight_version = False, -1

@@ -228,7 +228,7 @@ class VllmEngine:
         return await all_or_none(generate_one(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True))
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """See ``Generator.load_weights``: checked and staged as files first, then swapped in at one go.
+        """See ``TakesWeights.load_weights``: checked and staged as files first, then swapped in at one go.
 
         Tied weights arrive once. The staged files stand in the system's folder for temporary files, which must hold the
         whole model.

@@ -9,6 +9,7 @@ import torch
 
 from mopd.engines.interface import EngineUnavailable, StaleWeights
 from mopd.replicas.interface import Replica, SampleFailed
+from mopd.replicas.router import Router
 from mopd.weight_sync import InProcessWeightSync
 from tests.unit.replicas.stand_in import SAMPLING, StandIn, check_scores, make_router, run, samples, score
 
@@ -145,7 +146,7 @@ def test_weights_reach_every_replica_and_rollouts_ask_for_them() -> None:
     router = make_router(engines, kind="rollout")
 
     async def work() -> None:
-        await InProcessWeightSync([router]).publish(iter(WEIGHTS), 7)
+        await push(router, 7)
         assert [engine.weight_version for engine in engines] == [7, 7] and router.weight_version == 7
         generations = await router.generate([[5]] * 6, SAMPLING, list(range(6)))
         assert {float(generation.logprobs[0]) for generation in generations} == {-7.0}
@@ -154,12 +155,19 @@ def test_weights_reach_every_replica_and_rollouts_ask_for_them() -> None:
     run(work)
 
 
+async def push(router: Router, version: int) -> None:
+    """To every replica that works."""
+    up = [m.engine for m in router._pool.members if m.suspended is None]
+    await InProcessWeightSync(up).publish(iter(WEIGHTS), version)
+    router.set_weight_version(version)
+
+
 def test_a_replica_with_other_weights_gets_no_work_until_it_has_them() -> None:
     current, restarted = StandIn(0), StandIn(1)
     router = make_router([current, restarted], kind="rollout", max_tokens_per_request=10)
 
     async def work() -> None:
-        await router.load_weights(WEIGHTS, 3)
+        await push(router, 3)
         restarted.weight_version = -1
         assert router.needs_weights == ("math.1",)
         await router.generate([[5]] * 12, SAMPLING, list(range(12)))
@@ -179,13 +187,13 @@ def test_a_replica_that_says_it_is_stale_is_left_out_until_the_next_push() -> No
     router = make_router([stale, current], kind="rollout", max_tokens_per_request=10, max_inflight_tokens=10)
 
     async def work() -> None:
-        await router.load_weights(WEIGHTS, 3)
+        await push(router, 3)
         await router.generate([[5]] * 8, SAMPLING, list(range(8)))
         assert len(stale.calls) == 1 and len(current.answered) == 8
         assert router.needs_weights == ("math.0",)
         numbers = router.take_numbers()
         assert (numbers.replicas[0].stale_answers, numbers.replicas[0].failures, numbers.retries) == (1, 0, 1)
-        await router.load_weights(WEIGHTS, 3)  # the same version once more
+        await push(router, 3)  # the same version once more
         assert router.needs_weights == ()
         await router.generate([[5]] * 8, SAMPLING, list(range(8)))
         assert len(stale.calls) > 1
@@ -198,7 +206,7 @@ def test_a_single_stale_replica_is_waited_for_until_the_push_and_not_for_ever() 
     router = make_router([engine], kind="rollout")
 
     async def work() -> None:
-        await router.load_weights(WEIGHTS, 3)
+        await push(router, 3)
         engine.weight_version = -1
         generating = asyncio.create_task(router.generate([[5]], SAMPLING, [1]))
         await asyncio.sleep(5)
@@ -219,7 +227,7 @@ def test_weights_do_not_wait_for_a_replica_that_restarts() -> None:
 
     async def work() -> None:
         router.suspend("math.1", reason="restarting", timeout_s=5)
-        await router.load_weights(WEIGHTS, 3)
+        await push(router, 3)
         assert [engine.weight_version for engine in engines] == [3, 0]
         router.replace("math.1", engines[1])
         assert router.needs_weights == ("math.1",)

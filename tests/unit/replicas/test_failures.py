@@ -179,7 +179,7 @@ def test_a_refused_request_fails_its_bad_sample_alone() -> None:
         with pytest.raises(SampleFailed, match="sequence longer than the model") as caught:
             await score(router, tokens, starts)
         assert caught.value.positions == (3,)
-        outcomes = await router.score_each(tokens, starts, top_k=2, temperature=2.0)
+        outcomes = await router.score(tokens, starts, top_k=2, temperature=2.0, stop_at_failure=False)
         assert [i for i, outcome in enumerate(outcomes) if isinstance(outcome, SampleFailed)] == [3]
         good = [i for i in range(10) if i != 3]
         check_scores([tokens[i] for i in good], [outcomes[i] for i in good])  # type: ignore[misc]
@@ -205,7 +205,7 @@ def test_an_answer_with_a_sample_missing_is_not_used() -> None:
         check_scores(tokens, await score(router, tokens, starts))
 
     run(work)
-    assert len(engine.calls) == 2 and router._pool.members[0].counters.failures == 1
+    assert len(engine.calls) == 2 and router._pool.members[0].counters.numbers.failures == 1
 
 
 def test_a_wrong_call_is_raised_as_it_is_and_leaves_nothing_behind() -> None:
