@@ -178,7 +178,7 @@ class JsonlWriter:
         self._path = path
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if _exists(path):
+            if os.path.lexists(path):
                 _keep(path, lambda step: True)
             self._file = path.open("ab", buffering=0)
 
@@ -201,7 +201,7 @@ class JsonlWriter:
 
 def truncate_jsonl(path: Path, *, after_step: int) -> None:
     """Remove the records of steps above ``after_step``, if there is such a file: a resumed run writes them anew."""
-    if _exists(path):
+    if os.path.lexists(path):
         _keep(path, lambda step: step <= after_step)
 
 
@@ -224,7 +224,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     No file: no records. Raises ``UserError`` that names file and line if a line is no record, or its step is not above
     the one before.
     """
-    return [record for _, record in _complete_lines(path)] if _exists(path) else []
+    return [record for _, record in _complete_lines(path)] if os.path.lexists(path) else []
 
 
 def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -250,7 +250,3 @@ def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 raise UserError(f"{where}: step {step} after step {last}: {cure}")
             last = step
             yield line, record
-
-
-def _exists(path: Path) -> bool:
-    return path.exists() or path.is_symlink()

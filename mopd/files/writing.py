@@ -150,24 +150,15 @@ class _Remembering:
         self._stream = stream
         self.error: OSError | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
     def write(self, data: Any) -> int:
         try:
             return self._stream.write(data)
         except OSError as error:
             self.error = self.error or error
             raise
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def tell(self) -> int:
-        return self._stream.tell()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def close(self) -> None:
-        self._stream.close()
 
 
 def _reason(error: BaseException) -> OSError | None:

@@ -158,11 +158,7 @@ def _is_word(text: str) -> bool:
 
 def comment(text: str) -> str:
     """Text as it may stand behind ``#`` without ending the comment or the file."""
-    return _REFUSED.sub(_escaped, text.replace("\n", "\\n").replace("\r", "\\r"))
-
-
-def _escaped(found: re.Match[str]) -> str:
-    return ascii(found[0])[1:-1]
+    return _REFUSED.sub(lambda found: ascii(found[0])[1:-1], text.replace("\n", "\\n").replace("\r", "\\r"))
 
 
 class _Quoting(yaml.SafeDumper):

@@ -16,6 +16,7 @@ from typing import Any
 from rich.table import Table
 
 from mopd.files.writing import write_text
+from mopd.report.charts import cell
 from mopd.report.groups import LATENCY_HEADING, GroupResult, label, latencies, summarise_groups
 from mopd.report.page import render_page
 from mopd.report.run_files import RunFiles, best_of
@@ -127,12 +128,12 @@ def print_summary(report: Report, console: Terminal | None = None) -> None:
     for heading in ("before", after, "teacher", "head-room recovered"):
         table.add_column(heading, justify="right")
     for domain, result in report.domains.items():
-        rewards = (_cell(value, "{:.3f}") for value in (result.before, result.after, result.teacher))
-        table.add_row(domain, *rewards, _cell(result.headroom_recovery, "{:.0%}"))
+        rewards = (cell(value, "{:.3f}") for value in (result.before, result.after, result.teacher))
+        table.add_row(domain, *rewards, cell(result.headroom_recovery, "{:.0%}"))
     if len(report.domains) > 1:
         table.add_section()
-        table.add_row("mean", "", "", "", _cell(report.mean_headroom_recovery, "{:.0%}"))
-    rate = _cell(report.train_tokens_per_s, "{:,.0f} tokens/s")
+        table.add_row("mean", "", "", "", cell(report.mean_headroom_recovery, "{:.0%}"))
+    rate = cell(report.train_tokens_per_s, "{:,.0f} tokens/s")
     console = console or Terminal()
     console.print(table)
     if report.groups:
@@ -151,14 +152,10 @@ def _group_table(groups: Mapping[str, Mapping[str, GroupResult]]) -> Table:
             table.add_row(
                 label(room, name),
                 f"{result.samples:,}",
-                _cell(result.tokens_per_s, "{:,.0f}"),
+                cell(result.tokens_per_s, "{:,.0f}"),
                 latencies(result.latency_p50_s, result.latency_p95_s, result.latency_p99_s) or "–",
-                _cell(None if result.payload_bytes is None else result.payload_bytes / 2**20, "{:.1f}"),
-                _cell(result.retries, "{:d}"),
-                _cell(result.failures, "{:d}"),
+                cell(None if result.payload_bytes is None else result.payload_bytes / 2**20, "{:.1f}"),
+                cell(result.retries, "{:d}"),
+                cell(result.failures, "{:d}"),
             )
     return table
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)

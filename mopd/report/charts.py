@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup, escape
@@ -154,3 +154,10 @@ def short(value: float) -> str:
         if size >= limit:
             return f"{value / (1e3 if suffix == 'k' else limit):.3g}{suffix}"
     return f"{value:.4g}" if size >= 100 else f"{value:.3g}"
+
+
+def cell(value: float | None, form: str | Callable[[float], str]) -> str:
+    """A number in a table, ``–`` where there is none."""
+    if value is None:
+        return "–"
+    return form.format(value) if isinstance(form, str) else form(value)

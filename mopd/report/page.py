@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from mopd.metrics import VOLATILE_PREFIXES
-from mopd.report.charts import NUM_COLOURS, Series, line_chart, short
+from mopd.report.charts import NUM_COLOURS, Series, cell, line_chart, short
 from mopd.report.groups import group_values, is_group_metric, label
 
 TITLES = {
@@ -70,11 +70,11 @@ def render_page(
     )
     environment.filters |= {
         "short": short,
-        "percent": _percent,
-        "reward": _reward,
+        "percent": lambda value: cell(value, "{:.0%}"),
+        "reward": lambda value: cell(value, "{:.3f}"),
         "duration": _duration,
-        "number": _number,
-        "size": _size,
+        "number": lambda value: cell(value, short),
+        "size": lambda num_bytes: cell(num_bytes, lambda number: f"{number / 2**20:,.1f} MiB"),
     }
     return environment.get_template("report.html.j2").render(
         run_name=run_name,
@@ -222,22 +222,6 @@ def _recipe_line(line: str) -> tuple[str, str]:
         return "", line
     match = re.match(r"(.*?)(  # [^'\"]*)?$", line)
     return (match[1], match[2] or "") if match else (line, "")
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0%}"
-
-
-def _reward(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else short(value)
-
-
-def _size(num_bytes: int | None) -> str:
-    return "–" if num_bytes is None else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def _duration(seconds: float) -> str:

@@ -87,7 +87,7 @@ class RunFiles:
 
     def teacher_rewards(self) -> dict[str, float]:
         """Each domain's own teacher on the validation prompts; empty if that was not measured."""
-        if not self.headroom.exists() and not self.headroom.is_symlink():
+        if not os.path.lexists(self.headroom):
             return {}
         cure = "restore the file that the run wrote, or remove it"
         rewards = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -102,11 +103,11 @@ def check_layout(run: RunDir) -> None:
         return
     files = (run.lock_path, run.recipe, run.manifest, run.metrics, run.validation, run.parity, run.headroom)
     for path in (*files, run.report_html, run.report_json, run.wandb):
-        if (path.exists() or path.is_symlink()) and not path.is_file():
+        if os.path.lexists(path) and not path.is_file():
             raise UserError(f"{shown_path(path)}: not a regular file: remove it, or set another run_dir")
     for path in (run.checkpoints, run.tensorboard, run.logs, run.hf):
         is_replaced = path == run.hf  # removed and written anew
-        if (path.exists() or path.is_symlink()) and (not path.is_dir() or (is_replaced and path.is_symlink())):
+        if os.path.lexists(path) and (not path.is_dir() or (is_replaced and path.is_symlink())):
             raise UserError(f"{shown_path(path)}: not a folder: remove it, or set another run_dir")
     for path in run.checkpoints.glob("step_*") if run.checkpoints.is_dir() else ():
         if is_step_name(path.name) and (path.is_symlink() or not path.is_dir()):  # the run will write or remove it
