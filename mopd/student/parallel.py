@@ -25,7 +25,6 @@ class Layout:
     """This rank's place among the trainer ranks and its process groups."""
 
     rank: int
-    world_size: int
     tp_rank: int
     tp_size: int
     pp_rank: int
@@ -118,7 +117,6 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_r
     model_parallel_cuda_manual_seed(seed)
     _layout = Layout(
         rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),

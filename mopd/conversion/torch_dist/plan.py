@@ -47,11 +47,6 @@ class TargetLayout:
         """Ranks of one pipeline stage, as few as the degrees allow."""
         return lcm(self.tensor_model_parallel_size, self.expert_tensor_parallel_size * self.expert_model_parallel_size)
 
-    @property
-    def world_size(self) -> int:
-        """Ranks in all, as few as the degrees allow."""
-        return self.stage_size * self.pipeline_model_parallel_size
-
     def check_degrees(self) -> None:
         """Refuses a degree below 1, and virtual stages without stages.
 
