@@ -17,6 +17,7 @@ import torch
 from mopd.placement.groups import Groups, plan_groups
 from mopd.placement.interface import ROLLOUT
 from mopd.types import UserError
+from tests.fixtures import warm
 from tests.fixtures.servers import engine_file, serve_process, wait_until
 from tests.integration.groups import (
     LEFT,
@@ -230,7 +231,7 @@ def start_error(groups: Groups) -> str:
 
 
 def children() -> set[int]:
-    return set(descendants(os.getpid()))
+    return set(descendants(os.getpid())) - {warm.template_pid()}
 
 
 def descendants(pid: int) -> list[int]:

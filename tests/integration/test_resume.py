@@ -49,7 +49,8 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def is_rank(process: psutil.Process) -> bool:
-    return "RANK" in process.environ() and "mopd" in process.cmdline()
+    """The leader of a session of its own, which the launcher's guard is too."""
+    return "mopd" in process.cmdline() and os.getsid(process.pid) == process.pid
 
 
 def assert_all_gone(processes: list[psutil.Process]) -> None:

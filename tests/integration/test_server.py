@@ -25,6 +25,7 @@ from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable
 from mopd.engines.torch.engine import TorchEngine
 from mopd.wire.codec import encode
 from mopd.wire.weights import TensorLedger, WeightBegin, WeightChunk, cut
+from tests.fixtures import warm
 from tests.fixtures.servers import engine_file, random_tokens, serve_process
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 
@@ -250,7 +251,7 @@ def test_a_thousand_concurrent_requests(
         return list(results)
 
     before: list[int] = []
-    with serve_process(file) as child:
+    with warm.cold(), serve_process(file) as child:  # its memory is measured
         ready = child.wait_ready()
         url, server = ready["url"], psutil.Process(ready["pid"])
         start = time.monotonic()

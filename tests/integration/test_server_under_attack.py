@@ -18,6 +18,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.fixtures import warm
 from tests.fixtures.servers import ServeProcess, engine_file, serve_process
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 
@@ -157,7 +158,7 @@ def test_a_server_under_attack(
     engine: Path, record_property: Callable[[str, object], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures: dict[str, tuple[float, float]] = {}
-    with serve_process(engine) as child:
+    with warm.cold(), serve_process(engine) as child:  # its memory is the subject
         ready = child.wait_ready()
         url, port = ready["url"], int(ready["url"].rsplit(":", 1)[1])
         process = psutil.Process(ready["pid"])
