@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 
+# Before torch and its OpenMP are there: several processes with a thread for each core would wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
 import torch
 
 from tests.fixtures import warm
@@ -11,6 +15,9 @@ from tests.fixtures import warm
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is decorated: it must stand before any test imports the Triton layer.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-if "PYTEST_XDIST_WORKER" in os.environ:  # a thread for each core in each of several processes would wait for the others
-    torch.set_num_threads(1)
 warm.install()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    warm.state.kind = "mopd" if item.get_closest_marker("vllm") is None else "vllm"

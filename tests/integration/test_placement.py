@@ -231,7 +231,7 @@ def start_error(groups: Groups) -> str:
 
 
 def children() -> set[int]:
-    return set(descendants(os.getpid())) - {warm.template_pid()}
+    return set(descendants(os.getpid())) - warm.template_pids()
 
 
 def descendants(pid: int) -> list[int]:
