@@ -31,7 +31,6 @@ from tests.integration.groups import (
     assert_same_scores,
     is_alive,
     make_engine,
-    make_models,
     make_recipe,
     make_samples,
     pid_of,
@@ -47,11 +46,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 
 TOP_K = 8
 NUM_SAMPLES = 120
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(autouse=True)

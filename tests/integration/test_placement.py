@@ -27,7 +27,6 @@ from tests.integration.groups import (
     Student,
     assert_same_scores,
     is_alive,
-    make_models,
     make_recipe,
     make_samples,
     pid_of,
@@ -40,11 +39,6 @@ from tests.integration.world import REPOSITORY, World, environment
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 
 TOP_K = 8
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_models(tmp_path_factory.mktemp("models"))
 
 
 def test_every_placement_scores_like_transformers(models: World, tmp_path: Path) -> None:

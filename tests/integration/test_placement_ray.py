@@ -21,7 +21,6 @@ from tests.integration.groups import (
     Student,
     assert_same_scores,
     is_alive,
-    make_models,
     make_recipe,
     make_samples,
     pid_of,
@@ -41,11 +40,6 @@ pytestmark = [
 ]
 
 RAY = {"type": "ray", "startup_timeout_s": 120.0}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_models(tmp_path_factory.mktemp("models"))
 
 
 def test_replicas_on_ray(models: World, tmp_path: Path) -> None:
