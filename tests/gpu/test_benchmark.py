@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mopd.bench.clock import Copy, make_clock
-from mopd.bench.losses import command, released
-from mopd.bench.losses.contenders import Contender, logits_contenders
+from mopd.bench.losses import command
+from mopd.bench.losses.contenders import logits_contenders
 from mopd.bench.losses.heads import baseline, head_contenders
 from mopd.bench.losses.inputs import make_head_inputs, make_inputs
 from mopd.bench.losses.measure import Deadline, measure, peak_bytes
@@ -98,8 +98,7 @@ def test_fused_head_on_an_h100(device: torch.device) -> None:
     case = Case(rows=8192, vocab=151_936, k=64, hidden=4096, dtype="bfloat16")
     entries = head_contenders(make_head_inputs(case, device, seed=0))
     wanted = [e for e in entries if e.loss == "bucket" and e.group == "ours"]
-    clock = make_clock(device)
-    rows = measure(wanted, clock=clock, device=device, repeats=5, deadline=Deadline(None), copy=None).rows
+    rows, _, _ = measure(wanted, device=device, repeats=5, deadline=Deadline(None), copy=None)
     plain, *fused = rows
     assert plain.name == baseline(device) and plain.total_ms is not None and plain.extra_bytes is not None
     best = min(fused, key=lambda row: row.total_ms or float("inf"))
@@ -109,11 +108,9 @@ def test_fused_head_on_an_h100(device: torch.device) -> None:
 
 def timed(case: Case, device: torch.device, names: set[str], repeats: int) -> tuple[list[Row], float | None]:
     """Rows of the named contenders."""
-    inputs, collective = make_inputs(case, device, seed=0), released.Collective(device)
-    entries = [entry for entry in logits_contenders(inputs, collective=collective) if entry.name in names]
-    assert all(isinstance(entry, Contender) for entry in entries)
+    inputs = make_inputs(case, device, seed=0)
+    entries = [entry for entry in logits_contenders(inputs) if entry.name in names]
     copy = Copy(inputs.logits)
-    clock = make_clock(device)
-    done = measure(entries, clock=clock, device=device, repeats=repeats, deadline=Deadline(None), copy=copy)
-    assert all(row.status == "measured" for row in done.rows), done.rows
-    return done.rows, done.copy_rate
+    rows, rate, _ = measure(entries, device=device, repeats=repeats, deadline=Deadline(None), copy=copy)
+    assert all(row.status == "measured" for row in rows), rows
+    return rows, rate

@@ -15,15 +15,14 @@ from typing import Any
 import torch
 
 from mopd import __version__
-from mopd.bench.clock import Copy, make_clock
-from mopd.bench.losses import heads
+from mopd.bench.clock import Copy
+from mopd.bench.losses import heads, released
 from mopd.bench.losses.contenders import BASELINE, logits_contenders
-from mopd.bench.losses.heads import head_contenders
 from mopd.bench.losses.inputs import make_head_inputs, make_inputs
 from mopd.bench.losses.measure import Deadline, measure
-from mopd.bench.losses.plan import BenchPlan, Case, add_arguments, make_plan
-from mopd.bench.losses.released import Collective
+from mopd.bench.losses.plan import REPEATS, Case, add_arguments, make_cases
 from mopd.bench.losses.results import BenchReport, CaseResult, plot, table
+from mopd.files.writing import write_text
 from mopd.text import one_line
 from mopd.types import UserError
 
@@ -34,33 +33,39 @@ def run(args: argparse.Namespace, command: str) -> int:
     Raises:
         UserError: impossible options, or a device that is not there.
     """
-    plan = make_plan(args, device=_device(args.device))
-    device = torch.device("cuda", torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
-    deadline = Deadline(plan.time_limit_s)
-    if plan.tune:
-        _tune(plan, device, deadline)
+    has_cuda = torch.cuda.is_available()
+    if args.device == "cuda" and not has_cuda:
+        raise UserError(f"--device cuda: torch {torch.__version__} sees no CUDA device: set --device cpu")
+    kind = args.device or ("cuda" if has_cuda else "cpu")
+    cases = make_cases(args, device=kind)
+    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    deadline = Deadline(args.time_limit)
+    if args.tune:
+        _tune(cases, device, deadline)
     report = BenchReport(
         machine=machine(device),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=command,
-        repeats=plan.repeats,
+        repeats=REPEATS[kind] if args.repeats is None else args.repeats,
     )
-    collective = Collective(device)
     try:
-        for case in plan.cases:
+        for case in cases:
             if deadline.passed:
                 report.not_reached.append(case.title)
                 continue
-            report.cases.append(_measure(case, plan, device, deadline, collective))
-            _publish(report, plan)
+            report.cases.append(_measure(case, args.seed, device, deadline, report.repeats))
+            if args.output is not None:  # after every shape: what is known so far
+                write_text(args.output, report.to_json())
+            if not args.json:
+                table(report.cases[-1])
     finally:
-        collective.close()
+        released.close()
     report.complete = not report.not_reached
-    if plan.output is not None:
-        report.write(plan.output)
-    if plan.plot is not None:
-        plot(report, plan.plot)
-    if plan.as_json:
+    if args.output is not None:
+        write_text(args.output, report.to_json())
+    if args.plot is not None:
+        plot(report, args.plot)
+    if args.json:
         sys.stdout.write(report.to_json())
     for title in report.not_reached:
         _say(f"not measured, time limit: {title}")
@@ -69,34 +74,25 @@ def run(args: argparse.Namespace, command: str) -> int:
     return 1 if report.failures else 0
 
 
-def _publish(report: BenchReport, plan: BenchPlan) -> None:
-    """What is known so far: the file after every shape, and a table of the newest."""
-    if plan.output is not None:
-        report.write(plan.output)
-    if not plan.as_json:
-        table(report.cases[-1])
-
-
-def _measure(
-    case: Case, plan: BenchPlan, device: torch.device, deadline: Deadline, collective: Collective
-) -> CaseResult:
+def _measure(case: Case, seed: int, device: torch.device, deadline: Deadline, repeats: int) -> CaseResult:
     _say(f"measuring {case.title}")
-    clock = make_clock(device)
+    copy = None
     if case.hidden is None:
-        inputs = make_inputs(case, device, plan.seed)
+        inputs = make_inputs(case, device, seed)
         result = CaseResult(case=case, baseline=BASELINE, floor="two reads and one write of the logits")
-        entries, copy = logits_contenders(inputs, collective=collective), Copy(inputs.logits)
+        entries, copy = logits_contenders(inputs), Copy(inputs.logits)
         del inputs
     else:
         result = CaseResult(case=case, baseline=heads.baseline(device), floor=heads.FLOOR)
-        entries, copy = head_contenders(make_head_inputs(case, device, plan.seed)), None
-    done = measure(entries, clock=clock, device=device, repeats=plan.repeats, deadline=deadline, copy=copy)
-    result.rows, result.others_cores, rate = done.rows, done.others_cores, done.copy_rate
+        entries = heads.head_contenders(make_head_inputs(case, device, seed))
+    result.rows, rate, result.others_cores = measure(
+        entries, device=device, repeats=repeats, deadline=deadline, copy=copy
+    )
     if rate is not None:
         num_bytes = 3 * case.rows * case.columns * getattr(torch, case.dtype).itemsize
         result.copy_gb_per_s, result.floor_ms = rate / 1e9, 1000 * num_bytes / rate
     elif case.hidden is not None:
-        result.floor_ms = result.row(heads.FLOOR, "none").total_ms
+        result.floor_ms = next(row.total_ms for row in result.rows if row.name == heads.FLOOR)
     result.finish()
     del entries, copy
     gc.collect()
@@ -135,13 +131,7 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor()
 
 
-def _device(asked: str | None) -> str:
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device cuda: torch {torch.__version__} sees no CUDA device: set --device cpu")
-    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _tune(plan: BenchPlan, device: torch.device, deadline: Deadline) -> None:
+def _tune(cases: Sequence[Case], device: torch.device, deadline: Deadline) -> None:
     """Tune shape by shape and store the table after each: what a time limit cuts off is not lost."""
     if device.type != "cuda":
         raise UserError("--tune measures Triton kernels: it needs a CUDA device")
@@ -150,7 +140,7 @@ def _tune(plan: BenchPlan, device: torch.device, deadline: Deadline) -> None:
     from mopd.losses.triton import table as launches
     from mopd.losses.triton.tuning import tune
 
-    shapes = dict.fromkeys((case.rows, case.columns, case.k, case.dtype) for case in plan.cases)
+    shapes = dict.fromkeys((case.rows, case.columns, case.k, case.dtype) for case in cases)
     for rows, columns, k, dtype in shapes:
         if deadline.passed:
             _say(f"not tuned, time limit: T={rows} V={columns} K={k} {dtype}")

@@ -5,10 +5,11 @@ Shape legend: T rows, V columns, K ids of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,11 +33,12 @@ class Contender:
     group: Group
     loss: str
     """What is computed: times are comparable between equal losses."""
-    forward: Callable[[], Tensor]
+    forward: Callable[[], Tensor] | str
+    """Or why it cannot run here: it gets a row all the same."""
     leaves: Sequence[Tensor]
-    upstream: Tensor | None
+    upstream: Tensor | None = None
     """What backward starts from; None for a scalar loss."""
-    restore: Callable[[], None] = lambda: None
+    restore: Callable[[], object] = lambda: None
     """Undoes what a run does to the inputs; outside the timed region."""
     overwrites: bool = False
     """The gradient lies in the logits' own memory."""
@@ -45,106 +47,77 @@ class Contender:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Absent:
-    """A contender that cannot run here, and why: it gets a row all the same."""
-
-    name: str
-    group: Group
-    loss: str
-    reason: str
-
-
-Entry = Contender | Absent
 RowLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def logits_contenders(inputs: LossInputs, *, collective: released.Collective) -> list[Entry]:
+def logits_contenders(inputs: LossInputs) -> list[Contender]:
     """Everybody who takes logits, the plain baseline first."""
-    k = inputs.ids.size(1)
     torch.compiler.reset()
     compiled = torch.compile(styles.eager, dynamic=False)
-    entries: list[Entry] = [
-        _entry(inputs, BASELINE, "plain", "bucket", styles.eager),
-        _entry(inputs, "eager under torch.compile", "plain", "bucket", compiled),
-        *ours(inputs),
-        _entry(inputs, "ghost-token style", "style", "bucket", styles.ghost_token),
-        _entry(inputs, "verl style", "style", "truncated", styles.verl),
-        _entry(inputs, "verl style, diagnostics", "style", "truncated", styles.verl_with_diagnostics),
-        _entry(inputs, "NeMo-RL style, full normalisation", "style", "renormalized teacher", styles.nemo_rl),
+    add = partial(_contender, inputs)
+    entries = [
+        add(BASELINE, "plain", "bucket", styles.eager),
+        add("eager under torch.compile", "plain", "bucket", compiled),
+        *_ours(inputs),
+        add("ghost-token style", "style", "bucket", styles.ghost_token),
+        add("verl style", "style", "truncated", styles.verl),
+        add("verl style, diagnostics", "style", "truncated", styles.verl_with_diagnostics),
+        add("NeMo-RL style, full normalisation", "style", "renormalized teacher", styles.nemo_rl),
     ]
-    if k > 1:  # at K = 1 the renormalised loss is constant
-        entries.append(_entry(inputs, "NeMo-RL style, over K", "style", "renormalized", styles.eager_renormalized))
-        return entries
-    entries.append(_entry(inputs, "torch cross entropy", "plain", "cross entropy", styles.torch_cross_entropy))
-    for package in released.cross_entropies(inputs.logits.device, collective):
-        if isinstance(package.run, str):
-            entries.append(Absent(package.name, "released", package.loss, package.run))
-        else:
-            entries.append(_entry(inputs, package.name, "released", package.loss, package.run, spoils=True))
+    if inputs.ids.size(1) > 1:  # at K = 1 the renormalised loss is constant
+        return [*entries, add("NeMo-RL style, over K", "style", "renormalized", styles.eager_renormalized)]
+    entries.append(add("torch cross entropy", "plain", "cross entropy", styles.torch_cross_entropy))
+    for name, rows in released.cross_entropies(inputs.logits.device).items():
+        entries.append(add(name, "released", "cross entropy", rows, spoils=True))
     return entries
 
 
-def ours(inputs: LossInputs) -> list[Entry]:
+def _ours(inputs: LossInputs) -> Iterator[Contender]:
     """Every layer that can run on the device, with and without overwriting the logits."""
-    entries: list[Entry] = []
-    losses = ["bucket", "renormalized" if inputs.ids.size(1) > 1 else "cross entropy"]
-    for backend in ("chunked", "triton"):
-        reason = _why_not(backend, inputs.logits.device)
-        for loss, overwrite in ((losses[0], False), (losses[0], True), (losses[1], True)):
+    second = "renormalized" if inputs.ids.size(1) > 1 else "cross entropy"
+    needs = "triton is not installed" if find_spec("triton") is None else ""
+    if not needs and inputs.logits.device.type != "cuda":
+        needs = "needs a CUDA device: Triton's interpreter is no measure of time"
+    for backend, reason in (("chunked", ""), ("triton", needs)):
+        for loss, overwrite in (("bucket", False), ("bucket", True), (second, True)):
             name = backend + (", overwrite_input" if overwrite else "")
-            if reason is not None:
-                entries.append(Absent(name, "ours", loss, reason))
-                continue
-            rows = _our_rows(backend, loss, overwrite)
-            entries.append(_entry(inputs, name, "ours", loss, rows, spoils=overwrite, overwrites=overwrite))
-    return entries
+            rows = reason or partial(_our_rows, loss, backend=backend, overwrite_input=overwrite)
+            yield _contender(inputs, name, "ours", loss, rows, spoils=overwrite, overwrites=overwrite)
 
 
-def _our_rows(backend: Literal["chunked", "triton"], loss: str, overwrite: bool) -> RowLoss:
+def _our_rows(loss: str, logits: Tensor, ids: Tensor, logprobs: Tensor, **options: Any) -> Tensor:
     tail = {"bucket": "bucket", "renormalized": "renormalize", "cross entropy": "none"}[loss]
-
-    def rows(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
-        teacher = torch.zeros_like(logprobs) if loss == "cross entropy" else logprobs
-        return parallel_topk_distill(logits, ids, teacher, tail=tail, backend=backend, overwrite_input=overwrite)[0]
-
-    return rows
+    teacher = torch.zeros_like(logprobs) if loss == "cross entropy" else logprobs
+    return parallel_topk_distill(logits, ids, teacher, tail=tail, **options)[0]
 
 
-def _why_not(backend: str, device: torch.device) -> str | None:
-    if backend != "triton":
-        return None
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    return None if device.type == "cuda" else "needs a CUDA device: Triton's interpreter is no measure of time"
-
-
-def _entry(
+def _contender(
     inputs: LossInputs,
     name: str,
     group: Group,
     loss: str,
-    rows: RowLoss,
+    rows: RowLoss | str,
     *,
     spoils: bool = False,
     overwrites: bool = False,
 ) -> Contender:
-    def check(gradients: Sequence[Tensor]) -> Errors:
-        count = inputs.logits.size(0)
-        picked = torch.arange(0, count, max(1, count // CHECKED_ROWS))[:CHECKED_ROWS]
-        logits = inputs.untouched[picked].to(inputs.logits.device)
-        picked = picked.to(inputs.logits.device)
-        part = (x[picked] for x in (inputs.ids, inputs.logprobs, inputs.upstream))
-        return exact.errors(loss, gradients[0].detach()[picked], logits, *part)
-
     return Contender(
         name=name,
         group=group,
         loss=loss,
-        forward=lambda: rows(inputs.logits, inputs.ids, inputs.logprobs),
+        forward=rows if isinstance(rows, str) else partial(rows, inputs.logits, inputs.ids, inputs.logprobs),
         leaves=(inputs.logits,),
         upstream=inputs.upstream,
         restore=inputs.restore if spoils else (lambda: None),
         overwrites=overwrites,
-        check=check,
+        check=partial(_errors, inputs, loss),
     )
+
+
+def _errors(inputs: LossInputs, loss: str, gradients: Sequence[Tensor]) -> Errors:
+    count = inputs.logits.size(0)
+    picked = torch.arange(0, count, max(1, count // CHECKED_ROWS))[:CHECKED_ROWS]
+    logits = inputs.untouched[picked].to(inputs.logits.device)
+    picked = picked.to(inputs.logits.device)
+    part = (x[picked] for x in (inputs.ids, inputs.logprobs, inputs.upstream))
+    return exact.errors(loss, gradients[0].detach()[picked], logits, *part)

@@ -6,14 +6,15 @@ Shape legend: T rows, V vocabulary, K ids of a row, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from mopd.bench.losses import exact, released, styles
-from mopd.bench.losses.contenders import CHECKED_ROWS, Absent, Contender, Entry, Errors, Group
+from mopd.bench.losses.contenders import CHECKED_ROWS, Contender, Errors, Group
 from mopd.bench.losses.inputs import HeadInputs
 from mopd.losses import LinearHead, linear_loss, parallel_topk_distill
 from mopd.losses.linear.head import Rows
@@ -73,29 +74,35 @@ class Truth:
         return of_hidden, of_weight
 
 
-def head_contenders(inputs: HeadInputs) -> list[Entry]:
+def head_contenders(inputs: HeadInputs) -> list[Contender]:
     """Everybody who takes hidden states, the floor and the baseline first."""
-    truth = Truth(inputs)
-    layer = _layer(inputs.hidden.device)
+    truth, device = Truth(inputs), inputs.hidden.device
+    student, teacher = (inputs.hidden, inputs.weight), (inputs.ids, inputs.logprobs)
 
-    def add(name: str, group: Group, loss: str, total: Callable[[], Tensor], checked: str | None) -> Entry:
-        leaves = (inputs.hidden, inputs.weight)
-        check = None if checked is None else (lambda gradients: truth.errors(checked, gradients))
-        return Contender(name=name, group=group, loss=loss, forward=total, leaves=leaves, upstream=None, check=check)
+    def add(name: str, group: Group, loss: str, total: Callable[[], Tensor] | str) -> Contender:
+        check = partial(truth.errors, loss) if loss in exact.DEFINITIONS else None
+        return Contender(name=name, group=group, loss=loss, forward=total, leaves=student, check=check)
 
-    entries = [
-        _gemms(inputs),
-        add(baseline(inputs.hidden.device), "ours", "bucket", lambda: _materialised(inputs, layer), "bucket"),
-        add("GEMMs + eager fp32 loss", "plain", "bucket", lambda: _eager(inputs), "bucket"),
+    def logits() -> Tensor:
+        return inputs.hidden @ inputs.weight.T
+
+    def materialised() -> Tensor:
+        options: dict[str, Any] = {"loss_weight": inputs.weights, "reduce_loss": True, "overwrite_input": True}
+        return parallel_topk_distill(logits(), *teacher, backend=_layer(device), **options)[0]
+
+    def eager() -> Tensor:
+        return (styles.eager(logits(), *teacher) * inputs.weights).sum()
+
+    shape = inputs.hidden.size(0), inputs.weight.size(0)
+    upstream = torch.randn(shape, dtype=inputs.hidden.dtype, device=device)
+    return [
+        replace(add(FLOOR, "floor", "none", logits), upstream=upstream),
+        add(baseline(device), "ours", "bucket", materialised),
+        add("GEMMs + eager fp32 loss", "plain", "bucket", eager),
+        _fused(inputs, truth, "bucket"),
+        _fused(inputs, truth, "cross entropy"),
+        *(add(name, "released", loss, total) for name, loss, total in released.heads(inputs)),
     ]
-    entries += [_fused(inputs, truth, "bucket"), _fused(inputs, truth, "cross entropy")]
-    for head in released.heads(inputs):
-        if isinstance(head.run, str):
-            entries.append(Absent(head.name, "released", head.loss, head.run))
-        else:
-            known = head.loss if head.loss in exact.DEFINITIONS else None
-            entries.append(add(head.name, "released", head.loss, head.run, known))
-    return entries
 
 
 def _fused(inputs: HeadInputs, truth: Truth, loss: str) -> Contender:
@@ -125,45 +132,7 @@ def _fused(inputs: HeadInputs, truth: Truth, loss: str) -> Contender:
         loss=loss,
         forward=total,
         leaves=(inputs.hidden,),
-        upstream=None,
-        restore=partial(_zero, main_grad),
+        restore=main_grad.zero_,
         check=lambda gradients: truth.errors(loss, (*gradients, main_grad)),
         note=f"{note}; weight gradient added to an fp32 main_grad",
     )
-
-
-def _gemms(inputs: HeadInputs) -> Contender:
-    upstream = torch.empty(
-        inputs.hidden.size(0), inputs.weight.size(0), dtype=inputs.hidden.dtype, device=inputs.hidden.device
-    ).normal_()
-    return Contender(
-        name=FLOOR,
-        group="floor",
-        loss="none",
-        forward=lambda: inputs.hidden @ inputs.weight.T,
-        leaves=(inputs.hidden, inputs.weight),
-        upstream=upstream,
-    )
-
-
-def _materialised(inputs: HeadInputs, layer: Literal["chunked", "triton"]) -> Tensor:
-    logits = inputs.hidden @ inputs.weight.T
-    loss, _ = parallel_topk_distill(
-        logits,
-        inputs.ids,
-        inputs.logprobs,
-        loss_weight=inputs.weights,
-        reduce_loss=True,
-        overwrite_input=True,
-        backend=layer,
-    )
-    return loss
-
-
-def _eager(inputs: HeadInputs) -> Tensor:
-    rows = styles.eager(inputs.hidden @ inputs.weight.T, inputs.ids, inputs.logprobs)
-    return (rows * inputs.weights).sum()
-
-
-def _zero(buffer: Tensor) -> None:
-    buffer.zero_()

@@ -10,15 +10,16 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from mopd.bench.clock import Clock, Copy, Others
-from mopd.bench.losses.contenders import Contender, Entry
-from mopd.bench.losses.results import Row, Status, median_ms
+from mopd.bench.clock import Clock, Copy, Others, make_clock
+from mopd.bench.losses.contenders import Contender
+from mopd.bench.losses.results import Row, Status
 from mopd.text import one_line
 
 WARM_UP_RUNS = {"cuda": 3, "cpu": 1}
@@ -41,17 +42,6 @@ class Deadline:
         return self.limit_s is not None and time.monotonic() - self._start > self.limit_s
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One case: a row for every entry."""
-
-    rows: list[Row]
-    copy_rate: float | None
-    """Median, in bytes/s read and written; None where no copy was timed."""
-    others_cores: float | None
-    """Cores that other processes kept busy during the rounds."""
-
-
 @dataclass
 class _Timed:
     contender: Contender
@@ -61,50 +51,26 @@ class _Timed:
 
 
 def measure(
-    entries: Sequence[Entry], *, clock: Clock, device: torch.device, repeats: int, deadline: Deadline, copy: Copy | None
-) -> Measured:
-    """Rows in the order of ``entries``, and what the machine did meanwhile.
-
-    Every contender first runs alone (gradient against float64, peak memory, warm-up); then come rounds in which each
+    entries: Sequence[Contender], *, device: torch.device, repeats: int, deadline: Deadline, copy: Copy | None
+) -> tuple[list[Row], float | None, float | None]:
+    """Every contender first runs alone (gradient against float64, peak memory, warm-up); then come rounds in which each
     runs once, each round starting with another one. A contender that cannot run gets a row that says why.
+
+    Returns:
+        Rows in the order of ``entries``; the median rate of ``copy`` in bytes/s read and written, None where none was
+        timed; cores that other processes kept busy during the rounds.
     """
+    clock = make_clock(device)
     rows: list[Row] = []
-    timed: list[_Timed] = []
     for entry in entries:
-        if not isinstance(entry, Contender):
-            rows.append(_empty(entry, "not available", entry.reason))
+        if isinstance(entry.forward, str):
+            rows.append(_empty(entry, "not available", entry.forward))
         elif deadline.passed:
             rows.append(_empty(entry, "not reached", "time limit"))
         else:
-            row = _prepare(entry, device)
-            rows.append(row)
-            if row.status == "measured":
-                timed.append(_Timed(entry, row))
-    enough_s = ENOUGH_S[device.type]
-    others = Others()
-    copies = _rounds(timed, clock=clock, repeats=repeats, deadline=deadline, copy=copy, enough_s=enough_s)
-    others_cores = others.cores()
-    for one in timed:
-        if one.row.status != "measured":
-            continue
-        one.row.forward_ms, one.row.total_ms = median_ms(one.forward_s), median_ms(one.total_s)
-        one.row.total_ms_range = (1000 * min(one.total_s), 1000 * max(one.total_s))
-        one.row.rounds = len(one.total_s)
-    rate = copy.num_bytes / (median_ms(copies) / 1000) if copy is not None and copies else None
-    return Measured(rows, rate, others_cores)
-
-
-def _rounds(
-    timed: Sequence[_Timed],
-    *,
-    clock: Clock,
-    repeats: int,
-    deadline: Deadline,
-    copy: Copy | None,
-    enough_s: float,
-) -> list[float]:
-    """Time everybody ``repeats`` times, at least once; returns the copies' times."""
-    copies = []
+            rows.append(_prepare(entry, device))
+    timed = [_Timed(entry, row) for entry, row in zip(entries, rows, strict=True) if row.status == "measured"]
+    others, copies = Others(), []
     gc.collect()
     gc.disable()  # a collection in the middle of a run would be charged to it
     try:
@@ -115,36 +81,33 @@ def _rounds(
                 copies.append(copy.time(clock))
             first = turn % max(1, len(timed))
             for one in (*timed[first:], *timed[:first]):
-                done = len(one.total_s) >= ENOUGH_ROUNDS and sum(one.total_s) > enough_s
+                done = len(one.total_s) >= ENOUGH_ROUNDS and sum(one.total_s) > ENOUGH_S[device.type]
                 if one.row.status == "measured" and not done:
                     _time_one(one, clock)
     finally:
         gc.enable()
-    return copies
+    others_cores = others.cores()
+    for one in timed:
+        if one.row.status == "measured":
+            one.row.forward_ms, one.row.total_ms = (1000 * median(times) for times in (one.forward_s, one.total_s))
+            one.row.total_ms_range = (1000 * min(one.total_s), 1000 * max(one.total_s))
+            one.row.rounds = len(one.total_s)
+    rate = copy.num_bytes / median(copies) if copy is not None and copies else None
+    return rows, rate, others_cores
 
 
 def _time_one(one: _Timed, clock: Clock) -> None:
     """One more time; memory that ran out, because others left it in pieces, ends the contender's part."""
     try:
-        forward_s, backward_s = _time(one.contender, clock)
+        clock.start()
+        _run(one.contender, clock.mark)
+        forward_s, backward_s = clock.stop()
     except torch.OutOfMemoryError:
         one.row.status, one.row.reason = "out of memory", "out of memory"
-        one.contender.restore()
     else:
         one.forward_s.append(forward_s)
         one.total_s.append(forward_s + backward_s)
-
-
-def _time(contender: Contender, clock: Clock) -> tuple[float, float]:
-    clock.start()
-    loss = contender.forward()
-    clock.mark()
-    gradients = torch.autograd.grad(loss, contender.leaves, contender.upstream)
-    clock.mark()
-    forward_s, backward_s = clock.stop()
-    del loss, gradients
-    contender.restore()
-    return forward_s, backward_s
+    one.contender.restore()
 
 
 def _prepare(contender: Contender, device: torch.device) -> Row:
@@ -175,26 +138,28 @@ def _measure_alone(contender: Contender, row: Row, device: torch.device) -> None
     own = 0 if contender.overwrites else sum(gradient.nbytes for gradient in gradients)
     del gradients
     contender.restore()
-
-    def work() -> None:
-        _run(contender)
-
-    row.extra_bytes = max(0, peak_bytes(work, device) - own)
+    row.extra_bytes = max(0, peak_bytes(lambda: _run(contender), device) - own)
     contender.restore()
     for _ in range(WARM_UP_RUNS[device.type]):
         _run(contender)
         contender.restore()
 
 
-def _run(contender: Contender) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(contender.forward(), contender.leaves, contender.upstream)
+def _run(contender: Contender, mark: Callable[[], None] = lambda: None) -> tuple[Tensor, ...]:
+    """The gradients; ``mark`` is called after forward and after backward."""
+    assert not isinstance(contender.forward, str)
+    loss = contender.forward()
+    mark()
+    gradients = torch.autograd.grad(loss, contender.leaves, contender.upstream)
+    mark()
+    return gradients
 
 
-def _empty(entry: Entry, status: Status, reason: str | None) -> Row:
+def _empty(entry: Contender, status: Status, reason: str | None) -> Row:
     return Row(name=entry.name, group=entry.group, loss=entry.loss, status=status, reason=reason)
 
 
-def peak_bytes(work: Callable[[], None], device: torch.device) -> int:
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     """Largest number of bytes that lived at one moment of ``work`` and did not live before it.
 
     On CUDA the caching allocator keeps count. On a CPU the profiler reports every allocation and release of PyTorch's
@@ -204,7 +169,7 @@ def peak_bytes(work: Callable[[], None], device: torch.device) -> int:
     return _peak_cpu(work) if device.type == "cpu" else _peak_cuda(work, device)
 
 
-def _peak_cuda(work: Callable[[], None], device: torch.device) -> int:
+def _peak_cuda(work: Callable[[], object], device: torch.device) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -213,7 +178,7 @@ def _peak_cuda(work: Callable[[], None], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _peak_cpu(work: Callable[[], None]) -> int:
+def _peak_cpu(work: Callable[[], object]) -> int:
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with _quiet():
         profiler.__enter__()

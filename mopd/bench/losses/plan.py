@@ -56,21 +56,6 @@ class Case:
         return text
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchPlan:
-    """A checked command line."""
-
-    device: str
-    cases: tuple[Case, ...]
-    repeats: int
-    time_limit_s: float | None
-    seed: int
-    tune: bool
-    as_json: bool
-    output: Path | None
-    plot: Path | None
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``mopd bench losses``."""
     add = parser.add_argument
@@ -89,16 +74,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE", help="draw times and memory (.png, .svg or .pdf)")
 
 
-def make_plan(args: argparse.Namespace, *, device: str) -> BenchPlan:
+def make_cases(args: argparse.Namespace, *, device: str) -> list[Case]:
     """Check the options. Either list of shapes given means that only the named ones are measured.
 
     Raises:
         UserError: a malformed or impossible value.
     """
-    dtype = args.dtype or DTYPE[device]
-    repeats = REPEATS[device] if args.repeats is None else args.repeats
-    for name, value in (("--repeats", repeats), *(("--tp-shard", n) for n in args.tp_shard)):
-        if value < 1:
+    for name, value in (("--repeats", args.repeats), *(("--tp-shard", n) for n in args.tp_shard)):
+        if value is not None and value < 1:
             raise UserError(f"{name} is {value}: set 1 or more")
     if args.time_limit is not None and not args.time_limit > 0:
         raise UserError(f"--time-limit is {args.time_limit}: set seconds above 0")
@@ -107,38 +90,27 @@ def make_plan(args: argparse.Namespace, *, device: str) -> BenchPlan:
             raise UserError(f"{name}: folder {str(path.parent)!r} does not exist: make it")
     if args.plot is not None and args.plot.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--plot is {str(args.plot)!r}: end the name with .png, .svg or .pdf")
-    cases = _cases(args, device, dtype)
+    cases = _cases(args, device, args.dtype or DTYPE[device])
     for case in cases:
-        _check(case)
-    return BenchPlan(
-        device=device,
-        cases=tuple(cases),
-        repeats=repeats,
-        time_limit_s=args.time_limit,
-        seed=args.seed,
-        tune=args.tune,
-        as_json=args.json,
-        output=args.output,
-        plot=args.plot,
-    )
+        if case.k > case.columns:
+            raise UserError(f"--shapes: K={case.k} exceeds the {case.columns} columns of a shard: set K lower")
+    return cases
 
 
 def _cases(args: argparse.Namespace, device: str, dtype: str) -> list[Case]:
     default = args.shapes is None and args.heads is None
-    if args.shapes is not None:
-        shapes = [_numbers("--shapes", text, 3) for text in args.shapes]
-    elif not default:
-        shapes = []
-    elif args.quick:
-        shapes = list(QUICK[device])
+    if default:
+        shapes: list[tuple[int, ...]] = [
+            *(QUICK[device] if args.quick else itertools.product(ROWS[device], VOCABS, KS))
+        ]
+        heads: list[tuple[int, ...]] = [*HEADS[device]]
     else:
-        shapes = [(t, v, k) for t, v, k in itertools.product(ROWS[device], VOCABS, KS)]
-    heads = [_numbers("--heads", text, 4) for text in args.heads or ()] or (list(HEADS[device]) if default else [])
-    logits = [
-        Case(rows=t, vocab=v, k=k, dtype=dtype, tp_shard=n) for t, v, k in shapes for n in dict.fromkeys(args.tp_shard)
-    ]
+        shapes = [_numbers("--shapes", text, 3) for text in args.shapes or ()]
+        heads = [_numbers("--heads", text, 4) for text in args.heads or ()]
+    shards = dict.fromkeys(args.tp_shard)
+    logits = [Case(rows=t, vocab=v, k=k, dtype=dtype, tp_shard=n) for t, v, k in shapes for n in shards]
     heads_of = [Case(rows=t, vocab=v, k=k, hidden=h, dtype=dtype) for t, v, k, h in heads]
-    first = len(dict.fromkeys(args.tp_shard))  # the headline at every shard count, then the LM heads, then the rest
+    first = len(shards)  # the headline at every shard count, then the LM heads, then the rest
     return logits[:first] + heads_of + logits[first:]
 
 
@@ -148,8 +120,3 @@ def _numbers(name: str, text: str, count: int) -> tuple[int, ...]:
         form = ("T,V,K", "512,151936,64") if count == 3 else ("T,V,K,H", "512,151936,64,256")
         raise UserError(f"{name}: {text!r} is not {form[0]}: write {count} numbers above 0, as {form[1]}")
     return tuple(int(part) for part in parts)
-
-
-def _check(case: Case) -> None:
-    if case.k > case.columns:
-        raise UserError(f"--shapes: K={case.k} exceeds the {case.columns} columns of a shard: set K lower")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mopd.bench.losses.plan import Case
-from mopd.files.writing import write_text
 from mopd.types import UserError
 
 SCHEMA = 1
@@ -81,10 +79,6 @@ class CaseResult:
                 row.floor_share = None if self.floor_ms is None else self.floor_ms / row.total_ms
                 row.speedup = base[0] / row.total_ms if base else None
 
-    def row(self, name: str, loss: str) -> Row:
-        """The row of one contender."""
-        return next(row for row in self.rows if row.name == name and row.loss == loss)
-
 
 @dataclass(kw_only=True)
 class BenchReport:
@@ -112,38 +106,18 @@ class BenchReport:
         for source, target in zip(self.cases, tree["cases"], strict=True):
             target["case"]["columns"] = source.case.columns
             target["disturbed"] = source.is_disturbed
-        return json.dumps(_finite(tree), indent=1, allow_nan=False) + "\n"
-
-    def write(self, path: Path) -> None:
-        """Replace the file at once: a reader never sees half of it. ``UserError`` if the system refuses."""
-        write_text(path, self.to_json())
-
-
-def median_ms(seconds: Sequence[float]) -> float:
-    """Median, in milliseconds."""
-    return 1000 * statistics.median(seconds)
-
-
-def _finite(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {str(key): _finite(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [_finite(value) for value in tree]
-    if isinstance(tree, float) and (tree != tree or tree in (float("inf"), float("-inf"))):
-        return None
-    return tree
+        finite = json.loads(json.dumps(tree), parse_constant=lambda name: None)
+        return json.dumps(finite, indent=1, allow_nan=False) + "\n"
 
 
 def table(result: CaseResult) -> None:
     """Print one case, the fastest row first within each loss."""
     rows = sorted(result.rows, key=_order)
-    cells = [_cells(row) for row in rows]
-    notes = [f"{row.name} ({row.loss}): {_note(row)}" for row in rows if row.reason is not None]
-    if find_spec("rich") is None:
-        _plain(result, cells)
-    else:
-        _rich(result, cells)
-    for line in (*notes, *_legend(result)):
+    (_plain if find_spec("rich") is None else _rich)(result.case.title, rows)
+    for row in rows:
+        if row.reason is not None:
+            print(f"  {row.name} ({row.loss}): {row.status + ': ' if row.total_ms is None else ''}{row.reason}")
+    for line in _legend(result):
         print(f"  {line}")
     print()
 
@@ -152,10 +126,10 @@ def _order(row: Row) -> tuple[str, float]:
     return row.loss, row.total_ms if row.total_ms is not None else float("inf")
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row) -> tuple[str, ...]:
     if row.total_ms is None:
-        return [row.name, row.loss, row.status, "", "", "", "", "", ""]
-    return [
+        return (row.name, row.loss, row.status, "", "", "", "", "", "")
+    return (
         row.name,
         row.loss,
         _number(row.forward_ms),
@@ -165,11 +139,7 @@ def _cells(row: Row) -> list[str]:
         "" if row.extra_bytes is None else _number(row.extra_bytes / 2**20),
         "" if row.extra_over_logits is None else f"{row.extra_over_logits:.3f}",
         " ".join(f"{value:.1e}" for key, value in row.errors.items() if key != "scaled"),
-    ]
-
-
-def _note(row: Row) -> str:
-    return str(row.reason) if row.total_ms is not None else f"{row.status}: {row.reason}"
+    )
 
 
 def _number(value: float | None) -> str:
@@ -191,28 +161,27 @@ def _legend(result: CaseResult) -> list[str]:
     return lines
 
 
-def _plain(result: CaseResult, cells: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(line[i]) for line in (HEAD, *cells)) for i in range(len(HEAD))]
-    print(result.case.title)
-    for line in (HEAD, *cells):
-        names = [text.ljust(width) for text, width in zip(line[:2], widths[:2], strict=True)]
-        numbers = [text.rjust(width) for text, width in zip(line[2:], widths[2:], strict=True)]
-        print("  " + "  ".join([*names, *numbers]).rstrip())
+def _plain(title: str, rows: Sequence[Row]) -> None:
+    lines = [HEAD, *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print(title)
+    for line in lines:
+        padded = [f"{text:{'<' if i < 2 else '>'}{widths[i]}}" for i, text in enumerate(line)]
+        print("  " + "  ".join(padded).rstrip())
 
 
-def _rich(result: CaseResult, cells: Sequence[Sequence[str]]) -> None:
+def _rich(title: str, rows: Sequence[Row]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    made = Table(title=result.case.title, title_justify="left", box=box.SIMPLE_HEAD)
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for i, name in enumerate(HEAD):
         made.add_column(name, justify="left" if i < 2 else "right", no_wrap=i != 0)
-    for line, row in zip(cells, sorted(result.rows, key=_order), strict=True):
-        made.add_row(*line, style="bold" if row.group == "ours" else None)
+    for row in rows:
+        made.add_row(*_cells(row), style="bold" if row.group == "ours" else None)
     console = Console()
-    console = console if console.is_terminal else Console(width=160)
-    console.print(made)
+    (console if console.is_terminal else Console(width=160)).print(made)
 
 
 def plot(report: BenchReport, path: Path) -> None:

@@ -110,14 +110,13 @@ def test_table_with_and_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: py
         assert "two (x): not available: not installed" in text
 
 
-def test_failed_row_fails_the_command(tmp_path: Path) -> None:
+def test_failed_row_fails_the_command() -> None:
     result = CaseResult(case=CASE, baseline="one", floor="copy")
     result.rows = [Row(name="one", group="ours", loss="x", status="failed", reason="RuntimeError: no such kernel")]
     report = BenchReport(machine={}, date="2026-01-01", command="", repeats=1, cases=[result])
     assert report.failures == ["T=24 V=700 K=6 float32: one (x): RuntimeError: no such kernel"]
     result.rows[0].errors = {"relative": float("nan")}
-    report.write(tmp_path / "r.json")
-    assert json.loads((tmp_path / "r.json").read_text())["cases"][0]["rows"][0]["errors"] == {"relative": None}
+    assert json.loads(report.to_json())["cases"][0]["rows"][0]["errors"] == {"relative": None}
 
 
 @pytest.mark.parametrize(
@@ -149,20 +148,20 @@ def test_missing_device(capsys: pytest.CaptureFixture[str]) -> None:
 def test_grid_begins_with_the_headline() -> None:
     import argparse
 
-    from mopd.bench.losses.plan import make_plan
+    from mopd.bench.losses.plan import make_cases
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     for device in ("cpu", "cuda"):
-        plan = make_plan(parser.parse_args(["--tp-shard", "1", "8"]), device=device)
-        first, second, third = plan.cases[:3]
+        cases = make_cases(parser.parse_args(["--tp-shard", "1", "8"]), device=device)
+        first, second, third = cases[:3]
         assert (first.rows, first.vocab, first.k, first.tp_shard) == (ROWS[device][0], VOCABS[0], 64, 1)
         assert second.tp_shard == 8 and second.columns == 18_992
         assert third.hidden is not None
-        grid = {(c.rows, c.vocab, c.k) for c in plan.cases if c.hidden is None}
+        grid = {(c.rows, c.vocab, c.k) for c in cases if c.hidden is None}
         assert len(grid) == len(ROWS[device]) * 3 * 4
-        quick = make_plan(parser.parse_args(["--quick"]), device=device)
-        assert [(c.rows, c.vocab, c.k) for c in quick.cases if c.hidden is None] == list(QUICK[device])
+        quick = make_cases(parser.parse_args(["--quick"]), device=device)
+        assert [(c.rows, c.vocab, c.k) for c in quick if c.hidden is None] == list(QUICK[device])
 
 
 def test_needs_torch_only() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from mopd.bench import clock
 from mopd.bench.clock import Copy, CpuClock, Others
 from mopd.bench.losses import exact, released
-from mopd.bench.losses.contenders import BASELINE, Absent, Contender, logits_contenders
+from mopd.bench.losses.contenders import BASELINE, Contender, logits_contenders
 from mopd.bench.losses.heads import Truth
 from mopd.bench.losses.inputs import make_head_inputs, make_inputs
 from mopd.bench.losses.measure import ENOUGH_S, Deadline, measure, peak_bytes
@@ -26,13 +26,12 @@ CPU = torch.device("cpu")
 CASE = Case(rows=24, vocab=700, k=6, dtype="float32")
 
 
-def contender(forward: Callable[[], Tensor], leaf: Tensor, name: str = "it", group: str = "ours") -> Contender:
+def contender(forward: Callable[[], Tensor] | str, leaf: Tensor, name: str = "it", group: str = "ours") -> Contender:
     return Contender(name=name, group=group, loss="x", forward=forward, leaves=(leaf,), upstream=None)  # type: ignore[arg-type]
 
 
-def run(*entries: Contender | Absent, repeats: int = 2, limit_s: float | None = None) -> list[Row]:
-    deadline = Deadline(limit_s)
-    return measure(entries, clock=CpuClock(), device=CPU, repeats=repeats, deadline=deadline, copy=None).rows
+def run(*entries: Contender, repeats: int = 2, limit_s: float | None = None) -> list[Row]:
+    return measure(entries, device=CPU, repeats=repeats, deadline=Deadline(limit_s), copy=None)[0]
 
 
 def test_peak_counts_what_lives_at_once() -> None:
@@ -68,19 +67,22 @@ def test_returned_gradients_are_not_extra_memory() -> None:
 def test_every_contender_sees_the_same_logits() -> None:
     inputs = make_inputs(CASE, CPU, seed=1)
     before = inputs.logits.detach().clone()
-    collective = released.Collective(CPU)
-    entries = [e for e in logits_contenders(inputs, collective=collective) if e.name != "eager under torch.compile"]
+    entries = [e for e in logits_contenders(inputs) if e.name != "eager under torch.compile"]
     seen: list[Tensor] = []
 
     def looking(entry: Contender) -> Contender:
+        own = entry.forward
+        if isinstance(own, str):
+            return entry
+
         def forward() -> Tensor:
             seen.append(inputs.logits.detach().clone())
-            return entry.forward()
+            return own()
 
         return replace(entry, forward=forward)
 
-    rows = run(*(looking(e) if isinstance(e, Contender) else e for e in entries))
-    collective.close()
+    rows = run(*map(looking, entries))
+    released.close()
     assert {row.status for row in rows} == {"measured", "not available"}
     assert len(seen) > 3 * len(rows) / 2
     assert all(torch.equal(logits, before) for logits in seen)
@@ -133,7 +135,7 @@ def test_a_failure_of_ours_and_of_others() -> None:
     rows = run(
         contender(broken, leaf, group="ours"),
         contender(broken, leaf, group="released"),
-        Absent("it", "released", "x", "not installed"),
+        contender("not installed", leaf, group="released"),
         contender(lambda: leaf.sum(), leaf),
     )
     assert [row.status for row in rows] == ["failed", "not available", "not available", "measured"]
