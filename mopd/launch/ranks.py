@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mopd.placement.weights import GroupWeightSync
 from mopd.student.worker import StudentWorker
 from mopd.types import DomainSums, MicroBatchPlan, UserError
-from mopd.weight_sync import WeightSync
 
 MAX_COMMAND_BYTES = 64 * 2**20
 
@@ -56,7 +56,7 @@ class StudentGroup:
     One command at a time: each is collective, and a stream of weights lets other coroutines run between its tensors.
     """
 
-    def __init__(self, worker: StudentWorker, channel: CommandChannel, weight_sync: WeightSync) -> None:
+    def __init__(self, worker: StudentWorker, channel: CommandChannel, weight_sync: GroupWeightSync) -> None:
         self.worker = worker
         self.dp_size = worker.dp_size
         self._channel = channel

@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from mopd.engines.clients.remote import RemoteEngine
+from mopd.engines.clients.remote import RemoteEngine, push_weights
 from mopd.engines.interface import EngineRejected, EngineUnavailable
 from mopd.replicas.router import Router
 from mopd.types import UserError
-from mopd.weight_sync import HttpWeightSync, InProcessWeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,8 @@ nothing when newer ones are about to be published."""
 
 
 class GroupWeightSync:
-    """Implements ``WeightSync``: to every replica that is up and lacks the version, at once.
+    """Publishes one version of the weights to every replica that is up and lacks it, at once. Knows names and tensors,
+    not where they come from.
 
     A server that fails gets no work until a repair reaches it (``Repair``). That every one fails is then no error of
     the push: the requests that follow wait for the repair, and fail with its reason if there is none.
@@ -38,30 +38,43 @@ class GroupWeightSync:
         self._router = router
 
     async def publish(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """See ``WeightSync.publish``. Raises an engine's refusal (names, shapes, values, a broken update rule); that of
-        a server as ``UserError``."""
+        """Returns when every replica that can answer has ``weight_version``; reads the stream to its end.
+
+        Raises an engine's refusal (names, shapes, values, a broken update rule); that of a server as ``UserError``.
+        """
         # First: requests from now on are for this version, whichever replica has it when.
         self._router.set_weight_version(weight_version)
         lacking = set(self._router.needs_weights)
         engines: list[Any] = [replica.engine for replica in self._router.replicas if replica.name in lacking]
-        remote = [engine for engine in engines if isinstance(engine, RemoteEngine)]
         if not engines:
             for _ in weights:  # a collective operation: the other ranks take part
                 pass
-        elif not remote:
-            await InProcessWeightSync(engines).publish(weights, weight_version)
+        elif isinstance(engines[0], RemoteEngine):
+            await _push(engines, weights, weight_version)
         else:
-            sync = HttpWeightSync(remote)
-            try:
-                await sync.publish(weights, weight_version)
-            except (EngineUnavailable, EngineRejected):
-                logger.warning("no rollout replica took weights %d", weight_version)
-            for error in sync.failures.values():
-                if isinstance(error, EngineRejected):
-                    raise UserError(f"weights {weight_version} of the student were refused: {error}") from error
-                if not isinstance(error, EngineUnavailable):
-                    raise error
+            # Each holds the whole set before it replaces a weight; several share one, as a stream is read once.
+            source = weights if len(engines) == 1 else list(weights)
+            for engine in engines:
+                await engine.load_weights(source, weight_version)
+                if engine.weight_version != weight_version:
+                    raise RuntimeError(
+                        f"a rollout replica answers with weights {engine.weight_version} after {weight_version} was sent"
+                    )
         self._router.set_weight_version(weight_version)
+
+
+async def _push(replicas: list[RemoteEngine], weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+    errors = await push_weights(replicas, weights, weight_version)
+    for replica, error in zip(replicas, errors, strict=True):
+        if error is not None:
+            logger.warning("rollout replica %s did not take weights %d: %s", replica.name, weight_version, error)
+    if all(errors):
+        logger.warning("no rollout replica took weights %d", weight_version)
+    for error in errors:
+        if isinstance(error, EngineRejected):
+            raise UserError(f"weights {weight_version} of the student were refused: {error}") from error
+        if error is not None and not isinstance(error, EngineUnavailable):
+            raise error
 
 
 class Repair:

@@ -7,10 +7,12 @@ What a server says about itself in ``/info`` is of its type and in its range, or
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import secrets
 import typing
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,14 +35,16 @@ from mopd.metrics import is_counted
 from mopd.wire.codec import VERSION, Message, MessageT, WireError, decode, encode
 from mopd.wire.limits import CONTENT_TYPE, DEADLINE_HEADER
 from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest
-from mopd.wire.push import Step, push_weights
-from mopd.wire.weights import WeightVersion
+from mopd.wire.weights import TensorLedger, WeightAbort, WeightBegin, WeightChunk, WeightCommit, WeightVersion, cut
 
 ANSWER_HEAD_BYTES = 4096
 """What an answer may have beside its arrays."""
 MAX_NUMBER = 2**53
 MAX_TEXT_CHARACTERS = 4096
 """Of one number and one text of ``/info``."""
+
+Step = Literal["begin", "chunk", "commit", "abort"]
+"""Messages of a weight push."""
 
 
 class RemoteEngine:
@@ -120,13 +124,13 @@ class RemoteEngine:
         return _to_generations(answer)
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """See ``TakesWeights.load_weights``: push to this server alone (``HttpWeightSync`` pushes to many at once)."""
+        """See ``TakesWeights.load_weights``: push to this server alone."""
         (error,) = await push_weights([self], weights, weight_version)
         if error is not None:
             raise error
 
     async def push(self, step: Step, body: bytes) -> int:
-        """One message of a weight push, as ``mopd.wire.push`` makes it; returns the version that the server has."""
+        """One message of a weight push, as ``push_weights`` makes it; returns the version that the server has."""
         return (await self._post(f"/v1/weights/{step}", body, WeightVersion, MAX_SMALL_BYTES)).weight_version
 
     async def info(self) -> EngineInfo:
@@ -181,6 +185,50 @@ class RemoteEngine:
             raise StaleWeights(
                 f"{self.name}: answered with weights {answer.weight_version}, not {request.weight_version}"
             )
+
+
+async def push_weights(
+    targets: Sequence[RemoteEngine], weights: Iterable[tuple[str, Tensor]], weight_version: int
+) -> list[Exception | None]:
+    """Stream the weights to every target, in chunks of at most 64 MiB, one of them in memory; a target that fails is
+    left behind, the others go on.
+
+    The stream is read once, and to its end even when every target has failed: it may be a collective operation in which
+    other ranks take part. Returns each target's error, ``None`` where it now serves ``weight_version``. A target that
+    was left behind has its old weights, or none: it answers ``StaleWeights`` until a later push reaches it.
+    """
+    update_id = secrets.token_hex(8)
+    errors: list[Exception | None] = [None] * len(targets)
+
+    async def tell(target: RemoteEngine, step: Step, body: bytes) -> None:
+        given = await target.push(step, body)
+        if step == "commit" and given != weight_version:
+            raise RuntimeError(f"{target.name}: has weights {given} after {weight_version} were sent")
+
+    async def tell_all(step: Step, message: Message) -> None:
+        body = await asyncio.to_thread(encode, message)
+        healthy = [i for i, error in enumerate(errors) if error is None]
+        results = await asyncio.gather(*(tell(targets[i], step, body) for i in healthy), return_exceptions=True)
+        for i, result in zip(healthy, results, strict=True):
+            if isinstance(result, Exception):
+                errors[i] = result
+            elif result is not None:
+                raise result  # a cancellation
+
+    await tell_all("begin", WeightBegin(update_id=update_id, weight_version=weight_version))
+    ledger = TensorLedger()
+    try:
+        for index, (pieces, data) in enumerate(cut(weights, ledger)):
+            await tell_all("chunk", WeightChunk(update_id=update_id, index=index, pieces=pieces, data=data))
+    except BaseException:
+        await tell_all("abort", WeightAbort(update_id=update_id))
+        raise
+    commit = WeightCommit(update_id=update_id, num_tensors=ledger.num_tensors, digest=ledger.digest)
+    await tell_all("commit", commit)
+    for target, error in zip(targets, errors, strict=True):
+        if error is None:
+            target.weight_version = weight_version
+    return errors
 
 
 def to_scores(answer: ScoreAnswer) -> list[Scores]:

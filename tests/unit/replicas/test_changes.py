@@ -10,7 +10,6 @@ import torch
 from mopd.engines.interface import EngineUnavailable, StaleWeights
 from mopd.replicas.interface import Replica, SampleFailed
 from mopd.replicas.router import Router
-from mopd.weight_sync import InProcessWeightSync
 from tests.unit.replicas.stand_in import SAMPLING, StandIn, check_scores, make_router, run, samples, score
 
 DEAD = EngineUnavailable("connection reset")
@@ -157,8 +156,10 @@ def test_weights_reach_every_replica_and_rollouts_ask_for_them() -> None:
 
 async def push(router: Router, version: int) -> None:
     """To every replica that works."""
-    up = [m.engine for m in router._pool.members if m.suspended is None]
-    await InProcessWeightSync(up).publish(iter(WEIGHTS), version)
+    for member in router._pool.members:
+        if member.suspended is None:
+            assert isinstance(member.engine, StandIn)
+            await member.engine.load_weights(WEIGHTS, version)
     router.set_weight_version(version)
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from mopd.config.groups import TorchEngineConfig
+from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.engines.interface import SamplingParams
 from mopd.engines.torch.engine import TorchEngine
-from mopd.weight_sync import InProcessWeightSync
+from mopd.placement.weights import GroupWeightSync
+from mopd.replicas.interface import Replica
+from mopd.replicas.router import Router
 from tests.fixtures.tiny_models import make_hf_model
 
 
@@ -22,16 +24,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_hf_model(tmp_path_factory.mktemp("model"))
 
 
+def publish(engines: list[TorchEngine], weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def work() -> None:
+        replicas = [Replica(name=f"r{i}", engine=engine) for i, engine in enumerate(engines)]
+        router = Router("rollout", replicas, RoutingConfig(), kind="rollout")
+        await GroupWeightSync(router).publish(weights, version)
+        await router.close()
+
+    asyncio.run(work())
+
+
 @pytest.mark.parametrize("num_engines", [1, 2])
 def test_a_stream_reaches_every_engine(folder: Path, num_engines: int) -> None:
     source = TorchEngine.from_pretrained(folder, TorchEngineConfig())
     engines = [TorchEngine.empty(folder, TorchEngineConfig()) for _ in range(num_engines)]
-    sync = InProcessWeightSync(engines)
 
     def stream() -> Iterator[tuple[str, Tensor]]:
         yield from source.model.named_parameters()
 
-    asyncio.run(sync.publish(stream(), 4))
+    publish(engines, stream(), 4)
     sampling = SamplingParams(max_new_tokens=8)
     (expected,) = asyncio.run(source.generate([[5, 6, 7]], sampling, [1]))
     for engine in engines:
@@ -43,7 +54,7 @@ def test_a_stream_reaches_every_engine(folder: Path, num_engines: int) -> None:
 def test_the_engines_copy_is_its_own(folder: Path) -> None:
     source = TorchEngine.from_pretrained(folder, TorchEngineConfig())
     engine = TorchEngine.empty(folder, TorchEngineConfig())
-    asyncio.run(InProcessWeightSync([engine]).publish(source.model.named_parameters(), 0))
+    publish([engine], source.model.named_parameters(), 0)
     sampling = SamplingParams(max_new_tokens=8)
     (before,) = asyncio.run(engine.generate([[5, 6, 7]], sampling, [1]))
     with torch.no_grad():
@@ -56,6 +67,4 @@ def test_the_engines_copy_is_its_own(folder: Path) -> None:
 def test_a_partial_stream_is_an_error(folder: Path) -> None:
     engine = TorchEngine.empty(folder, TorchEngineConfig())
     with pytest.raises(ValueError, match="did not arrive"):
-        asyncio.run(InProcessWeightSync([engine]).publish(iter([]), 1))
-    with pytest.raises(ValueError, match="at least one generator"):
-        InProcessWeightSync([])
+        publish([engine], iter([]), 1)
