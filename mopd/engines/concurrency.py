@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -11,8 +11,6 @@ T = TypeVar("T")
 
 CANCEL_GRACE_S = 5.0
 """How long a cancelled task may take to end; an engine call that does not let itself be cancelled is left to itself."""
-LARGE_BYTES = 2**18
-"""Messages above this are coded and checked in a thread: other replicas' answers are heard meanwhile."""
 
 
 class TokenBudget:
@@ -41,13 +39,6 @@ class TokenBudget:
             self._used -= num_tokens
             async with self._changed:
                 self._changed.notify_all()
-
-
-async def maybe_in_thread(num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
-    """``function(*arguments)``, in a thread where ``num_bytes`` are many."""
-    if num_bytes <= LARGE_BYTES:
-        return function(*arguments)
-    return await asyncio.to_thread(function, *arguments)
 
 
 async def cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:

@@ -58,7 +58,8 @@ class GroupWeightSync:
                 await engine.load_weights(source, weight_version)
                 if engine.weight_version != weight_version:
                     raise RuntimeError(
-                        f"a rollout replica answers with weights {engine.weight_version} after {weight_version} was sent"
+                        f"a rollout replica answers with weights {engine.weight_version} after {weight_version} "
+                        "was sent"
                     )
         self._router.set_weight_version(weight_version)
 

@@ -81,11 +81,6 @@ class ReplicaNumbers:
     payload_bytes: int | None = None
     """Sent and received; ``None`` for an engine of this process."""
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """While it was busy; ``None`` if it was not."""
-        return self.num_tokens / self.busy_s if self.busy_s > 0 else None
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupNumbers:
@@ -102,17 +97,6 @@ class GroupNumbers:
     """Time with at least one request under way on any replica."""
     retries: int
     """Requests sent again after a failure, a full queue or stale weights."""
-
-    @property
-    def latencies_s(self) -> tuple[float, ...]:
-        """All replicas' latencies, ascending."""
-        return tuple(sorted(value for replica in self.replicas for value in replica.latencies_s))
-
-    @property
-    def payload_bytes(self) -> int | None:
-        """``None`` where no replica counts bytes."""
-        counted = [replica.payload_bytes for replica in self.replicas if replica.payload_bytes is not None]
-        return sum(counted) if counted else None
 
 
 class BusyTime:
@@ -200,52 +184,41 @@ def _payload_total(engine: object) -> int | None:
 def group_metrics(numbers: GroupNumbers) -> dict[str, float]:
     """One group's metrics by their final names."""
     replicas = numbers.replicas
-    tokens = sum(replica.num_tokens for replica in replicas)
     values = {
-        "samples": float(sum(replica.num_samples for replica in replicas)),
-        "tokens": float(tokens),
-        "busy_s": numbers.busy_s,
-        "queue_depth": float(numbers.queue_depth),
-        "queued_tokens": float(numbers.queued_tokens),
-        "in_flight_tokens": float(max((replica.in_flight_tokens for replica in replicas), default=0)),
-        "retries": float(numbers.retries),
-        "replicas_up": float(sum(replica.state == "closed" for replica in replicas)),
-        "replicas": float(len(replicas)),
-        **_latencies(numbers.latencies_s),
+        **_work(replicas, numbers.busy_s),
+        "queue_depth": numbers.queue_depth,
+        "queued_tokens": numbers.queued_tokens,
+        "retries": numbers.retries,
+        "replicas_up": sum(replica.state == "closed" for replica in replicas),
+        "replicas": len(replicas),
     }
-    if numbers.busy_s > 0:
-        values["tokens_per_s"] = tokens / numbers.busy_s
-    if numbers.payload_bytes is not None:
-        values["payload_bytes"] = float(numbers.payload_bytes)
     by_name = {"" if numbers.kind == "rollout" else f"/{numbers.name}": values}
     if len(replicas) > 1:
         for replica in replicas:
             name = replica.name.rpartition(".")[2] if numbers.kind == "rollout" else replica.name
-            by_name[f"/{name}"] = _replica_values(replica)
+            by_name[f"/{name}"] = {
+                **_work([replica], replica.busy_s),
+                "failures": replica.failures,
+                "busy_answers": replica.busy_answers,
+                "stale_answers": replica.stale_answers,
+                "breaker": STATES[replica.state],
+            }
     room = "rollout" if numbers.kind == "rollout" else "teachers"
-    return {f"{room}/{metric}{name}": value for name, own in by_name.items() for metric, value in own.items()}
+    return {f"{room}/{metric}{name}": float(value) for name, own in by_name.items() for metric, value in own.items()}
 
 
-def _replica_values(replica: ReplicaNumbers) -> dict[str, float]:
-    values = {
-        "samples": float(replica.num_samples),
-        "tokens": float(replica.num_tokens),
-        "busy_s": replica.busy_s,
-        "in_flight_tokens": float(replica.in_flight_tokens),
-        "failures": float(replica.failures),
-        "busy_answers": float(replica.busy_answers),
-        "stale_answers": float(replica.stale_answers),
-        "breaker": STATES[replica.state],
-        **_latencies(replica.latencies_s),
+def _work(replicas: Sequence[ReplicaNumbers], busy_s: float) -> dict[str, float]:
+    """What is told of a group and of each of its replicas; rates and latencies where there was work, bytes where
+    somebody counts them."""
+    tokens = sum(replica.num_tokens for replica in replicas)
+    latencies_s = sorted(value for replica in replicas for value in replica.latencies_s)
+    payloads = [replica.payload_bytes for replica in replicas if replica.payload_bytes is not None]
+    return {
+        "samples": sum(replica.num_samples for replica in replicas),
+        "tokens": tokens,
+        "busy_s": busy_s,
+        "in_flight_tokens": max((replica.in_flight_tokens for replica in replicas), default=0),
+        **{f"latency_{name}_s": percentile(latencies_s, share) for name, share in PERCENTILES.items() if latencies_s},
+        **({"tokens_per_s": tokens / busy_s} if busy_s > 0 else {}),
+        **({"payload_bytes": sum(payloads)} if payloads else {}),
     }
-    if replica.tokens_per_s is not None:
-        values["tokens_per_s"] = replica.tokens_per_s
-    if replica.payload_bytes is not None:
-        values["payload_bytes"] = float(replica.payload_bytes)
-    return values
-
-
-def _latencies(ascending_s: Sequence[float]) -> dict[str, float]:
-    if not ascending_s:
-        return {}
-    return {f"latency_{name}_s": percentile(ascending_s, share) for name, share in PERCENTILES.items()}

@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -39,14 +39,12 @@ from mopd.serving.request_checks import LOOPBACK_NAMES, add_request_checks
 from mopd.serving.updates import WeightUpdates
 from mopd.text import one_line
 from mopd.types import UserError
-from mopd.wire.codec import VERSION, MessageT, WireError, decode, encode
-from mopd.wire.limits import CONTENT_TYPE, DEADLINE_HEADER, MAX_CHUNK_BYTES
+from mopd.wire.codec import VERSION, MessageT, WireError, decode_aside, encode, encode_aside
+from mopd.wire.limits import CONTENT_TYPE, MAX_CHUNK_BYTES
 from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest, split_points
 from mopd.wire.weights import WeightAbort, WeightBegin, WeightChunk, WeightCommit, WeightVersion
 
 logger = logging.getLogger(__name__)
-LARGE_BYTES = 2**18
-"""Bodies above this are coded in a thread, so that ``/health`` answers meanwhile."""
 SMALL_BYTES = 2**16
 """Limit of bodies that only say what to do."""
 
@@ -145,7 +143,7 @@ class EngineServer:
 
     async def score(self, request: Request) -> Response:
         """Score response tokens."""
-        deadline = self._deadline(request)
+        deadline = read_deadline(request, self.served.limits.request_timeout_s)
         asked = await self._read(request, ScoreRequest, self.served.limits.max_body_bytes)
         check_score(asked, self.info)
 
@@ -171,7 +169,7 @@ class EngineServer:
 
     async def generate(self, request: Request) -> Response:
         """Draw responses."""
-        deadline = self._deadline(request)
+        deadline = read_deadline(request, self.served.limits.request_timeout_s)
         asked = await self._read(request, GenerateRequest, self.served.limits.max_body_bytes)
         info = self.info
         check_generate(asked, info)
@@ -201,24 +199,28 @@ class EngineServer:
 
     async def weights_begin(self, request: Request) -> Response:
         """First message of a weight update."""
-        return _message(self.updates.begin(await self._read(request, WeightBegin, SMALL_BYTES)))
+        self.updates.begin(await self._read(request, WeightBegin, SMALL_BYTES))
+        return self._version()
 
     async def weights_chunk(self, request: Request) -> Response:
         """Tensors of a weight update. Its large body is read during an update only, and one at a time."""
         self.updates.require_receiving()
-        return _message(self.updates.add(await self._read(request, WeightChunk, MAX_CHUNK_BYTES, self._chunks)))
+        self.updates.add(await self._read(request, WeightChunk, MAX_CHUNK_BYTES, self._chunks))
+        return self._version()
 
     async def weights_commit(self, request: Request) -> Response:
         """Last message of a weight update; answers when the new weights serve."""
         message = await self._read(request, WeightCommit, SMALL_BYTES)
-        return _message(await self._engine_call(self.updates.commit(message)))
+        await self._engine_call(self.updates.commit(message))
+        return self._version()
 
     async def weights_abort(self, request: Request) -> Response:
         """End of an update that will not be completed."""
-        return _message(self.updates.abort(await self._read(request, WeightAbort, SMALL_BYTES)))
+        self.updates.abort(await self._read(request, WeightAbort, SMALL_BYTES))
+        return self._version()
 
-    def _deadline(self, request: Request) -> float:
-        return read_deadline(request, DEADLINE_HEADER, self.served.limits.request_timeout_s)
+    def _version(self) -> Response:
+        return Response(encode(WeightVersion(weight_version=self.updates.weight_version)), media_type=CONTENT_TYPE)
 
     async def sleep(self, request: Request) -> Response:
         """Give the engine's memory back until ``wake``; what runs may end. Asleep already is fine."""
@@ -263,7 +265,7 @@ class EngineServer:
         async with (bodies or self._bodies).read(request, max_bytes) as body:
             self.metrics.received_bytes.inc(len(body))
             try:
-                return await _maybe_in_thread(len(body), decode, body, cls)
+                return await decode_aside(body, cls)
             except WireError as error:
                 raise bad_request(str(error)) from error
 
@@ -281,8 +283,7 @@ class EngineServer:
             self.updates.require(weight_version)
             with reservation.running():
                 answer = await self._until(request, deadline, call())
-            num_bytes = sum(value.nbytes for value in vars(answer).values() if isinstance(value, np.ndarray))
-            content = await _maybe_in_thread(num_bytes, encode, answer)
+            content = await encode_aside(answer)
             self.metrics.sent_bytes.inc(len(content))
             return SlicedResponse(content, CONTENT_TYPE, on_end=reservation.release)
         except BaseException:
@@ -367,16 +368,6 @@ def _token_check(token: str | None) -> Callable[[Request], Awaitable[None]]:
             raise Refusal(401, "unauthorized", "send the server's token: Authorization: Bearer TOKEN")
 
     return check
-
-
-def _message(message: WeightVersion) -> Response:
-    return Response(encode(message), media_type=CONTENT_TYPE)
-
-
-async def _maybe_in_thread(num_bytes: int, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
-    if num_bytes <= LARGE_BYTES:
-        return function(*arguments)
-    return await asyncio.to_thread(function, *arguments)
 
 
 def check_score(request: ScoreRequest, info: EngineInfo) -> None:

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from mopd.serving.admission import ServerLimits
 from mopd.serving.errors import Refusal, bad_request, busy, too_large
+from mopd.wire.limits import DEADLINE_HEADER
 
 SLICE_BYTES = 2**16
 ARRIVING_BYTES = 2**23
@@ -130,9 +131,9 @@ class SlicedResponse(Response):
             self._on_end()
 
 
-def read_deadline(request: Request, header: str, longest_s: float) -> float:
+def read_deadline(request: Request, longest_s: float) -> float:
     """``time.monotonic()`` at which nobody waits any more; ``Refusal`` 400 for a header that is no positive number."""
-    text = request.headers.get(header)
+    text = request.headers.get(DEADLINE_HEADER)
     if text is None:
         return time.monotonic() + longest_s
     try:
@@ -140,7 +141,7 @@ def read_deadline(request: Request, header: str, longest_s: float) -> float:
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise bad_request(f"{header} is {text[:40]!r}: send a positive number of seconds")
+        raise bad_request(f"{DEADLINE_HEADER} is {text[:40]!r}: send a positive number of seconds")
     return time.monotonic() + min(seconds, longest_s)
 
 

@@ -22,14 +22,7 @@ from mopd.serving.errors import Refusal, bad_request, stale_weights
 from mopd.serving.host import EngineHost
 from mopd.types import UserError
 from mopd.wire.codec import WireError
-from mopd.wire.weights import (
-    Staging,
-    WeightAbort,
-    WeightBegin,
-    WeightChunk,
-    WeightCommit,
-    WeightVersion,
-)
+from mopd.wire.weights import Staging, WeightAbort, WeightBegin, WeightChunk, WeightCommit
 
 _NO_UPDATE = "no such weight update: it was replaced, aborted, or silent for too long"
 
@@ -77,7 +70,7 @@ class WeightUpdates:
         if self._update is None:
             raise stale_weights(_NO_UPDATE)
 
-    def begin(self, message: WeightBegin) -> WeightVersion:
+    def begin(self, message: WeightBegin) -> None:
         """No more work is let in; what runs may end."""
         self._require_updatable()
         self._drop()
@@ -88,9 +81,8 @@ class WeightUpdates:
             staging=Staging(self._host.engine.weight_slots),
             silence=self._alarm(),
         )
-        return WeightVersion(weight_version=self._weight_version)
 
-    def add(self, chunk: WeightChunk) -> WeightVersion:
+    def add(self, chunk: WeightChunk) -> None:
         """Keep a chunk aside. A bad one ends the update (400); the old weights serve again."""
         update = self._current(chunk.update_id)
         try:
@@ -100,9 +92,8 @@ class WeightUpdates:
             raise bad_request(str(error)) from error
         update.silence.cancel()
         update.silence = self._alarm()
-        return WeightVersion(weight_version=self._weight_version)
 
-    async def commit(self, message: WeightCommit) -> WeightVersion:
+    async def commit(self, message: WeightCommit) -> None:
         """Load what arrived if it is all there, and serve it."""
         update = self._current(message.update_id)
         try:
@@ -119,13 +110,11 @@ class WeightUpdates:
         finally:
             self._is_loading = False
             self._admission.resume()
-        return WeightVersion(weight_version=self._weight_version)
 
-    def abort(self, message: WeightAbort) -> WeightVersion:
+    def abort(self, message: WeightAbort) -> None:
         """Forget the update; the old weights serve again."""
         self._current(message.update_id)
         self._drop()
-        return WeightVersion(weight_version=self._weight_version)
 
     def close(self) -> None:
         """Stop the alarm."""

@@ -9,12 +9,14 @@ numpy arrays, all others scalars. On the wire::
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import typing
 import zlib
-from collections.abc import Mapping
-from functools import cache
-from typing import Any, ClassVar, Protocol, TypeVar
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from functools import cache, reduce
+from typing import Any, ClassVar, TypeVar
 
 import msgpack
 import numpy as np
@@ -24,6 +26,8 @@ from mopd.wire.limits import MAX_HEAD_BYTES
 
 VERSION = 2
 """Version of the wire format; the two ends must agree."""
+LARGE_BYTES = 2**18
+"""Bodies above this are coded in a thread, so that the event loop hears others meanwhile."""
 
 Array = np.ndarray[Any, Any]
 
@@ -32,15 +36,14 @@ class WireError(ValueError):
     """Bytes that are not the message they should be."""
 
 
-class Message(Protocol):
+@dataclasses.dataclass(frozen=True)
+class Message:
     """What ``encode`` and ``decode`` handle."""
 
     kind: ClassVar[str]
-    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def check(self) -> None:
         """``WireError`` if the fields do not fit one another."""
-        ...
 
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -53,14 +56,10 @@ def array_field(dtype: str) -> Any:
 
 def encode(message: Message) -> bytes:
     """The message as a body."""
-    fields = _fields(type(message))
-    head = msgpack.packb({name: getattr(message, name) for name, spec in fields.items() if spec.dtype is None})
-    crc = zlib.crc32(head)
-    arrays: dict[str, memoryview] = {}
-    for name, spec in fields.items():
-        if spec.dtype is not None:
-            arrays[name] = _buffer(getattr(message, name), spec.dtype, name)
-            crc = zlib.crc32(arrays[name], crc)
+    scalars, dtypes = _fields(type(message))
+    head = msgpack.packb({name: getattr(message, name) for name in scalars})
+    arrays = {name: _buffer(getattr(message, name), dtype, name) for name, dtype in dtypes.items()}
+    crc = _crc(head, arrays.values())
     outer = {"kind": type(message).kind, "version": VERSION, "head": head, "arrays": arrays, "crc": crc}
     return typing.cast(bytes, msgpack.packb(outer))
 
@@ -82,35 +81,42 @@ def decode(body: bytes | bytearray | memoryview, cls: type[MessageT]) -> Message
     head, arrays = outer["head"], outer["arrays"]
     if not isinstance(head, bytes) or len(head) > MAX_HEAD_BYTES:
         raise WireError(f"head is not a buffer of at most {MAX_HEAD_BYTES} bytes")
-    fields = _fields(cls)
-    array_names = [name for name, spec in fields.items() if spec.dtype is not None]
-    _require_keys(arrays, set(array_names), "arrays")
-    crc = zlib.crc32(head)
-    for name in array_names:
+    scalars, dtypes = _fields(cls)
+    _require_keys(arrays, dtypes.keys(), "arrays")
+    for name in dtypes:
         if not isinstance(arrays[name], bytes):
             raise WireError(f"array {name!r} is not a buffer")
-        crc = zlib.crc32(arrays[name], crc)
-    if type(outer["crc"]) is not int or crc != outer["crc"]:
+    if type(outer["crc"]) is not int or _crc(head, (arrays[name] for name in dtypes)) != outer["crc"]:
         raise WireError("checksum does not match: the bytes changed on their way")
-    values = _scalars(_unpack(head), fields)
-    for name in array_names:
-        values[name] = _array(arrays[name], typing.cast(str, fields[name].dtype), name)
-    message = cls(**values)
+    given = _unpack(head)
+    _require_keys(given, scalars.keys(), "head")
+    values = {name: _scalar(given[name], annotation, name) for name, annotation in scalars.items()}
+    message = cls(**values, **{name: _array(arrays[name], dtype, name) for name, dtype in dtypes.items()})
     message.check()
     return message
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Field:
-    annotation: Any
-    dtype: str | None
-    """None for a scalar."""
+async def encode_aside(message: Message) -> bytes:
+    """``encode``; a large message in a thread."""
+    num_bytes = sum(value.nbytes for value in vars(message).values() if isinstance(value, np.ndarray))
+    return await asyncio.to_thread(encode, message) if num_bytes > LARGE_BYTES else encode(message)
+
+
+async def decode_aside(body: bytes | bytearray, cls: type[MessageT]) -> MessageT:
+    """``decode``; a large body in a thread."""
+    return await asyncio.to_thread(decode, body, cls) if len(body) > LARGE_BYTES else decode(body, cls)
 
 
 @cache
-def _fields(cls: type[Any]) -> dict[str, _Field]:
+def _fields(cls: type[Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """By name: the annotations of the scalars, and the dtypes of the arrays."""
     hints = typing.get_type_hints(cls)
-    return {f.name: _Field(hints[f.name], f.metadata.get("dtype")) for f in dataclasses.fields(cls)}
+    dtypes = {field.name: field.metadata["dtype"] for field in dataclasses.fields(cls) if field.metadata}
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if not field.metadata}, dtypes
+
+
+def _crc(head: bytes, buffers: Iterable[bytes | memoryview]) -> int:
+    return reduce(lambda crc, buffer: zlib.crc32(buffer, crc), buffers, zlib.crc32(head))
 
 
 def _buffer(array: Array, dtype: str, name: str) -> memoryview:
@@ -137,18 +143,12 @@ def _unpack(data: bytes | bytearray | memoryview) -> Any:
         raise WireError(f"not msgpack: {_shown(str(error) or type(error).__name__)}") from error
 
 
-def _require_keys(value: Any, keys: set[str], what: str) -> None:
+def _require_keys(value: Any, keys: AbstractSet[str], what: str) -> None:
     if not isinstance(value, dict):
         raise WireError(f"{what} is not a map")
     if value.keys() != keys:
         odd = sorted(visible(str(key))[:40] for key in value.keys() ^ keys)
         raise WireError(f"{what} misses or does not know {', '.join(odd[:4])}")
-
-
-def _scalars(head: Any, fields: Mapping[str, _Field]) -> dict[str, Any]:
-    annotations = {name: spec.annotation for name, spec in fields.items() if spec.dtype is None}
-    _require_keys(head, set(annotations), "head")
-    return {name: _scalar(head[name], annotation, name) for name, annotation in annotations.items()}
 
 
 def _scalar(value: Any, annotation: Any, name: str) -> Any:

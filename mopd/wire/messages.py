@@ -19,12 +19,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from mopd.wire.codec import Array, WireError, array_field
+from mopd.wire.codec import Array, Message, WireError, array_field
 from mopd.wire.limits import MAX_SAMPLES, MAX_TEMPERATURE, MIN_TEMPERATURE
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreRequest:
+class ScoreRequest(Message):
     """Score the response part of each sequence."""
 
     kind: ClassVar[str] = "score"
@@ -65,7 +65,7 @@ class ScoreRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreAnswer:
+class ScoreAnswer(Message):
     """A model's view of every response token; most probable id first in each row."""
 
     kind: ClassVar[str] = "scores"
@@ -95,7 +95,7 @@ class ScoreAnswer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateRequest:
+class GenerateRequest(Message):
     """Draw one response per prompt."""
 
     kind: ClassVar[str] = "generate"
@@ -133,7 +133,7 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateAnswer:
+class GenerateAnswer(Message):
     """Sampled responses, stop token included where there is one."""
 
     kind: ClassVar[str] = "responses"

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mopd.wire.codec import Array, WireError, array_field
+from mopd.wire.codec import Array, Message, WireError, array_field
 from mopd.wire.limits import MAX_CHUNK_BYTES, MAX_CHUNK_PIECES, MAX_HEAD_BYTES, MAX_NAME_BYTES
 
 DTYPES = {
@@ -32,7 +32,7 @@ DATA_BYTES = MAX_CHUNK_BYTES - MAX_HEAD_BYTES - 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightBegin:
+class WeightBegin(Message):
     """From now until commit or abort the server does no other work. Every message is answered by ``WeightVersion``."""
 
     kind: ClassVar[str] = "weight_begin"
@@ -49,7 +49,7 @@ class WeightBegin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightChunk:
+class WeightChunk(Message):
     """Parts of tensors, one after the other in ``data``."""
 
     kind: ClassVar[str] = "weight_chunk"
@@ -73,7 +73,7 @@ class WeightChunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightCommit:
+class WeightCommit(Message):
     """Everything was sent: use it if it all arrived."""
 
     kind: ClassVar[str] = "weight_commit"
@@ -82,30 +82,21 @@ class WeightCommit:
     digest: bytes
     """``TensorLedger.digest`` of what was sent."""
 
-    def check(self) -> None:
-        """See ``Message.check``."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class WeightAbort:
+class WeightAbort(Message):
     """Forget the update; the old weights stay."""
 
     kind: ClassVar[str] = "weight_abort"
     update_id: str
 
-    def check(self) -> None:
-        """See ``Message.check``."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class WeightVersion:
+class WeightVersion(Message):
     """The server's answer: the version of the weights that it has now (an update on its way does not count)."""
 
     kind: ClassVar[str] = "weight_version"
     weight_version: int
-
-    def check(self) -> None:
-        """See ``Message.check``."""
 
 
 class TensorLedger:

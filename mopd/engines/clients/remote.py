@@ -20,7 +20,6 @@ from torch import Tensor
 
 from mopd.conversion.hf.manifest import HASHES
 from mopd.engines.clients.http import MAX_SMALL_BYTES, HttpClient
-from mopd.engines.concurrency import maybe_in_thread
 from mopd.engines.interface import (
     EngineInfo,
     EngineLimits,
@@ -32,7 +31,7 @@ from mopd.engines.interface import (
 )
 from mopd.files.json_text import parse_json
 from mopd.metrics import is_counted
-from mopd.wire.codec import VERSION, Message, MessageT, WireError, decode, encode
+from mopd.wire.codec import VERSION, Message, MessageT, WireError, decode_aside, encode_aside
 from mopd.wire.limits import CONTENT_TYPE, DEADLINE_HEADER
 from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest
 from mopd.wire.weights import TensorLedger, WeightAbort, WeightBegin, WeightChunk, WeightCommit, WeightVersion, cut
@@ -90,7 +89,7 @@ class RemoteEngine:
         )
         request.check()
         longest = request.num_rows * (8 * top_k + 4) + 4 * len(tokens) + ANSWER_HEAD_BYTES
-        answer = await self._ask("/v1/score", request, ScoreAnswer, longest)
+        answer = await self._post("/v1/score", await encode_aside(request), ScoreAnswer, longest)
         self._require_echo(answer, request)
         if answer.top_k != top_k or not np.array_equal(answer.lengths, request.lengths - request.prompt_lengths):
             raise self._http.corrupt(f"top_k {answer.top_k} and rows of another request than the one that was sent")
@@ -114,7 +113,7 @@ class RemoteEngine:
         )
         request.check()
         longest = len(prompts) * (8 * sampling.max_new_tokens + 5) + ANSWER_HEAD_BYTES
-        answer = await self._ask("/v1/generate", request, GenerateAnswer, longest)
+        answer = await self._post("/v1/generate", await encode_aside(request), GenerateAnswer, longest)
         self._require_echo(answer, request)
         if len(answer.lengths) != len(prompts) or answer.lengths.max() > sampling.max_new_tokens:
             raise self._http.corrupt(
@@ -162,10 +161,6 @@ class RemoteEngine:
         """Close the connections."""
         await self._http.close()
 
-    async def _ask(self, path: str, request: Message, answer: type[MessageT], longest: int) -> MessageT:
-        body = await maybe_in_thread(_num_bytes(request), encode, request)
-        return await self._post(path, body, answer, longest)
-
     async def _post(self, path: str, body: bytes, answer: type[MessageT], longest: int) -> MessageT:
         """Send a message and decode the answer of at most ``longest`` bytes."""
         if is_counted():
@@ -174,7 +169,7 @@ class RemoteEngine:
         if is_counted():
             self.bytes_received += len(given)
         try:
-            return await maybe_in_thread(len(given), decode, given, answer)
+            return await decode_aside(given, answer)
         except WireError as error:
             raise self._http.corrupt(error) from error
 
@@ -206,7 +201,7 @@ async def push_weights(
             raise RuntimeError(f"{target.name}: has weights {given} after {weight_version} were sent")
 
     async def tell_all(step: Step, message: Message) -> None:
-        body = await asyncio.to_thread(encode, message)
+        body = await encode_aside(message)
         healthy = [i for i, error in enumerate(errors) if error is None]
         results = await asyncio.gather(*(tell(targets[i], step, body) for i in healthy), return_exceptions=True)
         for i, result in zip(healthy, results, strict=True):
@@ -250,10 +245,6 @@ def _to_generations(answer: GenerateAnswer) -> list[Generation]:
         Generation(tokens=t, logprobs=row, finish_reason="stop" if stopped else "length")
         for t, row, stopped in zip(tokens, logprobs, answer.stopped.tolist(), strict=True)
     ]
-
-
-def _num_bytes(message: Message) -> int:
-    return sum(value.nbytes for value in vars(message).values() if isinstance(value, np.ndarray))
 
 
 def read_shown(body: bytes) -> tuple[int, dict[str, Any]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -120,7 +120,7 @@ def run(work: Callable[[], Awaitable[Any]]) -> Any:
 
 
 async def score(router: Router, tokens: Sequence[Tensor], starts: Sequence[int]) -> list[Scores]:
-    return await router.score(tokens, starts, top_k=2, temperature=2.0)
+    return cast("list[Scores]", await router.score(tokens, starts, top_k=2, temperature=2.0))
 
 
 def check_scores(tokens: Sequence[Tensor], scores: Sequence[Scores]) -> None:
