@@ -23,6 +23,7 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any, Protocol, TypeVar
 
 from mopd.config.schema import Recipe
@@ -125,33 +126,25 @@ class Window:
             )
 
 
+@dataclass(kw_only=True)
 class Controller:
     """Orders the three workers. ``start_step`` optimizer steps are already done (0 on a fresh run)."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        *,
-        prompts: Prompts,
-        rollout: Rollout,
-        teachers: Teachers,
-        student: Student,
-        plane: Plane,
-        observer: Observer,
-        start_step: int,
-    ) -> None:
-        self.recipe = recipe
-        self.schedule = recipe.schedule
-        self.prompts = prompts
-        self.rollout = rollout
-        self.teachers = teachers
-        self.student = student
-        self.plane = plane
-        self.observer = observer
+    recipe: Recipe
+    prompts: Prompts
+    rollout: Rollout
+    teachers: Teachers
+    student: Student
+    plane: Plane
+    observer: Observer
+    start_step: InitVar[int]
+
+    def __post_init__(self, start_step: int) -> None:
+        self.schedule = self.recipe.schedule
         self.weight_version = start_step
         self.window = Window(max_staleness=self.schedule.max_staleness, weight_version=start_step)
         self.timer = StepTimer()
-        self._loss_fields = (*LOSS_FIELDS, "task_advantage") if recipe.needs_task_advantage else LOSS_FIELDS
+        self._loss_fields = (*LOSS_FIELDS, "task_advantage") if self.recipe.needs_task_advantage else LOSS_FIELDS
         self._states_before: deque[Mapping[str, Any]] = deque()
         self._replaced: Counter[str] = Counter()
 

@@ -15,7 +15,7 @@ from mopd.text import json_lines
 from mopd.types import UserError
 
 if TYPE_CHECKING:
-    from mopd.rollout.validation import ValidationResult
+    from mopd.run.validation import ValidationResult
 
 ABOUT = "validation rewards of a model"
 EXAMPLES = "example: mopd eval my.yaml --model runs/mine/hf"

@@ -29,9 +29,9 @@ from mopd.placement.interface import ROLLOUT
 from mopd.preflight.identity import Needs, fingerprint, fingerprint_difference, largest_difference, problems_of
 from mopd.preflight.parity import Parity, Probe, Reference
 from mopd.replicas.interface import info_of
-from mopd.rollout.validation import ValidationResult
 from mopd.run.folder import RunDir
 from mopd.run.manifests import has_own_weights, read_fingerprints, write_manifests
+from mopd.run.validation import ValidationResult
 from mopd.run.workers import Workers
 from mopd.types import ROLLOUT_FIELDS, Prompt, SampleMeta, UserError
 

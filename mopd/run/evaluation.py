@@ -24,9 +24,8 @@ from mopd.placement.interface import ROLLOUT
 from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.interface import SampleFailed
 from mopd.replicas.router import Router
-from mopd.rollout.validation import ValidationResult
 from mopd.run.leading import joined
-from mopd.run.validation import Validator
+from mopd.run.validation import ValidationResult, Validator
 from mopd.run.workers import Inputs, build_routers, build_validator, read_inputs
 from mopd.types import UserError
 

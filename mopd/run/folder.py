@@ -6,6 +6,7 @@ import fcntl
 import fnmatch
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -75,10 +76,11 @@ class RunDir(RunFiles):
         self.lock_path = self.path / ".lock"
         self._lock: int | None = None
         self._made: list[Path] = []
+        """Folders that ``open`` made, the deepest first."""
 
     def checkpoint(self, step: int) -> Path:
         """Folder of the checkpoint after ``step`` optimizer steps."""
-        return self.checkpoints / f"step_{step:08d}"
+        return self.checkpoints / folder_name(step)
 
     def check(self, loaded: Loaded, *, resume: bool) -> None:
         """Refuse what ``open`` would refuse, and a folder that cannot be written; leaves nothing behind.
@@ -101,7 +103,8 @@ class RunDir(RunFiles):
     def open(self, loaded: Loaded, *, resume: bool) -> None:
         """Take the folder for this process until ``close`` or its end. Raises as ``check`` does."""
         self._refuse_state(loaded, resume)
-        self._made = _missing(self.path)
+        whole = self.path.absolute()
+        self._made = [folder for folder in (whole, *whole.parents) if not os.path.lexists(folder)]
         try:
             with writing(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -152,7 +155,10 @@ class RunDir(RunFiles):
         """Give the folder back, and remove it if nothing was written."""
         if self._lock is not None:
             self.lock_path.unlink()
-        _remove_empty(self._made)
+        for folder in self._made:  # the deepest first, up to one that is gone or holds something
+            if not folder.is_dir() or any(folder.iterdir()):
+                break
+            folder.rmdir()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -217,6 +223,16 @@ class RunDir(RunFiles):
                 time.sleep(0.05)
 
 
+def folder_name(step: int) -> str:
+    """Name of the folder of the checkpoint after ``step``."""
+    return f"step_{step:08d}"
+
+
+def is_step_name(name: str) -> bool:
+    """Whether ``folder_name`` gives this name for some step."""
+    return re.fullmatch(r"step_([0-9]{8}|[1-9][0-9]{8,17})", name) is not None
+
+
 def _require_possible(path: Path) -> None:
     """There can be a folder of this name with a run in it, and this process may look whether there is.
 
@@ -246,20 +262,6 @@ def _nearest(path: Path) -> Path:
     while not os.path.lexists(place):
         place = place.parent
     return place
-
-
-def _missing(path: Path) -> list[Path]:
-    """``path`` and the folders above it that are not there, the deepest first."""
-    whole = path.absolute()
-    return [folder for folder in (whole, *whole.parents) if not os.path.lexists(folder)]
-
-
-def _remove_empty(folders: list[Path]) -> None:
-    """The deepest first, up to one that is gone or holds something."""
-    for folder in folders:
-        if not folder.is_dir() or any(folder.iterdir()):
-            return
-        folder.rmdir()
 
 
 def check_same_run(stored: Loaded, given: Loaded) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from mopd.config.schema import Recipe
 from mopd.files.reading import shown_path
-from mopd.run.checkpointing import complete_steps, folder_name, is_step_name, latest
-from mopd.run.folder import RunDir
+from mopd.run.checkpointing import complete_steps, latest
+from mopd.run.folder import RunDir, folder_name, is_step_name
 from mopd.run.manifests import read_fingerprints
 from mopd.types import UserError
 
@@ -38,7 +38,7 @@ def choose(run: RunDir, recipe: Recipe, *, wanted: str | None) -> Path | None:
             f"schedule.steps is {recipe.schedule.steps}, the run in {shown_path(run.path)} has done {steps[-1]}: raise "
             f"schedule.steps{back}"
         )
-    return latest(run.checkpoints)
+    return latest(run)
 
 
 def check_files(run: RunDir) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,14 @@ async def train(recipe: Recipe, run: RunDir, workers: Workers, *, resume_step: i
             assignment=recipe.assignment,
             floors=run.floors(),
             checkpointer=Checkpointer(
-                run.checkpoints, recipe.checkpoint, workers.student, last_step=recipe.schedule.steps
+                run=run, cfg=recipe.checkpoint, student=workers.student, last_step=recipe.schedule.steps
             ),
             validator=workers.validator,
             generator=workers.generator,
             best=best_of(run.validations(), kept=kept),
         )
         await Controller(
-            recipe,
+            recipe=recipe,
             prompts=workers.prompts,
             rollout=workers.rollout,
             teachers=workers.teachers,
@@ -78,6 +79,7 @@ async def train(recipe: Recipe, run: RunDir, workers: Workers, *, resume_step: i
     print(f"report: {run.path / 'report.html'}")
 
 
+@dataclass(kw_only=True)
 class RunObserver:
     """Implements the controller's ``Observer`` for a run folder.
 
@@ -86,49 +88,39 @@ class RunObserver:
     ``kl_k1`` less that.
     """
 
-    def __init__(
-        self,
-        *,
-        sinks: Sinks,
-        routers: Sequence[Router],
-        assignment: Assignment,
-        floors: Mapping[str, float],
-        checkpointer: Checkpointer,
-        validator: Validator | None,
-        generator: Generator,
-        best: Best | None,
-    ) -> None:
-        """``floors`` by teacher; a domain with a teacher that could not be compared has no floor."""
-        self._sinks = sinks
-        self._routers, self._assignment, self._floors = routers, assignment, floors
-        self._checkpointer = checkpointer
-        self._validator = validator
-        self._generator = generator
-        self.best = best
+    sinks: Sinks
+    routers: Sequence[Router]
+    assignment: Assignment
+    floors: Mapping[str, float]
+    """By teacher; a domain with a teacher that could not be compared has no floor."""
+    checkpointer: Checkpointer
+    validator: Validator | None
+    generator: Generator
+    best: Best | None
 
     def log(self, metrics: StepMetrics) -> None:
         """One step's numbers to every sink."""
         values: dict[str, float] = {}
-        for router in self._routers:
+        for router in self.routers:
             values |= group_metrics(router.take_numbers())
         for domain, kl in metrics.by_domain("kl_k1").items():
-            names = self._assignment.teachers_of(domain)
-            if all(name in self._floors for name in names):
-                weights = self._assignment.weights_of(domain)
-                floor = sum(w * self._floors[name] for w, name in zip(weights, names, strict=True))
+            names = self.assignment.teachers_of(domain)
+            if all(name in self.floors for name in names):
+                weights = self.assignment.weights_of(domain)
+                floor = sum(w * self.floors[name] for w, name in zip(weights, names, strict=True))
                 values |= {f"kl_floor/{domain}": floor, f"kl_net/{domain}": kl - floor}
-        self._sinks.log(metrics.plus(values))
+        self.sinks.log(metrics.plus(values))
 
     async def after_step(self, step: int, prompts_state: Mapping[str, Any]) -> None:
         """Validate, then save: a checkpoint never misses the validation of its own step."""
-        if self._validator is not None and self._validator.is_due(step):
-            result = await self._validator.record(self._generator, step)
-            self._sinks.log_validation(step, result.rewards)
+        if self.validator is not None and self.validator.is_due(step):
+            result = await self.validator.record(self.generator, step)
+            self.sinks.log_validation(step, result.rewards)
             reward = mean(result.rewards)
             if self.best is None or reward > self.best.reward:
                 self.best = Best(step=step, reward=reward)
         best_step = self.best.step if self.best else None
-        await self._checkpointer.save_if_due(step, {"prompts": dict(prompts_state)}, best_step=best_step)
+        await self.checkpointer.save_if_due(step, {"prompts": dict(prompts_state)}, best_step=best_step)
 
 
 async def _export(recipe: Recipe, run: RunDir, workers: Workers, best: Best | None) -> None:

@@ -1,11 +1,16 @@
-"""Rewards on held-out prompts while training, and what they say about the best checkpoint."""
+"""Reward per domain on held-out prompts, while training and apart from it, and its file.
+
+Uses no training randomness: seeds derive from row numbers.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
+from collections.abc import Collection
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +21,25 @@ from mopd.data.prompts import PromptDataset
 from mopd.engines.interface import Generator, SamplingParams
 from mopd.metrics import MAX_LINE_BYTES, JsonlWriter, apart
 from mopd.rewards.domains import DomainRewards
-from mopd.rollout.validation import ValidationResult, validate
+from mopd.rollout.worker import derive_seed, reward_item
+from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
 NUM_EXAMPLES = 4
 """Generations per domain that are kept for the report: what one screen of it shows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationResult:
+    """Per domain, domains in alphabetical order."""
+
+    rewards: dict[str, float]
+    """Mean reward."""
+    num_samples: dict[str, int]
+    truncated_share: dict[str, float]
+    """Share of responses that ended at the length limit."""
+    examples: dict[str, list[dict[str, Any]]]
+    """The first rows' ``{prompt, response, ground_truth, reward}``."""
 
 
 class Validator:
@@ -37,38 +56,54 @@ class Validator:
         """``path`` is the file that ``record`` appends to; ``None`` where nothing may be written (``mopd check``)."""
         if recipe.validation is None:
             raise ValueError("the recipe has no validation section")
-        self._cfg = recipe.validation
-        self._dataset = dataset
+        self._recipe, self._cfg = recipe, recipe.validation
+        self._dataset, self._tokenizer, self._rewards = dataset, tokenizer, rewards
         self._path = path
-        self._seed = recipe.seed
-        self._tokenizer = tokenizer
-        self._rewards = rewards
-        self._max_new_tokens = recipe.rollout.max_response_length
-        self._last_step = recipe.schedule.steps
 
     @property
     def domains(self) -> tuple[str, ...]:
         """Domains of the validation prompts."""
-        return tuple(sorted(self._dataset.domain_counts))
+        return tuple(self._dataset.rows_by_domain)
 
     def is_due(self, step: int) -> bool:
         """After ``step`` optimizer steps it is time to validate."""
-        return step % self._cfg.every_steps == 0 or step == self._last_step
+        return step % self._cfg.every_steps == 0 or step == self._recipe.schedule.steps
 
-    async def run(self, generator: Generator, *, domains: tuple[str, ...] | None = None) -> ValidationResult:
-        """Mean reward per domain of what ``generator`` answers; consumes no training randomness."""
+    async def run(self, generator: Generator, *, domains: Collection[str] | None = None) -> ValidationResult:
+        """One response of ``generator`` per row of ``domains`` (all when ``None``), rewarded; consumes no training
+        randomness. ``UserError`` for a domain without rows."""
+        all_rows = self._dataset.rows_by_domain
+        chosen = sorted(all_rows if domains is None else set(domains))
+        absent = [domain for domain in chosen if domain not in all_rows]
+        if absent:
+            raise UserError(f"data.validation has no row of domain {', '.join(map(repr, absent))}: add some")
+        order = [row for domain in chosen for row in all_rows[domain][: self._cfg.max_samples_per_domain]]
+        prompts = [self._dataset.row(row).tokens for row in order]
+        seeds = [derive_seed(self._recipe.seed, row, "validation") for row in order]
+        sampling = SamplingParams(
+            max_new_tokens=self._recipe.rollout.max_response_length, temperature=self._cfg.temperature
+        )
         with apart():
-            return await validate(
-                generator,
-                self._dataset,
-                self._tokenizer,
-                self._rewards,
-                sampling=SamplingParams(max_new_tokens=self._max_new_tokens, temperature=self._cfg.temperature),
-                seed=self._seed,
-                domains=domains,
-                max_samples_per_domain=self._cfg.max_samples_per_domain,
-                num_examples=NUM_EXAMPLES,
-            )
+            generations = await generator.generate(prompts, sampling, seeds)
+        texts = self._tokenizer.batch_decode([g.tokens.tolist() for g in generations], skip_special_tokens=True)
+        items = [reward_item(self._dataset, row, text) for row, text in zip(order, texts, strict=True)]
+        finished = list(zip(items, await self._rewards.score(items), generations, strict=True))
+        by_domain = {domain: [entry for entry in finished if entry[0].domain == domain] for domain in chosen}
+        return ValidationResult(
+            rewards={d: sum(value for _, value, _ in entries) / len(entries) for d, entries in by_domain.items()},
+            num_samples={d: len(entries) for d, entries in by_domain.items()},
+            truncated_share={
+                d: sum(g.finish_reason == "length" for _, _, g in entries) / len(entries)
+                for d, entries in by_domain.items()
+            },
+            examples={
+                d: [
+                    {"prompt": i.prompt, "response": i.response, "ground_truth": i.ground_truth, "reward": value}
+                    for i, value, _ in entries[:NUM_EXAMPLES]
+                ]
+                for d, entries in by_domain.items()
+            },
+        )
 
     async def record(self, generator: Generator, step: int) -> ValidationResult:
         """``run``, then append one line to the file."""

@@ -89,7 +89,7 @@ def produce(
     plane = LocalDataPlane()
     router = Router("math", [Replica(name="math.0", engine=Picky(engine, BAD_TOKEN))], RoutingConfig(), kind="teacher")
     controller = Controller(
-        recipe,
+        recipe=recipe,
         prompts=PromptStream(data, {"math": 1, "code": 1}, 0),
         rollout=RolloutWorker(
             engine, plane, sampling=SamplingParams(max_new_tokens=3), seed=0, samples_per_prompt=samples_per_prompt

@@ -19,7 +19,7 @@ from mopd.report.build import build_report, print_summary
 from mopd.report.progress import LiveProgress, PlainProgress
 from mopd.report.sinks import Sinks
 from mopd.report.terminal import LogFormatter, Terminal
-from mopd.rollout.validation import ValidationResult
+from mopd.run.validation import ValidationResult
 from mopd.text import file_name, json_lines, one_line, visible
 from mopd.types import UserError
 from tests.unit.report.conftest import RECIPE, write_lines

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +21,8 @@ from mopd.engines.torch.engine import TorchEngine
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.rewards.domains import build_rewards
-from mopd.rollout.validation import ValidationResult, validate
 from mopd.rollout.worker import RolloutWorker, TaskAdvantage, derive_seed
+from mopd.run.validation import ValidationResult, Validator
 from mopd.types import ROLLOUT_FIELDS, Prompt, SampleMeta, UserError
 from tests.fixtures.tiny_models import EOS_ID, make_hf_model, make_tokenizer
 
@@ -149,10 +151,21 @@ def test_task_advantage_is_reward_minus_the_prompts_mean(
 
 
 def run_validation(
-    engine: TorchEngine, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase, **kwargs: object
+    engine: TorchEngine,
+    dataset: PromptDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int = 1,
+    domains: list[str] | None = None,
+    **validation: Any,
 ) -> ValidationResult:
-    kwargs = {"sampling": replace(SAMPLING, temperature=0.0), "seed": 1, "num_examples": 1, **kwargs}
-    return asyncio.run(validate(engine, dataset, tokenizer, build_rewards(ValidationConfig()), **kwargs))
+    recipe: Any = SimpleNamespace(
+        seed=seed,
+        validation=ValidationConfig(**validation),
+        rollout=SimpleNamespace(max_response_length=SAMPLING.max_new_tokens),
+    )
+    validator = Validator(recipe, dataset, tokenizer, build_rewards(recipe.validation), None)
+    return asyncio.run(validator.run(engine, domains=domains))
 
 
 def test_validation_rewards_each_domain(
@@ -161,11 +174,11 @@ def test_validation_rewards_each_domain(
     first = run_validation(engine, dataset, tokenizer)
     answer = first.examples["math"][0]["response"]
     rows = [replace(row, ground_truth=answer if i == 0 else "never") for i, row in enumerate(dataset.rows)]
-    result = run_validation(engine, PromptDataset(rows), tokenizer, num_examples=2)
+    result = run_validation(engine, PromptDataset(rows), tokenizer)
     assert result.rewards == {"code": 0.0, "math": pytest.approx(1 / 3)}
     assert result.num_samples == {"code": 2, "math": 3}
     assert list(result.rewards) == ["code", "math"]
-    assert [example["prompt"] for example in result.examples["math"]] == ["1+1=", "2+2="]
+    assert [example["prompt"] for example in result.examples["math"]] == ["1+1=", "2+2=", "9"]
     assert result.examples["math"][0] == {
         "prompt": "1+1=", "response": answer, "ground_truth": answer, "reward": 1.0
     }  # fmt: skip
@@ -180,9 +193,9 @@ def test_sampled_validation_repeats_itself_and_leaves_training_alone(
 ) -> None:
     state = torch.get_rng_state()
     _, before = roll(engine, prompts(dataset))
-    first = run_validation(engine, dataset, tokenizer, sampling=SAMPLING, num_examples=9)
-    assert run_validation(engine, dataset, tokenizer, sampling=SAMPLING, num_examples=9) == first
-    assert run_validation(engine, dataset, tokenizer, sampling=SAMPLING, num_examples=9, seed=2) != first
+    first = run_validation(engine, dataset, tokenizer, temperature=1.0)
+    assert run_validation(engine, dataset, tokenizer, temperature=1.0) == first
+    assert run_validation(engine, dataset, tokenizer, temperature=1.0, seed=2) != first
     same_numbers = [replace(prompt, sample_id=prompt.row) for prompt in prompts(dataset)]
     _, training = roll(engine, same_numbers)  # sample n and row n must not share a seed
     answers = {

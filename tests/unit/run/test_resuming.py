@@ -62,7 +62,7 @@ def test_a_live_run_leaves_other_names_alone(tmp_path: Path, loaded: Loaded) -> 
             (folder / "manifest.json").write_text("{}")
 
     cfg = load_recipe(loaded.path, ["checkpoint={every_steps: 1, keep_last: 1}"]).recipe.checkpoint
-    writer = checkpointing.Checkpointer(run.checkpoints, cfg, Student(), last_step=9)
+    writer = checkpointing.Checkpointer(run=run, cfg=cfg, student=Student(), last_step=9)
     for step in (1, 2, 3):
         assert asyncio.run(writer.save_if_due(step, {}, best_step=None))
     assert names(run) == ["step_00000002.bak", "step_00000003"]
