@@ -56,7 +56,7 @@ def array_field(dtype: str) -> Any:
 
 def encode(message: Message) -> bytes:
     """The message as a body."""
-    scalars, dtypes = _fields(type(message))
+    scalars, dtypes = _fields(typing.cast(Any, type(message)))
     head = msgpack.packb({name: getattr(message, name) for name in scalars})
     arrays = {name: _buffer(getattr(message, name), dtype, name) for name, dtype in dtypes.items()}
     crc = _crc(head, arrays.values())
@@ -81,7 +81,7 @@ def decode(body: bytes | bytearray | memoryview, cls: type[MessageT]) -> Message
     head, arrays = outer["head"], outer["arrays"]
     if not isinstance(head, bytes) or len(head) > MAX_HEAD_BYTES:
         raise WireError(f"head is not a buffer of at most {MAX_HEAD_BYTES} bytes")
-    scalars, dtypes = _fields(cls)
+    scalars, dtypes = _fields(typing.cast(Any, cls))
     _require_keys(arrays, dtypes.keys(), "arrays")
     for name in dtypes:
         if not isinstance(arrays[name], bytes):
