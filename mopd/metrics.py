@@ -6,6 +6,7 @@ explains each.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -118,23 +119,17 @@ def merge_step(
     response tokens of the batch over the whole step, rollout and scoring included.
     """
     flat = {"loss": math.fsum(domain.sums["weighted_loss"] for domain in sums.values()), **values}
-    for name, domain in sorted(sums.items()):
-        flat |= _means(name, domain)
+    for domain, of_domain in sorted(sums.items()):
+        for name, total in of_domain.sums.items():
+            if name != "weighted_loss":
+                flat[f"{TOKEN_MEANS.get(name, name)}/{domain}"] = total / of_domain.num_tokens
+        flat[f"num_tokens/{domain}"] = float(of_domain.num_tokens)
     flat |= _lengths(batch)
     flat["tokens"] = float(batch.num_tokens)
     flat |= {f"timing/{phase}_s": seconds for phase, seconds in timings.items()}
     if timings.get("step"):
         flat["rate/train_tokens_per_s"] = batch.num_tokens / timings["step"]
     return StepMetrics(step=step, values=flat)
-
-
-def _means(domain: str, domain_sums: DomainSums) -> dict[str, float]:
-    means = {
-        f"{TOKEN_MEANS.get(name, name)}/{domain}": total / domain_sums.num_tokens
-        for name, total in domain_sums.sums.items()
-        if name != "weighted_loss"
-    }
-    return {**means, f"num_tokens/{domain}": float(domain_sums.num_tokens)}
 
 
 def _lengths(batch: Batch) -> dict[str, float]:
@@ -178,8 +173,7 @@ class JsonlWriter:
         self._path = path
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if os.path.lexists(path):
-                _keep(path, lambda step: True)
+            truncate_jsonl(path, after_step=MAX_STEP)
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -200,18 +194,12 @@ class JsonlWriter:
 
 
 def truncate_jsonl(path: Path, *, after_step: int) -> None:
-    """Remove the records of steps above ``after_step``, if there is such a file: a resumed run writes them anew."""
-    if os.path.lexists(path):
-        _keep(path, lambda step: step <= after_step)
-
-
-def _keep(path: Path, wanted: Callable[[int], bool]) -> None:
-    """Keep the records before the first unwanted one."""
-    end = 0
-    for line, record in _complete_lines(path):
-        if not wanted(record["step"]):
-            break
-        end += len(line)
+    """Remove the records of steps above ``after_step`` and a torn last line, if there is such a file: a resumed run
+    writes them anew."""
+    if not os.path.lexists(path):
+        return
+    kept = itertools.takewhile(lambda pair: pair[1]["step"] <= after_step, _complete_lines(path))
+    end = sum(len(line) for line, _ in kept)
     if end != path.stat().st_size:
         with writing(path), path.open("r+b") as file:
             file.truncate(end)

@@ -17,6 +17,7 @@ from mopd.types import UserError
 
 MAX_NUMBER = 1e150
 """Sums and products of two such numbers are finite; nothing that a run measures comes near."""
+CURE = "restore the file that the run wrote"
 MAX_METRICS = 10_000
 """Names in one record; each gets a chart."""
 
@@ -42,18 +43,15 @@ class RunFiles:
 
     def recipe_text(self) -> str:
         """The resolved recipe as it was written, origins included."""
-        return read_text(self.recipe, cure="restore the file that the run wrote")
+        return read_text(self.recipe, cure=CURE)
 
     def recipe_tree(self) -> dict[str, Any]:
         """The resolved recipe as plain values; ``schedule.steps`` and ``student.model`` are there."""
-        cure = "restore the file that the run wrote"
-        tree = read_yaml_object(self.recipe, cure=cure)
+        tree = read_yaml_object(self.recipe, cure=CURE)
         for section, key, kind in (("schedule", "steps", int), ("student", "model", str)):
             keys = tree.get(section)
             if not isinstance(keys, dict) or type(keys.get(key)) is not kind:
-                raise UserError(
-                    f"{shown_path(self.recipe)}: {section}.{key} is not there: restore the file that the run wrote"
-                )
+                raise UserError(f"{shown_path(self.recipe)}: {section}.{key} is not there: {CURE}")
         if not 0 < tree["schedule"]["steps"] <= MAX_STEP:
             raise UserError(
                 f"{shown_path(self.recipe)}: schedule.steps is {tree['schedule']['steps']}: restore the file"
@@ -87,30 +85,13 @@ class RunFiles:
 
     def teacher_rewards(self) -> dict[str, float]:
         """Each domain's own teacher on the validation prompts; empty if that was not measured."""
-        if not os.path.lexists(self.headroom):
-            return {}
-        cure = "restore the file that the run wrote, or remove it"
-        rewards = {}
-        for domain, entry in read_json_object(self.headroom, cure=cure).items():
-            reward = entry.get("teacher") if isinstance(entry, dict) else None
-            if not _is_number(reward):
-                raise UserError(f"{shown_path(self.headroom)}: {domain[:80]!r} has no number teacher: {cure}")
-            rewards[domain] = reward
-        return rewards
+        return _numbers(self.headroom, "teacher", cure=f"{CURE}, or remove it")
 
     def floors(self) -> dict[str, float]:
         """Teacher -> KL floor, as the preflight measured it; empty if it did not yet. Rounding can make a KL of 0
         negative, which is a floor of 0."""
-        if not self.parity.exists():
-            return {}
-        cure = "restore the file that the run wrote, or remove it: the preflight then measures again"
-        floors = {}
-        for name, measured in read_json_object(self.parity, cure=cure).items():
-            kl = measured.get("kl") if isinstance(measured, dict) else None
-            if not isinstance(kl, (int, float)) or isinstance(kl, bool):
-                raise UserError(f"{shown_path(self.parity)}: {name[:80]!r} has no number kl: {cure}")
-            floors[name] = max(0.0, kl)
-        return floors
+        cure = f"{CURE}, or remove it: the preflight then measures again"
+        return {name: max(0.0, kl) for name, kl in _numbers(self.parity, "kl", cure=cure).items()}
 
     def wandb_id(self) -> str:
         """The id by which Weights & Biases finds the run again."""
@@ -159,6 +140,17 @@ def _validation_problem(record: Mapping[str, Any]) -> str | None:
         if not isinstance(rows, list) or not all(_is_example(row) for row in rows):
             return f"has examples of {domain[:80]!r} without prompt, response, ground_truth and reward"
     return None
+
+
+def _numbers(path: Path, key: str, *, cure: str) -> dict[str, float]:
+    """Name -> number that its object holds under ``key``; empty without such a file."""
+    numbers = {}
+    for name, entry in read_json_object(path, cure=cure).items() if os.path.lexists(path) else ():
+        number = entry.get(key) if isinstance(entry, dict) else None
+        if not _is_number(number):
+            raise UserError(f"{shown_path(path)}: {name[:80]!r} has no number {key}: {cure}")
+        numbers[name] = number
+    return numbers
 
 
 def _is_example(row: Any) -> bool:

@@ -51,23 +51,20 @@ class Sinks:
             truncate_jsonl(files.metrics, after_step=resume_step)
         self._sinks: list[Sink] = []
         with ExitStack() as unwind:  # if a later sink cannot open, close those that did
-            for make in self._makers(recipe, files, resume_step, console or Terminal()):
-                self._sinks.append(make())
-                unwind.callback(self._sinks[-1].close)
-            self._close = unwind.pop_all().close
 
-    @staticmethod
-    def _makers(recipe: Recipe, files: RunFiles, resume_step: int | None, console: Terminal) -> list[Any]:
-        makers: list[Any] = [lambda: JsonlSink(files.metrics)]
-        if recipe.metrics.tensorboard:
-            makers.append(lambda: TensorBoardSink(files.path / "tensorboard", resume_step))
-        if recipe.metrics.wandb is not None:
-            wandb = recipe.metrics.wandb
-            makers.append(lambda: WandBSink(wandb, files.path, to_tree(recipe)))
-        # Last: its live display must not be open while another sink fails.
-        start_step = resume_step or 0
-        makers.append(lambda: make_progress(console, recipe.schedule.steps, start_step, files.last_rewards()))
-        return makers
+            def add(sink: Sink) -> None:
+                unwind.callback(sink.close)
+                self._sinks.append(sink)
+
+            add(JsonlSink(files.metrics))
+            if recipe.metrics.tensorboard:
+                add(TensorBoardSink(run_dir / "tensorboard", resume_step))
+            if recipe.metrics.wandb is not None:
+                add(WandBSink(recipe.metrics.wandb, run_dir, to_tree(recipe)))
+            # Last: its live display must not be open while another sink fails.
+            terminal, steps = console or Terminal(), recipe.schedule.steps
+            add(make_progress(terminal, steps, resume_step or 0, files.last_rewards()))
+            self._close = unwind.pop_all().close
 
     def log(self, metrics: StepMetrics) -> None:
         """One step's numbers."""

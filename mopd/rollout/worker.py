@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 import torch
@@ -22,41 +23,37 @@ from mopd.types import Prompt, SampleMeta, UserError
 MAX_NAMED_SAMPLES = 8
 
 
+@dataclass(frozen=True)
 class TaskAdvantage:
     """Reward of each response minus the mean over its prompt's responses, for losses with ``task_reward_weight``."""
 
-    def __init__(self, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase, rewards: DomainRewards) -> None:
-        self._dataset, self._tokenizer, self._rewards = dataset, tokenizer, rewards
+    dataset: PromptDataset
+    tokenizer: PreTrainedTokenizerBase
+    rewards: DomainRewards
 
     async def __call__(self, prompts: Sequence[Prompt], responses: Sequence[Tensor]) -> list[float]:
         """``responses`` holds the same number of token sequences for each prompt, prompt after prompt."""
         per_prompt = len(responses) // len(prompts)
-        texts = self._tokenizer.batch_decode([r.tolist() for r in responses], skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode([r.tolist() for r in responses], skip_special_tokens=True)
         items = [
-            reward_item(self._dataset, prompt.row, text)
+            reward_item(self.dataset, prompt.row, text)
             for prompt, text in zip((p for p in prompts for _ in range(per_prompt)), texts, strict=True)
         ]
-        rewards = torch.tensor(await self._rewards.score(items), dtype=torch.float64).view(len(prompts), per_prompt)
+        rewards = torch.tensor(await self.rewards.score(items), dtype=torch.float64).view(len(prompts), per_prompt)
         return (rewards - rewards.mean(-1, keepdim=True)).flatten().tolist()
 
 
+@dataclass(frozen=True)
 class RolloutWorker:
     """Draws ``samples_per_prompt`` responses per prompt with the generator's weights of the moment."""
 
-    def __init__(
-        self,
-        generator: Generator,
-        plane: LocalDataPlane,
-        *,
-        sampling: SamplingParams,
-        seed: int,
-        samples_per_prompt: int = 1,
-        task_advantage: TaskAdvantage | None = None,
-    ) -> None:
-        self._generator, self._plane = generator, plane
-        self._sampling, self._seed = sampling, seed
-        self._samples_per_prompt = samples_per_prompt
-        self._task_advantage = task_advantage
+    generator: Generator
+    plane: LocalDataPlane
+    _: KW_ONLY
+    sampling: SamplingParams
+    seed: int
+    samples_per_prompt: int = 1
+    task_advantage: TaskAdvantage | None = None
 
     async def generate(self, prompts: Sequence[Prompt]) -> list[SampleMeta]:
         """Sample, put ``ROLLOUT_FIELDS`` (and ``task_advantage`` [R] fp32 where asked for), return the samples.
@@ -64,24 +61,24 @@ class RolloutWorker:
         Response j of a prompt has sample id ``prompt.sample_id * samples_per_prompt + j`` and a seed derived from it.
         ``UserError`` with samples, domains and the last error when no replica gives a response.
         """
-        num = self._samples_per_prompt
+        num = self.samples_per_prompt
         repeated = [prompt for prompt in prompts for _ in range(num)]
         sample_ids = [prompt.sample_id * num + j for prompt in prompts for j in range(num)]
-        version = self._generator.weight_version
-        seeds = [derive_seed(self._seed, sample_id) for sample_id in sample_ids]
+        version = self.generator.weight_version
+        seeds = [derive_seed(self.seed, sample_id) for sample_id in sample_ids]
         try:
-            generations = await self._generator.generate([prompt.tokens for prompt in repeated], self._sampling, seeds)
+            generations = await self.generator.generate([prompt.tokens for prompt in repeated], self.sampling, seeds)
         except SampleFailed as error:
             raise UserError(_describe(error, sample_ids, repeated)) from error
-        if self._generator.weight_version != version:
+        if self.generator.weight_version != version:
             raise RuntimeError(
-                f"weights changed from version {version} to {self._generator.weight_version} in a rollout"
+                f"weights changed from version {version} to {self.generator.weight_version} in a rollout"
             )
         metas = [
             _meta(sample_id, prompt, generation, version)
             for sample_id, prompt, generation in zip(sample_ids, repeated, generations, strict=True)
         ]
-        await self._plane.put(metas, await self._fields(prompts, repeated, generations))
+        await self.plane.put(metas, await self._fields(prompts, repeated, generations))
         return metas
 
     async def _fields(
@@ -95,8 +92,8 @@ class RolloutWorker:
             "loss_mask": [torch.ones(len(generation.tokens), dtype=torch.bool) for generation in generations],
             "rollout_logprobs": [generation.logprobs for generation in generations],
         }
-        if self._task_advantage is not None:
-            advantages = await self._task_advantage(prompts, [generation.tokens for generation in generations])
+        if self.task_advantage is not None:
+            advantages = await self.task_advantage(prompts, [generation.tokens for generation in generations])
             fields["task_advantage"] = [
                 torch.full((len(generation.tokens),), advantage)
                 for generation, advantage in zip(generations, advantages, strict=True)

@@ -124,16 +124,8 @@ class TokenClockLoop(asyncio.SelectorEventLoop):
 
 def run_on_token_clock(work: Coroutine[Any, Any, T]) -> T:
     """As ``asyncio.run``, in simulated time."""
-    loop = TokenClockLoop()
-    try:
-        return loop.run_until_complete(work)
-    finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        if left:
-            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        loop.close()
+    with asyncio.Runner(loop_factory=TokenClockLoop) as runner:
+        return runner.run(work)
 
 
 class TokenClockEngine:
