@@ -11,9 +11,10 @@ import enum
 import math
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mopd.config.groups import RoutingConfig
+from mopd.metrics import is_counted
 from mopd.replicas.interface import Kind, NoReplica, Replica, RouterLimits
 from mopd.replicas.statistics import BusyTime, GroupNumbers, ReplicaCounters
 
@@ -111,34 +112,24 @@ class Member:
         return "closed" if self.serves(version) else "stale"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, eq=False)
 class Want:
     """What a request needs of a replica."""
 
     order: int
     """Smaller numbers come first; a retry keeps its number."""
     tokens: int
+    """Room that it takes on a replica."""
     version: int | None = None
-    avoid: frozenset[str] = frozenset()
-    """Replicas that failed at it: taken only when no other is up."""
-    is_counted: bool = True
+    """Weight version that must answer; ``None`` where weights are fixed."""
+    failed_on: list[str] = field(default_factory=list)
+    """Replicas that failed at it, in order: taken only when no other is up."""
+    is_counted: bool = field(default_factory=is_counted)
     """It stands in the numbers of a step: see ``mopd.metrics.apart``."""
 
 
-class Lease:
-    """Room on one replica for one request, until ``end``."""
-
-    def __init__(self, pool: Pool, member: Member, want: Want) -> None:
-        self.member, self._pool, self._want = member, pool, want
-
-    def end(self) -> None:
-        """The request is under way no more; its outcome has been told to breaker and counters."""
-        self.member.in_flight_tokens -= self._want.tokens
-        self._pool.ended(self.member, self._want)
-
-
 class _Waiter:
-    def __init__(self, want: Want, granted: asyncio.Future[Lease]) -> None:
+    def __init__(self, want: Want, granted: asyncio.Future[Member]) -> None:
         self.want, self.granted = want, granted
 
 
@@ -184,8 +175,8 @@ class Pool:
                 if not waiter.granted.done():
                     waiter.granted.set_exception(NoReplica(self.describe(waiter.want.version)))
 
-    async def acquire(self, want: Want) -> Lease:
-        """Wait for a replica with room.
+    async def acquire(self, want: Want) -> Member:
+        """Wait for a replica with room, which is the request's until ``ended``.
 
         ``NoReplica`` when none is left, or when nothing has moved in the whole group (nothing sent, nothing come back)
         for as long as one attempt or a declared restart may take.
@@ -208,9 +199,9 @@ class Pool:
             return waiter.granted.result()
         except asyncio.CancelledError:
             if waiter.granted.done() and waiter.granted.exception() is None:
-                lease = waiter.granted.result()
-                lease.member.breaker.abandoned(self.now())
-                lease.end()
+                member = waiter.granted.result()
+                member.breaker.abandoned(self.now())
+                self.ended(member, want)
             raise
         finally:
             if waiter in self._waiters:
@@ -231,12 +222,14 @@ class Pool:
             choice = self._choose(waiter.want, now, kept)
             if choice is not None:
                 self._forget(waiter)
-                waiter.granted.set_result(self._lend(choice, waiter.want, now))
+                self._lend(choice, waiter.want, now)
+                waiter.granted.set_result(choice)
         self._set_timer(now)
 
     def ended(self, member: Member, want: Want) -> None:
-        """A lease of ``member`` has ended."""
+        """The request is under way no more; its outcome has been told to breaker and counters."""
         now = self.now()
+        member.in_flight_tokens -= want.tokens
         if want.is_counted:
             member.counters.came_back(want.tokens, now)
             self._busy.end(now)
@@ -280,7 +273,7 @@ class Pool:
     def _choose(self, want: Want, now: float, kept: set[str]) -> Member | None:
         """The least loaded replica with room. When there is none, those that ``want`` could use join ``kept``."""
         up = [m for m in self._members.values() if m.is_up(now, want.version)]
-        up = [m for m in up if m.name not in want.avoid] or up
+        up = [m for m in up if m.name not in want.failed_on] or up
         most = self._routing.max_inflight_tokens
         free = [
             m
@@ -301,14 +294,13 @@ class Pool:
             self._num_waiting += change
             self._waiting_tokens += change * want.tokens
 
-    def _lend(self, member: Member, want: Want, now: float) -> Lease:
+    def _lend(self, member: Member, want: Want, now: float) -> None:
         member.in_flight_tokens += want.tokens
         member.breaker.sent()
         if want.is_counted:
             member.counters.sent(want.tokens, now)
             self._busy.begin(now)
         self._moved_at = now
-        return Lease(self, member, want)
 
     def _set_timer(self, now: float) -> None:
         """Look again when the next breaker or full queue may be tried; everything else that changes calls us."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
@@ -37,9 +37,8 @@ from mopd.engines.interface import (
     Scores,
     StaleWeights,
 )
-from mopd.metrics import is_counted
 from mopd.replicas.interface import LIMITS, Kind, NoReplica, Replica, RouterLimits, SampleFailed
-from mopd.replicas.pool import Lease, Member, Pool, Want
+from mopd.replicas.pool import Member, Pool, Want
 from mopd.replicas.statistics import GroupNumbers
 
 R = TypeVar("R")
@@ -61,25 +60,19 @@ class Call(Generic[R]):
     """``count(positions, results)``: tokens that they turned out to have."""
 
 
-@dataclass(slots=True)
-class Request(Generic[R]):
+@dataclass(kw_only=True, eq=False)
+class Request(Want, Generic[R]):
     """Some samples that travel together, and what has happened to them so far."""
 
     call: Call[R]
     positions: tuple[int, ...]
-    tokens: int
-    """Room that they take on a replica."""
-    version: int | None
-    """Weight version that must answer; ``None`` where weights are fixed."""
-    is_counted: bool = field(default_factory=is_counted)
-    failed_on: list[str] = field(default_factory=list)
     last_error: BaseException | None = None
     turned_away_since: float | None = None
     """When it first met a full queue since its last real attempt."""
 
 
 class Router:
-    """Scores as a ``Scorer`` and implements ``Generator``. Replicas may come and go while requests are under way."""
+    """Scores as a ``Scorer`` and implements ``Generator``. Replicas may end and return while requests are under way."""
 
     def __init__(
         self,
@@ -185,12 +178,6 @@ class Router:
         """All that are not gone, suspended ones included."""
         return tuple(Replica(name=m.name, engine=m.engine) for m in self._pool.members)
 
-    def add(self, replica: Replica) -> None:
-        """One more replica. ``ValueError`` if there is one of this name."""
-        if replica.name in {member.name for member in self._pool.members}:
-            raise ValueError(f"{self.label} has a replica {replica.name!r} already: replace it")
-        self._pool.add(replica)
-
     def suspend(self, name: str, *, reason: str, timeout_s: float) -> None:
         """No work for a replica that is being restarted; requests wait up to ``timeout_s`` for its ``replace``.
 
@@ -228,8 +215,14 @@ class Router:
         version = self._wanted_version
 
         async def outcomes_of(positions: Sequence[int]) -> list[R | SampleFailed]:
-            tokens = sum(costs[i] for i in positions)
-            answer = await self._see_through(Request(call, tuple(positions), tokens, version))
+            request = Request(
+                order=next(self._orders),
+                tokens=sum(costs[i] for i in positions),
+                version=version,
+                call=call,
+                positions=tuple(positions),
+            )
+            answer = await self._see_through(request)
             if not isinstance(answer, SampleFailed):
                 return [*answer]
             if isinstance(answer.last_error, EngineRejected) and len(positions) > 1:
@@ -250,22 +243,14 @@ class Router:
 
     async def _see_through(self, request: Request[R]) -> list[R] | SampleFailed:
         """The results in order, or why there are none. Errors that are no ``EngineError`` (a wrong call) are raised."""
-        order = next(self._orders)
         while True:
-            want = Want(
-                order=order,
-                tokens=request.tokens,
-                version=request.version,
-                avoid=frozenset(request.failed_on),
-                is_counted=request.is_counted,
-            )
             try:
-                lease = await self._pool.acquire(want)
+                member = await self._pool.acquire(request)
             except NoReplica as error:
                 met = error if request.last_error is None else NoReplica(f"{request.last_error}; then {error}")
                 return self._failure(request, met)
             try:
-                return list(await self._send(lease, request))
+                return list(await self._send(member, request))
             except EngineRejected as error:
                 return self._failure(request, error)
             except EngineBusy as error:
@@ -279,9 +264,9 @@ class Router:
                     await asyncio.sleep(min(pause_s, MAX_BACKOFF_S))
             self._retries += 1
 
-    async def _send(self, lease: Lease, request: Request[R]) -> Sequence[R]:
+    async def _send(self, member: Member, request: Request[R]) -> Sequence[R]:
         """A request on one replica; the breaker and the counters learn what came of it."""
-        member, started = lease.member, self._pool.now()
+        started = self._pool.now()
         try:
             results = await self._ask(member, request)
         except EngineError as error:
@@ -300,7 +285,7 @@ class Router:
                 )
             return results
         finally:
-            lease.end()
+            self._pool.ended(member, request)
 
     async def _ask(self, member: Member, request: Request[R]) -> Sequence[R]:
         timeout_s = self._routing.request_timeout_s

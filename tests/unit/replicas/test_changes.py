@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mopd.engines.interface import EngineUnavailable, StaleWeights
-from mopd.replicas.interface import Replica, SampleFailed
+from mopd.replicas.interface import SampleFailed
 from mopd.replicas.router import Router
 from tests.unit.replicas.stand_in import SAMPLING, StandIn, check_scores, make_router, run, samples, score
 
@@ -106,24 +106,6 @@ def test_late_failures_of_the_old_life_do_not_count_against_the_new_one() -> Non
         assert numbers.replicas[0].failures == 1 and numbers.replicas[0].state == "closed"
 
     run(work)
-
-
-def test_an_added_replica_helps_at_once() -> None:
-    first, second = StandIn(0), StandIn(1)
-    router = make_router([first])
-    tokens, starts = samples(*[40] * 10)
-
-    async def work() -> None:
-        scoring = asyncio.create_task(score(router, tokens, starts))
-        await asyncio.sleep(0.1)
-        router.add(Replica(name="math.1", engine=second))
-        check_scores(tokens, await scoring)
-        with pytest.raises(ValueError, match=r"teacher 'math' has a replica 'math.1' already"):
-            router.add(Replica(name="math.1", engine=StandIn()))
-        assert [replica.name for replica in router.replicas] == ["math.0", "math.1"]
-
-    run(work)
-    assert len(second.answered) == 4
 
 
 def test_a_closed_group_takes_no_work() -> None:
