@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,10 +23,17 @@ STATISTICS = Path("/proc/stat")
 """Where Linux counts what its cores did: user, nice, system, idle, iowait, irq, softirq, steal, in ticks."""
 
 
-class Others:
-    """What other processes take of the machine from now on."""
+def own_busy_s() -> float:
+    """Busy seconds of this process with its ended children."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
-    def __init__(self) -> None:
+
+class Others:
+    """What other processes than those of ``own_s`` take of the machine from now on."""
+
+    def __init__(self, own_s: Callable[[], float] = own_busy_s) -> None:
+        self._own_s = own_s
         self._start = self._now()
 
     def cores(self) -> float | None:
@@ -36,13 +44,12 @@ class Others:
         return max(0.0, busy - own) / wall if wall > 0 else 0.0
 
     def _now(self) -> tuple[float, float, float] | None:
-        """Seconds: all cores' busy time, this process's with its ended children, wall clock."""
+        """Seconds: all cores' busy time, our own processes', wall clock."""
         if not STATISTICS.is_file():
             return None
         ticks = [int(number) for number in STATISTICS.read_text().split("\n", 1)[0].split()[1:9]]
         busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
-        times = os.times()
-        return busy, times.user + times.system + times.children_user + times.children_system, times.elapsed
+        return busy, self._own_s(), os.times().elapsed
 
 
 class CpuClock:

@@ -17,6 +17,7 @@ MAX_POINTS = 300
 """Longer curves are averaged into this many buckets."""
 
 Point = tuple[float, float]
+Scale = Callable[[float], float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,9 +41,9 @@ def line_chart(series: Sequence[Series], *, label: str) -> Markup:
         return Markup()
     xs = [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in one.points] + [one.goal for one in series if one.goal is not None]
-    x_scale = _Scale(min(xs), max(xs), LEFT, WIDTH - RIGHT)
+    x_scale = _scaled(min(xs), max(xs), LEFT, WIDTH - RIGHT)
     y_ticks = ticks(min(ys), max(ys))
-    y_scale = _Scale(min(y_ticks[0], *ys), max(y_ticks[-1], *ys), HEIGHT - BOTTOM, TOP)
+    y_scale = _scaled(min(y_ticks[0], *ys), max(y_ticks[-1], *ys), HEIGHT - BOTTOM, TOP)
     parts = [_axes(x_scale, y_scale, y_ticks, [x for x in ticks(min(xs), max(xs)) if min(xs) <= x <= max(xs)])]
     for one in series:
         parts += _curve(one, x_scale, y_scale)
@@ -82,17 +83,12 @@ def running_mean(points: Sequence[Point], window: int) -> list[Point]:
     return means
 
 
-class _Scale:
-    def __init__(self, low: float, high: float, start: float, end: float) -> None:
-        self.low, self.start = low, start
-        self.factor = (end - start) / (high - low) if high > low else 0.0
-        self.shift = 0.0 if high > low else (end - start) / 2
-
-    def __call__(self, value: float) -> float:
-        return round(self.start + self.shift + (value - self.low) * self.factor, 1)
+def _scaled(low: float, high: float, start: float, end: float) -> Scale:
+    factor, shift = ((end - start) / (high - low), 0.0) if high > low else (0.0, (end - start) / 2)
+    return lambda value: round(start + shift + (value - low) * factor, 1)
 
 
-def _axes(x_scale: _Scale, y_scale: _Scale, y_ticks: Sequence[float], x_ticks: Sequence[float]) -> Markup:
+def _axes(x_scale: Scale, y_scale: Scale, y_ticks: Sequence[float], x_ticks: Sequence[float]) -> Markup:
     parts = []
     for value, label in zip(y_ticks, _tick_labels(y_ticks), strict=True):
         y = y_scale(value)
@@ -113,7 +109,7 @@ def _tick_labels(values: Sequence[float]) -> list[str]:
     return [f"{value:.{digits}f}" for value in values]
 
 
-def _curve(one: Series, x_scale: _Scale, y_scale: _Scale) -> list[Markup]:
+def _curve(one: Series, x_scale: Scale, y_scale: Scale) -> list[Markup]:
     colour = f"s{one.index % NUM_COLOURS}" + (" again" if one.index >= NUM_COLOURS else "")
     last = short(one.points[-1][1])
     title = Markup("<title>{}: {} at step {}</title>").format(one.name, last, short(one.points[-1][0]))
@@ -138,7 +134,7 @@ def _curve(one: Series, x_scale: _Scale, y_scale: _Scale) -> list[Markup]:
     return parts
 
 
-def _path(points: Sequence[Point], x_scale: _Scale, y_scale: _Scale, classes: str, title: Markup) -> Markup:
+def _path(points: Sequence[Point], x_scale: Scale, y_scale: Scale, classes: str, title: Markup) -> Markup:
     joined = " ".join(f"{x_scale(x)},{y_scale(y)}" for x, y in points)
     return Markup('<polyline class="{}" points="{}">{}</polyline>').format(classes, joined, escape(title))
 

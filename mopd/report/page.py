@@ -121,7 +121,7 @@ def _charts(curves: Mapping[str, Mapping[str, list[tuple[float, float]]]], domai
             Series(name=domain or metric, index=domains.index(domain) if domain else 0, points=points)
             for domain, points in sorted(by_domain.items())
         ]
-        charts.append({"title": title, "text": text, "svg": line_chart(series, label=f"{title} over steps")})
+        charts.append(_chart(title, text, series))
     return charts
 
 
@@ -140,11 +140,12 @@ def _group_charts(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         heading, text = GROUP_CHARTS[metric]
         title = f"{room.removesuffix('s').capitalize()}: {heading}"
         series = [Series(name=name, index=i, points=curves[name]) for i, name in enumerate(sorted(curves))]
-        legend = [{"name": one.name, "index": one.index} for one in series]
-        charts.append(
-            {"title": title, "text": text, "legend": legend, "svg": line_chart(series, label=f"{title} over steps")}
-        )
+        charts.append({**_chart(title, text, series), "legend": series})
     return charts
+
+
+def _chart(title: str, text: str, series: list[Series]) -> dict[str, Any]:
+    return {"title": title, "text": text, "svg": line_chart(series, label=f"{title} over steps")}
 
 
 def _reward_chart(

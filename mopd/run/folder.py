@@ -93,10 +93,8 @@ class RunDir(RunFiles):
         if self.lock_path.is_file():
             with writing(self.lock_path):
                 lock = os.open(self.lock_path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    self._take(lock)
-                finally:
-                    os.close(lock)
+                self._take(lock)
+                os.close(lock)
         if resume:
             check_same_run(load_recipe(self.recipe), loaded)
 
@@ -122,7 +120,7 @@ class RunDir(RunFiles):
     def _lock_folder(self) -> None:
         while self._lock is None:
             lock = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            self._take(lock, close_on_refusal=True)
+            self._take(lock)
             # An ending writer may have removed the file that we opened; its lock would protect nothing.
             if self.lock_path.exists() and os.fstat(lock).st_ino == self.lock_path.stat().st_ino:
                 self._lock = lock
@@ -205,7 +203,8 @@ class RunDir(RunFiles):
         except WriteRefusedError as error:
             raise WriteRefusedError(f"{loaded.where('run_dir')}: {shown_path(self.path)!r}: {error}") from error
 
-    def _take(self, lock: int, *, close_on_refusal: bool = False) -> None:
+    def _take(self, lock: int) -> None:
+        """Lock the open file; where another process holds it, close it and raise ``UserError``."""
         deadline = time.monotonic() + LOCK_WAIT_S
         while True:
             try:
@@ -214,8 +213,7 @@ class RunDir(RunFiles):
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
-                    if close_on_refusal:
-                        os.close(lock)
+                    os.close(lock)
                     raise UserError(
                         f"run_dir {shown_path(self.path)!r} is in use by process {owner}: wait for it, or set another "
                         "run_dir"

@@ -14,7 +14,7 @@ from mopd.placement.gpus import local_rank
 from mopd.placement.groups import Groups
 from mopd.replicas.interface import SampleFailed
 from mopd.run.folder import RunDir
-from mopd.run.workers import Inputs, Workers, build_workers, read_inputs
+from mopd.run.workers import Workers, build_workers, read_inputs
 from mopd.student import parallel
 from mopd.student.worker import StudentWorker
 from mopd.types import UserError
@@ -26,9 +26,18 @@ def lead(recipe: Recipe, run: RunDir | None, work: Work) -> None:
     """Rank 0: start every group, build everything, do ``work``, release the other ranks. ``run`` is the folder to write
     in, if any."""
     inputs = read_inputs(recipe)
+    log_dir, path = (None, None) if run is None else (run.logs, run.validation)
+
+    async def with_groups(worker: StudentWorker, plane: LocalDataPlane, channel: CommandChannel) -> None:
+        async with Groups(recipe, log_dir=log_dir, device=worker.layout.device) as groups:
+            try:
+                await work(await build_workers(recipe, inputs, worker, plane, channel, groups, validation_path=path))
+            except SampleFailed as error:
+                raise UserError(f"{error}: see the replicas' logs") from error
+
     try:
-        with joined(recipe, list(inputs.train.domain_counts)) as (worker, plane, channel):
-            asyncio.run(_with_groups(recipe, run, inputs, worker, plane, channel, work))
+        with joined(recipe, list(inputs.train.domain_counts)) as parts:
+            asyncio.run(with_groups(*parts))
     finally:
         if inputs.rewards is not None:
             inputs.rewards.close()
@@ -64,22 +73,3 @@ def joined(
         yield StudentWorker(recipe, plane, domains), plane, channel
         if seen_domains is not None:  # after an error nobody listens
             channel.send({"call": "stop", "kwargs": {}})
-
-
-async def _with_groups(
-    recipe: Recipe,
-    run: RunDir | None,
-    inputs: Inputs,
-    worker: StudentWorker,
-    plane: LocalDataPlane,
-    channel: CommandChannel,
-    work: Work,
-) -> None:
-    log_dir, validation_path = (None, None) if run is None else (run.logs, run.validation)
-    async with Groups(recipe, log_dir=log_dir, device=worker.layout.device) as groups:
-        try:
-            await work(
-                await build_workers(recipe, inputs, worker, plane, channel, groups, validation_path=validation_path)
-            )
-        except SampleFailed as error:
-            raise UserError(f"{error}: see the replicas' logs") from error

@@ -91,11 +91,12 @@ def show(throughput: Throughput, decode: Decode, makespan: Makespan) -> None:
         f"{makespan.token_aware_worst:.3f} (by count: {makespan.count_based_worst:.3f})",
         f"<= {makespan.goal}",
     )
+    others = throughput.others_cores
     console = Terminal()
     console.print(table)
     console.print(
         f"model of {throughput.num_weights / 1e6:.0f} M weights, {throughput.num_sequences} sequences, "
-        f"{throughput.num_tokens:,} tokens, {throughput.num_rows:,} scored; other processes kept "
-        f"{throughput.others_cores:.1f} cores busy meanwhile",
+        f"{throughput.num_tokens:,} tokens, {throughput.num_rows:,} scored"
+        + ("" if others is None else f"; other processes kept {others:.1f} cores busy meanwhile"),
         highlight=False,
     )

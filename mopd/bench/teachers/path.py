@@ -11,6 +11,7 @@ Then the answers alone: bytes per scored token, and the time until they are tens
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import signal
 import statistics
@@ -30,6 +31,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from mopd.bench.clock import Others
 from mopd.config.groups import RoutingConfig, TorchEngineConfig, VllmEngineConfig
 from mopd.engines.clients.remote import RemoteEngine, to_scores
 from mopd.replicas.interface import Replica
@@ -75,8 +77,9 @@ class Throughput:
     """Bytes of the answers' bodies per scored token."""
     prompt_bytes_share: float
     """Share of the answers' bytes that grew with the prompts when they were made four times as long."""
-    others_cores: float
-    """Cores that processes which have nothing to do with this kept busy during the pairs."""
+    others_cores: float | None
+    """Cores that processes which have nothing to do with this kept busy during the pairs; None where the system does
+    not say."""
     throughput_goal: float = THROUGHPUT_GOAL
 
     @property
@@ -90,8 +93,8 @@ class Throughput:
 
     @property
     def payload_goal(self) -> int:
-        """Bytes per scored token that an answer may take."""
-        return payload_goal(self.top_k)
+        """Bytes per scored token that an answer at fp32 may take."""
+        return 8 * self.top_k + 32
 
     @property
     def is_met(self) -> bool:
@@ -118,23 +121,20 @@ async def measure_throughput(
         progress("starting the server and the bare engine")
         async with _served(folder, engine, top_k) as remote, _bare(folder / "model", engine, top_k) as bare:
             router = Router("bench", [Replica(name="bench.0", engine=remote)], RoutingConfig(), kind="teacher")
-
-            async def path(tokens: Sequence[Tensor], starts: Sequence[int]) -> object:
-                return await router.score(tokens, starts, top_k=top_k, temperature=1.0)
-
+            path = functools.partial(router.score, top_k=top_k, temperature=1.0)
             await bare(tokens, starts)
             await path(tokens, starts)
-            received = remote.bytes_received
-            await path(tokens, starts)
-            received = remote.bytes_received - received
+            received = await _received(remote, path, tokens, starts)
             times: dict[str, list[float]] = {"bare": [], "path": []}
-            others, started = _others_busy_s(), time.perf_counter()
+            others = Others(_own_busy_s)
             sides: list[tuple[str, Score]] = [("bare", bare), ("path", path)]
             for pair in range(num_pairs):
                 for side, score in sides if pair % 2 == 0 else sides[::-1]:
-                    times[side].append(await _seconds(score(tokens, starts)))
+                    started = time.perf_counter()
+                    await score(tokens, starts)
+                    times[side].append(time.perf_counter() - started)
                 progress(f"pair {pair + 1}: bare {times['bare'][-1]:.2f} s, path {times['path'][-1]:.2f} s")
-            others_cores = max(0.0, _others_busy_s() - others) / (time.perf_counter() - started)
+            others_cores = others.cores()
             share = await _prompt_share(remote, path)
             await router.close()
     num_rows = sum(len(sequence) - start for sequence, start in zip(tokens, starts, strict=True))
@@ -181,31 +181,27 @@ def make_batch(num_sequences: int) -> tuple[list[Tensor], list[int]]:
     return tokens, [PROMPT_LENGTH] * num_sequences
 
 
-async def _seconds(work: Awaitable[object]) -> float:
-    started = time.perf_counter()
-    await work
-    return time.perf_counter() - started
+def _own_busy_s() -> float:
+    """Busy seconds of this process and its children, those included that still run."""
+    processes = (psutil.Process(), *psutil.Process().children(recursive=True))
+    spent = [process.cpu_times() for process in processes]
+    return sum(each.user + each.system + each.children_user + each.children_system for each in spent)
 
 
-def _others_busy_s() -> float:
-    """Busy seconds of all cores so far, without those of this process and its children."""
-    machine = psutil.cpu_times()
-    own = 0.0
-    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-        spent = process.cpu_times()
-        own += spent.user + spent.system + spent.children_user + spent.children_system
-    other_fields = sum(getattr(machine, name, 0.0) for name in ("iowait", "guest", "guest_nice"))  # guest is in user
-    return sum(machine) - machine.idle - other_fields - own
+async def _received(remote: RemoteEngine, path: Score, tokens: Sequence[Tensor], starts: Sequence[int]) -> int:
+    """Bytes of the answers to one batch."""
+    before = remote.bytes_received
+    await path(tokens, starts)
+    return remote.bytes_received - before
 
 
 async def _prompt_share(remote: RemoteEngine, path: Score) -> float:
     """The same 16 responses after short and after long prompts: what the answer grew by, relative to its size."""
-    sizes = []
-    for start in (PROMPT_LENGTH, 4 * PROMPT_LENGTH):
-        before = remote.bytes_received
-        await path([torch.arange(3, 3 + start + 32) for _ in range(16)], [start] * 16)
-        sizes.append(remote.bytes_received - before)
-    return (sizes[1] - sizes[0]) / sizes[1]
+    short, long = [
+        await _received(remote, path, [torch.arange(3, 3 + start + 32) for _ in range(16)], [start] * 16)
+        for start in (PROMPT_LENGTH, 4 * PROMPT_LENGTH)
+    ]
+    return (long - short) / long
 
 
 def _engine_config(engine: EngineType) -> TorchEngineConfig | VllmEngineConfig:
@@ -227,7 +223,10 @@ async def _bare(model: Path, engine: EngineType, top_k: int) -> AsyncIterator[Sc
     """The engine alone, without any of our code around vLLM's."""
     config = _engine_config(engine)
     if isinstance(config, TorchEngineConfig):
-        yield _bare_torch(model, config, top_k)
+        from mopd.engines.torch.engine import TorchEngine
+
+        torch_engine = TorchEngine.from_pretrained(model, config, "cuda" if torch.cuda.is_available() else "cpu")
+        yield functools.partial(torch_engine.score, top_k=top_k, temperature=1.0)
         return
     from mopd.engines.vllm import start as vllm
 
@@ -255,18 +254,6 @@ async def _bare(model: Path, engine: EngineType, top_k: int) -> AsyncIterator[Sc
         yield score
     finally:
         await vllm.stop_llm(llm, STOP_TIMEOUT_S)
-
-
-def _bare_torch(model: Path, config: TorchEngineConfig, top_k: int) -> Score:
-    from mopd.engines.torch.engine import TorchEngine
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine = TorchEngine.from_pretrained(model, config, device)
-
-    async def score(tokens: Sequence[Tensor], starts: Sequence[int]) -> object:
-        return await engine.score(tokens, starts, top_k=top_k, temperature=1.0)
-
-    return score
 
 
 @asynccontextmanager
@@ -343,11 +330,6 @@ class Decode:
     @property
     def is_met(self) -> bool:
         return self.speedup >= self.goal
-
-
-def payload_goal(top_k: int) -> int:
-    """Bytes per scored token that an answer at fp32 may take."""
-    return 8 * top_k + 32
 
 
 def measure_decode(top_k: int) -> Decode:
