@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TypeVar
 
@@ -98,9 +98,9 @@ def run_job(make: Callable[[], Job], *, resume: bool) -> dict[str, object]:
         job = _together(make, size)
         # Rank 0 alone knows the work folder; the others learn whether there is work from its error, or its absence.
         is_needed = _together(lambda: job.begin(resume=resume) if rank == 0 else True, size)
-        if _all(is_needed, size):
+        if all(part == b"1" for part in _gather(b"1" if is_needed else b"0", size)):
             try:
-                with _progress(job) if rank == 0 else _silence():
+                with _progress(job) if rank == 0 else nullcontext():
                     _together(lambda: _write(job, rank, size), size)
                     _together(lambda: job.complete() if rank == 0 else None, size)
             except UserError:
@@ -152,10 +152,6 @@ def _together(action: Callable[[], _T], size: int) -> _T:
     return result  # type: ignore[return-value]
 
 
-def _all(value: bool, size: int) -> bool:
-    return all(part == b"1" for part in _gather(b"1" if value else b"0", size))
-
-
 def _gather(data: bytes, size: int) -> list[bytes]:
     """Every rank's bytes, in rank order, on every rank."""
     if size == 1:
@@ -168,11 +164,6 @@ def _gather(data: bytes, size: int) -> list[bytes]:
     parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(size)]
     dist.all_gather(parts, padded)
     return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    yield
 
 
 @contextmanager

@@ -53,6 +53,25 @@ def check_sampling(
         raise UserError(f"{name}: no eos_token_id in generation_config.json or config.json: set it there")
 
 
+def check_length(longest: int, max_new_tokens: int | None, limit: int, limit_key: str, *, name: str) -> None:
+    """``UserError`` for a prompt that does not fit with its response, or with ``None`` a sequence that is too long.
+
+    ``limit_key`` says where the ``limit`` of ``name`` comes from: the model's ``max_position_embeddings``, or an
+    engine's ``max_model_len``, which can be raised.
+    """
+    if longest + (max_new_tokens or 0) <= limit:
+        return
+    owner, cure = ("engine", "raise engine.max_model_len or ") if limit_key == "max_model_len" else ("model", "")
+    if max_new_tokens is None:
+        problem = f"sequence longer than the {owner}: {longest} tokens"
+    else:
+        problem = (
+            f"prompt longer than the {owner}: {longest} prompt tokens + rollout.max_response_length {max_new_tokens}"
+        )
+    cure += "lower data.max_prompt_length or rollout.max_response_length"
+    raise UserError(f"{problem} > {limit_key} {limit} of {name}: {cure}")
+
+
 def check_scores(
     scores: Sequence[Scores],
     tokens: Sequence[Tensor],

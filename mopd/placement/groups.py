@@ -18,7 +18,6 @@ from mopd.config.groups import ExternalConfig, InProcessConfig, LocalConfig, Ray
 from mopd.config.schema import Recipe
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.torch.engine import TorchEngine
 from mopd.files.writing import temporary_folder
 from mopd.placement.engine_file import rollout_file, teacher_file
 from mopd.placement.engine_loading import load_engine
@@ -230,5 +229,4 @@ class InProcessGroup:
         """See ``Placement.close``."""
         engines, self._engines = self._engines, []
         for engine in engines:
-            if not isinstance(engine, TorchEngine):
-                await engine.close()
+            await engine.close()

@@ -12,32 +12,9 @@ from mopd.config.groups import LocalConfig
 from mopd.files.writing import temporary_folder, writing
 from mopd.placement.gpus import visible_gpus
 from mopd.placement.interface import GroupPlan
-from mopd.placement.process import ServerCommand, ServerProcess, ServerState
+from mopd.placement.process import ServerCommand, ServerProcess
 
 HOST = "127.0.0.1"
-
-
-class LocalServer:
-    """Implements ``Server`` for a child process."""
-
-    def __init__(self, process: ServerProcess) -> None:
-        self._process = process
-
-    async def state(self) -> ServerState:
-        """See ``Server.state``."""
-        return self._process.state()
-
-    async def last_words(self) -> str:
-        """See ``Server.last_words``."""
-        return f"{self._process.last_words()} (log: {self._process.log})"
-
-    async def terminate(self) -> None:
-        """See ``Server.terminate``."""
-        self._process.terminate()
-
-    async def kill(self) -> None:
-        """See ``Server.kill``."""
-        self._process.kill()
 
 
 class LocalLauncher:
@@ -63,7 +40,7 @@ class LocalLauncher:
             self._log_dir.mkdir(parents=True, exist_ok=True)
         self._folder = temporary_folder("mopd-servers-")
 
-    async def launch(self, index: int, token: str) -> LocalServer:
+    async def launch(self, index: int, token: str) -> ServerProcess:
         """See ``Launcher.launch``."""
         assert self._folder is not None
         self._num_launches += 1
@@ -75,7 +52,7 @@ class LocalLauncher:
             environment=self._environment(index),
         )
         log = self._log_dir / f"{self._plan.file_name(index)}.log"
-        return LocalServer(ServerProcess(command, folder=folder, log=log))
+        return ServerProcess(command, folder=folder, log=log)
 
     async def close(self) -> None:
         """See ``Launcher.close``."""

@@ -46,11 +46,11 @@ class ServerCommand:
 
 
 class ServerProcess:
-    """Starts at once; ``state`` never blocks."""
+    """Implements ``Server``; starts at once."""
 
     def __init__(self, command: ServerCommand, *, folder: Path, log: Path) -> None:
         """``folder`` is made for this server alone and goes with it; ``log`` is appended to."""
-        self.log = log
+        self._log = log
         self._ready = folder / "ready.json"
         engine_file, token_file = folder / "engine.json", folder / "token"
         with writing(folder):
@@ -73,8 +73,8 @@ class ServerProcess:
                 env=server_environment(os.environ, command.environment),
             )
 
-    def state(self) -> ServerState:
-        """How it is now."""
+    async def state(self) -> ServerState:
+        """See ``Server.state``."""
         exit_code = self._reaper.poll()
         if exit_code is not None and exit_code < 0:  # the reaper itself was killed, and the server with it
             exit_code = 128 - exit_code
@@ -84,31 +84,27 @@ class ServerProcess:
             ready = {}
         return ServerState(url=ready.get("url"), pid=ready.get("pid"), exit_code=exit_code)
 
-    def terminate(self) -> None:
-        """Ask it to answer what it has begun, and end."""
+    async def terminate(self) -> None:
+        """See ``Server.terminate``: it answers what it has begun."""
         if self._reaper.poll() is None:
             self._reaper.send_signal(signal.SIGTERM)
 
-    def kill(self) -> None:
-        """End it and its children now; ``state`` shows the end within moments."""
+    async def kill(self) -> None:
+        """See ``Server.kill``: its children too; ``state`` shows the end within moments."""
         assert self._reaper.stdin is not None
         self._reaper.stdin.close()
 
-    def last_words(self) -> str:
-        """The user error that it ended with, or the end of its log, on one line."""
-        with self.log.open("rb") as file:
+    async def last_words(self) -> str:
+        """See ``Server.last_words``: the user error that it ended with, or the end of its log."""
+        with self._log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, size - TAIL_BYTES))
             lines = file.read().decode("utf-8", "replace").splitlines()
         errors = [line for line in lines if line.startswith(USER_ERROR_PREFIX)]
-        if errors:
-            return errors[-1].removeprefix(USER_ERROR_PREFIX)
-        return next((line.strip() for line in reversed(lines) if line.strip()), self._why_nothing())
-
-    def _why_nothing(self) -> str:
-        status = os.statvfs(self.log)
-        is_full = status.f_bavail == 0
-        return "it wrote nothing" + (": No space left on device for its log" if is_full else "")
+        is_full = os.statvfs(self._log).f_bavail == 0
+        nothing = "it wrote nothing" + (": No space left on device for its log" if is_full else "")
+        words = [line.removeprefix(USER_ERROR_PREFIX) for line in errors] or [line.strip() for line in lines]
+        return f"{next(filter(None, reversed(words)), nothing)} (log: {self._log})"
 
 
 def server_environment(own: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:

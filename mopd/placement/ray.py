@@ -11,14 +11,13 @@ Groups that share a pool share its placement group and its agents.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import json
 import logging
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,11 +43,11 @@ LOST_CODE = 255
 class RayCluster:
     """Connected, with room reserved for every group. One per process at a time: Ray's connection is global."""
 
-    def __init__(self, ray: Any, plans: Sequence[GroupPlan], log_dir: Path) -> None:
+    def __init__(self, ray: Any, needs: Mapping[str, Need], log_dir: Path) -> None:
         """Use ``open``."""
         self.ray = ray
         self.log_dir = log_dir
-        self._plans = plans
+        self._needs = needs
         self._reserved: dict[str, Any] = {}
         self._agents: dict[tuple[str, int], Any] = {}
 
@@ -64,10 +63,11 @@ class RayCluster:
         Raises:
             UserError: the package is missing, the cluster cannot be reached, or the plans do not fit.
         """
-        ray = _connect(plans, _needs(plans), gpus)
-        cluster = cls(ray, plans, log_dir)
+        needs = _needs(plans)
+        ray = _connect(plans, list(needs.values()), gpus)
+        cluster = cls(ray, needs, log_dir)
         try:
-            check_room(_needs(plans), _free_nodes(ray))
+            check_room(list(needs.values()), _free_nodes(ray))
             log_dir.mkdir(parents=True, exist_ok=True)
         except BaseException:
             await cluster.close()
@@ -82,7 +82,7 @@ class RayCluster:
         """Wait for the placement group of a group, or of its pool. ``UserError`` if it does not come in time."""
         name = _reservation(plan)
         if name not in self._reserved:
-            need = next(need for need in _needs(self._plans) if plan.key in need.keys)
+            need = self._needs[name]
             bundle = {"CPU": need.num_cpus} | ({"GPU": need.num_gpus} if need.num_gpus else {})
             self._reserved[name] = self.ray.util.placement_group([bundle] * need.count, strategy="PACK")
         try:
@@ -99,7 +99,7 @@ class RayCluster:
         if anew:
             self._agents.pop(key, None)
         if key not in self._agents:
-            need = next(need for need in _needs(self._plans) if plan.key in need.keys)
+            need = self._needs[key[0]]
             strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                 placement_group=self._reserved[key[0]], placement_group_bundle_index=index
             )
@@ -145,18 +145,17 @@ class RayLauncher:
         command = ServerCommand(
             engine_file=json.dumps(self._plan.files[index].to_json()),
             token=token,
-            host="",
+            host="",  # the agent's
             environment={"OMP_NUM_THREADS": str(self._cfg.num_cpus)}
             # Ray hides no GPU from an actor that asked for none.
             | ({} if self._cfg.num_gpus else {"CUDA_VISIBLE_DEVICES": ""}),
         )
-        fields = {key: value for key, value in dataclasses.asdict(command).items() if key != "host"}
         log_name = f"{self._plan.file_name(index)}.log"
         errors = self._cluster.ray.exceptions
         for anew in (False, True):
             agent = await self._cluster.agent(self._plan, index, anew=anew)
             try:
-                await self._cluster.ask(agent.launch.remote(name, log_name, fields), self._cfg.startup_timeout_s)
+                await self._cluster.ask(agent.launch.remote(name, log_name, command), self._cfg.startup_timeout_s)
                 return RayServer(self._cluster, agent, name)
             except errors.RayTaskError as error:
                 raise UserError(f"{self._plan.key}: the agent on the node failed: {_last_line(error)}") from error
@@ -180,11 +179,8 @@ class RayServer:
 
     async def state(self) -> ServerState:
         """See ``Server.state``."""
-        answer = await self._ask("state")
-        if answer is None:
-            return ServerState(url=None, pid=None, exit_code=LOST_CODE)
-        url, pid, exit_code = answer
-        return ServerState(url=url, pid=pid, exit_code=exit_code)
+        state: ServerState | None = await self._ask("state")
+        return ServerState(url=None, pid=None, exit_code=LOST_CODE) if state is None else state
 
     async def last_words(self) -> str:
         """See ``Server.last_words``."""
@@ -205,7 +201,7 @@ class RayServer:
             if self._lost is not None:
                 return None
             try:
-                return await self._cluster.ask(getattr(self._agent, method).remote(self._name))
+                return await self._cluster.ask(self._agent.ask.remote(self._name, method))
             except asyncio.TimeoutError:
                 continue
             except self._cluster.ray.exceptions.RayError as error:
@@ -342,21 +338,18 @@ def _reservation(plan: GroupPlan) -> str:
     return plan.key if pool is None else f"pool {pool}"
 
 
-def _needs(plans: Sequence[GroupPlan]) -> list[Need]:
-    """One per placement group; groups of one pool need the most that any of them needs."""
-    by_reservation: dict[str, list[GroupPlan]] = {}
+def _needs(plans: Sequence[GroupPlan]) -> dict[str, Need]:
+    """One per placement group, by its name; groups of one pool need the most that any of them needs."""
+    needs: dict[str, Need] = {}
     for plan in plans:
-        by_reservation.setdefault(_reservation(plan), []).append(plan)
-    needs = []
-    for sharing in by_reservation.values():
-        cfgs = [plan.group.placement for plan in sharing if isinstance(plan.group.placement, RayConfig)]
-        needs.append(
-            Need(
-                keys=tuple(plan.key for plan in sharing),
-                count=max(len(plan.files) for plan in sharing),
-                num_cpus=max(cfg.num_cpus for cfg in cfgs),
-                num_gpus=max(cfg.num_gpus for cfg in cfgs),
-            )
+        cfg, name = plan.group.placement, _reservation(plan)
+        assert isinstance(cfg, RayConfig)
+        other = needs.get(name, Need(keys=(), count=0, num_cpus=0, num_gpus=0))
+        needs[name] = Need(
+            keys=(*other.keys, plan.key),
+            count=max(other.count, len(plan.files)),
+            num_cpus=max(other.num_cpus, cfg.num_cpus),
+            num_gpus=max(other.num_gpus, cfg.num_gpus),
         )
     return needs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -20,30 +21,16 @@ class Agent:
         self._log_dir = Path(log_dir) if os.path.isdir(log_dir) else Path(tempfile.mkdtemp(prefix="mopd-logs-"))
         self._servers: dict[str, ServerProcess] = {}
 
-    def launch(self, server: str, log_name: str, command: dict[str, Any]) -> None:
-        """Start a server; no earlier one had its name. ``command``: fields of ``ServerCommand`` but ``host``."""
+    def launch(self, server: str, log_name: str, command: ServerCommand) -> None:
+        """Start a server on this node's address; no earlier one had its name."""
         from ray.util import get_node_ip_address
 
-        full = ServerCommand(host=get_node_ip_address(), **command)
-        self._servers[server] = ServerProcess(full, folder=self._folder / server, log=self._log_dir / log_name)
+        command = dataclasses.replace(command, host=get_node_ip_address())
+        self._servers[server] = ServerProcess(command, folder=self._folder / server, log=self._log_dir / log_name)
 
-    def state(self, server: str) -> tuple[str | None, int | None, int | None]:
-        """Fields of ``ServerState``."""
-        state = self._servers[server].state()
-        return state.url, state.pid, state.exit_code
-
-    def last_words(self, server: str) -> str:
-        """Why it ended, with the place of its log."""
-        process = self._servers[server]
-        return f"{process.last_words()} (log: {process.log})"
-
-    def terminate(self, server: str) -> None:
-        """Ask it to end in order."""
-        self._servers[server].terminate()
-
-    def kill(self, server: str) -> None:
-        """End it now."""
-        self._servers[server].kill()
+    async def ask(self, server: str, method: str) -> Any:
+        """What a method of ``Server`` returns."""
+        return await getattr(self._servers[server], method)()
 
     def close(self) -> None:
         """Remove what lies on the disk; the servers have ended."""

@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,6 @@ class _Sharer:
     is_awake: bool = False
     num_working: int = 0
     last_used: int = -1
-    waiting: int = field(default=0)
 
 
 class SharedPool:

@@ -33,7 +33,7 @@ from mopd.engines.interface import EngineInfo, EngineLimits, EngineUnavailable, 
 from mopd.serving.admission import Admission, ServerLimits
 from mopd.serving.bodies import ARRIVING_BYTES, BodyReader, SlicedResponse, disconnected, read_deadline
 from mopd.serving.errors import Refusal, bad_request, stale_weights
-from mopd.serving.host import CanSleep, CanTellHealth, EngineHost
+from mopd.serving.host import CanSleep, EngineHost
 from mopd.serving.metrics import ServerMetrics
 from mopd.serving.request_checks import LOOPBACK_NAMES, add_request_checks
 from mopd.serving.updates import WeightUpdates
@@ -125,9 +125,8 @@ class EngineServer:
 
     async def health(self) -> Response:
         """200 while the server takes requests (a rollout server without weights does: it waits for them)."""
-        engine = self.served.host.engine
-        if self.admission.closed_kind is None and isinstance(engine, CanTellHealth):
-            await self._engine_call(engine.check_health())
+        if self.admission.closed_kind is None:
+            await self._engine_call(self.served.host.engine.check_health())
         kind = self.admission.closed_kind
         return JSONResponse({"status": kind or "ok"}, status_code=200 if kind is None else 503)
 

@@ -24,6 +24,14 @@ class HostedEngine(Scorer, Generator, TakesWeights, Described, Protocol):
         """Where new weights go, by ``hf_name``: their shapes and dtypes."""
         ...
 
+    async def check_health(self) -> None:
+        """``EngineUnavailable`` when it is dead."""
+        ...
+
+    async def close(self) -> None:
+        """End what it has started."""
+        ...
+
 
 @runtime_checkable
 class CanSleep(Protocol):
@@ -35,24 +43,6 @@ class CanSleep(Protocol):
 
     async def wake_up(self) -> None:
         """As before ``sleep``."""
-        ...
-
-
-@runtime_checkable
-class CanTellHealth(Protocol):
-    """An engine that can die while this process lives."""
-
-    async def check_health(self) -> None:
-        """``EngineUnavailable`` when it is dead."""
-        ...
-
-
-@runtime_checkable
-class CanClose(Protocol):
-    """An engine with processes of its own."""
-
-    async def close(self) -> None:
-        """End them."""
         ...
 
 

@@ -15,7 +15,6 @@ import uvicorn
 from mopd.serving.address import BACKLOG, Address
 from mopd.serving.app import EngineServer, Served, create_app
 from mopd.serving.connections import ServerConfig
-from mopd.serving.host import CanClose
 from mopd.types import UserError
 
 CLOSE_TIMEOUT_S = 10.0
@@ -42,8 +41,7 @@ async def serve(served: Served, address: Address, listener: socket.socket) -> in
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
-        if isinstance(served.host.engine, CanClose):
-            await asyncio.wait_for(served.host.engine.close(), CLOSE_TIMEOUT_S)
+        await asyncio.wait_for(served.host.engine.close(), CLOSE_TIMEOUT_S)
     if server.refused is not None:
         raise server.refused
     if server.interrupted:

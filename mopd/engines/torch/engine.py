@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mopd.config.groups import TorchEngineConfig
-from mopd.engines.checks import check_sampling, check_scoring
+from mopd.engines.checks import check_length, check_sampling, check_scoring
 from mopd.engines.interface import EngineInfo, Generation, SamplingParams, Scores
 from mopd.engines.staging import hold_weights
 from mopd.engines.torch.decoding import decode, uniforms
@@ -23,6 +23,7 @@ from mopd.engines.torch.loading import build_empty_model, load_model, read_stop_
 from mopd.losses.teacher_topk import chunked_topk_logprobs
 from mopd.types import UserError
 
+LENGTH_KEY = "max_position_embeddings"
 MAX_LOGITS_ROWS = 1024
 """Rows of [vocabulary] logits that scoring holds at a time: 0.6 GiB in fp32 at 150,000 tokens; more are no faster."""
 
@@ -77,11 +78,20 @@ class TorchEngine:
             weight_version=self.weight_version,
         )
 
+    async def check_health(self) -> None:
+        """It lives as long as this process."""
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
     ) -> list[Generation]:
         """See ``Generator.generate``. ``UserError`` when a prompt and its response do not fit the model."""
-        self._check_generate(prompts, sampling, seeds)
+        self._require_weights()
+        check_sampling(prompts, sampling, seeds, self.stop_ids, name=self.name)
+        longest = max(map(len, prompts), default=0)
+        check_length(longest, sampling.max_new_tokens, self.max_positions, LENGTH_KEY, name=self.name)
         stop_ids = torch.tensor(self.stop_ids, device=self.model.device)
         results: dict[int, Generation] = {}
         lengths = [len(prompt) + sampling.max_new_tokens for prompt in prompts]
@@ -179,17 +189,6 @@ class TorchEngine:
             )
         self._head_checked = True
 
-    def _check_generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]) -> None:
-        self._require_weights()
-        check_sampling(prompts, sampling, seeds, self.stop_ids, name=self.name)
-        longest = max(map(len, prompts), default=0)
-        if longest + sampling.max_new_tokens > self.max_positions:
-            raise UserError(
-                f"prompt longer than the model: {longest} prompt tokens + rollout.max_response_length "
-                f"{sampling.max_new_tokens} > max_position_embeddings {self.max_positions} of {self.name}: "
-                "lower data.max_prompt_length or rollout.max_response_length"
-            )
-
     def _check_score(
         self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], top_k: int, temperature: float
     ) -> None:
@@ -199,12 +198,7 @@ class TorchEngine:
         if temperature <= 0:
             raise ValueError(f"temperature is {temperature}: scoring needs a positive one")
         check_scoring(tokens, prompt_lengths)
-        longest = max(map(len, tokens), default=0)
-        if longest > self.max_positions:
-            raise UserError(
-                f"sequence longer than the model: {longest} tokens > max_position_embeddings {self.max_positions} of "
-                f"{self.name}: lower data.max_prompt_length or rollout.max_response_length"
-            )
+        check_length(max(map(len, tokens), default=0), None, self.max_positions, LENGTH_KEY, name=self.name)
         if not self._head_checked and len(tokens):
             self._check_head(tokens[0])
 

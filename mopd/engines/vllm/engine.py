@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mopd.config.groups import VllmEngineConfig
-from mopd.engines.checks import check_sampling, check_scoring
+from mopd.engines.checks import check_length, check_sampling, check_scoring
 from mopd.engines.concurrency import TokenBudget, all_or_none
 from mopd.engines.interface import EngineInfo, EngineUnavailable, Generation, SamplingParams, Scores
 from mopd.engines.staging import stage_weights
@@ -147,6 +147,9 @@ class VllmEngine:
         """``EngineUnavailable`` once vLLM's processes have died; they do not come back."""
         if self._failure is None and self._llm.errored:
             self._failure = "its process has died (see its log)"
+        self._require_alive()
+
+    def _require_alive(self) -> None:
         if self._failure is not None:
             raise EngineUnavailable(f"the vLLM engine of {self.name} is gone: {self._failure}")
 
@@ -290,12 +293,7 @@ class VllmEngine:
         for i, prompt in enumerate(prompts):
             self._check_ids("prompt", i, min(prompt), max(prompt))
         longest = max(map(len, prompts), default=0)
-        if longest + sampling.max_new_tokens > self.max_positions:
-            raise UserError(
-                f"prompt longer than the engine: {longest} prompt tokens + rollout.max_response_length "
-                f"{sampling.max_new_tokens} > max_model_len {self.max_positions} of {self.name}: raise "
-                "engine.max_model_len or lower data.max_prompt_length or rollout.max_response_length"
-            )
+        check_length(longest, sampling.max_new_tokens, self.max_positions, "max_model_len", name=self.name)
 
     def _check_score(
         self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], top_k: int, temperature: float
@@ -314,13 +312,7 @@ class VllmEngine:
         check_scoring(tokens, prompt_lengths)
         for i, sequence in enumerate(tokens):
             self._check_ids("sequence", i, int(sequence.min()), int(sequence.max()))
-        longest = max(map(len, tokens), default=0)
-        if longest > self.max_positions:
-            raise UserError(
-                f"sequence longer than the engine: {longest} tokens > max_model_len {self.max_positions} of "
-                f"{self.name}: raise engine.max_model_len or lower data.max_prompt_length or "
-                "rollout.max_response_length"
-            )
+        check_length(max(map(len, tokens), default=0), None, self.max_positions, "max_model_len", name=self.name)
 
     def _check_ids(self, kind: str, index: int, lowest: int, highest: int) -> None:
         """An id outside the embedding would end vLLM's process, not only the request."""
@@ -328,16 +320,14 @@ class VllmEngine:
             raise ValueError(f"{kind} {index} has an id outside the vocabulary of {self.vocab_size} of {self.name}")
 
     def _require_weights(self) -> None:
-        if self._failure is not None:
-            raise EngineUnavailable(f"the vLLM engine of {self.name} is gone: {self._failure}")
+        self._require_alive()
         if not self._has_weights:
             raise RuntimeError(f"the engine of {self.name} has no weights: call load_weights first")
         if self._asleep:
             raise RuntimeError(f"the engine of {self.name} sleeps: call wake_up first")
 
     def _require_idle(self, action: str) -> None:
-        if self._failure is not None:
-            raise EngineUnavailable(f"the vLLM engine of {self.name} is gone: {self._failure}")
+        self._require_alive()
         if self._num_running:
             raise RuntimeError(f"{action} while {self._num_running} calls run in the engine of {self.name}")
         if action != "load_weights" and not self._can_sleep:
