@@ -167,10 +167,8 @@ class Groups:
             self._cluster = await RayCluster.open(on_ray, log_dir=self._log_dir, gpus=self._gpus.rest)
         for key, plan in self.plans.items():
             self._placements[key] = self._place(plan, self._log_dir)
-        await all_or_none(map(self._start_group, self.plans))
-
-    async def _start_group(self, key: str) -> None:
-        self._replicas[key] = await self._placements[key].start()
+        replicas = await all_or_none(placement.start() for placement in self._placements.values())
+        self._replicas = dict(zip(self._placements, replicas, strict=True))
 
     def _place(self, plan: GroupPlan, log_dir: Path) -> Placement:
         placement = plan.group.placement

@@ -110,6 +110,18 @@ class Admission:
         """``draining`` or ``dead`` when the server ends."""
         return None if self._closed_because is None or self._is_paused else self._closed_because.kind
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While the engine works for a request that was admitted."""
+        self.num_running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+            if self.num_running == 0:
+                self._idle.set()
+
     async def wait_idle(self, timeout_s: float) -> None:
         """Returns when no engine work runs; ``Refusal`` 504 at the deadline."""
         try:
@@ -125,15 +137,6 @@ class Admission:
             return 1.0
         return min(max(num_tokens * busy_s / self._done_tokens, low), high)
 
-    def _start(self) -> None:
-        self.num_running += 1
-        self._idle.clear()
-
-    def _stop(self) -> None:
-        self.num_running -= 1
-        if self.num_running == 0:
-            self._idle.set()
-
     def _release(self, num_tokens: int) -> None:
         self.queued_tokens -= num_tokens
         self._done_tokens += num_tokens
@@ -142,20 +145,11 @@ class Admission:
 
 
 class Reservation:
-    """Room of one request: ``running`` while the engine works, ``release`` when its answer has left."""
+    """Room of one request, until its answer has left."""
 
     def __init__(self, admission: Admission, num_tokens: int) -> None:
         self._admission = admission
         self._num_tokens = num_tokens
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """The engine's part."""
-        self._admission._start()
-        try:
-            yield
-        finally:
-            self._admission._stop()
 
     def release(self) -> None:
         """Once or more."""

@@ -280,7 +280,7 @@ class EngineServer:
         reservation = self.admission.admit(num_tokens)
         try:
             self.updates.require(weight_version)
-            with reservation.running():
+            with self.admission.running():
                 answer = await self._until(request, deadline, call())
             content = await encode_aside(answer)
             self.metrics.sent_bytes.inc(len(content))

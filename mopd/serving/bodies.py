@@ -43,7 +43,10 @@ class BodyReader:
             Refusal: 411 without a length, 413 above the limit, 429 when too much arrives at once, 408 when it is slow,
                 503 when the server is about to end.
         """
-        size = _content_length(request)
+        text = request.headers.get("content-length")
+        if text is None:
+            raise Refusal(411, "length_required", "send a Content-Length")
+        size = int(text)  # h11 lets nothing through but 1 to 20 digits
         if size > max_bytes:
             raise too_large(f"a body of {size} bytes: this server takes {max_bytes}")
         if self._closed_because is not None:
@@ -143,10 +146,3 @@ def read_deadline(request: Request, longest_s: float) -> float:
     if not seconds > 0:
         raise bad_request(f"{DEADLINE_HEADER} is {text[:40]!r}: send a positive number of seconds")
     return time.monotonic() + min(seconds, longest_s)
-
-
-def _content_length(request: Request) -> int:
-    text = request.headers.get("content-length")
-    if text is None:
-        raise Refusal(411, "length_required", "send a Content-Length")
-    return int(text)  # h11 lets nothing through but 1 to 20 digits

@@ -26,27 +26,22 @@ async def serve(served: Served, address: Address, listener: socket.socket) -> in
     Raises:
         UserError: nobody could be told that the server answers.
     """
-    died = asyncio.Event()
-    engine_server = EngineServer(dataclasses.replace(served, on_dead=died.set))
-    config = ServerConfig(create_app(engine_server), served.limits)
-    server = _Server(config, on_ready=lambda: address.announce(listener), on_exit=engine_server.drain)
 
-    async def stop_when_dead() -> None:
-        await died.wait()
+    def end() -> None:
         server.should_exit = True
 
-    watch = asyncio.create_task(stop_when_dead())
+    engine_server = EngineServer(dataclasses.replace(served, on_dead=end))
+    config = ServerConfig(create_app(engine_server), served.limits)
+    server = _Server(config, on_ready=lambda: address.announce(listener), on_exit=engine_server.drain)
     try:
         await server.serve(sockets=[listener])
     finally:
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
         await asyncio.wait_for(served.host.engine.close(), CLOSE_TIMEOUT_S)
     if server.refused is not None:
         raise server.refused
     if server.interrupted:
         raise KeyboardInterrupt
-    return int(died.is_set() or not server.started)
+    return int(engine_server.admission.closed_kind == "dead" or not server.started)
 
 
 class _Server(uvicorn.Server):

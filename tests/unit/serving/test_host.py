@@ -125,7 +125,7 @@ def test_admission_counts_tokens() -> None:
         with pytest.raises(Refusal) as refused:
             admission.admit(11)
         assert refused.value.status == 413
-        with first.running():
+        with admission.running():
             with pytest.raises(Refusal) as refused:
                 await admission.wait_idle(0.01)
             assert refused.value.status == 504
