@@ -95,7 +95,7 @@ class EngineServer:
     async def close(self) -> None:
         """After the last request."""
         self.drain()
-        self.updates.close()
+        self.updates.drop()
         await self.served.host.close()
 
     def drain(self) -> None:

@@ -73,7 +73,7 @@ class WeightUpdates:
     def begin(self, message: WeightBegin) -> None:
         """No more work is let in; what runs may end."""
         self._require_updatable()
-        self._drop()
+        self.drop()
         self._admission.pause(stale_weights(f"weights {message.weight_version} are on their way"))
         self._update = _Update(
             update_id=message.update_id,
@@ -88,7 +88,7 @@ class WeightUpdates:
         try:
             update.staging.add(chunk)
         except WireError as error:
-            self._drop()
+            self.drop()
             raise bad_request(str(error)) from error
         update.silence.cancel()
         update.silence = self._alarm()
@@ -99,7 +99,7 @@ class WeightUpdates:
         try:
             tensors = update.staging.finish(message)
         except WireError as error:
-            self._drop()
+            self.drop()
             raise bad_request(str(error)) from error
         update.silence.cancel()
         self._update = None
@@ -112,13 +112,9 @@ class WeightUpdates:
             self._admission.resume()
 
     def abort(self, message: WeightAbort) -> None:
-        """Forget the update; the old weights serve again."""
+        """The sender will not complete it; the old weights serve again."""
         self._current(message.update_id)
-        self._drop()
-
-    def close(self) -> None:
-        """Stop the alarm."""
-        self._drop()
+        self.drop()
 
     async def _load(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         before = self._has_weights, self._weight_version
@@ -147,9 +143,10 @@ class WeightUpdates:
         return self._update
 
     def _alarm(self) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(self._admission.limits.update_timeout_s, self._drop)
+        return asyncio.get_running_loop().call_later(self._admission.limits.update_timeout_s, self.drop)
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Forget the update, if there is one."""
         if self._update is not None:
             self._update.silence.cancel()
             self._update = None
