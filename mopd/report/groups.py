@@ -123,4 +123,5 @@ def _parts(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str, float]]:
     for key, value in record.items():
         if is_group_metric(key) and value is not None:
             room, metric, *name = key.split("/", 2)
-            yield room, name[0] if room == "teachers" else ".".join([room, *name]), metric, value
+            if name or room != "teachers":
+                yield room, name[0] if room == "teachers" else ".".join([room, *name]), metric, value
