@@ -39,9 +39,20 @@ from mopd.serving.request_checks import LOOPBACK_NAMES, add_request_checks
 from mopd.serving.updates import WeightUpdates
 from mopd.text import one_line
 from mopd.types import UserError
-from mopd.wire.codec import VERSION, MessageT, WireError, decode_aside, encode, encode_aside
 from mopd.wire.limits import CONTENT_TYPE, MAX_CHUNK_BYTES
-from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest, split_points
+from mopd.wire.messages import (
+    VERSION,
+    GenerateAnswer,
+    GenerateRequest,
+    MessageT,
+    ScoreAnswer,
+    ScoreRequest,
+    WireError,
+    decode_aside,
+    encode,
+    encode_aside,
+    split_points,
+)
 from mopd.wire.weights import WeightAbort, WeightBegin, WeightChunk, WeightCommit, WeightVersion
 
 logger = logging.getLogger(__name__)

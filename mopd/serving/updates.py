@@ -21,7 +21,7 @@ from mopd.serving.admission import Admission
 from mopd.serving.errors import Refusal, bad_request, stale_weights
 from mopd.serving.host import EngineHost
 from mopd.types import UserError
-from mopd.wire.codec import WireError
+from mopd.wire.messages import WireError
 from mopd.wire.weights import Staging, WeightAbort, WeightBegin, WeightChunk, WeightCommit
 
 _NO_UPDATE = "no such weight update: it was replaced, aborted, or silent for too long"

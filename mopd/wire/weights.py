@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mopd.wire.codec import Array, Message, WireError, array_field
 from mopd.wire.limits import MAX_CHUNK_BYTES, MAX_CHUNK_PIECES, MAX_HEAD_BYTES, MAX_NAME_BYTES
+from mopd.wire.messages import Array, Message, WireError, array_field
 
 DTYPES = {
     name: getattr(torch, name)

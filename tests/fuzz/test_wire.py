@@ -13,8 +13,16 @@ import torch
 from mopd.engines.interface import EngineInfo, EngineLimits
 from mopd.serving.app import check_generate, check_score
 from mopd.serving.errors import Refusal
-from mopd.wire.codec import VERSION, WireError, decode, encode
-from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest
+from mopd.wire.messages import (
+    VERSION,
+    GenerateAnswer,
+    GenerateRequest,
+    ScoreAnswer,
+    ScoreRequest,
+    WireError,
+    decode,
+    encode,
+)
 from mopd.wire.weights import Staging, TensorLedger, WeightAbort, WeightBegin, WeightChunk, WeightCommit, cut
 from tests.fuzz.harness import fuzz
 

@@ -23,7 +23,7 @@ from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, SamplingParams, Scores, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
-from mopd.wire.codec import encode
+from mopd.wire.messages import encode
 from mopd.wire.weights import TensorLedger, WeightBegin, WeightChunk, cut
 from tests.fixtures import warm
 from tests.fixtures.servers import engine_file, random_tokens, serve_process

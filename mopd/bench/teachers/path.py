@@ -37,8 +37,7 @@ from mopd.engines.clients.remote import RemoteEngine, to_scores
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.types import UserError
-from mopd.wire.codec import decode, encode
-from mopd.wire.messages import ScoreAnswer
+from mopd.wire.messages import ScoreAnswer, decode, encode
 
 EngineType = Literal["vllm", "torch"]
 Score = Callable[[Sequence[Tensor], Sequence[int]], Awaitable[object]]

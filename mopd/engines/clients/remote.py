@@ -31,9 +31,19 @@ from mopd.engines.interface import (
 )
 from mopd.files.json_text import parse_json
 from mopd.metrics import is_counted
-from mopd.wire.codec import VERSION, Message, MessageT, WireError, decode_aside, encode_aside
 from mopd.wire.limits import CONTENT_TYPE, DEADLINE_HEADER
-from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest
+from mopd.wire.messages import (
+    VERSION,
+    GenerateAnswer,
+    GenerateRequest,
+    Message,
+    MessageT,
+    ScoreAnswer,
+    ScoreRequest,
+    WireError,
+    decode_aside,
+    encode_aside,
+)
 from mopd.wire.weights import TensorLedger, WeightAbort, WeightBegin, WeightChunk, WeightCommit, WeightVersion, cut
 
 ANSWER_HEAD_BYTES = 4096

@@ -11,7 +11,7 @@ import pytest
 from mopd.bench.teachers import path
 from mopd.bench.teachers.path import NUM_ROWS, Throughput, make_answer, measure_decode
 from mopd.cli import main
-from mopd.wire.codec import encode
+from mopd.wire.messages import encode
 
 GOOD = Throughput(
     engine="vllm",

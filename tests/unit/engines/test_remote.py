@@ -20,8 +20,7 @@ from mopd.engines.interface import (
     StaleWeights,
 )
 from mopd.metrics import apart
-from mopd.wire.codec import decode, encode
-from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest
+from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest, decode, encode
 
 TOKENS = [torch.tensor([1, 5, 9, 7, 7]), torch.tensor([1, 4, 4, 6])]
 SAMPLING = SamplingParams(max_new_tokens=3)

@@ -10,8 +10,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mopd.wire.codec import decode, encode
-from mopd.wire.messages import GenerateAnswer, ScoreAnswer
+from mopd.wire.messages import GenerateAnswer, ScoreAnswer, decode, encode
 from tests.fixtures.servers import RunningServer
 from tests.unit.serving.test_limits import assert_lives, post
 from tests.unit.wire.test_codec import MESSAGES, generate_request, score_request

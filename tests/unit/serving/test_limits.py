@@ -20,8 +20,7 @@ from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable
 from mopd.engines.torch.engine import TorchEngine
 from mopd.placement.engine_loading import server_limits
-from mopd.wire.codec import decode, encode
-from mopd.wire.messages import ScoreAnswer, ScoreRequest
+from mopd.wire.messages import ScoreAnswer, ScoreRequest, decode, encode
 from tests.fixtures.servers import (
     GatedEngine,
     RunningServer,

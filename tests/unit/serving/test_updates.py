@@ -16,7 +16,7 @@ from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation, SamplingParams, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
-from mopd.wire.codec import encode
+from mopd.wire.messages import encode
 from mopd.wire.weights import TensorLedger, WeightAbort, WeightBegin, WeightChunk, WeightCommit, cut
 from tests.fixtures.servers import GatedEngine, RunningServer, running_server
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.wire.codec import WireError, decode, encode
 from mopd.wire.limits import MAX_CHUNK_BYTES, MAX_CHUNK_PIECES
+from mopd.wire.messages import WireError, decode, encode
 from mopd.wire.weights import Staging, TensorLedger, WeightChunk, WeightCommit, cut
 
 

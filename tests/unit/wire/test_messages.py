@@ -11,8 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mopd.wire.codec import Message, WireError, decode, encode
-from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest
+from mopd.wire.messages import (
+    GenerateAnswer,
+    GenerateRequest,
+    Message,
+    ScoreAnswer,
+    ScoreRequest,
+    WireError,
+    decode,
+    encode,
+)
 from mopd.wire.weights import WeightBegin, WeightChunk, WeightCommit
 
 
