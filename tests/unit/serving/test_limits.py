@@ -29,7 +29,7 @@ from tests.fixtures.servers import (
     running_server,
     wait_until,
 )
-from tests.unit.wire.test_codec import MESSAGES, score_request
+from tests.unit.wire.test_messages import MESSAGES, score_request
 
 TOKEN = "0123456789abcdef"
 CLIENT = httpx.Client(timeout=30.0, trust_env=False)
