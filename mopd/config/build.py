@@ -36,6 +36,8 @@ HINTS = {
     "loss.advantage": "it is k1, the only unbiased one (k3 gives grad reverse KL - grad forward KL, almost no signal; "
     "k2 fails likewise): remove the key",
     "data.seed": "the recipe's seed also shuffles and mixes prompts: set seed",
+    "validation.reward": "rewards are a section of their own, by domain: set rewards.default",
+    "validation.domain_rewards": "rewards are a section of their own, by domain: set rewards.DOMAIN",
 }
 """What readers of verl's recipes and of the losses' papers try, and why it is no key or type here."""
 
