@@ -28,13 +28,26 @@ MAX_THREADS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AutoEngineConfig:
+    """The engine that suits the machine: vLLM on GPUs of the group's own, where the package is installed and does what
+    the recipe asks, else torch. Engines that share the student's GPU are torch: vLLM reserves memory for itself. A key
+    that only one engine has needs its ``type`` beside it."""
+
+    type: Literal["auto"] = "auto"
+    """Engine type; ``mopd config`` prints what it becomes, and why."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Parameter and activation dtype; ``auto``: bfloat16 on CUDA, float32 without."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TorchEngineConfig:
     """A transformers model, on CPU or GPU."""
 
     type: Literal["torch"] = "torch"
     """Engine type."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Parameter and activation dtype; log-probs are fp32 whatever this is."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Parameter and activation dtype, ``auto``: bfloat16 on CUDA, float32 without. Log-probs are fp32 whatever this
+    is."""
     max_tokens_per_batch: int = 65536
     """Token budget of one forward pass, padding included; a larger request is split."""
 
@@ -48,8 +61,9 @@ class VllmEngineConfig:
 
     type: Literal["vllm"]
     """Engine type."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Parameter and activation dtype; log-probs are fp32 whatever this is."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Parameter and activation dtype, ``auto``: bfloat16 on CUDA, float32 without. Log-probs are fp32 whatever this
+    is."""
     tensor_parallel_size: int = 1
     """GPUs of one replica."""
     gpu_memory_utilization: float = 0.9
@@ -79,7 +93,17 @@ class VllmEngineConfig:
             require_at_least("max_model_len", self.max_model_len, 1, 2 * MAX_TOKENS)
 
 
-Engine = TorchEngineConfig | VllmEngineConfig
+SettledEngine = TorchEngineConfig | VllmEngineConfig
+Engine = AutoEngineConfig | SettledEngine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AutoPlacementConfig:
+    """``in_process`` without CUDA; with it ``local`` where enough GPUs are free of trainer ranks and other groups, else
+    ``in_process`` where everything fits on rank 0's GPU. Too few GPUs are an error with the table of who wants what."""
+
+    type: Literal["auto"] = "auto"
+    """Placement type; ``mopd config`` prints what it becomes, and why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +193,7 @@ class ExternalConfig:
             raise ValueError("served_model_name is set but protocol is 'mopd': remove it or set protocol: openai")
 
 
-Placement = InProcessConfig | LocalConfig | RayConfig | ExternalConfig
+Placement = AutoPlacementConfig | InProcessConfig | LocalConfig | RayConfig | ExternalConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,9 +222,9 @@ class RoutingConfig:
 class EngineGroupConfig:
     """Replicas of one model behind one router."""
 
-    engine: Engine = TorchEngineConfig()
+    engine: Engine = AutoEngineConfig()
     """Engine that runs the model."""
-    placement: Placement = InProcessConfig()
+    placement: Placement = AutoPlacementConfig()
     """Where the replicas run."""
     replicas: int = 1
     """Copies of the engine, each with its own resources; with ``external`` the URLs are counted instead."""
@@ -218,7 +242,7 @@ class EngineGroupConfig:
                 f"replicas is {self.replicas} but placement.urls names {len(self.placement.urls)} servers: "
                 "remove replicas"
             )
-        size = self.engine.tensor_parallel_size if isinstance(self.engine, VllmEngineConfig) else 1
+        size = self.gpus_per_replica
         if isinstance(self.placement, LocalConfig) and self.placement.gpus:
             needed = size * self.replicas
             if len(self.placement.gpus) != needed:
@@ -235,12 +259,17 @@ class EngineGroupConfig:
                 f"placement.num_gpus is {placement.num_gpus} but engine.tensor_parallel_size is {size}: "
                 f"set num_gpus: {size}"
             )
-        can_sleep = isinstance(self.engine, VllmEngineConfig) and placement.num_gpus > 0
+        can_sleep = not isinstance(self.engine, TorchEngineConfig) and placement.num_gpus > 0
         if placement.shared_pool is not None and not can_sleep:
             raise ValueError(
                 f"placement.shared_pool is {placement.shared_pool!r}, but only engine.type vllm with "
                 "placement.num_gpus of 1 or more can sleep: remove shared_pool"
             )
+
+    @property
+    def gpus_per_replica(self) -> int:
+        """GPUs of one replica, where there are any."""
+        return self.engine.tensor_parallel_size if isinstance(self.engine, VllmEngineConfig) else 1
 
     @property
     def num_replicas(self) -> int:

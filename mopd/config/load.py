@@ -8,21 +8,36 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mopd.config.build import Builder, Path_, place
-from mopd.config.groups import TeacherConfig, TeacherDefaultsConfig
+from mopd.config.groups import EngineGroupConfig, TeacherConfig, TeacherDefaultsConfig
 from mopd.config.schema import Recipe
-from mopd.config.tree import Section, dotted, merge, read_chain, read_overrides
+from mopd.config.tree import (
+    AUTO,
+    Leaf,
+    Node,
+    Section,
+    dotted,
+    field_types,
+    merge,
+    read_chain,
+    read_overrides,
+    section_classes,
+    shown_key,
+    type_values,
+)
 from mopd.files.reading import shown_path
 from mopd.files.yaml_text import MAX_YAML_BYTES, MAX_YAML_VALUES, comment, dump_inline
 from mopd.types import UserError
 
 DEFAULT_ORIGIN = "default"
 """Origin of a value that no file sets."""
+AUTO_ORIGIN = "auto: "
+"""How the origin of a value begins that was ``auto``; the reason follows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,18 +45,32 @@ class Loaded:
     """A recipe with its history."""
 
     recipe: Recipe
+    named: Recipe
+    """``recipe`` with models and data as the user names them, which is what is printed, kept and compared."""
     origins: Mapping[str, str]
-    """Dotted path of every value -> ``file:line``, ``--set`` or ``default``."""
+    """Dotted path of every value -> ``file:line``, ``--set``, ``default`` or ``auto: REASON``."""
     path: str
     """The recipe file, as messages show it."""
     sources: tuple[str, ...]
     """All files read, the deepest base first, as messages show them."""
+    located: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Name of the Hub, as it is written -> its local folder or files."""
+    commits: Mapping[str, str] = field(default_factory=dict)
+    """Key of the recipe -> its name of the Hub at the commit that was fetched."""
 
     def where(self, *path: str) -> str:
         """``file:line: dotted.path`` of a key, to begin an error line with; a default is named by the recipe file."""
         key = dotted(path)
         origin = self.origins.get(key) or next((o for k, o in self.origins.items() if k.startswith(f"{key}.")), None)
-        return f"{place(self.path, self.path if origin in (None, DEFAULT_ORIGIN) else origin)}: {key}"
+        is_ours = origin is None or origin == DEFAULT_ORIGIN or origin.startswith(AUTO_ORIGIN)
+        return f"{place(self.path, self.path if origin is None or is_ours else origin)}: {key}"
+
+    def settled(self, recipe: Recipe, reasons: Mapping[str, str]) -> Loaded:
+        """With ``recipe``, in which the values at ``reasons`` were ``auto``."""
+        keys = map(dotted, leaf_paths(to_tree(recipe)))
+        settled = {key: f"{AUTO_ORIGIN}{reason}" for key, reason in reasons.items()}
+        origins = {key: settled.get(key, self.origins.get(key, DEFAULT_ORIGIN)) for key in keys}
+        return dataclasses.replace(self, recipe=recipe, named=recipe, origins=origins)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
@@ -61,13 +90,41 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
         tree = merge(tree, section, Recipe)
     if overrides:
         tree = merge(tree, read_overrides(overrides), Recipe)
+    for key in ("rollout", "teacher_defaults"):
+        _require_types(tree.items.get(key), (key,), name)
     tree = _spread_teacher_defaults(tree, name)
+    teachers = tree.items.get("teachers")
+    for key, teacher in teachers.items.items() if isinstance(teachers, Section) else ():
+        _require_types(teacher, ("teachers", key), name)
     builder = Builder(name, Recipe)
     recipe = builder.dataclass(tree, Recipe, (), None)
     origins = {dotted(key): builder.origins.get(key, DEFAULT_ORIGIN) for key in leaf_paths(to_tree(recipe))}
-    loaded = Loaded(recipe=recipe, origins=origins, path=name, sources=tuple(source for source, _ in chain))
+    loaded = Loaded(
+        recipe=recipe, named=recipe, origins=origins, path=name, sources=tuple(source for source, _ in chain)
+    )
     _check_size(loaded)
     return loaded
+
+
+def _require_types(group: Node | None, path: Path_, file: str) -> None:
+    """``UserError`` for a key of one type of engine or placement in a section that is left to ``auto``."""
+    for name in ("engine", "placement"):
+        section = group.items.get(name) if isinstance(group, Section) else None
+        if not isinstance(section, Section):
+            continue
+        leaf = section.items.get("type", Leaf(AUTO, file))
+        if not isinstance(leaf, Leaf) or leaf.value != AUTO:
+            continue
+        classes = section_classes(field_types(EngineGroupConfig)[name])
+        keys = {value: field_types(cls) for cls in classes for value in type_values(cls)}
+        for key, node in section.items.items():
+            owners = [value for value, known in keys.items() if key in known]
+            if owners and AUTO not in owners:
+                kind = shown_key((*path, name, "type"))
+                raise UserError(
+                    f"{place(file, node.origin)}: {shown_key((*path, name, key))} is a key of type "
+                    f"{' or '.join(owners)}, and {kind} is auto: set {kind}: {owners[0]}"
+                )
 
 
 def _spread_teacher_defaults(tree: Section, file: str) -> Section:
@@ -125,12 +182,12 @@ def leaf_paths(tree: Any, path: Path_ = ()) -> dict[Path_, Any]:
     return {path: tree}
 
 
-def flatten(recipe: Recipe) -> dict[str, Any]:
-    """Dotted path -> value of everything in a recipe."""
+def flatten(recipe: Recipe | Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted path -> value of everything in a recipe, or in the plain values of one."""
     return {dotted(path): value for path, value in leaf_paths(to_tree(recipe)).items()}
 
 
-def differences(one: Recipe, other: Recipe) -> dict[str, tuple[Any, Any]]:
+def differences(one: Recipe | Mapping[str, Any], other: Recipe | Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted path -> the two values (None where absent) of every key that differs."""
     left, right = flatten(one), flatten(other)
     keys = [*left, *(key for key in right if key not in left)]
@@ -145,7 +202,7 @@ def dump(loaded: Loaded, *, origins: bool = True, only_ascii: bool = False) -> s
     """The resolved recipe as YAML that loads back to the same ``Recipe``, each value with its origin as a comment."""
     lines = [comment(f"# resolved from {', '.join(reversed(loaded.sources))}")] if origins else []
     inline = partial(dump_inline, only_ascii=only_ascii)
-    _dump_section(to_tree(loaded.recipe), (), loaded.origins if origins else {}, inline, lines)
+    _dump_section(to_tree(loaded.named), (), loaded.origins if origins else {}, inline, lines)
     return "\n".join(lines) + "\n"
 
 

@@ -103,7 +103,8 @@ class CheckpointConfig:
     keep_last: int = 2
     """Newest checkpoints that are kept."""
     keep_best: bool = True
-    """Also keep the checkpoint with the best mean validation reward (saved when it is reached)."""
+    """Also keep the checkpoint with the best mean validation reward (saved when it is reached). Without validation
+    there is none."""
     export_hf: bool = True
     """At the end write the result (the best checkpoint, else the last) as a Hugging Face folder."""
 
@@ -119,10 +120,12 @@ class PreflightConfig:
     allow_same_weights: bool = False
     """Permit a teacher with the student's own weights (self-distillation)."""
     require_better_teacher: bool = True
-    """Refuse a fresh run whose teacher does not beat the student on its own domain's validation prompts."""
-    compare_with_transformers: bool = True
+    """Refuse a fresh run whose teacher does not beat the student on its own domain's validation prompts. Without
+    validation nothing is compared."""
+    compare_with_transformers: bool | Literal["auto"] = "auto"
     """Compare each teacher's scores, through the whole path, with a transformers forward of its folder, on this
-    machine's CPU. Set false for teachers that do not fit there: their alignment is then unproven."""
+    machine's CPU; ``auto``: where the folder's weights fit into the host memory that is free. A teacher that is not
+    compared is held against its own greedy continuations instead (docs/teachers.md)."""
     max_self_kl: float | None = None
     """Largest mean KL, in nats per token, between a teacher's scores and its own folder; absent: 1e-5 where the engine
     computes in float32, else 5e-3."""
@@ -232,12 +235,6 @@ class Recipe:
             )
         if self.validation is not None and not self.data.validation:
             raise ValueError("validation is set but data.validation is empty: name files there or remove validation")
-        if self.checkpoint.keep_best and self.validation is None:
-            raise ValueError("checkpoint.keep_best needs validation: add a validation section or set keep_best: false")
-        if self.preflight.require_better_teacher and self.validation is None:
-            raise ValueError(
-                "preflight.require_better_teacher needs validation: add a validation section or set it to false"
-            )
 
     def _check_teachers(self) -> None:
         if not self.teachers:

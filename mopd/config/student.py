@@ -135,8 +135,9 @@ class StudentConfig:
     """Optimizer and learning-rate schedule."""
     moe: MoeConfig = MoeConfig()
     """Experts, where the model has them."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Parameter and activation dtype; with bfloat16 the optimizer keeps fp32 main weights."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Parameter and activation dtype, ``auto``: bfloat16 on CUDA, float32 without. With bfloat16 the optimizer keeps
+    fp32 main weights."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layer spec; ``auto`` takes TransformerEngine where CUDA and the package are present."""
     recompute: Literal["none", "selective", "full"] = "none"

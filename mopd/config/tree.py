@@ -20,6 +20,8 @@ from mopd.files.yaml_text import MAX_KEY_CHARACTERS, MAX_YAML_BYTES, Marked, Yam
 from mopd.text import visible, without_credentials
 from mopd.types import UserError
 
+AUTO = "auto"
+"""Value of a ``type`` key that leaves the choice to the machine: the keys beside it are those of every type."""
 SET_ORIGIN = "--set"
 """Origin of a value given on the command line."""
 MAX_FILES = 16
@@ -165,13 +167,14 @@ def _depth(node: Any) -> int:
 
 
 def merge(base: Section, overlay: Section, annotation: Any, default: Any = None) -> Section:
-    """``overlay`` over ``base``: sections merge, leaves replace, and a section of another ``type`` replaces.
+    """``overlay`` over ``base``: sections merge, leaves replace, and a section of another ``type`` replaces (but
+    adds to one of type ``auto``).
 
     ``annotation`` is the schema's type for this section (None: unknown) and ``default`` the schema's default object:
     a section without a ``type`` key is of the default's type.
     """
     above, below_type = _section_type(annotation, overlay, None), _section_type(annotation, base, default)
-    if None not in (above, below_type) and above != below_type:
+    if None not in (above, below_type) and below_type not in (above, AUTO):
         return overlay
     items = dict(base.items)
     for key, node in overlay.items.items():

@@ -64,6 +64,11 @@ def rank_and_world_size() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
+def local_world_size() -> int:
+    """Ranks on this machine, as torchrun set them."""
+    return int(os.environ["LOCAL_WORLD_SIZE"])
+
+
 def run_as_rank(action: Callable[[], object]) -> int:
     """Run a rank's work and return its exit code; on an error the process ends here.
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mopd.config.build import build_from_json
-from mopd.config.groups import Engine, LocalConfig, RayConfig, VllmEngineConfig
+from mopd.config.groups import AutoEngineConfig, LocalConfig, RayConfig, SettledEngine, VllmEngineConfig
 from mopd.config.schema import Recipe
+from mopd.config.tree import AUTO
 from mopd.config.values import (
     MAX_COUNT,
     MAX_REPLICAS,
@@ -42,7 +43,7 @@ class EngineFile:
     """Number of the replica in its group, from 0."""
     model: str
     """Absolute path of the checkpoint's folder."""
-    engine: Engine
+    engine: SettledEngine
     max_logprobs: int
     """Largest ``top_k`` that will be asked for."""
     temperature: float
@@ -61,6 +62,8 @@ class EngineFile:
 
     def __post_init__(self) -> None:
         check_name(self.name)
+        if self.engine.dtype == AUTO:
+            raise ValueError("engine.dtype is auto: set the dtype that it became")
         require_at_least("replica", self.replica, 0, MAX_REPLICAS)
         for name in ("max_logprobs", "max_tokens_per_request"):
             require_at_least(name, getattr(self, name), 1)
@@ -106,6 +109,8 @@ def _file(
     supervised = isinstance(placement, (LocalConfig, RayConfig))
     longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
     engine = group.engine
+    if isinstance(engine, AutoEngineConfig):
+        raise ValueError(f"{name}: engine.type is auto: settle the recipe first")
     if isinstance(engine, VllmEngineConfig) and engine.max_model_len is None:
         engine = dataclasses.replace(engine, max_model_len=longest)
     return EngineFile(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mopd.config.groups import EngineGroupConfig, InProcessConfig, LocalConfig, VllmEngineConfig
+from mopd.config.groups import EngineGroupConfig, InProcessConfig, LocalConfig
 from mopd.config.load import Loaded
 from mopd.config.schema import Recipe
 from mopd.types import UserError
@@ -95,7 +95,7 @@ def share_gpus(groups: Mapping[str, EngineGroupConfig], machine: Machine) -> Sha
             _take(owners, gpu, f"{key}.placement.gpus", groups, machine)
     shares: dict[str, tuple[tuple[int, ...], ...]] = {}
     for key, group in local.items():
-        size, own = _size(group), list(_named(group))
+        size, own = group.gpus_per_replica, list(_named(group))
         if not own:
             free = [gpu for gpu in range(machine.num_gpus) if gpu not in owners]
             own = free[: size * group.replicas]
@@ -133,10 +133,16 @@ def _of_trainer(groups: Mapping[str, EngineGroupConfig], machine: Machine) -> di
     for key, group in groups.items():
         if not isinstance(group.placement, InProcessConfig):
             continue
-        for gpu in range(_size(group)):
+        for gpu in range(group.gpus_per_replica):
             # Rank 0's GPU is shared on purpose, and so are those of several engines in its process.
             if gpu > 0 and not owners.get(gpu, "").startswith("in_process"):
-                _take(owners, gpu, f"{key}.engine.tensor_parallel_size {_size(group)} in_process", groups, machine)
+                _take(
+                    owners,
+                    gpu,
+                    f"{key}.engine.tensor_parallel_size {group.gpus_per_replica} in_process",
+                    groups,
+                    machine,
+                )
                 owners[gpu] = "in_process"
             owners.setdefault(gpu, "in_process")
     return owners
@@ -162,19 +168,14 @@ def _named(group: EngineGroupConfig) -> tuple[int, ...]:
     return group.placement.gpus if isinstance(group.placement, LocalConfig) else ()
 
 
-def _size(group: EngineGroupConfig) -> int:
-    """GPUs of one replica."""
-    return group.engine.tensor_parallel_size if isinstance(group.engine, VllmEngineConfig) else 1
-
-
 def _table(groups: Mapping[str, EngineGroupConfig], machine: Machine) -> str:
     """Who wants what, on one line."""
     rows = [f"trainer ranks: {_numbers(range(machine.num_ranks))}"] if machine.num_ranks else []
     for key, group in groups.items():
         if isinstance(group.placement, InProcessConfig):
-            rows.append(f"{key}: {_numbers(range(_size(group)))} in_process")
+            rows.append(f"{key}: {_numbers(range(group.gpus_per_replica))} in_process")
         elif isinstance(group.placement, LocalConfig):
-            wanted = f"{group.replicas} x {_size(group)}"
+            wanted = f"{group.replicas} x {group.gpus_per_replica}"
             rows.append(f"{key}: {_numbers(_named(group))}" if _named(group) else f"{key}: any {wanted}")
     more = [f"and {len(rows) - MAX_SHOWN} more"] if len(rows) > MAX_SHOWN else []
     return "; ".join([f"{machine.num_gpus} GPUs here", *itertools.islice(rows, MAX_SHOWN), *more])

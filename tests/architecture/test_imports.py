@@ -52,12 +52,16 @@ def test_one_file_reads_parallel_state() -> None:
 
 
 def test_the_environment_is_read_where_processes_start() -> None:
-    """vLLM reads its settings from the environment: the module that starts it has to set them."""
+    """vLLM reads its settings from the environment: the module that starts it has to set them. Which GPUs a process may
+    use stands there too."""
     readers = {
         path.relative_to(ROOT) for path in (ROOT / "mopd").rglob("*.py") if names_in(path) & {"environ", "getenv"}
     }
     rooms = {Path("mopd/launch"), Path("mopd/placement")}
-    assert {str(path) for path in readers if path.parent not in rooms} == {"mopd/engines/vllm/start.py"}
+    assert {str(path) for path in readers if path.parent not in rooms} == {
+        "mopd/engines/vllm/start.py",
+        "mopd/hardware.py",
+    }
 
 
 def test_one_file_pickles() -> None:

@@ -24,6 +24,7 @@ from mopd.placement.server_group import ServerGroup
 from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.interface import RouterLimits
 from mopd.replicas.router import Router
+from mopd.run.preparing import prepare
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model, make_tokenizer
 from tests.integration.world import World
 
@@ -57,7 +58,7 @@ def make_recipe(world: World, folder: Path, **overrides: Any) -> Recipe:
     tree["rollout"].setdefault("routing", ROUTING)
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    return load_recipe(path).recipe
+    return prepare(load_recipe(path)).recipe
 
 
 def run(work: Coroutine[Any, Any, T], *, timeout_s: float = 120.0) -> T:
@@ -139,7 +140,7 @@ def score_here(folder: Path, tokens: Sequence[Tensor], prompt_lengths: Sequence[
 def make_engine() -> Any:
     from mopd.config.groups import TorchEngineConfig as Config
 
-    return Config()
+    return Config(dtype="float32")
 
 
 def assert_same_scores(given: Sequence[Scores], expected: Sequence[Scores], *, atol: float = 1e-4) -> None:

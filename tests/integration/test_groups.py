@@ -106,7 +106,7 @@ def test_samples_that_a_teacher_refuses_are_replaced_or_end_the_run(world: World
     write_prompts(long, num_rows=20, start=100)
     write_prompts(validation, num_rows=8, start=80)
     longest = prompt_length(world, "left 10") + 4
-    engine = TorchEngine.from_pretrained(world.teachers["left"], TorchEngineConfig())
+    engine = TorchEngine.from_pretrained(world.teachers["left"], TorchEngineConfig(dtype="float32"))
     with running_server(engine, limits={"max_tokens_per_request": longest, "max_queued_tokens": 4096}) as server:
         keys = {
             "data__train": [str(short), str(long)],

@@ -36,7 +36,7 @@ def served(engine: TorchEngine, folder: Path, *, port: int = 0) -> Iterator[str]
 @contextmanager
 def teacher_server(folder: Path, *, port: int = 0) -> Iterator[str]:
     """URL of a server of the model in ``folder``."""
-    with served(TorchEngine.from_pretrained(folder, TorchEngineConfig()), folder, port=port) as url:
+    with served(TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32")), folder, port=port) as url:
         yield url
 
 
@@ -65,7 +65,7 @@ def test_servers_are_told_apart_by_their_hashes(world: World, tmp_path: Path) ->
 @pytest.mark.parametrize("mistake", ["shifted by one", "dropped bos", "swapped"])
 def test_a_server_with_the_right_hashes_and_wrong_scores(world: World, tmp_path: Path, mistake: str) -> None:
     folder = world.teachers["right" if mistake == "swapped" else "left"]
-    engine = MistakenEngine.from_pretrained(folder, TorchEngineConfig())
+    engine = MistakenEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
     engine.mistake = mistake
     with served(engine, world.teachers["left"]) as url:
         recipe = world.write_recipe(

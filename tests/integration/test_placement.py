@@ -176,9 +176,10 @@ from pathlib import Path
 import torch
 from mopd.config.load import load_recipe
 from mopd.placement.groups import Groups
+from mopd.run.preparing import prepare
 
 async def main():
-    recipe = load_recipe(sys.argv[1]).recipe
+    recipe = prepare(load_recipe(sys.argv[1])).recipe
     async with Groups(recipe, log_dir=None, device=torch.device("cpu"), only=["teachers.left"]) as groups:
         if sys.argv[2] == "while ready":
             print(*groups.placement("teachers.left").pids, flush=True)

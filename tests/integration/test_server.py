@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def local(folder: Path) -> TorchEngine:
-    return TorchEngine.from_pretrained(folder, TorchEngineConfig())
+    return TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
 
 
 def written(path: Path, model: Path, role: Any = "teacher", **changes: Any) -> Path:
@@ -202,7 +202,7 @@ def test_a_dead_engine_ends_its_server(folder: Path, tmp_path: Path) -> None:
             raise EngineUnavailable("the core process ended")
 
     async def host(*_: Any) -> ThreadHost:
-        return ThreadHost(DeadEngine.from_pretrained(folder, TorchEngineConfig()), max_batch_tokens=100)
+        return ThreadHost(DeadEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32")), max_batch_tokens=100)
 
     def ask() -> None:
         while not ready.exists():

@@ -70,7 +70,7 @@ async def use(remote: RemoteEngine, source: TorchEngine) -> None:
 
 def test_a_rollout_server_on_vllm(tmp_path: Path) -> None:
     folder = make_hf_model(tmp_path / "student")
-    source = TorchEngine.from_pretrained(folder, TorchEngineConfig())
+    source = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
     file = tmp_path / "rollout.json"
     engine_file(folder, "rollout", engine=CFG, startup_timeout_s=240.0).write(file)
     with serve_process(file) as child:

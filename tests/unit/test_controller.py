@@ -23,9 +23,11 @@ from mopd.data.stream import PromptStream
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineRejected, SamplingParams, Scores
 from mopd.engines.torch.engine import TorchEngine
+from mopd.hardware import Hardware
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.rollout.worker import RolloutWorker
+from mopd.run.preparing import settled
 from mopd.teachers.worker import TeacherGroup, TeacherWorker
 from mopd.types import LOSS_FIELDS, Batch, UserError
 from tests.fixtures.recipe import RECIPE
@@ -52,7 +54,9 @@ class Picky:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
     """Weights of version 0."""
-    engine = TorchEngine.from_pretrained(make_hf_model(tmp_path_factory.mktemp("model")), TorchEngineConfig())
+    engine = TorchEngine.from_pretrained(
+        make_hf_model(tmp_path_factory.mktemp("model")), TorchEngineConfig(dtype="float32")
+    )
     engine.weight_version = 0
     return engine
 
@@ -85,7 +89,7 @@ def produce(
         "teachers.math.domains=[math, code]",
         "loss.top_k=4",
     ]
-    recipe = load_recipe(path, settings).recipe
+    recipe = settled(load_recipe(path, settings), Hardware()).recipe
     plane = LocalDataPlane()
     router = Router("math", [Replica(name="math.0", engine=Picky(engine, BAD_TOKEN))], RoutingConfig(), kind="teacher")
     controller = Controller(

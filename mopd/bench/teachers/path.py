@@ -205,7 +205,7 @@ async def _prompt_share(remote: RemoteEngine, path: Score) -> float:
 
 def _engine_config(engine: EngineType) -> TorchEngineConfig | VllmEngineConfig:
     if engine == "torch":
-        return TorchEngineConfig()
+        return TorchEngineConfig(dtype="float32")
     is_cpu = not torch.cuda.is_available()
     return VllmEngineConfig(
         type="vllm",

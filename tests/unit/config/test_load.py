@@ -122,7 +122,7 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
         ("student.optimizer.lr=fast", "student.optimizer.lr: expected a number, got 'fast'"),
         ("student.optimizer.lr=.inf", "student.optimizer.lr: expected a number, got inf"),
         ("student.model=3", "student.model: expected text, got 3"),
-        ("student.dtype=fp8", "student.dtype: expected one of float32, bfloat16, got 'fp8'"),
+        ("student.dtype=fp8", "student.dtype: expected one of auto, float32, bfloat16, got 'fp8'"),
         ("checkpoint.keep_best=1", "checkpoint.keep_best: expected true or false, got 1"),
         ("data.train=train.jsonl", "data.train: expected a list (text each), got 'train.jsonl'"),
         ("data.train=[1]", "data.train: expected a list (text each), got [1]"),

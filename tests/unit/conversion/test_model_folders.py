@@ -81,8 +81,8 @@ class Tokenizer(PreTrainedTokenizerFast):
 """
 LOADERS: list[Callable[[Path], object]] = [
     load_config,
-    lambda folder: TorchEngine.from_pretrained(folder, TorchEngineConfig()),
-    lambda folder: TorchEngine.empty(folder, TorchEngineConfig()),
+    lambda folder: TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32")),
+    lambda folder: TorchEngine.empty(folder, TorchEngineConfig(dtype="float32")),
     load_student_tokenizer,
     HfReader,
     lambda folder: main(["convert", "verify", str(folder), str(folder)]),
@@ -115,7 +115,7 @@ def test_code_of_a_folder_never_runs(
 def test_an_adapter_beside_the_weights_is_not_merged_silently(model: Path) -> None:
     (model / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "/elsewhere"}')
     with pytest.raises(UserError, match=r"adapter_config\.json: the folder holds an adapter, not a whole model"):
-        TorchEngine.from_pretrained(model, TorchEngineConfig())
+        TorchEngine.from_pretrained(model, TorchEngineConfig(dtype="float32"))
 
 
 DAMAGE: dict[str, tuple[Change, str]] = {
@@ -153,7 +153,7 @@ def test_damaged_models(model: Path, damage: str) -> None:
     change, line = DAMAGE[damage]
     change(model)
     with pytest.raises(UserError, match=line) as refused:
-        TorchEngine.from_pretrained(model, TorchEngineConfig())
+        TorchEngine.from_pretrained(model, TorchEngineConfig(dtype="float32"))
     assert str(model) in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -184,7 +184,7 @@ def test_what_python_writes_into_published_folders_is_read(model: Path) -> None:
     keys("tokenizer_config.json", model_max_length=10**30)(model)
     keys("config.json", time_step_limit=[0.0, float("inf")])(model)
     assert load_tokenizer(model).model_max_length == 10**30
-    TorchEngine.from_pretrained(model, TorchEngineConfig())
+    TorchEngine.from_pretrained(model, TorchEngineConfig(dtype="float32"))
 
 
 COPIED = ["README.md", "LICENSE", "chat_template.jinja", "tokenizer_config.json", "generation_config.json"]
@@ -259,7 +259,7 @@ def test_a_damaged_journal(model: Path, tmp_path: Path, line: str, capsys: pytes
 
 
 def test_models_load_as_before(model: Path) -> None:
-    engine = TorchEngine.from_pretrained(model, TorchEngineConfig())
+    engine = TorchEngine.from_pretrained(model, TorchEngineConfig(dtype="float32"))
     stored = HfReader(model)
     for name, tensor in engine.model.state_dict().items():
         if name in stored.names:

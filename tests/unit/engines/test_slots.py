@@ -20,7 +20,7 @@ def test_streamed_weights_are_those_of_the_folder(family: str, tmp_path: Path):
     folder, reader = make_hf_model(tmp_path, family), HfReader(tmp_path)
     expected = load_model(folder, "float32", torch.device("cpu"))
     assert weight_slots(expected).keys() == reader.names
-    engine = TorchEngine.empty(folder, TorchEngineConfig())
+    engine = TorchEngine.empty(folder, TorchEngineConfig(dtype="float32"))
     asyncio.run(engine.load_weights(((name, reader.read(name)) for name in sorted(reader.names)), 3))
     assert engine.weight_version == 3
     state, wanted = engine.model.state_dict(), expected.state_dict()
@@ -29,7 +29,7 @@ def test_streamed_weights_are_those_of_the_folder(family: str, tmp_path: Path):
 
 def test_an_expert_that_does_not_arrive_is_named(tmp_path: Path):
     folder, reader = make_hf_model(tmp_path, "mixtral"), HfReader(tmp_path)
-    engine = TorchEngine.empty(folder, TorchEngineConfig())
+    engine = TorchEngine.empty(folder, TorchEngineConfig(dtype="float32"))
     lost = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
     weights = ((name, reader.read(name)) for name in reader.names - {lost})
     with pytest.raises(ValueError, match=lost.replace(".", r"\.")):

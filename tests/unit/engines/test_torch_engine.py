@@ -37,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def engine(folders: dict[str, Path]) -> TorchEngine:
-    return TorchEngine.from_pretrained(folders["qwen3"], TorchEngineConfig())
+    return TorchEngine.from_pretrained(folders["qwen3"], TorchEngineConfig(dtype="float32"))
 
 
 def generate(engine: TorchEngine, prompts: list[list[int]], seeds: list[int], **sampling: float) -> list[Generation]:
@@ -65,7 +65,7 @@ def test_generation_scoring_and_transformers_agree(
     folders: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_engine, "MAX_LOGITS_ROWS", 7)
-    engine = TorchEngine.from_pretrained(folders[family], TorchEngineConfig(max_tokens_per_batch=60))
+    engine = TorchEngine.from_pretrained(folders[family], TorchEngineConfig(dtype="float32", max_tokens_per_batch=60))
     generations = generate(engine, PROMPTS, SEEDS, temperature=0.7)
     assert len({len(g.tokens) for g in generations}) > 1  # rows left the batch at different steps
     scores = score(engine, PROMPTS, generations, temperature=0.7)
@@ -85,7 +85,7 @@ def test_scoring_never_holds_more_rows_of_logits_than_allowed(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_engine, "MAX_LOGITS_ROWS", 4)
-    engine = TorchEngine.from_pretrained(folders["qwen3"], TorchEngineConfig())
+    engine = TorchEngine.from_pretrained(folders["qwen3"], TorchEngineConfig(dtype="float32"))
     generations = generate(engine, PROMPTS, SEEDS)
     expected = score(engine, PROMPTS, generations)  # also probes the model's own logits, once
     rows: list[int] = []
@@ -132,7 +132,7 @@ def test_greedy_equals_transformers_generate(folders: dict[str, Path], engine: T
 def test_every_stop_token_ends_a_response(tmp_path: Path) -> None:
     folder = make_hf_model(tmp_path, seed=3, scale=0.02)  # nearly uniform: all kinds of ends within 200 tokens
     (folder / "generation_config.json").write_text(f'{{"eos_token_id": [{EOS_ID}, 20]}}')
-    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig())
+    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
     assert engine.stop_ids == (EOS_ID, 20)
     generations = generate(engine, [[5, 6]] * 32, list(range(32)), max_new_tokens=30)
     assert {g.tokens[-1].item() for g in generations if g.finish_reason == "stop"} == {EOS_ID, 20}
@@ -147,8 +147,8 @@ def test_every_stop_token_ends_a_response(tmp_path: Path) -> None:
 
 def test_random_state_is_left_alone(folders: dict[str, Path]) -> None:
     before = torch.get_rng_state()
-    engine = TorchEngine.from_pretrained(folders["qwen3"], TorchEngineConfig())
-    empty = TorchEngine.empty(folders["qwen3"], TorchEngineConfig())
+    engine = TorchEngine.from_pretrained(folders["qwen3"], TorchEngineConfig(dtype="float32"))
+    empty = TorchEngine.empty(folders["qwen3"], TorchEngineConfig(dtype="float32"))
     generations = generate(engine, PROMPTS, SEEDS, top_p=0.9, top_k=5)
     score(engine, PROMPTS, generations)
     asyncio.run(empty.load_weights(engine.model.named_parameters(), 1))
@@ -184,7 +184,7 @@ def test_model_that_changes_its_logits_is_refused_for_scoring(tmp_path: Path) ->
         num_key_value_heads=2, logits_scaling=4.0, initializer_range=0.5, eos_token_id=2,
     )  # fmt: skip
     GraniteForCausalLM(config).save_pretrained(tmp_path)
-    engine = TorchEngine.from_pretrained(tmp_path, TorchEngineConfig())
+    engine = TorchEngine.from_pretrained(tmp_path, TorchEngineConfig(dtype="float32"))
     with pytest.raises(UserError, match="'granite' changes its logits"):
         asyncio.run(engine.score([torch.tensor([4, 5, 6])], [1], top_k=2, temperature=1.0))
 
@@ -193,9 +193,9 @@ def test_model_that_changes_its_logits_is_refused_for_scoring(tmp_path: Path) ->
 def test_loaded_weights_answer_like_the_checkpoint(folders: dict[str, Path], family: str, tmp_path: Path) -> None:
     tied = family == "qwen3"
     other = make_hf_model(tmp_path, family, seed=8, tie_word_embeddings=tied)
-    source = TorchEngine.from_pretrained(other, TorchEngineConfig())
-    source.stop_ids = TorchEngine.from_pretrained(folders[family], TorchEngineConfig()).stop_ids
-    engine = TorchEngine.empty(folders[family], TorchEngineConfig())
+    source = TorchEngine.from_pretrained(other, TorchEngineConfig(dtype="float32"))
+    source.stop_ids = TorchEngine.from_pretrained(folders[family], TorchEngineConfig(dtype="float32")).stop_ids
+    engine = TorchEngine.empty(folders[family], TorchEngineConfig(dtype="float32"))
     assert engine.weight_version == -1
     with pytest.raises(RuntimeError, match="no weights"):
         generate(engine, [[5]], [0])
@@ -219,7 +219,7 @@ def test_wrong_weights_are_refused_and_leave_no_half_loaded_engine(
         "'extra' does not exist": [*good, ("extra", tensor)],
         f"{name!r} arrives twice": [*good, good[3]],
     }
-    target = TorchEngine.empty(folders["qwen3"], TorchEngineConfig())
+    target = TorchEngine.empty(folders["qwen3"], TorchEngineConfig(dtype="float32"))
     for message, weights in wrong.items():
         asyncio.run(target.load_weights(good, 1))
         with pytest.raises(ValueError, match=message):
@@ -261,7 +261,7 @@ def test_nonfinite_weights_are_refused_and_the_old_ones_answer_on(
 def test_unreadable_checkpoints_name_the_folder(tmp_path: Path) -> None:
     def refuse(folder: Path, match: str) -> None:
         with pytest.raises(UserError, match=match) as caught:
-            TorchEngine.from_pretrained(folder, TorchEngineConfig())
+            TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
         assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
     refuse(tmp_path / "nowhere", "no config.json")

@@ -109,7 +109,7 @@ def assert_answers_like(
     loop: asyncio.AbstractEventLoop, engine: VllmEngine, folder: Path, prompts: list[list[int]]
 ) -> None:
     """Greedy responses and their log-probs are those of the torch engine with the weights of ``folder``."""
-    reference = TorchEngine.from_pretrained(folder, TorchEngineConfig())
+    reference = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
     expected = sample_all(loop, reference, prompts, [0] * len(prompts), temperature=0.0)
     given = sample_all(loop, engine, prompts, [0] * len(prompts), temperature=0.0)
     assert [g.tokens.tolist() for g in given] == [e.tokens.tolist() for e in expected]

@@ -11,7 +11,9 @@ import pytest
 
 from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.config.load import Loaded, load_recipe
+from mopd.hardware import Hardware
 from mopd.placement.engine_file import is_engine_file, read_engine_file, rollout_file, teacher_file
+from mopd.run.preparing import settled
 from mopd.types import UserError
 from tests.fixtures.recipe import RECIPE
 
@@ -24,7 +26,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     Path("recipe.yaml").write_text(RECIPE)
 
     def with_overrides(*overrides: str) -> Loaded:
-        return load_recipe("recipe.yaml", overrides)
+        return settled(load_recipe("recipe.yaml", overrides), Hardware())
 
     return with_overrides
 

@@ -33,14 +33,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def source(folder: Path) -> TorchEngine:
-    return TorchEngine.from_pretrained(folder, TorchEngineConfig())
+    return TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
 
 
 @pytest.fixture
 def servers(folder: Path) -> Iterator[list[RunningServer]]:
     with contextlib.ExitStack() as stack:
         yield [
-            stack.enter_context(running_server(TorchEngine.empty(folder, TorchEngineConfig()), "rollout"))
+            stack.enter_context(
+                running_server(TorchEngine.empty(folder, TorchEngineConfig(dtype="float32")), "rollout")
+            )
             for _ in range(2)
         ]
 

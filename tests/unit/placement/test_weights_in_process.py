@@ -36,8 +36,8 @@ def publish(engines: list[TorchEngine], weights: Iterable[tuple[str, Tensor]], v
 
 @pytest.mark.parametrize("num_engines", [1, 2])
 def test_a_stream_reaches_every_engine(folder: Path, num_engines: int) -> None:
-    source = TorchEngine.from_pretrained(folder, TorchEngineConfig())
-    engines = [TorchEngine.empty(folder, TorchEngineConfig()) for _ in range(num_engines)]
+    source = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
+    engines = [TorchEngine.empty(folder, TorchEngineConfig(dtype="float32")) for _ in range(num_engines)]
 
     def stream() -> Iterator[tuple[str, Tensor]]:
         yield from source.model.named_parameters()
@@ -52,8 +52,8 @@ def test_a_stream_reaches_every_engine(folder: Path, num_engines: int) -> None:
 
 
 def test_the_engines_copy_is_its_own(folder: Path) -> None:
-    source = TorchEngine.from_pretrained(folder, TorchEngineConfig())
-    engine = TorchEngine.empty(folder, TorchEngineConfig())
+    source = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
+    engine = TorchEngine.empty(folder, TorchEngineConfig(dtype="float32"))
     publish([engine], source.model.named_parameters(), 0)
     sampling = SamplingParams(max_new_tokens=8)
     (before,) = asyncio.run(engine.generate([[5, 6, 7]], sampling, [1]))
@@ -65,6 +65,6 @@ def test_the_engines_copy_is_its_own(folder: Path) -> None:
 
 
 def test_a_partial_stream_is_an_error(folder: Path) -> None:
-    engine = TorchEngine.empty(folder, TorchEngineConfig())
+    engine = TorchEngine.empty(folder, TorchEngineConfig(dtype="float32"))
     with pytest.raises(ValueError, match="did not arrive"):
         publish([engine], iter([]), 1)

@@ -44,7 +44,7 @@ def manifest(folder: Path) -> Manifest:
 @pytest.fixture(scope="module")
 def info(folder: Path, manifest: Manifest) -> EngineInfo:
     """What a server of the folder says."""
-    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig())
+    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
     hashes = {name: getattr(manifest, name) for name in HASHES}
     return replace(asyncio.run(engine.info()), manifest=hashes)
 
@@ -77,7 +77,7 @@ def test_too_small_replicas_are_named(info: EngineInfo, manifest: Manifest) -> N
 
 def test_a_fingerprint_tells_models_apart_and_knows_its_own(folder: Path, tmp_path: Path) -> None:
     def take(path: Path) -> dict[str, object]:
-        engine = TorchEngine.from_pretrained(path, TorchEngineConfig())
+        engine = TorchEngine.from_pretrained(path, TorchEngineConfig(dtype="float32"))
         replica = Replica(name="math.0", engine=engine)
         return asyncio.run(fingerprint(replica, vocab_size=VOCAB_SIZE, temperature=1.0))
 

@@ -41,7 +41,7 @@ def measure(folder: Path, scorer: TorchEngine, *, temperature: float = 1.0, dtyp
 
 
 def load(folder: Path) -> TorchEngine:
-    return TorchEngine.from_pretrained(folder, TorchEngineConfig())
+    return TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -55,7 +55,9 @@ def test_right_scores_pass(folders: dict[str, Path], temperature: float) -> None
 @pytest.mark.parametrize("mistake", [*MISTAKES, "swapped"])
 def test_each_mistake_fails_both_limits(folders: dict[str, Path], mistake: str) -> None:
     """By far, so that the wider limits of 16-bit engines catch it too."""
-    engine = MistakenEngine.from_pretrained(folders["other" if mistake == "swapped" else "own"], TorchEngineConfig())
+    engine = MistakenEngine.from_pretrained(
+        folders["other" if mistake == "swapped" else "own"], TorchEngineConfig(dtype="float32")
+    )
     engine.mistake = mistake
     parity = measure(folders["own"], engine)
     for dtype in ("float32", "bfloat16"):

@@ -44,8 +44,8 @@ def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 @pytest.fixture
 def engine(folder: Path) -> TorchEngine:
     """An engine with weights of version 3."""
-    engine = TorchEngine.empty(folder, TorchEngineConfig())
-    source = TorchEngine.from_pretrained(folder, TorchEngineConfig())
+    engine = TorchEngine.empty(folder, TorchEngineConfig(dtype="float32"))
+    source = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
     asyncio.run(engine.load_weights(source.model.named_parameters(), 3))
     return engine
 

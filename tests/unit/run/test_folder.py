@@ -115,8 +115,8 @@ def test_resume_may_change_where_and_how_long_it_runs(load: Load) -> None:
         "schedule.wait_timeout_s=1",
         "checkpoint.keep_last=9",
         "metrics.wandb={project: p}",
-        "rollout.engine.max_tokens_per_batch=9",
-        "teachers.math.engine.max_tokens_per_batch=9",
+        "rollout.engine={type: torch, max_tokens_per_batch: 9}",
+        "teachers.math.engine={type: torch, max_tokens_per_batch: 9}",
         "teachers.math.replicas=2",
     )
     RunDir(moved).check(given, resume=True)

@@ -23,13 +23,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def local(folder: Path) -> TorchEngine:
     """The same model in this process, to compare with."""
-    return TorchEngine.from_pretrained(folder, TorchEngineConfig())
+    return TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
 
 
 @pytest.fixture
 def gated(folder: Path) -> Iterator[GatedEngine]:
     """Gate open; opened again at the end, so that a server can end."""
-    engine = GatedEngine.from_pretrained(folder, TorchEngineConfig())
+    engine = GatedEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
     assert isinstance(engine, GatedEngine)
     yield engine.arm()
     engine.gate.set()
@@ -38,7 +38,7 @@ def gated(folder: Path) -> Iterator[GatedEngine]:
 @pytest.fixture(scope="module")
 def teacher(folder: Path) -> Iterator[RunningServer]:
     """A teacher's server with text prompts and hashes."""
-    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig())
+    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
     hashes = {"config_sha256": "c", "weights_sha256": "w", "tokenizer_sha256": "t"}
     with running_server(engine, manifest=hashes) as running:
         yield running

@@ -30,14 +30,18 @@ TLS_HELLO = bytes.fromhex("16030100a5010000a10303") + bytes(range(150))
 def open_server(folder: Path) -> Iterator[RunningServer]:
     """A teacher without a token."""
     limits = {"head_timeout_s": 0.6, "stall_timeout_s": 0.6, "body_timeout_s": 1.0, "max_connections": 60}
-    with running_server(TorchEngine.from_pretrained(folder, TorchEngineConfig()), limits=limits) as running:
+    with running_server(
+        TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32")), limits=limits
+    ) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def closed_server(folder: Path) -> Iterator[RunningServer]:
     """The same with a token."""
-    with running_server(TorchEngine.from_pretrained(folder, TorchEngineConfig()), token=TOKEN) as running:
+    with running_server(
+        TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32")), token=TOKEN
+    ) as running:
         yield running
 
 

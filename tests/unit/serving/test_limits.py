@@ -52,7 +52,9 @@ def assert_lives(running: RunningServer) -> None:
 def strict(folder: Any) -> Iterator[RunningServer]:
     """A teacher with small limits and short deadlines."""
     limits = {"max_body_bytes": 20_000, "body_timeout_s": 1.0, "head_timeout_s": 0.7, "stall_timeout_s": 0.7}
-    with running_server(TorchEngine.from_pretrained(folder, TorchEngineConfig()), limits=limits) as running:
+    with running_server(
+        TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32")), limits=limits
+    ) as running:
         yield running
 
 
@@ -114,7 +116,7 @@ def test_too_much_arrives_at_once(strict: RunningServer, monkeypatch: pytest.Mon
 
 def test_a_client_that_does_not_read(folder: Any) -> None:
     """The answer is larger than what the sockets hold; after the deadline its room in the queue is free again."""
-    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig())
+    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
     limits = {"stall_timeout_s": 0.5, "max_tokens_per_request": 40_000, "max_queued_tokens": 40_000}
     tokens = random_tokens(*[250] * 150)
     body = encode(
@@ -148,7 +150,9 @@ def test_the_token(folder: Any) -> None:
         finally:
             await remote.close()
 
-    with running_server(TorchEngine.from_pretrained(folder, TorchEngineConfig()), token=TOKEN) as running:
+    with running_server(
+        TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32")), token=TOKEN
+    ) as running:
         asyncio.run(score(TOKEN))
         for wrong in (None, TOKEN[:-1], TOKEN + "0"):
             with pytest.raises(EngineRejected, match="HTTP 401"):
@@ -276,7 +280,7 @@ def test_an_engines_own_fault_is_500_and_its_death_503(gated: GatedEngine) -> No
 def test_top_k_is_what_the_recipe_asks_for(folder: Any) -> None:
     """It decides how long an answer is: the whole vocabulary for every token is more than anybody wants."""
     assert server_limits(engine_file(folder)).max_top_k == 8
-    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig())
+    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
     with running_server(engine, limits={"max_top_k": 8}) as running:
         assert CLIENT.get(f"{running.url}/info").json()["engine"]["max_logprobs"] == 8
         response = post(running, "/v1/score", encode(score_request(top_k=9)))

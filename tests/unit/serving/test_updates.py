@@ -26,7 +26,7 @@ Weights = dict[str, Tensor]
 
 @pytest.fixture
 def rollout(folder: Path) -> Iterator[RunningServer]:
-    engine = GatedEngine.empty(folder, TorchEngineConfig())
+    engine = GatedEngine.empty(folder, TorchEngineConfig(dtype="float32"))
     assert isinstance(engine, GatedEngine)
     with running_server(engine.arm(), "rollout", limits={"update_timeout_s": 30.0}) as running:
         yield running
@@ -163,7 +163,7 @@ def test_an_aborted_and_a_silent_update_leave_the_old_weights(
             await remote.push("commit", commit)
         await assert_serves(remote, local, 1)
 
-    engine = TorchEngine.empty(folder, TorchEngineConfig())
+    engine = TorchEngine.empty(folder, TorchEngineConfig(dtype="float32"))
     with running_server(engine, "rollout", limits={"update_timeout_s": 1.5}) as running:
         run(running, work)
 
@@ -308,7 +308,7 @@ class SleepyEngine(TorchEngine):
 
 
 def test_sleep_and_wake(folder: Path) -> None:
-    engine = SleepyEngine.from_pretrained(folder, TorchEngineConfig())
+    engine = SleepyEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
 
     async def work(remote: RemoteEngine) -> None:
         for _ in range(2):
@@ -327,7 +327,7 @@ def test_sleep_and_wake(folder: Path) -> None:
 
 
 def test_sleep_and_updates_exclude_one_another(folder: Path, weights: Weights) -> None:
-    engine = SleepyEngine.empty(folder, TorchEngineConfig())
+    engine = SleepyEngine.empty(folder, TorchEngineConfig(dtype="float32"))
 
     async def work(remote: RemoteEngine) -> None:
         await remote.sleep()

@@ -20,7 +20,7 @@ GIB = 2**30
 def recipe(prompts: int = 64, **student: Any) -> Recipe:
     return Recipe(
         run_dir="unused",
-        student=StudentConfig(model="unused", **student),
+        student=StudentConfig(model="unused", dtype="bfloat16", **student),
         teachers={"a": TeacherConfig(model="unused", domains=("x",))},
         data=DataConfig(train=("unused",), validation=("unused",), max_prompt_length=96),
         rollout=RolloutConfig(max_response_length=160, samples_per_prompt=2),

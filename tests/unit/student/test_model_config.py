@@ -30,7 +30,7 @@ LATENT = MlaDims(q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_h
 
 
 def student(**keys: Any) -> StudentConfig:
-    return StudentConfig(model="unused", **keys)
+    return StudentConfig(model="unused", **{"dtype": "bfloat16", **keys})
 
 
 def test_a_field_that_mopd_sets_is_refused(layout: Layout) -> None:

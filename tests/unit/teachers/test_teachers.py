@@ -37,7 +37,10 @@ ENSEMBLE = {"mathematician": teacher("math", weight=3.0), "coder": teacher("math
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TorchEngine]:
     root = tmp_path_factory.mktemp("teachers")
     folders = {name: make_hf_model(root / name, seed=i) for i, name in enumerate(("mathematician", "coder"))}
-    return {name: TorchEngine.from_pretrained(folder, TorchEngineConfig()) for name, folder in folders.items()}
+    return {
+        name: TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
+        for name, folder in folders.items()
+    }
 
 
 class Altered:

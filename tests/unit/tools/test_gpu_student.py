@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from mopd.config.load import load_recipe
+from mopd.hardware import Hardware
+from mopd.run.preparing import settled
 from tools import gpu_student
 from tools.gpu_student import Stage, compare, main, run_stage
 
@@ -86,7 +88,7 @@ def test_the_students_stage_on_this_cpu(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_the_quickstart_is_set_to_one_rank_with_engines_in_its_process(tmp_path: Path) -> None:
     settings = gpu_student.quickstart_settings(tmp_path / "assets", tmp_path / "run")
-    recipe = load_recipe(gpu_student.ROOT / "recipes" / "quickstart.yaml", settings).recipe
+    recipe = settled(load_recipe(gpu_student.ROOT / "recipes" / "quickstart.yaml", settings), Hardware()).recipe
     assert recipe.student.parallel.world_size == 1
     assert recipe.schedule.steps == gpu_student.QUICKSTART_STEPS
     groups = [recipe.rollout, *recipe.teachers.values()]

@@ -1,0 +1,220 @@
+"""What each ``auto`` of a recipe becomes on a machine, and why: pure functions of the recipe, a description of the
+machine and the models' sizes.
+
+No choice made here is one that the schema then refuses: where a recipe asks for what vLLM cannot do, the engine is
+torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from mopd.config.groups import (
+    AutoEngineConfig,
+    AutoPlacementConfig,
+    EngineGroupConfig,
+    ExternalConfig,
+    InProcessConfig,
+    LocalConfig,
+    RayConfig,
+    TorchEngineConfig,
+    VllmEngineConfig,
+)
+from mopd.config.schema import Recipe
+from mopd.config.tree import AUTO, dotted
+from mopd.hardware import Hardware
+
+Group = TypeVar("Group", bound=EngineGroupConfig)
+
+STUDENT_BYTES = 18
+"""Of one weight in training: bf16 weight, fp32 weight and gradient, two fp32 moments of Adam."""
+ENGINE_BYTES = 3
+"""Of one weight in an engine: bf16, and as much again by half for caches and activations."""
+GIB = 2**30
+REST_BYTES = 4 * GIB
+"""Activations of the student, CUDA's context, fragments."""
+MAX_SHARE = 0.8
+"""Of a GPU's memory: these are estimates."""
+COPIES_IN_MEMORY = 2.5
+"""A teacher's weights in host memory while it is compared with its folder: read, cast, and room for its forward."""
+
+
+@dataclass(slots=True)
+class Settled:
+    """A recipe without ``auto``, and the reason of each value that was one."""
+
+    recipe: Recipe
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Dotted path -> why it has its value."""
+
+
+def settle(
+    recipe: Recipe, hardware: Hardware, *, num_ranks: int, num_weights: Mapping[str, int | None] | None = None
+) -> Settled:
+    """Every ``auto`` of engines, placements and dtypes made a value (``teacher_defaults``, which every teacher has
+    inherited, stays as it is written).
+
+    Args:
+        num_ranks: trainer ranks on this machine.
+        num_weights: of the models of ``student`` and ``teachers.NAME``; ``None`` and absent ones are not known.
+
+    Raises:
+        ValueError: a key that another choice needs, with its dotted path and the cure.
+    """
+    settled = Settled(recipe)
+    student = recipe.student
+    if student.dtype == AUTO:
+        dtype = "float32" if hardware.without_cuda else "bfloat16"
+        settled.reasons["student.dtype"] = hardware.without_cuda or "CUDA"
+        student = dataclasses.replace(student, dtype=dtype)
+    placement, why = _placement(recipe, hardware, num_ranks, num_weights or {})
+    rollout = _group(("rollout",), recipe.rollout, recipe, hardware, placement, why, settled.reasons)
+    teachers = {
+        name: _group(("teachers", name), teacher, recipe, hardware, placement, why, settled.reasons)
+        for name, teacher in recipe.teachers.items()
+    }
+    settled.recipe = dataclasses.replace(recipe, student=student, rollout=rollout, teachers=teachers)
+    return settled
+
+
+def compares_with_transformers(
+    wanted: bool | str, *, weights_bytes: int | None, free_memory_bytes: int
+) -> tuple[bool, str]:
+    """Whether a teacher is compared with a forward of its own folder, and why.
+
+    ``wanted`` is ``preflight.compare_with_transformers``; ``weights_bytes`` those of the folder, ``None`` without any.
+    """
+    if weights_bytes is None:
+        return False, "its folder holds no weights"
+    if wanted != AUTO:
+        return bool(wanted), f"preflight.compare_with_transformers: {str(wanted).lower()}"
+    sizes = f"{weights_bytes / GIB:.1f} GiB of weights, {free_memory_bytes / GIB:.1f} GiB of host memory free"
+    return COPIES_IN_MEMORY * weights_bytes <= free_memory_bytes, sizes
+
+
+def _placement(
+    recipe: Recipe, hardware: Hardware, num_ranks: int, num_weights: Mapping[str, int | None]
+) -> tuple[InProcessConfig | LocalConfig, str]:
+    """What every ``placement.type: auto`` becomes, one choice for all groups, and why."""
+    if hardware.without_cuda:
+        return InProcessConfig(), hardware.without_cuda
+    groups = _groups(recipe)
+    free = hardware.num_gpus - num_ranks - sum(_taken(group) for group in groups.values())
+    wanted = sum(_wanted(group) for group in groups.values() if isinstance(group.placement, AutoPlacementConfig))
+    if wanted <= free:
+        return LocalConfig(type="local"), f"{free} of {hardware.num_gpus} GPUs are free, {wanted} wanted"
+    needed = _bytes_on_one_gpu(recipe, num_weights)
+    memory = hardware.gpu_memory_bytes[0]
+    few = f"{max(free, 0)} of {hardware.num_gpus} GPUs are free, {wanted} wanted"
+    if needed is not None and needed <= MAX_SHARE * memory:
+        fits = f"everything fits on one: about {needed / GIB:.0f} of {memory / GIB:.0f} GiB"
+        return InProcessConfig(), f"{few}, and {fits}"
+    return LocalConfig(type="local"), few
+
+
+def _groups(recipe: Recipe) -> dict[str, EngineGroupConfig]:
+    """By the key of their model's size."""
+    return {"student": recipe.rollout, **{f"teachers.{name}": teacher for name, teacher in recipe.teachers.items()}}
+
+
+def _wanted(group: EngineGroupConfig) -> int:
+    return group.replicas * group.gpus_per_replica
+
+
+def _taken(group: EngineGroupConfig) -> int:
+    """GPUs of this machine that the recipe gives to a group, beside rank 0's."""
+    placement = group.placement
+    if isinstance(placement, LocalConfig):
+        return _wanted(group)
+    if isinstance(placement, RayConfig) and placement.address is None:
+        return placement.num_gpus * group.replicas
+    return group.gpus_per_replica - 1 if isinstance(placement, InProcessConfig) else 0
+
+
+def _bytes_on_one_gpu(recipe: Recipe, num_weights: Mapping[str, int | None]) -> int | None:
+    """Of rank 0's student and every group that may share its GPU; ``None`` where a size is not known."""
+    parallel = recipe.student.parallel
+    shards = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    student = num_weights.get("student")
+    sizes = [
+        num_weights.get(key)
+        for key, group in _groups(recipe).items()
+        if isinstance(group.placement, (AutoPlacementConfig, InProcessConfig))
+        for _ in range(group.replicas)
+    ]
+    known = [size for size in sizes if size is not None]
+    if student is None or len(known) < len(sizes):
+        return None
+    logits = recipe.student.lm_head_memory_budget_mib * 2**20
+    return STUDENT_BYTES * student // shards + ENGINE_BYTES * sum(known) + logits + REST_BYTES
+
+
+def _group(
+    path: tuple[str, ...],
+    group: Group,
+    recipe: Recipe,
+    hardware: Hardware,
+    placement: InProcessConfig | LocalConfig,
+    why: str,
+    reasons: dict[str, str],
+) -> Group:
+    """One group settled; its reasons are added."""
+    if isinstance(group.placement, AutoPlacementConfig):
+        reasons[dotted((*path, "placement", "type"))] = why
+    else:
+        placement = group.placement
+    without_cuda = hardware.without_cuda
+    if isinstance(placement, RayConfig):
+        without_cuda = "" if placement.num_gpus else "placement.num_gpus is 0"
+    engine = group.engine
+    if isinstance(engine, AutoEngineConfig):
+        engine, reason = _engine(engine, group, placement, recipe, hardware, without_cuda)
+        reasons[dotted((*path, "engine", "type"))] = reason
+    if engine.dtype == AUTO:
+        reasons[dotted((*path, "engine", "dtype"))] = without_cuda or "CUDA"
+        engine = dataclasses.replace(engine, dtype="float32" if without_cuda else "bfloat16")
+    try:
+        return dataclasses.replace(group, engine=engine, placement=placement)
+    except ValueError as error:
+        raise ValueError(f"{dotted(path)}.{error}") from error
+
+
+def _engine(
+    engine: AutoEngineConfig,
+    group: EngineGroupConfig,
+    placement: Any,
+    recipe: Recipe,
+    hardware: Hardware,
+    without_cuda: str,
+) -> tuple[TorchEngineConfig | VllmEngineConfig, str]:
+    """What ``engine.type: auto`` becomes in this placement, and why."""
+    torch = TorchEngineConfig(dtype=engine.dtype)
+    if without_cuda:
+        return torch, without_cuda
+    if isinstance(placement, InProcessConfig):
+        return torch, "it shares the student's GPU"
+    if hardware.vllm is None:
+        return torch, "vllm is not installed"
+    refusal = _refused_by_vllm(recipe, is_rollout=group is recipe.rollout)
+    if refusal:
+        return torch, refusal
+    longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
+    vllm = VllmEngineConfig(type="vllm", dtype=engine.dtype)
+    vllm = dataclasses.replace(vllm, max_scoring_tokens=max(vllm.max_scoring_tokens, longest))
+    where = "CUDA" if isinstance(placement, (RayConfig, ExternalConfig)) else f"{hardware.num_gpus} GPUs"
+    return vllm, f"{where} and vllm {hardware.vllm}"
+
+
+def _refused_by_vllm(recipe: Recipe, *, is_rollout: bool) -> str:
+    """What of the recipe vLLM cannot do; empty when it can all."""
+    if not is_rollout:
+        temperature = recipe.loss.temperature
+        return "" if temperature == 1.0 else f"vllm scores at temperature 1 only, loss.temperature is {temperature}"
+    rollout, validation = recipe.rollout, recipe.validation
+    if rollout.is_exact:
+        return ""
+    drawn = [rollout.temperature, *([] if validation is None else [validation.temperature or 1.0])]
+    return "" if set(drawn) == {1.0} else "vllm reports log-probs before top_p and top_k at temperature 1 only"

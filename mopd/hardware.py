@@ -1,0 +1,121 @@
+"""What this machine has, told without torch: a recipe's ``auto`` values follow from it (``config/auto.py``)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
+QUERY_TIMEOUT_S = 30.0
+"""A driver that no process holds awake takes some seconds to answer."""
+DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
+CGROUP = Path("/sys/fs/cgroup")
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """One machine as a process sees it."""
+
+    gpu_memory_bytes: tuple[int, ...] = ()
+    """Of each GPU that CUDA_VISIBLE_DEVICES shows, by number; 0 where nobody tells."""
+    torch_cuda: str | None = None
+    """CUDA version of the installed torch; ``None`` for a CPU build."""
+    vllm: str | None = None
+    """Version of the installed vLLM; ``None`` also for a CPU build."""
+    free_memory_bytes: int = 0
+    """Host memory that processes could get now."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that torch can use."""
+        return len(self.gpu_memory_bytes) if self.torch_cuda is not None else 0
+
+    @property
+    def without_cuda(self) -> str:
+        """Why there is no CUDA; empty where there is."""
+        if self.num_gpus:
+            return ""
+        return "no GPU" if not self.gpu_memory_bytes else "this torch is a CPU build"
+
+
+def this_hardware() -> Hardware:
+    """Of this process."""
+    return Hardware(
+        gpu_memory_bytes=shown_gpus(_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")),
+        torch_cuda=_torch_cuda(),
+        vllm=_vllm(),
+        free_memory_bytes=min([psutil.virtual_memory().available, *_free_in_container()]),
+    )
+
+
+def shown_gpus(gpus: list[tuple[str, int]], visible: str | None) -> tuple[int, ...]:
+    """Memory in bytes of the GPUs that ``visible`` (CUDA_VISIBLE_DEVICES) shows, in its order.
+
+    ``gpus`` are (uuid, memory) by index. As in CUDA, an entry that names none ends the list.
+    """
+    if visible is None:
+        return tuple(memory for _, memory in gpus)
+    shown = []
+    for entry in filter(None, (part.strip() for part in visible.split(","))):
+        if entry.startswith("MIG-"):
+            shown.append(0)  # a part of a GPU
+            continue
+        by_number = entry.isdecimal() and int(entry) < len(gpus)
+        named = [gpus[int(entry)]] if by_number else [gpu for gpu in gpus if gpu[0].startswith(entry)]
+        if len(named) != 1:
+            break
+        shown.append(named[0][1])
+    return tuple(shown)
+
+
+def _gpus() -> list[tuple[str, int]]:
+    """(uuid, memory in bytes) of every GPU of the driver, by index."""
+    if shutil.which(QUERY[0]) is None:
+        return [("", 0) for _ in DRIVER_GPUS.iterdir()] if DRIVER_GPUS.is_dir() else []
+    try:
+        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return []  # a driver that does not answer serves torch no better
+    return read_query(done.stdout) if done.returncode == 0 else []
+
+
+def read_query(text: str) -> list[tuple[str, int]]:
+    """(uuid, memory in bytes) by index, from what ``QUERY`` prints."""
+    found = re.findall(r"^\s*(\d+)\s*,\s*(\S+)\s*,\s*(\d+|\S.*)$", text, re.MULTILINE)
+    return [(uuid, int(mib) * MIB if mib.isdecimal() else 0) for _, uuid, mib in found]
+
+
+def _free_in_container() -> list[int]:
+    """What the container's own limit leaves, where it has one (cgroup v2)."""
+    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
+    if not limit.is_file() or not used.is_file() or not limit.read_text().strip().isdecimal():
+        return []
+    return [max(0, int(limit.read_text()) - int(used.read_text()))]
+
+
+def _torch_cuda() -> str | None:
+    """From the file in which torch keeps it: importing torch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).with_name("version.py")
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return match[1] if match else None
+
+
+def _vllm() -> str | None:
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return None if version.endswith("+cpu") else version
