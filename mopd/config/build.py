@@ -7,7 +7,8 @@ import difflib
 import math
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar
 
 from mopd.config.tree import (
@@ -35,6 +36,10 @@ HINTS = {
     "type: k2 (reverse KL), k3 (forward KL) or policy_gradient (k1 as a detached advantage)",
     "loss.advantage": "it is k1, the only unbiased one (k3 gives grad reverse KL - grad forward KL, almost no signal; "
     "k2 fails likewise): remove the key",
+    "data.prompt_key": "set columns: {prompt: COLUMN, …}, or the name of a shipped mapping",
+    "data.ground_truth_key": "set columns: {prompt: COLUMN, ground_truth: COLUMN, …}",
+    "data.domain_key": "set columns: {prompt: COLUMN, domain: COLUMN, …}",
+    "data.extra_info_key": "set columns: {prompt: COLUMN, extra_info: COLUMN, …}",
     "data.seed": "the recipe's seed also shuffles and mixes prompts: set seed",
     "validation.reward": "rewards are a section of their own, by domain: set rewards.default",
     "validation.domain_rewards": "rewards are a section of their own, by domain: set rewards.DOMAIN",
@@ -61,11 +66,18 @@ def place(recipe_file: str, origin: str) -> str:
 class Builder:
     """Turns a merged tree into config objects, remembering origins."""
 
-    def __init__(self, recipe_file: str, root: type) -> None:
-        """``recipe_file`` as it may be shown; ``root`` is the class of the whole file."""
+    def __init__(self, recipe_file: str, root: type, problems: list[str] | None = None) -> None:
+        """``recipe_file`` as it may be shown; ``root`` is the class of the whole file.
+
+        Without a list of ``problems`` the first refusal is raised. With one, every refusal is added to it and building
+        goes on with the default, or with ``None`` where there is none: such objects may be looked at and not be used.
+        """
         self.recipe_file = recipe_file
         self.root = root
+        self.problems = problems
         self.origins: dict[Path_, str] = {}
+        self.broken: set[Path_] = set()
+        """Keys whose value was refused or is missing, and sections whose own check failed."""
 
     def fail(self, origin: str, path: Path_, problem: str) -> NoReturn:
         raise UserError(f"{place(self.recipe_file, origin)}: {f'{shown_key(path)}: ' if path else ''}{problem}")
@@ -75,26 +87,56 @@ class Builder:
         types_ = field_types(cls)
         for key, node in section.items.items():
             if key not in types_:
-                cure = HINTS.get(dotted((*path, key))) or self.suggest(key, tuple(types_))
-                self.fail(node.origin, (), f"unknown key '{shown_key((*path, key))}'; {cure}")
+                self.attempt((*path, key), partial(self._fail_unknown, node.origin, (*path, key), tuple(types_)), None)
         values: dict[str, Any] = {}
-        missing: list[str] = []
+        missing: list[Path_] = []
         for field in dataclasses.fields(cls):
             inherited = getattr(default, field.name) if isinstance(default, cls) else field_default(field)
+            below = (*path, field.name)
             if field.name in section.items:
-                node = section.items[field.name]
-                values[field.name] = self.value(node, types_[field.name], (*path, field.name), inherited)
+                make = partial(self.value, section.items[field.name], types_[field.name], below, inherited)
+                values[field.name] = self.attempt(below, make, None if inherited is dataclasses.MISSING else inherited)
             elif inherited is dataclasses.MISSING:
-                missing.append(dotted((*path, field.name)))
+                missing.append(below)
+                values[field.name] = None
             else:
                 values[field.name] = inherited
         if missing:
-            origin = section.origin if path else self.recipe_file
-            self.fail(origin, (), f"missing {'keys' if missing[1:] else 'key'} {', '.join(missing)}")
+            self.broken.update(missing)
+            keys = f"missing {'keys' if missing[1:] else 'key'} {', '.join(map(dotted, missing))}"
+            self.attempt(path, partial(self.fail, section.origin if path else self.recipe_file, (), keys), None)
+        return self._checked(section, cls, path, values)
+
+    def attempt(self, path: Path_, make: Callable[[], Any], fallback: Any) -> Any:
+        """What ``make`` returns. Where problems are listed: ``fallback`` for a refusal, and ``path`` is broken."""
+        if self.problems is None:
+            return make()
+        try:
+            return make()
+        except UserError as error:
+            self.problems.append(str(error))
+            self.broken.add(path)
+            return fallback
+
+    def _checked(self, section: Section, cls: type, path: Path_, values: dict[str, Any]) -> Any:
+        """The object. Where a key below it is broken, a failed check that speaks of that key is no further problem."""
+        below = [key[len(path) :] for key in self.broken if key[: len(path)] == path]
         try:
             return cls(**values)
         except ValueError as error:
-            self._fail_check(error, section, tuple(types_), path)
+            if not any(key and (key[-1] in str(error) or key[0] in str(error)) for key in below):
+                self.attempt(path, partial(self._fail_check, error, section, tuple(values), path), None)
+        except (TypeError, AttributeError):
+            if not below:
+                raise
+        made: Any = object.__new__(cls)
+        for name, value in values.items():
+            object.__setattr__(made, name, value)
+        return made
+
+    def _fail_unknown(self, origin: str, path: Path_, known: tuple[str, ...]) -> NoReturn:
+        cure = HINTS.get(dotted(path)) or self.suggest(path[-1], known)
+        self.fail(origin, (), f"unknown key '{shown_key(path)}'; {cure}")
 
     def value(self, node: Node, annotation: Any, path: Path_, default: Any) -> Any:
         """The value of one key, checked against its annotation."""
@@ -126,13 +168,20 @@ class Builder:
         if not isinstance(node, Section):
             self.fail(node.origin, path, f"expected a section of named values, got {_shown(node.value)}")
         self.origins[path] = node.origin
+        made = {}
         for key, item in node.items.items():
-            try:
-                if annotation is not Any:
-                    check_name(key)
-            except ValueError as error:
-                self.fail(item.origin, path, f"name {error}")
-        return {key: self.value(item, annotation, (*path, key), None) for key, item in node.items.items()}
+            below = (*path, key)
+            made[key] = self.attempt(below, partial(self._named, key, item, annotation, path), None)
+        return {key: value for key, value in made.items() if (*path, key) not in self.broken or value is not None}
+
+    def _named(self, key: str, item: Node, annotation: Any, path: Path_) -> Any:
+        """One item of a mapping."""
+        try:
+            if annotation is not Any:
+                check_name(key)
+        except ValueError as error:
+            self.fail(item.origin, path, f"name {error}")
+        return self.value(item, annotation, (*path, key), None)
 
     def _one_of(self, node: Node, classes: tuple[type, ...], path: Path_, default: Any) -> Any:
         """An instance of the class that the section's ``type`` key chooses."""

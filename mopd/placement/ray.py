@@ -17,6 +17,7 @@ import logging
 import os
 import secrets
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ CALL_TIMEOUT_S = 30.0
 """Of a call to an agent, which never waits for anything."""
 CALLS = 2
 """Calls without an answer after which an agent is lost: one may be late because a training step blocks our own loop."""
+RELEASE_S = 10.0
+"""For a cluster to notice that what it shows as taken was given back: a run that ended just before."""
 LOST_CODE = 255
 """Exit code of a server whose agent cannot be reached."""
 
@@ -67,7 +70,7 @@ class RayCluster:
         ray = _connect(plans, list(needs.values()), gpus)
         cluster = cls(ray, needs, log_dir)
         try:
-            check_room(list(needs.values()), _free_nodes(ray))
+            await _wait_for_room(list(needs.values()), ray)
             log_dir.mkdir(parents=True, exist_ok=True)
         except BaseException:
             await cluster.close()
@@ -267,7 +270,7 @@ def _shortage(need: Need, needs: Sequence[Need], nodes: Sequence[Node]) -> str:
     return (
         f"{keys}: the Ray cluster has no room for {need.count} replicas of {need.num_gpus:g} GPUs and "
         f"{need.num_cpus:g} CPUs each; all groups together need {wanted_gpus:g} GPUs and {wanted_cpus:g} CPUs, and "
-        f"{has_gpus:g} and {has_cpus:g} are free ({free}): {lacks}; lower replicas, placement.num_gpus or "
+        f"it can give {has_gpus:g} and {has_cpus:g} ({free}): {lacks}; lower replicas, placement.num_gpus or "
         "placement.num_cpus, or add nodes"
     )
 
@@ -354,17 +357,26 @@ def _needs(plans: Sequence[GroupPlan]) -> dict[str, Need]:
     return needs
 
 
-def _free_nodes(ray: Any) -> list[Node]:
-    """What nobody has taken, node by node."""
-    free = ray._private.state.available_resources_per_node()
+async def _wait_for_room(needs: Sequence[Need], ray: Any) -> None:
+    """``UserError`` as ``check_room``: at once where the needs exceed the whole cluster, else after ``RELEASE_S``."""
+    check_room(needs, _nodes(ray, {node["NodeID"]: node["Resources"] for node in ray.nodes()}))
+    deadline = time.monotonic() + RELEASE_S
+    while True:
+        try:
+            check_room(needs, _nodes(ray, ray._private.state.available_resources_per_node()))
+            return
+        except UserError:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(0.5)
+
+
+def _nodes(ray: Any, resources: Mapping[str, Mapping[str, float]]) -> list[Node]:
+    """The living nodes, with what ``resources`` says of them by node id."""
+    nodes = [(node["NodeManagerAddress"], resources.get(node["NodeID"], {})) for node in ray.nodes() if node["Alive"]]
     return [
-        Node(
-            address=node["NodeManagerAddress"],
-            num_cpus=free.get(node["NodeID"], {}).get("CPU", 0.0),
-            num_gpus=free.get(node["NodeID"], {}).get("GPU", 0.0),
-        )
-        for node in ray.nodes()
-        if node["Alive"]
+        Node(address=address, num_cpus=given.get("CPU", 0.0), num_gpus=given.get("GPU", 0.0))
+        for address, given in nodes
     ]
 
 
