@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from mopd.commands.ranks import add_recipe, on_students_ranks
 from mopd.config.load import Loaded, load_recipe
 from mopd.launch.failure import rank_and_world_size
+from mopd.run.preparing import prepare
 from mopd.text import json_lines
 from mopd.types import UserError
 
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Start the ranks, wait for their end; the exit code. In a rank: check."""
-    loaded = load_recipe(args.recipe, args.set)
+    loaded = prepare(load_recipe(args.recipe, args.set))
     return on_students_ranks(loaded, arguments, lambda: _check(loaded, as_json=args.json))
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from mopd.commands.ranks import add_recipe, on_students_ranks
 from mopd.config.load import Loaded, load_recipe
 from mopd.files.reading import shown_path
+from mopd.run.preparing import prepare
 from mopd.text import json_lines
 from mopd.types import UserError
 
@@ -26,27 +27,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--model", type=Path, metavar="FOLDER", help="Hugging Face folder; default: student.model")
+    model_help = "Hugging Face folder or name of the Hub; default: student.model"
+    which.add_argument("--model", metavar="FOLDER", help=model_help)
     which.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="checkpoint folder of a run")
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Start the ranks, wait for their end; the exit code. In a rank: evaluate."""
-    loaded = load_recipe(args.recipe, args.set)
+    loaded = prepare(load_recipe(args.recipe, args.set), {"--model": args.model} if args.model is not None else None)
+    model = None if args.model is None else Path(*loaded.located.get(args.model, (args.model,)))
     if loaded.recipe.validation is None:
         raise UserError(f"{loaded.path}: eval needs validation: add a validation section")
 
     def checks() -> None:
         from mopd.preflight.inputs import check_model_folder
 
-        if args.model is not None:
-            check_model_folder(args.model, "--model")
+        if model is not None:
+            check_model_folder(model, "--model")
         if args.checkpoint is not None and not os.path.isfile(args.checkpoint / "manifest.json"):
             shown = shown_path(args.checkpoint)
             raise UserError(f"--checkpoint: {shown!r} is no complete checkpoint (no manifest.json): name a step folder")
 
     def work() -> None:
-        _evaluate(loaded, args.model or args.checkpoint, as_json=args.json)
+        _evaluate(loaded, model or args.checkpoint, as_json=args.json)
 
     return on_students_ranks(loaded, arguments, work, checks, groups=("rollout",))
 

@@ -40,5 +40,7 @@ def on_students_ranks(
     check_gpus(loaded, groups)
     checks()
     from mopd.launch.launch import launch
+    from mopd.run.locating import to_json
 
-    return launch([sys.executable, "-m", "mopd", *arguments], world_size=loaded.recipe.student.parallel.world_size)
+    world_size = loaded.recipe.student.parallel.world_size
+    return launch([sys.executable, "-m", "mopd", *arguments], world_size=world_size, shared=to_json(loaded))

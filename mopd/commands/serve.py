@@ -18,6 +18,7 @@ from mopd.config.load import load_recipe
 from mopd.launch.failure import close_standard_input
 from mopd.placement.engine_file import EngineFile, is_engine_file, read_engine_file, rollout_file, teacher_file
 from mopd.preflight.inputs import check_model_folder
+from mopd.run.preparing import prepare
 from mopd.serving.address import Address
 from mopd.types import UserError
 
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Serve an engine file, or an engine of a recipe; the exit code. A taken port is told before anything is loaded."""
     is_file = is_engine_file(args.recipe)
-    loaded = None if is_file else load_recipe(args.recipe, args.set)
+    loaded = None if is_file else prepare(load_recipe(args.recipe, args.set))
     if is_file == (args.teacher is not None or args.rollout):
         cure = "leave --teacher and --rollout out" if is_file else "name --teacher NAME or --rollout"
         raise UserError(f"serve {args.recipe}: a recipe has several engines, an engine file has one: {cure}")

@@ -10,6 +10,7 @@ from mopd.commands.ranks import add_recipe, on_students_ranks
 from mopd.config.load import Loaded, load_recipe
 from mopd.launch.failure import rank_and_world_size
 from mopd.run.folder import RunDir
+from mopd.run.preparing import prepare
 from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
@@ -30,16 +31,18 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Check, start the ranks, wait for their end; the exit code. In a rank: train."""
     if args.from_step is not None and not args.resume:
         raise UserError("--from names a checkpoint to resume from: add --resume")
-    loaded = load_recipe(args.recipe, args.set)
+    loaded = prepare(load_recipe(args.recipe, args.set))
     run_dir = RunDir(loaded.recipe.run_dir)
 
     def checks() -> None:
         from mopd.run import resuming
+        from mopd.run.manifests import check_commits
 
         resuming.check_layout(run_dir)
         run_dir.check(loaded, resume=args.resume)
         if args.resume and resuming.choose(run_dir, loaded.recipe, wanted=args.from_step) is not None:
             resuming.check_files(run_dir)
+            check_commits(run_dir.manifest, loaded.commits)
 
     is_new = not run_dir.path.exists()
     code = on_students_ranks(
@@ -60,7 +63,7 @@ def _train(loaded: Loaded, run_dir: RunDir, *, resume: bool, from_step: str | No
     from mopd.report.terminal import log_to_terminal
     from mopd.run import resuming
     from mopd.run.leading import follow, lead
-    from mopd.run.manifests import check_unchanged, make_manifests
+    from mopd.run.manifests import check_commits, check_unchanged, make_manifests
     from mopd.run.training import load_checkpoint, train
     from mopd.run.workers import Workers
 
@@ -75,6 +78,7 @@ def _train(loaded: Loaded, run_dir: RunDir, *, resume: bool, from_step: str | No
             manifests = make_manifests(loaded.recipe)
             start = resuming.choose(run_dir, loaded.recipe, wanted=from_step) if resume else None
             if start is not None:
+                check_commits(run_dir.manifest, loaded.commits)
                 check_unchanged(run_dir.manifest, manifests)
             elif resume:
                 logger.warning("%s has no complete checkpoint: the run starts again from step 0", run_dir.checkpoints)

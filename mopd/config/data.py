@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mopd.config.values import MAX_TOKENS, require_at_least, require_positive, require_seconds
+from mopd.config.columns import BUILT, DEFAULT_COLUMNS, ColumnsConfig, DataFileConfig, columns_of, entry_of, mapping_of
+from mopd.config.values import MAX_TOKENS, require_at_least, require_positive
 
 TEMPLATE_ARGUMENTS = frozenset(
     ("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
@@ -18,18 +19,14 @@ TEMPLATE_ARGUMENTS = frozenset(
 class DataConfig:
     """Prompt files and how to read their rows."""
 
-    train: tuple[str, ...]
-    """Parquet or JSONL files of training prompts."""
-    validation: tuple[str, ...] = ()
-    """Parquet or JSONL files of validation prompts."""
-    domain_key: str = "data_source"
-    """Column that holds the domain. Dots reach into nested columns."""
-    prompt_key: str = "prompt"
-    """Column that holds the prompt: text, or chat messages for the chat template."""
-    ground_truth_key: str = "reward_model.ground_truth"
-    """Column that holds the reference answer for rewards; may be absent when nothing needs it."""
-    extra_info_key: str = "extra_info"
-    """Column that is handed to custom rewards; may be absent."""
+    train: tuple[Any, ...] = field(metadata={BUILT: DataFileConfig})
+    """Training prompts: parquet or JSONL files, or splits of data sets of the Hub (``openai/gsm8k:main/train``). An
+    entry is such a text, or a section ``{path: …, columns: …, domain: …}`` with a mapping or a domain of its own."""
+    validation: tuple[Any, ...] = field(default=(), metadata={BUILT: DataFileConfig})
+    """Validation prompts, as ``train``."""
+    columns: Any = field(default=DEFAULT_COLUMNS, metadata={BUILT: ColumnsConfig})
+    """Which columns hold what: ``verl``, ``dapo``, ``gsm8k``, ``math``, ``mbpp``, ``openthoughts``, ``messages``,
+    ``question_answer``, or a section ``{prompt: COLUMN, ground_truth: COLUMN, domain: COLUMN, extra_info: COLUMN}``."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's own chat template."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -47,54 +44,32 @@ class DataConfig:
             raise ValueError(f"chat_template_kwargs.{name} is set by mopd itself: remove it")
         if not self.train:
             raise ValueError("train is empty: name at least one parquet or JSONL file")
+        object.__setattr__(self, "columns", columns_of("columns", self.columns))
+        for split in ("train", "validation"):
+            entries = tuple(entry_of(f"{split}[{i}]", entry) for i, entry in enumerate(getattr(self, split)))
+            object.__setattr__(self, split, entries)
+            for i, file in enumerate(self.files(entries)):
+                if file.domain is None and mapping_of(file.columns).domain is None:
+                    name = f"columns {file.columns}" if isinstance(file.columns, str) else "columns"
+                    raise ValueError(
+                        f"{split}[{i}]: {file.path!a:.80}: its {name} have no domain: add one to the entry, as in "
+                        "{path: …, domain: NAME}"
+                    )
         for name, weight in self.domain_weights.items():
             require_positive(f"domain_weights.{name}", weight)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExactMatchConfig:
-    """1 when the response equals the ground truth after stripping surrounding white space, else 0."""
-
-    type: Literal["exact_match"] = "exact_match"
-    """Reward type."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CustomRewardConfig:
-    """A Python function of yours, run in a process of its own with a clean environment.
-
-    The function takes ``prompt, response, ground_truth, extra_info, domain`` as keywords and returns a number.
-    """
-
-    type: Literal["custom"]
-    """Reward type."""
-    path: str
-    """Python file that holds the function."""
-    function: str
-    """Name of the function in that file."""
-    timeout_s: float = 60.0
-    """Deadline for one batch of calls."""
-    max_memory_gib: float = 8.0
-    """Memory of the function's processes together, in GiB; more ends the run."""
-
-    def __post_init__(self) -> None:
-        require_seconds("timeout_s", self.timeout_s)
-        require_at_least("max_memory_gib", self.max_memory_gib, 0.25, 1024.0)
-
-
-Reward = ExactMatchConfig | CustomRewardConfig
+    def files(self, entries: Sequence[str | DataFileConfig]) -> list[DataFileConfig]:
+        """Entries of ``train`` or ``validation``, each with the columns that hold for it."""
+        whole = [DataFileConfig(path=entry) if isinstance(entry, str) else entry for entry in entries]
+        return [file if file.columns is not None else replace(file, columns=self.columns) for file in whole]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationConfig:
-    """Reward per domain on held-out prompts, greedy unless a temperature is set."""
+    """``rewards`` by domain on held-out prompts, greedy unless a temperature is set."""
 
     every_steps: int = 50
     """Optimizer steps between validations; step 0 and the last step are always validated."""
-    reward: Reward = ExactMatchConfig()
-    """Reward of a domain that ``domain_rewards`` does not name."""
-    domain_rewards: Mapping[str, Reward] = field(default_factory=dict)
-    """Reward by domain."""
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy."""
     max_samples_per_domain: int | None = None

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from mopd.config.columns import BUILT
 from mopd.config.schema import Recipe
 from mopd.config.tree import field_default, field_types, section_classes, type_values, union_members
 
@@ -91,7 +92,10 @@ def _section(cls: type, path: str, lines: list[str], told: dict[type, str]) -> N
     if rows:
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
     for field in rows:
-        words = (f"`{field.name}`", _words(annotations[field.name]), _default(field), docs[field.name])
+        kind = _words(annotations[field.name])
+        if BUILT in field.metadata:
+            kind = kind.replace("any", "text or section")
+        words = (f"`{field.name}`", kind, _default(field), docs[field.name])
         lines.append("| " + " | ".join(_cell(word) for word in words) + " |")
     lines.append("")
     elsewhere: list[str] = []
@@ -105,6 +109,12 @@ def _section(cls: type, path: str, lines: list[str], told: dict[type, str]) -> N
                     elsewhere.append(f"{name}: {told[section]}")
                 elif section not in told and section not in (known for known, _ in new):
                     new.append((section, f"{below}.NAME" if mapped else below))
+    for field in dataclasses.fields(cls):
+        built = field.metadata.get(BUILT)
+        if built is not None and built not in told and built not in (known for known, _ in new):
+            new.append(
+                (built, f"{path}.{field.name}{'[…]' if typing.get_origin(field_types(cls)[field.name]) else ''}")
+            )
     if elsewhere:
         lines.append(f"Sections that stand above: {'; '.join(elsewhere)}.\n")
     for section, below in new:

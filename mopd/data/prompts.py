@@ -15,8 +15,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mopd.config.columns import DataFileConfig
 from mopd.config.data import DataConfig
-from mopd.data.files import MISSING, listed, lookup, quoted, read_rows
+from mopd.data.columns import RowReader
+from mopd.data.files import MISSING, listed, quoted, read_rows
 from mopd.files.reading import read_text, shown_path
 from mopd.text import one_line
 from mopd.types import UserError
@@ -85,19 +87,39 @@ class PromptDataset:
 
 
 def load_prompts(
-    files: Sequence[str], cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, needs_ground_truth: bool = False
+    entries: Sequence[str | DataFileConfig],
+    cfg: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    needs_ground_truth: bool = False,
 ) -> PromptDataset:
-    """Read, render and tokenize all ``files``.
+    """Read, render and tokenize the files of ``entries``, which are those of ``cfg``.
 
     Chat messages go through the chat template with a generation prompt and no further special tokens; a text prompt is
     tokenized plainly, with the special tokens that the tokenizer adds by itself. ``UserError`` names file, row, column
     and key for whatever cannot be used; with ``needs_ground_truth`` that includes an absent ground truth.
     """
-    template = cfg.chat_template
-    if template is not None:
-        template = read_text(template, cure="correct data.chat_template", max_bytes=MAX_TEMPLATE_BYTES)
-    rows = [row for file in files for row in _load_file(Path(file), cfg, tokenizer, template, needs_ground_truth)]
+    template = _template(cfg)
+    files = cfg.files(entries)
+    rows = [row for file in files for row in _load_file(file, cfg, tokenizer, template, needs_ground_truth)]
     return _limit_length(rows, cfg)
+
+
+def encode_prompt(
+    prompt: str | list[dict[str, str]], cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, place: str
+) -> tuple[int, ...]:
+    """Token ids of a prompt that stands in no file, by the rules of ``load_prompts``; ``place`` names it in errors."""
+    template = _template(cfg)
+    (ids,) = _tokenize([_text(prompt, place, cfg, tokenizer, template)], [not isinstance(prompt, str)], tokenizer)
+    if not ids:
+        raise UserError(f"{place} has no tokens: fill it")
+    return ids
+
+
+def _template(cfg: DataConfig) -> str | None:
+    if cfg.chat_template is None:
+        return None
+    return read_text(cfg.chat_template, cure="correct data.chat_template", max_bytes=MAX_TEMPLATE_BYTES)
 
 
 def check_domains_have_teachers(
@@ -124,40 +146,44 @@ def check_domains_have_teachers(
 
 
 def _load_file(
-    path: Path, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, template: str | None, needs_ground_truth: bool
+    file: DataFileConfig,
+    cfg: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None,
+    needs_ground_truth: bool,
 ) -> list[PromptRow]:
-    keys = (cfg.domain_key, cfg.prompt_key, cfg.ground_truth_key, cfg.extra_info_key)
+    reader, path = RowReader(file), Path(file.path)
+    key = reader.mapping
     rows: list[PromptRow] = []
     is_chat: list[bool] = []
-    for number, columns in read_rows(path, [key.split(".")[0] for key in keys]):
+    for number, columns in read_rows(path, reader.columns):
         place = f"{shown_path(path)}: row {number}"
-        prompt = _require(columns, place, "prompt_key", cfg.prompt_key)
-        is_chat.append(not isinstance(prompt, str))
-        ground_truth = lookup(columns, cfg.ground_truth_key)
-        if needs_ground_truth and ground_truth in (MISSING, None):
+        found = reader.read(columns, place)
+        is_chat.append(not isinstance(found.prompt, str))
+        if needs_ground_truth and found.ground_truth in (MISSING, None):
             raise UserError(
-                f"{place} has no {cfg.ground_truth_key!r}, which the reward needs: add it or set data.ground_truth_key"
+                f"{place} has no {key.ground_truth or 'ground truth'!r}, which the reward needs: add it, or set "
+                "data.columns.ground_truth to the column that holds it"
             )
-        if not _is_finite(ground_truth):
+        if not _is_finite(found.ground_truth):
             raise UserError(
-                f"{place}: {cfg.ground_truth_key!r} (data.ground_truth_key) holds a number that is not finite: "
+                f"{place}: {key.ground_truth!r} (data.columns.ground_truth) holds a number that is not finite: "
                 "store it as text, or null"
             )
-        extra_info = lookup(columns, cfg.extra_info_key)
         rows.append(
             PromptRow(
-                domain=_domain(columns, place, cfg.domain_key),
-                text=_text(prompt, place, cfg, tokenizer, template),
+                domain=_domain(found.domain, place, key.domain),
+                text=_text(found.prompt, place, cfg, tokenizer, template, column=key.prompt),
                 tokens=(),
-                ground_truth=None if ground_truth is MISSING else ground_truth,
-                extra_info=None if extra_info is MISSING else extra_info,
+                ground_truth=None if found.ground_truth is MISSING else found.ground_truth,
+                extra_info=None if found.extra_info is MISSING else found.extra_info,
                 place=place,
             )
         )
     tokens = _tokenize([row.text for row in rows], is_chat, tokenizer)
     for row, ids in zip(rows, tokens, strict=True):
         if not ids:
-            raise UserError(f"{row.place}: the prompt in {cfg.prompt_key!r} (data.prompt_key) has no tokens: fill it")
+            raise UserError(f"{row.place}: the prompt in {key.prompt!r} (data.columns.prompt) has no tokens: fill it")
     return [replace(row, tokens=ids) for row, ids in zip(rows, tokens, strict=True)]
 
 
@@ -173,27 +199,41 @@ def _tokenize(
     return [ids[i] for i in range(len(texts))]
 
 
-def _text(prompt: Any, place: str, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
-    text = prompt if isinstance(prompt, str) else _render(prompt, place, cfg, tokenizer, template)
+def _text(
+    prompt: Any,
+    place: str,
+    cfg: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None,
+    column: str | None = None,
+) -> str:
+    text = prompt if isinstance(prompt, str) else _render(prompt, place, cfg, tokenizer, template, column)
     if len(text) > MAX_PROMPT_CHARACTERS:
         raise UserError(
-            f"{place}: the prompt in {cfg.prompt_key!r} (data.prompt_key) has {len(text)} characters, the limit is "
-            f"{MAX_PROMPT_CHARACTERS}: shorten or remove it"
+            f"{place}: the prompt{'' if column is None else f' in {column!r} (data.columns.prompt)'} has {len(text)} "
+            f"characters, the limit is {MAX_PROMPT_CHARACTERS}: shorten or remove it"
         )
     return text
 
 
-def _render(prompt: Any, place: str, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
-    wrong = f"{place}: column {cfg.prompt_key!r} (data.prompt_key)"
+def _render(
+    prompt: Any,
+    place: str,
+    cfg: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None,
+    column: str | None,
+) -> str:
+    where = place if column is None else f"{place}: column {column!r} (data.columns.prompt)"
     if not isinstance(prompt, list) or not prompt or not all(isinstance(message, Mapping) for message in prompt):
-        raise UserError(f"{wrong} is {_kind(prompt)}, not text or a list of chat messages")
+        raise UserError(f"{where} is {_kind(prompt)}, not text or a list of chat messages")
     messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     for message in messages:  # parquet fills absent keys with nulls
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise UserError(f"{wrong} has a message whose {key!r} is {_kind(message.get(key))}, not text")
+                raise UserError(f"{where} has a message whose {key!r} is {_kind(message.get(key))}, not text")
     if template is None and tokenizer.chat_template is None:
-        raise UserError(f"{wrong} holds chat messages but the tokenizer has no chat template: set data.chat_template")
+        raise UserError(f"{where} holds chat messages but the tokenizer has no chat template: set data.chat_template")
     try:
         with _time_limit(MAX_RENDER_S):
             rendered = tokenizer.apply_chat_template(
@@ -239,23 +279,15 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, (list, tuple)) or all(map(_is_finite, value))
 
 
-def _domain(row: Mapping[str, Any], place: str, key: str) -> str:
-    domain = _require(row, place, "domain_key", key)
+def _domain(domain: Any, place: str, key: str | None) -> str:
     if not isinstance(domain, str) or not domain:
-        raise UserError(f"{place}: column {key!r} (data.domain_key) is {_kind(domain)}, not the name of a domain")
+        raise UserError(f"{place}: column {key!r} (data.columns.domain) is {_kind(domain)}, not the name of a domain")
     if len(domain) > MAX_DOMAIN_CHARACTERS:
         raise UserError(
-            f"{place}: column {key!r} (data.domain_key) is {_kind(domain)} of {len(domain)} characters, the name of a "
-            f"domain has at most {MAX_DOMAIN_CHARACTERS}"
+            f"{place}: column {key!r} (data.columns.domain) is {_kind(domain)} of {len(domain)} characters, the name "
+            f"of a domain has at most {MAX_DOMAIN_CHARACTERS}"
         )
     return domain
-
-
-def _require(row: Mapping[str, Any], place: str, name: str, key: str) -> Any:
-    value = lookup(row, key)
-    if value is MISSING or value is None:
-        raise UserError(f"{place} has no column {key!r} (it has {listed([*row])}): set data.{name}")
-    return value
 
 
 def _limit_length(rows: Sequence[PromptRow], cfg: DataConfig) -> PromptDataset:

@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mopd.files.writing import temporary_folder
+from mopd.launch import sharing
 from mopd.launch.failure import (
     ERROR_CODE,
     LAUNCH_DIR,
@@ -38,7 +39,7 @@ TERMINATE_TIMEOUT_S = 30
 """torchrun's own wait between SIGTERM and SIGKILL when it ends ranks after a failure."""
 
 
-def launch(command: Sequence[str], *, world_size: int) -> int:
+def launch(command: Sequence[str], *, world_size: int, shared: str | None = None) -> int:
     """Run ``command`` as ``world_size`` ranks and return the exit code of the whole.
 
     0 when every rank ended well; 2 after a rank's user error (its line is printed, nothing else); 1 after any other
@@ -48,6 +49,7 @@ def launch(command: Sequence[str], *, world_size: int) -> int:
     Args:
         command: program and arguments. The program calls ``failure.run_as_rank``.
         world_size: number of ranks, all on this machine.
+        shared: text for all of them (``sharing.from_launcher``).
 
     Raises:
         UserError: no temporary folder can be written.
@@ -70,6 +72,8 @@ def launch(command: Sequence[str], *, world_size: int) -> int:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     with _reaped_folder() as launch_dir:
         reserve(launch_dir, world_size)
+        if shared is not None:
+            sharing.to_ranks(launch_dir, shared)
         os.environ.update(_rank_environment(world_size, launch_dir))
         try:
             elastic_launch(config, command[0])(*command[1:])

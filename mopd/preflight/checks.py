@@ -355,7 +355,7 @@ async def check_before_training(
         write_json(run.parity, {name: asdict(measured) for name, measured in preflight.parity.items()})
     if not is_fresh:
         return
-    write_manifests(run.manifest, manifests, preflight.fingerprints)
+    write_manifests(run.manifest, manifests, preflight.fingerprints, loaded.commits)
     for path in (run.metrics, run.validation):
         path.unlink(missing_ok=True)  # of a run that died before its first checkpoint
     if preflight.rewards is not None and workers.validator is not None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-from mopd.config.data import CustomRewardConfig
 from mopd.config.load import Loaded
+from mopd.config.rewards import CustomRewardConfig, JsonSchemaConfig
 from mopd.files.reading import shown_path
 from mopd.types import UserError
 
@@ -25,15 +24,17 @@ def check_inputs(loaded: Loaded) -> None:
     check_model_folder(recipe.student.model, loaded.where("student", "model"))
     for name, teacher in recipe.teachers.items():
         check_model_folder(teacher.model, loaded.where("teachers", name, "model"))
-    for split, files in (("train", recipe.data.train), ("validation", recipe.data.validation)):
-        for file in files:
-            _check_file(loaded, file, "data", split)
-            if Path(file).stat().st_size == 0:
-                raise UserError(f"{loaded.where('data', split)}: file {file!r} is empty: write prompts or remove it")
+    for split, entries in (("train", recipe.data.train), ("validation", recipe.data.validation)):
+        for file in recipe.data.files(entries):
+            _check_file(loaded, file.path, "data", split)
+            if Path(file.path).stat().st_size == 0:
+                where = loaded.where("data", split)
+                raise UserError(f"{where}: file {file.path!r} is empty: write prompts or remove it")
     if recipe.data.chat_template is not None:
         _check_file(loaded, recipe.data.chat_template, "data", "chat_template")
-    for path, reward in _custom_rewards(loaded):
-        _check_file(loaded, reward.path, *path, "path")
+    for name, reward in recipe.rewards.items():
+        if isinstance(reward, (CustomRewardConfig, JsonSchemaConfig)) and reward.path is not None:
+            _check_file(loaded, reward.path, "rewards", name, "path")
     if recipe.metrics.wandb is not None and importlib.util.find_spec("wandb") is None:
         raise UserError(
             "metrics.wandb is set but the wandb package is not installed: run pip install wandb, or remove the section"
@@ -71,7 +72,10 @@ def check_model_folder(folder: str | Path, where: str) -> None:
     """``folder`` looks like a Hugging Face checkpoint; ``where`` heads the error."""
     path = Path(folder)
     if not os.path.isdir(path):  # unlike Path.is_dir, which raises where a name is too long or a folder is closed
-        raise UserError(f"{where}: folder {shown_path(folder)!r} does not exist{_seen_from(path)}")
+        raise UserError(
+            f"{where}: folder {shown_path(folder)!r} does not exist{_seen_from(path)}, or write a name of the Hub "
+            "(namespace/name)"
+        )
     if not os.path.isfile(path / "config.json"):
         raise UserError(
             f"{where}: folder {shown_path(folder)!r} has no config.json: name the folder of a Hugging Face checkpoint"
@@ -88,14 +92,3 @@ def _seen_from(path: Path) -> str:
     if path.is_absolute():
         return ": check the path"
     return f" in {os.getcwd()!r}: check the path, which is relative to the current directory"
-
-
-def _custom_rewards(loaded: Loaded) -> Iterator[tuple[tuple[str, ...], CustomRewardConfig]]:
-    validation = loaded.recipe.validation
-    if validation is None:
-        return
-    rewards: dict[tuple[str, ...], object] = {("validation", "reward"): validation.reward}
-    rewards |= {("validation", "domain_rewards", name): reward for name, reward in validation.domain_rewards.items()}
-    for path, reward in rewards.items():
-        if isinstance(reward, CustomRewardConfig):
-            yield path, reward

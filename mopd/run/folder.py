@@ -19,6 +19,7 @@ from mopd.config.tree import split_dotted
 from mopd.files.reading import shown_path
 from mopd.files.writing import PARTIALS, WriteRefusedError, refusal, write_text, writing
 from mopd.report.run_files import RunFiles
+from mopd.run.locating import unpinned
 from mopd.types import UserError
 
 CHANGEABLE_ON_RESUME = (
@@ -269,7 +270,7 @@ def check_same_run(stored: Loaded, given: Loaded) -> None:
     """
     changed = {
         key: values
-        for key, values in differences(stored.recipe, given.recipe).items()
+        for key, values in differences(unpinned(stored.named), unpinned(given.named)).items()
         if not any(_matches(split_dotted(key), pattern.split(".")) for pattern in CHANGEABLE_ON_RESUME)
     }
     if changed:

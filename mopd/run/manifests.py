@@ -21,6 +21,8 @@ PROBE_TOKENS = 48
 CACHE_FILE = Path("~/.cache/mopd/weight_hashes.json")
 FINGERPRINTS = "fingerprints"
 """Key of ``manifest.json`` beside those of the models: scores on a fixed probe, by ``teachers.NAME``."""
+COMMITS = "commits"
+"""Another: what the recipe's names of the Hub stood for, by key of the recipe."""
 
 
 def has_own_weights(teacher: TeacherConfig) -> bool:
@@ -50,15 +52,34 @@ def make_manifests(recipe: Recipe) -> dict[str, Manifest]:
     return manifests
 
 
-def write_manifests(path: Path, manifests: Mapping[str, Manifest], fingerprints: Mapping[str, Any]) -> None:
+def write_manifests(
+    path: Path, manifests: Mapping[str, Manifest], fingerprints: Mapping[str, Any], commits: Mapping[str, str]
+) -> None:
     """Keep them in the run folder."""
-    models: dict[str, Any] = {key: manifest.to_json() for key, manifest in manifests.items()}
-    write_json(path, models | ({FINGERPRINTS: dict(fingerprints)} if fingerprints else {}))
+    content: dict[str, Any] = {key: manifest.to_json() for key, manifest in manifests.items()}
+    for key, value in ((FINGERPRINTS, fingerprints), (COMMITS, commits)):
+        if value:
+            content[key] = dict(value)
+    write_json(path, content)
 
 
 def read_fingerprints(path: Path) -> dict[str, Any]:
     """Fingerprints by ``teachers.NAME``; empty for a run without any. Raises ``UserError`` as ``check_unchanged``."""
     return _read(path)[1]
+
+
+def check_commits(path: Path, current: Mapping[str, str]) -> None:
+    """Refuse to resume with another commit of a model or data set of the Hub than the run began with.
+
+    Raises:
+        UserError: names the key of the recipe, both commits and the name to write; the file is not what
+            ``write_manifests`` writes.
+    """
+    stored = _read(path)[2]
+    for key, name in current.items():
+        if stored.get(key) != name:
+            began = f"{stored[key]!r}: write that name" if key in stored else "a local path: write that path"
+            raise UserError(f"{key}: is {name!r} on the Hub now, the run began with {began}, or set another run_dir")
 
 
 def check_unchanged(path: Path, current: Mapping[str, Manifest]) -> None:
@@ -67,7 +88,7 @@ def check_unchanged(path: Path, current: Mapping[str, Manifest]) -> None:
     Raises:
         UserError: names the model's key, its folder and what changed; the file is not what ``write_manifests`` writes.
     """
-    stored, _ = _read(path)
+    stored = _read(path)[0]
     unmatched = sorted(set(stored) ^ set(current))
     if unmatched:
         names = ", ".join(name[:80] for name in unmatched[:10])
@@ -81,10 +102,10 @@ def check_unchanged(path: Path, current: Mapping[str, Manifest]) -> None:
             )
 
 
-def _read(path: Path) -> tuple[dict[str, Manifest], dict[str, Any]]:
-    """The models' manifests by key and the fingerprints by ``teachers.NAME``."""
+def _read(path: Path) -> tuple[dict[str, Manifest], dict[str, Any], dict[str, str]]:
+    """The models' manifests by key, the fingerprints by ``teachers.NAME``, and the commits by key of the recipe."""
     data = read_json_object(path, cure=CURE)
-    fingerprints = data.pop(FINGERPRINTS, {})
+    fingerprints, commits = data.pop(FINGERPRINTS, {}), data.pop(COMMITS, {})
     names = {field.name for field in fields(Manifest)}
     for key, value in data.items():
         is_manifest = (
@@ -96,7 +117,9 @@ def _read(path: Path) -> tuple[dict[str, Manifest], dict[str, Any]]:
             )
     if not isinstance(fingerprints, dict) or not all(map(_is_fingerprint, fingerprints.values())):
         raise UserError(f"{shown_path(path)}: {FINGERPRINTS!r} holds what is no score of the probe: {CURE}")
-    return {key: Manifest.from_json(value) for key, value in data.items()}, fingerprints
+    if not isinstance(commits, dict) or not all(isinstance(name, str) for name in commits.values()):
+        raise UserError(f"{shown_path(path)}: {COMMITS!r} holds what are no names of the Hub: {CURE}")
+    return {key: Manifest.from_json(value) for key, value in data.items()}, fingerprints, commits
 
 
 def _is_fingerprint(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,11 @@ def kept_files(folder: Path) -> list[Path]:
 
 
 def _is_in_hub_cache(target: Path) -> bool:
-    """``…/models--OWNER--NAME/blobs/HASH``."""
-    return target.parent.name == "blobs" and target.parents[1].name.startswith("models--")
+    """``…/models--OWNER--NAME/blobs/HASH``, or ``…/blobs/HA/HASH``, which several models share."""
+    if target.parent.name == "blobs":
+        return target.parents[1].name.startswith("models--")
+    is_hash = re.fullmatch("[0-9a-f]{64}", target.name) is not None and target.parent.name == target.name[:2]
+    return is_hash and target.parents[1].name == "blobs"
 
 
 def identity(weights: Iterable[Path], side_files: Path) -> dict[str, Any]:

@@ -124,8 +124,8 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
         ("student.model=3", "student.model: expected text, got 3"),
         ("student.dtype=fp8", "student.dtype: expected one of auto, float32, bfloat16, got 'fp8'"),
         ("checkpoint.keep_best=1", "checkpoint.keep_best: expected true or false, got 1"),
-        ("data.train=train.jsonl", "data.train: expected a list (text each), got 'train.jsonl'"),
-        ("data.train=[1]", "data.train: expected a list (text each), got [1]"),
+        ("data.train=train.jsonl", "data.train: expected a list (a plain value each), got 'train.jsonl'"),
+        ("data.train=[1]", "data.train[0] is 1: write a file, a name of the Hub, or a section {path: …}"),
         ("data.seed=3", "unknown key 'data.seed'; the recipe's seed also shuffles"),
         (
             "loss={type: policy_gradient, advantage: k3}",
@@ -201,9 +201,9 @@ def test_unreadable_overrides(write: Write, override: str) -> None:
 AWKWARD = [
     'data.domain_weights."a.b=c"=1e-3',
     "data.domain_weights.yes=2",
-    'data.domain_key="a: b # c\\nd"',
-    "data.prompt_key='1e-6'",
-    "data.extra_info_key='null'",
+    'data.columns={prompt: p, domain: "a: b # c\\nd"}',
+    "data.columns={prompt: '1e-6', domain: d}",
+    "data.columns.extra_info='null'",
     "rollout.top_k=-1",
     'student.megatron_overrides={a: 1e-5, b: [1e-3, "x\\ny", null], c: {d: true, e: {}}, f: "\\U0001F600"}',
     "student.optimizer.adam_eps=1.2345678901234567e-11",

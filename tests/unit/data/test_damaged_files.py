@@ -109,7 +109,7 @@ def test_a_line_of_any_length_is_not_read_whole(load: Load, monkeypatch: pytest.
 def test_an_enormous_prompt_is_not_tokenized(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mopd.data.prompts.MAX_PROMPT_CHARACTERS", 1000)
     line = json.dumps({"data_source": "m", "prompt": "a" * 1001, "reward_model": {"ground_truth": "1"}}).encode()
-    assert "row 1: the prompt in 'prompt' (data.prompt_key) has 1001 characters" in refusal(load, GOOD + line, "jsonl")
+    assert "row 1: the prompt in 'prompt' (data.columns.prompt) has 1001 characters" in refusal(load, GOOD + line, "jsonl")
 
 
 WHOLE = parquet(table())
@@ -159,7 +159,7 @@ BAD_PARQUETS: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "NaN as ground truth": (
         lambda: parquet(table(reward_model=pa.array([{"ground_truth": x} for x in (1.5, float("nan"), 2.5)]))),
-        "row 1: 'reward_model.ground_truth' (data.ground_truth_key) holds a number that is not finite",
+        "row 1: 'reward_model.ground_truth' (data.columns.ground_truth) holds a number that is not finite",
     ),
     "deep": (lambda: parquet(table(1, extra_info=pa.array([nest(70)]))), "is nested deeper than 64"),
     "deeper than pyarrow reads": (lambda: parquet(table(1, extra_info=pa.array([nest(120)]))), "schema depth limit"),
@@ -253,7 +253,7 @@ BAD_TEMPLATES = {
     "recursion": (b"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "row 0: the chat template failed: maximum rec"),
     "half a character": (b'{{ "\\ud800" }}', "row 0: the chat template failed"),
     "a way out of the sandbox": (b"{{ messages.__class__.__mro__ }}", "row 0: the chat template failed"),
-    "no text": (b"", "row 0: the prompt in 'prompt' (data.prompt_key) has no tokens"),
+    "no text": (b"", "row 0: the prompt in 'prompt' (data.columns.prompt) has no tokens"),
     "its own refusal": (b"{{ raise_exception('two\nturns') }}", "row 0: the chat template failed: two turns"),
 }
 

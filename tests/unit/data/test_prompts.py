@@ -83,8 +83,8 @@ def test_text_prompts_take_the_tokenizers_own_special_tokens(tmp_path: Path) -> 
 def test_column_names_are_keys_of_the_recipe(load: Load) -> None:
     rows = [{"meta": {"kind": "math"}, "q": {"text": "ab"}, "answer": 7}]
     for kind in ("jsonl", "parquet"):
-        keys = {"domain_key": "meta.kind", "prompt_key": "q.text", "ground_truth_key": "answer"}
-        dataset = load(rows, kind, needs_ground_truth=True, **keys)
+        columns = {"domain": "meta.kind", "prompt": "q.text", "ground_truth": "answer"}
+        dataset = load(rows, kind, needs_ground_truth=True, columns=columns)
         found = dataset.row(0)
         assert (found.domain, found.text, found.ground_truth, found.extra_info) == ("math", "ab", 7, None)
 
@@ -111,14 +111,14 @@ def test_parquet_nulls_in_messages_are_absent_keys(load: Load, tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_unusable_rows_are_named(load: Load, kind: str) -> None:
     cases: list[tuple[Row, str]] = [
-        (row(domain=3), r"row 0: column 'data_source' \(data.domain_key\) is int 3"),
-        (row(domain=""), r"row 0: column 'data_source' \(data.domain_key\) is str ''"),
-        (row(domain=None), r"row 0 has no column 'data_source' .* set data.domain_key"),
-        ({"data_source": "math", "question": "a"}, r"row 0 has no column 'prompt' .* set data.prompt_key"),
-        (row(7), r"row 0: column 'prompt' \(data.prompt_key\) is int 7, not text"),
-        (row([{"role": "user", "content": 5}]), r"row 0: .*\(data.prompt_key\) has a message whose 'content' is int 5"),
-        (row(""), r"row 0: the prompt in 'prompt' \(data.prompt_key\) has no tokens"),
-        (row(answer=None), r"row 0 has no 'reward_model.ground_truth', .* set data.ground_truth_key"),
+        (row(domain=3), r"row 0: column 'data_source' \(data.columns.domain\) is int 3"),
+        (row(domain=""), r"row 0: column 'data_source' \(data.columns.domain\) is str ''"),
+        (row(domain=None), r"row 0 has no column 'data_source' .* set data.columns to what fits"),
+        ({"data_source": "math", "question": "a"}, r"row 0 has no column 'prompt' .* set data.columns to what fits"),
+        (row(7), r"row 0: column 'prompt' \(data.columns.prompt\) is int 7, not text"),
+        (row([{"role": "user", "content": 5}]), r"row 0: .*\(data.columns.prompt\) has a message whose 'content' is int 5"),
+        (row(""), r"row 0: the prompt in 'prompt' \(data.columns.prompt\) has no tokens"),
+        (row(answer=None), r"row 0 has no 'reward_model.ground_truth', .* set data.columns.ground_truth"),
     ]
     for bad, message in cases:
         with pytest.raises(UserError, match=message) as caught:

@@ -1,0 +1,183 @@
+"""A row of any known schema as prompt, ground truth, domain and extra information."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mopd.config.columns import SHIPPED, DataFileConfig, mapping_of
+from mopd.data.files import MISSING, listed, lookup, quoted
+from mopd.types import UserError
+
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
+"""Of ShareGPT's ``from``; others are roles already."""
+_ASK_FOR_TESTS = "{task}\n\nYour code should pass these tests:\n\n{tests}"
+"""The form in which MBPP is asked: only its tests say what the function is called."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fields:
+    """What one row holds; ``MISSING`` where there is no such column."""
+
+    prompt: Any
+    ground_truth: Any
+    domain: Any
+    extra_info: Any
+
+
+class RowReader:
+    """Reads the rows of one file as its columns are mapped."""
+
+    def __init__(self, file: DataFileConfig) -> None:
+        """``file`` as ``DataConfig.files`` gives it."""
+        self.mapping = mapping_of(file.columns)
+        self._name = file.columns if isinstance(file.columns, str) else None
+        self._domain = file.domain
+
+    @property
+    def columns(self) -> list[str]:
+        """Top-level columns that are read."""
+        own = (self.mapping.prompt, self.mapping.ground_truth, self.mapping.domain, self.mapping.extra_info)
+        keys = [key.split(".")[0] for key in own if key is not None]
+        return [*keys, *_FURTHER.get(self._name or "", ())]
+
+    def read(self, row: Mapping[str, Any], place: str) -> Fields:
+        """The fields of a row.
+
+        Raises:
+            UserError: there is no prompt or no domain; a column that a shipped mapping reads holds what it cannot.
+        """
+        convert = _CONVERSIONS.get(self._name or "")
+        truth = self._optional(row, self.mapping.ground_truth)
+        prompt = lookup(row, self.mapping.prompt)
+        if convert is not None:
+            prompt, truth = convert(row, prompt, truth, place)
+        domain = self._domain if self._domain is not None else self._optional(row, self.mapping.domain)
+        for what, key, value in (("prompt", self.mapping.prompt, prompt), ("domain", self.mapping.domain, domain)):
+            if value is MISSING or value is None:
+                raise UserError(f"{place} has no column {key!r} (it has {listed([*row])}): {self._cure(what)}")
+        return Fields(
+            prompt=_as_messages(prompt),
+            ground_truth=truth,
+            domain=domain,
+            extra_info=self._optional(row, self.mapping.extra_info),
+        )
+
+    def _cure(self, what: str) -> str:
+        constant = ", or give the entry a domain" if what == "domain" else ""
+        if self._name is None:
+            return f"set data.columns.{what}{constant}"
+        return (
+            f"columns are read as {self._name!r}: set data.columns to what fits ({', '.join(SHIPPED)}) or to a section "
+            f"that names the {what}'s column{constant}"
+        )
+
+    @staticmethod
+    def _optional(row: Mapping[str, Any], key: str | None) -> Any:
+        return MISSING if key is None else lookup(row, key)
+
+
+def _gsm8k(row: Mapping[str, Any], prompt: Any, truth: Any, place: str) -> tuple[Any, Any]:
+    """The number behind ``####``, without separators of thousands."""
+    if truth is MISSING or truth is None:
+        return prompt, truth
+    if not isinstance(truth, str) or "####" not in truth:
+        raise UserError(
+            f"{place}: column 'answer' has no '#### NUMBER' at its end, which columns: gsm8k reads: {_other('answer')}"
+        )
+    return prompt, truth.rpartition("####")[2].strip().replace(",", "")
+
+
+def _math(row: Mapping[str, Any], prompt: Any, truth: Any, place: str) -> tuple[Any, Any]:
+    """The column ``answer``, else what the last ``\\boxed{…}`` of ``solution`` holds."""
+    if truth is not MISSING and truth is not None:
+        return prompt, truth
+    solution = lookup(row, "solution")
+    if solution is MISSING or solution is None:
+        return prompt, truth
+    boxed = _last_boxed(solution) if isinstance(solution, str) else None
+    if boxed is None:
+        raise UserError(
+            f"{place}: there is no column 'answer' and no \\boxed{{…}} in column 'solution', of which columns: math "
+            f"reads one: {_other('answer')}"
+        )
+    return prompt, boxed
+
+
+def _last_boxed(text: str) -> str | None:
+    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
+    if start < 0:
+        return None
+    start = text.index("{", start) + 1
+    depth = 1
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start:end].strip()
+    return None
+
+
+def _mbpp(row: Mapping[str, Any], prompt: Any, truth: Any, place: str) -> tuple[Any, Any]:
+    """The task with its tests, and ``{"test_list": [...], "test_setup_code": "..."}`` for the ``code`` reward."""
+    if prompt is MISSING or prompt is None:
+        prompt = lookup(row, "text")  # so the full set calls it, the sanitized one says prompt
+    if not isinstance(truth, list) or not truth or not all(isinstance(test, str) for test in truth):
+        raise UserError(
+            f"{place}: column 'test_list' is no list of assert statements, which columns: mbpp reads: "
+            f"{_other('test_list')}"
+        )
+    setup = []
+    for name in ("test_imports", "test_setup_code"):
+        value = lookup(row, name)
+        lines = value if isinstance(value, list) else [] if value in (MISSING, None) else [value]
+        if not all(isinstance(line, str) for line in lines):
+            raise UserError(f"{place}: column {name!r} holds what is no text: {_other(name)}")
+        setup += [line for line in lines if line]
+    if isinstance(prompt, str):
+        prompt = _ASK_FOR_TESTS.format(task=prompt, tests="\n".join(truth))
+    return prompt, {"test_list": truth, "test_setup_code": "\n".join(setup)}
+
+
+def _openthoughts(row: Mapping[str, Any], prompt: Any, truth: Any, place: str) -> tuple[Any, Any]:
+    """The conversation behind the column ``system``, where there is one."""
+    system = lookup(row, "system")
+    if isinstance(prompt, list) and isinstance(system, str) and system:
+        prompt = [{"role": "system", "content": system}, *prompt]
+    return prompt, truth
+
+
+def _other(column: str) -> str:
+    return f"correct the row, or map the columns yourself (data.columns, {quoted(column)})"
+
+
+def _as_messages(prompt: Any) -> Any:
+    """Chat messages with ``role`` and ``content``, up to the answer that they end with: the student writes its own.
+    Anything else as it is."""
+    if not isinstance(prompt, list) or not all(isinstance(message, Mapping) for message in prompt):
+        return prompt
+    messages = [_as_message(message) for message in prompt]
+    while len(messages) > 1 and messages[-1].get("role") == "assistant":
+        messages.pop()
+    return messages
+
+
+def _as_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """ShareGPT's ``from`` and ``value`` as ``role`` and ``content``."""
+    if not {"from", "value"} <= message.keys() or message.get("role") is not None:
+        return message
+    who = message["from"]
+    rest = {key: value for key, value in message.items() if key not in ("from", "value", "role", "content")}
+    return {"role": _ROLES.get(who, who) if isinstance(who, str) else who, "content": message["value"], **rest}
+
+
+_Conversion = Callable[[Mapping[str, Any], Any, Any, str], tuple[Any, Any]]
+_CONVERSIONS: Mapping[str, _Conversion] = {
+    "gsm8k": _gsm8k,
+    "math": _math,
+    "mbpp": _mbpp,
+    "openthoughts": _openthoughts,
+}
+"""Row, prompt, ground truth and place -> prompt and ground truth."""
+_FURTHER = {"math": ("solution",), "mbpp": ("text", "test_imports", "test_setup_code"), "openthoughts": ("system",)}
+"""Top-level columns that a shipped mapping reads beside those that it names."""
