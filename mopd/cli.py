@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from mopd import __version__
-from mopd.commands import bench, check, config, convert, eval, report, serve, train
+from mopd.commands import bench, check, compare, config, convert, eval, generate, report, serve, train
 from mopd.files.writing import refusal
 from mopd.launch import failure
 from mopd.text import one_line
@@ -23,11 +23,13 @@ examples:
   mopd train recipes/quickstart.yaml                        start the ranks that the recipe needs, and train
   mopd train recipes/quickstart.yaml --resume               go on from the newest complete checkpoint
   mopd train recipes/quickstart.yaml --resume --from step_150   go back to an older one
-  mopd train my.yaml --set schedule.steps=10 --set run_dir=runs/short
+  mopd train my.yaml schedule.steps=10 run_dir=runs/short   with other values than the recipe's
   torchrun --nproc-per-node 8 -m mopd train my.yaml         the same under your own torchrun (several machines)
   mopd eval my.yaml --model runs/mine/hf                    validation rewards of any Hugging Face folder
   mopd serve my.yaml --teacher math --port 8000             one teacher behind HTTP (see placement: external)
   mopd report runs/quickstart                               one HTML page and report.json
+  mopd compare runs/quickstart runs/mine --html compare.html   tables, recipe differences and curves side by side
+  mopd generate runs/quickstart "a prompt" --samples 4       what the student answers now
   mopd convert megatron-to-hf runs/mine/checkpoints/step_00000100 out/hf
   mopd bench losses --quick                                 time, memory and error of the losses beside others
   mopd bench teachers                                       the path from teachers to tensors beside the bare engine
@@ -41,6 +43,8 @@ COMMANDS = {
     "eval": eval,
     "serve": serve,
     "report": report,
+    "compare": compare,
+    "generate": generate,
     "convert": convert,
     "bench": bench,
 }
@@ -55,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # a terminal that is not UTF-8 shows escapes instead of ending the command
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    args = _parser().parse_args(arguments)
+    args = _parse(arguments)
     try:
         if args.command in ON_RANKS and failure.is_rank():
             return failure.run_as_rank(lambda: args.command.run(args, arguments))
@@ -85,6 +89,18 @@ def _open_standard_streams() -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if number == 0 else "w"))
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Also overrides that stand behind an option: ``train my.yaml --resume seed=1``."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(arguments)
+    unknown = [word for word in rest if word.startswith("-") or "=" not in word]
+    if rest and (unknown or "set" not in args):
+        parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}")
+    if rest:
+        args.set = [*args.set, *rest]
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:

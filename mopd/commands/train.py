@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on with the run in run_dir")
     from_help = "with --resume: this checkpoint instead of the newest; later ones are set aside"
     parser.add_argument("--from", dest="from_step", metavar="STEP_N", help=from_help)
+    parser.add_argument("--json", action="store_true", help="at the end print report.json instead of the table")
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -45,16 +46,14 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
             check_commits(run_dir.manifest, loaded.commits)
 
     is_new = not run_dir.path.exists()
-    code = on_students_ranks(
-        loaded, arguments, lambda: _train(loaded, run_dir, resume=args.resume, from_step=args.from_step), checks
-    )
+    code = on_students_ranks(loaded, arguments, lambda: _train(loaded, run_dir, args), checks)
     if code != 0 and is_new:
         run_dir.discard_if_unused()
     return code
 
 
-def _train(loaded: Loaded, run_dir: RunDir, *, resume: bool, from_step: str | None) -> None:
-    """On this rank, from the newest checkpoint or the one that ``from_step`` names (``step_100``).
+def _train(loaded: Loaded, run_dir: RunDir, args: argparse.Namespace) -> None:
+    """On this rank, from the newest checkpoint or the one that ``--from`` names (``step_100``).
 
     Raises:
         UserError: anything the user can cure; nothing is half-written.
@@ -74,19 +73,20 @@ def _train(loaded: Loaded, run_dir: RunDir, *, resume: bool, from_step: str | No
         log_to_terminal()
         with run_dir:
             resuming.check_layout(run_dir)
-            run_dir.open(loaded, resume=resume)
+            run_dir.open(loaded, resume=args.resume)
             manifests = make_manifests(loaded.recipe)
-            start = resuming.choose(run_dir, loaded.recipe, wanted=from_step) if resume else None
+            start = resuming.choose(run_dir, loaded.recipe, wanted=args.from_step) if args.resume else None
             if start is not None:
                 check_commits(run_dir.manifest, loaded.commits)
                 check_unchanged(run_dir.manifest, manifests)
-            elif resume:
+            elif args.resume:
                 logger.warning("%s has no complete checkpoint: the run starts again from step 0", run_dir.checkpoints)
 
             async def work(workers: Workers) -> None:
                 step = 0 if start is None else await load_checkpoint(run_dir, workers, start)
                 await workers.student.publish(step)
                 await check_before_training(loaded, run_dir, workers, manifests, is_fresh=start is None)
-                await train(loaded.recipe, run_dir, workers, resume_step=None if start is None else step)
+                resume_step = None if start is None else step
+                await train(loaded.recipe, run_dir, workers, resume_step=resume_step, as_json=args.json)
 
             lead(loaded.recipe, run_dir, work)

@@ -23,6 +23,7 @@ from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
 from mopd.data.tokenizer import compare_tokenizers, load_tokenizer
 from mopd.engines.interface import EngineInfo
+from mopd.files.reading import MAX_TEXT_BYTES
 from mopd.files.writing import write_json
 from mopd.metrics import apart
 from mopd.placement.interface import ROLLOUT
@@ -30,8 +31,9 @@ from mopd.preflight.identity import Needs, fingerprint, fingerprint_difference, 
 from mopd.preflight.parity import Parity, Probe, Reference
 from mopd.replicas.interface import info_of
 from mopd.run.folder import RunDir
+from mopd.run.machine import describe_machine
 from mopd.run.manifests import has_own_weights, read_fingerprints, write_manifests
-from mopd.run.validation import ValidationResult
+from mopd.run.validation import ValidationResult, plain_examples
 from mopd.run.workers import Workers
 from mopd.types import ROLLOUT_FIELDS, Prompt, SampleMeta, UserError
 
@@ -62,6 +64,8 @@ class Rewards:
     """Time that the student's validation took, in seconds."""
     teachers: Mapping[str, float]
     """Domain -> reward of its teacher, the best one of an ensemble."""
+    teacher_examples: Mapping[str, list[dict[str, Any]]]
+    """Domain -> that teacher's answers to the first prompts."""
 
 
 class Preflight:
@@ -272,6 +276,7 @@ class Preflight:
         student = await validator.run(self.workers.generator)
         wall_s = time.perf_counter() - start
         best: dict[str, float] = {}
+        examples: dict[str, list[dict[str, Any]]] = {}
         for name, teacher in self.recipe.teachers.items():
             domains = self.recipe.assignment.domains_of(name, validator.domains)
             if domains and isinstance(teacher.placement, ExternalConfig) and teacher.placement.protocol == "openai":
@@ -282,11 +287,13 @@ class Preflight:
                 continue
             group = self.workers.teacher_groups[name]
             async with group.kept_awake():
-                rewards = (await validator.run(group.router, domains=domains)).rewards
+                result = await validator.run(group.router, domains=domains)
+            rewards = result.rewards
             for domain in domains:
-                best[domain] = max(rewards[domain], best[domain] if domain in best else rewards[domain])
+                if domain not in best or rewards[domain] > best[domain]:
+                    best[domain], examples[domain] = rewards[domain], result.examples[domain]
                 yield self._better(name, domain, teacher=rewards[domain], student=student.rewards[domain])
-        self.rewards = Rewards(student=student, student_wall_s=wall_s, teachers=best)
+        self.rewards = Rewards(student=student, student_wall_s=wall_s, teachers=best, teacher_examples=examples)
 
     def _better(self, name: str, domain: str, *, teacher: float, student: float) -> Check:
         title = f"reward of {name} on {domain}"
@@ -351,6 +358,7 @@ async def check_before_training(
             log = logger.warning if outcome.status == "warning" else logger.info
             log("preflight %s: %s: %s", outcome.status, outcome.name, outcome.detail)
     run.write_recipe(loaded)
+    write_json(run.machine, describe_machine())
     if is_fresh or not run.parity.exists():
         write_json(run.parity, {name: asdict(measured) for name, measured in preflight.parity.items()})
     if not is_fresh:
@@ -359,6 +367,7 @@ async def check_before_training(
     for path in (run.metrics, run.validation):
         path.unlink(missing_ok=True)  # of a run that died before its first checkpoint
     if preflight.rewards is not None and workers.validator is not None:
-        teachers = {domain: {"teacher": reward} for domain, reward in preflight.rewards.teachers.items()}
-        write_json(run.headroom, teachers)
+        examples = plain_examples(preflight.rewards.teacher_examples, run.headroom, MAX_TEXT_BYTES)
+        rewards = preflight.rewards.teachers
+        write_json(run.headroom, {d: {"teacher": rewards[d], "examples": examples.get(d, [])} for d in rewards})
         workers.validator.append(0, preflight.rewards.student, wall_s=preflight.rewards.student_wall_s)

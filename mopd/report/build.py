@@ -17,6 +17,7 @@ from rich.table import Table
 
 from mopd.files.writing import write_text
 from mopd.report.charts import cell
+from mopd.report.curves import Phase, percents, phase_name, phases
 from mopd.report.groups import LATENCY_HEADING, GroupResult, label, latencies, summarise_groups
 from mopd.report.page import render_page
 from mopd.report.run_files import RunFiles, best_of
@@ -50,8 +51,11 @@ class Report:
     """Seconds of all steps (``timing/step_s``) and validations; not start, checkpoints or export."""
     train_tokens_per_s: float | None
     """Prompt and response tokens trained on, per second of the steps (rollout and scoring included)."""
+    phases: Mapping[str, Phase]
+    """Parts of a step that follow one another, by name; ``other`` is what is left. Empty before the first step."""
     groups: Mapping[str, Mapping[str, GroupResult]]
-    """``teachers`` and ``rollout`` -> group or replica -> its work; a group of one replica stands for it."""
+    """``teachers`` and ``rollout`` -> group or replica -> its work; a group of one replica stands for it. The rollout's
+    are ``all`` and the numbers of its replicas."""
 
 
 def build_report(run_dir: str | Path) -> Report:
@@ -69,6 +73,8 @@ def build_report(run_dir: str | Path) -> Report:
         asdict(report),
         steps=steps,
         validations=validations,
+        teacher_examples=files.teacher_examples(),
+        machine=files.machine_record(),
         recipe=recipe,
         recipe_text=files.recipe_text(),
         run_name=files.path.resolve().name,
@@ -109,6 +115,7 @@ def summarise(
         planned_steps=planned_steps,
         wall_s=step_s + sum(record.get("wall_s", 0.0) for record in validations),
         train_tokens_per_s=tokens / step_s if step_s else None,
+        phases=phases(steps),
         groups=summarise_groups(steps),
     )
 
@@ -123,7 +130,7 @@ def headroom_recovery(before: float | None, after: float | None, teacher: float 
 def print_summary(report: Report, console: Terminal | None = None) -> None:
     """The report as a table on the terminal."""
     table = Table(title=f"step {report.steps} of {report.planned_steps}", title_justify="left")
-    table.add_column("domain")
+    table.add_column("domain", overflow="fold")
     after = "after" if report.best_step is None else f"after (step {report.best_step})"
     for heading in ("before", after, "teacher", "head-room recovered"):
         table.add_column(heading, justify="right")
@@ -138,12 +145,16 @@ def print_summary(report: Report, console: Terminal | None = None) -> None:
     console.print(table)
     if report.groups:
         console.print(_group_table(report.groups))
+    if report.phases:
+        shown = percents([phase.share for phase in report.phases.values()])
+        parts = (f"{phase_name(name).lower()} {text}" for name, text in zip(report.phases, shown, strict=True))
+        console.print(f"time of the steps: {', '.join(parts)}", highlight=False)
     console.print(f"{report.wall_s:,.0f} s in steps and validations, {rate} trained", highlight=False)
 
 
 def _group_table(groups: Mapping[str, Mapping[str, GroupResult]]) -> Table:
     table = Table(padding=0, collapse_padding=True)
-    table.add_column("group", no_wrap=True)
+    table.add_column("group", overflow="fold")
     for heading in ("samples", "tokens/s", LATENCY_HEADING, "MiB", "retries", "failures"):
         table.add_column(heading, justify="right", no_wrap=True)
     for room, names in groups.items():

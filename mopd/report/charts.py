@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 420, 230
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 26
+RIGHT, TOP, BOTTOM = 26, 10, 28
+MIN_LEFT, CHARACTER = 44, 7.5
+"""Room for the labels of the y axis: at least so much, and so much a character (of the larger type on a phone)."""
 NUM_COLOURS = 8
 """Series beyond these repeat a colour with a dashed line."""
 MAX_POINTS = 300
-"""Longer curves are averaged into this many buckets."""
+"""Longer curves are drawn with so many."""
 
 Point = tuple[float, float]
 Scale = Callable[[float], float]
@@ -31,22 +33,34 @@ class Series:
     goal: float | None = None
     """A horizontal line in the same colour, for example the teacher's reward."""
     has_marks: bool = False
-    """Few measured points, drawn as dots; otherwise a noisy curve, drawn faint under its running mean."""
+    """Few measured points, drawn as dots."""
+    is_noisy: bool = False
+    """An estimate from each step's few samples: drawn faint under its running mean. Other curves are drawn as they are,
+    no peak left out."""
 
 
-def line_chart(series: Sequence[Series], *, label: str) -> Markup:
-    """One SVG; ``label`` describes it to screen readers. Empty text when no series has a point."""
+def line_chart(series: Sequence[Series], *, label: str, from_zero: bool = False) -> Markup:
+    """One SVG; ``label`` describes it to screen readers. Empty text when no series has a point.
+
+    Args:
+        from_zero: the y axis begins at 0 where nothing is below.
+    """
     series = [one for one in series if one.points]
     if not series:
         return Markup()
     xs = [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in one.points] + [one.goal for one in series if one.goal is not None]
-    x_scale = _scaled(min(xs), max(xs), LEFT, WIDTH - RIGHT)
+    if from_zero and min(ys) >= 0:
+        ys.append(0.0)
     y_ticks = ticks(min(ys), max(ys))
+    labels = _tick_labels(y_ticks)
+    left = max(MIN_LEFT, 8 + round(CHARACTER * max(map(len, labels))))
+    x_scale = _scaled(min(xs), max(xs), left, WIDTH - RIGHT)
     y_scale = _scaled(min(y_ticks[0], *ys), max(y_ticks[-1], *ys), HEIGHT - BOTTOM, TOP)
-    parts = [_axes(x_scale, y_scale, y_ticks, [x for x in ticks(min(xs), max(xs)) if min(xs) <= x <= max(xs)])]
+    x_ticks = [x for x in ticks(min(xs), max(xs)) if min(xs) <= x <= max(xs)]
+    parts = [_axes(x_scale, y_scale, dict(zip(y_ticks, labels, strict=True)), x_ticks, left)]
     for one in series:
-        parts += _curve(one, x_scale, y_scale)
+        parts += _curve(one, x_scale, y_scale, left)
     return Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
         WIDTH, HEIGHT, label, Markup("").join(parts)
     )
@@ -66,11 +80,14 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     """At most ``most`` points: means over equal runs of neighbours."""
+    return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in _runs(points, most)]
+
+
+def extremes(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+    """At most ``most`` points: the lowest and the highest of equal runs of neighbours, so that no peak is lost."""
     if len(points) <= most:
         return list(points)
-    edges = [round(i * len(points) / most) for i in range(most + 1)]
-    buckets = [points[a:b] for a, b in itertools.pairwise(edges)]
-    return [(sum(x for x, _ in b) / len(b), sum(y for _, y in b) / len(b)) for b in buckets]
+    return [point for run in _runs(points, most // 2) for point in sorted({f(run, key=_height) for f in (min, max)})]
 
 
 def running_mean(points: Sequence[Point], window: int) -> list[Point]:
@@ -83,17 +100,30 @@ def running_mean(points: Sequence[Point], window: int) -> list[Point]:
     return means
 
 
+def _height(point: Point) -> float:
+    return point[1]
+
+
+def _runs(points: Sequence[Point], most: int) -> list[Sequence[Point]]:
+    """At most ``most`` runs of neighbours of equal lengths."""
+    number = min(most, len(points))
+    edges = [round(i * len(points) / number) for i in range(number + 1)] if number else []
+    return [points[a:b] for a, b in itertools.pairwise(edges)]
+
+
 def _scaled(low: float, high: float, start: float, end: float) -> Scale:
     factor, shift = ((end - start) / (high - low), 0.0) if high > low else (0.0, (end - start) / 2)
     return lambda value: round(start + shift + (value - low) * factor, 1)
 
 
-def _axes(x_scale: Scale, y_scale: Scale, y_ticks: Sequence[float], x_ticks: Sequence[float]) -> Markup:
+def _axes(
+    x_scale: Scale, y_scale: Scale, y_ticks: Mapping[float, str], x_ticks: Sequence[float], left: float
+) -> Markup:
     parts = []
-    for value, label in zip(y_ticks, _tick_labels(y_ticks), strict=True):
+    for value, label in y_ticks.items():
         y = y_scale(value)
-        parts.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, y, y))
-        parts.append(Markup('<text x="{}" y="{}" text-anchor="end">{}</text>').format(LEFT - 6, y + 4, label))
+        parts.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(left, WIDTH - RIGHT, y, y))
+        parts.append(Markup('<text x="{}" y="{}" text-anchor="end">{}</text>').format(left - 6, y + 4, label))
     for value in x_ticks:
         x = x_scale(value)
         parts.append(Markup('<text x="{}" y="{}" text-anchor="middle">{}</text>').format(x, HEIGHT - 8, short(value)))
@@ -109,18 +139,18 @@ def _tick_labels(values: Sequence[float]) -> list[str]:
     return [f"{value:.{digits}f}" for value in values]
 
 
-def _curve(one: Series, x_scale: Scale, y_scale: Scale) -> list[Markup]:
+def _curve(one: Series, x_scale: Scale, y_scale: Scale, left: float) -> list[Markup]:
     colour = f"s{one.index % NUM_COLOURS}" + (" again" if one.index >= NUM_COLOURS else "")
     last = short(one.points[-1][1])
     title = Markup("<title>{}: {} at step {}</title>").format(one.name, last, short(one.points[-1][0]))
-    points = thin(one.points)
+    points = thin(one.points) if one.is_noisy else extremes(one.points)
     parts = []
     if one.goal is not None:
         y = y_scale(one.goal)
         goal_title = Markup("<title>teacher of {}: {}</title>").format(one.name, short(one.goal))
         parts.append(
             Markup('<line class="goal {}" x1="{}" x2="{}" y1="{}" y2="{}">{}</line>').format(
-                colour, LEFT, WIDTH - RIGHT, y, y, goal_title
+                colour, left, WIDTH - RIGHT, y, y, goal_title
             )
         )
     if one.has_marks or len(points) < 8:
@@ -129,9 +159,10 @@ def _curve(one: Series, x_scale: Scale, y_scale: Scale) -> list[Markup]:
             dot = '<circle class="dot {}" cx="{}" cy="{}" r="3"><title>{}: {} at step {}</title></circle>'
             parts.append(Markup(dot).format(colour, x_scale(x), y_scale(y), one.name, short(y), short(x)))
         return parts
-    parts.append(_path(points, x_scale, y_scale, f"faint {colour}", title))
-    parts.append(_path(running_mean(points, max(3, len(points) // 20)), x_scale, y_scale, f"curve {colour}", title))
-    return parts
+    if one.is_noisy:
+        parts.append(_path(points, x_scale, y_scale, f"faint {colour}", title))
+        points = running_mean(points, max(3, len(points) // 20))
+    return [*parts, _path(points, x_scale, y_scale, f"curve {colour}", title)]
 
 
 def _path(points: Sequence[Point], x_scale: Scale, y_scale: Scale, classes: str, title: Markup) -> Markup:

@@ -11,6 +11,8 @@ from mopd.metrics import GROUP_ROOMS
 
 BREAKER_STATES = ("ok", "trial", "broken", "stale", "restarting", "gone")
 """What the values of ``breaker`` mean, in order."""
+ALL = "all"
+"""What the rollout group is called beside its replicas, which have numbers."""
 Room = dict[str, dict[str, float]]
 """Group or replica -> metric -> value."""
 
@@ -55,8 +57,10 @@ def is_group_metric(name: str) -> bool:
 
 
 def label(room: str, name: str) -> str:
-    """``teacher math.1``, ``rollout.1``."""
-    return f"teacher {name}" if room == "teachers" else name
+    """``teacher math.1``, ``rollout``, ``rollout.1``."""
+    if room == "teachers":
+        return f"teacher {name}"
+    return room if name == ALL else f"{room}.{name}"
 
 
 def summarise_groups(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, GroupResult]]:
@@ -119,9 +123,9 @@ def _whole(value: float | None) -> int | None:
 
 
 def _parts(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str, float]]:
-    """``(room, name, metric, value)`` of each number of a group; the rollout's replicas are ``rollout.0``, …"""
+    """``(room, name, metric, value)`` of each number of a group."""
     for key, value in record.items():
         if is_group_metric(key) and value is not None:
             room, metric, *name = key.split("/", 2)
             if name or room != "teachers":
-                yield room, name[0] if room == "teachers" else ".".join([room, *name]), metric, value
+                yield room, name[0] if name else ALL, metric, value

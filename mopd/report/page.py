@@ -7,43 +7,34 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
-from mopd.metrics import VOLATILE_PREFIXES
-from mopd.report.charts import NUM_COLOURS, Series, cell, line_chart, short
-from mopd.report.groups import group_values, is_group_metric, label
+from mopd.report.card import card
+from mopd.report.charts import NUM_COLOURS, Point, Series, cell, line_chart, short
+from mopd.report.curves import Curves, curves_by_metric, in_words, is_zero, panel_of, percents, phase_name
+from mopd.report.groups import group_values, label
 
-TITLES = {
-    "kl_k1": (
-        "KL(student ‖ teacher)",
-        "Nats per token, on the student's own tokens. 0: agrees with its teacher.",
-    ),
-    "loss": ("Loss", "What the student minimised, per response token."),
-    "topk_overlap": ("Top-k overlap", "Share of the teacher's top-k tokens that are in the student's top-k."),
-    "kl_k3": ("KL, k3 estimator", "The same KL from an estimator that is never negative; KL above is k1."),
-    "kl_net": (
-        "KL above its floor",
-        "The KL above less what the teacher's engine measured against the teacher itself.",
-    ),
-    "kl_floor": ("Floor of the KL", "What a teacher's engine measured against its own folder, before the first step."),
-    "entropy": ("Student entropy", "Nats per token."),
-    "teacher_mass": ("Teacher mass in the top-k", "Probability that the teacher's top-k captures."),
-    "student_mass": ("Student mass in the teacher's top-k", "Probability that the student gives to those tokens."),
-    "response_length": ("Response length", "Tokens, mean."),
-    "truncated_share": ("Truncated share", "Responses cut at the length limit."),
-    "clamped_share": ("Clamped share", "Tokens whose loss met a clamp: their gradient is zero."),
-    "tail_floored_share": ("Tail-floored share", "Tokens whose mass outside the top-k met its numerical floor."),
-    "num_tokens": ("Loss tokens per step", "Response tokens with a loss."),
-}
-"""Metric -> title and explanation; metrics not named here are shown under their own name."""
 MAIN = ("kl_k1", "loss", "topk_overlap")
 """Shown at once; the others fold away."""
+REWARD = ("Validation reward", "Mean on held-out prompts; dotted: each domain’s teacher.")
 GROUP_CHARTS = {
     "tokens_per_s": ("tokens per second", "While the group had work; prompts and responses."),
     "latency_p95_s": ("seconds per request, p95", "From sending to the answer."),
     "queue_depth": ("waiting requests", "The most in a step that waited for a replica."),
 }
 """Metric of groups -> heading and explanation of its chart."""
+GROUP_COLUMNS = {
+    "samples": "samples",
+    "tokens_per_s": "tokens/s",
+    "latency_p50_s": "p50",
+    "latency_p95_s": "p95",
+    "latency_p99_s": "p99",
+    "queue_depth": "waiting",
+    "in_flight_tokens": "tokens under way",
+    "payload_bytes": "payload",
+    "retries": "retries",
+    "failures": "failures",
+}
+"""Key of ``report.json`` -> heading of its column."""
 
 
 def render_page(
@@ -51,6 +42,8 @@ def render_page(
     *,
     steps: Sequence[Mapping[str, Any]],
     validations: Sequence[Mapping[str, Any]],
+    teacher_examples: Mapping[str, Sequence[Mapping[str, Any]]],
+    machine: Mapping[str, Any] | None,
     recipe: Mapping[str, Any],
     recipe_text: str,
     run_name: str,
@@ -60,74 +53,97 @@ def render_page(
     Args:
         report: content of ``report.json``.
         steps, validations: records of ``metrics.jsonl`` and ``validation.jsonl``.
+        teacher_examples: domain -> the teacher's answers, of ``headroom.json``.
+        machine: content of ``machine.json``.
         recipe, recipe_text: the resolved recipe, as values and as the run wrote it.
     """
-    curves = _curves_by_metric(steps)
+    curves = curves_by_metric(steps)
     domains = sorted({*report["domains"], *(domain for curve in curves.values() for domain in curve if domain)})
     teachers = {name: result["teacher"] for name, result in report["domains"].items()}
-    environment = Environment(
-        loader=PackageLoader("mopd.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    environment.filters |= {
-        "short": short,
-        "percent": lambda value: cell(value, "{:.0%}"),
-        "reward": lambda value: cell(value, "{:.3f}"),
-        "duration": _duration,
-        "number": lambda value: cell(value, short),
-        "size": lambda num_bytes: cell(num_bytes, lambda number: f"{number / 2**20:,.1f} MiB"),
-    }
-    return environment.get_template("report.html.j2").render(
+    others = {name: curve for name, curve in sorted(curves.items()) if name not in MAIN}
+    group_charts = _group_charts(steps)
+    return render(
+        "report.html.j2",
         run_name=run_name,
         report=report,
-        group_label=label,
+        card=card(recipe, machine),
         domains=domains,
-        num_colours=NUM_COLOURS,
         bars=[_bar(name, domains.index(name), result) for name, result in report["domains"].items()],
         reward_chart=_reward_chart(validations, domains, teachers),
         main_charts=_charts({name: curves[name] for name in MAIN if name in curves}, domains),
-        other_charts=_charts({name: curve for name, curve in sorted(curves.items()) if name not in MAIN}, domains),
-        group_charts=_group_charts(steps),
-        examples=_examples(validations, report["best_step"]),
-        phases=_phases(steps),
+        other_charts=_charts({name: curve for name, curve in others.items() if not is_zero(curve)}, domains),
+        zero_charts=_charts({name: curve for name, curve in others.items() if is_zero(curve)}, domains),
+        group_headings=list(GROUP_COLUMNS.values()),
+        group_rows=[
+            {"name": label(room, name), "cells": [_group_cell(key, one[key]) for key in GROUP_COLUMNS]}
+            for room, names in report["groups"].items()
+            for name, one in names.items()
+        ],
+        group_charts=[chart for chart in group_charts if not chart["is_zero"]],
+        zero_group_charts=[chart for chart in group_charts if chart["is_zero"]],
+        examples=_examples(validations, report["best_step"], teacher_examples),
+        phases=_phases(report["phases"]),
+        step_title=phase_name("step"),
         recipe_lines=[_recipe_line(line) for line in recipe_text.splitlines()],
-        recipe=recipe,
     )
 
 
-def _curves_by_metric(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """metric -> domain -> points; a metric without domains has the one domain ``""``."""
-    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    has_domains = {name.split("/", 1)[0] for record in steps for name in record if _domain_of(name)}
-    for record in steps:
-        for name, value in record.items():
-            if is_group_metric(name):
-                continue
-            metric, domain = (name.split("/", 1)[0], _domain_of(name)) if _domain_of(name) else (name, "")
-            if name == "step" or value is None or (not domain and metric in has_domains):
-                continue
-            curves.setdefault(metric, {}).setdefault(domain, []).append((record["step"], value))
-    return curves
+def render(template: str, **values: Any) -> str:
+    """A page of this room's templates."""
+    environment = Environment(
+        loader=PackageLoader("mopd.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["num_colours"] = NUM_COLOURS
+    environment.filters |= {
+        "colour": lambda index: f"s{index % NUM_COLOURS}" + (" again" if index >= NUM_COLOURS else ""),
+        "short": short,
+        "percent": lambda value: cell(value, "{:.0%}"),
+        "reward": lambda value: cell(value, "{:.3f}"),
+        "duration": duration,
+        "number": lambda value: cell(value, short),
+    }
+    return environment.get_template(template).render(values)
 
 
-def _domain_of(name: str) -> str:
-    return name.split("/", 1)[1] if "/" in name and not name.startswith(VOLATILE_PREFIXES) else ""
+def chart(
+    title: str, text: str, series: Sequence[Series], *, metric: str = "", from_zero: bool = True
+) -> dict[str, Any]:
+    """One figure of a page: title and text in words, the metric's name small beside."""
+    svg = line_chart(series, label=f"{title} over steps", from_zero=from_zero)
+    return {"title": title, "text": text, "metric": metric, "svg": svg, "legend": []}
 
 
-def _charts(curves: Mapping[str, Mapping[str, list[tuple[float, float]]]], domains: list[str]) -> list[dict[str, Any]]:
+def duration(seconds: float) -> str:
+    """``1 h 5 min``, ``2 min 10 s``, ``7 s``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _charts(curves: Curves, domains: list[str]) -> list[dict[str, Any]]:
     charts = []
     for metric, by_domain in curves.items():
-        title, text = TITLES.get(metric, (metric, ""))
+        panel = panel_of(metric)
         series = [
-            Series(name=domain or metric, index=domains.index(domain) if domain else 0, points=points)
+            Series(
+                name=domain or panel.title,
+                index=domains.index(domain) if domain else 0,
+                points=points,
+                is_noisy=panel.is_noisy,
+            )
             for domain, points in sorted(by_domain.items())
         ]
-        charts.append(_chart(title, text, series))
+        charts.append(chart(panel.title, panel.text, series, metric=metric, from_zero=panel.from_zero))
     return charts
 
 
 def _group_charts(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A chart per room and metric, one curve per group (replicas are in the table only)."""
-    points: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
+    points: dict[tuple[str, str], dict[str, list[Point]]] = {}
     for record in steps:
         for room, names in group_values(record).items():
             for name, values in names.items():
@@ -138,19 +154,19 @@ def _group_charts(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     charts = []
     for (room, metric), curves in points.items():
         heading, text = GROUP_CHARTS[metric]
-        title = f"{room.removesuffix('s').capitalize()}: {heading}"
-        series = [Series(name=name, index=i, points=curves[name]) for i, name in enumerate(sorted(curves))]
-        charts.append({**_chart(title, text, series), "legend": series})
+        title = f"{in_words(room)}: {heading}"
+        series = [
+            Series(name=label(room, name), index=i, points=curves[name], is_noisy=metric != "queue_depth")
+            for i, name in enumerate(sorted(curves))
+        ]
+        made = chart(title, text, series, metric=f"{room}/{metric}")
+        charts.append({**made, "legend": series if len(series) > 1 else [], "is_zero": is_zero(curves)})
     return charts
-
-
-def _chart(title: str, text: str, series: list[Series]) -> dict[str, Any]:
-    return {"title": title, "text": text, "svg": line_chart(series, label=f"{title} over steps")}
 
 
 def _reward_chart(
     validations: Sequence[Mapping[str, Any]], domains: list[str], teachers: Mapping[str, float | None]
-) -> Markup:
+) -> dict[str, Any]:
     series = [
         Series(
             name=domain,
@@ -161,7 +177,7 @@ def _reward_chart(
         )
         for index, domain in enumerate(domains)
     ]
-    return line_chart(series, label="Validation reward over steps")
+    return chart(*REWARD, series, from_zero=False)
 
 
 def _bar(name: str, index: int, result: Mapping[str, float | None]) -> dict[str, Any]:
@@ -176,22 +192,38 @@ def _bar(name: str, index: int, result: Mapping[str, float | None]) -> dict[str,
     return {"name": name, "index": index, **result, **places}
 
 
-def _examples(validations: Sequence[Mapping[str, Any]], best_step: int | None) -> dict[str, list[dict[str, Any]]]:
-    """Domain -> rows of the same prompt answered before and after training. A prompt may stand in the data twice, so a
-    row is known by its place and its prompt."""
+def _group_cell(key: str, value: float | None) -> str:
+    if key == "payload_bytes":
+        return cell(value, lambda number: f"{number / 2**20:,.1f} MiB")
+    return cell(value, lambda number: f"{short(number)} s" if key.startswith("latency") else short(number))
+
+
+def _examples(
+    validations: Sequence[Mapping[str, Any]],
+    best_step: int | None,
+    teachers: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> dict[str, list[dict[str, Any]]]:
+    """Domain -> rows of the same prompt, answered before and after training and by the teacher. A prompt may stand in
+    the data twice, so a row is known by its place and its prompt."""
+    sides = {"before": 0, "after": best_step}
     answers: dict[str, dict[tuple[int, str], dict[str, Any]]] = {}
-    for validation in validations:
-        side = {0: "before", best_step: "after"}.get(validation["step"])
-        if side is None:
-            continue
-        for domain, examples in validation.get("examples", {}).items():
-            rows = answers.setdefault(domain, {})
-            for place, example in enumerate(examples):
-                prompt = _prompt_text(example["prompt"])
-                row = rows.setdefault(
-                    (place, prompt), {"prompt": prompt, "truth": example["ground_truth"], "before": None, "after": None}
-                )
-                row[side] = {"response": example["response"], "reward": example["reward"]}
+
+    def add(side: str, domain: str, examples: Sequence[Mapping[str, Any]]) -> None:
+        rows = answers.setdefault(domain, {})
+        for place, example in enumerate(examples):
+            prompt = _prompt_text(example["prompt"])
+            empty = {"prompt": prompt, "truth": example["ground_truth"], **dict.fromkeys((*sides, "teacher"))}
+            row = rows.setdefault((place, prompt), empty)
+            row[side] = {"response": example["response"], "reward": example["reward"]}
+
+    for side, step in sides.items():
+        for validation in validations:
+            if validation["step"] == step:
+                for domain, examples in validation.get("examples", {}).items():
+                    add(side, domain, examples)
+    for domain, examples in teachers.items():
+        if examples:
+            add("teacher", domain, examples)
     return {domain: list(rows.values()) for domain, rows in sorted(answers.items())}
 
 
@@ -204,17 +236,12 @@ def _prompt_text(prompt: Any) -> str:
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
-def _phases(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Mean seconds per step of each phase and its share of the step, longest first."""
-    totals: dict[str, float] = {}
-    for record in steps:
-        for name, value in record.items():
-            if name.startswith("timing/") and value is not None:
-                phase = name.removeprefix("timing/").removesuffix("_s")
-                totals[phase] = totals.get(phase, 0.0) + value
-    whole = totals.pop("step", 0.0)
-    ordered = sorted(totals.items(), key=lambda item: -item[1])
-    return [{"name": n, "mean_s": t / len(steps), "share": t / whole if whole else None} for n, t in ordered]
+def _phases(found: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
+    shown = percents([phase["share"] for phase in found.values()])
+    return [
+        {"title": phase_name(name), "mean_s": phase["mean_s"], "percent": percent}
+        for (name, phase), percent in zip(found.items(), shown, strict=True)
+    ]
 
 
 def _recipe_line(line: str) -> tuple[str, str]:
@@ -223,9 +250,3 @@ def _recipe_line(line: str) -> tuple[str, str]:
         return "", line
     match = re.match(r"(.*?)(  # [^'\"]*)?$", line)
     return (match[1], match[2] or "") if match else (line, "")
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -10,9 +10,10 @@ from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from mopd.metrics import StepMetrics
-from mopd.report.groups import BREAKER_STATES, LATENCY_HEADING, Room, group_values, label, latencies, trouble
+from mopd.report.groups import ALL, BREAKER_STATES, LATENCY_HEADING, Room, group_values, label, latencies, trouble
 from mopd.report.terminal import Terminal
 
 LINE_EVERY_S = 10.0
@@ -62,7 +63,7 @@ class LiveProgress:
 
     def _draw(self) -> Group:
         table = Table(box=None, pad_edge=False)
-        table.add_column("domain")
+        table.add_column("domain", overflow="fold")
         columns = {**COLUMNS, FLOOR: "KL floor"} if any(FLOOR in row for row in self._rows.values()) else COLUMNS
         for heading in (*columns.values(), f"reward{self._validated}"):
             table.add_column(heading, justify="right")
@@ -103,7 +104,11 @@ class PlainProgress:
             f"{_speed(metrics)}  {_duration(left)} left"
         )
         for room, names in group_values(metrics.values).items():
-            rates = (f"{name} {_rate(values)}" for name, values in names.items() if "replicas" in values)
+            rates = (
+                f"{'' if name == ALL else f'{name} '}{_rate(values)}"
+                for name, values in names.items()
+                if "replicas" in values
+            )
             self._line(f"  {room}  {'  '.join(rates)}")
 
     def log_validation(self, step: int, rewards: Mapping[str, float]) -> None:
@@ -131,9 +136,9 @@ class PlainProgress:
 def _group_table(groups: Mapping[str, Room]) -> Table:
     """Who answered how fast in the last step, and which replica does not work."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("group", no_wrap=True)
-    for heading in ("up", "tok/s", LATENCY_HEADING, "MB", "queue", "in flight", "retries"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("group", overflow="fold")
+    for heading in ("up", "tok/s", LATENCY_HEADING, "MB", "queue", "in\nflight", "retries"):
+        table.add_column(Text(heading), justify="right", no_wrap=True)
     for room, names in groups.items():
         for name, values in names.items():
             is_group = "replicas" in values

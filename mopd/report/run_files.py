@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -32,6 +32,7 @@ class RunFiles:
         self.validation = path / "validation.jsonl"
         self.headroom = path / "headroom.json"
         self.parity = path / "parity.json"
+        self.machine = path / "machine.json"
         self.wandb = path / "wandb_id"
         self.report_json = path / "report.json"
         self.report_html = path / "report.html"
@@ -86,6 +87,35 @@ class RunFiles:
     def teacher_rewards(self) -> dict[str, float]:
         """Each domain's own teacher on the validation prompts; empty if that was not measured."""
         return _numbers(self.headroom, "teacher", cure=f"{CURE}, or remove it")
+
+    def teacher_examples(self) -> dict[str, list[dict[str, Any]]]:
+        """Domain -> what its teacher answered to the first validation prompts; empty where that was not kept."""
+        found = {}
+        cure = f"{CURE}, or remove it"
+        for domain, entry in _entries(self.headroom, cure):
+            rows = entry.get("examples", []) if isinstance(entry, dict) else []
+            if not isinstance(rows, list) or not all(map(_is_example, rows)):
+                raise UserError(f"{shown_path(self.headroom)}: {domain[:80]!r} has examples that are none: {cure}")
+            found[domain] = rows
+        return found
+
+    def machine_record(self) -> dict[str, Any] | None:
+        """``gpus``, ``cpu``, ``num_cores``, ``memory_gib`` and ``packages`` of the machine; ``None`` where not kept."""
+        if not os.path.lexists(self.machine):
+            return None
+        cure = f"{CURE}, or remove it"
+        record = read_json_object(self.machine, cure=cure)
+        gpus, packages = record.get("gpus"), record.get("packages")
+        is_sound = (
+            isinstance(gpus, list)
+            and isinstance(packages, dict)
+            and all(isinstance(text, str) for text in (record.get("cpu"), *gpus, *packages.values()))
+            and type(record.get("num_cores")) is int
+            and _is_number(record.get("memory_gib"))
+        )
+        if not is_sound:
+            raise UserError(f"{shown_path(self.machine)}: does not describe a machine: {cure}")
+        return record
 
     def floors(self) -> dict[str, float]:
         """Teacher -> KL floor, as the preflight measured it; empty if it did not yet. Rounding can make a KL of 0
@@ -145,12 +175,17 @@ def _validation_problem(record: Mapping[str, Any]) -> str | None:
 def _numbers(path: Path, key: str, *, cure: str) -> dict[str, float]:
     """Name -> number that its object holds under ``key``; empty without such a file."""
     numbers = {}
-    for name, entry in read_json_object(path, cure=cure).items() if os.path.lexists(path) else ():
+    for name, entry in _entries(path, cure):
         number = entry.get(key) if isinstance(entry, dict) else None
         if not _is_number(number):
             raise UserError(f"{shown_path(path)}: {name[:80]!r} has no number {key}: {cure}")
         numbers[name] = number
     return numbers
+
+
+def _entries(path: Path, cure: str) -> Iterable[tuple[str, Any]]:
+    """Of the object in a file; none without the file."""
+    return read_json_object(path, cure=cure).items() if os.path.lexists(path) else ()
 
 
 def _is_example(row: Any) -> bool:

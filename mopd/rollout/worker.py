@@ -21,6 +21,7 @@ from mopd.text import one_line
 from mopd.types import Prompt, SampleMeta, UserError
 
 MAX_NAMED_SAMPLES = 8
+Purpose = Literal["rollout", "validation", "generate"]
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ class RolloutWorker:
         return fields
 
 
-def derive_seed(seed: int, sample_id: int, purpose: Literal["rollout", "validation"] = "rollout") -> int:
-    """63-bit seed of one sample. Training and validation draw from separate families."""
+def derive_seed(seed: int, sample_id: int, purpose: Purpose = "rollout") -> int:
+    """63-bit seed of one sample. Training, validation and ``mopd generate`` draw from separate families."""
     digest = hashlib.sha256(f"{purpose}:{seed}:{sample_id}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 

@@ -50,6 +50,7 @@ def check_files(run: RunDir) -> None:
     run.steps()
     run.validations()
     run.teacher_rewards()
+    run.teacher_examples()
     read_fingerprints(run.manifest)
     run.floors()
     if run.wandb.exists():
@@ -102,7 +103,7 @@ def check_layout(run: RunDir) -> None:
     if not run.path.is_dir():
         return
     files = (run.lock_path, run.recipe, run.manifest, run.metrics, run.validation, run.parity, run.headroom)
-    for path in (*files, run.report_html, run.report_json, run.wandb):
+    for path in (*files, run.machine, run.report_html, run.report_json, run.wandb):
         if os.path.lexists(path) and not path.is_file():
             raise UserError(f"{shown_path(path)}: not a regular file: remove it, or set another run_dir")
     for path in (run.checkpoints, run.tensorboard, run.logs, run.hf):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ from mopd.replicas.statistics import group_metrics
 from mopd.report.build import build_report, print_summary
 from mopd.report.run_files import Best, best_of, mean
 from mopd.report.sinks import Sinks
+from mopd.report.terminal import Terminal
 from mopd.run import resuming
 from mopd.run.checkpointing import Checkpointer, complete_steps
 from mopd.run.folder import RunDir
 from mopd.run.validation import Validator
 from mopd.run.workers import Workers
+from mopd.text import json_lines
 
 
 async def load_checkpoint(run: RunDir, workers: Workers, start: Path) -> int:
@@ -41,14 +43,17 @@ async def load_checkpoint(run: RunDir, workers: Workers, start: Path) -> int:
     return step
 
 
-async def train(recipe: Recipe, run: RunDir, workers: Workers, *, resume_step: int | None) -> None:
-    """Train from ``resume_step`` (``None``: a fresh run) until the last step, then export and report."""
+async def train(
+    recipe: Recipe, run: RunDir, workers: Workers, *, resume_step: int | None, as_json: bool = False
+) -> None:
+    """Train from ``resume_step`` (``None``: a fresh run) until the last step, then export and report: on standard
+    output, as a table or as the JSON of ``report.json``, in which case the progress goes to standard error."""
     if resume_step is not None:
         resuming.set_aside(run, after_step=resume_step)
         truncate_jsonl(run.validation, after_step=resume_step)
     # The best step must be one with a checkpoint where that checkpoint is exported.
     kept = complete_steps(run.checkpoints) if recipe.checkpoint.keep_best else None
-    sinks = Sinks(recipe, run.path, resume_step=resume_step)
+    sinks = Sinks(recipe, run.path, resume_step=resume_step, console=Terminal(stderr=as_json))
     try:
         observer = RunObserver(
             sinks=sinks,
@@ -75,7 +80,11 @@ async def train(recipe: Recipe, run: RunDir, workers: Workers, *, resume_step: i
     finally:
         sinks.close()
     await _export(recipe, run, workers, observer.best)
-    print_summary(build_report(run.path))
+    report = build_report(run.path)
+    if as_json:
+        print(json_lines(asdict(report)))
+        return
+    print_summary(report)
     print(f"report: {run.path / 'report.html'}")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,18 +120,21 @@ class Validator:
             "step": step,
             "rewards": result.rewards,
             "truncated_share": result.truncated_share,
-            "examples": _examples(result, self._path),
+            "examples": plain_examples(result.examples, self._path, MAX_LINE_BYTES),
             "wall_s": wall_s,
         }
         with closing(JsonlWriter(self._path)) as writer:
             writer.write(line)
 
 
-def _examples(result: ValidationResult, path: Path) -> dict[str, Any]:
-    """As JSON: ground truths of parquet files may be decimals, times or bytes, which become text as for rewards."""
-    text = json.dumps(result.examples, ensure_ascii=False, allow_nan=False, default=str)
-    if len(text.encode()) > MAX_LINE_BYTES // 2:
+def plain_examples(
+    examples: Mapping[str, list[dict[str, Any]]], path: Path, max_bytes: int
+) -> dict[str, list[dict[str, Any]]]:
+    """As JSON for a file of at most ``max_bytes``: ground truths of parquet files may be decimals, times or bytes,
+    which become text as for rewards."""
+    text = json.dumps(examples, ensure_ascii=False, allow_nan=False, default=str)
+    if len(text.encode()) > max_bytes // 2:
         logger.warning("%s: the examples are left out, they have %d characters", path, len(text))
         return {}
-    examples: dict[str, Any] = json.loads(text)
-    return examples
+    plain: dict[str, list[dict[str, Any]]] = json.loads(text)
+    return plain

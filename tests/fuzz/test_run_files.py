@@ -35,7 +35,12 @@ FILES = {
     "parity.json": json.dumps(
         {"math": {"kl": 1e-6, "mean_difference": 1e-7, "max_difference": 0.0, "num_positions": 8}}, indent=2
     ),
-    "headroom.json": json.dumps({"math": {"teacher": 1.0}, "code[/]": {"teacher": 0.5}}, indent=2),
+    "headroom.json": json.dumps(
+        {"math": {"teacher": 1.0, "examples": [EXAMPLE]}, "code[/]": {"teacher": 0.5}}, indent=2
+    ),
+    "machine.json": json.dumps(
+        {"gpus": ["H100"], "cpu": "a", "num_cores": 8, "memory_gib": 23.5, "packages": {"torch": "2.13.0"}}, indent=2
+    ),
     "metrics.jsonl": "".join(json.dumps({"step": step, **STEP}) + "\n" for step in (1, 2, 3)),
     "validation.jsonl": "".join(
         json.dumps({"step": step, "rewards": rewards, "wall_s": 2.5, "examples": {"math": [EXAMPLE]}}) + "\n"

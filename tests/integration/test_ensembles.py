@@ -41,4 +41,5 @@ def test_an_ensemble_and_a_default_teacher_train_on_two_ranks(world: World, tmp_
     assert set(parity) == {"left", "doubter", "right"}
     assert all(measured["max_difference"] < 1e-4 and measured["num_positions"] > 8 for measured in parity.values())
     headroom = json.loads((run_dir / "headroom.json").read_text(encoding="utf-8"))
-    assert headroom == {"left": {"teacher": 1.0}, "right": {"teacher": 1.0}}  # the better one of left's two
+    assert {domain: entry["teacher"] for domain, entry in headroom.items()} == {"left": 1.0, "right": 1.0}  # the better
+    assert all(row["reward"] == 1.0 for entry in headroom.values() for row in entry["examples"])  # of left's two

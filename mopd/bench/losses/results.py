@@ -175,13 +175,14 @@ def _rich(title: str, rows: Sequence[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for i, name in enumerate(HEAD):
-        made.add_column(name, justify="left" if i < 2 else "right", no_wrap=i != 0)
-    for row in rows:
-        made.add_row(*_cells(row), style="bold" if row.group == "ours" else None)
-    console = Console()
-    (console if console.is_terminal else Console(width=160)).print(made)
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    lines = [_cells(row) for row in rows]
+    for i, (name, column) in enumerate(zip(HEAD, zip(HEAD, *lines, strict=True), strict=True)):
+        longest = max(len(word) for text in column for word in text.split() or [""])
+        made.add_column(name, justify="left" if i < 2 else "right", min_width=longest if i else 12, overflow="fold")
+    for row, line in zip(rows, lines, strict=True):
+        made.add_row(*line, style="bold" if row.group == "ours" else None)
+    Console().print(made)
 
 
 def plot(report: BenchReport, path: Path) -> None:

@@ -54,7 +54,7 @@ def test_sums_rates_and_medians_over_all_steps(grouped_run: Path) -> None:
     build_report(grouped_run)
     groups = json.loads((grouped_run / "report.json").read_text())["groups"]
     assert list(groups) == ["teachers", "rollout"] and list(groups["teachers"]) == ["open/maths", "open/maths.0"]
-    teacher, replica, rollout = *groups["teachers"].values(), groups["rollout"]["rollout"]
+    teacher, replica, rollout = *groups["teachers"].values(), groups["rollout"]["all"]
     tokens = 1000 * sum(range(1, 41))
     assert (teacher["samples"], teacher["tokens"]) == (400, tokens)
     assert teacher["tokens_per_s"] == pytest.approx(tokens / 80)
@@ -77,16 +77,16 @@ def test_the_page_and_the_summary_show_them(grouped_run: Path) -> None:
     for text in ("teacher open/maths.0", "│rollout ", "10,250", "40.0", "2050/"):
         assert text in out.getvalue()
     html = (grouped_run / "report.html").read_text()
-    for text in ("Teachers and rollout replicas", "<td>teacher open/maths.0</td>", "40.0 MiB", "2.05 s"):
+    for text in ("Teachers and rollout replicas", "<th>teacher open/maths.0</th>", "40.0 MiB", "2.05 s"):
         assert text in html
-    assert 'aria-label="Teacher: seconds per request, p95 over steps"' in html
+    assert 'aria-label="Teachers: seconds per request, p95 over steps"' in html
     assert 'aria-label="Rollout: tokens per second over steps"' in html
-    assert "teachers/latency_p95_s" not in html  # no chart per replica and metric
+    assert "teachers/latency_p95_s/open" not in html  # no chart per replica and metric
 
 
 def test_domains_are_not_mixed_up_with_groups() -> None:
     values = group_values({"kl_k1/open/maths": 1.0, "teachers/samples/a/b": 2.0, "rollout/breaker/1": 0.0, "step": 3})
-    assert values == {"teachers": {"a/b": {"samples": 2.0}}, "rollout": {"rollout.1": {"breaker": 0.0}}}
+    assert values == {"teachers": {"a/b": {"samples": 2.0}}, "rollout": {"1": {"breaker": 0.0}}}
 
 
 def test_the_live_table_shows_every_group_and_replica() -> None:

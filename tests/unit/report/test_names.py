@@ -153,7 +153,13 @@ def test_tensorboard(tmp_path: Path, recipe_file: Path, name: str) -> None:
 
 @CASES
 def test_commands_that_print_tables(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    result = ValidationResult(rewards={name: 0.5}, num_samples={name: 1}, truncated_share={name: 0.0}, examples={})
+    result = ValidationResult(
+        rewards={name: 0.5},
+        num_samples={name: 1},
+        truncated_share={name: 0.0},
+        extracted_share={name: 1.0},
+        examples={},
+    )
     eval._print(result, title=name, as_json=False)
     convert._print({"source": name, "files": [{"name": name, "bytes": 1}]}, as_json=False)
     out = capsys.readouterr().out

@@ -57,7 +57,7 @@ def test_the_page_shows_results_curves_generations_and_recipe(run_dir: Path) -> 
     assert "prompts_per_step: 8 # " in page.text
     labels = {attributes["aria-label"] for tag, attributes in page.tags if tag == "svg"}
     assert {"Validation reward over steps", "KL(student ‖ teacher) over steps", "Loss over steps"} <= labels
-    assert {"Top-k overlap over steps", "grad_norm over steps", "timing/step_s over steps"} <= labels
+    assert {"Top-k overlap over steps", "Gradient norm over steps", "Time: whole step over steps"} <= labels
 
 
 def test_nothing_is_fetched_from_anywhere(run_dir: Path) -> None:

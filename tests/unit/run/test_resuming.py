@@ -138,7 +138,7 @@ def test_a_state_that_is_not_the_folders(tmp_path: Path, state: dict[str, object
 
 
 FILES = ("recipe.yaml", "manifest.json", "metrics.jsonl", "validation.jsonl", "parity.json", "headroom.json",
-         "report.json", "report.html", ".lock", "wandb_id")  # fmt: skip
+         "machine.json", "report.json", "report.html", ".lock", "wandb_id")  # fmt: skip
 FOLDERS = ("checkpoints", "tensorboard", "logs", "hf")
 PLACES: dict[str, Callable[[Path], object]] = {
     "folder": lambda path: path.mkdir(),
@@ -216,7 +216,8 @@ OWN: dict[str, dict[str, bytes]] = {
     },
     "wandb_id": {"no bytes": b"", "another way": b"../../etc", "two lines": b"a\nb", "long": b"a" * 1000},
     "parity.json": {"no kl": b'{"math": {}}', "true": b'{"math": {"kl": true}}', "no bytes": b""},
-    "headroom.json": {"no teacher": b'{"math": {}}', "large": b'{"math": {"teacher": 1e300}}', "no bytes": b""},
+    "headroom.json": {"no teacher": b'{"math": {}}', "large": b'{"math": {"teacher": 1e300}}', "no bytes": b"",
+                      "examples": b'{"math": {"teacher": 1, "examples": [1]}}'},
     "metrics.jsonl": {
         "a negative step": b'{"step": -1}\n',
         "a step beyond": b'{"step": 9007199254740993}\n',

@@ -1,0 +1,220 @@
+"""Runs side by side: their last numbers, what differs in their recipes, and their curves over one another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from mopd.config.load import differences, flatten
+from mopd.report.build import Report, summarise
+from mopd.report.charts import Series, cell, short
+from mopd.report.curves import Curves, curves_by_metric, is_zero, panel_of
+from mopd.report.page import chart, duration, render
+from mopd.report.run_files import RunFiles
+from mopd.report.terminal import Terminal
+from mopd.text import visible
+from mopd.types import UserError
+
+MAX_RUNS = 16
+LAST = 20
+"""Steps at the end of a run over which loss and KL are averaged: one step's are noise."""
+RUNS_IN_A_TABLE = 3
+"""As many fit a terminal of 80 columns."""
+METRICS = (
+    "kl_k1", "loss", "topk_overlap", "entropy", "response_length", "truncated_share", "grad_norm", "lr",
+    "timing/step_s", "rate/train_tokens_per_s", "memory/student_peak_gib",
+)  # fmt: skip
+"""Drawn, by domain where they are."""
+NAME_OF_RUN = "run_dir"
+"""The key that always differs."""
+Section = tuple[str, list[tuple[str, list[str]]]]
+"""Heading, and rows: what is compared, and a text for each run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedRun:
+    """One run's files, read."""
+
+    name: str
+    """Its folder's name, or the path as it was given where two folders have one name."""
+    report: Report
+    steps: Sequence[Mapping[str, Any]]
+    curves: Curves
+    rewards: Mapping[str, list[tuple[float, float]]]
+    """Domain -> (step, reward) of every validation."""
+    recipe: Mapping[str, Any]
+
+    def mean_of_last(self, name: str) -> float | None:
+        """Mean over the last ``LAST`` steps; ``None`` for what was not measured."""
+        values = [step[name] for step in self.steps[-LAST:] if step.get(name) is not None]
+        return sum(values) / len(values) if values else None
+
+
+def read_runs(paths: Sequence[Path]) -> list[ComparedRun]:
+    """Every run folder, finished or not, in the order given.
+
+    Raises:
+        UserError: fewer than two, too many, the same one twice, or a folder that holds no run or a damaged one.
+    """
+    if not 2 <= len(paths) <= MAX_RUNS:
+        raise UserError(f"compare: {len(paths)} runs: name 2 to {MAX_RUNS}")
+    resolved = [path.resolve() for path in paths]
+    for i, path in enumerate(resolved):
+        if path in resolved[:i]:
+            raise UserError(f"compare: {str(paths[i])!r} is named twice: name different runs")
+    names = [path.name for path in resolved]
+    is_clear = len(set(names)) == len(names)
+    return [_read(RunFiles(path), name if is_clear else str(path)) for path, name in zip(paths, names, strict=True)]
+
+
+def _read(files: RunFiles, name: str) -> ComparedRun:
+    files.require_run()
+    steps, validations, recipe = files.steps(), files.validations(), files.recipe_tree()
+    rewards: dict[str, list[tuple[float, float]]] = {}
+    for validation in validations:
+        for domain, reward in validation["rewards"].items():
+            rewards.setdefault(domain, []).append((validation["step"], reward))
+    return ComparedRun(
+        name=name,
+        report=summarise(steps, validations, files.teacher_rewards(), planned_steps=recipe["schedule"]["steps"]),
+        steps=steps,
+        curves=curves_by_metric(steps),
+        rewards=rewards,
+        recipe=recipe,
+    )
+
+
+def comparison(runs: Sequence[ComparedRun]) -> dict[str, Any]:
+    """What ``--json`` prints: the numbers of each run by its name, and the values of every key that differs."""
+    return {
+        "runs": {run.name: _numbers(run) for run in runs},
+        "recipe_differences": {
+            key: {run.name: value for run, value in zip(runs, values, strict=True)}
+            for key, values in recipe_differences(runs).items()
+        },
+    }
+
+
+def recipe_differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
+    """Dotted path -> each run's value (``None`` where absent) of every key that is not the same in all."""
+    first, *others = runs
+    keys = dict.fromkeys(key for other in others for key in differences(first.recipe, other.recipe))
+    flat = [flatten(run.recipe) for run in runs]
+    return {key: [values.get(key) for values in flat] for key in keys if key != NAME_OF_RUN}
+
+
+def _numbers(run: ComparedRun) -> dict[str, Any]:
+    told = asdict(run.report)
+    del told["groups"]
+    for domain in _domains([run]):
+        entry = told["domains"].setdefault(domain, dict.fromkeys(("before", "after", "teacher", "headroom_recovery")))
+        rewards = run.rewards.get(domain)
+        entry |= {"last": rewards[-1][1] if rewards else None, "kl": run.mean_of_last(f"kl_k1/{domain}")}
+    return told | {"loss": run.mean_of_last("loss"), "step_s": run.mean_of_last("timing/step_s")}
+
+
+def _domains(runs: Sequence[ComparedRun]) -> list[str]:
+    found = {domain for run in runs for curves in run.curves.values() for domain in curves}
+    return sorted((found | {domain for run in runs for domain in run.report.domains}) - {""})
+
+
+def sections(runs: Sequence[ComparedRun]) -> list[Section]:
+    """The tables of terminal and page, as texts."""
+    numbers = [_numbers(run) for run in runs]
+
+    def row(what: str, texts: Iterator[str]) -> tuple[str, list[str]]:
+        return what, list(texts)
+
+    whole = [
+        row("steps", (f"{n['steps']:,} of {n['planned_steps']:,}" for n in numbers)),
+        row("best validation at step", (cell(n["best_step"], "{:,}") for n in numbers)),
+        row("mean head-room recovered", (cell(n["mean_headroom_recovery"], "{:.0%}") for n in numbers)),
+        row(f"loss, last {LAST} steps", (cell(n["loss"], short) for n in numbers)),
+        row("steps and validations", (duration(n["wall_s"]) for n in numbers)),
+        row(f"seconds per step, last {LAST}", (cell(n["step_s"], short) for n in numbers)),
+        row("trained tokens/s", (cell(n["train_tokens_per_s"], "{:,.0f}") for n in numbers)),
+    ]
+    made: list[Section] = [("", whole)]
+    headings = {
+        "before": "reward before",
+        "after": "reward after, best",
+        "last": "reward, last",
+        "teacher": "reward of the teacher",
+    }
+    for domain in _domains(runs):
+        of_domain = [n["domains"].get(domain, {}) for n in numbers]
+        rows = [row(what, (cell(n.get(key), "{:.3f}") for n in of_domain)) for key, what in headings.items()]
+        rows.append(row("head-room recovered", (cell(n.get("headroom_recovery"), "{:.0%}") for n in of_domain)))
+        rows.append(row(f"KL, last {LAST} steps", (cell(n.get("kl"), short) for n in of_domain)))
+        made.append((domain, rows))
+    differing = recipe_differences(runs).items()
+    rows = [row(key, (json.dumps(value, ensure_ascii=False) for value in values)) for key, values in differing]
+    return [*made, ("Recipe, where it differs", rows or [row("no key", ("" for _ in runs))])]
+
+
+def print_comparison(runs: Sequence[ComparedRun], console: Terminal | None = None) -> None:
+    """Tables on the terminal, so many runs in each as have room."""
+    console = console or Terminal()
+    made = sections(runs)
+    for start in range(0, len(runs), RUNS_IN_A_TABLE):
+        chosen = slice(start, start + RUNS_IN_A_TABLE)
+        table = Table()
+        table.add_column("", overflow="fold", ratio=2)
+        for run in runs[chosen]:
+            table.add_column(run.name, justify="right", overflow="fold", ratio=2)
+        for heading, rows in made:
+            table.add_section()
+            if heading:
+                table.add_row(heading, style="bold")
+            for what, texts in rows:
+                table.add_row(what, *texts[chosen])
+        console.print(table)
+
+
+def comparison_page(runs: Sequence[ComparedRun]) -> str:
+    """One HTML page without outside references: the tables, and curves with a colour for each run."""
+    charts = [*_reward_charts(runs), *_metric_charts(runs)]
+    text = render(
+        "compare.html.j2",
+        runs=[run.name for run in runs],
+        sections=sections(runs),
+        charts=[one for one in charts if not one["is_zero"]],
+        zero_charts=[one for one in charts if one["is_zero"]],
+    )
+    return visible(text, keep="\n\t")
+
+
+def _reward_charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
+    charts = []
+    for domain in sorted({domain for run in runs for domain in run.rewards}):
+        series = []
+        for index, run in enumerate(runs):
+            result = run.report.domains.get(domain)
+            goal = None if result is None else result.teacher
+            points = run.rewards.get(domain, [])
+            series.append(Series(name=run.name, index=index, points=points, goal=goal, has_marks=True))
+        text = "Mean on held-out prompts; dotted: the teacher."
+        made = chart(f"Validation reward, {domain}", text, series, from_zero=False)
+        charts.append({**made, "is_zero": False})
+    return charts
+
+
+def _metric_charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
+    charts = []
+    for metric in METRICS:
+        panel = panel_of(metric)
+        for domain in sorted({domain for run in runs for domain in run.curves.get(metric, ())}):
+            points = {run.name: run.curves.get(metric, {}).get(domain, []) for run in runs}
+            series = [
+                Series(name=name, index=index, points=points[name], is_noisy=panel.is_noisy)
+                for index, name in enumerate(points)
+            ]
+            title = f"{panel.title}, {domain}" if domain else panel.title
+            made = chart(title, panel.text, series, metric=metric, from_zero=panel.from_zero)
+            charts.append({**made, "is_zero": is_zero(points)})
+    return charts

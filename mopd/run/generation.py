@@ -1,0 +1,141 @@
+"""Responses of a model to prompts that stand in no file: to look at a student while or after it learns."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mopd.config.data import DataConfig
+from mopd.config.groups import TorchEngineConfig
+from mopd.config.load import load_recipe
+from mopd.conversion.jobs.streaming import megatron_to_hf
+from mopd.data.prompts import encode_prompt
+from mopd.data.tokenizer import load_tokenizer
+from mopd.engines.interface import SamplingParams
+from mopd.engines.torch.engine import TorchEngine
+from mopd.files.reading import shown_path
+from mopd.rollout.worker import derive_seed
+from mopd.run.checkpointing import complete_steps
+from mopd.run.folder import RunDir
+from mopd.types import UserError
+
+SAMPLES_OF_A_PROMPT = 2**20
+"""Seeds: a response does not depend on how many others are asked for."""
+USUAL_TOKENS = 256
+"""Of a response, where no number is asked for and the model takes so many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One response."""
+
+    prompt: str
+    response: str
+    """Special tokens left out."""
+    num_tokens: int
+    finish_reason: str
+    """``stop``, or ``length`` where it was cut off."""
+    mean_logprob: float
+    """Of its tokens, in nats, at the temperature that they were drawn with."""
+
+
+@contextmanager
+def model_folder(path: Path) -> Iterator[tuple[Path, DataConfig | None]]:
+    """A Hugging Face folder of the model, and how its run renders chats (``None``: as its tokenizer does).
+
+    A run stands for its export. A checkpoint is converted into a temporary folder, which is gone afterwards.
+
+    Raises:
+        UserError: ``path`` is nothing of the kind, or a run without an export.
+    """
+    if (path / "config.json").is_file():
+        data = _data_of(path.parent) if path.name == RunDir(path.parent).hf.name else None
+        yield path, data
+    elif (path / "recipe.yaml").is_file():
+        run = RunDir(path)
+        if not (run.hf / "config.json").is_file():
+            steps = complete_steps(run.checkpoints)
+            newest = f": name {shown_path(run.checkpoint(steps[-1]))}" if steps else ", nor a complete checkpoint: wait"
+            raise UserError(f"generate: {shown_path(path)!r} has no export ({run.hf.name}) yet{newest}")
+        yield run.hf, _data_of(path)
+    elif (path / "manifest.json").is_file():
+        with tempfile.TemporaryDirectory(prefix="mopd_generate_") as work:
+            job = megatron_to_hf(path, Path(work) / "hf")
+            job.begin(resume=False)
+            job.write_share(0, 1)
+            job.complete()
+            yield job.target, _data_of(path.resolve().parent.parent)
+    else:
+        raise UserError(
+            f"generate: {shown_path(path)!r} is no Hugging Face folder (config.json), run (recipe.yaml) or complete "
+            "checkpoint (manifest.json): check the path"
+        )
+
+
+def _data_of(run_dir: Path) -> DataConfig | None:
+    """Section ``data`` of a run's recipe, if there is one."""
+    recipe = run_dir / "recipe.yaml"
+    return load_recipe(recipe).recipe.data if recipe.is_file() else None
+
+
+def generate(
+    path: Path,
+    prompts: Sequence[str],
+    *,
+    is_raw: bool,
+    num_samples: int,
+    max_new_tokens: int | None,
+    temperature: float,
+    seed: int,
+) -> list[Answer]:
+    """Sample ``num_samples`` responses to each prompt, prompt after prompt, on a GPU where there is one.
+
+    A response depends on model, prompt, temperature, seed and its number alone.
+
+    Args:
+        is_raw: prompts are tokenized as they are; otherwise each is a user's message in the chat template.
+        max_new_tokens: None takes ``USUAL_TOKENS``, or fewer where the model has no room for as many.
+
+    Raises:
+        UserError: see ``model_folder``; no chat template, or a prompt that the model cannot take.
+    """
+    with model_folder(path) as (folder, data):
+        tokenizer = load_tokenizer(folder)
+        cfg = data or DataConfig(train=("-",))  # its files are not read
+        if not is_raw and cfg.chat_template is None and tokenizer.chat_template is None:
+            raise UserError(f"generate: the tokenizer of {shown_path(folder)!r} has no chat template: add --raw")
+        encoded = [
+            encode_prompt(
+                text if is_raw else [{"role": "user", "content": text}], cfg, tokenizer, place=f"prompt {number}"
+            )
+            for number, text in enumerate(prompts, start=1)
+        ]
+        is_cuda = torch.cuda.is_available()
+        engine_cfg = TorchEngineConfig(dtype="bfloat16" if is_cuda else "float32")
+        engine = TorchEngine.from_pretrained(folder, engine_cfg, torch.device("cuda" if is_cuda else "cpu"))
+        room = engine.max_positions - max(map(len, encoded))
+        if room < (max_new_tokens or 1):
+            raise UserError(
+                f"generate: the longest prompt has {max(map(len, encoded))} tokens, the model takes "
+                f"{engine.max_positions} with the response: shorten it or lower --max-new-tokens"
+            )
+        sampling = SamplingParams(max_new_tokens=max_new_tokens or min(USUAL_TOKENS, room), temperature=temperature)
+        places = [(row, number) for row in range(len(prompts)) for number in range(num_samples)]
+        seeds = [derive_seed(seed, row * SAMPLES_OF_A_PROMPT + number, "generate") for row, number in places]
+        made = asyncio.run(engine.generate([encoded[row] for row, _ in places], sampling, seeds))
+    return [
+        Answer(
+            prompt=prompts[row],
+            response=str(tokenizer.decode(one.tokens.tolist(), skip_special_tokens=True)),
+            num_tokens=len(one.tokens),
+            finish_reason=one.finish_reason,
+            mean_logprob=one.logprobs.mean().item(),
+        )
+        for (row, _), one in zip(places, made, strict=True)
+    ]
