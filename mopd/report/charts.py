@@ -1,4 +1,9 @@
-"""Line charts as inline SVG that follows the page's colours (CSS variables ``--series-0`` …), light or dark."""
+"""Line charts as inline SVG that follows the page's colours (CSS variables ``--series-0`` …), light or dark.
+
+Own, not matplotlib's: its SVG has fixed colours for one scheme, 2.3 times the bytes (three curves of 400 steps: 52 kB,
+here 22 kB) and takes seven times as long (160 ms and 22 ms on a busy machine, after 2.6 s of imports). A library that
+draws in the browser would bring megabytes of script into a page that has none.
+"""
 
 from __future__ import annotations
 
