@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mopd.text import json_lines, visible
@@ -16,7 +15,7 @@ from mopd.types import UserError
 if TYPE_CHECKING:
     from mopd.run.generation import Answer
 
-ABOUT = "sample from a Hugging Face folder, a run or a checkpoint"
+ABOUT = "sample from a Hugging Face model, a run or a checkpoint"
 EXAMPLES = """\
 examples:
   mopd generate runs/quickstart "sort: c a b"
@@ -30,7 +29,11 @@ MAX_PROMPTS = MAX_SAMPLES = 1000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Light to import, as all of this file."""
     add = parser.add_argument
-    add("model", type=Path, metavar="MODEL", help="Hugging Face folder, run folder (its export) or checkpoint folder")
+    add(
+        "model",
+        metavar="MODEL",
+        help="Hugging Face folder or name on the Hub, run folder (its export), checkpoint folder",
+    )
     add("prompts", nargs="+", metavar="PROMPT", help="text of a user's message; - reads it from standard input")
     add("--raw", action="store_true", help="continue the text as it is, without the chat template")
     add("--samples", type=int, default=1, metavar="N", help="responses to each prompt (default: %(default)s)")

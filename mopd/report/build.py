@@ -130,7 +130,7 @@ def headroom_recovery(before: float | None, after: float | None, teacher: float 
 def print_summary(report: Report, console: Terminal | None = None) -> None:
     """The report as a table on the terminal."""
     table = Table(title=f"step {report.steps} of {report.planned_steps}", title_justify="left")
-    table.add_column("domain", overflow="fold")
+    table.add_column("domain")
     after = "after" if report.best_step is None else f"after (step {report.best_step})"
     for heading in ("before", after, "teacher", "head-room recovered"):
         table.add_column(heading, justify="right")
@@ -154,7 +154,7 @@ def print_summary(report: Report, console: Terminal | None = None) -> None:
 
 def _group_table(groups: Mapping[str, Mapping[str, GroupResult]]) -> Table:
     table = Table(padding=0, collapse_padding=True)
-    table.add_column("group", overflow="fold")
+    table.add_column("group")
     for heading in ("samples", "tokens/s", LATENCY_HEADING, "MiB", "retries", "failures"):
         table.add_column(heading, justify="right", no_wrap=True)
     for room, names in groups.items():

@@ -164,9 +164,9 @@ def print_comparison(runs: Sequence[ComparedRun], console: Terminal | None = Non
     for start in range(0, len(runs), RUNS_IN_A_TABLE):
         chosen = slice(start, start + RUNS_IN_A_TABLE)
         table = Table()
-        table.add_column("", overflow="fold", ratio=2)
+        table.add_column("", ratio=2)
         for run in runs[chosen]:
-            table.add_column(run.name, justify="right", overflow="fold", ratio=2)
+            table.add_column(run.name, justify="right", ratio=2)
         for heading, rows in made:
             table.add_section()
             if heading:

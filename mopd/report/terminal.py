@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from mopd.text import visible
@@ -22,6 +23,14 @@ class Terminal(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(visible(text), **options)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """What does not fit a table's cell goes on in its next line; rich would cut it."""
+        for table in objects:
+            if isinstance(table, Table):
+                for column in table.columns:
+                    column.overflow = "fold"
+        super().print(*objects, **options)
 
 
 class LogFormatter(logging.Formatter):

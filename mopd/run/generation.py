@@ -20,6 +20,8 @@ from mopd.data.tokenizer import load_tokenizer
 from mopd.engines.interface import SamplingParams
 from mopd.engines.torch.engine import TorchEngine
 from mopd.files.reading import shown_path
+from mopd.hub.fetch import fetch_model
+from mopd.hub.names import HubName, hub_model
 from mopd.rollout.worker import derive_seed
 from mopd.run.checkpointing import complete_steps
 from mopd.run.folder import RunDir
@@ -46,15 +48,19 @@ class Answer:
 
 
 @contextmanager
-def model_folder(path: Path) -> Iterator[tuple[Path, DataConfig | None]]:
+def model_folder(model: str) -> Iterator[tuple[Path, DataConfig | None]]:
     """A Hugging Face folder of the model, and how its run renders chats (``None``: as its tokenizer does).
 
-    A run stands for its export. A checkpoint is converted into a temporary folder, which is gone afterwards.
+    A run stands for its export. A checkpoint is converted into a temporary folder, which is gone afterwards. A name on
+    the Hub is fetched into its cache.
 
     Raises:
-        UserError: ``path`` is nothing of the kind, or a run without an export.
+        UserError: ``model`` is nothing of the kind, or a run without an export.
     """
-    if (path / "config.json").is_file():
+    path, name = Path(model), hub_model(model)
+    if name is not None:
+        yield _fetched(name), None
+    elif (path / "config.json").is_file():
         data = _data_of(path.parent) if path.name == RunDir(path.parent).hf.name else None
         yield path, data
     elif (path / "recipe.yaml").is_file():
@@ -78,6 +84,14 @@ def model_folder(path: Path) -> Iterator[tuple[Path, DataConfig | None]]:
         )
 
 
+def _fetched(name: HubName) -> Path:
+    try:
+        (folder,) = fetch_model(name).paths
+    except UserError as error:
+        raise UserError(f"generate: {str(name)!r}: {error}") from error
+    return Path(folder)
+
+
 def _data_of(run_dir: Path) -> DataConfig | None:
     """Section ``data`` of a run's recipe, if there is one."""
     recipe = run_dir / "recipe.yaml"
@@ -85,7 +99,7 @@ def _data_of(run_dir: Path) -> DataConfig | None:
 
 
 def generate(
-    path: Path,
+    model: str,
     prompts: Sequence[str],
     *,
     is_raw: bool,
@@ -105,7 +119,7 @@ def generate(
     Raises:
         UserError: see ``model_folder``; no chat template, or a prompt that the model cannot take.
     """
-    with model_folder(path) as (folder, data):
+    with model_folder(model) as (folder, data):
         tokenizer = load_tokenizer(folder)
         cfg = data or DataConfig(train=("-",))  # its files are not read
         if not is_raw and cfg.chat_template is None and tokenizer.chat_template is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mopd.cli import main
 from tests.fixtures import warm
 from tests.integration.world import ANSWERS, World, mopd, read_metrics, read_validation
 
@@ -78,7 +80,39 @@ def test_report(run_dir: Path) -> None:
     html = (run_dir / "report.html").read_text()
     assert "http://" not in html.replace("http://www.w3.org", "")
     assert "https://" not in html
+    assert "Not finished" not in html and str(run_dir) not in html.split("<h2>Recipe</h2>")[0]
+    machine = json.loads((run_dir / "machine.json").read_text())
+    assert machine["packages"]["torch"] == torch.__version__ and machine["num_cores"] >= 1
+    assert machine["cpu"] in html and socket.gethostname() not in json.dumps(machine)
     assert mopd("report", run_dir).returncode == 0
+
+
+def test_phases_are_all_of_the_steps_time(run_dir: Path) -> None:
+    """And what stands beside the phases is little: no part of a step is left untimed."""
+    lines = read_metrics(run_dir)
+    phases = json.loads((run_dir / "report.json").read_text())["phases"]
+    assert sum(phase["share"] for phase in phases.values()) == pytest.approx(1)
+    whole = sum(line["timing/step_s"] for line in lines)
+    assert sum(phase["mean_s"] for phase in phases.values()) * len(lines) == pytest.approx(whole)
+    for phase in set(phases) - {"other"}:
+        assert phases[phase]["mean_s"] * len(lines) == pytest.approx(sum(line[f"timing/{phase}_s"] for line in lines))
+    assert 0 <= phases["other"]["share"] < 0.2
+
+
+def test_the_teachers_answers_are_kept_and_shown(run_dir: Path) -> None:
+    kept = json.loads((run_dir / "headroom.json").read_text())
+    for domain, answer in ANSWERS.items():
+        assert [row["response"] for row in kept[domain]["examples"]] == [answer] * len(kept[domain]["examples"]) != []
+        assert all(row["reward"] == 1.0 for row in kept[domain]["examples"])
+    assert (run_dir / "report.html").read_text().count('data-label="teacher" class="right"') >= len(ANSWERS)
+
+
+def test_generate_answers_as_the_run_learned(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the export and of the last checkpoint; the prompt is rendered as the run renders its own."""
+    for model in (run_dir, run_dir / "checkpoints" / f"step_{STEPS:08d}"):
+        arguments = (str(model), "left 7", "right 7", "--temperature", "0", "--max-new-tokens", "4", "--json")
+        assert main(["generate", *arguments]) == 0
+        assert [one["response"] for one in json.loads(capsys.readouterr().out)] == [*ANSWERS.values()]
 
 
 def test_exported_result_answers_like_the_teachers(run_dir: Path, world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -118,7 +119,7 @@ def table(result: CaseResult) -> None:
         if row.reason is not None:
             print(f"  {row.name} ({row.loss}): {row.status + ': ' if row.total_ms is None else ''}{row.reason}")
     for line in _legend(result):
-        print(f"  {line}")
+        print(textwrap.fill(line, 78, initial_indent="  ", subsequent_indent="    "))
     print()
 
 
@@ -175,11 +176,11 @@ def _rich(title: str, rows: Sequence[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     lines = [_cells(row) for row in rows]
     for i, (name, column) in enumerate(zip(HEAD, zip(HEAD, *lines, strict=True), strict=True)):
         longest = max(len(word) for text in column for word in text.split() or [""])
-        made.add_column(name, justify="left" if i < 2 else "right", min_width=longest if i else 12, overflow="fold")
+        made.add_column(name, justify="left" if i < 2 else "right", width=longest if i else None, overflow="fold")
     for row, line in zip(rows, lines, strict=True):
         made.add_row(*line, style="bold" if row.group == "ours" else None)
     Console().print(made)
