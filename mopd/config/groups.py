@@ -298,7 +298,8 @@ class TeacherConfig(EngineGroupConfig):
     """One standalone domain expert and the domains that it answers for."""
 
     model: str
-    """Folder of the teacher's Hugging Face checkpoint; config and tokenizer are enough for ``protocol: openai``."""
+    """The teacher's Hugging Face checkpoint: its folder, or its name on the Hub; config and tokenizer are enough for
+    ``protocol: openai``."""
     domains: tuple[str, ...] = ()
     """Values of the data's domain column that go to this teacher; may be empty for the default teacher only."""
     default: bool = False

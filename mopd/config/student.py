@@ -128,7 +128,8 @@ class StudentConfig:
     """The model that learns: a Hugging Face checkpoint that becomes a Megatron-Core ``GPTModel``."""
 
     model: str
-    """Folder of the Hugging Face checkpoint (config, tokenizer, safetensors) to start from."""
+    """Hugging Face checkpoint (config, tokenizer, safetensors) to start from: its folder, or its name on the Hub
+    (``namespace/name[@revision]``)."""
     parallel: ParallelConfig = ParallelConfig()
     """Parallel layout."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -1,7 +1,9 @@
 """Names of models and data sets on the Hugging Face Hub, as recipes have them: ``namespace/name[@revision][:part]``.
 
-What is here as a path is a path. Else a text with exactly one slash before ``@`` and ``:``, in characters that the Hub
-allows, is a name of the Hub, unless it ends as a data file does. All else is a path that leads nowhere.
+What is here as a path is a path, and so is what lacks only its last part: ``models/math`` beside a folder ``models``
+is a folder that is missing (with a revision, as in ``models/math@main``, it is a name all the same). Else a text with
+exactly one slash before ``@`` and ``:``, in characters that the Hub allows, is a name of the Hub, unless it ends as a
+data file does. All else is a path that leads nowhere.
 """
 
 from __future__ import annotations
@@ -43,14 +45,21 @@ class HubName:
 
 def hub_model(text: str) -> HubName | None:
     """The model that ``text`` names on the Hub, or ``None`` if it is a path."""
-    return None if os.path.lexists(text) else _parse(text, may_have_part=False)
+    return None if _is_path(text) else _parse(text, may_have_part=False)
 
 
 def hub_data(text: str) -> HubName | None:
     """The data set that ``text`` names on the Hub, or ``None`` if it is a path."""
-    if os.path.lexists(text) or (":" not in text and text.endswith(DATA_SUFFIXES)):
+    if _is_path(text) or (":" not in text and text.endswith(DATA_SUFFIXES)):
         return None
     return _parse(text, may_have_part=True)
+
+
+def _is_path(text: str) -> bool:
+    if os.path.lexists(text):
+        return True
+    folder, _, name = text.rpartition("/")
+    return not set("@:") & set(name) and folder != "" and os.path.isdir(folder)
 
 
 def is_commit(text: str) -> bool:
