@@ -6,6 +6,8 @@ import os
 
 # Before torch and its OpenMP are there: several processes with a thread for each core would wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A folder that is not there may be a name of the Hub: no test asks the world for it.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch

@@ -177,7 +177,7 @@ class _Repository:
                 raise UserError(f"it has no file {visible(file)!r}, which {INDEX_FILE} names: name a whole repository")
         moved = [time.monotonic()]
 
-        class Bar(tqdm):  # type: ignore[misc, type-arg]
+        class Bar(tqdm):
             """The library's own, which also says that something moves."""
 
             def update(self, n: float | None = 1) -> bool | None:
