@@ -139,18 +139,24 @@ def test_a_token_reaches_the_hub(hub: LoopbackHub, monkeypatch: pytest.MonkeyPat
     assert hub.tokens == {"Bearer hf_secret"}
 
 
-def test_a_sick_server(hub: LoopbackHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sick_server(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add("models/org/model", WHOLE)
     for garbage in (b"<html>", b"[]", b'{"sha": "../../x"}', b'{"id": "a", "sha": 5}', b'[{"type": "file"}]'):
-        hub.garbage = garbage
+        hub.garbage = {"info": garbage, "tree": garbage}
         assert "cannot be fetched" in refusal() or "for a commit" in refusal()
-    hub.garbage = None
+    hub.garbage = {}
     hub.repositories["models/org/model"].sent_bytes = 3
     assert "cannot be fetched (OSError: Consistency check failed" in refusal()
     hub.repositories["models/org/model"].sent_bytes = None
     monkeypatch.setattr(fetch, "MAX_FILES", 3)
     hub.add("models/org/model", WHOLE | {"more": b""})
     assert "it lists more than 3 files" in refusal()
+    monkeypatch.setattr(fetch, "MAX_FILES", 100)
+    monkeypatch.setattr(fetch, "STALL_TIMEOUT_S", 0.5)
+    hub.stalls_after = 3
+    hub.add("models/org/model", WHOLE | {"model.safetensors": b"a" * 100})
+    assert "cannot be fetched (TimeoutError: nothing came for 0.5 s): check the network" in refusal()
+    hub.stalls_after = None
     monkeypatch.setattr(fetch, "ANSWER_TIMEOUT_S", 0.3)
     hub.released.clear()
     assert "cannot be fetched (TimeoutError: nothing came for 0.3 s): check the network" in refusal()
