@@ -18,7 +18,7 @@ from torch import Tensor
 from mopd.engines.checks import check_scoring
 from mopd.engines.clients.http import HttpClient
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.interface import EngineInfo, EngineRejected, Scores
+from mopd.engines.interface import EngineInfo, EngineRejected, Generation, SamplingParams, Scores
 from mopd.files.json_text import parse_json
 from mopd.metrics import is_counted
 from mopd.types import UserError
@@ -27,6 +27,15 @@ MAX_BYTES_PER_ENTRY = 256
 """Bound of one log-prob's JSON: ``"151935":{"logprob":-12.345678901234567,"rank":151936,"decoded_token":"…"},``."""
 MAX_VALUES_PER_ENTRY = 8
 """Bound of one log-prob's braces and commas, those of its text included."""
+PLAIN = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+}
+"""Greedy decoding of the distribution as it is."""
 ANSWER_HEAD_BYTES = 65536
 """What an answer may have beside its log-probs, and how long others may be."""
 
@@ -34,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class OpenAIScorer:
-    """Implements ``Scorer`` and ``Described`` over ``/v1/completions`` with ``prompt_logprobs``.
+    """Implements ``Scorer``, ``Generator`` (greedily) and ``Described`` over ``/v1/completions``.
 
     Errors as those of ``RemoteEngine``: ``EngineUnavailable`` (refused, reset, deadline, 5xx, corrupt answer),
     ``EngineBusy`` (429), ``EngineRejected`` (other 4xx). It never retries, and belongs to the event loop of its first
@@ -106,6 +115,25 @@ class OpenAIScorer:
 
         return await all_or_none(score_one(t, start) for t, start in zip(tokens, prompt_lengths, strict=True))
 
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Generation]:
+        """See ``Generator.generate``, greedily alone: how such a server draws is not ours to say."""
+        if sampling.temperature != 0 or len(seeds) != len(prompts):
+            raise ValueError(
+                f"{self.name}: temperature {sampling.temperature}, {len(seeds)} seeds: only 0, one a prompt"
+            )
+        model = await self._served_model()
+        # Named one by one, as the server's own defaults may come from the model's generation_config.json.
+        fields = {"model": model, "max_tokens": sampling.max_new_tokens, "temperature": 0, "logprobs": 1, **PLAIN}
+
+        async def generate_one(prompt: Sequence[int]) -> Generation:
+            body = json.dumps({**fields, "prompt": [*prompt], "return_tokens_as_token_ids": True}).encode()
+            longest = ANSWER_HEAD_BYTES + sampling.max_new_tokens * 4 * MAX_BYTES_PER_ENTRY
+            return self._read_generation(await self._http.call("POST", "/v1/completions", body, longest))
+
+        return await all_or_none(generate_one(prompt) for prompt in prompts)
+
     async def info(self) -> EngineInfo:
         """See ``Described.info``. No manifest: nobody can hash the server's files, so its scores are fingerprinted."""
         return EngineInfo(
@@ -170,6 +198,22 @@ class OpenAIScorer:
             ids.append([key for key, _ in ranked])
             logprobs.append([value for _, value in ranked])
         return _to_scores(ids, logprobs, own_logprobs, top_k)
+
+    def _read_generation(self, body: bytes) -> Generation:
+        try:
+            (choice,) = parse_json(body)["choices"]
+            tokens = [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
+            logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
+            reason = choice["finish_reason"]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._http.corrupt(f"no tokens with log-probs in it ({type(error).__name__}: {error})") from error
+        if len(tokens) != len(logprobs) or not all(0 <= token < self.vocab_size for token in tokens):
+            raise self._http.corrupt(f"{len(tokens)} tokens, {len(logprobs)} log-probs, or an id of another vocabulary")
+        return Generation(
+            tokens=torch.tensor(tokens, dtype=torch.int64),
+            logprobs=torch.tensor(logprobs, dtype=torch.float32),
+            finish_reason=reason,
+        )
 
     def _read_row(self, entry: Any) -> dict[int, float]:
         """Token id -> log-prob of one position."""

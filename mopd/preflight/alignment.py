@@ -1,0 +1,290 @@
+"""Are a teacher's scores those of the rows that were asked about, when no second model can say so?
+
+The teacher continues contexts greedily, and its generation reports the log-prob of every token that it drew. The same
+continuations are then scored, by the way that training takes. Scores and reports have to agree, and every mistake that
+is made on that way has to disagree by far: rows one position off, a prompt without its first token or with it twice, a
+prompt that lost its left half. Contexts of four tokens are among them, where one token more or less changes everything
+even in a low-precision engine.
+
+Two more looks catch what both ways would do alike. Another first token has to change the scores, or somebody cuts on
+the left. And one token repeated gives the same distribution at every place (attention over equal values is that value),
+in every model whose positions are rotary: something put before each prompt shows as a difference.
+
+Shapes: N tokens of a continuation, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mopd.engines.interface import Generation, SamplingParams, Scores
+from mopd.replicas.interface import SampleFailed
+from mopd.teachers.worker import TeacherGroup
+
+NUM_TOKENS = 8
+"""Of a continuation."""
+NUM_PIECE_TOKENS = 3
+"""Of a short context, beside its first token."""
+PIECES_PER_PROBE = 2
+FARTHER = 10.0
+"""How many times as far as the right reading every other one has to be."""
+MIN_EFFECT = {"float32": 1e-5}
+"""Least mean |log-prob difference| that another first token of a long prompt makes, by the engine's dtype."""
+LEAST_EFFECT = 1e-4
+"""In any other dtype."""
+REPEATS = 4
+NUM_REPEATED = 8
+MAX_REPEATED_SHARE = 0.2
+"""Of what a known first token does to a repeated token: more, and something unknown stands before it."""
+NUM_BEST = 4
+"""Most probable tokens of a row that are compared."""
+
+OTHER_READINGS = {
+    "later": "rows that stand one place too late",
+    "earlier": "rows that stand one place too early",
+    "dropped": "a prompt without its first token (does the server add one?)",
+    "doubled": "a prompt with its first token twice (does the server drop one?)",
+    "cut": "a prompt without its left half",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alignment:
+    """What was measured."""
+
+    difference: float
+    """Mean |log-prob difference| between scoring and generating, of the worse of short and long contexts."""
+    nearest: float
+    """The same for the wrong reading that comes nearest."""
+    num_tokens: int
+    problem: str
+    """Why the scores cannot be trusted; empty when they can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A probe: what a domain's prompt and the student's response to it are made of."""
+
+    tokens: tuple[int, ...]
+    prompt_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """A context and the teacher's greedy continuation."""
+
+    context: tuple[int, ...]
+    drawn: Generation
+
+    def scored_after(self, context: Sequence[int]) -> tuple[Tensor, int]:
+        """What to score, and where the response begins, were ``context`` the prompt."""
+        return torch.cat([torch.tensor(context, dtype=torch.int64), self.drawn.tokens]), len(context)
+
+
+class AlignmentCheck:
+    """Asks one teacher. Scores travel through its router; nothing is kept."""
+
+    def __init__(self, group: TeacherGroup, *, top_k: int, longest: int, limit: float, dtype: str) -> None:
+        """``longest`` is the longest sequence that a replica need take, ``limit`` the largest mean difference between
+        the log-probs of scoring and generating, ``dtype`` the engine's."""
+        self._group = group
+        self._top_k, self._longest, self._limit, self._dtype = top_k, longest, limit, dtype
+
+    async def run(self, probes: Sequence[Text], *, has_rotary_positions: bool) -> Alignment:
+        """``has_rotary_positions``: the teacher's positions are rotary and its attention plain, so that a repeated
+        token is a test. ``SampleFailed`` where a replica does not answer."""
+        size = max(1, min(NUM_PIECE_TOKENS, self._longest - 4))
+        short = await self._continue(_short_contexts(probes, size), room=1)
+        long = await self._continue(_long_contexts(probes, self._longest - 1), room=0)
+        right = [await self._score([(one, one.context) for one in kind]) for kind in (short, long)]
+        difference = max(_difference(kind, rows) for kind, rows in zip((short, long), right, strict=True))
+        others = await self._others(short, long, right)
+        problem = (
+            self._wrong(difference, others)
+            or await self._deaf_on_the_left(short, long, right, difference)
+            or (await self._prefixed(probes) if has_rotary_positions else "")
+        )
+        return Alignment(
+            difference=difference,
+            nearest=min(farthest for farthest, _ in others.values()),
+            num_tokens=sum(len(one.drawn.tokens) for one in [*short, *long]),
+            problem=problem,
+        )
+
+    async def _others(
+        self, short: Sequence[Continued], long: Sequence[Continued], right: Sequence[Sequence[Scores]]
+    ) -> dict[str, tuple[float, float]]:
+        """Wrong reading -> its mean distance from what was generated: where it is farthest, and over all contexts.
+
+        One context that speaks against a reading is enough, where a continuation repeats itself none can.
+        """
+        distances: dict[str, list[Tensor]] = {}
+        """[2, N] each: by whatever speaks against the reading, and how well it fits."""
+        for name, shift in (("later", 1), ("earlier", -1)):
+            pairs = zip([*short, *long], [*right[0], *right[1]], strict=True)
+            distances[name] = [_shifted_distance(one, rows, shift) for one, rows in pairs if len(rows.ids) > 1]
+        asked = {
+            "dropped": [(one, one.context[1:]) for one in short],
+            "doubled": [(one, (one.context[0], *one.context)) for one in short],
+            "cut": [(one, one.context[len(one.context) // 2 :]) for one in long if len(one.context) > 1],
+        }
+        for name, questions in asked.items():
+            rows = await self._score(questions)
+            distances[name] = [
+                (given.token_logprobs - one.drawn.logprobs).abs().expand(2, -1)
+                for (one, _), given in zip(questions, rows, strict=True)
+            ]
+        return {
+            name: (max(own[0].mean().item() for own in found), torch.cat(found, dim=1)[1].mean().item())
+            for name, found in distances.items()
+            if found
+        }
+
+    def _wrong(self, difference: float, others: dict[str, tuple[float, float]]) -> str:
+        nearest = min(others, key=lambda name: others[name][1])
+        if not difference <= self._limit:
+            fits = others[nearest][1] <= max(self._limit, difference / FARTHER)
+            hint = f"; they fit {OTHER_READINGS[nearest]} ({others[nearest][1]:.1e})" if fits else ""
+            return f"they differ from what its own generation reports by {difference:.2e} (limit {self._limit:g}){hint}"
+        for name, (farthest, _) in others.items():
+            # A second <bos> in front of one is almost nothing to many large models, and below a coarse engine's noise.
+            if name == "doubled" and self._dtype != "float32":
+                continue
+            if not farthest > max(self._limit, FARTHER * difference):
+                return (
+                    f"they fit {OTHER_READINGS[name]} as well ({farthest:.1e}) as what was asked ({difference:.1e}): "
+                    "does the server change prompts?"
+                )
+        return ""
+
+    async def _deaf_on_the_left(
+        self,
+        short: Sequence[Continued],
+        long: Sequence[Continued],
+        right: Sequence[Sequence[Scores]],
+        difference: float,
+    ) -> str:
+        """Another first token has to be heard: in short contexts loudly, in long ones above an engine's own noise."""
+        loud = max(self._limit, FARTHER * difference)
+        least = MIN_EFFECT.get(self._dtype, LEAST_EFFECT)
+        for name, kind, rows in (("short", short, right[0]), ("long", long, right[1])):
+            others = [_other_first(one.context) for one in kind]
+            changed = await self._score([(one, other) for one, other in zip(kind, others, strict=True)])
+            again = await self._score([(one, one.context) for one in kind])
+            for one, first, other, repeated in zip(kind, rows, changed, again, strict=True):
+                noise = (first.token_logprobs - repeated.token_logprobs).abs().mean().item()
+                effect = (first.token_logprobs - other.token_logprobs).abs().mean().item()
+                if name == "long" and not effect > max(least, 3 * noise):
+                    return (
+                        f"another first token of a prompt of {len(one.context)} tokens does not change them (by "
+                        f"{effect:.1e}): does the server cut prompts on the left?"
+                    )
+            effects = [
+                (a.token_logprobs - b.token_logprobs).abs().mean().item() for a, b in zip(rows, changed, strict=True)
+            ]
+            if name == "short" and not max(effects) > loud:
+                return f"another first token does not change them (by {max(effects):.1e}): does the server drop it?"
+        return ""
+
+    async def _prefixed(self, probes: Sequence[Text]) -> str:
+        """A token repeated has to give one distribution at every place."""
+        count = min(REPEATS, self._longest - 1)
+        first = probes[0].tokens[0]
+        seen = dict.fromkeys(token for probe in probes for token in probe.tokens if token != first)
+        repeated = [*seen][:: max(1, len(seen) // NUM_REPEATED)][:NUM_REPEATED]
+        if count < 3 or not repeated:
+            return ""
+        plain = [([token] * count, 1) for token in repeated]
+        known = [([first, *[token] * count], 2) for token in repeated]
+        rows = await self._ask([(torch.tensor(tokens), start) for tokens, start in [*plain, *known]])
+        alone, after = (
+            torch.stack([_spread(given) for given in part]).mean().item()
+            for part in (rows[: len(plain)], rows[len(plain) :])
+        )
+        if alone <= self._limit or alone <= MAX_REPEATED_SHARE * after:
+            return ""
+        return (
+            f"a repeated token does not get one distribution at every place (by {alone:.1e}): does the server put "
+            "something before each prompt, such as another <bos> or a chat template?"
+        )
+
+    async def _continue(self, contexts: Sequence[tuple[int, ...]], *, room: int) -> list[Continued]:
+        """With their greedy continuations; ``room`` tokens stay free for longer prompts."""
+        count = max(1, min(NUM_TOKENS, self._longest - room - max(map(len, contexts))))
+        sampling = SamplingParams(max_new_tokens=count, temperature=0.0)
+        async with self._group.kept_awake():
+            drawn = await self._group.router.generate(contexts, sampling, [0] * len(contexts))
+        return [Continued(context, own) for context, own in zip(contexts, drawn, strict=True)]
+
+    async def _score(self, questions: Sequence[tuple[Continued, Sequence[int]]]) -> list[Scores]:
+        return await self._ask([one.scored_after(context) for one, context in questions])
+
+    async def _ask(self, sequences: Sequence[tuple[Tensor, int]]) -> list[Scores]:
+        tokens, starts = [tokens for tokens, _ in sequences], [start for _, start in sequences]
+        answers = await self._group.score(tokens, starts, top_k=self._top_k, temperature=1.0)
+        return [answer for answer in answers if not isinstance(answer, SampleFailed)]  # the first of these was raised
+
+
+def _short_contexts(probes: Sequence[Text], size: int) -> list[tuple[int, ...]]:
+    """A prompt's first token and ``size`` tokens of its text."""
+    contexts = []
+    for probe in probes:
+        text = probe.tokens[1:]
+        for place in range(PIECES_PER_PROBE):
+            start = (place + 1) * max(0, len(text) - size) // (PIECES_PER_PROBE + 1)
+            contexts.append((probe.tokens[0], *text[start : start + size]))
+    return contexts
+
+
+def _long_contexts(probes: Sequence[Text], longest: int) -> list[tuple[int, ...]]:
+    """Each prompt, and it with half of its response."""
+    ends = [(probe, end) for probe in probes for end in {probe.prompt_length, _middle(probe)}]
+    return [probe.tokens[: min(end, longest)] for probe, end in ends]
+
+
+def _middle(probe: Text) -> int:
+    return (probe.prompt_length + len(probe.tokens)) // 2
+
+
+def _other_first(context: tuple[int, ...]) -> tuple[int, ...]:
+    """With another token in the first place: one of its own, which every vocabulary has."""
+    other = next((token for token in reversed(context) if token != context[0]), context[0] + 1)
+    return (other, *context[1:])
+
+
+def _difference(continued: Sequence[Continued], scores: Sequence[Scores]) -> float:
+    """Mean distance between scored and generated, by whichever says more: the tokens' own log-probs, the rows' best (a
+    greedy token is it), or how far below its best a row has the token."""
+    distances = []
+    for one, rows in zip(continued, scores, strict=True):
+        expected, best = one.drawn.logprobs, rows.logprobs[:, 0]
+        listed = _listed(rows, one.drawn.tokens, otherwise=rows.logprobs[:, -1])
+        distances.append(torch.stack([(rows.token_logprobs - expected).abs(), (best - expected).abs(), best - listed]))
+    return torch.cat(distances, dim=1).mean(1).max().item()
+
+
+def _shifted_distance(one: Continued, rows: Scores, shift: int) -> Tensor:
+    """[2, N - 1] distances from the rows ``shift`` positions further on: by token or by value, and by token alone."""
+    keep = slice(0, -1) if shift > 0 else slice(1, None)
+    taken = slice(1, None) if shift > 0 else slice(0, -1)
+    other = Scores(ids=rows.ids[taken], logprobs=rows.logprobs[taken], token_logprobs=rows.token_logprobs[taken])
+    tokens, expected = one.drawn.tokens[keep], one.drawn.logprobs[keep]
+    lowest = torch.minimum(other.logprobs[:, -1], expected)  # an absent token is below the list
+    by_token = (_listed(other, tokens, otherwise=lowest) - expected).abs()
+    return torch.stack([torch.maximum(by_token, (other.token_logprobs - expected).abs()), by_token])
+
+
+def _listed(rows: Scores, tokens: Tensor, *, otherwise: Tensor) -> Tensor:
+    """[N] log-probs that the rows list for ``tokens`` [N], ``otherwise`` [N] for those that are not listed."""
+    is_own = rows.ids == tokens[:, None]
+    return torch.where(is_own.any(1), torch.where(is_own, rows.logprobs, 0.0).sum(1), otherwise)
+
+
+def _spread(rows: Scores) -> Tensor:
+    """Mean |difference| of the best log-probs between the first row and the others."""
+    best = rows.logprobs[:, :NUM_BEST]
+    return (best[1:] - best[:1]).abs().mean()
