@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from mopd.commands.ranks import add_recipe
 from mopd.config.load import load_recipe
+from mopd.config.tree import dotted
 from mopd.launch.failure import close_standard_input
 from mopd.placement.engine_file import EngineFile, is_engine_file, read_engine_file, rollout_file, teacher_file
 from mopd.preflight.inputs import check_model_folder
@@ -45,14 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Serve an engine file, or an engine of a recipe; the exit code. A taken port is told before anything is loaded."""
     is_file = is_engine_file(args.recipe)
-    loaded = None if is_file else prepare(load_recipe(args.recipe, args.set))
     if is_file == (args.teacher is not None or args.rollout):
         cure = "leave --teacher and --rollout out" if is_file else "name --teacher NAME or --rollout"
         raise UserError(f"serve {args.recipe}: a recipe has several engines, an engine file has one: {cure}")
-    if loaded is None:
+    if is_file:
         file, where = read_engine_file(args.recipe), f"{args.recipe}: model"
     else:
         key = ("student", "model") if args.rollout else ("teachers", args.teacher, "model")
+        loaded = prepare(load_recipe(args.recipe, args.set), only=dotted(key))
         make = rollout_file if args.rollout else partial(teacher_file, name=args.teacher)
         file, where = make(loaded.recipe, replica=args.replica), loaded.where(*key)
     address = Address(host=args.host, port=args.port, token_file=args.token_file, ready_file=args.ready_file)

@@ -278,8 +278,8 @@ class _Repository:
                 "unset HF_HUB_OFFLINE, or fill the cache first"
             )
         return (
-            f"it cannot be fetched ({type(error).__name__}: {one_line(error):.300}): check the network and HF_ENDPOINT, or "
-            "set HF_HUB_OFFLINE=1 if the cache holds it"
+            f"it cannot be fetched ({type(error).__name__}: {one_line(error):.300}): check network and HF_ENDPOINT, "
+            "or set HF_HUB_OFFLINE=1 if the cache holds it"
         )
 
 

@@ -12,6 +12,7 @@ from mopd.config.columns import DataFileConfig
 from mopd.config.groups import ExternalConfig
 from mopd.config.load import Loaded
 from mopd.config.schema import Recipe
+from mopd.config.tree import dotted
 from mopd.hub.names import HubName, hub_data, hub_model
 from mopd.launch import failure, sharing
 from mopd.types import UserError
@@ -48,15 +49,16 @@ class Located:
         return self.paths[model][0] if model in self.paths else model
 
 
-def locate(loaded: Loaded, further_models: Mapping[str, str]) -> Located:
-    """Fetch what the recipe names. ``further_models`` are those of the command line, by option.
+def locate(loaded: Loaded, further_models: Mapping[str, str], *, only: str | None = None) -> Located:
+    """Fetch what the recipe names, or what it names at the key ``only``. ``further_models`` are those of the command
+    line, by option.
 
     Of ranks only the first on each machine fetches, or none where the launcher did.
 
     Raises:
         UserError: file, key, both readings of the name and the cure.
     """
-    wanted = list(_wanted(loaded, further_models))
+    wanted = [one for one in _wanted(loaded, further_models) if only in (None, one.key)]
     if not wanted:
         return Located(paths={}, commits={})
     if len(wanted) > MAX_NAMES:
@@ -104,18 +106,22 @@ def _from_json(text: str) -> Located:
 
 def _wanted(loaded: Loaded, further_models: Mapping[str, str]) -> Iterator[Wanted]:
     recipe = loaded.recipe
-    models = [("student", recipe.student.model, True)]
+    models: list[tuple[tuple[str, ...], str, bool]] = [(("student",), recipe.student.model, True)]
     for name, teacher in recipe.teachers.items():
         # A stock server has the weights; here its tokenizer is enough.
         placement = teacher.placement
         is_elsewhere = isinstance(placement, ExternalConfig) and placement.protocol == "openai"
-        models.append((f"teachers.{name}", teacher.model, not is_elsewhere))
-    for key, text, with_weights in models:
+        models.append((("teachers", name), teacher.model, not is_elsewhere))
+    for path, text, with_weights in models:
         found = hub_model(text)
         if found is not None:
-            where = loaded.where(*key.split(".", 1), "model")
             yield Wanted(
-                key=f"{key}.model", where=where, text=text, name=found, kind="model", with_weights=with_weights
+                key=dotted((*path, "model")),
+                where=loaded.where(*path, "model"),
+                text=text,
+                name=found,
+                kind="model",
+                with_weights=with_weights,
             )
     for option, text in further_models.items():
         found = hub_model(text)

@@ -155,11 +155,11 @@ def test_a_sick_server(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(fetch, "STALL_TIMEOUT_S", 0.5)
     hub.stalls_after = 3
     hub.add("models/org/model", WHOLE | {"model.safetensors": b"a" * 100})
-    assert "cannot be fetched (TimeoutError: nothing came for 0.5 s): check the network" in refusal()
+    assert "cannot be fetched (TimeoutError: nothing came for 0.5 s): check network" in refusal()
     hub.stalls_after = None
     monkeypatch.setattr(fetch, "ANSWER_TIMEOUT_S", 0.3)
     hub.released.clear()
-    assert "cannot be fetched (TimeoutError: nothing came for 0.3 s): check the network" in refusal()
+    assert "cannot be fetched (TimeoutError: nothing came for 0.3 s): check network" in refusal()
 
 
 def test_no_network_and_an_empty_cache(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
