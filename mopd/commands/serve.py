@@ -46,14 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Serve an engine file, or an engine of a recipe; the exit code. A taken port is told before anything is loaded."""
     is_file = is_engine_file(args.recipe)
+    loaded = None if is_file else load_recipe(args.recipe, args.set)
     if is_file == (args.teacher is not None or args.rollout):
         cure = "leave --teacher and --rollout out" if is_file else "name --teacher NAME or --rollout"
         raise UserError(f"serve {args.recipe}: a recipe has several engines, an engine file has one: {cure}")
-    if is_file:
+    if loaded is None:
         file, where = read_engine_file(args.recipe), f"{args.recipe}: model"
     else:
         key = ("student", "model") if args.rollout else ("teachers", args.teacher, "model")
-        loaded = prepare(load_recipe(args.recipe, args.set), only=dotted(key))
+        loaded = prepare(loaded, only=dotted(key))
         make = rollout_file if args.rollout else partial(teacher_file, name=args.teacher)
         file, where = make(loaded.recipe, replica=args.replica), loaded.where(*key)
     address = Address(host=args.host, port=args.port, token_file=args.token_file, ready_file=args.ready_file)
