@@ -216,6 +216,13 @@ def test_links_of_a_hub_cache_and_within_the_folder_are_copied(model: Path, tmp_
     for number, path in enumerate(sorted(model.iterdir())):
         path.rename(blobs / str(number))
         (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    # What several models share lies beside them all, behind a link of each.
+    digest = "ab" * 32
+    shared = tmp_path / "hub" / "blobs" / digest[:2] / digest
+    shared.parent.mkdir(parents=True)
+    blob = (snapshot / "tokenizer.json").resolve()
+    blob.rename(shared)
+    blob.symlink_to(shared)
     (snapshot / "LICENSE").symlink_to("config.json")
     run_job(streaming.hf_to_megatron(snapshot, tmp_path / "out", TargetLayout()))
     for name in ("config.json", "tokenizer.json", "LICENSE"):
