@@ -25,6 +25,7 @@ from torch import Tensor
 from mopd.config.data import DataConfig, ValidationConfig
 from mopd.config.groups import TeacherConfig
 from mopd.config.losses import TopKLossConfig
+from mopd.config.rewards import ExactMatchConfig
 from mopd.config.schema import Recipe, RolloutConfig, ScheduleConfig
 from mopd.config.student import OptimizerConfig, ParallelConfig, StudentConfig
 from mopd.data.packing import pack
@@ -56,6 +57,7 @@ def make_recipe(model: str, dtype: Any) -> Recipe:
         rollout=RolloutConfig(max_response_length=LONGEST),
         loss=TopKLossConfig(top_k=TOP_K),
         schedule=ScheduleConfig(steps=10, prompts_per_step=NUM_SAMPLES, wait_timeout_s=TIMEOUT_S),
+        rewards={"default": ExactMatchConfig(type="exact_match")},
         validation=ValidationConfig(),
     )
 

@@ -7,7 +7,7 @@ adds file and dotted path. Values that follow from others are properties, never 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from mopd.config.data import DataConfig, ValidationConfig
@@ -21,6 +21,7 @@ from mopd.config.groups import (
     VllmEngineConfig,
 )
 from mopd.config.losses import KLLossConfig, Loss, PolicyGradientConfig, TopKLossConfig
+from mopd.config.rewards import RewardConfig
 from mopd.config.student import StudentConfig
 from mopd.config.values import (
     MAX_COUNT,
@@ -203,6 +204,9 @@ class Recipe:
     """What the student minimises."""
     schedule: ScheduleConfig
     """Steps and rhythm."""
+    rewards: Mapping[str, RewardConfig] = field(default_factory=dict)
+    """How responses are judged, by domain; the name ``default`` answers for every domain that stands not here. Needed
+    by ``validation`` and ``loss.task_reward_weight``, and read by nothing else."""
     validation: ValidationConfig | None = None
     """Reward on held-out prompts; absent means none."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -235,6 +239,12 @@ class Recipe:
             )
         if self.validation is not None and not self.data.validation:
             raise ValueError("validation is set but data.validation is empty: name files there or remove validation")
+        if self.needs_rewards and not self.rewards:
+            what = "loss.task_reward_weight" if self.validation is None else "validation"
+            raise ValueError(
+                f"rewards is empty, but {what} needs one for each domain: add rewards.DOMAIN, or rewards.default as in "
+                "rewards: {default: {type: exact_match}}"
+            )
 
     def _check_teachers(self) -> None:
         if not self.teachers:
@@ -278,8 +288,6 @@ class Recipe:
                 f"loss.temperature is {self.loss.temperature} but rollout.temperature is {self.rollout.temperature}: "
                 f"loss.type {self.loss.type!r} needs them equal"
             )
-        if self.needs_task_advantage and self.validation is None:
-            raise ValueError("loss.task_reward_weight needs validation.reward: add a validation section or set it to 0")
         if self.needs_task_advantage and self.rollout.samples_per_prompt < 2:
             raise ValueError(
                 "loss.task_reward_weight needs a baseline over several responses of a prompt, but "
@@ -313,6 +321,11 @@ class Recipe:
     def samples_per_step(self) -> int:
         """Responses of one optimizer step."""
         return self.schedule.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Responses are judged."""
+        return self.validation is not None or self.needs_task_advantage
 
     @property
     def needs_task_advantage(self) -> bool:

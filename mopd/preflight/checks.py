@@ -29,6 +29,7 @@ from mopd.metrics import apart
 from mopd.placement.interface import ROLLOUT
 from mopd.preflight.identity import Needs, fingerprint, fingerprint_difference, largest_difference, problems_of
 from mopd.preflight.parity import Parity, Probe, Reference
+from mopd.preflight.rewards import why_not_better
 from mopd.replicas.interface import info_of
 from mopd.run.folder import RunDir
 from mopd.run.machine import describe_machine
@@ -292,20 +293,19 @@ class Preflight:
             for domain in domains:
                 if domain not in best or rewards[domain] > best[domain]:
                     best[domain], examples[domain] = rewards[domain], result.examples[domain]
-                yield self._better(name, domain, teacher=rewards[domain], student=student.rewards[domain])
+                yield self._better(name, domain, teacher=result, student=student)
         self.rewards = Rewards(student=student, student_wall_s=wall_s, teachers=best, teacher_examples=examples)
 
-    def _better(self, name: str, domain: str, *, teacher: float, student: float) -> Check:
+    def _better(self, name: str, domain: str, *, teacher: ValidationResult, student: ValidationResult) -> Check:
         title = f"reward of {name} on {domain}"
-        detail = f"teacher {teacher:.3f}, student {student:.3f}"
-        if teacher > student:
+        detail = f"teacher {teacher.rewards[domain]:.3f}, student {student.rewards[domain]:.3f}"
+        if teacher.rewards[domain] > student.rewards[domain]:
             return Check(title, "ok", detail)
         if self.cfg.allow_same_weights and self._is_same_model(name):
             return Check(title, "skipped", f"{detail}; it is the student itself")
-        text = (
-            f"teachers.{name} does not beat the student on its own domain {domain!r}: {detail}; check "
-            f"teachers.{name}.model and teachers.{name}.domains, or set preflight.require_better_teacher: false"
-        )
+        assert self.workers.inputs.rewards is not None
+        reward = self.workers.inputs.rewards.name(domain)
+        text = why_not_better(name, domain, reward, teacher=teacher, student=student)
         is_error = self.is_fresh and self.cfg.require_better_teacher
         return Check(title, "failed" if is_error else "warning", text)
 

@@ -34,7 +34,7 @@ MAX_SHOWN = 300
 
 def main(path: str, function: str, parent_pid: int, calls_fd: int, answers_fd: int, max_bytes: int) -> None:
     """Serve batches until CALLS closes."""
-    _bind(parent_pid, max_bytes)
+    bind(parent_pid, max_bytes)
     calls, answers = os.fdopen(calls_fd, encoding="utf-8"), os.fdopen(answers_fd, "w", encoding="utf-8")
 
     def answer(message: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ def main(path: str, function: str, parent_pid: int, calls_fd: int, answers_fd: i
         answer({"batch": asked["batch"], **_run(reward, asked["calls"], path)})
 
 
-def _bind(parent_pid: int, max_bytes: int) -> None:
+def bind(parent_pid: int, max_bytes: int) -> None:
     """Die with the parent, and take no more than a share of the machine.
 
     There is no limit of CPU time (it would add up over the whole run; every batch has a deadline) and none of the

@@ -1,63 +1,87 @@
-"""The reward of each domain, as a recipe's ``validation`` section names them."""
+"""The reward of each domain, as a recipe's ``rewards`` section names them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from mopd.config.data import ExactMatchConfig, ValidationConfig
-from mopd.config.data import Reward as RewardConfig
+from mopd.config.rewards import DEFAULT, CustomRewardConfig, ExactMatchConfig, MultipleChoiceConfig, RewardConfig
+from mopd.config.tree import shown_key
 from mopd.rewards.custom import CustomReward
-from mopd.rewards.interface import ExactMatchReward, Reward, RewardItem
+from mopd.rewards.interface import Graded, Reward, RewardItem
+from mopd.rewards.judged import JudgedReward
+from mopd.rewards.texts import ExactMatchReward, MultipleChoiceReward
+from mopd.types import UserError
 
 
 class DomainRewards:
     """Sends each item to its domain's reward. Rewards with equal settings are one object."""
 
-    def __init__(self, default: Reward, by_domain: Mapping[str, Reward]) -> None:
-        self._default = default
-        self._by_domain = dict(by_domain)
+    def __init__(self, configs: Mapping[str, RewardConfig], rewards: Mapping[str, Reward]) -> None:
+        """Both have the names of the recipe, domains and ``default``."""
+        self._configs = dict(configs)
+        self._rewards = dict(rewards)
+
+    def name(self, domain: str) -> str:
+        """Key and type of a domain's reward, for messages; ``UserError`` with the key to add where it has none."""
+        return f"{_key(self._known(domain))} ({self._configs[self._known(domain)].type})"
 
     def of(self, domain: str) -> Reward:
-        """The reward in force for ``domain``."""
-        return self._by_domain.get(domain, self._default)
+        """The reward in force for ``domain``; ``UserError`` where it has none."""
+        return self._rewards[self._known(domain)]
 
-    @property
-    def needs_ground_truth(self) -> bool:
-        """Whether any reward reads the ground truth."""
-        return any(reward.needs_ground_truth for reward in self._all())
+    def unused(self, domains: Sequence[str]) -> list[str]:
+        """Names that are none of ``domains``, probably misspelt."""
+        return sorted(self._rewards.keys() - {*domains, DEFAULT})
 
-    async def score(self, items: Sequence[RewardItem]) -> list[float]:
-        """One finite number per item, in their order."""
+    async def score(self, items: Sequence[RewardItem]) -> list[Graded]:
+        """One outcome per item, in their order."""
         groups: dict[int, tuple[Reward, list[int]]] = {}
         for i, item in enumerate(items):
             reward = self.of(item.domain)
             groups.setdefault(id(reward), (reward, []))[1].append(i)
         answers = await asyncio.gather(*(reward([items[i] for i in places]) for reward, places in groups.values()))
-        result = [0.0] * len(items)
-        for (_, places), values in zip(groups.values(), answers, strict=True):
-            for i, value in zip(places, values, strict=True):
-                result[i] = value
+        result = [Graded(0.0, None)] * len(items)
+        for (_, places), outcomes in zip(groups.values(), answers, strict=True):
+            for i, outcome in zip(places, outcomes, strict=True):
+                result[i] = outcome
         return result
 
     def close(self) -> None:
         """Close every reward."""
-        for reward in self._all():
+        for reward in {id(reward): reward for reward in self._rewards.values()}.values():
             reward.close()
 
-    def _all(self) -> list[Reward]:
-        return list({id(reward): reward for reward in (self._default, *self._by_domain.values())}.values())
+    def _known(self, domain: str) -> str:
+        if domain not in self._rewards and DEFAULT not in self._rewards:
+            raise UserError(
+                f"rewards has none for domain {domain!r} of the data: add {_key(domain)}, or {_key(DEFAULT)} for every "
+                "domain that it does not name"
+            )
+        return domain if domain in self._rewards else DEFAULT
 
 
-def build_rewards(cfg: ValidationConfig) -> DomainRewards:
-    """Rewards of a ``validation`` section; ``UserError`` when the file of a custom reward does not exist."""
+def build_rewards(configs: Mapping[str, RewardConfig]) -> DomainRewards:
+    """Rewards of a ``rewards`` section; ``UserError`` when a file that it names cannot be used."""
     built: list[tuple[RewardConfig, Reward]] = []
 
-    def build(reward: RewardConfig) -> Reward:
+    def build(name: str, cfg: RewardConfig) -> Reward:
         for known, existing in built:
-            if known == reward:
+            if known == cfg:
                 return existing
-        built.append((reward, ExactMatchReward() if isinstance(reward, ExactMatchConfig) else CustomReward(reward)))
+        built.append((cfg, _build(cfg, _key(name))))
         return built[-1][1]
 
-    return DomainRewards(build(cfg.reward), {domain: build(reward) for domain, reward in cfg.domain_rewards.items()})
+    return DomainRewards(configs, {name: build(name, cfg) for name, cfg in configs.items()})
+
+
+def _build(cfg: RewardConfig, key: str) -> Reward:
+    if isinstance(cfg, ExactMatchConfig):
+        return ExactMatchReward()
+    if isinstance(cfg, MultipleChoiceConfig):
+        return MultipleChoiceReward()
+    return CustomReward(cfg) if isinstance(cfg, CustomRewardConfig) else JudgedReward(cfg, key)
+
+
+def _key(name: str) -> str:
+    return shown_key(("rewards", name))

@@ -1,12 +1,10 @@
-"""What a reward is: a number for each finished response; the plainest one."""
+"""What a reward is: a number for each finished response, and what of the response it judged."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-
-from mopd.types import UserError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,37 +22,29 @@ class RewardItem:
     """File and row number, for messages."""
 
 
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """A reward, and how it came about."""
+
+    value: float
+    """Finite."""
+    extracted: str | None
+    """What of the response was judged, cut where it is long; ``None``: nothing was found to judge."""
+    problem: str = ""
+    """Why the value is no higher, in a few words, where the reward can tell."""
+
+
 class Reward(Protocol):
     """Rewards a batch of responses."""
 
-    needs_ground_truth: bool
+    def check(self, item: RewardItem) -> None:
+        """``UserError`` for a row whose ground truth is of no use, whatever the response."""
+        ...
 
-    async def __call__(self, items: Sequence[RewardItem]) -> list[float]:
-        """One finite number per item; ``UserError`` when that is impossible."""
+    async def __call__(self, items: Sequence[RewardItem]) -> list[Graded]:
+        """One outcome per item; ``UserError`` when that is impossible."""
         ...
 
     def close(self) -> None:
         """Give up processes and files; the reward is not called again."""
         ...
-
-
-class ExactMatchReward:
-    """1 for the right answer, 0 for any other: compares both as text after stripping surrounding white space."""
-
-    needs_ground_truth = True
-
-    async def __call__(self, items: Sequence[RewardItem]) -> list[float]:
-        """1.0 or 0.0 per item; ``UserError`` for a ground truth that is neither text nor a number."""
-        return [float(item.response.strip() == _text(item)) for item in items]
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-def _text(item: RewardItem) -> str:
-    if not isinstance(item.ground_truth, (str, int, float)):
-        raise UserError(
-            f"{item.place}: the ground truth is {type(item.ground_truth).__name__}, exact_match compares text: point "
-            "data.ground_truth_key to text or choose a custom reward"
-        )
-    return str(item.ground_truth).strip()

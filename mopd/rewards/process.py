@@ -1,4 +1,4 @@
-"""A custom reward's processes as the run sees them: started, asked within a deadline, and gone without a trace.
+"""A reward's processes as the run sees them: started, asked within a deadline, and gone without a trace.
 
 Blocking calls, for a thread. Nothing here waits without a deadline, whatever the function did to its processes.
 """
@@ -9,9 +9,11 @@ import contextlib
 import os
 import secrets
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -20,12 +22,9 @@ from typing import Any
 from mopd.files.json_text import parse_json
 from mopd.rewards.supervisor import KILL_S, MAX_PROCESSES, descendants
 
-CHILD = Path(__file__).with_name("child.py")
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8"}
 """All that the function sees of the environment."""
-BYTES_PER_VALUE = 32
-"""Of one number in an answer."""
 MAX_ANSWER_BYTES = 16384
 """Of an answer without its numbers."""
 MAX_READ = 65536
@@ -42,26 +41,48 @@ class RewardFailed(Exception):
 class RewardProcess:
     """One function, ready or on its way to be."""
 
-    def __init__(self, path: Path, function: str, *, max_bytes: int) -> None:
-        """Start; ``exchange(None)`` then waits for the import. ``OSError`` when the system has no room for it."""
+    def __init__(
+        self,
+        program: str,
+        arguments: tuple[str, str],
+        *,
+        max_bytes: int,
+        bytes_per_value: int,
+        folder: Path | None = None,
+    ) -> None:
+        """Start; ``exchange(None)`` then waits for the import.
+
+        Args:
+            program: ``child.py`` or ``judge.py``, of this folder, with its own two ``arguments``.
+            max_bytes: memory of all its processes together.
+            bytes_per_value: longest value in an answer.
+            folder: working directory; absent: a new one, which is removed with the processes.
+
+        Raises:
+            OSError: the system has no room for it.
+        """
+        self._bytes_per_value = bytes_per_value
+        self._scratch = tempfile.mkdtemp(prefix="mopd-reward-") if folder is None else ""
         calls, self._calls = os.pipe()
         self._answers, answers = os.pipe()
         self._mark = secrets.token_hex(16)
         numbers = [str(number) for number in (os.getpid(), calls, answers, max_bytes)]
+        child = str(SUPERVISOR.with_name(program))
         try:
             self._supervisor = subprocess.Popen(
-                [sys.executable, "-I", str(SUPERVISOR), *numbers, str(CHILD), str(path), function, self._mark],
+                [sys.executable, "-I", str(SUPERVISOR), *numbers, self._scratch, child, *arguments, self._mark],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=ENVIRONMENT,
-                cwd=path.parent,
+                cwd=folder or self._scratch,
                 pass_fds=(calls, answers),
                 start_new_session=True,
             )
         except BaseException:
             os.close(self._calls)
             os.close(self._answers)
+            self._remove_scratch()
             raise
         finally:
             os.close(calls)
@@ -83,7 +104,7 @@ class RewardProcess:
         deadline = time.monotonic() + timeout_s
         self._batch += calls is not None
         text = "" if calls is None else f'{{"batch": {self._batch}, "calls": [{", ".join(calls)}]}}\n'
-        longest = MAX_ANSWER_BYTES + BYTES_PER_VALUE * len(calls or ())
+        longest = MAX_ANSWER_BYTES + self._bytes_per_value * len(calls or ())
         with self._in_use:
             line = self._talk(memoryview(text.encode()), longest, deadline, timeout_s)
         try:
@@ -113,6 +134,12 @@ class RewardProcess:
                 self._calls = self._answers = -1
             assert self._supervisor.stdout is not None
             self._supervisor.stdout.close()
+        self._remove_scratch()
+
+    def _remove_scratch(self) -> None:
+        """What the supervisor could not."""
+        if self._scratch:
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _talk(self, message: memoryview, longest: int, deadline: float, timeout_s: float) -> bytes:
         """Write the message while reading; the first line that comes back."""

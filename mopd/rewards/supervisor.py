@@ -1,14 +1,14 @@
-"""Between a run and a custom reward: ``supervisor.py PARENT_PID CALLS ANSWERS MAX_BYTES CHILD FILE FUNCTION MARK``.
+"""Between a run and the process of a reward.
 
-Whatever the function starts, however it detaches itself (``fork``, ``setsid``, a parent that dies), becomes a child of
-this process (PR_SET_CHILD_SUBREAPER) and is killed with it. It imports nothing of mopd::
+``supervisor.py PARENT_PID CALLS ANSWERS MAX_BYTES SCRATCH CHILD FILE FUNCTION MARK``: whatever the function starts,
+however it detaches itself (``fork``, ``setsid``, a parent that dies), becomes a child of this process
+(PR_SET_CHILD_SUBREAPER) and is killed with it. It imports nothing of mopd::
 
     run ── supervisor (subreaper) ── go-between ── child.py ── whatever the function starts
 
 The go-between is what a function meets that kills its parent. When standard input closes, the run is gone, the
 function's process has ended, or all together take too much, everything is killed, and one JSON line on standard output
-says why:
-``{"why": "ended", "code": 7, "words": "…"}``.
+says why: ``{"why": "ended", "code": 7, "words": "…"}``. The folder SCRATCH, where one is named, is removed then.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import json
 import os
 import resource
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,7 +38,7 @@ MAX_WORDS = 4096
 MAX_READ = 65536
 
 
-def main(parent_pid: int, calls_fd: int, answers_fd: int, max_bytes: int, child: list[str]) -> None:
+def main(parent_pid: int, calls_fd: int, answers_fd: int, max_bytes: int, scratch: str, child: list[str]) -> None:
     """Start the child and stay until it may be forgotten."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -51,6 +52,8 @@ def main(parent_pid: int, calls_fd: int, answers_fd: int, max_bytes: int, child:
         os.close(descriptor)
     reason, words = _watch(parent_pid, go_between, output, max_bytes)
     _kill_all()
+    if scratch:
+        shutil.rmtree(scratch, ignore_errors=True)
     with contextlib.suppress(OSError):  # nobody listens any more
         os.write(1, json.dumps({**reason, "words": words.decode("utf-8", "replace")}).encode() + b"\n")
 
@@ -199,4 +202,4 @@ def _prctl(option: int, value: int) -> None:
 
 if __name__ == "__main__":
     parent_pid, calls, answers, max_bytes = map(int, sys.argv[1:5])
-    main(parent_pid, calls, answers, max_bytes, sys.argv[5:])
+    main(parent_pid, calls, answers, max_bytes, sys.argv[5], sys.argv[6:])

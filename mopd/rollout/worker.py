@@ -40,7 +40,8 @@ class TaskAdvantage:
             reward_item(self.dataset, prompt.row, text)
             for prompt, text in zip((p for p in prompts for _ in range(per_prompt)), texts, strict=True)
         ]
-        rewards = torch.tensor(await self.rewards.score(items), dtype=torch.float64).view(len(prompts), per_prompt)
+        values = [graded.value for graded in await self.rewards.score(items)]
+        rewards = torch.tensor(values, dtype=torch.float64).view(len(prompts), per_prompt)
         return (rewards - rewards.mean(-1, keepdim=True)).flatten().tolist()
 
 

@@ -21,6 +21,7 @@ from mopd.data.prompts import PromptDataset
 from mopd.engines.interface import Generator, SamplingParams
 from mopd.metrics import MAX_LINE_BYTES, JsonlWriter, apart
 from mopd.rewards.domains import DomainRewards
+from mopd.rewards.interface import Graded, RewardItem
 from mopd.rollout.worker import derive_seed, reward_item
 from mopd.types import UserError
 
@@ -38,8 +39,11 @@ class ValidationResult:
     num_samples: dict[str, int]
     truncated_share: dict[str, float]
     """Share of responses that ended at the length limit."""
+    extracted_share: dict[str, float]
+    """Share of responses in which the reward found something to judge."""
     examples: dict[str, list[dict[str, Any]]]
-    """The first rows' ``{prompt, response, ground_truth, reward}``."""
+    """The first rows' ``{prompt, response, ground_truth, reward, extracted, problem}``: what of the response the reward
+    judged (``None``: nothing), and why its value is no higher."""
 
 
 class Validator:
@@ -90,19 +94,17 @@ class Validator:
         finished = list(zip(items, await self._rewards.score(items), generations, strict=True))
         by_domain = {domain: [entry for entry in finished if entry[0].domain == domain] for domain in chosen}
         return ValidationResult(
-            rewards={d: sum(value for _, value, _ in entries) / len(entries) for d, entries in by_domain.items()},
+            rewards={d: sum(g.value for _, g, _ in entries) / len(entries) for d, entries in by_domain.items()},
             num_samples={d: len(entries) for d, entries in by_domain.items()},
             truncated_share={
-                d: sum(g.finish_reason == "length" for _, _, g in entries) / len(entries)
+                d: sum(made.finish_reason == "length" for _, _, made in entries) / len(entries)
                 for d, entries in by_domain.items()
             },
-            examples={
-                d: [
-                    {"prompt": i.prompt, "response": i.response, "ground_truth": i.ground_truth, "reward": value}
-                    for i, value, _ in entries[:NUM_EXAMPLES]
-                ]
+            extracted_share={
+                d: sum(g.extracted is not None for _, g, _ in entries) / len(entries)
                 for d, entries in by_domain.items()
             },
+            examples={d: [_example(i, g) for i, g, _ in entries[:NUM_EXAMPLES]] for d, entries in by_domain.items()},
         )
 
     async def record(self, generator: Generator, step: int) -> ValidationResult:
@@ -125,6 +127,17 @@ class Validator:
         }
         with closing(JsonlWriter(self._path)) as writer:
             writer.write(line)
+
+
+def _example(item: RewardItem, graded: Graded) -> dict[str, Any]:
+    return {
+        "prompt": item.prompt,
+        "response": item.response,
+        "ground_truth": item.ground_truth,
+        "reward": graded.value,
+        "extracted": graded.extracted,
+        "problem": graded.problem,
+    }
 
 
 def plain_examples(

@@ -23,7 +23,7 @@ from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.interface import info_of
 from mopd.replicas.router import Router
 from mopd.rewards.domains import DomainRewards, build_rewards
-from mopd.rollout.worker import RolloutWorker, TaskAdvantage
+from mopd.rollout.worker import RolloutWorker, TaskAdvantage, reward_item
 from mopd.run.validation import Validator
 from mopd.student.worker import StudentWorker
 from mopd.teachers.worker import TeacherGroup, TeacherWorker
@@ -77,12 +77,12 @@ def read_inputs(recipe: Recipe) -> Inputs:
     """Tokenizer, prompts and rewards.
 
     Raises:
-        UserError: a file cannot be used, or a domain of the data has no teacher.
+        UserError: a file cannot be used, a domain of the data has no teacher or no reward, or a ground truth is none
+            for its reward.
     """
     tokenizer = load_tokenizer(recipe.student.model)
-    rewards = build_rewards(recipe.validation) if recipe.validation is not None else None
-    train_needs_truth = recipe.needs_task_advantage and rewards is not None and rewards.needs_ground_truth
-    train = load_prompts(recipe.data.train, recipe.data, tokenizer, needs_ground_truth=train_needs_truth)
+    rewards = build_rewards(recipe.rewards) if recipe.needs_rewards else None
+    train = load_prompts(recipe.data.train, recipe.data, tokenizer)
     assignment = recipe.assignment
     for warning in check_domains_have_teachers(
         train.domain_counts, assignment.by_domain, default_teacher=assignment.default
@@ -91,11 +91,15 @@ def read_inputs(recipe: Recipe) -> Inputs:
     for domain, count in {**train.num_filtered, **train.num_truncated}.items():
         logger.warning("data.overlong_prompts %s: %d prompts of %s", recipe.data.overlong_prompts, count, domain)
     validation = None
-    if rewards is not None:
-        validation = load_prompts(
-            recipe.data.validation, recipe.data, tokenizer, needs_ground_truth=rewards.needs_ground_truth
-        )
+    if recipe.validation is not None:
+        validation = load_prompts(recipe.data.validation, recipe.data, tokenizer)
         _check_validation_domains(recipe, train, validation)
+    if rewards is not None:
+        for dataset in (train if recipe.needs_task_advantage else None, validation):
+            if dataset is not None:
+                _check_ground_truths(dataset, rewards)
+        for name in rewards.unused(list(train.domain_counts)):
+            logger.warning("rewards names %r, but the data has no row of it", name)
     return Inputs(tokenizer=tokenizer, train=train, validation=validation, rewards=rewards)
 
 
@@ -173,6 +177,12 @@ def build_validator(recipe: Recipe, inputs: Inputs, path: Path | None) -> Valida
     if inputs.validation is None or inputs.rewards is None:
         return None
     return Validator(recipe, inputs.validation, inputs.tokenizer, inputs.rewards, path)
+
+
+def _check_ground_truths(dataset: PromptDataset, rewards: DomainRewards) -> None:
+    for row in range(len(dataset)):
+        item = reward_item(dataset, row, "")
+        rewards.of(item.domain).check(item)
 
 
 def _check_validation_domains(recipe: Recipe, train: PromptDataset, validation: PromptDataset) -> None:

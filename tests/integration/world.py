@@ -55,6 +55,7 @@ class World:
             "rollout": {"max_response_length": 4},
             "loss": {"type": "topk_forward_kl", "top_k": 8},
             "schedule": {"steps": 6, "prompts_per_step": 8, "wait_timeout_s": 120},
+            "rewards": {"default": {"type": "exact_match"}},
             "validation": {"every_steps": 3},
             "checkpoint": {"every_steps": 2},
             "metrics": {"diagnostics_every_steps": 2, "tensorboard": False},

@@ -20,6 +20,7 @@ from mopd import cpu_shim
 from mopd.config.data import DataConfig, ValidationConfig
 from mopd.config.groups import TeacherConfig
 from mopd.config.losses import KLLossConfig, MismatchCorrectionConfig, PolicyGradientConfig, TopKLossConfig
+from mopd.config.rewards import ExactMatchConfig
 from mopd.config.schema import Recipe, RolloutConfig, ScheduleConfig
 from mopd.config.student import MoeConfig, OptimizerConfig, ParallelConfig, StudentConfig
 from mopd.conversion.models import reading
@@ -90,6 +91,7 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
         rollout=RolloutConfig(max_response_length=16, samples_per_prompt=2),
         loss=LOSSES[case.get("loss", "default")],
         schedule=ScheduleConfig(steps=10, prompts_per_step=NUM_SAMPLES, wait_timeout_s=120),
+        rewards={"default": ExactMatchConfig(type="exact_match")},
         validation=ValidationConfig(),
     )
 

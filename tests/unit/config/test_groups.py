@@ -35,6 +35,7 @@ teachers:
     placement: {type: in_process}
 data: {train: [train.jsonl], validation: [validation.jsonl]}
 schedule: {steps: 3, prompts_per_step: 4}
+rewards: {default: {type: exact_match}}
 validation: {every_steps: 1}
 """
 

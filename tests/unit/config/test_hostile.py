@@ -51,8 +51,8 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     "key of a list": ("? [a]\n: 1", "recipe.yaml:1: a key is a list or a mapping: write text"),
     "date as key": ("2024-01-01: 1", "recipe.yaml:1: key the date 2024-01-01 (in quotes it is text) is not text"),
     "merge key": ("a: &a {b: 1}\nc:\n  <<: *a\n", "recipe.yaml:3: c: merge keys (<<) are not read: write the keys out"),
-    "two documents": (f"{RECIPE}---\n{RECIPE}", "recipe.yaml:10: not readable as YAML: but found another document"),
-    "text after the end": (f"{RECIPE}...\nx", "recipe.yaml:11: not readable as YAML"),
+    "two documents": (f"{RECIPE}---\n{RECIPE}", "recipe.yaml:11: not readable as YAML: but found another document"),
+    "text after the end": (f"{RECIPE}...\nx", "recipe.yaml:12: not readable as YAML"),
     "YAML 2": (f"%YAML 2.0\n---\n{RECIPE}", "recipe.yaml:1: not readable as YAML: found incompatible YAML document"),
     "YAML 1.9...": (f"%YAML 1.{'9' * 9999}\n---\na: 1", "recipe.yaml:1: not readable as YAML: an escape or version"),
     "tabs": ("a:\n\tb: 1", "recipe.yaml:2: not readable as YAML: found character '\\t'"),
@@ -67,7 +67,7 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     "long table of unknown defaults": (
         RECIPE.replace(MATH, "".join(f"  t{i}: {{}}\n" for i in range(1500)))
         + f"teacher_defaults: {{{', '.join(f'k{i}: 1' for i in range(6000))}}}",
-        "recipe.yaml:1509: unknown key 'teacher_defaults.k0'",
+        "recipe.yaml:1510: unknown key 'teacher_defaults.k0'",
     ),
 }
 
@@ -241,7 +241,7 @@ PLACES = {
     "teachers": lambda name: {"teachers": {name: {"model": "m", "domains": ["law"]}}},
     "teachers.a.domains": lambda name: {"teachers": {"a": {"model": "m", "domains": [name]}}},
     "data.domain_weights": lambda name: {"data": {"domain_weights": {name: 1}}},
-    "validation.domain_rewards": lambda name: {"validation": {"domain_rewards": {name: {"type": "exact_match"}}}},
+    "rewards": lambda name: {"rewards": {name: {"type": "exact_match"}}},
 }
 
 

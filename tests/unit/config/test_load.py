@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from mopd.config.data import CustomRewardConfig
 from mopd.config.load import Loaded, differences, dump, load_recipe, to_tree
 from mopd.config.losses import KLLossConfig, TopKLossConfig
+from mopd.config.rewards import CustomRewardConfig
 from mopd.types import UserError
 from tests.fixtures.recipe import RECIPE
 
@@ -90,9 +90,8 @@ def test_type_key_in_a_free_form_section_is_a_plain_key(write: Write) -> None:
 
 def test_unions_inside_named_sections(write: Write) -> None:
     custom = "{type: custom, path: r.py, function: f, timeout_s: 3}"
-    recipe = load_recipe(write(), [f"validation.domain_rewards.math={custom}"]).recipe
-    assert recipe.validation is not None
-    reward = recipe.validation.domain_rewards["math"]
+    recipe = load_recipe(write(), [f"rewards.math={custom}"]).recipe
+    reward = recipe.rewards["math"]
     assert reward == CustomRewardConfig(type="custom", path="r.py", function="f", timeout_s=3.0)
     assert isinstance(reward, CustomRewardConfig) and isinstance(reward.timeout_s, float)
 
@@ -139,7 +138,18 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
         ("student.megatron_overrides.a=.nan", "student.megatron_overrides.a: expected a plain value, got nan"),
         ("student.megatron_overrides.a=[2024-01-31]", "student.megatron_overrides.a: expected a plain value"),
         ("loss.type=topk_kl", "loss.type: unknown type 'topk_kl'; did you mean 'topk_jsd'?"),
-        ("validation.domain_rewards.math={path: r.py}", "missing key type: set one of exact_match, custom"),
+        ("rewards.math={path: r.py}", "missing key type: set one of exact_match, math, multiple_choice, regex"),
+        ("rewards.math={type: regex, pattern: '(a'}", "rewards.math.pattern is no regular expression of Python"),
+        ("rewards.math={type: regex, pattern: '(a)(b)'}", "rewards.math.pattern has 2 groups: keep the answer's one"),
+        ("rewards=null", "expected a section of named values"),
+        (
+            "validation.reward={type: exact_match}",
+            "unknown key 'validation.reward'; rewards are a section of their own, by domain: set rewards.default",
+        ),
+        (
+            "validation.domain_rewards={}",
+            "unknown key 'validation.domain_rewards'; rewards are a section of their own, by domain: set",
+        ),
         ("teachers.code={domains: [code]}", "missing key teachers.code.model"),
         ("teachers.math.replicas=0", "teachers.math.replicas is 0: set 1 or more"),
         ("loss.type=k1", "loss.type: unknown type 'k1'; it cannot be a differentiable loss"),
@@ -155,10 +165,10 @@ def test_refusals_name_file_path_and_cure(write: Write, override: str, line: str
 def test_refusals_name_the_line_of_the_file_that_holds_the_key(write: Write) -> None:
     write(RECIPE.replace("prompts_per_step: 4", "promts_per_step: 4"), "base.yaml")
     assert refusal(write("base: base.yaml\n")).startswith("base.yaml:8: unknown key 'schedule.promts_per_step'")
-    assert refusal(write(RECIPE + "rollout:\n  top_p: a\n")).startswith("recipe.yaml:11: rollout.top_p: expected")
-    assert refusal(write(RECIPE + "loss:\n\n  top_k: 0\n")).startswith("recipe.yaml:12: loss.top_k is 0")
+    assert refusal(write(RECIPE + "rollout:\n  top_p: a\n")).startswith("recipe.yaml:12: rollout.top_p: expected")
+    assert refusal(write(RECIPE + "loss:\n\n  top_k: 0\n")).startswith("recipe.yaml:13: loss.top_k is 0")
     cross = refusal(write(RECIPE + "loss:\n  type: k2\nrollout: {top_p: 0.5}\n"))
-    assert cross.startswith("recipe.yaml:11: loss.type 'k2' estimates")
+    assert cross.startswith("recipe.yaml:12: loss.type 'k2' estimates")
 
 
 def test_missing_keys_are_all_named(write: Write) -> None:

@@ -176,6 +176,7 @@ def test_a_recipe_is_refused_before_its_ranks_start(tmp_path: Path, monkeypatch:
         "teachers: {a: {model: m, domains: [x], placement: {type: local}}}\n"
         "data: {train: [t.jsonl], validation: [v.jsonl], max_prompt_length: 8}\n"
         "schedule: {steps: 1, prompts_per_step: 1}\nvalidation: {}\nrollout: {max_response_length: 8}\n"
+        "rewards: {default: {type: exact_match}}\n"
     )
     loaded = load_recipe(file)
     gpus.check_gpus(loaded)

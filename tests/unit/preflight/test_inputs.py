@@ -31,7 +31,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
 
 
 def test_complete_inputs_pass(load: Load) -> None:
-    check_inputs(load("validation.reward={type: custom, path: reward.py, function: f}"))
+    check_inputs(load("rewards.default={type: custom, path: reward.py, function: f}"))
 
 
 def test_a_missing_wandb_is_one_line(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,8 +55,12 @@ def test_a_missing_wandb_is_one_line(load: Load, monkeypatch: pytest.MonkeyPatch
         ("data.train=[loop]", "data.train: file 'loop' does not exist"),
         ("data.chat_template=none.jinja", "data.chat_template: file 'none.jinja' does not exist"),
         (
-            "validation.domain_rewards.math={type: custom, path: none.py, function: f}",
-            "validation.domain_rewards.math.path: file 'none.py' does not exist",
+            "rewards.math={type: custom, path: none.py, function: f}",
+            "rewards.math.path: file 'none.py' does not exist",
+        ),
+        (
+            "rewards.math={type: json_schema, path: none.json}",
+            "rewards.math.path: file 'none.json' does not exist",
         ),
     ],
 )

@@ -18,6 +18,7 @@ teachers:
   code: {model: models/code, domains: [code]}
 data: {train: [train.parquet], validation: [validation.parquet]}
 schedule: {steps: 40, prompts_per_step: 8}
+rewards: {default: {type: exact_match}}
 validation: {every_steps: 20}
 """
 REWARDS = {

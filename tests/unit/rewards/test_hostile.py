@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mopd.config.data import CustomRewardConfig
+from mopd.config.rewards import CustomRewardConfig
 from mopd.files.json_text import parse_json
 from mopd.rewards import process
 from mopd.rewards.child import _run
@@ -184,7 +184,7 @@ def run(path: Path, items: list[RewardItem], *, timeout_s: float = 20.0, gib: fl
         CustomRewardConfig(type="custom", path=str(path), function="f", timeout_s=timeout_s, max_memory_gib=gib)
     )
     try:
-        return asyncio.run(reward(items))  # type: ignore[arg-type]
+        return [graded.value for graded in asyncio.run(reward(items))]  # type: ignore[arg-type]
     finally:
         reward.close()
 
@@ -343,7 +343,7 @@ def test_a_stopped_supervisor_is_killed_with_all_it_watches(tmp_path: Path, monk
     path = tmp_path / "mine.py"
     path.write_text(source_of("detach(lambda: time.sleep(60))\nreturn 1.0"))
     reward = CustomReward(CustomRewardConfig(type="custom", path=str(path), function="f", timeout_s=20.0))
-    assert asyncio.run(reward([item()])) == [1.0]  # type: ignore[arg-type]
+    assert [graded.value for graded in asyncio.run(reward([item()]))] == [1.0]  # type: ignore[arg-type]
     assert len(left_over(tmp_path)) == 4
     assert reward._process is not None
     os.kill(reward._process._supervisor.pid, signal.SIGSTOP)

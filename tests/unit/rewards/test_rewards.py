@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from mopd.config.data import CustomRewardConfig, ExactMatchConfig, ValidationConfig
+from mopd.config.rewards import CustomRewardConfig, ExactMatchConfig
 from mopd.rewards.custom import CustomReward
 from mopd.rewards.domains import build_rewards
-from mopd.rewards.interface import ExactMatchReward, RewardItem
+from mopd.rewards.interface import Graded, RewardItem
+from mopd.rewards.texts import ExactMatchReward
 from mopd.types import UserError
 
 SOURCE = """
@@ -81,7 +82,7 @@ def call(source: Path) -> Iterator[Any]:
         opened.append(CustomReward(cfg))
 
         async def batches_in_turn() -> list[float]:
-            return [value for _ in range(batches) for value in await opened[-1](items)]
+            return [graded.value for _ in range(batches) for graded in await opened[-1](items)]
 
         return asyncio.run(batches_in_turn())
 
@@ -92,8 +93,10 @@ def call(source: Path) -> Iterator[Any]:
 
 def test_exact_match_strips_and_compares_text() -> None:
     items = [item(" ab\n", "ab"), item("ab c", "ab"), item("7", 7), item("", "")]
-    assert asyncio.run(ExactMatchReward()(items)) == [1.0, 0.0, 1.0, 1.0]
-    with pytest.raises(UserError, match=r"f: row 3: the ground truth is list.*data.ground_truth_key"):
+    graded = asyncio.run(ExactMatchReward()(items))
+    assert [one.value for one in graded] == [1.0, 0.0, 1.0, 1.0]
+    assert graded[1] == Graded(0.0, "ab c", "another text than the ground truth")
+    with pytest.raises(UserError, match=r"f: row 3: the ground truth is list.*data.columns.ground_truth"):
         asyncio.run(ExactMatchReward()([item(ground_truth=["ab"])]))
 
 
@@ -146,26 +149,28 @@ def test_missing_file_is_refused_at_once() -> None:
 
 def test_domains_have_their_own_rewards_and_equal_settings_share_one(source: Path) -> None:
     custom = CustomRewardConfig(type="custom", path=os.fspath(source), function="overlap")
-    rewards = build_rewards(ValidationConfig(domain_rewards={"code": custom, "law": custom, "art": ExactMatchConfig()}))
+    exact = ExactMatchConfig(type="exact_match")
+    rewards = build_rewards({"code": custom, "law": custom, "art": exact, "default": exact})
     assert rewards.of("code") is rewards.of("law")
     assert rewards.of("art") is rewards.of("math")  # both exact_match
-    assert rewards.needs_ground_truth
+    assert rewards.name("art") == "rewards.art (exact_match)" and rewards.name("x") == "rewards.default (exact_match)"
+    assert rewards.unused(["code", "law"]) == ["art"]
     items = [
         item("ax", domain="code", scale=4),
         item("ab"),
         item("ax", domain="law", scale=2),
         item("ax", domain="art"),
     ]
-    assert asyncio.run(rewards.score(items)) == [2.0, 1.0, 1.0, 0.0]
+    assert [graded.value for graded in asyncio.run(rewards.score(items))] == [2.0, 1.0, 1.0, 0.0]
     rewards.close()
-    only = build_rewards(ValidationConfig(reward=custom))
-    assert not only.needs_ground_truth
+    with pytest.raises(UserError, match=r"rewards has none for domain 'a.b'.*add rewards.\"a.b\", or rewards.default"):
+        build_rewards({"code": custom}).of("a.b")
 
 
 def test_the_process_ends_with_its_parent(source: Path, tmp_path: Path) -> None:
     program = f"""
 import asyncio
-from mopd.config.data import CustomRewardConfig as Config
+from mopd.config.rewards import CustomRewardConfig as Config
 from mopd.rewards.custom import CustomReward
 from mopd.rewards.interface import RewardItem
 reward = CustomReward(Config(type="custom", path={str(source)!r}, function="sleeps"))

@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mopd.config.data import CustomRewardConfig, ValidationConfig
+from mopd.config.data import ValidationConfig
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
+from mopd.config.rewards import CustomRewardConfig, ExactMatchConfig
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import SamplingParams
@@ -126,9 +127,7 @@ def test_task_advantage_is_reward_minus_the_prompts_mean(
 ) -> None:
     source = tmp_path / "length.py"
     source.write_text("def length(response, **row):\n    return len(response)\n")
-    rewards = build_rewards(
-        ValidationConfig(reward=CustomRewardConfig(type="custom", path=str(source), function="length"))
-    )
+    rewards = build_rewards({"default": CustomRewardConfig(type="custom", path=str(source), function="length")})
     advantage = TaskAdvantage(dataset, tokenizer, rewards)
     plane = LocalDataPlane()
     worker = RolloutWorker(engine, plane, sampling=SAMPLING, seed=1, samples_per_prompt=4, task_advantage=advantage)
@@ -164,7 +163,8 @@ def run_validation(
         validation=ValidationConfig(**validation),
         rollout=SimpleNamespace(max_response_length=SAMPLING.max_new_tokens),
     )
-    validator = Validator(recipe, dataset, tokenizer, build_rewards(recipe.validation), None)
+    rewards = build_rewards({"default": ExactMatchConfig(type="exact_match")})
+    validator = Validator(recipe, dataset, tokenizer, rewards, None)
     return asyncio.run(validator.run(engine, domains=domains))
 
 
@@ -180,8 +180,11 @@ def test_validation_rewards_each_domain(
     assert list(result.rewards) == ["code", "math"]
     assert [example["prompt"] for example in result.examples["math"]] == ["1+1=", "2+2=", "9"]
     assert result.examples["math"][0] == {
-        "prompt": "1+1=", "response": answer, "ground_truth": answer, "reward": 1.0
+        "prompt": "1+1=", "response": answer, "ground_truth": answer, "reward": 1.0, "extracted": answer.strip(),
+        "problem": "",
     }  # fmt: skip
+    assert result.examples["code"][0]["problem"] == "another text than the ground truth"
+    assert result.extracted_share == {"code": 1.0, "math": 1.0}
     only = run_validation(engine, PromptDataset(rows), tokenizer, max_samples_per_domain=1, domains=["math"])
     assert only.rewards == {"math": 1.0} and only.num_samples == {"math": 1}
     with pytest.raises(UserError, match="no row of domain 'law'"):

@@ -8,6 +8,7 @@ import torch
 
 from mopd.config.data import DataConfig, ValidationConfig
 from mopd.config.groups import TeacherConfig
+from mopd.config.rewards import ExactMatchConfig
 from mopd.config.schema import Recipe, RolloutConfig, ScheduleConfig
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.student.model.attention_memory import ScoreMatrices, check_scores, largest_scores
@@ -25,6 +26,7 @@ def recipe(prompts: int = 64, **student: Any) -> Recipe:
         data=DataConfig(train=("unused",), validation=("unused",), max_prompt_length=96),
         rollout=RolloutConfig(max_response_length=160, samples_per_prompt=2),
         schedule=ScheduleConfig(steps=1, prompts_per_step=prompts),
+        rewards={"default": ExactMatchConfig(type="exact_match")},
         validation=ValidationConfig(),
     )
 

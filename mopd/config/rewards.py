@@ -1,0 +1,143 @@
+"""The ``rewards`` section of a recipe: how the responses of each domain are judged."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from mopd.config.values import require_at_least, require_seconds
+
+MAX_PATTERN = 10_000
+"""Characters of a regular expression."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExactMatchConfig:
+    """1 when the response equals the ground truth after stripping surrounding white space, else 0."""
+
+    type: Literal["exact_match"]
+    """Reward type."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MathConfig:
+    """1 when the last boxed expression, else the last expression or number, equals the ground truth, by math-verify.
+
+    The ground truth is a number or LaTeX; of a GSM8K solution, what follows ``####``.
+    """
+
+    type: Literal["math"]
+    """Reward type."""
+    timeout_s: float = 5.0
+    """Deadline of one response; one that takes longer scores 0."""
+
+    def __post_init__(self) -> None:
+        require_seconds("timeout_s", self.timeout_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MultipleChoiceConfig:
+    """1 when the response chooses the ground truth's letter: a letter, or the number of the choice counted from 0."""
+
+    type: Literal["multiple_choice"]
+    """Reward type."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegexConfig:
+    """1 when the last match of a pattern's group equals the ground truth; without a group, when the pattern matches."""
+
+    type: Literal["regex"]
+    """Reward type."""
+    pattern: str
+    """Python regular expression with one group, which finds the answer in a response, or with none."""
+    timeout_s: float = 2.0
+    """Deadline of one response; one that takes longer scores 0."""
+
+    def __post_init__(self) -> None:
+        require_seconds("timeout_s", self.timeout_s)
+        if len(self.pattern) > MAX_PATTERN:
+            raise ValueError(f"pattern has {len(self.pattern)} characters: use at most {MAX_PATTERN}")
+        try:
+            groups = re.compile(self.pattern).groups
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"pattern is no regular expression of Python ({error}): correct it") from error
+        if groups > 1:
+            raise ValueError(f"pattern has {groups} groups: keep the answer's one, and write the others as (?:...)")
+
+    @property
+    def reads_ground_truth(self) -> bool:
+        """The pattern has a group, whose match is compared."""
+        return re.compile(self.pattern).groups == 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JsonSchemaConfig:
+    """1 when the response, or the last fenced block in it, is JSON that a schema allows, else 0."""
+
+    type: Literal["json_schema"]
+    """Reward type."""
+    path: str | None = None
+    """JSON file that holds the schema; absent: each row's ground truth is its schema."""
+    timeout_s: float = 2.0
+    """Deadline of one response; one that takes longer scores 0."""
+
+    def __post_init__(self) -> None:
+        require_seconds("timeout_s", self.timeout_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodeConfig:
+    """1 when the program in the last fenced block passes every test of the ground truth, else 0.
+
+    Programs run in processes of their own, with no network and no way to write outside an empty folder.
+    """
+
+    type: Literal["code"]
+    """Reward type."""
+    timeout_s: float = 10.0
+    """Deadline of one response, over all its tests; one that takes longer scores 0."""
+    max_memory_gib: float = 1.0
+    """Memory of one program, in GiB."""
+
+    def __post_init__(self) -> None:
+        require_seconds("timeout_s", self.timeout_s)
+        require_at_least("max_memory_gib", self.max_memory_gib, 0.125, 64.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CustomRewardConfig:
+    """A Python function of yours, run in a process of its own with a clean environment.
+
+    The function takes ``prompt, response, ground_truth, extra_info, domain`` as keywords and returns a number.
+    """
+
+    type: Literal["custom"]
+    """Reward type."""
+    path: str
+    """Python file that holds the function."""
+    function: str
+    """Name of the function in that file."""
+    timeout_s: float = 60.0
+    """Deadline for one batch of calls."""
+    max_memory_gib: float = 8.0
+    """Memory of the function's processes together, in GiB; more ends the run."""
+
+    def __post_init__(self) -> None:
+        require_seconds("timeout_s", self.timeout_s)
+        require_at_least("max_memory_gib", self.max_memory_gib, 0.25, 1024.0)
+
+
+RewardConfig = (
+    ExactMatchConfig
+    | MathConfig
+    | MultipleChoiceConfig
+    | RegexConfig
+    | JsonSchemaConfig
+    | CodeConfig
+    | CustomRewardConfig
+)
+
+DEFAULT = "default"
+"""The name in ``rewards`` that answers for every domain that stands not there."""

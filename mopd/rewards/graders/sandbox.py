@@ -1,0 +1,286 @@
+"""A program that a model wrote, in a process that can harm nothing: limits, Landlock and a system call filter.
+
+The process has one program and no second one: it starts none (``fork`` is refused; threads are not), signals none but
+itself, opens no socket, and has no capability. Where the kernel has Landlock (Linux 5.13 and newer) it reads its Python
+and the system's libraries only, and writes plain files in its own folder; on older kernels it reads what its user can
+and writes nothing. All of it is set between ``fork`` and ``exec`` and cannot be taken back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+
+from mopd.rewards.graders.system_calls import DENIED, FIRST_NEW, NEW_ALLOWED, WRITING, Architecture, architecture_named
+
+MAX_FILE_BYTES = 16 * 2**20
+"""Of one file, of the output, and of what is written to stderr."""
+MAX_FOLDER_BYTES, MAX_FOLDER_FILES = 64 * 2**20, 200
+MAX_OPEN_FILES = 64
+LOOK_EVERY_S = 0.05
+ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""With a thread pool per core, numpy alone would need more memory than a program may have."""
+
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+SECCOMP_MODE_FILTER = 2
+LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
+CAPABILITY_VERSION = 0x20080522
+FILE_READ, FILE_WRITE, FILE_EXECUTE = 1 << 2, 1 << 1 | 1 << 14, 1 << 0
+FOLDER_READ = 1 << 3
+PLAIN_FILES = 1 << 5 | 1 << 8
+"""Make and remove plain files: no folder, link, socket or device."""
+CLONE_THREAD = 0x10000
+SIGNAL_OWNERS, SOCKET_OWNERS = (8, 10, 15), (0x8901, 0x8902)
+"""F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP: the kernel would signal another process in our name."""
+WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass
+class Program:
+    """A running process, its output and its deadline."""
+
+    process: subprocess.Popen[bytes]
+    output: int
+    """Descriptor of what it writes to stdout and stderr."""
+    errors: int
+    folder: Path
+    deadline: float
+    _closed: bool = field(default=False, init=False)
+
+    def wait(self) -> str:
+        """Until it ends: empty for exit code 0, else why it counts for nothing."""
+        handle = os.pidfd_open(self.process.pid)
+        try:
+            while True:
+                left_s = self.deadline - time.monotonic()
+                if left_s <= 0:
+                    return "it took too long"
+                if _is_full(self.folder):
+                    return "it wrote too much"
+                if _readable(handle, min(left_s, LOOK_EVERY_S)):
+                    break
+        finally:
+            os.close(handle)
+        code = self.process.wait()
+        if code < 0:
+            return f"it was ended by {signal.Signals(-code).name}"
+        words = [line for line in self.said(self.errors).splitlines() if line.strip()]
+        return "" if code == 0 else f"exit code {code}: {words[-1][:200] if words else 'it wrote nothing to stderr'}"
+
+    def said(self, descriptor: int) -> str:
+        """What it wrote there."""
+        size = os.fstat(descriptor).st_size
+        return os.pread(descriptor, min(size, MAX_FILE_BYTES), 0).decode("utf-8", "replace")
+
+    def end(self) -> None:
+        """Kill and bury it. Harmless when repeated."""
+        if not self._closed:
+            self._closed = True
+            self.process.kill()
+            self.process.wait()
+            os.close(self.output)
+            os.close(self.errors)
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """A folder, limits, and the programs that were started in it."""
+
+    folder: Path
+    """Empty; its plain files are removed with ``clear``."""
+    max_bytes: int
+    deadline: float
+    readable: tuple[str, ...] = ()
+    """Files that programs may read beside their Python."""
+    use_landlock: bool = True
+
+    def start(self, arguments: Sequence[str], *, stdin: bytes | None = None, pass_fds: Sequence[int] = ()) -> Program:
+        """``python -I ARGUMENTS`` with ``stdin`` (nothing when ``None``); ``OSError`` when the system refuses."""
+        output, errors = os.memfd_create("output"), os.memfd_create("errors")
+        given = subprocess.DEVNULL if stdin is None else os.memfd_create("input")
+        if stdin is not None:
+            _write_all(given, stdin)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-B", *arguments],
+                stdin=given,
+                stdout=output,
+                stderr=errors,
+                env=ENVIRONMENT,
+                cwd=self.folder,
+                pass_fds=pass_fds,
+                preexec_fn=partial(self._confine, os.getpid(), time.monotonic()),
+            )
+        except BaseException:
+            os.close(output)
+            os.close(errors)
+            raise
+        finally:
+            if stdin is not None:
+                os.close(given)
+        return Program(process, output, errors, self.folder, self.deadline)
+
+    def clear(self) -> None:
+        """Remove what programs have written."""
+        for entry in os.scandir(self.folder):
+            os.unlink(entry)
+
+    def _confine(self, parent_pid: int, now: float) -> None:
+        """Between ``fork`` and ``exec``."""
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent_pid:
+            os._exit(1)
+        seconds = int(max(self.deadline - now, 0)) + 2
+        for which, most in {
+            resource.RLIMIT_AS: self.max_bytes,
+            resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
+            resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_CPU: seconds,
+        }.items():
+            resource.setrlimit(which, (most, most))
+        _drop_capabilities()
+        _require(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+        version = landlock_version() if self.use_landlock else 0
+        if version > 0:
+            _landlock(self.folder, self.readable)
+        install_filter(may_write=version >= 3)  # older ones let any file be truncated
+
+
+@cache
+def landlock_version() -> int:
+    """Of the kernel; 0 where it has none or it is switched off."""
+    return max(0, _libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
+
+
+def _landlock(folder: Path, readable: Sequence[str]) -> None:
+    version = landlock_version()
+    handled = (1 << (13 + (version >= 2) + (version >= 3))) - 1 | (1 << 15 if version >= 5 else 0)
+    attributes = struct.pack("=QQQ", handled, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    length = 24 if version >= 6 else 16 if version >= 4 else 8
+    rules = _libc.syscall(LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(length), 0)
+    _require(rules, "landlock_create_ruleset")
+    read = FILE_READ | FOLDER_READ | FILE_EXECUTE
+    for path in (*_python_folders(), *readable):
+        _allow(rules, path, (read if os.path.isdir(path) else FILE_READ | FILE_EXECUTE) & handled)
+    _allow(rules, "/dev/null", (FILE_READ | FILE_WRITE) & handled)
+    _allow(rules, str(folder), (FILE_READ | FILE_WRITE | FOLDER_READ | PLAIN_FILES) & handled)
+    _require(_libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0), "landlock_restrict_self")
+    os.close(rules)
+
+
+def _allow(rules: int, path: str, access: int) -> None:
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    rule = struct.pack("=Qi", access, descriptor)
+    _require(_libc.syscall(LANDLOCK_ADD_RULE, rules, 1, rule, 0), "landlock_add_rule")
+    os.close(descriptor)
+
+
+@cache
+def _python_folders() -> tuple[str, ...]:
+    """What Python needs to start and import."""
+    homes = {sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))}
+    system = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/zero")
+    return tuple(sorted(path for path in {*homes, *system} if os.path.exists(path)))
+
+
+def _drop_capabilities() -> None:
+    header = struct.pack("=Ii", CAPABILITY_VERSION, 0)
+    _require(_libc.capset(header, bytes(24)), "capset")
+
+
+def install_filter(*, may_write: bool) -> None:
+    """System calls that act outside the process fail from now on, in this process and whatever it executes."""
+    architecture = architecture_named(platform.machine())
+    if architecture is None:
+        raise OSError(f"no filter is known for {platform.machine()}")
+    program = filter_program(architecture, os.getpid(), may_write=may_write)
+    buffer = ctypes.create_string_buffer(program, len(program))
+    head = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
+    _require(_libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, head, 0, 0), "prctl(PR_SET_SECCOMP)")
+
+
+Line = tuple[int, int, int, int]
+"""One struct sock_filter (linux/filter.h): code, lines to skip where it is true, where it is false, constant."""
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+ALLOWED, KILLED, REFUSED, UNKNOWN = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+"""What a filter returns (linux/seccomp.h): REFUSED is EPERM, UNKNOWN is ENOSYS."""
+
+
+def filter_program(architecture: Architecture, pid: int, *, may_write: bool) -> bytes:
+    """The filter of the process ``pid`` as the kernel reads it."""
+    numbers = architecture.numbers
+    lines: list[Line] = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture.audit), (RETURN, 0, 0, KILLED), (LOAD, 0, 0, 0)]
+    for call in NEW_ALLOWED:
+        lines += [(EQUAL, 0, 1, call), (RETURN, 0, 0, ALLOWED)]
+    lines += [(AT_LEAST, 0, 1, FIRST_NEW), (RETURN, 0, 0, UNKNOWN)]
+    for name in (*DENIED, *(() if may_write else WRITING)):
+        if name in numbers:
+            lines += [(EQUAL, 0, 1, numbers[name]), (RETURN, 0, 0, REFUSED)]
+    for name in ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"):
+        lines += _only_where(numbers[name], 0, [(EQUAL, pid)])
+    lines += _only_where(numbers["prlimit64"], 0, [(EQUAL, 0), (EQUAL, pid)])
+    lines += _only_where(numbers["clone"], 0, [(ANY_BIT, CLONE_THREAD)])
+    lines += _never_where(numbers["fcntl"], 1, [(EQUAL, command) for command in SIGNAL_OWNERS])
+    lines += _never_where(numbers["ioctl"], 1, [(EQUAL, command) for command in SOCKET_OWNERS])
+    if not may_write:
+        for name, place in (("open", 1), ("openat", 2)):
+            if name in numbers:
+                lines += _never_where(numbers[name], place, [(ANY_BIT, WRITE_FLAGS)])
+    lines.append((RETURN, 0, 0, ALLOWED))
+    return b"".join(struct.pack("=HBBI", *line) for line in lines)
+
+
+def _only_where(call: int, argument: int, tests: Sequence[tuple[int, int]]) -> list[Line]:
+    return _decide(call, argument, tests, otherwise=REFUSED, then=ALLOWED)
+
+
+def _never_where(call: int, argument: int, tests: Sequence[tuple[int, int]]) -> list[Line]:
+    return _decide(call, argument, tests, otherwise=ALLOWED, then=REFUSED)
+
+
+def _decide(call: int, argument: int, tests: Sequence[tuple[int, int]], *, otherwise: int, then: int) -> list[Line]:
+    """``then`` if a test of the low half of an argument is true, else ``otherwise``; other calls go on behind it."""
+    tried = [(code, len(tests) - i, 0, constant) for i, (code, constant) in enumerate(tests)]
+    body = [(LOAD, 0, 0, 16 + 8 * argument), *tried, (RETURN, 0, 0, otherwise), (RETURN, 0, 0, then)]
+    return [(EQUAL, 0, len(body), call), *body]
+
+
+def _require(result: int, what: str) -> None:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+
+
+def _is_full(folder: Path) -> bool:
+    sizes = []
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            sizes.append(entry.stat(follow_symlinks=False).st_size)
+        if len(sizes) > MAX_FOLDER_FILES:
+            return True
+    return sum(sizes) > MAX_FOLDER_BYTES
+
+
+def _readable(descriptor: int, timeout_s: float) -> bool:
+    return bool(select.select([descriptor], [], [], timeout_s)[0])
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+    os.lseek(descriptor, 0, os.SEEK_SET)

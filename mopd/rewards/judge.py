@@ -1,0 +1,161 @@
+"""The process of a reward of ours that may run long.
+
+``python -I judge.py KIND SETTINGS PARENT_PID CALLS ANSWERS MAX_BYTES MARK`` speaks as ``child.py`` does, and its values
+are ``[value, extracted, problem]``. Every response is judged in a fork of this process, several at a time, each with a
+deadline: one that takes too long, or too much, is ended and scores 0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from mopd.rewards.child import bind
+from mopd.rewards.graders.answers import grade_json, grade_math, grade_regex, prepare_math
+from mopd.rewards.graders.programs import grade_program
+
+PR_SET_DUMPABLE = 4
+MAX_SHOWN = 500
+"""Characters of an extraction or a problem in an answer."""
+MAX_FORK_BYTES = 2**30
+"""Of a grader's own memory; programs of a response have their own limit."""
+GRACE_S = 2.0
+"""Beyond its deadline, for a grader that ends programs of its own."""
+Grader = Callable[[dict[str, Any]], tuple[float, "str | None", str]]
+
+
+@dataclass
+class Fork:
+    """A process that judges one response."""
+
+    pid: int
+    number: int
+    """Of the response in its batch."""
+    deadline: float
+    answer: bytes = b""
+
+
+def main(kind: str, settings: dict[str, Any], parent_pid: int, calls_fd: int, answers_fd: int, max_bytes: int) -> None:
+    """Serve batches until CALLS closes."""
+    bind(parent_pid, max_bytes)
+    calls, answers = os.fdopen(calls_fd, encoding="utf-8"), os.fdopen(answers_fd, "w", encoding="utf-8")
+
+    def answer(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    try:
+        grader = grader_of(kind, settings)
+    except Exception as error:
+        answer({"error": f"cannot be loaded: {type(error).__name__}: {str(error)[:MAX_SHOWN]}"})
+        return
+    answer({"ready": True})
+    for line in calls:
+        asked = json.loads(line)
+        judged = judge(grader, asked["calls"], settings, grace_s=GRACE_S if kind == "code" else 0.0)
+        answer({"batch": asked["batch"], **judged})
+
+
+def grader_of(kind: str, settings: dict[str, Any]) -> Grader:
+    """Ready to be forked: everything is imported."""
+    if kind == "math":
+        prepare_math()
+        return grade_math
+    if kind == "regex":
+        pattern = re.compile(settings["pattern"])
+        return lambda call: grade_regex(call, pattern)
+    if kind == "json_schema":
+        schema = None if settings["path"] is None else json.loads(Path(settings["path"]).read_text(encoding="utf-8"))
+        grade_json({"response": "1", "truth": True}, None)  # each fork would import the library again
+        return lambda call: grade_json(call, schema)
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # its memory holds the expected outputs
+    return lambda call: grade_program(call, timeout_s=settings["timeout_s"], max_bytes=settings["max_bytes"])
+
+
+def judge(grader: Grader, calls: list[dict[str, Any]], settings: dict[str, Any], *, grace_s: float) -> dict[str, Any]:
+    """Every call judged, ``num_processes`` at a time; an error where a grader found its own settings unusable."""
+    values: list[Any] = [None] * len(calls)
+    running: dict[int, Fork] = {}
+    next_number = 0
+    while running or next_number < len(calls):
+        while len(running) < settings["num_processes"] and next_number < len(calls):
+            deadline = time.monotonic() + settings["timeout_s"] + grace_s
+            descriptor, fork = _start(grader, calls[next_number], next_number, deadline)
+            running[descriptor] = fork
+            next_number += 1
+        wait_s = max(0.0, min(fork.deadline for fork in running.values()) - time.monotonic())
+        ready = select.select(list(running), [], [], wait_s)[0]
+        for descriptor in ready:
+            read = os.read(descriptor, 65536)
+            running[descriptor].answer += read
+            if not read:
+                fork = running.pop(descriptor)
+                values[fork.number] = _end(descriptor, fork)
+        for descriptor in [fd for fd, fork in running.items() if fork.deadline <= time.monotonic()]:
+            fork = running.pop(descriptor)
+            _end(descriptor, fork)
+            values[fork.number] = [0.0, None, f"it took more than {settings['timeout_s']:g} s"]
+    for number, value in enumerate(values):
+        if isinstance(value, str):
+            return {"error": value, "item": number}
+    return {"values": values}
+
+
+def _start(grader: Grader, call: dict[str, Any], number: int, deadline: float) -> tuple[int, Fork]:
+    """The fork and the descriptor of its answer."""
+    mine, its = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(its)
+        return mine, Fork(pid, number, deadline)
+    try:
+        os.setpgid(0, 0)  # with whatever it starts
+        resource.setrlimit(resource.RLIMIT_DATA, (MAX_FORK_BYTES, MAX_FORK_BYTES))
+        os.write(its, _answer(grader, call))
+    finally:
+        os._exit(0)
+
+
+def _answer(grader: Grader, call: dict[str, Any]) -> bytes:
+    """What the grader says, as JSON. Anything that a response can bring it to raise scores 0."""
+    try:
+        value, extracted, problem = grader(call)
+    except OSError as error:  # no room for a process or a file: nothing of the response's
+        return json.dumps(f"could not judge: {type(error).__name__}: {str(error)[:MAX_SHOWN]}").encode()
+    except Exception as error:
+        value, extracted, problem = 0.0, None, f"{type(error).__name__}: {error}"
+    shown = None if extracted is None else extracted[:MAX_SHOWN]
+    return json.dumps([value, shown, problem[:MAX_SHOWN]]).encode()
+
+
+def _end(descriptor: int, fork: Fork) -> Any:
+    """Kill and bury it; what it answered."""
+    os.close(descriptor)
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(fork.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    status = os.waitpid(fork.pid, 0)[1]
+    try:
+        return json.loads(fork.answer)
+    except ValueError:
+        code = os.waitstatus_to_exitcode(status)
+        return [0.0, None, f"judging it ended by signal {-code}" if code < 0 else "judging it gave no answer"]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:7]))

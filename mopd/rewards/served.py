@@ -1,0 +1,98 @@
+"""A reward in processes of its own: started at the first call, asked one batch after the other, ended for good when one
+fails (see ``process.py``)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from mopd.rewards.interface import Graded, RewardItem
+from mopd.rewards.process import RewardFailed, RewardProcess
+from mopd.text import one_line
+from mopd.types import UserError
+
+GIB = 2**30
+
+
+class ServedReward(ABC):
+    """Implements ``Reward``. Every failure is a ``UserError`` that begins with what the reward is called."""
+
+    def __init__(self, called: str) -> None:
+        """``called`` heads its errors: a file or a key, and the reward."""
+        self._called = called
+        self._process: RewardProcess | None = None
+        self._failure: UserError | None = None
+        self._lock = asyncio.Lock()
+
+    @abstractmethod
+    def check(self, item: RewardItem) -> None:
+        """See ``Reward``."""
+
+    async def __call__(self, items: Sequence[RewardItem]) -> list[Graded]:
+        """The outcome of each item, within a deadline for the whole batch (and again for the start)."""
+        async with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                return await asyncio.to_thread(self._score, items)
+            except RewardFailed as error:
+                self._failure = UserError(f"{self._called} {one_line(error)}")
+                await asyncio.to_thread(self.close)
+                raise self._failure from error
+            except asyncio.CancelledError:
+                if self._process is not None:
+                    self._process.abandon()  # the thread comes back
+                raise
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._process is not None:
+            self._process.end()
+
+    @abstractmethod
+    def _start(self) -> RewardProcess:
+        """The processes; ``OSError`` or ``ValueError`` when the system refuses."""
+
+    @abstractmethod
+    def _call(self, item: RewardItem) -> str:
+        """What the process is told of an item, as JSON; ``RewardFailed`` or ``UserError`` when it cannot be told."""
+
+    @abstractmethod
+    def _graded(self, value: Any, item: RewardItem) -> Graded | None:
+        """What the process says of an item; ``None`` when that is no outcome."""
+
+    @abstractmethod
+    def _timeout_s(self, num_items: int) -> float:
+        """Deadline of a batch of so many items; of the start, for none."""
+
+    def _score(self, items: Sequence[RewardItem]) -> list[Graded]:
+        """In a thread."""
+        calls = [self._call(item) for item in items]
+        if self._process is None:
+            try:
+                self._process = self._start()
+            except (OSError, ValueError) as error:
+                raise RewardFailed(f"could not be started: {error}") from error
+            _require_no_error(self._process.exchange(None, self._timeout_s(0)), items)
+        answer = self._process.exchange(calls, self._timeout_s(len(calls)))
+        _require_no_error(answer, items)
+        values = answer.get("values")
+        values = values if isinstance(values, list) and len(values) == len(items) else [None] * len(items)
+        graded = [self._graded(value, item) for value, item in zip(values, items, strict=True)]
+        known = [outcome for outcome in graded if outcome is not None and math.isfinite(outcome.value)]
+        if len(known) != len(items):
+            raise RewardFailed(f"sent no answer of {len(items)} numbers: it wrote to a descriptor not its own")
+        return known
+
+
+def _require_no_error(answer: dict[str, Any], items: Sequence[RewardItem]) -> None:
+    if "error" not in answer:
+        return
+    number = answer.get("item")
+    place = ""
+    if type(number) is int and 0 <= number < len(items):
+        place = f", for {items[number].place} (domain {items[number].domain!r})"
+    raise RewardFailed(f"{answer['error']}{place}")
