@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mopd.cli import main
+from mopd.report.run_files import RunFiles
 from tests.fixtures import warm
 from tests.integration.world import ANSWERS, World, mopd, read_metrics, read_validation
 
@@ -89,7 +90,7 @@ def test_report(run_dir: Path) -> None:
 
 def test_phases_are_all_of_the_steps_time(run_dir: Path) -> None:
     """And what stands beside the phases is little: no part of a step is left untimed."""
-    lines = read_metrics(run_dir)
+    lines = RunFiles(run_dir).steps()
     phases = json.loads((run_dir / "report.json").read_text())["phases"]
     assert sum(phase["share"] for phase in phases.values()) == pytest.approx(1)
     whole = sum(line["timing/step_s"] for line in lines)
