@@ -81,6 +81,8 @@ def fetch_model(name: HubName, *, with_weights: bool = True) -> Fetched:
         )
         and not file.endswith(_NEVER)
     ]
+    if not repository.files and is_offline_mode():
+        raise UserError(_not_cached())
     if CONFIG_FILE not in side:
         raise UserError(f"it has no {CONFIG_FILE}: name a repository with a model for transformers")
     for file in side:
@@ -123,6 +125,8 @@ def fetch_data(name: HubName) -> Fetched:
         if converted is not None:
             there, repository = [*there, *converted.files], converted
             files = files_of_part(name.part, list(converted.files))
+    if not files and is_offline_mode():
+        raise UserError(_not_cached())
     if not files:
         raise UserError(f"it has no {visible(name.part)!r}: {_there(there)}")
     if len(files) > MAX_DATA_FILES:
@@ -214,9 +218,12 @@ class _Repository:
             entries: Iterable[Any] = get_cached_repo_tree(repository, repo_type=kind, revision=self.commit)
         except CachedRepoTreeNotFoundError:
             if self._is_offline:  # a cache that another tool has filled
-                folder = snapshot_download(
-                    repository, repo_type=kind, revision=self._resolved, local_files_only=True, library_name="mopd"
-                )
+                try:
+                    folder = snapshot_download(
+                        repository, repo_type=kind, revision=self._resolved, local_files_only=True, library_name="mopd"
+                    )
+                except LocalEntryNotFoundError:  # the commit is known, none of its files is here
+                    return {}
                 paths = (path for path in Path(folder).rglob("*") if path.is_file())
                 return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
             entries = self._api.list_repo_tree(repository, recursive=True, revision=self.commit, repo_type=kind)
@@ -273,14 +280,18 @@ class _Repository:
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
             return f"access is refused (HTTP {error.response.status_code}): set HF_TOKEN to a token that may read it"
         if self._is_offline and isinstance(error, (LocalEntryNotFoundError, RevisionResolutionError)):
-            return (
-                f"HF_HUB_OFFLINE is set, and the cache {shown_path(constants.HF_HUB_CACHE)!r} does not hold it whole: "
-                "unset HF_HUB_OFFLINE, or fill the cache first"
-            )
+            return _not_cached()
         return (
             f"it cannot be fetched ({type(error).__name__}: {one_line(error):.300}): check network and HF_ENDPOINT, "
             "or set HF_HUB_OFFLINE=1 if the cache holds it"
         )
+
+
+def _not_cached() -> str:
+    return (
+        f"HF_HUB_OFFLINE is set, and the cache {shown_path(constants.HF_HUB_CACHE)!r} does not hold it whole: unset "
+        "HF_HUB_OFFLINE, or fill the cache first"
+    )
 
 
 def _in_time(call: Callable[[], Answer], since: Callable[[], float], timeout_s: float) -> Answer:

@@ -78,7 +78,7 @@ def test_shards_are_those_of_the_index(hub: LoopbackHub) -> None:
         fetch_model(model())
 
 
-def test_splits_and_files_of_data_sets(hub: LoopbackHub) -> None:
+def test_splits_and_files_of_data_sets(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = hub.add("datasets/org/data", ROWS | {"data/train-0.parquet": b"d", "x/deep/e.jsonl": b"{}"})
     for part, files in {
         "main/train": ["main/train-00000-of-00002.parquet", "main/train-00001-of-00002.parquet"],
@@ -99,6 +99,10 @@ def test_splits_and_files_of_data_sets(hub: LoopbackHub) -> None:
         fetch_data(data("org/data:no/train"))
     with pytest.raises(UserError, match="it has no 'other/train'"):
         fetch_data(data("org/data@main:other/train"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch_data(data("org/data:other/train")) == fetched
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set, and the cache"):
+        fetch_data(data("org/data:no/train"))
     with pytest.raises(UserError, match="needs a split or a file: write org/data:SPLIT"):
         fetch_data(data("org/data"))
 
