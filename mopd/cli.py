@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from mopd import __version__
-from mopd.commands import bench, check, compare, config, convert, eval, generate, report, serve, train
+from mopd.commands import bench, check, compare, config, convert, eval, generate, init, report, serve, train
 from mopd.files.writing import refusal
 from mopd.launch import failure
 from mopd.text import one_line
@@ -18,6 +18,7 @@ from mopd.types import UserError
 DESCRIPTION = "Distil several domain teachers into one student, on-policy, on Megatron-Core."
 EXAMPLES = """\
 examples:
+  mopd init --student MODEL --teacher NAME=MODEL --train FILE   a first recipe, with the domains of the data
   mopd config recipes/quickstart.yaml                       every value of a recipe and where it comes from
   mopd check recipes/quickstart.yaml                        the checks before a run, without the run
   mopd train recipes/quickstart.yaml                        start the ranks that the recipe needs, and train
@@ -37,6 +38,7 @@ examples:
 exit codes: 0 done, 1 failure, 2 an error that one line explains, 130 interrupted
 """
 COMMANDS = {
+    "init": init,
     "train": train,
     "check": check,
     "config": config,

@@ -3,34 +3,62 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mopd.commands.ranks import add_recipe, on_students_ranks
-from mopd.config.load import Loaded, load_recipe
-from mopd.launch.failure import rank_and_world_size
+from mopd.config.load import Loaded, draft_recipe, load_recipe
+from mopd.launch.failure import is_rank, rank_and_world_size
 from mopd.run.preparing import prepare
-from mopd.text import json_lines
+from mopd.text import json_lines, one_line
 from mopd.types import UserError
 
+if TYPE_CHECKING:
+    from mopd.preflight.inputs import Check
+
 ABOUT = "run the checks before a run"
-EXAMPLES = "example: mopd check recipes/quickstart.yaml"
+EXAMPLES = """\
+examples:
+  mopd check recipes/quickstart.yaml            every mistake in recipe, files and data, then the models
+  mopd check recipes/quickstart.yaml --static   what needs no model, in about a second
+  mopd init … | mopd check --static             of a recipe from standard input
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Light to import, as all of this file."""
-    add_recipe(parser)
+    add_recipe(parser, default="-")
+    parser.add_argument("--static", action="store_true", help="only what needs no model and fetches nothing")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Start the ranks, wait for their end; the exit code. In a rank: check."""
+    """Check what needs no model; then start the ranks and wait for their end; the exit code. In a rank: check."""
+    if not is_rank():
+        failed = _check_statically(args)
+        if args.static or failed:
+            return 2 if failed else 0
     loaded = prepare(load_recipe(args.recipe, args.set))
     return on_students_ranks(loaded, arguments, lambda: _check(loaded, as_json=args.json))
 
 
+def _check_statically(args: argparse.Namespace) -> bool:
+    """Whether anything failed. Prints the outcomes, without ``--static`` and ``--json`` only the lines of those."""
+    from mopd.hardware import this_hardware
+    from mopd.preflight.static import StaticChecks
+
+    checks = list(StaticChecks(draft_recipe(args.recipe, args.set), this_hardware()).run())
+    failed = any(check.status == "failed" for check in checks)
+    if args.static or (args.json and failed):
+        _print(checks, as_json=args.json)
+    _print_failures(checks)
+    return failed
+
+
 def _check(loaded: Loaded, *, as_json: bool) -> None:
-    """Run the preflight on this rank and print its outcomes; writes nothing. ``UserError`` for the first failed one."""
-    from mopd.preflight.checks import Check, Preflight
+    """Run the preflight on this rank and print its outcomes; writes nothing. ``UserError`` for failed ones."""
+    from mopd.preflight.checks import Preflight
     from mopd.report.terminal import log_to_terminal
     from mopd.run.leading import follow, lead
     from mopd.run.manifests import make_manifests
@@ -44,22 +72,32 @@ def _check(loaded: Loaded, *, as_json: bool) -> None:
 
     async def work(workers: Workers) -> None:
         await workers.student.publish(0)
-        checks: list[Check] = []
-        async for outcome in Preflight(loaded.recipe, workers, manifests, is_fresh=True).run():
-            checks.append(outcome)
-            if outcome.status == "failed":
-                break
-        if as_json:
-            print(json_lines([{"name": c.name, "status": c.status, "detail": c.detail} for c in checks]))
-        else:
-            _print_table([(check.name, check.status, check.detail) for check in checks])
-        if checks[-1].status == "failed":
-            raise UserError(checks[-1].detail)
+        checks = [outcome async for outcome in Preflight(loaded.recipe, workers, manifests, is_fresh=True).run()]
+        failed = [check for check in checks if check.status == "failed"]
+        _print(checks, as_json=as_json)
+        _print_failures(failed[:-1])
+        if failed:
+            raise UserError(failed[-1].detail)
 
     lead(loaded.recipe, None, work)
 
 
-def _print_table(rows: Sequence[tuple[str, str, str]]) -> None:
+def _print(checks: Sequence[Check], *, as_json: bool) -> None:
+    """All of them as a table or as JSON."""
+    if as_json:
+        print(json_lines([{"name": c.name, "status": c.status, "detail": c.detail} for c in checks]))
+    else:
+        _print_table(checks)
+    sys.stdout.flush()
+
+
+def _print_failures(checks: Sequence[Check]) -> None:
+    for check in checks:
+        if check.status == "failed":
+            print(f"mopd: error: {one_line(check.detail)}", file=sys.stderr)
+
+
+def _print_table(checks: Sequence[Check]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -67,6 +105,6 @@ def _print_table(rows: Sequence[tuple[str, str, str]]) -> None:
 
     table = Table("check", "status", "detail")
     colours = {"ok": "green", "failed": "red", "warning": "yellow", "skipped": "dim"}
-    for name, status, detail in rows:
-        table.add_row(name, Text(status, style=colours[status]), detail)
+    for check in checks:
+        table.add_row(check.name, Text(check.status, style=colours[check.status]), check.detail)
     Terminal().print(table)

@@ -5,15 +5,23 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from mopd.config.load import Loaded
+from mopd.config.tree import STANDARD_INPUT
 from mopd.launch import failure
+from mopd.types import UserError
 
 
-def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """The recipe and what overrides its keys."""
-    parser.add_argument("recipe", metavar="RECIPE", help="recipe file; docs/recipes.md lists every key")
-    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="override a key (YAML value)")
+def add_recipe(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """The recipe and what overrides its keys: bare words or ``--set``, anywhere behind the recipe (``cli.main`` adds
+    those that stand behind an option)."""
+    add = parser.add_argument
+    optional: dict[str, Any] = {} if default is None else {"nargs": "?", "default": default}
+    about = "recipe file; docs/recipes.md lists every key" + ("" if default is None else " (default: standard input)")
+    add("recipe", metavar="RECIPE", help=about, **optional)
+    add("set", metavar="KEY=VALUE", nargs="*", action="extend", default=[], help="override keys (YAML values)")
+    add("--set", metavar="KEY=VALUE", dest="set", action="append", default=[], help="the same, as an option")
 
 
 def on_students_ranks(
@@ -33,6 +41,8 @@ def on_students_ranks(
         check_inputs(loaded)
         work()
         return 0
+    if loaded.path == STANDARD_INPUT:
+        raise UserError("recipe: the ranks cannot read standard input again: write it to a file and name that")
     check_machine(loaded)
     check_inputs(loaded)
     from mopd.placement.gpus import check_gpus

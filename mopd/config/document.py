@@ -24,11 +24,12 @@ A recipe is one YAML file (JSON is YAML too) that says everything about a run. T
 in `mopd/config/` by `python -m mopd.config.document`; `mopd config RECIPE` prints a recipe with every value resolved
 and the place that it comes from.
 
-- **Precedence:** default < `base` < recipe < `--set a.b=c`. `base:` names one other recipe file, relative to the
-  file that names it. Sections merge key by key, so teachers merge by name; lists and scalars are replaced. A section
-  whose `type` differs from the one below it replaces that section. `null` takes an optional section away.
-- **`--set key=value`** reads the value as YAML: `--set data.train='[a.parquet, b.parquet]'`. A key part that holds
-  a dot or `=` goes in double quotes: `--set 'data.domain_weights."a.b"=2'`. A later `--set` wins.
+- **Precedence:** default < `base` < recipe < `key=value` behind the recipe on the command line. `base:` names one
+  other recipe file, relative to the file that names it. Sections merge key by key, so teachers merge by name; lists and
+  scalars are replaced. A section whose `type` differs from the one below it replaces that section. `null` takes an
+  optional section away.
+- **`mopd train my.yaml seed=1 data.train='[a.parquet, b.parquet]'`**: an override's value is YAML. A key part that
+  holds a dot or `=` goes in double quotes: `'data.domain_weights."a.b"=2'`. `--set key=value` is the same as an option.
 - **Strict:** an unknown key, a wrong type, a repeated key or a key that is not text stops the command with one line
   that names file, line and dotted path. Two kindnesses: a whole number is taken where a number is expected, and `1e-6`
   (which YAML 1.1 reads as text) is a number wherever one fits.
@@ -41,7 +42,8 @@ and the place that it comes from.
 - **Names** of teachers and domains have 1 to 100 characters. Brackets, slashes, quotes and spaces are fine, control
   characters are not.
 - **Paths** (`run_dir`, model folders, data files, the chat template, a reward's file) are relative to the **current
-  working directory**, not to the recipe. Only `base` is relative to its file.
+  working directory**, not to the recipe. Only `base` is relative to its file. Models and data may have names of the
+  Hugging Face Hub instead ([data.md](data.md#names-of-the-hub)).
 - **`type`** chooses among the forms of a section. Where a default is given, the section may leave `type` out.
 """
 

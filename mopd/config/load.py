@@ -73,6 +73,18 @@ class Loaded:
         return dataclasses.replace(self, recipe=recipe, named=recipe, origins=origins)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """A recipe of which some values may have been refused."""
+
+    loaded: Loaded
+    """Of what is whole; the rest has its default, or is ``None``."""
+    problems: tuple[str, ...]
+    """One line each, as ``load_recipe`` would raise the first."""
+    broken: frozenset[Path_]
+    """Keys of what is not whole."""
+
+
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Read, merge and check a recipe.
 
@@ -83,6 +95,25 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     Raises:
         UserError: one line with file, line and dotted path.
     """
+    loaded, _ = _build(path, overrides, None)
+    _check_size(loaded)
+    return loaded
+
+
+def draft_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
+    """As ``load_recipe``, with everything that it would refuse and not only the first.
+
+    Raises:
+        UserError: the text is no YAML, or a file is not there.
+    """
+    problems: list[str] = []
+    loaded, builder = _build(path, overrides, problems)
+    if not problems:
+        _check_size(loaded)
+    return Draft(loaded=loaded, problems=tuple(problems), broken=frozenset(builder.broken))
+
+
+def _build(path: str | Path, overrides: Sequence[str], problems: list[str] | None) -> tuple[Loaded, Builder]:
     chain = read_chain(path)
     name = shown_path(path)
     tree = Section({}, name)
@@ -90,20 +121,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
         tree = merge(tree, section, Recipe)
     if overrides:
         tree = merge(tree, read_overrides(overrides), Recipe)
+    builder = Builder(name, Recipe, problems)
     for key in ("rollout", "teacher_defaults"):
-        _require_types(tree.items.get(key), (key,), name)
-    tree = _spread_teacher_defaults(tree, name)
+        builder.attempt((key,), partial(_require_types, tree.items.get(key), (key,), name), None)
+    tree = builder.attempt(("teacher_defaults",), partial(_spread_teacher_defaults, tree, name), tree)
     teachers = tree.items.get("teachers")
     for key, teacher in teachers.items.items() if isinstance(teachers, Section) else ():
-        _require_types(teacher, ("teachers", key), name)
-    builder = Builder(name, Recipe)
+        below = ("teachers", key)
+        builder.attempt(below, partial(_require_types, teacher, below, name), None)
     recipe = builder.dataclass(tree, Recipe, (), None)
     origins = {dotted(key): builder.origins.get(key, DEFAULT_ORIGIN) for key in leaf_paths(to_tree(recipe))}
-    loaded = Loaded(
-        recipe=recipe, named=recipe, origins=origins, path=name, sources=tuple(source for source, _ in chain)
-    )
-    _check_size(loaded)
-    return loaded
+    sources = tuple(source for source, _ in chain)
+    return Loaded(recipe=recipe, named=recipe, origins=origins, path=name, sources=sources), builder
 
 
 def _require_types(group: Node | None, path: Path_, file: str) -> None:

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ from mopd.types import UserError
 
 AUTO = "auto"
 """Value of a ``type`` key that leaves the choice to the machine: the keys beside it are those of every type."""
+STANDARD_INPUT = "-"
+"""Name of a recipe that is read from there."""
 SET_ORIGIN = "--set"
 """Origin of a value given on the command line."""
 MAX_FILES = 16
@@ -245,18 +248,33 @@ def _child(annotation: Any, base: Section, overlay: Section, key: str, default: 
 def _read_file(name: str, named_by: str, max_bytes: int) -> tuple[Section, int]:
     """The tree of one file, and its size; ``named_by`` is the place that names it as its base."""
     heading = f"{named_by}: base" if named_by else "recipe"
-    if not os.path.lexists(name):
+    if name == STANDARD_INPUT and not named_by:
+        text = _read_standard_input(max_bytes)
+    elif not os.path.lexists(name):
         raise UserError(f"{heading} '{shown_path(name)}' does not exist: check the path")
-    try:
-        text = read_text(name, cure="name a recipe file", max_bytes=max_bytes)
-    except UserError as error:
-        raise UserError(f"{heading} {error}") from error
+    else:
+        try:
+            text = read_text(name, cure="name a recipe file", max_bytes=max_bytes)
+        except UserError as error:
+            raise UserError(f"{heading} {error}") from error
     node = _parse(text, shown_path(name))
     if not isinstance(node, Section):
         raise UserError(
             f"{shown_path(name)}: expected keys with values, as in 'run_dir: runs/first'; the file holds none"
         )
     return node, len(text.encode())
+
+
+def _read_standard_input(max_bytes: int) -> str:
+    if sys.stdin.isatty():
+        raise UserError("recipe: standard input is a terminal: name a recipe file, or write one into a pipe")
+    content = sys.stdin.buffer.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise UserError(f"recipe: standard input is longer than {max_bytes} bytes: name a recipe file")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"recipe: standard input is not UTF-8 text ({error.reason}): name a recipe file") from error
 
 
 def _parse(text: str, name: str, *, one_line_origin: str | None = None) -> Node:

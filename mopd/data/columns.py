@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mopd.config.columns import SHIPPED, DataFileConfig, mapping_of
-from mopd.data.files import MISSING, listed, lookup, quoted
+from mopd.data.files import MISSING, listed, lookup, quoted, read_rows
+from mopd.files.reading import shown_path
 from mopd.types import UserError
 
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
@@ -76,6 +80,24 @@ class RowReader:
     @staticmethod
     def _optional(row: Mapping[str, Any], key: str | None) -> Any:
         return MISSING if key is None else lookup(row, key)
+
+
+def count_domains(file: DataFileConfig, max_rows: int) -> tuple[Counter[str], bool]:
+    """Rows by domain among the first ``max_rows``, and whether these are all.
+
+    Raises:
+        UserError: file, row and column of what cannot be read.
+    """
+    reader, counts = RowReader(file), Counter[str]()
+    path = Path(file.path)
+    rows = read_rows(path, reader.columns)
+    for number, row in itertools.islice(rows, max_rows):
+        place = f"{shown_path(path)}: row {number}"
+        domain = reader.read(row, place).domain
+        if not isinstance(domain, str) or not domain:
+            raise UserError(f"{place}: the domain is {quoted(domain)}, no name: store domains as text")
+        counts[domain] += 1
+    return counts, next(rows, None) is None
 
 
 def _gsm8k(row: Mapping[str, Any], prompt: Any, truth: Any, place: str) -> tuple[Any, Any]:

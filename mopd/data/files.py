@@ -50,6 +50,19 @@ def read_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Mapping
         )
 
 
+def read_first(path: Path) -> Mapping[str, Any]:
+    """The first row, with all columns. ``UserError`` as ``read_rows``."""
+    columns: list[str] = []
+    if path.suffix == ".parquet":
+        _check_frame(path)
+        try:
+            with _open_parquet(path) as file:
+                columns = list(dict.fromkeys(file.schema_arrow.names))
+        except _READ_ERRORS as error:
+            raise _unreadable(path, 0, error) from error
+    return next(read_rows(path, columns))[1]
+
+
 def lookup(row: Mapping[str, Any], key: str) -> Any:
     """Value under a dotted key, or ``MISSING``: ``lookup({"a": {"b": 1}}, "a.b")`` is 1."""
     value: Any = row
@@ -86,9 +99,7 @@ def _read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Mapping[str, A
     _check_frame(path)
     number = 0
     try:
-        with pq.ParquetFile(
-            path, thrift_string_size_limit=MAX_FOOTER_BYTES, thrift_container_size_limit=2**20, buffer_size=2**20
-        ) as file:
+        with _open_parquet(path) as file:
             present = _chosen_columns(path, file, columns)
             for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=present):
                 if batch.nbytes > MAX_BATCH_BYTES:
@@ -100,10 +111,20 @@ def _read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Mapping[str, A
                     yield {name: _value(path, number, batch, name, i) for name in present}
                     number += 1
     except _READ_ERRORS as error:
-        raise UserError(
-            f"{shown_path(path)}: unreadable parquet file at or after row {number}: {one_line(error):.200}: write it "
-            f"again, or {CURE}"
-        ) from error
+        raise _unreadable(path, number, error) from error
+
+
+def _open_parquet(path: Path) -> pq.ParquetFile:
+    return pq.ParquetFile(
+        path, thrift_string_size_limit=MAX_FOOTER_BYTES, thrift_container_size_limit=2**20, buffer_size=2**20
+    )
+
+
+def _unreadable(path: Path, row: int, error: Exception) -> UserError:
+    return UserError(
+        f"{shown_path(path)}: unreadable parquet file at or after row {row}: {one_line(error):.200}: write it "
+        f"again, or {CURE}"
+    )
 
 
 def _check_frame(path: Path) -> None:

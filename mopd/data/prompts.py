@@ -11,9 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from mopd.config.columns import DataFileConfig
 from mopd.config.data import DataConfig
@@ -22,6 +20,9 @@ from mopd.data.files import MISSING, listed, quoted, read_rows
 from mopd.files.reading import read_text, shown_path
 from mopd.text import one_line
 from mopd.types import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_PROMPT_CHARACTERS = 4 * 2**20
 """A prompt beyond this is a mistake in the data, and some tokenizers take minutes to say how many tokens it has."""

@@ -17,8 +17,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from mopd.config.groups import EngineGroupConfig, InProcessConfig, LocalConfig
 from mopd.config.load import Loaded
 from mopd.config.schema import Recipe
@@ -52,6 +50,8 @@ def this_machine(*, num_ranks: int | None = None) -> Machine:
     """Of the process that asks. ``num_ranks`` is known before the ranks are started; later torchrun says it."""
     if num_ranks is None:
         num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    import torch  # the checks that need no torch give their own description of the machine
+
     return Machine(num_gpus=torch.cuda.device_count(), num_ranks=num_ranks)
 
 

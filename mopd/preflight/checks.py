@@ -7,13 +7,12 @@ swapped. Scores take the way that they take in training: router, wire, engine. T
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -28,12 +27,14 @@ from mopd.files.writing import write_json
 from mopd.metrics import apart
 from mopd.placement.interface import ROLLOUT
 from mopd.preflight.identity import Needs, fingerprint, fingerprint_difference, largest_difference, problems_of
-from mopd.preflight.parity import Parity, Probe, Reference
+from mopd.preflight.inputs import Check
+from mopd.preflight.parity import Parity
 from mopd.preflight.rewards import why_not_better
+from mopd.preflight.scores import ScoresCheck
 from mopd.replicas.interface import info_of
 from mopd.run.folder import RunDir
 from mopd.run.machine import describe_machine
-from mopd.run.manifests import has_own_weights, read_fingerprints, write_manifests
+from mopd.run.manifests import read_fingerprints, write_manifests
 from mopd.run.validation import ValidationResult, plain_examples
 from mopd.run.workers import Workers
 from mopd.types import ROLLOUT_FIELDS, Prompt, SampleMeta, UserError
@@ -44,16 +45,6 @@ NUM_PROBE_SAMPLES = 4
 """Per teacher: a wrong model, alignment or tokenizer shows in the first; more would only cost time."""
 PROBE_IDS = 2**62
 """Sample ids of probes start here, far from the training stream's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """Outcome of one check."""
-
-    name: str
-    status: Literal["ok", "failed", "warning", "skipped"]
-    detail: str
-    """What was measured; for a failure also the key to change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,12 +91,26 @@ class Preflight:
         self._infos: dict[str, list[EngineInfo]] = {}
 
     async def run(self) -> AsyncIterator[Check]:
-        """Yield each outcome. Later checks rely on earlier ones: stop at the first failure."""
+        """Yield each outcome. A failure ends the checks with its stage, as later stages rely on earlier ones."""
+        stages = (self._same_models, self._right_answers, self._better_teachers)
+        for stage in stages:
+            failed = False
+            async for check in stage():
+                failed = failed or check.status == "failed"
+                yield check
+            if failed:
+                return
+
+    async def _same_models(self) -> AsyncIterator[Check]:
+        """Every group is the recipe's model, with the student's tokenizer and weights of its own."""
         yield await self._identity(ROLLOUT)
         for name in self.recipe.teachers:
             yield self._tokenizers(name)
             yield await self._identity(f"teachers.{name}")
             yield self._different_weights(name)
+
+    async def _right_answers(self) -> AsyncIterator[Check]:
+        """What the engines say of some probes is what their models say."""
         samples = await self._probe()
         try:
             yield await self._student_equals_engine(samples)
@@ -115,12 +120,9 @@ class Preflight:
                 yield Check(f"scores of {failed[0].teacher}", "failed", detail)
                 return
             for name in self.recipe.teachers:
-                yield await self._teacher_equals_its_folder(name, samples)
+                yield await self._right_scores(name, samples)
         finally:
             await self._forget(samples)
-        if self.recipe.validation is not None:
-            async for check in self._better_teachers():
-                yield check
 
     def _tokenizers(self, name: str) -> Check:
         teacher = self.recipe.teachers[name]
@@ -218,61 +220,23 @@ class Preflight:
             f"{detail}: match rollout.engine.dtype and student.dtype, or widen preflight.max_logprob_difference",
         )
 
-    async def _teacher_equals_its_folder(self, name: str, samples: Sequence[SampleMeta]) -> Check:
-        """The scores in the data plane against a forward of the teacher's folder, see ``parity``."""
+    async def _right_scores(self, name: str, samples: Sequence[SampleMeta]) -> Check:
+        """The scores in the data plane are the teacher's, see ``scores``."""
         title = f"scores of {name}"
-        teacher = self.recipe.teachers[name]
         own = [sample for sample in samples if name in self.recipe.assignment.teachers_of(sample.domain)]
         if not own:
             return Check(title, "warning", "no row in the data asks this teacher")
-        if not self.cfg.compare_with_transformers:
-            return Check(title, "warning", "unproven (preflight.compare_with_transformers: false)")
-        if not has_own_weights(teacher):
-            detail = f"unproven: teachers.{name}.model {teacher.model} holds no weights to compare with"
-            return Check(title, "warning", detail)
-        probes = await self._probes_of(name, own)
-        dtype = self._infos[f"teachers.{name}"][0].dtype
-        parity = await asyncio.to_thread(_compare, teacher.model, dtype, probes, self.recipe.loss.temperature)
-        kl_limit, limit = self.cfg.self_kl_limit(dtype), self.cfg.logprob_limit(dtype)
-        detail = (
-            f"mean KL to a transformers forward {parity.kl:.2e} nats over {parity.num_positions} tokens (limit "
-            f"{kl_limit:g}), |log-prob difference| mean {parity.mean_difference:.2e} (limit {limit:g}), max "
-            f"{parity.max_difference:.2e}"
-        )
-        if abs(parity.kl) <= kl_limit and parity.mean_difference <= limit:
-            self.parity[name] = parity
-            return Check(title, "ok", detail)
-        return Check(
-            title,
-            "failed",
-            f"{detail}: the scores are not this teacher's; check teachers.{name}.engine and placement, or widen "
-            "preflight.max_self_kl and max_logprob_difference for a low-precision engine",
-        )
-
-    async def _probes_of(self, name: str, samples: Sequence[SampleMeta]) -> list[Probe]:
-        names = ("tokens", "teacher_ids", "teacher_logprobs", "teacher_token_logprobs")
-        fields = await self.workers.plane.get([sample.sample_id for sample in samples], names)
-        probes = []
-        for i, sample in enumerate(samples):
-            ids, logprobs = fields["teacher_ids"][i], fields["teacher_logprobs"][i]
-            teachers = self.recipe.assignment.teachers_of(sample.domain)
-            if self.recipe.assignment.max_teachers > 1:
-                place = teachers.index(name)
-                ids, logprobs = ids[:, place], logprobs[:, place]
-            probes.append(
-                Probe(
-                    tokens=fields["tokens"][i],
-                    prompt_length=sample.prompt_length,
-                    ids=ids,
-                    logprobs=logprobs,
-                    token_logprobs=fields["teacher_token_logprobs"][i] if len(teachers) == 1 else None,
-                )
-            )
-        return probes
+        found = await ScoresCheck(self.recipe, self.workers).judge(name, own, self._infos[f"teachers.{name}"][0])
+        if found.parity is not None:
+            self.parity[name] = found.parity
+        return Check(title, found.status, found.detail)
 
     async def _better_teachers(self) -> AsyncIterator[Check]:
         validator = self.workers.validator
-        assert validator is not None
+        if validator is None:
+            detail = "no validation section: no teacher's reward is compared, and no best checkpoint is kept"
+            yield Check("rewards", "skipped", detail)
+            return
         start = time.perf_counter()
         student = await validator.run(self.workers.generator)
         wall_s = time.perf_counter() - start
@@ -339,10 +303,6 @@ class Preflight:
         timeout_s = self.recipe.schedule.wait_timeout_s
         batch = await self.workers.plane.claim(len(samples), ROLLOUT_FIELDS, timeout_s=timeout_s)
         await self.workers.plane.release(batch)
-
-
-def _compare(folder: str, dtype: str, probes: Sequence[Probe], temperature: float) -> Parity:
-    return Reference(folder, dtype).compare(probes, temperature=temperature)
 
 
 async def check_before_training(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from mopd.config.load import Loaded
 from mopd.config.rewards import CustomRewardConfig, JsonSchemaConfig
@@ -13,6 +15,16 @@ from mopd.types import UserError
 
 MIN_RANKS, RANKS_PER_CORE = 64, 8
 """Ranks that may start on any machine, and for each of its cores: each is a process of several hundred MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Outcome of one check."""
+
+    name: str
+    status: Literal["ok", "failed", "warning", "skipped"]
+    detail: str
+    """What was measured; for a failure also the key to change."""
 
 
 def check_inputs(loaded: Loaded) -> None:
@@ -26,16 +38,36 @@ def check_inputs(loaded: Loaded) -> None:
         check_model_folder(teacher.model, loaded.where("teachers", name, "model"))
     for split, entries in (("train", recipe.data.train), ("validation", recipe.data.validation)):
         for file in recipe.data.files(entries):
-            _check_file(loaded, file.path, "data", split)
-            if Path(file.path).stat().st_size == 0:
-                where = loaded.where("data", split)
-                raise UserError(f"{where}: file {file.path!r} is empty: write prompts or remove it")
-    if recipe.data.chat_template is not None:
-        _check_file(loaded, recipe.data.chat_template, "data", "chat_template")
-    for name, reward in recipe.rewards.items():
-        if isinstance(reward, (CustomRewardConfig, JsonSchemaConfig)) and reward.path is not None:
-            _check_file(loaded, reward.path, "rewards", name, "path")
-    if recipe.metrics.wandb is not None and importlib.util.find_spec("wandb") is None:
+            check_data_file(loaded, file.path, split)
+    check_chat_template(loaded)
+    for name in recipe.rewards:
+        check_reward_file(loaded, name)
+    check_wandb(loaded)
+
+
+def check_data_file(loaded: Loaded, file: str, split: str) -> None:
+    """A file of ``data.train`` or ``data.validation`` is there and not empty."""
+    _check_file(loaded, file, "data", split)
+    if Path(file).stat().st_size == 0:
+        raise UserError(f"{loaded.where('data', split)}: file {file!r} is empty: write prompts or remove it")
+
+
+def check_chat_template(loaded: Loaded) -> None:
+    """The file of ``data.chat_template``, if any, is there."""
+    if loaded.recipe.data.chat_template is not None:
+        _check_file(loaded, loaded.recipe.data.chat_template, "data", "chat_template")
+
+
+def check_reward_file(loaded: Loaded, name: str) -> None:
+    """The file that a reward of the recipe names, if any, is there."""
+    reward = loaded.recipe.rewards[name]
+    if isinstance(reward, (CustomRewardConfig, JsonSchemaConfig)) and reward.path is not None:
+        _check_file(loaded, reward.path, "rewards", name, "path")
+
+
+def check_wandb(loaded: Loaded) -> None:
+    """The package is there where the recipe asks for it."""
+    if loaded.recipe.metrics.wandb is not None and importlib.util.find_spec("wandb") is None:
         raise UserError(
             "metrics.wandb is set but the wandb package is not installed: run pip install wandb, or remove the section"
         )

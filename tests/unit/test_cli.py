@@ -11,6 +11,8 @@ import pytest
 
 from mopd.cli import main
 from mopd.config.load import load_recipe
+from mopd.hardware import this_hardware
+from mopd.run.preparing import settled
 from tests.fixtures.recipe import RECIPE
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +26,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     Path("recipe.yaml").write_text(RECIPE)
+    Path("models").mkdir()
     return "recipe.yaml"
 
 
@@ -63,7 +66,34 @@ def test_config_prints_what_loads_back(recipe: str, form: list[str], capsys: pyt
     overrides = ["--set", "seed=5", "--set", "loss.type=k2"]
     assert main(["config", recipe, *overrides, *form]) == 0
     Path("printed.yaml").write_text(capsys.readouterr().out)
-    assert load_recipe("printed.yaml").recipe == load_recipe(recipe, ["seed=5", "loss.type=k2"]).recipe
+    expected = settled(load_recipe(recipe, ["seed=5", "loss.type=k2"]), this_hardware())
+    assert load_recipe("printed.yaml").recipe == expected.recipe
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["seed=7", "schedule.steps=9"],
+        ["seed=7", "--json", "schedule.steps=9"],
+        ["--set", "seed=7", "schedule.steps=9"],
+        ["--json", "--set", "seed=7", "--set", "schedule.steps=9"],
+    ],
+)
+def test_overrides_stand_anywhere_behind_the_recipe(
+    recipe: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", recipe, *words]) == 0
+    out = capsys.readouterr().out
+    assert ('"seed": 7' in out and '"steps": 9' in out) if "--json" in words else "seed: 7  # --set" in out
+
+
+@pytest.mark.parametrize("words", [["--sed=1"], ["seed"], ["--json", "seed"], ["=1"]])
+def test_what_is_no_override_is_refused(recipe: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["config", recipe, *words])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2 and "error:" in capsys.readouterr().err
 
 
 def test_config_diff(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +125,6 @@ def test_config_diff(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["train", "recipe.yaml"], "recipe.yaml:3: student.model: folder 'models/student' does not exist"),
         (["train", "recipe.yaml", "--resume"], "recipe.yaml:3: student.model: folder"),
-        (["check", "recipe.yaml"], "recipe.yaml:3: student.model: folder"),
         (["eval", "recipe.yaml"], "recipe.yaml:3: student.model: folder"),
         (["serve", "none.json"], "recipe 'none.json' does not exist: check the path"),
         (["serve", "recipe.yaml"], "serve recipe.yaml: a recipe has several engines, an engine file has one: name --t"),
@@ -126,7 +155,7 @@ def test_user_errors_are_one_line(
     assert captured.out == ""
     assert captured.err.startswith(f"mopd: error: {line}")
     assert captured.err.count("\n") == 1
-    assert [entry.name for entry in Path().iterdir() if entry.name != "other.yaml"] == ["recipe.yaml"]
+    assert [entry.name for entry in Path().iterdir() if entry.name not in ("other.yaml", "models")] == ["recipe.yaml"]
 
 
 def test_used_run_folder_is_refused_before_ranks_start(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

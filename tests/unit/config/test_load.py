@@ -45,7 +45,7 @@ def test_precedence_default_base_recipe_set(write: Write) -> None:
     assert recipe.seed == 4  # the later --set
     loaded = load_recipe(top)
     assert (loaded.recipe.seed, loaded.recipe.checkpoint.keep_last) == (2, 12)
-    assert loaded.origins["checkpoint.every_steps"] == "base/tiny.yaml:11"
+    assert loaded.origins["checkpoint.every_steps"] == "base/tiny.yaml:12"
     assert loaded.origins["checkpoint.keep_last"] == "mine/top.yaml:3"
     assert loaded.sources == ("base/tiny.yaml", "mine/top.yaml")
 
