@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("page", type=Path, help="HTML file")
     parser.add_argument("picture", type=Path, help="PNG file to write")
     parser.add_argument("--width", type=int, default=1120)
-    parser.add_argument("--height", type=int, default=1400)
+    parser.add_argument("--height", type=int, default=1525)
     args = parser.parse_args()
     with browser() as chromium:
         page = chromium.new_page(viewport={"width": args.width, "height": args.height})

@@ -20,6 +20,8 @@ MIN_LEFT, CHARACTER = 44, 7.5
 """Room for the labels of the y axis: at least so much, and so much a character (of the larger type on a phone)."""
 NUM_COLOURS = 8
 """Series beyond these repeat a colour with a dashed line."""
+NEARLY_ZERO = 0.05
+"""Of the highest value."""
 MAX_POINTS = 300
 """Longer curves are drawn with so many."""
 
@@ -48,7 +50,7 @@ def line_chart(series: Sequence[Series], *, label: str, from_zero: bool = False)
     """One SVG; ``label`` describes it to screen readers. Empty text when no series has a point.
 
     Args:
-        from_zero: the y axis begins at 0 where nothing is below.
+        from_zero: the y axis begins at 0 where nothing, or next to nothing, is below.
     """
     series = [one for one in series if one.points]
     if not series:
@@ -58,6 +60,8 @@ def line_chart(series: Sequence[Series], *, label: str, from_zero: bool = False)
     if from_zero and min(ys) >= 0:
         ys.append(0.0)
     y_ticks = ticks(min(ys), max(ys))
+    if from_zero and -min(ys) < NEARLY_ZERO * max(ys):  # noise below 0 gets room, not a tick of its own
+        y_ticks = [tick for tick in y_ticks if tick >= 0]
     labels = _tick_labels(y_ticks)
     left = max(MIN_LEFT, 8 + round(CHARACTER * max(map(len, labels))))
     x_scale = _scaled(min(xs), max(xs), left, WIDTH - RIGHT)

@@ -85,10 +85,10 @@ def test_always_zero_is_named_and_not_drawn(page: str) -> None:
 def test_the_axis_of_a_kl_begins_at_zero_unless_something_is_below(page: str) -> None:
     assert ">0</text>" in figure(page, "kl_k1")
     lowest = {}
-    for low in (0.4, -0.4):
+    for low in (0.4, -0.4, -0.01):
         svg = line_chart([Series(name="a", index=0, points=[(0, 0.9), (1, low)])], label="x", from_zero=True)
         lowest[low] = min(float(text) for text in re.findall(r'text-anchor="end">([^<]*)<', svg))
-    assert lowest[0.4] == 0 and lowest[-0.4] < -0.3
+    assert lowest[0.4] == lowest[-0.01] == 0 and lowest[-0.4] < -0.3
 
 
 def test_a_metric_without_domains_is_one_curve() -> None:
