@@ -20,6 +20,7 @@ from mopd.config.groups import ExternalConfig
 from mopd.config.load import Loaded
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
+from mopd.data.prompts import encode_prompt
 from mopd.data.tokenizer import compare_tokenizers, load_tokenizer
 from mopd.engines.interface import EngineInfo
 from mopd.files.reading import MAX_TEXT_BYTES
@@ -43,6 +44,10 @@ logger = logging.getLogger(__name__)
 
 NUM_PROBE_SAMPLES = 4
 """Per teacher: a wrong model, alignment or tokenizer shows in the first; more would only cost time."""
+CONVERSATION = [
+    {"role": role, "content": text} for role, text in (("user", "1 + 1"), ("assistant", "2"), ("user", "2 + 2"))
+]
+"""Rendered by two chat templates to see whether they are one."""
 PROBE_IDS = 2**62
 """Sample ids of probes start here, far from the training stream's."""
 
@@ -106,6 +111,9 @@ class Preflight:
         yield await self._identity(ROLLOUT)
         for name in self.recipe.teachers:
             yield self._tokenizers(name)
+            template = self._chat_template(name)
+            if template is not None:
+                yield template
             yield await self._identity(f"teachers.{name}")
             yield self._different_weights(name)
 
@@ -138,6 +146,29 @@ class Preflight:
             f"teachers.{name}.model {teacher.model} and student.model {self.recipe.student.model} do not share "
             f"a tokenizer: {'; '.join(differences)}; choose a teacher with the student's tokenizer",
         )
+
+    def _chat_template(self, name: str) -> Check | None:
+        """A warning where teacher and student would each write a conversation otherwise: prompts are the student's."""
+        teacher, data = self.recipe.teachers[name], self.recipe.data
+        own = load_tokenizer(teacher.model)
+        if data.chat_template is not None or None in (own.chat_template, self.workers.tokenizer.chat_template):
+            return None
+        title = f"chat template of {name}"
+        prompt = f"teachers.{name}.model {teacher.model} and student.model {self.recipe.student.model}"
+        try:
+            read = [
+                encode_prompt(CONVERSATION, data, tokenizer, place=f"{prompt}: a probe conversation")
+                for tokenizer in (own, self.workers.tokenizer)
+            ]
+        except UserError as error:  # of data that may hold no conversation at all
+            return Check(title, "warning", str(error))
+        if read[0] == read[1]:
+            return None
+        detail = (
+            f"{prompt} have chat templates that write a probe conversation with other tokens ({len(read[0])} and "
+            f"{len(read[1])}): the teacher is asked with the student's; set data.chat_template to the one that is meant"
+        )
+        return Check(title, "warning", detail)
 
     async def _identity(self, key: str) -> Check:
         """Every replica of a group is the model of the recipe, and large enough."""
