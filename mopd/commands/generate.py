@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ABOUT = "sample from a Hugging Face model, a run or a checkpoint"
 EXAMPLES = """\
 examples:
-  mopd generate runs/quickstart "sort: c a b"
+  mopd generate runs/quickstart "sort cab" --samples 4
   mopd generate runs/mine/checkpoints/step_00000100 "What is 12 x 12?" --samples 4 --temperature 0.7
   mopd generate models/student - --raw < prompt.txt
 """
