@@ -120,6 +120,12 @@ def test_what_cannot_be_had_is_one_line(shelf: Shelf, world: World, tmp_path: Pa
         assert "Traceback" not in done.stderr and not run_dir.exists()
 
 
+def test_eval_takes_a_name(shelf: Shelf, trained: Path) -> None:
+    done = shelf.run("eval", trained.with_suffix(".yaml"), "--model", "tiny/right", "--json", offline=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rewards"]["right"] == 1.0
+
+
 @pytest.mark.multirank
 def test_under_torchrun_one_rank_fetches(shelf: Shelf, world: World, tmp_path: Path) -> None:
     names = NAMES | {"student__parallel": {"tensor_model_parallel_size": 2}}
