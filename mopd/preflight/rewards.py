@@ -41,7 +41,8 @@ def _never_matched(name: str, domain: str, reward: str, teacher: ValidationResul
     return (
         f"{reward} never matched on domain {domain!r}: teachers.{name} and the student both have 0.000, {found}; here "
         f"is one response of the teacher: {_shown(teacher.examples[domain])}{cut or ': '}change the reward or "
-        f"data.columns.ground_truth, or set preflight.require_better_teacher: false"
+        f"data.columns.ground_truth, or teachers.{name}.model and domains, or set "
+        "preflight.require_better_teacher: false"
     )
 
 

@@ -118,8 +118,7 @@ def _cases(item: RewardItem, tests: Sequence[Mapping[str, Any]], beside: Mapping
 def _from_columns(item: RewardItem, truth: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
     """``inputs`` and ``outputs`` of equal length, with ``fn_name`` for functions (APPS, TACO)."""
     inputs, outputs = truth.get("inputs"), truth.get("outputs")
-    lists = isinstance(inputs, Sequence) and isinstance(outputs, Sequence)
-    if not lists or not inputs or len(inputs) != len(outputs):
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
         raise _no_tests(item)
     if not any(beside.get(name) for name in FUNCTION_NAMES):
         cases = [[_as_text(given), _as_text(wanted)] for given, wanted in zip(inputs, outputs, strict=True)]

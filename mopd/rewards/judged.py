@@ -36,7 +36,8 @@ class JudgedReward(ServedReward):
 
     def __init__(self, cfg: JudgedConfig, key: str) -> None:
         """``key`` heads its errors. ``UserError`` for a file or a machine that cannot be used."""
-        super().__init__(f"{key}: the {cfg.type} reward")
+        cure = ": see that the machine has memory and processes left, then start again with --resume"
+        super().__init__(f"{key}: the {cfg.type} reward", cure)
         self._cfg = cfg
         self._num_processes = max(2, min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // 2))
         self._settings: dict[str, Any] = {"num_processes": self._num_processes, "timeout_s": cfg.timeout_s}

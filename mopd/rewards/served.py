@@ -20,9 +20,9 @@ GIB = 2**30
 class ServedReward(ABC):
     """Implements ``Reward``. Every failure is a ``UserError`` that begins with what the reward is called."""
 
-    def __init__(self, called: str) -> None:
-        """``called`` heads its errors: a file or a key, and the reward."""
-        self._called = called
+    def __init__(self, called: str, cure: str = "") -> None:
+        """``called`` heads its errors: a file or a key, and the reward; ``cure`` ends them."""
+        self._called, self._cure = called, cure
         self._process: RewardProcess | None = None
         self._failure: UserError | None = None
         self._lock = asyncio.Lock()
@@ -39,7 +39,7 @@ class ServedReward(ABC):
             try:
                 return await asyncio.to_thread(self._score, items)
             except RewardFailed as error:
-                self._failure = UserError(f"{self._called} {one_line(error)}")
+                self._failure = UserError(f"{self._called} {one_line(error)}{self._cure}")
                 await asyncio.to_thread(self.close)
                 raise self._failure from error
             except asyncio.CancelledError:

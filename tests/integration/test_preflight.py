@@ -38,7 +38,8 @@ def test_check_passes_and_reports_numbers(world: World, tmp_path: Path) -> None:
 def test_swapped_teachers(world: World, tmp_path: Path) -> None:
     left, right = (str(world.teachers[domain]) for domain in ("left", "right"))
     error = refused(world, tmp_path / "run", teachers__left__model=right, teachers__right__model=left)
-    assert "teachers.left does not beat the student on its own domain 'left'" in error
+    assert "rewards.default (exact_match) never matched on domain 'left': teachers.left and the student both" in error
+    assert "from which was extracted '" in error and "teachers.left.model and domains" in error
 
 
 def test_teacher_is_the_student(world: World, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ class Remote:
     def _compared(self, *_: object) -> bool:
         raise TypeError("the program's result is no plain value and cannot be compared")
 
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __contains__ = _compared  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __contains__ = _compared
     __hash__ = None  # type: ignore[assignment]
 
 
@@ -116,9 +116,10 @@ class Link:
             return value if value is None or isinstance(value, bool) else str.__str__(value)
         if isinstance(value, (int, float)):
             return int.__pos__(value) if isinstance(value, int) else float.__pos__(value)
-        for kind, tag in ((list, "list"), (tuple, "tuple"), (set, "set"), (frozenset, "frozenset")):
+        kinds: tuple[tuple[Any, str], ...] = ((list, "list"), (tuple, "tuple"), (set, "set"), (frozenset, "frozenset"))
+        for kind, tag in kinds:
             if isinstance(value, kind):
-                return {tag: [self._encode(entry) for entry in kind.__iter__(value)]}  # type: ignore[attr-defined]
+                return {tag: [self._encode(entry) for entry in kind.__iter__(value)]}
         if isinstance(value, dict):
             return {"dict": [[self._encode(key), self._encode(entry)] for key, entry in dict.items(value)]}
         if isinstance(value, (bytes, bytearray)):

@@ -38,7 +38,7 @@ def grade_program(call: dict[str, Any], *, timeout_s: float, max_bytes: int) -> 
         return 0.0, None, "the response has no finished block between ``` lines"
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        sandbox = Sandbox(Path(folder).resolve(), max_bytes, deadline, readable=(CALLS,))
+        sandbox = Sandbox(Path(folder).resolve(), max_bytes, deadline, may_read=(CALLS,))
         tests = call["tests"]
         try:
             problem = (

@@ -104,7 +104,7 @@ class Sandbox:
     """Empty; its plain files are removed with ``clear``."""
     max_bytes: int
     deadline: float
-    readable: tuple[str, ...] = ()
+    may_read: tuple[str, ...] = ()
     """Files that programs may read beside their Python."""
     use_landlock: bool = True
 
@@ -157,7 +157,7 @@ class Sandbox:
         _require(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
         version = landlock_version() if self.use_landlock else 0
         if version > 0:
-            _landlock(self.folder, self.readable)
+            _landlock(self.folder, self.may_read)
         install_filter(may_write=version >= 3)  # older ones let any file be truncated
 
 
@@ -167,7 +167,7 @@ def landlock_version() -> int:
     return max(0, _libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
 
 
-def _landlock(folder: Path, readable: Sequence[str]) -> None:
+def _landlock(folder: Path, may_read: Sequence[str]) -> None:
     version = landlock_version()
     handled = (1 << (13 + (version >= 2) + (version >= 3))) - 1 | (1 << 15 if version >= 5 else 0)
     attributes = struct.pack("=QQQ", handled, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
@@ -175,7 +175,7 @@ def _landlock(folder: Path, readable: Sequence[str]) -> None:
     rules = _libc.syscall(LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(length), 0)
     _require(rules, "landlock_create_ruleset")
     read = FILE_READ | FOLDER_READ | FILE_EXECUTE
-    for path in (*_python_folders(), *readable):
+    for path in (*_python_folders(), *may_read):
         _allow(rules, path, (read if os.path.isdir(path) else FILE_READ | FILE_EXECUTE) & handled)
     _allow(rules, "/dev/null", (FILE_READ | FILE_WRITE) & handled)
     _allow(rules, str(folder), (FILE_READ | FILE_WRITE | FOLDER_READ | PLAIN_FILES) & handled)

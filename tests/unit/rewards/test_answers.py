@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -164,3 +166,38 @@ def test_schemas_that_are_none(content: str | None, message: str, tmp_path: Path
     with pytest.raises(UserError, match=message) as caught:
         build_rewards({"math": JsonSchemaConfig(type="json_schema", path=str(path))})
     assert str(caught.value).startswith(str(path))
+
+
+def test_a_process_that_dies_is_one_line_with_the_key_and_final() -> None:
+    """Whoever kills it: the next batch is not judged by guesswork."""
+    rewards = build_rewards({"math": RegexConfig(type="regex", pattern="a", timeout_s=30.0)})
+
+    async def killed() -> None:
+        assert (await rewards.score([item("a")]))[0].value == 1.0
+        (judge,) = [int(entry.name) for entry in Path("/proc").iterdir() if is_judge_of_ours(entry)]
+        os.kill(judge, signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(UserError) as caught:
+                await rewards.score([item("a")])
+            line = "rewards.math: the regex reward ended its process (killed by signal 9): it wrote nothing to stderr"
+            assert str(caught.value).startswith(line) and str(caught.value).endswith("start again with --resume")
+
+    try:
+        asyncio.run(killed())
+    finally:
+        rewards.close()
+
+
+def is_judge_of_ours(entry: Path) -> bool:
+    """The process whose supervisor is our child's; forks of it that judge are gone by now."""
+    try:
+        words = (entry / "cmdline").read_text().split("\0") if entry.name.isdecimal() else []
+        if not any(word.endswith("judge.py") for word in words[:3]):
+            return False
+        parents, pid = [], entry.name
+        while pid not in ("0", "1", str(os.getpid())):
+            pid = (Path("/proc") / pid / "stat").read_text().rpartition(")")[2].split()[1]
+            parents.append(pid)
+        return str(os.getpid()) in parents
+    except OSError:
+        return False
