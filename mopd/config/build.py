@@ -146,11 +146,13 @@ class Builder:
             if node.value is None and (type(None) in members or annotation is Any):
                 return None
         classes = section_classes(annotation)
-        if classes:
+        if classes and (isinstance(node, Section) or {*members} <= {*classes, type(None)}):
             return self._one_of(node, classes, path, default)
         for member in members:
             if typing.get_origin(member) is Mapping:
                 return self._mapping(node, typing.get_args(member)[1], path)
+            if typing.get_origin(member) is tuple and section_classes(typing.get_args(member)[0]):
+                return self._items(node, annotation, typing.get_args(member)[0], path)
         if annotation is Any and isinstance(node, Section):
             return self._mapping(node, Any, path)
         if isinstance(node, Section):
@@ -182,6 +184,18 @@ class Builder:
         except ValueError as error:
             self.fail(item.origin, path, f"name {error}")
         return self.value(item, annotation, (*path, key), None)
+
+    def _items(self, node: Node, whole: Any, annotation: Any, path: Path_) -> tuple[Any, ...]:
+        """A list whose items may be sections; ``whole`` is the list's own annotation."""
+        if not isinstance(node, Leaf) or not isinstance(node.value, list):
+            shown = "a section" if isinstance(node, Section) else _shown(node.value)
+            self.fail(node.origin, path, f"expected {_expected(whole)}, got {shown}")
+        made = []
+        for i, item in enumerate(node.value):
+            below = (*path[:-1], f"{path[-1]}[{i}]")
+            inner = _section(item, node.origin) if isinstance(item, dict) else Leaf(item, node.origin)
+            made.append(self.attempt(below, partial(self.value, inner, annotation, below, None), None))
+        return tuple(item for item in made if item is not None)
 
     def _one_of(self, node: Node, classes: tuple[type, ...], path: Path_, default: Any) -> Any:
         """An instance of the class that the section's ``type`` key chooses."""
@@ -284,6 +298,8 @@ def _expected(annotation: Any) -> str:
     for member in union_members(annotation):
         if typing.get_origin(member) is Literal:
             parts.append("one of " + ", ".join(str(choice) for choice in typing.get_args(member)))
+        elif section_classes(member):
+            parts.append("a section")
         elif typing.get_origin(member) is tuple:
             parts.append(f"a list ({_expected(typing.get_args(member)[0])} each)")
         else:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Literal
 
-from mopd.config.build import build_from_json
-from mopd.config.values import check_name, check_text
-from mopd.types import UserError
+from mopd.config.values import check_name
 
-BUILT = "built"
-"""Key of a field's metadata: the section that its owner builds by itself where the value is no text."""
+ShippedColumns = Literal["verl", "dapo", "gsm8k", "math", "mbpp", "openthoughts", "messages", "question_answer"]
+"""Names of mappings that come with mopd."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +30,7 @@ class ColumnsConfig:
 _VERL = ColumnsConfig(
     prompt="prompt", ground_truth="reward_model.ground_truth", domain="data_source", extra_info="extra_info"
 )
-SHIPPED: Mapping[str, ColumnsConfig] = MappingProxyType(
+SHIPPED: Mapping[ShippedColumns, ColumnsConfig] = MappingProxyType(
     {
         "verl": _VERL,
         "dapo": _VERL,
@@ -45,7 +43,7 @@ SHIPPED: Mapping[str, ColumnsConfig] = MappingProxyType(
     }
 )
 """Mappings by name; what else a name does is told in ``docs/data.md``."""
-DEFAULT_COLUMNS = "verl"
+DEFAULT_COLUMNS: ShippedColumns = "verl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,70 +52,19 @@ class DataFileConfig:
 
     path: str
     """A ``.parquet`` or ``.jsonl`` file, or a name of the Hub."""
-    columns: Any = field(default=None, metadata={BUILT: ColumnsConfig})
+    columns: ShippedColumns | ColumnsConfig | None = None
     """As ``data.columns``, for this entry alone."""
     domain: str | None = None
     """Domain of every row of this entry, whatever its columns say."""
 
-
-def columns_of(key: str, value: Any) -> str | ColumnsConfig:
-    """The name of a shipped mapping, or an own one built from a section.
-
-    Raises:
-        ValueError: it is neither; begins with ``key``.
-    """
-    if isinstance(value, ColumnsConfig):
-        return value
-    if isinstance(value, Mapping):
-        mapping: ColumnsConfig = _build(ColumnsConfig, value, key)
-        return mapping
-    if not isinstance(value, str) or value not in SHIPPED:
-        raise ValueError(
-            f"{key} is {_shown(value)}: set one of {', '.join(SHIPPED)}, or a section {{prompt: COLUMN, "
-            "ground_truth: COLUMN, domain: COLUMN}"
-        )
-    return value
+    def __post_init__(self) -> None:
+        if self.domain is not None:
+            try:
+                check_name(self.domain)
+            except ValueError as error:
+                raise ValueError(f"domain: {error}") from None
 
 
-def entry_of(key: str, value: Any) -> str | DataFileConfig:
-    """An entry of ``data.train`` or ``data.validation``: a path or name of the Hub, or a section with one.
-
-    Raises:
-        ValueError: it is neither; begins with ``key``.
-    """
-    if isinstance(value, str):
-        _checked(key, check_text, value)
-        return value
-    entry = value
-    if isinstance(value, Mapping):
-        entry = _build(DataFileConfig, value, key)
-    if not isinstance(entry, DataFileConfig):
-        raise ValueError(f"{key} is {_shown(value)}: write a file, a name of the Hub, or a section {{path: …}}")
-    if entry.domain is not None:
-        _checked(f"{key}.domain", check_name, entry.domain)
-    if entry.columns is None:
-        return entry
-    return DataFileConfig(path=entry.path, columns=columns_of(f"{key}.columns", entry.columns), domain=entry.domain)
-
-
-def mapping_of(columns: str | ColumnsConfig) -> ColumnsConfig:
+def mapping_of(columns: ShippedColumns | ColumnsConfig) -> ColumnsConfig:
     """The columns themselves."""
     return SHIPPED[columns] if isinstance(columns, str) else columns
-
-
-def _build(cls: type[Any], tree: Mapping[str, Any], key: str) -> Any:
-    try:
-        return build_from_json(cls, dict(tree), key)
-    except UserError as error:
-        raise ValueError(str(error)) from None
-
-
-def _checked(key: str, check: Any, text: str) -> None:
-    try:
-        check(text)
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from None
-
-
-def _shown(value: Any) -> str:
-    return f"{value!a:.80}"

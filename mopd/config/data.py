@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mopd.config.columns import BUILT, DEFAULT_COLUMNS, ColumnsConfig, DataFileConfig, columns_of, entry_of, mapping_of
+from mopd.config.columns import DEFAULT_COLUMNS, ColumnsConfig, DataFileConfig, ShippedColumns, mapping_of
 from mopd.config.values import MAX_TOKENS, require_at_least, require_positive
 
 TEMPLATE_ARGUMENTS = frozenset(
@@ -19,14 +19,14 @@ TEMPLATE_ARGUMENTS = frozenset(
 class DataConfig:
     """Prompt files and how to read their rows."""
 
-    train: tuple[Any, ...] = field(metadata={BUILT: DataFileConfig})
+    train: tuple[str | DataFileConfig, ...]
     """Training prompts: parquet or JSONL files, or splits of data sets of the Hub (``openai/gsm8k:main/train``). An
     entry is such a text, or a section ``{path: …, columns: …, domain: …}`` with a mapping or a domain of its own."""
-    validation: tuple[Any, ...] = field(default=(), metadata={BUILT: DataFileConfig})
+    validation: tuple[str | DataFileConfig, ...] = ()
     """Validation prompts, as ``train``."""
-    columns: Any = field(default=DEFAULT_COLUMNS, metadata={BUILT: ColumnsConfig})
-    """Which columns hold what: ``verl``, ``dapo``, ``gsm8k``, ``math``, ``mbpp``, ``openthoughts``, ``messages``,
-    ``question_answer``, or a section ``{prompt: COLUMN, ground_truth: COLUMN, domain: COLUMN, extra_info: COLUMN}``."""
+    columns: ShippedColumns | ColumnsConfig = DEFAULT_COLUMNS
+    """Which columns hold what: a mapping that comes with mopd, by its name, or a section ``{prompt: COLUMN,
+    ground_truth: COLUMN, domain: COLUMN, extra_info: COLUMN}``."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's own chat template."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -44,12 +44,9 @@ class DataConfig:
             raise ValueError(f"chat_template_kwargs.{name} is set by mopd itself: remove it")
         if not self.train:
             raise ValueError("train is empty: name at least one parquet or JSONL file")
-        object.__setattr__(self, "columns", columns_of("columns", self.columns))
-        for split in ("train", "validation"):
-            entries = tuple(entry_of(f"{split}[{i}]", entry) for i, entry in enumerate(getattr(self, split)))
-            object.__setattr__(self, split, entries)
+        for split, entries in (("train", self.train), ("validation", self.validation)):
             for i, file in enumerate(self.files(entries)):
-                if file.domain is None and mapping_of(file.columns).domain is None:
+                if file.domain is None and mapping_of(file.columns or self.columns).domain is None:
                     name = f"columns {file.columns}" if isinstance(file.columns, str) else "columns"
                     raise ValueError(
                         f"{split}[{i}]: {file.path!a:.80}: its {name} have no domain: add one to the entry, as in "

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from mopd.config.columns import BUILT
 from mopd.config.schema import Recipe
 from mopd.config.tree import field_default, field_types, section_classes, type_values, union_members
 
@@ -94,10 +93,7 @@ def _section(cls: type, path: str, lines: list[str], told: dict[type, str]) -> N
     if rows:
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
     for field in rows:
-        kind = _words(annotations[field.name])
-        if BUILT in field.metadata:
-            kind = kind.replace("any", "text or section")
-        words = (f"`{field.name}`", kind, _default(field), docs[field.name])
+        words = (f"`{field.name}`", _words(annotations[field.name]), _default(field), docs[field.name])
         lines.append("| " + " | ".join(_cell(word) for word in words) + " |")
     lines.append("")
     elsewhere: list[str] = []
@@ -105,22 +101,24 @@ def _section(cls: type, path: str, lines: list[str], told: dict[type, str]) -> N
     for name, annotation in annotations.items():
         below = f"{path}.{name}" if path else name
         for member in union_members(annotation):
-            mapped = typing.get_origin(member) is Mapping
-            for section in section_classes(typing.get_args(member)[1] if mapped else member):
+            inner, suffix = _inner(member)
+            for section in section_classes(inner):
                 if section in told and name not in above:
                     elsewhere.append(f"{name}: {told[section]}")
                 elif section not in told and section not in (known for known, _ in new):
-                    new.append((section, f"{below}.NAME" if mapped else below))
-    for field in dataclasses.fields(cls):
-        built = field.metadata.get(BUILT)
-        if built is not None and built not in told and built not in (known for known, _ in new):
-            new.append(
-                (built, f"{path}.{field.name}{'[…]' if typing.get_origin(field_types(cls)[field.name]) else ''}")
-            )
+                    new.append((section, f"{below}{suffix}"))
     if elsewhere:
         lines.append(f"Sections that stand above: {'; '.join(elsewhere)}.\n")
     for section, below in new:
         _section(section, below, lines, told)
+
+
+def _inner(member: Any) -> tuple[Any, str]:
+    """What a mapping or a list holds, else the annotation itself; how its place is written."""
+    origin = typing.get_origin(member)
+    if origin is Mapping:
+        return typing.get_args(member)[1], ".NAME"
+    return (typing.get_args(member)[0], "[…]") if origin is tuple else (member, "")
 
 
 def _words(annotation: Any) -> str:
@@ -132,7 +130,7 @@ def _words(annotation: Any) -> str:
         if origin is Literal:
             parts += [f"`{choice}`" for choice in typing.get_args(member)]
         elif origin is tuple:
-            parts.append(f"list of {_words(typing.get_args(member)[0])}")
+            parts.append(f"list of {_words(typing.get_args(member)[0]).replace(', ', ' or ')}")
         elif origin is Mapping:
             parts.append(f"names to {_words(typing.get_args(member)[1])}")
         elif isinstance(member, type) and dataclasses.is_dataclass(member):

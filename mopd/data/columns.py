@@ -35,6 +35,7 @@ class RowReader:
 
     def __init__(self, file: DataFileConfig) -> None:
         """``file`` as ``DataConfig.files`` gives it."""
+        assert file.columns is not None, "an entry as DataConfig.files gives it"
         self.mapping = mapping_of(file.columns)
         self._name = file.columns if isinstance(file.columns, str) else None
         self._domain = file.domain

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mopd.config.columns import DEFAULT_COLUMNS, SHIPPED, DataFileConfig
+from mopd.config.columns import DEFAULT_COLUMNS, SHIPPED, DataFileConfig, ShippedColumns
 from mopd.config.values import check_name
 from mopd.data.columns import count_domains
 from mopd.data.files import listed, read_first
@@ -122,7 +122,7 @@ def look_into(text: str) -> Found:
     return Found(file=file, counts=counts)
 
 
-def detect(path: Path, shown: str) -> str:
+def detect(path: Path, shown: str) -> ShippedColumns:
     """Name of the shipped mapping that fits the file's columns.
 
     Raises:

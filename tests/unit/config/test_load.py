@@ -123,7 +123,7 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
         ("student.model=3", "student.model: expected text, got 3"),
         ("student.dtype=fp8", "student.dtype: expected one of auto, float32, bfloat16, got 'fp8'"),
         ("checkpoint.keep_best=1", "checkpoint.keep_best: expected true or false, got 1"),
-        ("data.train=train.jsonl", "data.train: expected a list (a plain value each), got 'train.jsonl'"),
+        ("data.train=train.jsonl", "data.train: expected a list (text or a section each), got 'train.jsonl'"),
         ("data.train=[1]", "data.train[0] is 1: write a file, a name of the Hub, or a section {path: …}"),
         ("data.seed=3", "unknown key 'data.seed'; the recipe's seed also shuffles"),
         (

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mopd.config.build import build_from_json
 from mopd.config.data import DataConfig
 from mopd.data.columns import Fields, RowReader
 from mopd.data.files import MISSING
@@ -17,7 +18,7 @@ SYSTEM = {"role": "system", "content": "s"}
 
 def read(row: dict[str, Any], columns: Any, domain: str | None = "d") -> Fields:
     entry = {"path": "x.jsonl", "columns": columns, "domain": domain}
-    cfg = DataConfig(train=(entry,))
+    cfg = build_from_json(DataConfig, {"train": [entry]}, "recipe")
     reader = RowReader(cfg.files(cfg.train)[0])
     return reader.read({key: value for key, value in row.items() if key in reader.columns}, "x.jsonl: row 0")
 
@@ -87,20 +88,27 @@ def test_what_a_mapping_cannot_read(columns: Any, row: dict[str, Any], message: 
 
 
 BAD_RECIPES: list[tuple[dict[str, Any], str]] = [
-    ({"train": ({"path": "x", "columns": "gsm8k"},)}, "train[0]: 'x': its columns gsm8k have no domain"),
-    ({"train": ("x",), "columns": {"prompt": "p"}}, "train[0]: 'x': its columns have no domain"),
-    ({"train": ("x",), "columns": "gsm"}, "columns is 'gsm': set one of verl, dapo, gsm8k"),
-    ({"train": ("x",), "columns": {"promt": "p"}}, "columns: unknown key 'promt'; did you mean 'prompt'?"),
-    ({"train": ("x",), "columns": {"domain": "p"}}, "columns: missing key prompt"),
-    ({"train": ("x", {"columns": "verl"})}, "train[1]: missing key path"),
-    ({"train": ({"path": "x", "columns": 3},)}, "train[0].columns is 3: set one of"),
-    ({"train": ({"path": "x", "domain": ""},)}, "train[0]"),
-    ({"train": ("x",), "validation": (None,)}, "validation[0] is None: write a file, a name of the Hub"),
+    ({"train": [{"path": "x", "columns": "gsm8k"}]}, "train[0]: 'x': its columns gsm8k have no domain"),
+    ({"train": ["x"], "columns": {"prompt": "p"}}, "train[0]: 'x': its columns have no domain"),
+    ({"train": ["x"], "columns": "gsm"}, "columns: expected one of verl, dapo, gsm8k"),
+    ({"train": ["x"], "columns": {"promt": "p"}}, "unknown key 'columns.promt'; did you mean 'prompt'?"),
+    ({"train": ["x"], "columns": {"domain": "p"}}, "missing key columns.prompt"),
+    ({"train": ["x", {"columns": "verl"}]}, "missing key train[1].path"),
+    ({"train": [{"path": "x", "columns": 3}]}, "train[0].columns: expected one of verl"),
+    ({"train": [{"path": "x", "domain": ""}]}, "train[0].domain: is empty"),
+    ({"train": [["x"]]}, "train[0]: expected text or a section, got ['x']"),
+    ({"train": ["x"], "validation": [None]}, "validation[0]: expected text or a section, got null"),
+    ({"train": "x"}, "train: expected a list (text or a section each), got 'x'"),
 ]
 
 
 @pytest.mark.parametrize(("keys", "message"), BAD_RECIPES)
 def test_what_a_recipe_may_not_say(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        DataConfig(**keys)
-    assert message in str(caught.value)
+    with pytest.raises(UserError) as caught:
+        build_from_json(DataConfig, keys, "recipe")
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_text_that_reads_as_a_number_stays_text() -> None:
+    cfg = build_from_json(DataConfig, {"train": ["x"], "columns": {"prompt": "1e-6", "domain": "d"}}, "recipe")
+    assert cfg.columns.prompt == "1e-6"

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from mopd.config.build import build_from_json
 from mopd.config.data import DataConfig
 from mopd.data import files, prompts
 from mopd.data.prompts import PromptDataset, load_prompts
@@ -36,7 +37,7 @@ def load(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Load:
     def run(content: bytes, suffix: str, **keys: Any) -> PromptDataset:
         path = tmp_path / f"rows.{suffix}"
         path.write_bytes(content)
-        cfg = DataConfig(train=(str(path),), **keys)
+        cfg = build_from_json(DataConfig, {"train": [str(path)], **keys}, "recipe")
         return load_prompts(cfg.train, cfg, tokenizer)
 
     return run
@@ -109,7 +110,9 @@ def test_a_line_of_any_length_is_not_read_whole(load: Load, monkeypatch: pytest.
 def test_an_enormous_prompt_is_not_tokenized(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mopd.data.prompts.MAX_PROMPT_CHARACTERS", 1000)
     line = json.dumps({"data_source": "m", "prompt": "a" * 1001, "reward_model": {"ground_truth": "1"}}).encode()
-    assert "row 1: the prompt in 'prompt' (data.columns.prompt) has 1001 characters" in refusal(load, GOOD + line, "jsonl")
+    assert "row 1: the prompt in 'prompt' (data.columns.prompt) has 1001 characters" in refusal(
+        load, GOOD + line, "jsonl"
+    )
 
 
 WHOLE = parquet(table())

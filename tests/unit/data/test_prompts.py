@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from mopd.config.build import build_from_json
 from mopd.config.data import DataConfig
 from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts
 from mopd.data.tokenizer import load_tokenizer
@@ -39,7 +40,7 @@ def load(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Load:
             pq.write_table(pa.Table.from_pylist(rows), path)
         else:
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        cfg = DataConfig(train=(str(path),), **keys)
+        cfg = build_from_json(DataConfig, {"train": [str(path)], **keys}, "recipe")
         return load_prompts(cfg.train, cfg, tokenizer, needs_ground_truth=needs_ground_truth)
 
     return run
@@ -116,7 +117,10 @@ def test_unusable_rows_are_named(load: Load, kind: str) -> None:
         (row(domain=None), r"row 0 has no column 'data_source' .* set data.columns to what fits"),
         ({"data_source": "math", "question": "a"}, r"row 0 has no column 'prompt' .* set data.columns to what fits"),
         (row(7), r"row 0: column 'prompt' \(data.columns.prompt\) is int 7, not text"),
-        (row([{"role": "user", "content": 5}]), r"row 0: .*\(data.columns.prompt\) has a message whose 'content' is int 5"),
+        (
+            row([{"role": "user", "content": 5}]),
+            r"row 0: .*\(data.columns.prompt\) has a message whose 'content' is int 5",
+        ),
         (row(""), r"row 0: the prompt in 'prompt' \(data.columns.prompt\) has no tokens"),
         (row(answer=None), r"row 0 has no 'reward_model.ground_truth', .* set data.columns.ground_truth"),
     ]
