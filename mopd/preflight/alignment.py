@@ -36,6 +36,10 @@ MIN_EFFECT = {"float32": 1e-5}
 """Least mean |log-prob difference| that another first token of a long prompt makes, by the engine's dtype."""
 LEAST_EFFECT = 1e-4
 """In any other dtype."""
+NOISE = 3.0
+"""How many times an engine's difference from itself that is."""
+NUM_TEXT_TOKENS = 64
+"""Of a response that is scored after a whole prompt."""
 REPEATS = 4
 NUM_REPEATED = 8
 MAX_REPEATED_SHARE = 0.2
@@ -105,7 +109,8 @@ class AlignmentCheck:
         others = await self._others(short, long, right)
         problem = (
             self._wrong(difference, others)
-            or await self._deaf_on_the_left(short, long, right, difference)
+            or await self._deaf(short, right[0], difference)
+            or await self._deaf_on_the_left(probes)
             or (await self._prefixed(probes) if has_rotary_positions else "")
         )
         return Alignment(
@@ -161,33 +166,29 @@ class AlignmentCheck:
                 )
         return ""
 
-    async def _deaf_on_the_left(
-        self,
-        short: Sequence[Continued],
-        long: Sequence[Continued],
-        right: Sequence[Sequence[Scores]],
-        difference: float,
-    ) -> str:
-        """Another first token has to be heard: in short contexts loudly, in long ones above an engine's own noise."""
-        loud = max(self._limit, FARTHER * difference)
+    async def _deaf(self, short: Sequence[Continued], rows: Sequence[Scores], difference: float) -> str:
+        """Another first token of a short context has to change everything."""
+        changed = await self._score([(one, _other_first(one.context)) for one in short])
+        effect = max(_change(one, other) for one, other in zip(rows, changed, strict=True))
+        if effect > max(self._limit, FARTHER * difference):
+            return ""
+        return f"another first token does not change them (by {effect:.1e}): does the server drop it?"
+
+    async def _deaf_on_the_left(self, probes: Sequence[Text]) -> str:
+        """Another first token of a whole prompt has to be heard above the engine's own noise."""
+        texts = [probe.tokens[: min(self._longest, probe.prompt_length + NUM_TEXT_TOKENS)] for probe in probes]
+        starts = [probe.prompt_length for probe in probes]
+        plain = [(torch.tensor(text), start) for text, start in zip(texts, starts, strict=True)]
+        other = [(torch.tensor(_other_first(text)), start) for text, start in zip(texts, starts, strict=True)]
+        first, again, changed = await self._ask(plain), await self._ask(plain), await self._ask(other)
         least = MIN_EFFECT.get(self._dtype, LEAST_EFFECT)
-        for name, kind, rows in (("short", short, right[0]), ("long", long, right[1])):
-            others = [_other_first(one.context) for one in kind]
-            changed = await self._score([(one, other) for one, other in zip(kind, others, strict=True)])
-            again = await self._score([(one, one.context) for one in kind])
-            for one, first, other, repeated in zip(kind, rows, changed, again, strict=True):
-                noise = (first.token_logprobs - repeated.token_logprobs).abs().mean().item()
-                effect = (first.token_logprobs - other.token_logprobs).abs().mean().item()
-                if name == "long" and not effect > max(least, 3 * noise):
-                    return (
-                        f"another first token of a prompt of {len(one.context)} tokens does not change them (by "
-                        f"{effect:.1e}): does the server cut prompts on the left?"
-                    )
-            effects = [
-                (a.token_logprobs - b.token_logprobs).abs().mean().item() for a, b in zip(rows, changed, strict=True)
-            ]
-            if name == "short" and not max(effects) > loud:
-                return f"another first token does not change them (by {max(effects):.1e}): does the server drop it?"
+        for start, one, same, unlike in zip(starts, first, again, changed, strict=True):
+            effect = _change(one, unlike)
+            if not effect > max(least, NOISE * _change(one, same)):
+                return (
+                    f"another first token of a prompt of {start} tokens does not change them (by {effect:.1e}): does "
+                    "the server cut prompts on the left?"
+                )
         return ""
 
     async def _prefixed(self, probes: Sequence[Text]) -> str:
@@ -252,8 +253,16 @@ def _middle(probe: Text) -> int:
 
 def _other_first(context: tuple[int, ...]) -> tuple[int, ...]:
     """With another token in the first place: one of its own, which every vocabulary has."""
-    other = next((token for token in reversed(context) if token != context[0]), context[0] + 1)
+    first = context[0]
+    other = next((token for token in reversed(context) if token != first), first - 1 if first else 1)
     return (other, *context[1:])
+
+
+def _change(one: Scores, other: Scores) -> float:
+    """Mean |difference| of two scores of one response: of its tokens, and of what the rows list, by rank."""
+    tokens = (one.token_logprobs - other.token_logprobs).abs()
+    listed = (one.logprobs - other.logprobs).abs().nan_to_num(0.0)  # -inf may be listed
+    return torch.cat([tokens, listed.flatten()]).mean().item()
 
 
 def _difference(continued: Sequence[Continued], scores: Sequence[Scores]) -> float:
