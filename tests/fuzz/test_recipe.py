@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from mopd.config.load import Loaded, dump, load_recipe
+from mopd.hardware import Hardware
 from mopd.placement.engine_file import is_engine_file, read_engine_file, rollout_file, teacher_file
+from mopd.run.preparing import settled
 from mopd.types import UserError
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.whole_recipe import WHOLE_RECIPE
@@ -59,7 +61,7 @@ def test_overrides() -> None:
 
 
 def test_engine_files() -> None:
-    recipe = load_recipe("recipe.yaml").recipe
+    recipe = settled(load_recipe("recipe.yaml"), Hardware()).recipe
     valid = []
     for file in (teacher_file(recipe, "code[python]"), teacher_file(recipe, "math", 1), rollout_file(recipe)):
         file.write(Path("engine.json"))
