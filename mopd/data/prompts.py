@@ -88,21 +88,17 @@ class PromptDataset:
 
 
 def load_prompts(
-    entries: Sequence[str | DataFileConfig],
-    cfg: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    needs_ground_truth: bool = False,
+    entries: Sequence[str | DataFileConfig], cfg: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> PromptDataset:
     """Read, render and tokenize the files of ``entries``, which are those of ``cfg``.
 
     Chat messages go through the chat template with a generation prompt and no further special tokens; a text prompt is
     tokenized plainly, with the special tokens that the tokenizer adds by itself. ``UserError`` names file, row, column
-    and key for whatever cannot be used; with ``needs_ground_truth`` that includes an absent ground truth.
+    and key for whatever cannot be used. Whether a ground truth is one is for its reward to say.
     """
     template = _template(cfg)
     files = cfg.files(entries)
-    rows = [row for file in files for row in _load_file(file, cfg, tokenizer, template, needs_ground_truth)]
+    rows = [row for file in files for row in _load_file(file, cfg, tokenizer, template)]
     return _limit_length(rows, cfg)
 
 
@@ -147,11 +143,7 @@ def check_domains_have_teachers(
 
 
 def _load_file(
-    file: DataFileConfig,
-    cfg: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    template: str | None,
-    needs_ground_truth: bool,
+    file: DataFileConfig, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, template: str | None
 ) -> list[PromptRow]:
     reader, path = RowReader(file), Path(file.path)
     key = reader.mapping
@@ -161,11 +153,6 @@ def _load_file(
         place = f"{shown_path(path)}: row {number}"
         found = reader.read(columns, place)
         is_chat.append(not isinstance(found.prompt, str))
-        if needs_ground_truth and found.ground_truth in (MISSING, None):
-            raise UserError(
-                f"{place} has no {key.ground_truth or 'ground truth'!r}, which the reward needs: add it, or set "
-                "data.columns.ground_truth to the column that holds it"
-            )
         if not _is_finite(found.ground_truth):
             raise UserError(
                 f"{place}: {key.ground_truth!r} (data.columns.ground_truth) holds a number that is not finite: "

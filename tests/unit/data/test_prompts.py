@@ -34,14 +34,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBa
 def load(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Load:
     """Write rows to ``data.jsonl`` or ``data.parquet`` and load them."""
 
-    def run(rows: list[Row], kind: str = "jsonl", needs_ground_truth: bool = False, **keys: Any) -> PromptDataset:
+    def run(rows: list[Row], kind: str = "jsonl", **keys: Any) -> PromptDataset:
         path = tmp_path / f"data.{kind}"
         if kind == "parquet":
             pq.write_table(pa.Table.from_pylist(rows), path)
         else:
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         cfg = build_from_json(DataConfig, {"train": [str(path)], **keys}, "recipe")
-        return load_prompts(cfg.train, cfg, tokenizer, needs_ground_truth=needs_ground_truth)
+        return load_prompts(cfg.train, cfg, tokenizer)
 
     return run
 
@@ -57,7 +57,7 @@ def row(prompt: Any = "ab", domain: Any = "math", answer: Any = "12", **extra: A
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_chat_rows_in_both_formats(load: Load, tokenizer: PreTrainedTokenizerBase, kind: str) -> None:
     rows = [row(chat("ab"), extra_info={"index": 4, "split": "train"}), row(chat("cd?"), "code", "x")]
-    dataset = load(rows, kind, needs_ground_truth=True)
+    dataset = load(rows, kind)
     assert [r.domain for r in dataset.rows] == ["math", "code"]
     assert dataset.row(0).text == "user:ab\nassistant:"
     assert (
@@ -85,7 +85,7 @@ def test_column_names_are_keys_of_the_recipe(load: Load) -> None:
     rows = [{"meta": {"kind": "math"}, "q": {"text": "ab"}, "answer": 7}]
     for kind in ("jsonl", "parquet"):
         columns = {"domain": "meta.kind", "prompt": "q.text", "ground_truth": "answer"}
-        dataset = load(rows, kind, needs_ground_truth=True, columns=columns)
+        dataset = load(rows, kind, columns=columns)
         found = dataset.row(0)
         assert (found.domain, found.text, found.ground_truth, found.extra_info) == ("math", "ab", 7, None)
 
@@ -122,11 +122,10 @@ def test_unusable_rows_are_named(load: Load, kind: str) -> None:
             r"row 0: .*\(data.columns.prompt\) has a message whose 'content' is int 5",
         ),
         (row(""), r"row 0: the prompt in 'prompt' \(data.columns.prompt\) has no tokens"),
-        (row(answer=None), r"row 0 has no 'reward_model.ground_truth', .* set data.columns.ground_truth"),
     ]
     for bad, message in cases:
         with pytest.raises(UserError, match=message) as caught:
-            load([bad], kind, needs_ground_truth=True)
+            load([bad], kind)
         assert f"data.{kind}" in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(UserError, match="row 2"):
         load([row(), row(), row("")], kind)
