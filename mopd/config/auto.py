@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mopd.config.groups import (
     AutoEngineConfig,
@@ -19,6 +19,7 @@ from mopd.config.groups import (
     ExternalConfig,
     InProcessConfig,
     LocalConfig,
+    Placement,
     RayConfig,
     TorchEngineConfig,
     VllmEngineConfig,
@@ -67,9 +68,8 @@ def settle(
     settled = Settled(recipe)
     student = recipe.student
     if student.dtype == AUTO:
-        dtype = "float32" if hardware.without_cuda else "bfloat16"
         settled.reasons["student.dtype"] = hardware.without_cuda or "CUDA"
-        student = dataclasses.replace(student, dtype=dtype)
+        student = dataclasses.replace(student, dtype="float32" if hardware.without_cuda else "bfloat16")
     placement, why = _placement(recipe, hardware, num_ranks, num_weights or {})
     rollout = _group(("rollout",), recipe.rollout, recipe, hardware, placement, why, settled.reasons)
     teachers = {
@@ -157,15 +157,15 @@ def _group(
     group: Group,
     recipe: Recipe,
     hardware: Hardware,
-    placement: InProcessConfig | LocalConfig,
+    automatic: Placement,
     why: str,
     reasons: dict[str, str],
 ) -> Group:
     """One group settled; its reasons are added."""
-    if isinstance(group.placement, AutoPlacementConfig):
+    placement = group.placement
+    if isinstance(placement, AutoPlacementConfig):
+        placement = automatic
         reasons[dotted((*path, "placement", "type"))] = why
-    else:
-        placement = group.placement
     without_cuda = hardware.without_cuda
     if isinstance(placement, RayConfig):
         without_cuda = "" if placement.num_gpus else "placement.num_gpus is 0"
@@ -185,7 +185,7 @@ def _group(
 def _engine(
     engine: AutoEngineConfig,
     group: EngineGroupConfig,
-    placement: Any,
+    placement: Placement,
     recipe: Recipe,
     hardware: Hardware,
     without_cuda: str,

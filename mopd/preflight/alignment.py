@@ -137,11 +137,12 @@ class AlignmentCheck:
             "doubled": [(one, (one.context[0], *one.context)) for one in short],
             "cut": [(one, one.context[len(one.context) // 2 :]) for one in long if len(one.context) > 1],
         }
+        known = {one.context: rows for one, rows in zip([*short, *long], [*right[0], *right[1]], strict=True)}
         for name, questions in asked.items():
-            rows = await self._score(questions)
+            answers = await self._score(questions)
             distances[name] = [
-                (given.token_logprobs - one.drawn.logprobs).abs().expand(2, -1)
-                for (one, _), given in zip(questions, rows, strict=True)
+                _other_distance(one, known[one.context], rows)
+                for (one, _), rows in zip(questions, answers, strict=True)
             ]
         return {
             name: (max(own[0].mean().item() for own in found), torch.cat(found, dim=1)[1].mean().item())
@@ -242,13 +243,17 @@ def _short_contexts(probes: Sequence[Text], size: int) -> list[tuple[int, ...]]:
 
 
 def _long_contexts(probes: Sequence[Text], longest: int) -> list[tuple[int, ...]]:
-    """Each prompt, and it with half of its response."""
-    ends = [(probe, end) for probe in probes for end in {probe.prompt_length, _middle(probe)}]
-    return [probe.tokens[: min(end, longest)] for probe, end in ends]
-
-
-def _middle(probe: Text) -> int:
-    return (probe.prompt_length + len(probe.tokens)) // 2
+    """Most of each prompt, where few teachers are certain of what comes next; all of it; and half of the response."""
+    contexts = {
+        probe.tokens[: min(end, longest)]: None
+        for probe in probes
+        for end in (
+            max(1, 3 * probe.prompt_length // 4),
+            probe.prompt_length,
+            (probe.prompt_length + len(probe.tokens)) // 2,
+        )
+    }
+    return [*contexts]
 
 
 def _other_first(context: tuple[int, ...]) -> tuple[int, ...]:
@@ -285,6 +290,14 @@ def _shifted_distance(one: Continued, rows: Scores, shift: int) -> Tensor:
     lowest = torch.minimum(other.logprobs[:, -1], expected)  # an absent token is below the list
     by_token = (_listed(other, tokens, otherwise=lowest) - expected).abs()
     return torch.stack([torch.maximum(by_token, (other.token_logprobs - expected).abs()), by_token])
+
+
+def _other_distance(one: Continued, right: Scores, other: Scores) -> Tensor:
+    """[2, N] distances of the rows after another prompt: from what was generated or, where a teacher is certain of its
+    tokens whatever stands before them, from all that the right rows list; and from what was generated alone."""
+    tokens = (other.token_logprobs - one.drawn.logprobs).abs()
+    rows = (other.logprobs - right.logprobs).abs().nan_to_num(0.0).mean(1)  # -inf may be listed
+    return torch.stack([torch.maximum(tokens, rows), tokens])
 
 
 def _listed(rows: Scores, tokens: Tensor, *, otherwise: Tensor) -> Tensor:

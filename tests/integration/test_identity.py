@@ -62,8 +62,18 @@ def test_servers_are_told_apart_by_their_hashes(world: World, tmp_path: Path) ->
     assert "teachers.left: weights_sha256 is " in error and "replica left.0" in error
 
 
-@pytest.mark.parametrize("mistake", ["shifted by one", "dropped bos", "swapped"])
-def test_a_server_with_the_right_hashes_and_wrong_scores(world: World, tmp_path: Path, mistake: str) -> None:
+@pytest.mark.parametrize(
+    ("mistake", "compare", "found"),
+    [
+        ("shifted by one", "auto", "one log-prob in its row and another alone"),
+        ("dropped bos", "auto", "mean KL to a transformers forward"),
+        ("dropped bos", False, "they differ from what its own generation reports"),
+        ("swapped", "auto", "mean KL to a transformers forward"),
+    ],
+)
+def test_a_server_with_the_right_hashes_and_wrong_scores(
+    world: World, tmp_path: Path, mistake: str, compare: object, found: str
+) -> None:
     folder = world.teachers["right" if mistake == "swapped" else "left"]
     engine = MistakenEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
     engine.mistake = mistake
@@ -73,10 +83,12 @@ def test_a_server_with_the_right_hashes_and_wrong_scores(world: World, tmp_path:
             student__parallel=ONE_RANK,
             teachers__left__placement=external(url),
             preflight__require_better_teacher=False,
+            preflight__compare_with_transformers=compare,
         )
         done = mopd("train", recipe)
     assert done.returncode == 2, done.stderr
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("mopd: error:")]
+    assert found in error
     assert "the scores are not this teacher's; check teachers.left.engine and placement" in error
     assert not (tmp_path / "run").exists()
 
@@ -101,7 +113,8 @@ def test_a_stock_server_is_known_by_its_scores(world: World, tmp_path: Path) -> 
         again = mopd("train", recipe, "--resume", "--set", "schedule.steps=3")
     assert done.returncode == 0, done.stderr
     assert "no hashes to compare; its scores on a fixed probe are kept" in done.stderr
-    assert "unproven: teachers.left.model" in done.stderr and "holds no weights to compare with" in done.stderr
+    assert "scores of left: equal what its own greedy continuations report" in done.stderr
+    assert "not compared with transformers: its folder holds no weights" in done.stderr
     assert "a teacher behind an openai server only scores" in done.stderr
     line = read_metrics(run_dir)[0]
     assert "kl_floor/right" in line and "kl_floor/left" not in line

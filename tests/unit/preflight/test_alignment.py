@@ -92,6 +92,18 @@ def test_a_coarse_engine_hides_no_fault(teacher: Make, fault: str) -> None:
         assert look(Misread(engine, fault, everywhere=True), dtype="bfloat16").problem
 
 
+def test_a_teacher_that_is_certain_of_every_token(teacher: Make) -> None:
+    """Its own tokens have log-probs near 0 whatever stands before them; the server does not tell its dtype."""
+    engine = teacher(6, scale=0.3)
+    with torch.no_grad():
+        engine.model.model.norm.weight.mul_(10)
+    assert look(engine, dtype="unknown").problem == ""
+    for fault in (*PROMPTS, *SHIFTS):
+        assert look(Misread(engine, fault), dtype="unknown").problem, fault
+    for fault in PROMPTS:
+        assert look(Misread(engine, fault, everywhere=True), dtype="unknown").problem, fault
+
+
 def test_the_fault_is_named(teacher: Make) -> None:
     named = {
         "one later": "rows that stand one place too early",
