@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mopd.config.groups import (
     EngineGroupConfig,
@@ -158,7 +159,7 @@ def test_a_child_sees_what_this_process_counts(
 
 
 def test_this_machine_counts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus.torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     for name, value in (("LOCAL_WORLD_SIZE", "4"), ("LOCAL_RANK", "3"), ("RANK", "11"), ("WORLD_SIZE", "12")):
         monkeypatch.setenv(name, value)
     assert (gpus.this_machine(), gpus.local_rank()) == (machine(8, 4), 3)
@@ -180,7 +181,7 @@ def test_a_recipe_is_refused_before_its_ranks_start(tmp_path: Path, monkeypatch:
     )
     loaded = load_recipe(file)
     gpus.check_gpus(loaded)
-    monkeypatch.setattr(gpus.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UserError, match=r"recipe.yaml: teachers.a.placement: .* trainer ranks: GPU 0, 1"):
         gpus.check_gpus(loaded)
     gpus.check_gpus(loaded, ("rollout",))
