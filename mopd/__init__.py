@@ -1,3 +1,3 @@
 """mopd: multi-teacher on-policy distillation on Megatron-Core."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
