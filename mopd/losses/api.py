@@ -2,29 +2,21 @@
 
 Formulas: ``docs/losses.md``. What all of them share:
 
-``inp``
-    student logits of this rank's vocabulary shard, ``[T, V/tp]``, ``[S, B, V/tp]`` or ``[B, S, V/tp]``, any strides;
-    bf16, fp16, fp32 (float64 for tests). The leading dims are the *rows*; every other argument has them too.
-``temperature``
-    divides the logits; the teacher's log-probs must have been made with the same one.
-``loss_weight``
-    float ``[rows]``, multiplies each row's loss (``aggregation.token_weights`` makes it). Rows of weight 0 have loss 0
-    and a gradient of exactly 0; what their ids and log-probs hold does not matter.
-``dist_process_group``
-    the tensor-parallel group, None for a single rank. Loss and gradient are those of the joined logits.
-``vocab_range``
-    ``(start, end)`` ids of this rank's columns; None means equal shards in rank order.
-``true_vocab_size``
-    columns from this id on are padding: probability 0, gradient 0.
-``reduce_loss``
-    True returns the *sum* of the (weighted) row losses: denominators belong into ``loss_weight``.
-``overwrite_input``
-    backward writes the gradient over ``inp`` (contiguous only); a second backward then raises RuntimeError.
-``backend``
-    ``triton`` (CUDA kernels; no float64 logits), ``chunked`` (any device, bounded memory), ``reference`` (float64
-    autograd, single rank), ``auto``: triton on CUDA where it is installed and fits, else chunked.
-``check_values``
-    also checks numbers (id range, NaN, mass above 1 + 1e-4); waits for the device.
+- ``inp``: student logits of this rank's vocabulary shard, ``[T, V/tp]``, ``[S, B, V/tp]`` or ``[B, S, V/tp]``, any
+  strides; bf16, fp16, fp32 (float64 for tests). The leading dims are the *rows*; every other argument has them too.
+- ``temperature``: divides the logits; the teacher's log-probs must have been made with the same one.
+- ``loss_weight``: float ``[rows]``, multiplies each row's loss (``aggregation.token_weights`` makes it). Rows of
+  weight 0 have loss 0 and a gradient of exactly 0; what their ids and log-probs hold does not matter.
+- ``dist_process_group``: the tensor-parallel group, None for a single rank. Loss and gradient are those of the joined
+  logits.
+- ``vocab_range``: ``(start, end)`` ids of this rank's columns; None means equal shards in rank order.
+- ``true_vocab_size``: columns from this id on are padding: probability 0, gradient 0.
+- ``reduce_loss``: True returns the *sum* of the (weighted) row losses: denominators belong into ``loss_weight``.
+- ``overwrite_input``: backward writes the gradient over ``inp`` (contiguous only); a second backward then raises
+  RuntimeError.
+- ``backend``: ``triton`` (CUDA kernels; no float64 logits), ``chunked`` (any device, bounded memory), ``reference``
+  (float64 autograd, single rank), ``auto``: triton on CUDA where it is installed and fits, else chunked.
+- ``check_values``: also checks numbers (id range, NaN, mass above 1 + 1e-4); waits for the device.
 
 Row losses and metrics are fp32 (float64 for float64 logits); gradients have the dtype of ``inp``, rounded once. Metrics
 are detached. Wrong shapes, dtypes or option values raise ValueError.
@@ -235,7 +227,8 @@ def parallel_policy_gradient(
         task_advantage: fp32 ``[rows]``; needed where ``task_reward_weight`` is not 0.
         old_logprobs: fp32 ``[rows]``, p_old of the PPO ratio; None means the student's own of this pass (ratio 1).
         rollout_logprobs: fp32 ``[rows]``, the sampler's log-probs; needed by ``correction``.
-        clip_ratio_low, clip_ratio_high: PPO clips rho to [1 - low, 1 + high].
+        clip_ratio_low: PPO clips rho to at least 1 - low,
+        clip_ratio_high: and to at most 1 + high.
         dual_clip: c > 1 bounds the loss by c |A| where A < 0; None means no bound.
         correction: ``("tis" | "icepop" | "gate", low, high)``, see ``mopd.losses.sampled``; None: weight 1.
 

@@ -58,7 +58,7 @@ class ModelMaker:
             model, _ = load_weights(start, torch.float32)
         label = "base" if start is None else f"expert in {domains[0]}"
         phase = Phase(domains, lengths, steps, self._batch_size, self._lr, f"{label}/{self._seed}")
-        with _progress(label, steps) as report:
+        with progress(label, steps) as report:
             seconds = train(model, self._tokenizer, phase, self._held_out, report)
         model.save_pretrained(out)
         self._tokenizer.save_pretrained(out)
@@ -67,7 +67,7 @@ class ModelMaker:
 
 
 @contextmanager
-def _progress(label: str, steps: int) -> Iterator[Callable[[int, float], None]]:
+def progress(label: str, steps: int) -> Iterator[Callable[[int, float], None]]:
     """A bar on a terminal; elsewhere a line now and then, and one at the end."""
     if sys.stdout.isatty():
         columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,14 +36,13 @@ def new_model(tokenizer: PreTrainedTokenizerFast, shape: dict[str, int], seed: i
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         tie_word_embeddings=True,
-        max_position_embeddings=128,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         initializer_range=0.05,
         dtype="float32",
-        **shape,
+        **{"max_position_embeddings": 128, **shape},
     )
     model = Qwen3ForCausalLM(config)
     model.generation_config.do_sample = True
@@ -60,11 +59,19 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, prompt: str) -> list[int]:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, batch: Sequence[Question]) -> tuple[Tensor, Tensor]:
-    """Right-padded ``(tokens, labels)``, both [B, S] int64; a label is the next token; answers and eos only."""
+    """``pad_rows`` of questions, each a one-message chat."""
+    pairs = [(prompt_ids(tokenizer, question.prompt), question.answer) for question in batch]
+    return pad_rows(tokenizer, pairs)
+
+
+def pad_rows(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[tuple[list[int], str]]) -> tuple[Tensor, Tensor]:
+    """Right-padded ``(tokens, labels)`` of prompt ids with their answers, both [B, S] int64.
+
+    A label is the next token; answers and eos only.
+    """
     rows = []
-    for question in batch:
-        prompt = prompt_ids(tokenizer, question.prompt)
-        answer = [*tokenizer(question.answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    for prompt, text in pairs:
+        answer = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         rows.append((prompt + answer, [IGNORED] * (len(prompt) - 1) + answer + [IGNORED]))
     width = max(len(tokens) for tokens, _ in rows)
     pad = tokenizer.pad_token_id
@@ -79,13 +86,13 @@ def _mixed(phase: Phase, held_out: frozenset[str]) -> Iterator[Question]:
     return (question for question in (next(stream) for stream in streams) if question.prompt not in held_out)
 
 
-def learning_rate(step: int, phase: Phase) -> float:
-    """Warm-up over the first twentieth, then a cosine down to a twentieth of the peak."""
-    warmup = max(1, phase.steps // 20)
+def learning_rate(step: int, steps: int, lr: float) -> float:
+    """Warm-up over the first twentieth, then a cosine down to a twentieth of the peak ``lr``."""
+    warmup = max(1, steps // 20)
     if step < warmup:
-        return phase.lr * (step + 1) / warmup
-    done = (step - warmup) / max(1, phase.steps - warmup)
-    return phase.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+        return lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def train(
@@ -96,14 +103,26 @@ def train(
     report: Callable[[int, float], None],
 ) -> float:
     """Train ``model`` in place; ``report(step, loss)`` is called after each step. Returns seconds taken."""
-    started = time.monotonic()
     stream = _mixed(phase, held_out)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=phase.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    batches = (encode(tokenizer, list(itertools.islice(stream, phase.batch_size))) for _ in range(phase.steps))
+    return fit(model, batches, steps=phase.steps, lr=phase.lr, report=report)
+
+
+def fit(
+    model: Qwen3ForCausalLM,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    steps: int,
+    lr: float,
+    report: Callable[[int, float], None],
+) -> float:
+    """``train`` on ``steps`` batches of ``pad_rows``."""
+    started = time.monotonic()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     model.train()
-    for step in range(phase.steps):
+    for step, (tokens_BS, labels_BS) in enumerate(batches):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, phase)
-        tokens_BS, labels_BS = encode(tokenizer, list(itertools.islice(stream, phase.batch_size)))
+            group["lr"] = learning_rate(step, steps, lr)
         # Right padding and a causal mask: no answer token can see the padding, so no attention mask is needed.
         logits_BSV = model(input_ids=tokens_BS, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), ignore_index=IGNORED)
