@@ -126,9 +126,9 @@ def build(folder: PartsFolder) -> dict[str, dict[str, float]]:
         # Imported here: a second call answers without loading torch.
         from tools.quickstart.stand_in_models import StandInMaker
 
-        splits = _splits()
-        found["data"] = folder.build("data", data, lambda out: write_data(out, splits))
-        found["hub"] = folder.build("hub", data, lambda out: write_data_sets(out, splits))
+        made = splits()
+        found["data"] = folder.build("data", data, lambda out: write_data(out, made))
+        found["hub"] = folder.build("hub", data, lambda out: write_data_sets(out, made))
         maker = StandInMaker(
             held_out(), seed=SEED, shape=SHAPE, vocabulary_size=VOCABULARY_SIZE, batch_size=BATCH_SIZE, lr=LR
         )
@@ -144,7 +144,7 @@ def build(folder: PartsFolder) -> dict[str, dict[str, float]]:
     return {part.split("/")[1]: facts["right"] for part, facts in found.items() if part.startswith("models")}
 
 
-def _splits() -> dict[str, dict[str, list[Exercise]]]:
+def splits() -> dict[str, dict[str, list[Exercise]]]:
     """Split -> domain -> exercises; no training prompt is a validation prompt."""
     validation = held_out()
     asked = frozenset(one.prompt for made in validation.values() for one in made)
