@@ -14,7 +14,7 @@ from mopd.run.preparing import settled
 from mopd.text import json_lines, visible
 
 ABOUT = "print a recipe, resolved"
-EXAMPLES = "example: mopd config my.yaml --set seed=1"
+EXAMPLES = "example: mopd config my.yaml seed=1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

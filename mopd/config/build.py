@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar
 
 from mopd.config.tree import (
-    SET_ORIGIN,
+    OVERRIDE_ORIGIN,
     Leaf,
     Node,
     Section,
@@ -59,8 +59,8 @@ def _section(tree: dict[str, Any], file: str) -> Section:
 
 
 def place(recipe_file: str, origin: str) -> str:
-    """Where to send the reader: ``file:line``, or the recipe with a note that ``--set`` gave the value."""
-    return f"{recipe_file} ({SET_ORIGIN})" if origin == SET_ORIGIN else origin
+    """Where to send the reader: ``file:line``, or the recipe with a note that an override gave the value."""
+    return f"{recipe_file} ({OVERRIDE_ORIGIN})" if origin == OVERRIDE_ORIGIN else origin
 
 
 class Builder:

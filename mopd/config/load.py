@@ -1,6 +1,6 @@
-"""From recipe files and ``--set`` to a checked ``Recipe``, and back to text.
+"""From recipe files and overrides to a checked ``Recipe``, and back to text.
 
-Precedence: schema default < ``base`` < recipe < ``--set a.b=c``. Nothing is accepted silently: an unknown key, a wrong
+Precedence: schema default < ``base`` < recipe < override. Nothing is accepted silently: an unknown key, a wrong
 type, a repeated key or a failed check raises ``UserError`` with the file, the line and the dotted path.
 """
 
@@ -48,7 +48,7 @@ class Loaded:
     named: Recipe
     """``recipe`` with models and data as the user names them, which is what is printed, kept and compared."""
     origins: Mapping[str, str]
-    """Dotted path of every value -> ``file:line``, ``--set``, ``default`` or ``auto: REASON``."""
+    """Dotted path of every value -> ``file:line``, ``override``, ``default`` or ``auto: REASON``."""
     path: str
     """The recipe file, as messages show it."""
     sources: tuple[str, ...]
@@ -90,7 +90,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
 
     Args:
         path: recipe file (YAML; JSON is YAML too).
-        overrides: ``key=value`` texts of ``--set``; values are YAML.
+        overrides: ``key=value`` texts; values are YAML.
 
     Raises:
         UserError: one line with file, line and dotted path.

@@ -1,4 +1,4 @@
-"""Recipe files as trees that remember where each value stands; reading, ``--set`` and merging, no schema values yet."""
+"""Recipe files as trees that remember where each value stands; reading, overrides and merging, no schema values yet."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ AUTO = "auto"
 """Value of a ``type`` key that leaves the choice to the machine: the keys beside it are those of every type."""
 STANDARD_INPUT = "-"
 """Name of a recipe that is read from there."""
-SET_ORIGIN = "--set"
+OVERRIDE_ORIGIN = "override"
 """Origin of a value given on the command line."""
 MAX_FILES = 16
 """A recipe and its bases."""
 MAX_OVERRIDES = 1000
-"""``--set`` of one command."""
+"""Of one command."""
 _QUOTED = r'"(?:[^"\\]|\\.)*"'
 """A part of a dotted path as JSON text."""
 
@@ -41,7 +41,7 @@ class Leaf:
 
     value: Any
     origin: str
-    """``file:line`` or ``--set``."""
+    """``file:line`` or ``override``."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ Node = Leaf | Section
 
 
 def dotted(path: Sequence[str]) -> str:
-    """``("data", "a.b") -> 'data."a.b"'``: the spelling that ``--set`` reads back, quoted parts as JSON text."""
+    """``("data", "a.b") -> 'data."a.b"'``: the spelling that an override reads back, quoted parts as JSON text."""
     return ".".join(part if _is_plain(part) else _quoted(part) for part in path)
 
 
@@ -87,7 +87,7 @@ def split_dotted(text: str) -> tuple[str, ...]:
         parts = ()
     if not parts or not all(map(_is_possible, parts)) or dotted(parts) != text:
         raise UserError(
-            f"--set: {_shown(text)!r} is not a key: write section.key, and quote a part that has a dot or '='"
+            f"override: {_shown(text)!r} is not a key: write section.key, and quote a part that has a dot or '='"
         )
     return parts
 
@@ -136,18 +136,18 @@ def read_overrides(overrides: Sequence[str]) -> Section:
     Raises ``UserError`` for an override without ``=`` or with unreadable YAML, and for more than ``MAX_OVERRIDES``.
     """
     if len(overrides) > MAX_OVERRIDES:
-        raise UserError(f"--set is given {len(overrides)} times, the limit is {MAX_OVERRIDES}: write a recipe file")
-    root = Section({}, SET_ORIGIN)
+        raise UserError(f"{len(overrides)} overrides, the limit is {MAX_OVERRIDES}: write a recipe file")
+    root = Section({}, OVERRIDE_ORIGIN)
     for override in overrides:
         match = re.match(rf'((?:{_QUOTED}|[^="])*)=(.*)', override, re.DOTALL)
         if match is None:
-            raise UserError(f"--set {_shown(override)}: expected key=value, for example --set schedule.steps=10")
+            raise UserError(f"override {_shown(override)}: expected key=value, for example schedule.steps=10")
         path = split_dotted(match[1].strip())
-        node = _parse(match[2], f"--set {_shown(override)}", one_line_origin=SET_ORIGIN)
+        node = _parse(match[2], f"override {_shown(override)}", one_line_origin=OVERRIDE_ORIGIN)
         if len(path) + _depth(node) > MAX_DEPTH:
-            raise UserError(f"--set {_shown(override)}: nested deeper than {MAX_DEPTH}: set a key of the schema")
+            raise UserError(f"override {_shown(override)}: nested deeper than {MAX_DEPTH}: set a key of the schema")
         for part in reversed(path):
-            node = Section({part: node}, SET_ORIGIN)
+            node = Section({part: node}, OVERRIDE_ORIGIN)
         assert isinstance(node, Section)
         root = merge(root, node, None)
     return root

@@ -84,7 +84,7 @@ def test_overrides_stand_anywhere_behind_the_recipe(
 ) -> None:
     assert main(["config", recipe, *words]) == 0
     out = capsys.readouterr().out
-    assert ('"seed": 7' in out and '"steps": 9' in out) if "--json" in words else "seed: 7  # --set" in out
+    assert ('"seed": 7' in out and '"steps": 9' in out) if "--json" in words else "seed: 7  # override" in out
 
 
 @pytest.mark.parametrize("words", [["--sed=1"], ["seed"], ["--json", "seed"], ["=1"]])
@@ -107,18 +107,18 @@ def test_config_diff(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["config", "none.yaml"], "recipe 'none.yaml' does not exist: check the path"),
         (["config", "recipe.yaml", "--diff", "none.yaml"], "recipe 'none.yaml' does not exist: check the path"),
-        (["config", "recipe.yaml", "--set", "sed=1"], "recipe.yaml (--set): unknown key 'sed'; did you mean 'seed'?"),
+        (["config", "recipe.yaml", "--set", "sed=1"], "recipe.yaml (override): unknown key 'sed'; did you mean 'seed'?"),
         (["config", "/dev/zero"], "recipe /dev/zero: not a regular file"),
-        (["train", "recipe.yaml", "--set", f"seed={'9' * 30}"], "--set seed=9999"),
+        (["train", "recipe.yaml", "--set", f"seed={'9' * 30}"], "override seed=9999"),
         (
             ["check", "recipe.yaml", "--set", "seed=!!int ''"],
-            "--set seed=!!int '': not readable as YAML: '' is no value",
+            "override seed=!!int '': not readable as YAML: '' is no value",
         ),
         (
             ["eval", "recipe.yaml", "--set", "student.megatron_overrides.a=1e999"],
-            "recipe.yaml (--set): student.megatron_o",
+            "recipe.yaml (override): student.megatron_o",
         ),
-        (["serve", "recipe.yaml", "--rollout", "--set", "run_dir=[[[["], "--set run_dir=[[[[: not readable as YAML"),
+        (["serve", "recipe.yaml", "--rollout", "--set", "run_dir=[[[["], "override run_dir=[[[[: not readable as YAML"),
         (
             ["train", "recipe.yaml", "--set", "student.parallel.pipeline_model_parallel_size=60000"],
             "recipe.yaml: student",

@@ -173,7 +173,7 @@ def test_a_choice_that_another_key_forbids_is_named(load: Load) -> None:
 
 def test_a_key_of_one_type_needs_that_type(load: Load) -> None:
     with pytest.raises(
-        UserError, match=r"--set\): rollout.engine.gpu_memory_utilization is a key of type vllm, .* set"
+        UserError, match=r"override\): rollout.engine.gpu_memory_utilization is a key of type vllm, .* set"
     ):
         load("rollout.engine={gpu_memory_utilization: 0.8}")
     with pytest.raises(UserError, match=r"teachers.math.placement.gpus is a key of type local"):

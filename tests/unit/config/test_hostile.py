@@ -121,7 +121,7 @@ VALUES = {
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: value[:30])
 def test_values(write: Write, value: str) -> None:
-    """In a file and behind ``--set``; digits without end are only text."""
+    """In a file and in an override; digits without end are only text."""
     line = VALUES[value]
     optimizer = "  optimizer: {lr: 1e-6}\n"
     name = write(RECIPE.replace(optimizer, f"{optimizer}  megatron_overrides:\n    a: {value}\n"))
@@ -130,7 +130,7 @@ def test_values(write: Write, value: str) -> None:
         return
     assert refusal(name).startswith("recipe.yaml:6: ") and line in refusal(name)
     shown = refusal(write(), f"{FREE}={{a: {value}}}")
-    assert shown.startswith(("recipe.yaml (--set): ", "--set "))
+    assert shown.startswith(("recipe.yaml (override): ", "override "))
 
 
 OVERRIDES = {
@@ -140,7 +140,7 @@ OVERRIDES = {
     f"{FREE}.{'x' * 101}=1": "is not a key",
     f"{FREE}.\udcff=1": "is not a key",
     "seed=\udcff": "character U+DCFF",
-    "a\nb: 1": "--set a\\nb: 1: expected key=value",
+    "a\nb: 1": "override a\\nb: 1: expected key=value",
     'a"b=1': "expected key=value",
     'a."".b=1': "is not a key",
     "seed=" + "9" * 30: "the whole number 99999999999999999999… is beyond 64 bits",
@@ -171,7 +171,7 @@ def test_overrides(write: Write, override: str) -> None:
 
 
 def test_many_overrides(write: Write) -> None:
-    assert refusal(write(), *["seed=1"] * 1001) == "--set is given 1001 times, the limit is 1000: write a recipe file"
+    assert refusal(write(), *["seed=1"] * 1001) == "1001 overrides, the limit is 1000: write a recipe file"
 
 
 BASES = {

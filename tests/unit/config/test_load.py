@@ -30,7 +30,7 @@ def test_values_and_origins(write: Write) -> None:
     assert loaded.recipe.teachers["math"].domains == ("math",)
     assert loaded.recipe.seed == 7
     assert loaded.origins["student.optimizer.lr"] == "recipe.yaml:4"
-    assert loaded.origins["seed"] == "--set"
+    assert loaded.origins["seed"] == "override"
     assert loaded.origins["student.optimizer.min_lr"] == "default"
     assert loaded.sources == ("recipe.yaml",)
 
@@ -41,8 +41,8 @@ def test_precedence_default_base_recipe_set(write: Write) -> None:
     recipe = load_recipe(top, ["checkpoint.keep_last=13", "seed=3", "seed=4"]).recipe
     assert recipe.checkpoint.keep_best is True  # default
     assert recipe.checkpoint.every_steps == 11  # base
-    assert recipe.checkpoint.keep_last == 13  # --set over recipe over base
-    assert recipe.seed == 4  # the later --set
+    assert recipe.checkpoint.keep_last == 13  # an override over recipe over base
+    assert recipe.seed == 4  # the later one
     loaded = load_recipe(top)
     assert (loaded.recipe.seed, loaded.recipe.checkpoint.keep_last) == (2, 12)
     assert loaded.origins["checkpoint.every_steps"] == "base/tiny.yaml:12"
@@ -124,7 +124,7 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
         ("student.dtype=fp8", "student.dtype: expected one of auto, float32, bfloat16, got 'fp8'"),
         ("checkpoint.keep_best=1", "checkpoint.keep_best: expected true or false, got 1"),
         ("data.train=train.jsonl", "data.train: expected a list (text or a section each), got 'train.jsonl'"),
-        ("data.train=[1]", "data.train[0] is 1: write a file, a name of the Hub, or a section {path: …}"),
+        ("data.train=[1]", "data.train[0]: expected text or a section, got 1"),
         ("data.seed=3", "unknown key 'data.seed'; the recipe's seed also shuffles"),
         (
             "loss={type: policy_gradient, advantage: k3}",
@@ -158,7 +158,7 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
 )
 def test_refusals_name_file_path_and_cure(write: Write, override: str, line: str) -> None:
     refused = refusal(write(), override)
-    assert refused.startswith("recipe.yaml (--set): ")
+    assert refused.startswith("recipe.yaml (override): ")
     assert line in refused
 
 
@@ -205,7 +205,7 @@ def test_missing_recipe(write: Write) -> None:
 
 @pytest.mark.parametrize("override", ["steps", "=1", "a..b=1", ".a=1", "a.=1", "student.model=[1, 2"])
 def test_unreadable_overrides(write: Write, override: str) -> None:
-    assert refusal(write(), override).startswith("--set")
+    assert refusal(write(), override).startswith("override")
 
 
 AWKWARD = [
@@ -237,7 +237,7 @@ def test_dump_loads_back_identically(write: Write, overrides: list[str]) -> None
 def test_dump_shows_where_each_value_comes_from(write: Write) -> None:
     lines = dump(load_recipe(write(), ["seed=1"])).splitlines()
     assert "run_dir: runs/one  # recipe.yaml:1" in lines
-    assert "seed: 1  # --set" in lines
+    assert "seed: 1  # override" in lines
     assert "    lr: 1.0e-06  # recipe.yaml:4" in lines
     assert "    min_lr: 0.0  # default" in lines
 
@@ -247,7 +247,7 @@ def test_where_heads_an_error_line(write: Write) -> None:
     assert loaded.where("student", "model") == "recipe.yaml:3: student.model"
     assert loaded.where("rollout", "top_p") == "recipe.yaml: rollout.top_p"
     assert loaded.where("student", "parallel") == "recipe.yaml: student.parallel"
-    assert loaded.where("seed") == "recipe.yaml (--set): seed"
+    assert loaded.where("seed") == "recipe.yaml (override): seed"
 
 
 def test_differences(write: Write) -> None:

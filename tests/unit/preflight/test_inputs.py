@@ -70,7 +70,7 @@ def test_missing_inputs_are_named(load: Load, override: str, line: str) -> None:
     os.mkfifo("pipe")
     with pytest.raises(UserError) as caught:
         check_inputs(load(override))
-    assert str(caught.value).startswith(f"recipe.yaml (--set): {line}")
+    assert str(caught.value).startswith(f"recipe.yaml (override): {line}")
     assert "\n" not in str(caught.value)
 
 
