@@ -216,8 +216,12 @@ OWN: dict[str, dict[str, bytes]] = {
     },
     "wandb_id": {"no bytes": b"", "another way": b"../../etc", "two lines": b"a\nb", "long": b"a" * 1000},
     "parity.json": {"no kl": b'{"math": {}}', "true": b'{"math": {"kl": true}}', "no bytes": b""},
-    "headroom.json": {"no teacher": b'{"math": {}}', "large": b'{"math": {"teacher": 1e300}}', "no bytes": b"",
-                      "examples": b'{"math": {"teacher": 1, "examples": [1]}}'},
+    "headroom.json": {
+        "no teacher": b'{"math": {}}',
+        "large": b'{"math": {"teacher": 1e300}}',
+        "no bytes": b"",
+        "examples": b'{"math": {"teacher": 1, "examples": [1]}}',
+    },
     "metrics.jsonl": {
         "a negative step": b'{"step": -1}\n',
         "a step beyond": b'{"step": 9007199254740993}\n',
