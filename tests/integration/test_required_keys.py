@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from mopd.config.load import load_recipe
-from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
+from tests.fixtures.tiny_models import CHAT_TEMPLATE, make_hf_model, make_tokenizer
 from tests.integration.world import mopd, read_metrics, write_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
@@ -22,6 +22,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # Room for the default lengths and loss.top_k; nearly flat, so that a response meets its stop token early.
         make_hf_model(folder / name, seed=seed, vocab_size=80, max_positions=2048, scale=0.03)
         make_tokenizer(folder / name)
+    make_tokenizer(folder / "right", chat_template=CHAT_TEMPLATE.replace("assistant:", "answer:"))
     write_prompts(folder / "train.parquet", num_rows=24, start=0)
     tree = {
         "run_dir": str(folder / "run"),
@@ -40,6 +41,7 @@ def test_it_trains(recipe: Path) -> None:
     assert done.returncode == 0, done.stderr
     run = recipe.with_name("run")
     assert [line["step"] for line in read_metrics(run)] == [*range(1, STEPS + 1)]
+    assert "chat template of right: teachers.right.model" in done.stderr and "chat template of left" not in done.stderr
     assert "no validation section: no teacher's reward is compared, and no best checkpoint is kept" in done.stderr
     assert (run / "hf" / "config.json").is_file()
     kept = load_recipe(run / "recipe.yaml").recipe
