@@ -107,7 +107,10 @@ def test_config_diff(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["config", "none.yaml"], "recipe 'none.yaml' does not exist: check the path"),
         (["config", "recipe.yaml", "--diff", "none.yaml"], "recipe 'none.yaml' does not exist: check the path"),
-        (["config", "recipe.yaml", "--set", "sed=1"], "recipe.yaml (override): unknown key 'sed'; did you mean 'seed'?"),
+        (
+            ["config", "recipe.yaml", "--set", "sed=1"],
+            "recipe.yaml (override): unknown key 'sed'; did you mean 'seed'?",
+        ),
         (["config", "/dev/zero"], "recipe /dev/zero: not a regular file"),
         (["train", "recipe.yaml", "--set", f"seed={'9' * 30}"], "override seed=9999"),
         (
