@@ -1,9 +1,10 @@
 """Make tiny stand-ins for the models and data of a first real run: a base, an expert in word problems, an expert in
 small Python functions. About 20 seconds on a CPU core, once.
 
-A Qwen3 of some hundred thousand weights learns both kinds of task with small numbers: the *base*. Two copies of it
-study one kind each with all numbers: the *experts*. They answer as models of their kind do, with a chain of thought and
-a boxed answer, or with a fenced program, so every reward, check and command meets what it is made for.
+A Qwen3 of a hundred thousand weights learns both kinds of task from a teacher who forgets to carry and takes every
+function for an addition: the *base*, right in about half of its answers. Two copies of it study one kind each rightly:
+the *experts*. They answer as models of their kind do, with a chain of thought and a boxed answer, or with a fenced
+program, so every reward, check and command meets what it is made for.
 
     python tools/make_stand_ins.py                       # into runs/stand_ins; --out FOLDER for another
 
@@ -32,7 +33,7 @@ if __package__ is None or __package__ == "":  # run as a file: make `tools` impo
 
 from tools.quickstart.cache import PartsFolder, fingerprint
 
-VERSION = 1
+VERSION = 2
 """Raise it when code below changes what is made: folders made before are then made again."""
 SEED = 0
 SHAPE = {
@@ -45,15 +46,15 @@ SHAPE = {
     "max_position_embeddings": 4096,
 }
 VOCABULARY_SIZE = 512
-STEPS = {"tiny-base": 130, "math-expert": 120, "code-expert": 110}
+STEPS = {"tiny-base": 190, "math-expert": 70, "code-expert": 40}
 BATCH_SIZE = 24
 LR = 6e-3
 TRAIN_ROWS = 1000
 """Training prompts per domain."""
 VALIDATION_ROWS = 16
 """Validation prompts per domain: the reward starts a program for each response in code."""
-SMALL, LARGE = {"gsm8k": 5, "mbpp": 9}, {"gsm8k": 9, "mbpp": 99}
-"""Largest number of a task, for the base and for everybody else."""
+NUMBERS = {"gsm8k": (3, 7), "mbpp": (1, 20)}
+"""Of a task: smallest and largest."""
 EXPERTS = {"gsm8k": "math-expert", "mbpp": "code-expert"}
 _PEOPLE = ("Tom", "Ann", "Bob", "Mia", "Leo", "Eva", "Max", "Zoe", "Sam", "Amy", "Kim", "Joe")
 _THINGS = ("apples", "books", "cards", "coins", "pens", "shells", "cups", "hats", "keys", "nuts", "eggs", "kites")
@@ -66,58 +67,66 @@ class Exercise:
 
     prompt: str
     answer: str
+    mistaken: str
+    """What the base learns to answer."""
     truth: str
     """As the reward of the domain reads it."""
     row: dict[str, Any]
     """In the columns of the domain's own data set."""
 
 
-def word_problem(rng: random.Random, largest: int) -> Exercise:
+def word_problem(rng: random.Random) -> Exercise:
     """In the manner of GSM8K."""
     who, what = rng.choice(_PEOPLE), rng.choice(_THINGS)
-    a, b = rng.randint(1, largest), rng.randint(1, largest)
+    a, b = (rng.randint(*NUMBERS["gsm8k"]) for _ in range(2))
     prompt = f"{who} has {a} {what} and buys {b} more. How many {what} does {who} have now?"
-    thought = f"{who} has {a} + {b} = {a + b} {what}."
+
+    def answer(total: int) -> tuple[str, str]:
+        thought = f"{who} has {a} + {b} = {total} {what}."
+        return thought, f"{thought} The answer is \\boxed{{{total}}}."
+
+    thought, right = answer(a + b)
     row = {"question": prompt, "answer": f"{thought}\n#### {a + b}"}
-    return Exercise(prompt, f"{thought} The answer is \\boxed{{{a + b}}}.", str(a + b), row)
+    return Exercise(prompt, right, answer((a + b) % 10)[1], str(a + b), row)
 
 
-def function(rng: random.Random, largest: int) -> Exercise:
+def function(rng: random.Random) -> Exercise:
     """In the manner of MBPP."""
     name, text, sign = rng.choice(_OPERATIONS)
-    n = rng.randint(1, largest)
+    n = rng.randint(*NUMBERS["mbpp"])
     task = f"Write a python function to {text.format(n=n)}."
-    program = f"def {name}_{n}(x):\n    return x {sign} {n}"
     results = [(x, x + n if sign == "+" else x - n) for x in rng.sample(range(1, 100), 2)]
     tests = [f"assert {name}_{n}({x}) == {result}" for x, result in results]
     prompt = f"{task}\n\nYour code should pass these tests:\n\n" + "\n".join(tests)
-    row = {"task_id": n, "text": task, "code": program, "test_list": tests, "test_setup_code": ""}
-    return Exercise(prompt, f"```python\n{program}\n```", json.dumps({"test_list": tests}), row)
+
+    def program(sign: str) -> str:
+        return f"def {name}_{n}(x):\n    return x {sign} {n}"
+
+    row = {"task_id": n, "text": task, "code": program(sign), "test_list": tests, "test_setup_code": ""}
+    right, mistaken = (f"```python\n{program(one)}\n```" for one in (sign, "+"))
+    return Exercise(prompt, right, mistaken, json.dumps({"test_list": tests}), row)
 
 
-KINDS: dict[str, Callable[[random.Random, int], Exercise]] = {"gsm8k": word_problem, "mbpp": function}
+KINDS: dict[str, Callable[[random.Random], Exercise]] = {"gsm8k": word_problem, "mbpp": function}
 
 
-def exercises(domain: str, seed: str, largest: int, but: frozenset[str] = frozenset()) -> Iterator[Exercise]:
+def exercises(domain: str, seed: str, but: frozenset[str] = frozenset()) -> Iterator[Exercise]:
     """Endless exercises whose prompts are not among ``but``."""
     rng = random.Random(f"{domain}/{seed}")  # Python hashes a text seed with SHA-512: equal on every machine
     while True:
-        made = KINDS[domain](rng, largest)
+        made = KINDS[domain](rng)
         if made.prompt not in but:
             yield made
 
 
 def held_out() -> dict[str, list[Exercise]]:
     """Validation exercises by domain."""
-    return {
-        domain: list(itertools.islice(exercises(domain, "validation", LARGE[domain]), VALIDATION_ROWS))
-        for domain in KINDS
-    }
+    return {domain: list(itertools.islice(exercises(domain, "validation"), VALIDATION_ROWS)) for domain in KINDS}
 
 
 def build(folder: PartsFolder) -> dict[str, dict[str, float]]:
     """Make every missing part. Returns the share of validation exercises answered rightly: model -> domain -> share."""
-    data = fingerprint(VERSION, TRAIN_ROWS, VALIDATION_ROWS, SMALL, LARGE)
+    data = fingerprint(VERSION, TRAIN_ROWS, VALIDATION_ROWS, NUMBERS)
     base = fingerprint(data, SEED, SHAPE, VOCABULARY_SIZE, LR, BATCH_SIZE, STEPS["tiny-base"])
     parts = {"data": data, "hub": data, "models/tiny-base": base}
     parts |= {f"models/{name}": fingerprint(base, name, STEPS[name]) for name in EXPERTS.values()}
@@ -133,13 +142,13 @@ def build(folder: PartsFolder) -> dict[str, dict[str, float]]:
             held_out(), seed=SEED, shape=SHAPE, vocabulary_size=VOCABULARY_SIZE, batch_size=BATCH_SIZE, lr=LR
         )
         start = folder.root / "models/tiny-base"
-        lessons = {"tiny-base": (None, SMALL)}
-        lessons |= {name: (start, {domain: LARGE[domain]}) for domain, name in EXPERTS.items()}
-        for name, (parent, largest) in lessons.items():
+        lessons = {"tiny-base": (None, tuple(KINDS))}
+        lessons |= {name: (start, (domain,)) for domain, name in EXPERTS.items()}
+        for name, (parent, domains) in lessons.items():
             found[f"models/{name}"] = folder.build(
                 f"models/{name}",
                 parts[f"models/{name}"],
-                lambda out, parent=parent, largest=largest, name=name: maker.make(out, parent, largest, STEPS[name]),
+                lambda out, parent=parent, domains=domains, name=name: maker.make(out, parent, domains, STEPS[name]),
             )
     return {part.split("/")[1]: facts["right"] for part, facts in found.items() if part.startswith("models")}
 
@@ -148,9 +157,7 @@ def splits() -> dict[str, dict[str, list[Exercise]]]:
     """Split -> domain -> exercises; no training prompt is a validation prompt."""
     validation = held_out()
     asked = frozenset(one.prompt for made in validation.values() for one in made)
-    train = {
-        domain: list(itertools.islice(exercises(domain, "train", LARGE[domain], asked), TRAIN_ROWS)) for domain in KINDS
-    }
+    train = {domain: list(itertools.islice(exercises(domain, "train", asked), TRAIN_ROWS)) for domain in KINDS}
     return {"train": train, "validation": validation}
 
 
@@ -192,7 +199,7 @@ def complaints(right: dict[str, dict[str, float]]) -> list[str]:
     return [
         f"{expert}: {right[expert][domain]:.2f} in {domain}, the base has {right['tiny-base'][domain]:.2f}: too near"
         for domain, expert in EXPERTS.items()
-        if right[expert][domain] < right["tiny-base"][domain] + 0.3
+        if right[expert][domain] < right["tiny-base"][domain] + 0.2
     ]
 
 

@@ -16,13 +16,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from mopd.conversion.hf.pretrained import load_weights
-from tools.make_stand_ins import KINDS, LARGE, Exercise, exercises
+from tools.make_stand_ins import KINDS, Exercise, exercises
 from tools.quickstart.models import progress
 from tools.quickstart.tokenizer import CHAT_TEMPLATE, SPECIAL
 from tools.quickstart.training import fit, new_model, pad_rows, prompt_ids
 
 TEXTS = 2000
 """Exercises from which the tokenizer learns its words."""
+SHARES = {"gsm8k": 3, "mbpp": 1}
+"""Of a batch: sums have to be learnt one by one."""
 SLACK = 8
 """Tokens beyond the longest right answer that a measured one may have."""
 
@@ -37,7 +39,7 @@ def build_tokenizer(size: int) -> PreTrainedTokenizerFast:
     texts = [
         text
         for domain in KINDS
-        for one in itertools.islice(exercises(domain, "words", LARGE[domain]), TEXTS)
+        for one in itertools.islice(exercises(domain, "words"), TEXTS)
         for text in (one.prompt, one.answer)
     ]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -88,33 +90,35 @@ class StandInMaker:
         self._batch_size = batch_size
         self._lr = lr
 
-    def make(self, out: Path, start: Path | None, largest: Mapping[str, int], steps: int) -> dict[str, Any]:
-        """Train on the domains of ``largest`` from the folder ``start`` (``None``: fresh weights); save into ``out``.
+    def make(self, out: Path, start: Path | None, domains: tuple[str, ...], steps: int) -> dict[str, Any]:
+        """Train on ``domains`` from the folder ``start``, or on their mistaken answers from nothing; save into ``out``.
 
         Returns the share of right greedy answers by domain.
         """
         with _one_thread():
-            return self._make(out, start, largest, steps)
+            return self._make(out, start, domains, steps)
 
-    def _make(self, out: Path, start: Path | None, largest: Mapping[str, int], steps: int) -> dict[str, Any]:
+    def _make(self, out: Path, start: Path | None, domains: tuple[str, ...], steps: int) -> dict[str, Any]:
         if start is None:
             model = new_model(self._tokenizer, self._shape, self._seed)
         else:
             model, _ = load_weights(start, torch.float32)
         with progress(out.name.removeprefix(".building-models-"), steps) as report:
-            fit(model, self._batches(largest, steps), steps=steps, lr=self._lr, report=report)
+            fit(model, self._batches(domains, steps, is_base=start is None), steps=steps, lr=self._lr, report=report)
         model.save_pretrained(out)
         self._tokenizer.save_pretrained(out)
         return {"right": {domain: self._share(model, made) for domain, made in self._validation.items()}}
 
-    def _batches(self, largest: Mapping[str, int], steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Prompts as a chat and as plain text in turn: data sets come in both forms."""
-        seed = "+".join(f"{domain}{number}" for domain, number in largest.items())
-        streams = [exercises(domain, seed, number, self._held_out) for domain, number in largest.items()]
+    def _batches(self, domains: tuple[str, ...], steps: int, *, is_base: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        """Prompts as a chat and as plain text, each as likely: data sets come in both forms."""
+        seed = "base" if is_base else "+".join(domains)
+        streams = {domain: exercises(domain, seed, self._held_out) for domain in domains}
+        shares = [SHARES[domain] for domain in domains]
         rng = random.Random(seed)
         for _ in range(steps):
-            batch = [next(stream) for _ in range(self._batch_size // len(streams)) for stream in streams]
-            yield pad_rows(self._tokenizer, [(self._prompt(one, rng.random() < 0.5), one.answer) for one in batch])
+            made = [next(streams[domain]) for domain in rng.choices(domains, shares, k=self._batch_size)]
+            pairs = [(self._prompt(one, rng.random() < 0.5), one.mistaken if is_base else one.answer) for one in made]
+            yield pad_rows(self._tokenizer, pairs)
 
     def _prompt(self, one: Exercise, is_chat: bool) -> list[int]:
         if is_chat:

@@ -7,12 +7,12 @@ import re
 
 import pytest
 
-from tools.make_stand_ins import KINDS, LARGE, SMALL, VOCABULARY_SIZE, exercises, held_out, splits
+from tools.make_stand_ins import KINDS, VOCABULARY_SIZE, exercises, held_out, splits
 from tools.quickstart.stand_in_models import build_tokenizer
 
 
 def test_an_expert_programs_what_the_tests_want() -> None:
-    for one in itertools.islice(exercises("mbpp", "x", LARGE["mbpp"]), 50):
+    for one in itertools.islice(exercises("mbpp", "x"), 50):
         program = re.fullmatch(r"```python\n(.*)\n```", one.answer, re.S)
         assert program is not None
         exec("\n".join([program[1], *one.row["test_list"]]), {})
@@ -20,18 +20,17 @@ def test_an_expert_programs_what_the_tests_want() -> None:
 
 
 def test_an_expert_boxes_the_sum_that_it_was_asked_for() -> None:
-    for one in itertools.islice(exercises("gsm8k", "x", LARGE["gsm8k"]), 50):
+    for one in itertools.islice(exercises("gsm8k", "x"), 50):
         total = sum(map(int, re.findall(r"\d+", one.prompt)))
         assert one.truth == str(total) and one.answer.endswith(f"\\boxed{{{total}}}.")
         assert one.row["answer"].endswith(f"#### {total}") and one.row["question"] == one.prompt
 
 
 @pytest.mark.parametrize("domain", KINDS)
-def test_the_base_has_something_to_learn(domain: str) -> None:
-    """Most validation prompts have numbers that its lessons never had."""
+def test_the_base_has_something_to_learn_and_something_right(domain: str) -> None:
     asked = held_out()[domain]
-    numbers = [[int(n) for n in re.findall(r"\d+", one.prompt.split("\n")[0])] for one in asked]
-    assert sum(max(found) > SMALL[domain] for found in numbers) > len(asked) / 2
+    right = sum(one.mistaken == one.answer for one in asked)
+    assert len(asked) / 5 < right < len(asked) * 4 / 5
 
 
 def test_no_training_prompt_is_a_validation_prompt() -> None:
