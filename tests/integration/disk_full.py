@@ -87,7 +87,7 @@ def train(recipe: Path, log: Path, *flags: str, meanwhile: Callable[[], None] = 
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         code = 70
         try:
             code = main(["train", str(recipe), *flags])

@@ -95,7 +95,7 @@ with PartsFolder(Path({str(tmp_path)!r})).locked():
     while not (tmp_path / "held").exists():
         assert time.monotonic() < deadline and first.poll() is None
         time.sleep(0.02)
-    second = subprocess.Popen([sys.executable, "-c", code.replace("60", "0")], cwd=ROOT)
+    second = subprocess.Popen([sys.executable, "-c", code.replace("sleep(60)", "sleep(0)")], cwd=ROOT)
     with pytest.raises(subprocess.TimeoutExpired):
         second.wait(timeout=0.5)
     first.send_signal(signal.SIGKILL)  # a dead builder holds nothing
