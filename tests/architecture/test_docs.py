@@ -47,7 +47,7 @@ def texts(page: Path) -> tuple[list[str], list[str]]:
     blocks = re.findall(r"^```[a-z]*\n(.*?)^```", text, re.M | re.S)
     rest = re.sub(r"^```[a-z]*\n.*?^```", "", text, flags=re.M | re.S)
     spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", rest)]
-    return spans, [line for block in blocks for line in block.splitlines()]
+    return spans, [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 
 
 @cache
