@@ -27,11 +27,11 @@ MODELS = {
     "your-org/qwen3-8b-code": "code-expert",
 }
 """Name on the Hub -> stand-in."""
-SHORT = "student.optimizer.lr_warmup_steps=0"
+SHORT = ["student.optimizer.lr_warmup_steps=0", "schedule.prompts_per_step=16", "validation.max_samples_per_domain=8"]
 STEPS = {
-    "mopd train first.yaml": [SHORT, "schedule.steps=2"],
-    "mopd train first.yaml --resume": [SHORT, "schedule.steps=3"],
-    "mopd train first.yaml run_dir=runs/higher_lr student.optimizer.lr=5e-6": [SHORT, "schedule.steps=1"],
+    "mopd train first.yaml": [*SHORT, "schedule.steps=2"],
+    "mopd train first.yaml --resume": [*SHORT, "schedule.steps=3"],
+    "mopd train first.yaml run_dir=runs/higher_lr student.optimizer.lr=5e-6": [*SHORT, "schedule.steps=1"],
 }
 """Command of the page -> what makes it short."""
 LAST = {"step_00000500": "step_00000003"}
