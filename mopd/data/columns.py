@@ -41,6 +41,11 @@ class RowReader:
         self._domain = file.domain
 
     @property
+    def holds_questions(self) -> bool:
+        """A prompt in plain text is what a user asks, in a data set that knows no chat."""
+        return self._name in _QUESTIONS
+
+    @property
     def columns(self) -> list[str]:
         """Top-level columns that are read."""
         own = (self.mapping.prompt, self.mapping.ground_truth, self.mapping.domain, self.mapping.extra_info)
@@ -202,5 +207,6 @@ _CONVERSIONS: Mapping[str, _Conversion] = {
     "openthoughts": _openthoughts,
 }
 """Row, prompt, ground truth and place -> prompt and ground truth."""
+_QUESTIONS = ("gsm8k", "math", "mbpp", "question_answer")
 _FURTHER = {"math": ("solution",), "mbpp": ("text", "test_imports", "test_setup_code"), "openthoughts": ("system",)}
 """Top-level columns that a shipped mapping reads beside those that it names."""

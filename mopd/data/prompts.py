@@ -149,10 +149,14 @@ def _load_file(
     key = reader.mapping
     rows: list[PromptRow] = []
     is_chat: list[bool] = []
+    is_asked = reader.holds_questions and (template is not None or tokenizer.chat_template is not None)
     for number, columns in read_rows(path, reader.columns):
         place = f"{shown_path(path)}: row {number}"
         found = reader.read(columns, place)
-        is_chat.append(not isinstance(found.prompt, str))
+        prompt = found.prompt
+        if is_asked and isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        is_chat.append(not isinstance(prompt, str))
         if not _is_finite(found.ground_truth):
             raise UserError(
                 f"{place}: {key.ground_truth!r} (data.columns.ground_truth) holds a number that is not finite: "
@@ -161,7 +165,7 @@ def _load_file(
         rows.append(
             PromptRow(
                 domain=_domain(found.domain, place, key.domain),
-                text=_text(found.prompt, place, cfg, tokenizer, template, column=key.prompt),
+                text=_text(prompt, place, cfg, tokenizer, template, column=key.prompt),
                 tokens=(),
                 ground_truth=None if found.ground_truth is MISSING else found.ground_truth,
                 extra_info=None if found.extra_info is MISSING else found.extra_info,

@@ -68,6 +68,8 @@ class StaticChecks:
         for split in ("train", "validation"):
             yield from self._rows(split)
         domains = [("teachers", name, key) for name in self._recipe.teachers or {} for key in ("domains", "default")]
+        if not self._domains:
+            return
         yield from self._try("teachers of the domains", [("data",), *domains], self._routes)
         if self._is_whole(("validation",)) and self._is_whole(("loss",)) and self._recipe.needs_rewards:
             yield from self._try("rewards of the domains", [("data",), ("rewards",)], self._rewards)

@@ -281,7 +281,7 @@ def _validation(validation: Sequence[Found], rewards: Mapping[str, str], counts:
         raise UserError(f"--validation has no row of {listed(missing)}: add a file, or the teacher cannot be checked")
     return [
         "",
-        "rewards:                           # how a response is judged, by domain (docs/data.md)",
+        "rewards:                           # how a response is judged, by domain (docs/rewards.md)",
         *(f"  {dump_inline(domain)}: {{type: {reward}}}" for domain, reward in rewards.items()),
         "",
         "validation: {every_steps: 50, max_samples_per_domain: 200}",

@@ -13,6 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from mopd.config.build import build_from_json
+from mopd.config.columns import DataFileConfig
 from mopd.config.data import DataConfig
 from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts
 from mopd.data.tokenizer import load_tokenizer
@@ -69,6 +70,20 @@ def test_chat_rows_in_both_formats(load: Load, tokenizer: PreTrainedTokenizerBas
     assert dataset.row(1).extra_info is None
     assert dataset.domain_counts == {"code": 1, "math": 1}
     assert dataset.rows_by_domain == {"code": [1], "math": [0]}
+
+
+def test_a_data_sets_question_is_a_users_message_where_there_is_a_template(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"question": "ab", "answer": "#### 12"}))
+    cfg = DataConfig(train=(DataFileConfig(path=str(path), columns="gsm8k", domain="math"),))
+    own = {"prompt": "question", "ground_truth": "answer"}
+    plain = build_from_json(DataConfig, {"train": [{"path": str(path), "columns": own, "domain": "math"}]}, "recipe")
+    without = make_tokenizer(tmp_path / "plain", chat_template=None)
+    assert load_prompts(cfg.train, cfg, tokenizer).row(0).text == "user:ab\nassistant:"
+    assert load_prompts(cfg.train, cfg, without).row(0).text == "ab"
+    assert load_prompts(plain.train, plain, tokenizer).row(0).text == "ab"
 
 
 def test_text_prompts_take_the_tokenizers_own_special_tokens(tmp_path: Path) -> None:
