@@ -35,6 +35,17 @@ MAX_SHOWN = 300
 def main(path: str, function: str, parent_pid: int, calls_fd: int, answers_fd: int, max_bytes: int) -> None:
     """Serve batches until CALLS closes."""
     bind(parent_pid, max_bytes)
+    serve(calls_fd, answers_fd, lambda: _load(path, function), lambda reward, calls: _run(reward, calls, path), path)
+
+
+def serve(
+    calls_fd: int,
+    answers_fd: int,
+    load: Callable[[], Any],
+    run: Callable[[Any, list[dict[str, Any]]], dict[str, Any]],
+    path: str = "",
+) -> None:
+    """Answer batches until CALLS closes: ``run`` with what ``load`` gave. Errors tell lines of ``path``."""
     calls, answers = os.fdopen(calls_fd, encoding="utf-8"), os.fdopen(answers_fd, "w", encoding="utf-8")
 
     def answer(message: dict[str, Any]) -> None:
@@ -42,14 +53,14 @@ def main(path: str, function: str, parent_pid: int, calls_fd: int, answers_fd: i
         answers.flush()
 
     try:
-        reward = _load(path, function)
+        loaded = load()
     except BaseException as error:  # also SystemExit and the like: told to the caller, then the process ends
         answer({"error": f"cannot be loaded: {_describe(error, path)}"})
         return
     answer({"ready": True})
     for line in calls:
         asked = json.loads(line)
-        answer({"batch": asked["batch"], **_run(reward, asked["calls"], path)})
+        answer({"batch": asked["batch"], **run(loaded, asked["calls"])})
 
 
 def bind(parent_pid: int, max_bytes: int) -> None:

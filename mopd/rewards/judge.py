@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from mopd.rewards.child import bind
+from mopd.rewards.child import bind, serve
 from mopd.rewards.graders.answers import grade_json, grade_math, grade_regex, prepare_math
 from mopd.rewards.graders.programs import grade_program
 
@@ -51,22 +51,13 @@ class Fork:
 def main(kind: str, settings: dict[str, Any], parent_pid: int, calls_fd: int, answers_fd: int, max_bytes: int) -> None:
     """Serve batches until CALLS closes."""
     bind(parent_pid, max_bytes)
-    calls, answers = os.fdopen(calls_fd, encoding="utf-8"), os.fdopen(answers_fd, "w", encoding="utf-8")
-
-    def answer(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
-
-    try:
-        grader = grader_of(kind, settings)
-    except Exception as error:
-        answer({"error": f"cannot be loaded: {type(error).__name__}: {str(error)[:MAX_SHOWN]}"})
-        return
-    answer({"ready": True})
-    for line in calls:
-        asked = json.loads(line)
-        judged = judge(grader, asked["calls"], settings, grace_s=GRACE_S if kind == "code" else 0.0)
-        answer({"batch": asked["batch"], **judged})
+    grace_s = GRACE_S if kind == "code" else 0.0
+    serve(
+        calls_fd,
+        answers_fd,
+        lambda: grader_of(kind, settings),
+        lambda grader, calls: judge(grader, calls, settings, grace_s=grace_s),
+    )
 
 
 def grader_of(kind: str, settings: dict[str, Any]) -> Grader:
