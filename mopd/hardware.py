@@ -53,8 +53,13 @@ def this_hardware() -> Hardware:
         gpu_memory_bytes=shown_gpus(_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")),
         torch_cuda=_torch_cuda(),
         vllm=_vllm(),
-        free_memory_bytes=min([psutil.virtual_memory().available, *_free_in_container()]),
+        free_memory_bytes=free_memory_bytes(),
     )
+
+
+def free_memory_bytes() -> int:
+    """Host memory that processes could get now: the machine's, or what the container's limit leaves."""
+    return min([psutil.virtual_memory().available, *_free_in_container()])
 
 
 def shown_gpus(gpus: list[tuple[str, int]], visible: str | None) -> tuple[int, ...]:

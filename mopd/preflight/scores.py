@@ -17,7 +17,7 @@ from mopd.config.schema import Recipe
 from mopd.conversion.models.families import FAMILIES
 from mopd.engines.interface import EngineInfo
 from mopd.engines.torch.loading import read_config
-from mopd.hardware import this_hardware
+from mopd.hardware import free_memory_bytes
 from mopd.preflight.alignment import AlignmentCheck, Text
 from mopd.preflight.parity import Parity, Probe, Reference
 from mopd.replicas.interface import SampleFailed
@@ -52,7 +52,7 @@ class ScoresCheck:
         compared, why = compares_with_transformers(
             self._recipe.preflight.compare_with_transformers,
             weights_bytes=weights_bytes(Path(teacher.model)) if has_own_weights(teacher) else None,
-            free_memory_bytes=this_hardware().free_memory_bytes,
+            free_memory_bytes=free_memory_bytes(),
         )
         if compared:
             return await self._against_folder(name, samples, info.dtype)
