@@ -36,6 +36,9 @@ from mopd.config.values import (
 MAX_SAMPLES = 1_000_000
 """Responses of one optimizer step."""
 MAX_TEACHERS = 100
+MAX_STORAGE_UNITS = 1024
+MAX_STALENESS = 1000
+"""Steps; asynchronous training in use stays below ten."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +55,10 @@ class RolloutConfig(EngineGroupConfig):
     """Keep only this many most probable tokens; -1 keeps all."""
     samples_per_prompt: int = 1
     """Responses drawn per prompt."""
+    on_new_weights: Literal["finish", "continue"] = "finish"
+    """What becomes of responses that are under way when new weights arrive: they end under the old ones, and the new
+    ones wait (``finish``), or they go on under the new ones (``continue``: partial rollout). Nothing is under way then
+    with ``schedule.max_staleness: 0``."""
 
     def __post_init__(self) -> None:
         if isinstance(self.placement, RayConfig) and self.placement.shared_pool is not None:
@@ -83,7 +90,10 @@ class ScheduleConfig:
     prompts_per_step: int
     """Prompts of one optimizer step, over all ranks."""
     max_staleness: int = 0
-    """Weight versions that a sample may be behind; 0 is synchronous training."""
+    """Optimizer steps that the weights behind any token of a sample may lag; 0 is synchronous training. Above 0 the
+    rollout and the teachers work while the student trains (docs/pipeline.md); no group may then be ``in_process``."""
+    sync_every_steps: int = 1
+    """Optimizer steps from one publication of the student's weights to the next; at most ``max_staleness`` + 1."""
     wait_timeout_s: float = 3600.0
     """Deadline of every wait between workers (for a batch, a weight update, another rank)."""
 
@@ -91,8 +101,40 @@ class ScheduleConfig:
         require_at_least("steps", self.steps, 1)
         require_at_least("prompts_per_step", self.prompts_per_step, 1, MAX_SAMPLES)
         require_seconds("wait_timeout_s", self.wait_timeout_s)
-        if self.max_staleness != 0:
-            raise ValueError(f"max_staleness is {self.max_staleness}: only 0 (synchronous) is supported; set 0")
+        require_at_least("max_staleness", self.max_staleness, 0, MAX_STALENESS)
+        require_at_least("sync_every_steps", self.sync_every_steps, 1)
+        if self.max_staleness < self.sync_every_steps - 1:
+            raise ValueError(
+                f"sync_every_steps is {self.sync_every_steps}, so samples become {self.sync_every_steps - 1} steps old, "
+                f"but max_staleness is {self.max_staleness}: set max_staleness to {self.sync_every_steps - 1} or more"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalPlaneConfig:
+    """Samples in the memory of one process on rank 0's machine, from which each rank reads its own."""
+
+    type: Literal["local"] = "local"
+    """Data plane type."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferQueueConfig:
+    """Samples in storage units of the TransferQueue package, on a Ray cluster (``pip install 'mopd[ray]'``)."""
+
+    type: Literal["transfer_queue"]
+    """Data plane type."""
+    address: str | None = None
+    """Address of the Ray cluster (``host:port``, or ``auto`` on one of its nodes); absent: a cluster of this machine
+    that lives as long as the run."""
+    num_storage_units: int = 2
+    """Actors that hold the tensors."""
+
+    def __post_init__(self) -> None:
+        require_at_least("num_storage_units", self.num_storage_units, 1, MAX_STORAGE_UNITS)
+
+
+DataPlane = LocalPlaneConfig | TransferQueueConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,6 +251,8 @@ class Recipe:
     by ``validation`` and ``loss.task_reward_weight``, and read by nothing else."""
     validation: ValidationConfig | None = None
     """Reward on held-out prompts; absent means none."""
+    data_plane: DataPlane = LocalPlaneConfig()
+    """What carries tensors from those that make them to the ranks that train on them."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving."""
     preflight: PreflightConfig = PreflightConfig()
@@ -221,6 +265,11 @@ class Recipe:
         self._check_teachers()
         self._check_loss()
         self._check_vllm_rollout()
+        if self.rollout.on_new_weights == "continue" and self.schedule.max_staleness == 0:
+            raise ValueError(
+                "rollout.on_new_weights is 'continue', but with schedule.max_staleness 0 nothing is under way when new "
+                "weights arrive: set max_staleness to 1 or more, or remove on_new_weights"
+            )
         if self.samples_per_step > MAX_SAMPLES:
             raise ValueError(
                 f"schedule.prompts_per_step {self.schedule.prompts_per_step} x rollout.samples_per_prompt "
