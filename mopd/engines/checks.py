@@ -110,13 +110,17 @@ def check_generations(generations: Sequence[Generation], *, max_new_tokens: int,
     """The responses can have been drawn. ``ValueError``, one line, as ``check_scores``."""
     for i, given in enumerate(generations):
         count = len(given.tokens) if isinstance(given.tokens, Tensor) and given.tokens.dim() == 1 else -1
-        if not 1 <= count <= max_new_tokens:
-            raise ValueError(f"response {i} has not 1 to {max_new_tokens} tokens (max_new_tokens) but {count}")
+        least = 0 if given.finish_reason == "handed_back" else 1
+        if not least <= count <= max_new_tokens:
+            raise ValueError(f"response {i} has not {least} to {max_new_tokens} tokens (max_new_tokens) but {count}")
         _check_tensor(given.tokens, "tokens", (count,), torch.int64, i)
         _check_tensor(given.logprobs, "logprobs", (count,), torch.float32, i)
-        if given.finish_reason not in ("stop", "length"):
+        _check_tensor(given.token_versions, "token_versions", (count,), torch.int32, i)
+        if (given.token_versions.diff() < 0).any():
+            raise ValueError(f"response {i} has a token whose weight version falls below the one before")
+        if given.finish_reason not in ("stop", "length", "handed_back"):
             raise ValueError(f"response {i} ended for an unknown reason: {given.finish_reason!r:.40}")
-    if not generations:
+    if not any(len(given.tokens) for given in generations):
         return
     rows = _Rows([len(given.tokens) for given in generations])
     rows.check_ids(torch.cat([given.tokens for given in generations]).numpy()[:, None], vocab_size)

@@ -8,7 +8,7 @@ Shapes: R response tokens of one sample, K = top-k.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -64,11 +64,16 @@ class EngineLimits:
     """What one request to an engine may ask for; ``None`` is no limit of the engine's own."""
 
     max_tokens_per_request: int | None = None
-    """Tokens of prompts and responses of one request together."""
+    """Tokens of one request together; of one that asks for responses, those of its prompts."""
     max_queued_tokens: int | None = None
     """Tokens that may wait and run at a time; beyond them requests are answered with ``EngineBusy``."""
     max_body_bytes: int | None = None
     """Bytes of one HTTP body."""
+    max_sequences: int | None = None
+    """Sequences that the engine works on at a time; more wait in it."""
+    max_running_tokens: int | None = None
+    """Tokens, drawn ones included, that the engine holds of all sequences at a time (vLLM: its KV cache; torch: a
+    batch)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +119,19 @@ class Generation:
     logprobs: Tensor
     """[R] fp32 log-probs of the drawn tokens under softmax(logits / temperature), before top-p and top-k cuts
     (temperature 1 when greedy)."""
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "handed_back"]
+    """``handed_back``: new weights arrived. The response is not complete and may hold no token yet; its caller goes on
+    with prompt and tokens as the next prompt."""
+    token_versions: Tensor
+    """[R] int32 ``weight_version`` of the weights that drew each token; it never falls."""
+
+
+Told = Callable[[int, Generation], None]
+"""``told(i, generation)``: response i of a call is complete."""
+
+OnRunning = Literal["finish", "continue"]
+"""What becomes of responses that are under way when new weights arrive: they end under the old ones, or they go on
+under the new ones (an engine that cannot go on hands them back)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,10 +153,19 @@ class Generator(Protocol):
     """Version of the weights that answer now; -1 before the first ``TakesWeights.load_weights``."""
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        *,
+        told: Told | None = None,
     ) -> list[Generation]:
         """One response per prompt. A response depends on its prompt, its seed and the weights, not on its neighbours'
-        seeds. ``seeds`` are non-negative and below 2**63."""
+        seeds. ``seeds`` are non-negative and below 2**63.
+
+        ``told`` is called on the caller's event loop for each response as soon as it is complete, at most once each;
+        an engine that cannot tell before the end never calls it. The list holds them all.
+        """
         ...
 
 

@@ -13,7 +13,16 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from mopd.engines.interface import Described, Generation, Generator, SamplingParams, Scorer, Scores, TakesWeights
+from mopd.engines.interface import (
+    Described,
+    Generation,
+    Generator,
+    SamplingParams,
+    Scorer,
+    Scores,
+    TakesWeights,
+    Told,
+)
 
 
 class HostedEngine(Scorer, Generator, TakesWeights, Described, Protocol):
@@ -65,10 +74,15 @@ class EngineHost:
         return await self.engine.score(tokens, prompt_lengths, top_k=top_k, temperature=temperature)
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        *,
+        told: Told | None = None,
     ) -> list[Generation]:
         """See ``Generator.generate``."""
-        return await self.engine.generate(prompts, sampling, seeds)
+        return await self.engine.generate(prompts, sampling, seeds, told=told)
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """See ``TakesWeights.load_weights``; no other call may be running."""
@@ -134,7 +148,12 @@ class ThreadHost(EngineHost):
         return await self._submit(("score", top_k, temperature), items, sum(map(len, tokens)), call)
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        *,
+        told: Told | None = None,
     ) -> list[Generation]:
         """See ``Generator.generate``."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from mopd.engines.checks import check_scoring
 from mopd.engines.clients.http import HttpClient
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.interface import EngineInfo, EngineRejected, Generation, SamplingParams, Scores
+from mopd.engines.interface import EngineInfo, EngineRejected, Generation, SamplingParams, Scores, Told
 from mopd.files.json_text import parse_json
 from mopd.metrics import is_counted
 from mopd.types import UserError
@@ -116,7 +116,12 @@ class OpenAIScorer:
         return await all_or_none(score_one(t, start) for t, start in zip(tokens, prompt_lengths, strict=True))
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        *,
+        told: Told | None = None,
     ) -> list[Generation]:
         """See ``Generator.generate``, greedily alone: how such a server draws is not ours to say."""
         if sampling.temperature != 0 or len(seeds) != len(prompts):
@@ -213,6 +218,7 @@ class OpenAIScorer:
             tokens=torch.tensor(tokens, dtype=torch.int64),
             logprobs=torch.tensor(logprobs, dtype=torch.float32),
             finish_reason=reason,
+            token_versions=torch.full((len(tokens),), -1, dtype=torch.int32),
         )
 
     def _read_row(self, entry: Any) -> dict[int, float]:

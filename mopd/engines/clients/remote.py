@@ -28,6 +28,7 @@ from mopd.engines.interface import (
     SamplingParams,
     Scores,
     StaleWeights,
+    Told,
 )
 from mopd.files.json_text import parse_json
 from mopd.metrics import is_counted
@@ -106,7 +107,12 @@ class RemoteEngine:
         return to_scores(answer)
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        *,
+        told: Told | None = None,
     ) -> list[Generation]:
         """See ``Generator.generate``; ``StaleWeights`` if the server's weights are not ``self.weight_version``."""
         if not prompts:
@@ -252,7 +258,12 @@ def _to_generations(answer: GenerateAnswer) -> list[Generation]:
     tokens = torch.from_numpy(answer.tokens).long().split(lengths)
     logprobs = torch.from_numpy(answer.logprobs).split(lengths)
     return [
-        Generation(tokens=t, logprobs=row, finish_reason="stop" if stopped else "length")
+        Generation(
+            tokens=t,
+            logprobs=row,
+            finish_reason="stop" if stopped else "length",
+            token_versions=torch.full((len(t),), answer.weight_version, dtype=torch.int32),
+        )
         for t, row, stopped in zip(tokens, logprobs, answer.stopped.tolist(), strict=True)
     ]
 

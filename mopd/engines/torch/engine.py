@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.checks import check_length, check_sampling, check_scoring
-from mopd.engines.interface import EngineInfo, Generation, SamplingParams, Scores
+from mopd.engines.interface import EngineInfo, Generation, SamplingParams, Scores, Told
 from mopd.engines.staging import hold_weights
 from mopd.engines.torch.decoding import decode, uniforms
 from mopd.engines.torch.loading import build_empty_model, load_model, read_stop_ids, weight_slots
@@ -85,7 +85,12 @@ class TorchEngine:
         """Nothing to end."""
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        *,
+        told: Told | None = None,
     ) -> list[Generation]:
         """See ``Generator.generate``. ``UserError`` when a prompt and its response do not fit the model."""
         self._require_weights()
@@ -105,7 +110,10 @@ class TorchEngine:
                     tokens=decoded.tokens[row, :length].clone(),
                     logprobs=decoded.logprobs[row, :length].clone(),
                     finish_reason="stop" if decoded.stopped[row] else "length",
+                    token_versions=torch.full((length,), self.weight_version, dtype=torch.int32),
                 )
+                if told is not None:
+                    told(i, results[i])
         return [results[i] for i in range(len(prompts))]
 
     @property

@@ -20,7 +20,7 @@ from torch import Tensor
 from mopd.config.groups import VllmEngineConfig
 from mopd.engines.checks import check_length, check_sampling, check_scoring
 from mopd.engines.concurrency import TokenBudget, all_or_none
-from mopd.engines.interface import EngineInfo, EngineUnavailable, Generation, SamplingParams, Scores
+from mopd.engines.interface import EngineInfo, EngineUnavailable, Generation, SamplingParams, Scores, Told
 from mopd.engines.staging import stage_weights
 from mopd.engines.torch.loading import build_empty_model, read_config, read_stop_ids, weight_slots
 from mopd.engines.vllm.start import (
@@ -201,7 +201,12 @@ class VllmEngine:
         return await all_or_none(score_one(t, start) for t, start in zip(tokens, prompt_lengths, strict=True))
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        *,
+        told: Told | None = None,
     ) -> list[Generation]:
         """See ``Generator.generate``. vLLM's rounding depends on the batch: equal up to ties within rounding.
 
@@ -212,7 +217,7 @@ class VllmEngine:
         self._check_generate(prompts, sampling, seeds)
         cuts = sampling if sampling.temperature else SamplingParams(max_new_tokens=1)  # no cut matters to greedy
 
-        async def generate_one(prompt: Sequence[int], seed: int) -> Generation:
+        async def generate_one(i: int, prompt: Sequence[int], seed: int) -> Generation:
             params = VllmSamplingParams(
                 max_tokens=sampling.max_new_tokens,
                 temperature=sampling.temperature,
@@ -226,9 +231,14 @@ class VllmEngine:
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            return _read_generation(await self._request(list(prompt), params), self.stop_ids, name=self.name)
+            output = await self._request(list(prompt), params)
+            generation = _read_generation(output, self.stop_ids, self.weight_version, name=self.name)
+            if told is not None:
+                told(i, generation)
+            return generation
 
-        return await all_or_none(generate_one(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True))
+        asked = enumerate(zip(prompts, seeds, strict=True))
+        return await all_or_none(generate_one(i, prompt, seed) for i, (prompt, seed) in asked)
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """See ``TakesWeights.load_weights``: checked and staged as files first, then swapped in at one go.
@@ -369,7 +379,7 @@ def _no_scores(top_k: int) -> Scores:
     return Scores(ids=empty.int(), logprobs=empty, token_logprobs=torch.zeros(0))
 
 
-def _read_generation(output: RequestOutput, stop_ids: Sequence[int], *, name: str) -> Generation:
+def _read_generation(output: RequestOutput, stop_ids: Sequence[int], weight_version: int, *, name: str) -> Generation:
     """The response and the log-probs of its tokens; ``EngineUnavailable`` if they do not belong together."""
     completion = output.outputs[0]
     tokens, flat = list(completion.token_ids), completion.logprobs
@@ -381,4 +391,5 @@ def _read_generation(output: RequestOutput, stop_ids: Sequence[int], *, name: st
         tokens=torch.tensor(tokens, dtype=torch.int64),
         logprobs=torch.tensor(flat.logprobs, dtype=torch.float32),
         finish_reason="stop" if tokens[-1] in stop_ids else "length",
+        token_versions=torch.full((len(tokens),), weight_version, dtype=torch.int32),
     )

@@ -130,9 +130,12 @@ def test_real_distributions_pass(top_k: int) -> None:
         check_scores([wrong], [tokens], [1], top_k=top_k, vocab_size=500)
 
 
-def drawn(tokens: Any = (3, 4), logprobs: Any = (-1.0, 0.0), reason: Any = "stop") -> Generation:
+def drawn(tokens: Any = (3, 4), logprobs: Any = (-1.0, 0.0), reason: Any = "stop", versions: Any = None) -> Generation:
     return Generation(
-        tokens=torch.tensor(tokens, dtype=torch.int64), logprobs=torch.tensor(logprobs), finish_reason=reason
+        tokens=torch.tensor(tokens, dtype=torch.int64),
+        logprobs=torch.tensor(logprobs),
+        finish_reason=reason,
+        token_versions=torch.tensor(versions if versions is not None else [2] * len(tokens), dtype=torch.int32),
     )
 
 
@@ -149,6 +152,9 @@ BAD_GENERATIONS: dict[str, tuple[Generation, str]] = {
     "two dimensions": (replace(drawn(), tokens=torch.ones(1, 2, dtype=torch.int64)), "1 to 3 tokens"),
     "a reason of its own": (drawn(reason="abort"), "unknown reason: 'abort'"),
     "no reason": (drawn(reason=None), "unknown reason: None"),
+    "a version less": (drawn(versions=(2,)), r"token_versions is torch.int32 \[1\]"),
+    "versions fall": (drawn(versions=(3, 2)), "response 1 .* falls"),
+    "handed back, too long": (drawn((1, 2, 3, 4), (-1.0,) * 4, "handed_back"), "but 4"),
 }
 
 
@@ -171,7 +177,7 @@ class Canned:
         self.num_calls += 1
         return self.answer()
 
-    async def generate(self, *args: Any) -> Any:
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
         self.num_calls += 1
         return self.answer()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mopd.bench.teachers.makespan import run_on_token_clock
 from mopd.config.groups import RoutingConfig
-from mopd.engines.interface import Generation, SamplingParams, Scores
+from mopd.engines.interface import Generation, SamplingParams, Scores, Told
 from mopd.replicas.interface import Replica, RouterLimits
 from mopd.replicas.router import Router
 
@@ -52,7 +52,12 @@ class StandIn:
         ]
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        *,
+        told: Told | None = None,
     ) -> list[Generation]:
         await self._work([prompt[0] for prompt in prompts], sum(map(len, prompts)) + sampling.max_new_tokens)
         return [
@@ -60,6 +65,7 @@ class StandIn:
                 tokens=torch.full((sampling.max_new_tokens,), prompt[0] + seed),
                 logprobs=torch.full((sampling.max_new_tokens,), -float(self.weight_version)),
                 finish_reason="length",
+                token_versions=torch.full((sampling.max_new_tokens,), self.weight_version, dtype=torch.int32),
             )
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
