@@ -58,6 +58,54 @@ class TopKLossConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceMaskConfig:
+    """Whole responses that are left out of the loss, by the geometric mean over their loss tokens of the ratio of
+    current student to rollout. Denominators stay those of the whole batch."""
+
+    low: float = 0.9
+    """Least mean ratio of a response that counts."""
+    high: float = 1.1
+    """Largest mean ratio of a response that counts."""
+
+    def __post_init__(self) -> None:
+        _check_bounds(self.low, self.high)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MismatchCorrectionConfig:
+    """What repairs the difference between the student's and the rollout's probability of the same token: the engines'
+    rounding, and the steps that the rollout's weights were behind."""
+
+    type: Literal["none", "tis", "icepop", "gate"]
+    """Weight of a token. none: 1, for ``sequence`` alone; tis: truncate the ratio at ``high``; icepop: drop tokens
+    outside [low, high], weight the others by the ratio; gate: MiMo's form, the same drop with the ratio of current
+    student to rollout."""
+    low: float = 0.5
+    """Lower bound of the ratio (icepop, gate)."""
+    high: float = 2.0
+    """Upper bound of the ratio."""
+    sequence: SequenceMaskConfig | None = None
+    """Also leave out whole responses; absent means none. ``{}`` takes the bounds' defaults."""
+
+    def __post_init__(self) -> None:
+        _check_bounds(self.low, self.high)
+        if self.type == "none" and self.sequence is None:
+            raise ValueError("type is 'none' and sequence is absent: nothing is corrected; set one of them")
+
+    @property
+    def of_tokens(self) -> tuple[str, float, float] | None:
+        """What the loss functions of ``mopd.losses`` take."""
+        return None if self.type == "none" else (self.type, self.low, self.high)
+
+
+def _check_bounds(low: float, high: float) -> None:
+    require_at_least("low", low, 0)
+    require_positive("high", high)
+    if high <= low:
+        raise ValueError(f"high is {high} and low is {low}: set high above low")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class KLLossConfig:
     """Estimator of a KL from the sampled token alone. Delta = student log-prob - teacher log-prob."""
 
@@ -71,31 +119,15 @@ class KLLossConfig:
     """How token losses become one number; denominators are global."""
     loss_max_clamp: float | None = None
     """Cap of a token's loss; gradient is zero where it bites, and the share is reported."""
+    correction: MismatchCorrectionConfig | None = None
+    """Weight of tokens, and choice of responses, that another policy than the current student has drawn; absent means
+    none. Needed where ``schedule.max_staleness`` is above 0."""
 
     def __post_init__(self) -> None:
         require_at_least("top_k", self.top_k, 1, MAX_TOP_K)
         require_positive("temperature", self.temperature)
         if self.loss_max_clamp is not None:
             require_positive("loss_max_clamp", self.loss_max_clamp)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MismatchCorrectionConfig:
-    """Weight for the difference between the trainer's and the rollout engine's probability of the same token."""
-
-    type: Literal["tis", "icepop", "gate"]
-    """tis: truncate the ratio at ``high``; icepop: drop tokens outside [low, high], weight the others by the ratio;
-    gate: MiMo's form, the same drop with the ratio of current student to rollout."""
-    low: float = 0.5
-    """Lower bound of the ratio (icepop, gate)."""
-    high: float = 2.0
-    """Upper bound of the ratio."""
-
-    def __post_init__(self) -> None:
-        require_at_least("low", self.low, 0)
-        require_positive("high", self.high)
-        if self.high <= self.low:
-            raise ValueError(f"high is {self.high} and low is {self.low}: set high above low")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +147,8 @@ class PolicyGradientConfig:
     dual_clip: float | None = None
     """Bound c > 1 of the loss for negative advantages (dual-clip PPO); absent means none."""
     correction: MismatchCorrectionConfig | None = None
-    """Trainer-rollout mismatch weight; absent means none."""
+    """Weight of tokens, and choice of responses, that another policy than the current student has drawn; absent means
+    none. Needed where ``schedule.max_staleness`` is above 0."""
     top_k: int = 16
     """Teacher tokens per position, for the mass and overlap metrics only."""
     temperature: float = 1.0
@@ -139,3 +172,26 @@ class PolicyGradientConfig:
 
 
 Loss = TopKLossConfig | KLLossConfig | PolicyGradientConfig
+
+
+def require_own_samples(loss: Loss, *, top_p: float, top_k: int, temperature: float, max_staleness: int) -> None:
+    """What a loss of the sampled token asks of the rollout: samples of the student itself, or a correction for old
+    ones. Raises ValueError. The top-k losses take samples of anybody."""
+    if isinstance(loss, TopKLossConfig):
+        return
+    if top_p != 1.0 or top_k != -1:
+        raise ValueError(
+            f"loss.type {loss.type!r} estimates an expectation over the student's own distribution, but "
+            f"rollout.top_p is {top_p} and rollout.top_k is {top_k}: set rollout.top_p: 1.0 and rollout.top_k: -1"
+        )
+    if temperature != loss.temperature:
+        raise ValueError(
+            f"loss.temperature is {loss.temperature} but rollout.temperature is {temperature}: "
+            f"loss.type {loss.type!r} needs them equal"
+        )
+    if max_staleness > 0 and loss.correction is None:
+        raise ValueError(
+            f"schedule.max_staleness is {max_staleness}, but loss.type {loss.type!r} estimates an expectation over the "
+            "current student's own samples and loss.correction is absent: set it, for example loss.correction: {type: "
+            "icepop}, or schedule.max_staleness: 0"
+        )

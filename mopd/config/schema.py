@@ -15,12 +15,13 @@ from mopd.config.groups import (
     Assignment,
     EngineGroupConfig,
     ExternalConfig,
+    InProcessConfig,
     RayConfig,
     TeacherConfig,
     TeacherDefaultsConfig,
     VllmEngineConfig,
 )
-from mopd.config.losses import KLLossConfig, Loss, PolicyGradientConfig, TopKLossConfig
+from mopd.config.losses import Loss, PolicyGradientConfig, TopKLossConfig, require_own_samples
 from mopd.config.rewards import RewardConfig
 from mopd.config.student import StudentConfig
 from mopd.config.values import (
@@ -103,10 +104,11 @@ class ScheduleConfig:
         require_seconds("wait_timeout_s", self.wait_timeout_s)
         require_at_least("max_staleness", self.max_staleness, 0, MAX_STALENESS)
         require_at_least("sync_every_steps", self.sync_every_steps, 1)
-        if self.max_staleness < self.sync_every_steps - 1:
+        oldest = self.sync_every_steps - 1
+        if self.max_staleness < oldest:
             raise ValueError(
-                f"sync_every_steps is {self.sync_every_steps}, so samples become {self.sync_every_steps - 1} steps old, "
-                f"but max_staleness is {self.max_staleness}: set max_staleness to {self.sync_every_steps - 1} or more"
+                f"sync_every_steps is {self.sync_every_steps}, so samples become {oldest} steps old, but max_staleness "
+                f"is {self.max_staleness}: set max_staleness to {oldest} or more"
             )
 
 
@@ -265,11 +267,7 @@ class Recipe:
         self._check_teachers()
         self._check_loss()
         self._check_vllm_rollout()
-        if self.rollout.on_new_weights == "continue" and self.schedule.max_staleness == 0:
-            raise ValueError(
-                "rollout.on_new_weights is 'continue', but with schedule.max_staleness 0 nothing is under way when new "
-                "weights arrive: set max_staleness to 1 or more, or remove on_new_weights"
-            )
+        self._check_staleness()
         if self.samples_per_step > MAX_SAMPLES:
             raise ValueError(
                 f"schedule.prompts_per_step {self.schedule.prompts_per_step} x rollout.samples_per_prompt "
@@ -325,23 +323,34 @@ class Recipe:
                 )
 
     def _check_loss(self) -> None:
-        sampled = isinstance(self.loss, (KLLossConfig, PolicyGradientConfig))
-        if sampled and not self.rollout.is_exact:
-            raise ValueError(
-                f"loss.type {self.loss.type!r} estimates an expectation over the student's own distribution, but "
-                f"rollout.top_p is {self.rollout.top_p} and rollout.top_k is {self.rollout.top_k}: "
-                "set rollout.top_p: 1.0 and rollout.top_k: -1"
-            )
-        if sampled and self.rollout.temperature != self.loss.temperature:
-            raise ValueError(
-                f"loss.temperature is {self.loss.temperature} but rollout.temperature is {self.rollout.temperature}: "
-                f"loss.type {self.loss.type!r} needs them equal"
-            )
+        rollout = self.rollout
+        require_own_samples(
+            self.loss,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            temperature=rollout.temperature,
+            max_staleness=self.schedule.max_staleness,
+        )
         if self.needs_task_advantage and self.rollout.samples_per_prompt < 2:
             raise ValueError(
                 "loss.task_reward_weight needs a baseline over several responses of a prompt, but "
                 "rollout.samples_per_prompt is 1: set it to 2 or more"
             )
+
+    def _check_staleness(self) -> None:
+        most = self.schedule.max_staleness
+        if self.rollout.on_new_weights == "continue" and most == 0:
+            raise ValueError(
+                "rollout.on_new_weights is 'continue', but with schedule.max_staleness 0 nothing is under way when new "
+                "weights arrive: set max_staleness to 1 or more, or remove on_new_weights"
+            )
+        groups = {"rollout": self.rollout, **{f"teachers.{name}": teacher for name, teacher in self.teachers.items()}}
+        for key, group in groups.items():
+            if most and isinstance(group.placement, InProcessConfig):
+                raise ValueError(
+                    f"schedule.max_staleness is {most}, but {key}.placement is in_process, on rank 0 between training "
+                    f"steps: set {key}.placement.type: local, or max_staleness: 0"
+                )
 
     def _check_vllm_rollout(self) -> None:
         """vLLM reports log-probs of the logits as they are, or after temperature and cuts, nothing between."""
@@ -360,6 +369,12 @@ class Recipe:
                 f"validation.temperature is {self.validation.temperature}, but rollout.engine vllm with rollout.top_p "
                 "or top_k draws at temperature 0 or 1 only: set one of these"
             )
+
+    @property
+    def has_in_process_engines(self) -> bool:
+        """Some group's engines run on rank 0, in its process, where they cannot work beside training."""
+        groups = (self.rollout, *self.teachers.values())
+        return any(isinstance(group.placement, InProcessConfig) for group in groups)
 
     @property
     def assignment(self) -> Assignment:

@@ -15,12 +15,14 @@ from mopd.losses.api import (
 )
 from mopd.losses.linear.head import LinearHead, choose_rows
 from mopd.losses.linear.loss import linear_loss
+from mopd.losses.sampled import kept_sequences
 from mopd.losses.teacher_topk import chunked_topk_logprobs
 
 __all__ = [
     "LinearHead",
     "choose_rows",
     "chunked_topk_logprobs",
+    "kept_sequences",
     "linear_loss",
     "parallel_entropy_and_topk_overlap",
     "parallel_gather_logprobs",

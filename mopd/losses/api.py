@@ -36,7 +36,14 @@ from mopd.losses import checks, reference
 from mopd.losses.call import LossCall, Options, accumulation_dtype, resolve_shard
 from mopd.losses.chunked import functions as chunked
 from mopd.losses.chunked.diagnostics import LARGEST_EXACT_ID, entropy_and_overlap
-from mopd.losses.sampled import Surrogate, check_estimator, policy_gradient, sampled_kl
+from mopd.losses.sampled import (
+    Surrogate,
+    check_correction,
+    check_estimator,
+    correction_weight,
+    policy_gradient,
+    sampled_kl,
+)
 from mopd.losses.topk import TopKLoss, teacher_rows
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
@@ -151,6 +158,8 @@ def parallel_sampled_kl(
     teacher_logprobs: Tensor,
     estimator: str,
     *,
+    rollout_logprobs: Tensor | None = None,
+    correction: tuple[str, float, float] | None = None,
     temperature: float = 1.0,
     loss_max_clamp: float | None = None,
     loss_weight: Tensor | None = None,
@@ -170,13 +179,16 @@ def parallel_sampled_kl(
         estimator: ``k2`` (gradient of the reverse KL), ``k3`` (gradient of the *forward* KL, although its value
             estimates the reverse KL), or ``k3_reverse`` (k3's value with k2's gradient). ``k1`` raises ValueError: the
             expectation of its gradient is 0.
-        loss_max_clamp: min(loss, c), gradient 0 above c.
+        rollout_logprobs: fp32 ``[rows]``, the sampler's log-probs; needed by ``correction``.
+        correction: ``("tis" | "icepop" | "gate", low, high)``, see ``mopd.losses.sampled``; None: weight 1.
+        loss_max_clamp: min(loss, c), gradient 0 above c; before the correction's weight.
 
     Returns:
         loss ``[rows]`` (or the sum) and metrics ``[rows]``: ``unweighted_loss``, ``student_logprobs``, ``k1`` (Delta),
-        ``clamped``.
+        ``clamped``, ``correction_weight``.
     """
     check_estimator(estimator)
+    check_correction(correction, rollout=rollout_logprobs is not None)
     checks.check_caps(None, loss_max_clamp, None)
     options = Options(temperature, backend, overwrite_input, check_values)
     call = _open_call(inp, options, loss_weight, dist_process_group, vocab_range, true_vocab_size)
@@ -187,11 +199,15 @@ def parallel_sampled_kl(
         clamped = sampled_kl(delta.detach(), estimator) > loss_max_clamp
     value = sampled_kl(torch.where(clamped, 0, delta), estimator)  # autograd would make NaN of an infinity times 0
     value = value if loss_max_clamp is None else torch.where(clamped, loss_max_clamp, value)
+    current = logprobs.detach()
+    weight = correction_weight(correction, current, current, _rollout_rows(call, rollout_logprobs))
+    value = value if correction is None else weight * value
     metrics = {
         "unweighted_loss": value,
         "student_logprobs": logprobs,
         "k1": delta,
         "clamped": clamped,
+        "correction_weight": weight,
     }
     return call.finish(call.weighted(value), call.masked(metrics), reduce_loss)
 
@@ -249,7 +265,7 @@ def parallel_policy_gradient(
     if task_advantage is not None:
         total_advantage = total_advantage + task_reward_weight * call.number("task_advantage", task_advantage)
     old = None if old_logprobs is None else call.logprobs("old_logprobs", old_logprobs, sampled=True)
-    rollout = None if rollout_logprobs is None else call.logprobs("rollout_logprobs", rollout_logprobs, sampled=True)
+    rollout = _rollout_rows(call, rollout_logprobs)
     value, metrics = policy_gradient(logprobs, total_advantage, surrogate, old, rollout)
     metrics |= {"unweighted_loss": value, "student_logprobs": logprobs, "k1": delta}
     return call.finish(call.weighted(value), call.masked(metrics), reduce_loss)
@@ -310,6 +326,10 @@ def _sampled_rows(inp: Tensor, call: LossCall, target: Tensor, teacher_logprobs:
     if call.options.check_values:
         checks.check_targets(ids, teacher, call.active_T, call.shard.vocab_size)
     return _gather(inp, call, ids.unsqueeze(1))[0].squeeze(1), teacher
+
+
+def _rollout_rows(call: LossCall, rollout_logprobs: Tensor | None) -> Tensor | None:
+    return None if rollout_logprobs is None else call.logprobs("rollout_logprobs", rollout_logprobs, sampled=True)
 
 
 def _open_call(

@@ -1,4 +1,4 @@
-"""Losses of the sampled token alone: KL estimators, and the policy gradient.
+"""Losses of the sampled token alone: KL estimators, the policy gradient, and what repairs samples of another policy.
 
 With y sampled from the student and Delta = log p_y - log q_y:
 
@@ -13,11 +13,14 @@ It is the detached advantage of the policy gradient:
     rho  = p_y / p_old                                                          (p_old = sg(p_y) when none is given)
     loss = -w * min(rho A, clip(rho, 1 - low, 1 + high) A),  with dual clip c:  never more than -w c A where A < 0
 
-w corrects for the difference between trainer and rollout engine; it is detached:
+w, which also multiplies the estimators, corrects for samples that another policy has drawn: the rollout engine's
+rounding, or weights of some steps ago. It is detached:
 
     tis     min(x, high)                       x = p_old / p_rollout     truncated importance sampling
     icepop  x inside [low, high], else 0       x = p_old / p_rollout     IcePop's mask
     gate    x inside [low, high], else 0       x = sg(p_y) / p_rollout   MiMo's gate; carries the ratio itself: rho = 1
+
+The estimators know no p_old: there it is sg(p_y). ``kept_sequences`` decides over whole responses.
 """
 
 from __future__ import annotations
@@ -59,9 +62,65 @@ def sampled_kl(delta_T: Tensor, estimator: str) -> Tensor:
     return torch.where(k2 == torch.inf, k2, k2 + (k3 - k2).detach())
 
 
+def check_correction(correction: tuple[str, float, float] | None, *, rollout: bool) -> None:
+    """Raises ValueError for an unknown kind, bounds out of order, and a correction without ``rollout_logprobs``."""
+    if correction is None:
+        return
+    kind, low, high = correction
+    if kind not in CORRECTIONS:
+        raise ValueError(f"correction is {kind!r}: choose one of {', '.join(CORRECTIONS)}")
+    if not 0 <= low < high:
+        raise ValueError(f"correction {kind!r} has low {low} and high {high}: set 0 <= low < high")
+    if not rollout:
+        raise ValueError(f"correction {kind!r} needs rollout_logprobs: pass them")
+
+
+def correction_weight(
+    correction: tuple[str, float, float] | None, current_T: Tensor, old_T: Tensor, rollout_T: Tensor | None
+) -> Tensor:
+    """w by row, from detached log-probs of the sampled token; 1 without a correction."""
+    if correction is None or rollout_T is None:
+        return torch.ones_like(current_T)
+    kind, low, high = correction
+    x = torch.exp((current_T if kind == "gate" else old_T) - rollout_T)
+    if kind == "tis":
+        return x.clamp_max(high)
+    return torch.where((x < low) | (x > high), 0, x)
+
+
+@torch.no_grad()
+def kept_sequences(logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, *, low: float, high: float) -> Tensor:
+    """Which responses stay in the loss: those whose geometric mean of p_y / p_rollout over their loss tokens lies in
+    [low, high]. Multiply the losses of the others by 0; denominators do not change.
+
+    Args:
+        logprobs: ``[B, S]``, one response a row: the student's log-probs of the sampled tokens.
+        rollout_logprobs: ``[B, S]``, the sampler's.
+        loss_mask: bool ``[B, S]``; what stands elsewhere is not read.
+
+    Returns:
+        bool ``[B]``. A response with a number that is none stays: its loss then says so.
+
+    Raises:
+        ValueError: wrong shapes, or bounds out of order.
+    """
+    if not 0 <= low < high:
+        raise ValueError(f"low is {low} and high {high}: set 0 <= low < high")
+    if loss_mask.dtype != torch.bool or loss_mask.dim() != 2:
+        raise ValueError(f"loss_mask is {loss_mask.dtype} {list(loss_mask.shape)}: pass bool [B, S]")
+    if not logprobs.shape == rollout_logprobs.shape == loss_mask.shape:
+        raise ValueError(
+            f"logprobs is {list(logprobs.shape)} and rollout_logprobs {list(rollout_logprobs.shape)}: "
+            f"pass both as {list(loss_mask.shape)}, the shape of loss_mask"
+        )
+    log_ratio = torch.where(loss_mask, logprobs.double() - rollout_logprobs.double(), 0)
+    ratio_B = torch.exp(log_ratio.sum(1) / loss_mask.sum(1).clamp_min(1))
+    return ~((ratio_B < low) | (ratio_B > high))
+
+
 @dataclass(frozen=True)
 class Surrogate:
-    """PPO clip, dual clip and mismatch correction ``(kind, low, high)``."""
+    """PPO clip, dual clip and correction ``(kind, low, high)``."""
 
     clip_ratio_low: float
     clip_ratio_high: float
@@ -75,16 +134,8 @@ class Surrogate:
                 raise ValueError(f"{name} is {getattr(self, name)}: set it above 0")
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ValueError(f"dual_clip is {self.dual_clip}: set it above 1")
-        if self.correction is None:
-            return
-        kind, low, high = self.correction
-        if kind not in CORRECTIONS:
-            raise ValueError(f"correction is {kind!r}: choose one of {', '.join(CORRECTIONS)}")
-        if not 0 <= low < high:
-            raise ValueError(f"correction {kind!r} has low {low} and high {high}: set 0 <= low < high")
-        if not rollout:
-            raise ValueError(f"correction {kind!r} needs rollout_logprobs: pass them")
-        if kind == "gate" and old:
+        check_correction(self.correction, rollout=rollout)
+        if old and self.correction is not None and self.correction[0] == "gate":
             raise ValueError("correction 'gate' already holds the ratio to the rollout: leave old_logprobs unset")
 
 
@@ -107,7 +158,7 @@ def policy_gradient(
         floor = surrogate.dual_clip * advantage
         deeper = (advantage < 0) & (value < floor)
         value, bites = torch.where(deeper, floor, value), bites | deeper
-    weight = _correction(surrogate.correction, current, old, rollout_logprobs_T)
+    weight = correction_weight(surrogate.correction, current, old, rollout_logprobs_T)
     metrics = {
         "ratio": ratio.detach(),
         "clip_fraction": bites.detach().to(ratio.dtype),
@@ -115,15 +166,3 @@ def policy_gradient(
         "advantage": advantage,
     }
     return -weight * value, metrics
-
-
-def _correction(
-    correction: tuple[str, float, float] | None, current: Tensor, old: Tensor, rollout: Tensor | None
-) -> Tensor:
-    if correction is None or rollout is None:
-        return torch.ones_like(current)
-    kind, low, high = correction
-    x = torch.exp((current if kind == "gate" else old) - rollout.detach())
-    if kind == "tis":
-        return x.clamp_max(high)
-    return torch.where((x < low) | (x > high), 0, x)

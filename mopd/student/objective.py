@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from mopd.config.losses import KLLossConfig, Loss, PolicyGradientConfig, TopKLossConfig
 from mopd.losses import (
     LinearHead,
+    kept_sequences,
     linear_loss,
     parallel_entropy_and_topk_overlap,
     parallel_gather_logprobs,
@@ -31,6 +32,8 @@ from mopd.types import DomainSums, UserError
 
 logger = logging.getLogger(__name__)
 
+MASKED_SEQUENCES = "masked_sequences"
+"""Sum over rows: how many responses the sequence mask leaves out."""
 DIAGNOSTICS = ("entropy", "topk_overlap")
 """The dearer metrics, computed when they are asked for."""
 
@@ -97,6 +100,7 @@ class Objective:
         self._layout = layout
         self._budget_mib = lm_head_memory_budget_mib
         self._teacher_weights = teacher_weights
+        self._correction = None if isinstance(loss, TopKLossConfig) else loss.correction
         self._has_told = False
         self._options: dict[str, Any] = {
             "temperature": loss.temperature,
@@ -108,11 +112,11 @@ class Objective:
     def field_names(self) -> tuple[str, ...]:
         """Data-plane fields that this loss and its metrics read."""
         fields = ["tokens", "loss_mask", "teacher_ids", "teacher_logprobs", "teacher_token_logprobs"]
-        if isinstance(self.loss, PolicyGradientConfig):
-            if self.loss.correction is not None or self.loss.old_logprobs == "rollout":
-                fields.append("rollout_logprobs")
-            if self.loss.task_reward_weight:
-                fields.append("task_advantage")
+        policy_gradient = self.loss if isinstance(self.loss, PolicyGradientConfig) else None
+        if self._correction is not None or (policy_gradient and policy_gradient.old_logprobs == "rollout"):
+            fields.append("rollout_logprobs")
+        if policy_gradient and policy_gradient.task_reward_weight:
+            fields.append("task_advantage")
         return tuple(fields)
 
     def new_sums(self, *, num_domains: int, num_samples: int, diagnostics: bool, device: torch.device) -> Sums:
@@ -124,6 +128,9 @@ class Objective:
             names += ["clamped"]
         else:
             names += ["ratio", "clip_fraction", "correction_weight"]
+        if self._correction is not None:
+            names += ["rollout_kl"] + ([] if isinstance(self.loss, PolicyGradientConfig) else ["correction_weight"])
+            names += [] if self._correction.sequence is None else [MASKED_SEQUENCES]
         if diagnostics:
             # The sampled losses never look at the teacher's top-k: there the student's mass on it is a pass of its own.
             names += DIAGNOSTICS if isinstance(self.loss, TopKLossConfig) else (*DIAGNOSTICS, "student_mass")
@@ -141,25 +148,42 @@ class Objective:
         if self._teacher_weights is not None:
             data["teacher_weights"] = self._teacher_weights[rows.domains].expand(*rows.loss_mask.shape, -1)
         flat = {name: value.flatten(0, 1) for name, value in data.items()}
-        row_loss = partial(self._losses_and_columns, flat, diagnostics=DIAGNOSTICS[0] in sums.names)
-        loss, columns = self._run(head, row_loss, rows.loss_rows)
+        own = self._linear_head(rows.loss_rows)
+
+        def masked(current_R: Tensor) -> Tensor:
+            return self._masked_sequences(own.spread(current_R, head.hidden), rows)
+
+        if MASKED_SEQUENCES in sums.names and self._rows_at_once(own, head) < own.num_rows(head.hidden):
+            # A response's rows come in several pieces, and whether it counts must be known at the first of them.
+            with torch.no_grad():
+                current = self.logprobs(head, rows.targets, temperature=self.loss.temperature, index=rows.loss_rows)
+            flat[MASKED_SEQUENCES] = self._masked_sequences(current, rows)
+        row_loss = partial(self._losses_and_columns, flat, masked, diagnostics=DIAGNOSTICS[0] in sums.names)
+        loss, columns = self._run(head, row_loss, own)
         sums.add(rows, {"num_tokens": rows.loss_mask} | columns)
         return loss
 
-    def logprobs(self, head: LMHead, targets: Tensor, *, temperature: float) -> Tensor:
-        """[S, B] fp32 log-probs of ``targets`` [S, B] under softmax(logits / temperature)."""
+    def logprobs(self, head: LMHead, targets: Tensor, *, temperature: float, index: Tensor | None = None) -> Tensor:
+        """[S, B] fp32 log-probs of ``targets`` [S, B] under softmax(logits / temperature), 0 in rows that ``index``
+        does not name."""
         options = {**self._options, "temperature": temperature}
 
         def gather(logits: Tensor, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
             own, _ = parallel_gather_logprobs(logits, rows.of(targets.flatten())[:, None], **options)
             return own.squeeze(1), {"logprobs": own.detach().squeeze(1)}
 
-        _, columns = self._run(head, gather, None)
+        _, columns = self._run(head, gather, self._linear_head(index))
         return columns["logprobs"]
 
-    def _run(self, head: LMHead, row_loss: RowLoss, index: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum and columns [S, B] of ``row_loss`` over the rows of ``index``, within the memory budget."""
-        own = LinearHead(self._layout.tp_group, self._layout.sequence_parallel, index)
+    def _linear_head(self, index: Tensor | None) -> LinearHead:
+        return LinearHead(self._layout.tp_group, self._layout.sequence_parallel, index)
+
+    def _run(self, head: LMHead, row_loss: RowLoss, own: LinearHead) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum and columns [S, B] of ``row_loss`` over the rows of ``own``, within the memory budget."""
+        return linear_loss(head.hidden, head.weight, row_loss, own, self._rows_at_once(own, head))
+
+    def _rows_at_once(self, own: LinearHead, head: LMHead) -> int:
+        """Rows whose logits fit the memory budget; says once when these are not all."""
         num_rows = own.num_rows(head.hidden)
         try:
             at_once = own.rows_within(self._budget_mib * 2**20, head.hidden, head.weight)
@@ -179,19 +203,42 @@ class Objective:
                 self._budget_mib,
                 at_once,
             )
-        return linear_loss(head.hidden, head.weight, row_loss, own, at_once)
+        return at_once
+
+    def _masked_sequences(self, current: Tensor, rows: LossRows) -> Tensor:
+        """[S * B]: on each row of a response that the sequence mask leaves out its part of it, which over its loss
+        tokens add up to 1; else 0. From the student's log-probs [S, B] of the sampled tokens."""
+        assert self._correction is not None and self._correction.sequence is not None
+        mask, bounds = rows.loss_mask, self._correction.sequence
+        kept_B = kept_sequences(current.T, rows.fields["rollout_logprobs"].T, mask.T, low=bounds.low, high=bounds.high)
+        return torch.where(kept_B, 0.0, 1 / mask.sum(0).clamp_min(1).double()).expand_as(mask).flatten()
 
     def _losses_and_columns(
-        self, data: Mapping[str, Tensor], logits: Tensor, rows: Rows, *, diagnostics: bool
+        self,
+        data: Mapping[str, Tensor],
+        masked: Callable[[Tensor], Tensor],
+        logits: Tensor,
+        rows: Rows,
+        *,
+        diagnostics: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Weighted losses [R] of some rows and their metrics, from their logits [R, V/tp].
 
-        The logits are overwritten with their gradient in backward.
+        The logits are overwritten with their gradient in backward. ``masked`` is asked where ``data`` does not know
+        which responses the loss leaves out, and ``rows`` are all.
         """
         own = {name: rows.of(value) for name, value in data.items()}
         columns = self._diagnostics(logits, own) if diagnostics else {}
         loss, metrics = self._loss_rows(logits, own)
-        k1 = metrics["student_logprobs"].double() - own["teacher_token_logprobs"]
+        current = metrics["student_logprobs"]
+        if self._correction is not None:
+            metrics["rollout_kl"] = own["rollout_logprobs"].double() - current
+            if self._correction.sequence is not None:
+                part = own[MASKED_SEQUENCES] if MASKED_SEQUENCES in own else rows.of(masked(current))
+                kept = (part == 0).to(loss.dtype)  # a factor, no choice: what is not finite stays so
+                loss = loss * kept
+                metrics |= {MASKED_SEQUENCES: part, "unweighted_loss": metrics["unweighted_loss"] * kept}
+        k1 = current.double() - own["teacher_token_logprobs"]
         columns |= {"teacher_mass": _over_teachers(own, own["teacher_logprobs"].exp().sum(-1))} | metrics
         columns |= {
             "loss": metrics["unweighted_loss"],
@@ -234,11 +281,12 @@ class Objective:
                 **options,
             )
         teacher = own["teacher_token_logprobs"]
+        if self._correction is not None and self._correction.of_tokens is not None:
+            options |= {"rollout_logprobs": own["rollout_logprobs"], "correction": self._correction.of_tokens}
         if isinstance(loss, KLLossConfig):
             return parallel_sampled_kl(
                 logits, own["targets"], teacher, loss.type, loss_max_clamp=loss.loss_max_clamp, **options
             )
-        correction = loss.correction
         return parallel_policy_gradient(
             logits,
             own["targets"],
@@ -246,11 +294,9 @@ class Objective:
             task_advantage=own["task_advantage"] if loss.task_reward_weight else None,
             task_reward_weight=loss.task_reward_weight,
             old_logprobs=own["rollout_logprobs"] if loss.old_logprobs == "rollout" else None,
-            rollout_logprobs=own["rollout_logprobs"] if correction is not None else None,
             clip_ratio_low=loss.clip_ratio_low,
             clip_ratio_high=loss.clip_ratio_high,
             dual_clip=loss.dual_clip,
-            correction=None if correction is None else (correction.type, correction.low, correction.high),
             **options,
         )
 

@@ -123,6 +123,23 @@ def test_off_policy_samples_with_importance_weights(student: Tensor, log_q: Tens
     torch.testing.assert_close(gradient.sum(0), full_kls(student, log_q)["reverse"][1])
 
 
+@pytest.mark.parametrize(
+    ("estimator", "gradient_of"), [("k2", "reverse"), ("k3", "forward"), ("k3_reverse", "reverse")]
+)
+def test_estimators_off_policy_with_importance_weights(
+    student: Tensor, log_q: Tensor, estimator: str, gradient_of: str
+) -> None:
+    """The same for the estimators; without the weights another gradient is expected."""
+    rollout = torch.log_softmax(student + 0.3 * torch.sin(torch.arange(VOCAB)), -1)
+    expected = full_kls(student, log_q)[gradient_of][1]
+    for correction in (("tis", 0.0, 1e9), None):
+        leaf, target, _ = every_token(student)
+        loss, _ = parallel_sampled_kl(leaf, target, log_q, estimator, rollout_logprobs=rollout, correction=correction)
+        (gradient,) = torch.autograd.grad((loss * rollout.exp()).sum(), leaf)
+        error = float((gradient.sum(0) - expected).abs().max())
+        assert error < 1e-12 if correction else error > 1e-3, (correction, error)
+
+
 @pytest.mark.parametrize("gap", [79.0, 80.0, 81.0, 100.0, 3000.0])
 @pytest.mark.parametrize("estimator", ["k3", "k3_reverse"])
 def test_k3_beyond_its_exponent(estimator: str, gap: float) -> None:

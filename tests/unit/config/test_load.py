@@ -154,6 +154,12 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
         ("teachers.math.replicas=0", "teachers.math.replicas is 0: set 1 or more"),
         ("loss.type=k1", "loss.type: unknown type 'k1'; it cannot be a differentiable loss"),
         ("data.domain_weights.math=-1", "data.domain_weights.math is -1.0: set a positive number"),
+        ("loss={type: k2, correction: {type: none}}", "loss.correction.type is 'none' and sequence is absent"),
+        ("loss={type: k2, correction: {type: tis, low: 2}}", "loss.correction.high is 2.0 and low is 2.0: set high"),
+        (
+            "loss={type: policy_gradient, correction: {type: tis, sequence: {low: 1.2}}}",
+            "loss.correction.sequence.high is 1.1 and low is 1.2: set high above low",
+        ),
     ],
 )
 def test_refusals_name_file_path_and_cure(write: Write, override: str, line: str) -> None:
@@ -169,6 +175,19 @@ def test_refusals_name_the_line_of_the_file_that_holds_the_key(write: Write) -> 
     assert refusal(write(RECIPE + "loss:\n\n  top_k: 0\n")).startswith("recipe.yaml:13: loss.top_k is 0")
     cross = refusal(write(RECIPE + "loss:\n  type: k2\nrollout: {top_p: 0.5}\n"))
     assert cross.startswith("recipe.yaml:12: loss.type 'k2' estimates")
+
+
+@pytest.mark.parametrize("loss", ["k2", "k3", "k3_reverse", "policy_gradient"])
+def test_old_samples_of_a_sampled_loss_need_a_correction(write: Write, loss: str) -> None:
+    stale = ["schedule.max_staleness=2", f"loss.type={loss}"]
+    assert refusal(write(), *stale) == (
+        f"recipe.yaml (override): schedule.max_staleness is 2, but loss.type '{loss}' estimates an expectation over the "
+        "current student's own samples and loss.correction is absent: set it, for example loss.correction: {type: "
+        "icepop}, or schedule.max_staleness: 0"
+    )
+    for correction in ("{type: icepop}", "{type: none, sequence: {}}"):
+        remote = "teacher_defaults.placement={type: local}", "rollout.placement={type: local}"
+        load_recipe("recipe.yaml", [*stale, f"loss.correction={correction}", *remote])
 
 
 def test_missing_keys_are_all_named(write: Write) -> None:
@@ -217,7 +236,7 @@ AWKWARD = [
     "rollout.top_k=-1",
     'student.megatron_overrides={a: 1e-5, b: [1e-3, "x\\ny", null], c: {d: true, e: {}}, f: "\\U0001F600"}',
     "student.optimizer.adam_eps=1.2345678901234567e-11",
-    "loss={type: policy_gradient, correction: {type: tis}}",
+    "loss={type: policy_gradient, correction: {type: tis, sequence: {low: 0.99}}}",
     "metrics.wandb={project: p}",
 ]
 

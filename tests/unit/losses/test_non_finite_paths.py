@@ -56,6 +56,8 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
     "k2 clamped": {"loss_max_clamp": 0.5},
     "k3 clamped": {"loss_max_clamp": 0.5},
     "k3_reverse clamped": {"loss_max_clamp": 0.5},
+    "k2 icepop": {"correction": ("icepop", 0.5, 2.0)},
+    "k3 tis": {"correction": ("tis", 0.5, 2.0)},
     "policy gradient": {},
     "tis": {"correction": ("tis", 0.5, 2.0)},
     "icepop": {"correction": ("icepop", 0.5, 2.0)},
@@ -92,7 +94,9 @@ def test_sampled(name: str, backend: str) -> None:
         del given["old_logprobs"]
     clamped, is_estimator = "clamped" in name, name.startswith("k")
     for place, values in PLACES.items():
-        if place in ("old_logprobs", "rollout_logprobs", "task_advantage") and (is_estimator or place not in given):
+        if place in ("old_logprobs", "task_advantage") and is_estimator:
+            continue
+        if place in ("old_logprobs", "rollout_logprobs", "task_advantage") and place not in given:
             continue
         for value in values[:1] if backend == "triton" and SLOW else values:
             z, own = data["z"].clone(), {"teacher": teacher.clone(), **{k: v.clone() for k, v in given.items()}}
@@ -109,6 +113,11 @@ def test_sampled(name: str, backend: str) -> None:
             rows = {key: to_device(x) for key, x in own.items()}
             q = rows.pop("teacher")
             if is_estimator:
+                if "rollout_logprobs" in rows:
+                    shared |= {
+                        "correction": ESTIMATORS[name]["correction"],
+                        "rollout_logprobs": rows["rollout_logprobs"],
+                    }
                 loss, _ = parallel_sampled_kl(leaf, to_device(target), q, name.split()[0], **shared)
             else:
                 shared |= {"correction": ESTIMATORS[name].get("correction"), "task_reward_weight": 0.5, **rows}
