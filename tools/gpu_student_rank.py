@@ -100,9 +100,9 @@ class Trainee:
     """A student of this process with samples of its own."""
 
     def __init__(self, recipe: Recipe) -> None:
-        layout = parallel.initialize(ParallelConfig(), timeout_s=TIMEOUT_S, seed=0)
-        self.plane = LocalDataPlane(layout.control_group)
-        self.worker = StudentWorker(recipe, self.plane, DOMAINS)
+        parallel.initialize(ParallelConfig(), timeout_s=TIMEOUT_S, seed=0)
+        self.plane = LocalDataPlane()
+        self.worker = StudentWorker(recipe, self.plane.reader(), DOMAINS)
 
     def plan(self, step: int) -> MicroBatchPlan:
         metas, fields = make_samples(step, self.worker.dims.vocab_size)
@@ -134,8 +134,9 @@ def measure(model: str, dtype: str, out: Path) -> dict[str, Any]:
     started = time.monotonic()
     recipe = make_recipe(model, dtype)
     first = Trainee(recipe)
-    first.plan(0)
-    logprobs = torch.cat(first.worker.logprobs([0, 1, 2, 3])).tolist()
+    samples = [sample for rank in first.plan(0).micro_batches for batch in rank for sample in batch]
+    first_four = sorted(samples, key=lambda sample: sample.sample_id)[:4]
+    logprobs = torch.cat(first.worker.logprobs(first_four)).tolist()
     steps = [first.step(out / "gradients.safetensors"), first.step()]
     first.worker.save(out / "checkpoint", {"note": "kept"})
     saved = first.weights_hash()

@@ -69,6 +69,13 @@ def local_world_size() -> int:
     return int(os.environ["LOCAL_WORLD_SIZE"])
 
 
+def rank_0_host() -> str | None:
+    """What ranks on other machines call rank 0's, as torchrun was told; ``None`` if there are none. On rank 0."""
+    if not is_rank() or local_world_size() == rank_and_world_size()[1]:
+        return None
+    return os.environ["MASTER_ADDR"]
+
+
 def run_as_rank(action: Callable[[], object]) -> int:
     """Run a rank's work and return its exit code; on an error the process ends here.
 

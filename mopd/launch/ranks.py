@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from mopd.placement.weights import GroupWeightSync
 from mopd.student.worker import StudentWorker
-from mopd.types import DomainSums, MicroBatchPlan, UserError
+from mopd.types import DomainSums, MicroBatchPlan, SampleMeta, UserError
 
 MAX_COMMAND_BYTES = 64 * 2**20
 
@@ -82,9 +83,10 @@ class StudentGroup:
         values: dict[str, float] = await self._call("optim_step", changes_weights=True)
         return values | self.worker.memory()
 
-    async def logprobs(self, sample_ids: Sequence[int], *, temperature: float) -> list[Tensor]:
+    async def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float) -> list[Tensor]:
         """[R] fp32 student log-probs of each sample's response tokens."""
-        rows: list[Tensor] = await self._call("logprobs", sample_ids=list(sample_ids), temperature=temperature)
+        metas = [asdict(sample) for sample in samples]
+        rows: list[Tensor] = await self._call("logprobs", samples=metas, temperature=temperature)
         return rows
 
     async def publish(self, weight_version: int) -> None:
@@ -129,7 +131,8 @@ def execute(worker: StudentWorker, name: str, kwargs: dict[str, Any]) -> Any:
     if name == "optim_step":
         return worker.optim_step()
     if name == "logprobs":
-        return worker.logprobs(kwargs["sample_ids"], temperature=kwargs["temperature"])
+        samples = [SampleMeta(**meta) for meta in kwargs["samples"]]
+        return worker.logprobs(samples, temperature=kwargs["temperature"])
     if name == "weights":
         return sum(1 for _ in worker.weights())
     if name == "save":

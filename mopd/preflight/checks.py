@@ -238,7 +238,7 @@ class Preflight:
     async def _student_equals_engine(self, samples: Sequence[SampleMeta]) -> Check:
         title = "student and rollout engine"
         ids = [sample.sample_id for sample in samples]
-        student_logprobs = await self.workers.student.logprobs(ids, temperature=self.recipe.rollout.temperature)
+        student_logprobs = await self.workers.student.logprobs(samples, temperature=self.recipe.rollout.temperature)
         rollout_logprobs = (await self.workers.plane.get(ids, ("rollout_logprobs",)))["rollout_logprobs"]
         difference = (torch.cat(student_logprobs) - torch.cat(rollout_logprobs)).abs().mean().item()
         limit = self.cfg.logprob_limit(self.recipe.student.dtype, self._infos[ROLLOUT][0].dtype)

@@ -9,6 +9,8 @@ from typing import Any
 
 from mopd.config.schema import Recipe
 from mopd.data_plane.local import LocalDataPlane
+from mopd.data_plane.reading import SocketReader
+from mopd.launch.failure import rank_0_host
 from mopd.launch.ranks import CommandChannel, serve
 from mopd.placement.gpus import local_rank
 from mopd.placement.groups import Groups
@@ -28,7 +30,8 @@ def lead(recipe: Recipe, run: RunDir | None, work: Work) -> None:
     inputs = read_inputs(recipe)
     log_dir, path = (None, None) if run is None else (run.logs, run.validation)
 
-    async def with_groups(worker: StudentWorker, plane: LocalDataPlane, channel: CommandChannel) -> None:
+    async def with_groups(worker: StudentWorker, plane: LocalDataPlane | None, channel: CommandChannel) -> None:
+        assert plane is not None, "rank 0 holds it"
         async with Groups(recipe, log_dir=log_dir, device=worker.layout.device) as groups:
             try:
                 await work(await build_workers(recipe, inputs, worker, plane, channel, groups, validation_path=path))
@@ -52,8 +55,9 @@ def follow(recipe: Recipe) -> None:
 @contextmanager
 def joined(
     recipe: Recipe, seen_domains: Sequence[str] | None
-) -> Iterator[tuple[StudentWorker, LocalDataPlane, CommandChannel]]:
-    """Join the other ranks and build this rank's share of the student. The others stop when rank 0 leaves the block.
+) -> Iterator[tuple[StudentWorker, LocalDataPlane | None, CommandChannel]]:
+    """Join the other ranks and build this rank's share of the student; rank 0 gets the data plane too. The others stop
+    when rank 0 leaves the block.
 
     Args:
         seen_domains: rank 0's domains of the data, which a default teacher answers for; ``None`` on other ranks, which
@@ -65,11 +69,17 @@ def joined(
     ) as layout:
         channel = CommandChannel(layout.control_group)
         if seen_domains is None:
-            domains = channel.receive()["domains"]
-        else:
+            told = channel.receive()
+            reader = SocketReader(told["data_plane"], timeout_s=timeout_s)
+            yield StudentWorker(recipe, reader, told["domains"]), None, channel
+            reader.close()
+            return
+        plane = LocalDataPlane()
+        plane.serve(host=rank_0_host())
+        try:
             domains = list(recipe.assignment.domains_among(seen_domains))
-            channel.send({"domains": domains})
-        plane = LocalDataPlane(layout.control_group)
-        yield StudentWorker(recipe, plane, domains), plane, channel
-        if seen_domains is not None:  # after an error nobody listens
-            channel.send({"call": "stop", "kwargs": {}})
+            channel.send({"domains": domains, "data_plane": plane.address})
+            yield StudentWorker(recipe, plane.reader(), domains), plane, channel
+            channel.send({"call": "stop", "kwargs": {}})  # after an error nobody listens
+        finally:
+            asyncio.run(plane.close())

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,10 +40,10 @@ class LossRows:
     """What the loss reads, row by row of the logits; rows without a response token hold zeros."""
 
     loss_mask: Tensor
-    """[S, B] bool: this row scores a response token that counts."""
+    """[S, B] bool: this row scores a response token that counts; none does where the mask was not read."""
     loss_rows: Tensor | None
-    """[N] int64: flat numbers of these rows, ascending, never empty; ``None`` for all. Known without asking the
-    device, so that the LM head can leave prompts and padding out."""
+    """[N] int64: flat numbers of these rows, ascending, never empty; ``None`` for all, or where the mask was not read.
+    Known without asking the device, so that the LM head can leave prompts and padding out."""
     targets: Tensor
     """[S, B] int64: the response token that the row scores."""
     domains: Tensor
@@ -73,6 +74,13 @@ class MicroBatch:
         """(B, S)."""
         return self.tokens.shape[0], self.tokens.shape[1]
 
+    def tensors(self) -> list[Tensor]:
+        """All that it holds."""
+        own = (self.tokens, self.position_ids, self.attention_mask, self.padding_mask)
+        rows = self.rows
+        read = (rows.loss_mask, rows.loss_rows, rows.targets, rows.domains, rows.sample_positions)
+        return [tensor for tensor in (*own, *read, *rows.fields.values()) if tensor is not None]
+
 
 HookFor = Callable[[MicroBatch], HeadHook]
 """What the last stage does with the LM head of one micro-batch."""
@@ -91,6 +99,9 @@ def build_micro_batch(
 ) -> MicroBatch:
     """Pad ``samples`` into one micro-batch on ``device``, with filler sequences without loss up to ``at_least`` (B, S).
 
+    ``fields`` are those that the pipeline stage reads; what is not among them stays zero. Copies to a GPU are queued on
+    the current stream.
+
     Raises:
         ValueError: a field's length does not fit the sample's lengths, or a prompt is empty.
     """
@@ -105,31 +116,39 @@ def build_micro_batch(
     for b, sample in enumerate(samples):
         _check(sample, fields)
         scored = slice(sample.prompt_length - 1, sample.length - 1)
-        own = fields["tokens"][sample.sample_id]
-        tokens[b, : sample.length] = own
         padding[b, : sample.length] = False
-        targets[scored, b] = own[sample.prompt_length :]
-        loss_mask[scored, b] = fields["loss_mask"][sample.sample_id]
+        if "tokens" in fields:
+            own = fields["tokens"][sample.sample_id]
+            tokens[b, : sample.length] = own
+            targets[scored, b] = own[sample.prompt_length :]
+        if "loss_mask" in fields:
+            loss_mask[scored, b] = fields["loss_mask"][sample.sample_id]
         for name, values in row_fields.items():
             values[scored, b] = fields[name][sample.sample_id]
     mask = torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)[None, None] if needs_mask else None
-    chosen = choose_rows(loss_mask)
+    chosen = choose_rows(loss_mask) if "loss_mask" in fields else None
     num_filler = size - len(samples)
+    to = partial(_sent, device=device)
     rows = LossRows(
-        loss_mask=loss_mask.to(device),
-        loss_rows=None if chosen is None else chosen.to(device),
-        targets=targets.to(device),
-        domains=torch.tensor([domains.index(s.domain) for s in samples] + [0] * num_filler).to(device),
-        sample_positions=torch.tensor([positions[s.sample_id] for s in samples] + [-1] * num_filler).to(device),
-        fields={name: values.to(device) for name, values in row_fields.items()},
+        loss_mask=to(loss_mask),
+        loss_rows=None if chosen is None else to(chosen),
+        targets=to(targets),
+        domains=to(torch.tensor([domains.index(s.domain) for s in samples] + [0] * num_filler)),
+        sample_positions=to(torch.tensor([positions[s.sample_id] for s in samples] + [-1] * num_filler)),
+        fields={name: to(values) for name, values in row_fields.items()},
     )
     return MicroBatch(
-        tokens=tokens.to(device),
+        tokens=to(tokens),
         position_ids=torch.arange(length, device=device).expand(size, length),
         attention_mask=mask,
-        padding_mask=padding.to(device),
+        padding_mask=to(padding),
         rows=rows,
     )
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """On ``device``; to a GPU from pinned memory, so that nobody waits for the copy."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _empty_row_fields(fields: Fields, length: int, size: int) -> dict[str, Tensor]:

@@ -22,9 +22,9 @@ from mopd.conversion.hf.reader import HfReader, check_names, kept_files
 from mopd.conversion.hf.writer import require_exportable, write_folder
 from mopd.conversion.models.reading import read_dims
 from mopd.data.packing import pack
-from mopd.data_plane.local import LocalDataPlane
+from mopd.data_plane.interface import Reader
 from mopd.student import parallel
-from mopd.student.batch import Fields, HookFor, MicroBatch, build_micro_batch, run_schedule
+from mopd.student.batch import HookFor, MicroBatch, build_micro_batch, run_schedule
 from mopd.student.checkpoints import checkpoint
 from mopd.student.model.attention_memory import check_scores, largest_scores
 from mopd.student.model.balance import Balance
@@ -32,6 +32,7 @@ from mopd.student.model.config import uses_transformer_engine
 from mopd.student.model.gpt import HeadHook, LMHead, build_model
 from mopd.student.objective import Objective
 from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel
+from mopd.student.reading import StageReader, one_ahead
 from mopd.student.weights import iter_hf_weights, load_hf_into
 from mopd.types import DomainSums, MicroBatchPlan, NonFiniteError, SampleMeta, UserError
 
@@ -46,10 +47,11 @@ class StudentWorker:
     One step is ``forward_backward`` then ``optim_step``. ``weight_version`` counts optimizer steps.
     """
 
-    def __init__(self, recipe: Recipe, plane: LocalDataPlane, domains: Sequence[str]) -> None:
+    def __init__(self, recipe: Recipe, reader: Reader, domains: Sequence[str]) -> None:
         """Join the parallel layout, build the model, load its Hugging Face weights, build the optimizer.
 
-        ``domains`` are all values that a sample's domain may take; their order must be the same on every rank.
+        ``reader`` gives this rank its samples' fields. ``domains`` are all values that a sample's domain may take;
+        their order must be the same on every rank.
 
         Raises:
             UserError: the world size, the layout, an override, the checkpoint or the schedule does not fit.
@@ -57,13 +59,13 @@ class StudentWorker:
         student = recipe.student
         self.recipe = recipe
         self.domains = tuple(domains)
-        self.plane = plane
         self.weight_version = 0
         source, self.dims = HfReader(Path(student.model)), read_dims(Path(student.model))
         check_names(source, self.dims)  # before a model of the config's size is built
         kept_files(Path(student.model))  # which ``save_hf`` would find after the last step
         _check_lengths(recipe, self.dims.max_positions)
         self.layout = parallel.initialize(student.parallel, timeout_s=recipe.schedule.wait_timeout_s, seed=recipe.seed)
+        self.reader = StageReader(reader, self.layout)
         with cpu_shim.activate():
             model = build_model(student, self.dims, self.layout)
             load_hf_into([model], source, self.dims, self.layout)
@@ -105,7 +107,6 @@ class StudentWorker:
         Raises:
             NonFiniteError: on every rank, naming domain and samples; weights are untouched.
         """
-        fields = self._fetch(plan.sample_ids, self._objective.field_names)
         positions = {sample_id: i for i, sample_id in enumerate(plan.sample_ids)}
         sums = self._objective.new_sums(
             num_domains=len(self.domains),
@@ -127,7 +128,7 @@ class StudentWorker:
         self._optimizer.zero_grad()
         if self._balance is not None:
             self._balance.begin(len(plan.micro_batches[self.layout.dp_rank]))
-        self._run(plan, fields, positions, hook_for, forward_only=False)
+        self._run(plan, self._objective.field_names, positions, hook_for, forward_only=False)
         result, bad = sums.reduce(self.domains, self.layout)
         if bad:
             raise NonFiniteError(self._describe_bad_loss(plan, bad))
@@ -163,13 +164,11 @@ class StudentWorker:
 
     @cpu_shim.activate()
     @torch.no_grad()
-    def logprobs(self, sample_ids: Sequence[int], *, temperature: float = 1.0) -> list[Tensor]:
-        """Log-probs of each sample's response tokens under softmax(logits / temperature), from fields ``tokens`` and
-        ``loss_mask``: [R] fp32 on rank 0 in the order of ``sample_ids``, an empty list elsewhere. Draws no
-        randomness."""
-        ids = sorted(set(sample_ids))
-        fields = self._fetch(ids, ("tokens", "loss_mask"))
-        plan = self._plan_forward(ids, fields)
+    def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float = 1.0) -> list[Tensor]:
+        """Log-probs of each sample's response tokens under softmax(logits / temperature), from field ``tokens``: [R]
+        fp32 on rank 0 in the order of ``samples``, an empty list elsewhere. Draws no randomness."""
+        unique = sorted({sample.sample_id: sample for sample in samples}.values(), key=lambda sample: sample.sample_id)
+        plan = self._plan_forward(unique)
         collected: list[Tensor] = []
 
         def hook_for(batch: MicroBatch) -> HeadHook:
@@ -179,19 +178,20 @@ class StudentWorker:
 
             return hook
 
-        self._run(plan, fields, {i: n for n, i in enumerate(ids)}, hook_for, forward_only=True)
-        lengths = [fields["loss_mask"][i].shape[0] for i in ids]
+        ids = [sample.sample_id for sample in unique]
+        self._run(plan, ("tokens",), {i: n for n, i in enumerate(ids)}, hook_for, forward_only=True)
+        lengths = [sample.response_length for sample in unique]
         flat = torch.zeros(sum(lengths), device=self.layout.device)
         views = dict(zip(ids, torch.split(flat, lengths), strict=True))
         if self.layout.reports_loss:
-            for samples, rows in zip(plan.micro_batches[self.layout.dp_rank], collected, strict=True):
-                for b, sample in enumerate(samples):
+            for batch, rows in zip(plan.micro_batches[self.layout.dp_rank], collected, strict=True):
+                for b, sample in enumerate(batch):
                     views[sample.sample_id].copy_(rows[sample.prompt_length - 1 : sample.length - 1, b])
         dist.all_reduce(flat)
         if self.layout.rank:
             return []
         by_id = dict(zip(ids, torch.split(flat.cpu(), lengths), strict=True))
-        return [by_id[i] for i in sample_ids]
+        return [by_id[sample.sample_id] for sample in samples]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights as ``(hf_name, CPU tensor)`` on rank 0; other ranks get nothing but must exhaust the iterator."""
@@ -258,14 +258,10 @@ class StudentWorker:
             return None
         return torch.tensor(assignment.weight_table(self.domains), device=self.layout.device)
 
-    def _fetch(self, sample_ids: Sequence[int], names: Sequence[str]) -> Fields:
-        fetched = self.plane.fetch(sample_ids, names)
-        return {name: dict(zip(sample_ids, fetched[name], strict=True)) for name in names}
-
     def _run(
         self,
         plan: MicroBatchPlan,
-        fields: Fields,
+        loss_fields: Sequence[str],
         positions: Mapping[int, int],
         hook_for: HookFor,
         *,
@@ -273,22 +269,22 @@ class StudentWorker:
     ) -> None:
         """The schedule over this data-parallel rank's share of the plan."""
         share = plan.micro_batches[self.layout.dp_rank]
-        batches = (
-            build_micro_batch(
-                samples,
-                fields,
+
+        def build(number: int) -> MicroBatch:
+            return build_micro_batch(
+                share[number],
+                self.reader.fetch(share[number], loss_fields),
                 domains=self.domains,
                 positions=positions,
                 pad_to_multiple_of=self.layout.tp_size if self.layout.sequence_parallel else 1,
                 needs_mask=self._needs_mask,
                 device=self.layout.device,
-                at_least=self._common_shape(plan, i),
+                at_least=self._common_shape(plan, number),
             )
-            for i, samples in enumerate(share)
-        )
+
         run_schedule(
             self._model,
-            batches,
+            one_ahead(build, range(len(share)), self.layout.device),
             len(share),
             hook_for,
             forward_only=forward_only,
@@ -304,19 +300,8 @@ class StudentWorker:
         longest = max((sample.length for batch in batches for sample in batch), default=1)
         return max([1, *map(len, batches)]), longest
 
-    def _plan_forward(self, sample_ids: Sequence[int], fields: Fields) -> MicroBatchPlan:
-        """A plan for samples of which only the fields are known."""
-        samples = [
-            SampleMeta(
-                sample_id=i,
-                domain=self.domains[0],
-                weight_version=self.weight_version,
-                prompt_length=fields["tokens"][i].shape[0] - fields["loss_mask"][i].shape[0],
-                response_length=fields["loss_mask"][i].shape[0],
-                num_loss_tokens=int(fields["loss_mask"][i].sum()),
-            )
-            for i in sample_ids
-        ]
+    def _plan_forward(self, samples: Sequence[SampleMeta]) -> MicroBatchPlan:
+        """A plan for any number of samples, forward only."""
         student = self.recipe.student
         plan = pack(
             samples,

@@ -7,6 +7,7 @@ Megatron's groups are rebuilt per layout.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import sys
@@ -25,11 +26,14 @@ from mopd.config.schema import Recipe, RolloutConfig, ScheduleConfig
 from mopd.config.student import MoeConfig, OptimizerConfig, ParallelConfig, StudentConfig
 from mopd.conversion.models import reading
 from mopd.data.packing import pack
+from mopd.data_plane.interface import Reader
 from mopd.data_plane.local import LocalDataPlane
+from mopd.data_plane.reading import SocketReader
+from mopd.launch.ranks import CommandChannel
 from mopd.student import parallel
 from mopd.student.worker import StudentWorker
 from mopd.types import MicroBatchPlan, UserError
-from tests.parity.student.samples import DOMAINS, ENSEMBLE, make_samples, put
+from tests.parity.student.samples import DOMAINS, ENSEMBLE, make_samples
 
 TOP_K = 8
 NUM_SAMPLES = 16
@@ -96,6 +100,16 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
     )
 
 
+def open_plane(plane: LocalDataPlane | None, layout: parallel.Layout) -> Reader:
+    """Every rank's way to rank 0's samples."""
+    channel = CommandChannel(layout.control_group)
+    if plane is None:
+        return SocketReader(channel.receive(), timeout_s=60)
+    plane.serve(host=None)
+    channel.send(plane.address)
+    return plane.reader()
+
+
 class Case:
     """A student and its samples; step s trains on samples ``s * 100 …``."""
 
@@ -103,9 +117,17 @@ class Case:
         self.case = case
         recipe = make_recipe(model, case)
         layout = parallel.initialize(recipe.student.parallel, timeout_s=120, seed=0)
-        self.plane = LocalDataPlane(layout.control_group)
-        self.worker = StudentWorker(recipe, self.plane, DOMAINS)
+        self.plane = LocalDataPlane() if layout.rank == 0 else None
+        self.reader = open_plane(self.plane, layout)
+        self.worker = StudentWorker(recipe, self.reader, DOMAINS)
         self.known: set[int] = set()
+
+    def close(self) -> None:
+        """All ranks have read what they wanted."""
+        torch.distributed.barrier()
+        self.reader.close()
+        if self.plane is not None:
+            asyncio.run(self.plane.close())
 
     def plan(self, step: int, **poison: Any) -> MicroBatchPlan:
         metas, fields = make_samples(
@@ -118,7 +140,9 @@ class Case:
         )
         if poison:
             fields["teacher_logprobs"][poison["sample"]][-1, 0] = float("nan")
-        put(self.plane, metas, fields)
+        if self.plane is not None:
+            asyncio.run(self.plane.put(metas, fields))
+        torch.distributed.barrier()
         return pack(
             metas,
             dp_size=self.worker.dp_size,
@@ -176,10 +200,10 @@ def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
         result["weight_version"] = it.worker.weight_version
         result["loaded_hash"] = it.weights_hash()
     if case.get("logprobs"):
-        it.plan(0)
-        rows = it.worker.logprobs([3, 1, 2])
+        samples = {s.sample_id: s for rank in it.plan(0).micro_batches for batch in rank for s in batch}
+        rows = it.worker.logprobs([samples[i] for i in (3, 1, 2)])
         result["logprobs"] = [row.tolist() for row in rows]
-        result["one_logprob"] = [row.tolist() for row in it.worker.logprobs([5])]
+        result["one_logprob"] = [row.tolist() for row in it.worker.logprobs([samples[5]])]
     result["steps"] = it.train(case.get("steps", 0))
     result["head_in_chunks"] = it.any_rank(it.worker._objective._has_told)
     if "save" in case:
@@ -191,6 +215,7 @@ def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
         result |= export(it, Path(case["save_hf"]))
     if "poison" in case:
         result["poison"] = poison(it)
+    it.close()
     return result
 
 

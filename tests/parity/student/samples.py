@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from mopd.data_plane.local import LocalDataPlane
 from mopd.types import SampleMeta
 
 DOMAINS = ("math", "code")
@@ -69,9 +65,3 @@ def make_samples(
             )
         )
     return metas, fields
-
-
-def put(plane: LocalDataPlane, metas: Sequence[SampleMeta], fields: dict[str, list[Tensor]]) -> None:
-    """Write the samples where the plane lives (rank 0)."""
-    if plane.is_holder:
-        asyncio.run(plane.put(metas, fields))

@@ -1,15 +1,11 @@
-"""LocalDataPlane: written once, read by name, claimed in order, the same bytes on every rank."""
+"""LocalDataPlane: written once, read by name, claimed once, gone when released."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from mopd.data_plane.local import LocalDataPlane
 from mopd.types import Batch, SampleMeta
@@ -127,52 +123,22 @@ def test_discarded_samples_are_gone_and_claimed_ones_stay() -> None:
     asyncio.run(run())
 
 
-def _fields() -> dict[str, list[torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return {
-        "tokens": [torch.randint(0, 99, (n,), generator=generator) for n in (3, 1, 4)],
-        "loss_mask": [torch.rand(n, generator=generator) > 0.5 for n in (2, 0, 3)],
-        "teacher_logprobs": [torch.randn(n, 2, generator=generator) for n in (2, 0, 3)],
-        "teacher_ids": [torch.randint(0, 9, (2, n), generator=generator, dtype=torch.int32).T for n in (2, 0, 3)],
-        "empty": [torch.zeros(0) for _ in range(3)],
-    }
+def test_taken_samples_are_claimed_at_once_or_not_at_all() -> None:
+    async def run() -> None:
+        plane = LocalDataPlane()
+        await plane.put([meta(i) for i in (1, 2, 3)], {"tokens": rows(1, 2, 3)})
+        with pytest.raises(KeyError, match=r"\[9\] are unknown"):
+            await plane.take([1, 9], ["tokens"])
+        with pytest.raises(KeyError, match=r"'scores' does not exist for samples \[1, 3\]"):
+            await plane.take([1, 3], ["scores"])
+        batch = await plane.take([3, 1], ["tokens"])
+        assert batch.samples == (meta(1), meta(3))
+        with pytest.raises(KeyError, match=r"\[1\] are claimed a second time"):
+            await plane.take([1, 2], ["tokens"])
+        with pytest.raises(KeyError, match=r"\[3\] are discarded but claimed"):
+            await plane.discard([3])
+        await plane.release(batch)
+        assert plane.num_samples == 1
+        await plane.take([2], ["tokens"])  # the refused claim left it alone
 
-
-def _fetch_rank(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    plane = LocalDataPlane(dist.group.WORLD)
-    if rank == 0:
-        asyncio.run(plane.put([meta(i) for i in (10, 11, 12)], _fields()))
-    order, names = [12, 10, 11], ["loss_mask", "teacher_ids", "tokens", "teacher_logprobs", "empty"]
-    got = plane.fetch(order, names)
-    expected = {name: [_fields()[name][i - 10] for i in order] for name in names}
-    result = {"names": list(got) == names}
-    result["equal"] = all(
-        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-        for name in names
-        for a, b in zip(got[name], expected[name], strict=True)
-    )
-    errors = []
-    for ids, fields in (([99], ["tokens"]), ([10], ["nothing"]), ([10 + rank], ["tokens"])):
-        try:
-            plane.fetch(ids, fields)
-        except (KeyError, RuntimeError) as error:
-            errors.append(str(error))
-    if rank == 1:
-        try:
-            asyncio.run(plane.get([10], ["tokens"]))
-        except RuntimeError as error:
-            errors.append(str(error))
-    Path(folder, f"rank{rank}.json").write_text(json.dumps(result | {"errors": errors}))
-    dist.destroy_process_group()
-
-
-@pytest.mark.multirank
-def test_fetch_gives_every_rank_the_same_tensors_and_errors(tmp_path: Path) -> None:
-    mp.spawn(_fetch_rank, args=(str(tmp_path),), nprocs=2)
-    results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    for result in results:
-        assert result["names"] and result["equal"]
-        assert "[99]" in result["errors"][0] and "'nothing'" in result["errors"][1]
-    assert "rank 1 asked for [11]" in results[1]["errors"][2] and "rank 0 for [10]" in results[1]["errors"][2]
-    assert "first rank only" in results[1]["errors"][3]
+    asyncio.run(run())

@@ -1,0 +1,148 @@
+"""Readers of the local plane: in the storage's own process, and in others over its socket (``server.py``)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+from torch import Tensor
+from zmq.utils.monitor import recv_monitor_message
+
+from mopd.data_plane.frames import FrameError, from_frames, packed, unpacked
+from mopd.data_plane.server import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS, Read
+from mopd.types import UserError
+
+MAX_FRAME_BYTES = 2**33
+"""Of one tensor; a connection that brings more is closed."""
+CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
+ENDED = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+"""Nothing connects twice: a storage that is gone does not come back within a run."""
+
+
+class DirectReader:
+    """Implements ``Reader`` in the storage's own process; nothing is copied."""
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+        self.bytes_received = 0
+
+    def fetch(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
+        """See ``Reader.fetch``."""
+        values = self._read(sample_ids, fields)
+        self.bytes_received += sum(tensor.nbytes for tensors in values.values() for tensor in tensors)
+        return values
+
+    def close(self) -> None:
+        """See ``Reader.close``."""
+
+
+class SocketReader:
+    """Implements ``Reader`` over a socket."""
+
+    def __init__(self, address: dict[str, Any], *, timeout_s: float) -> None:
+        """Connect; ``timeout_s`` is the deadline of that and of each ``fetch``.
+
+        Raises:
+            UserError: nobody answers there, or the keys are wrong.
+        """
+        self.bytes_received = 0
+        self._url: str = address["url"]
+        self._pid: int = address["pid"]
+        self._timeout_s = timeout_s
+        self._number = 0
+        self._turn = threading.Lock()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        if "server_key" in address:
+            self._socket.curve_serverkey = address["server_key"].encode()
+            self._socket.curve_publickey = address["public_key"].encode()
+            self._socket.curve_secretkey = address["secret_key"].encode()
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+            self._socket.setsockopt(zmq.IPV6, "[" in self._url)
+        self._monitor = self._socket.get_monitor_socket(CONNECTED | ENDED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        try:
+            self._socket.connect(self._url)
+            self._wait(time.monotonic() + timeout_s, self._is_connected)
+        except BaseException:
+            self.close()
+            raise
+
+    def fetch(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
+        """See ``Reader.fetch``."""
+        with self._turn:
+            self._number += 1
+            request = {"number": self._number, "sample_ids": list(sample_ids), "fields": list(fields)}
+            deadline = time.monotonic() + self._timeout_s
+            try:
+                self._socket.send(packed(request), zmq.NOBLOCK)
+            except zmq.Again:
+                raise self._ended() from None
+            return self._wait(deadline, self._receive)
+
+    def close(self) -> None:
+        """See ``Reader.close``."""
+        self._context.destroy(linger=0)
+
+    def _wait(self, deadline: float, step: Any) -> Any:
+        """What ``step`` returns of an event, once that is not None."""
+        while True:
+            left = deadline - time.monotonic()
+            ready = dict(self._poller.poll(max(0, round(1000 * left))))
+            result = step(ready) if ready else None
+            if result is not None:
+                return result
+            if left <= 0:
+                raise UserError(
+                    f"data plane: process {self._pid}, which holds the samples, did not answer within "
+                    f"{self._timeout_s:g} s (schedule.wait_timeout_s): see its last lines"
+                )
+
+    def _is_connected(self, ready: dict[Any, int]) -> bool:
+        self._require_no_end()
+        return True
+
+    def _receive(self, ready: dict[Any, int]) -> dict[str, list[Tensor]] | None:
+        if self._socket not in ready:
+            self._require_no_end()
+            return None
+        first, *rest = self._socket.recv_multipart(copy=False)
+        frames = [frame.buffer for frame in rest]
+        try:
+            head = unpacked(first.buffer)
+            if not isinstance(head, dict) or head.get("number") != self._number:
+                raise FrameError("an answer to another question")
+            if "error" in head:
+                raise KeyError(head["error"])
+            values = from_frames(head["fields"], frames)
+        except FrameError as error:
+            raise UserError(f"data plane: process {self._pid} answered what cannot be read: {error}") from error
+        self.bytes_received += len(first) + sum(frame.nbytes for frame in frames)
+        return values
+
+    def _require_no_end(self) -> None:
+        """Of the event that waits."""
+        if not recv_monitor_message(self._monitor)["event"] & CONNECTED:
+            raise self._ended()
+
+    def _ended(self) -> UserError:
+        return UserError(
+            f"data plane: process {self._pid}, which holds the samples, has ended or lets nobody in ({self._url}): see "
+            "its last lines; what was trained is in the last checkpoint (--resume)"
+        )

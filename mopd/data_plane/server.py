@@ -1,0 +1,176 @@
+"""Serves samples to readers in other processes: ZeroMQ, from a thread of its own, so that the event loop may compute.
+
+::
+
+    reader (DEALER) ── [head: {number, sample_ids, fields}] ──────────> server (ROUTER)
+           <── [head: {number, fields | error}] [frame] [frame] … ──
+
+On one machine the socket is a file in a private folder. Between machines it is TCP, encrypted and closed to whoever
+does not hold the keys of the address (CURVE).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket as sockets
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+import zmq.auth.thread
+from torch import Tensor
+
+from mopd.data_plane.frames import FrameError, packed, to_frames, unpacked
+from mopd.types import UserError
+
+logger = logging.getLogger(__name__)
+
+Read = Callable[[Sequence[int], Sequence[str]], dict[str, list[Tensor]]]
+
+MAX_REQUEST_BYTES = 2**22
+"""Of a message to the server: the ids of some hundred thousand samples."""
+MAX_PATH_BYTES = 100
+"""Of a socket's file; the system's limit is 107."""
+HEARTBEAT_MS = 5_000
+HEARTBEAT_TIMEOUT_MS = 30_000
+"""After which the other end of a TCP connection counts as gone although nothing was closed."""
+END_S = 10.0
+"""For the thread to end: it waits for nothing."""
+
+
+class SampleServer:
+    """Answers readers until ``close``."""
+
+    def __init__(self, read: Read, *, host: str | None) -> None:
+        """Listen and start the thread.
+
+        Args:
+            read: gives fields of samples, or raises ``KeyError``; called in the server's thread.
+            host: the name or number of this machine that readers on others use; ``None``: all are on this machine.
+
+        Raises:
+            UserError: nothing can listen there.
+        """
+        self._read = read
+        self._folder: str | None = None
+        self._context = zmq.Context()
+        self._auth: Any = None
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        self._router.setsockopt(zmq.SNDHWM, 0)  # a reader has one question under way, and its answer is never dropped
+        self._router.setsockopt(zmq.LINGER, 0)
+        try:
+            self.address = self._bind_file() if host is None else self._bind_host(host)
+            stop = f"inproc://stop-{id(self)}"
+            self._stopped = self._context.socket(zmq.PAIR)
+            self._stopped.bind(stop)
+            self._stop = self._context.socket(zmq.PAIR)
+            self._stop.connect(stop)
+        except BaseException:
+            self._end()
+            raise
+        self._thread = threading.Thread(target=self._serve, name="samples", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and forget the socket."""
+        self._stop.send(b"")
+        self._thread.join(END_S)
+        if self._thread.is_alive():
+            raise RuntimeError(f"the data plane's thread did not end within {END_S:g} s")
+        self._end()
+
+    def _end(self) -> None:
+        if self._auth is not None:
+            self._auth.stop()
+        self._context.destroy(linger=0)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _bind_file(self) -> dict[str, Any]:
+        self._folder = tempfile.mkdtemp(prefix="mopd-samples-")  # mode 0700
+        path = os.path.join(self._folder, "socket")
+        if len(os.fsencode(path)) > MAX_PATH_BYTES:
+            raise UserError(
+                f"TMPDIR {tempfile.gettempdir()!r} is too long for a socket's file: set it to a shorter path"
+            )
+        self._router.bind(f"ipc://{path}")
+        return {"type": "local", "url": f"ipc://{path}", "pid": os.getpid()}
+
+    def _bind_host(self, host: str) -> dict[str, Any]:
+        """Only readers that know the server's public key and hold the one pair of keys that it lets in."""
+        own_public, own_secret = zmq.curve_keypair()
+        reader_public, reader_secret = zmq.curve_keypair()
+        self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
+        self._auth.start()
+        self._auth.configure_curve_callback("*", credentials_provider=_OneKey(reader_public))
+        self._router.curve_server = True
+        self._router.curve_secretkey, self._router.curve_publickey = own_secret, own_public
+        self._router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self._router.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        try:
+            family, *_, (number, *_) = sockets.getaddrinfo(host, 0, type=sockets.SOCK_STREAM)[0]
+            self._router.setsockopt(zmq.IPV6, family == sockets.AF_INET6)
+            self._router.bind(f"tcp://[{number}]:*" if family == sockets.AF_INET6 else f"tcp://{number}:*")
+        except (OSError, zmq.ZMQError) as error:
+            raise UserError(
+                f"data plane: cannot listen on {host!r}, the address of rank 0's machine: {error}"
+            ) from error
+        return {
+            "type": "local",
+            "url": self._router.getsockopt_string(zmq.LAST_ENDPOINT),
+            "pid": os.getpid(),
+            "server_key": own_public.decode(),
+            "public_key": reader_public.decode(),
+            "secret_key": reader_secret.decode(),
+        }
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._stopped, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._stopped in ready:
+                return
+            reader, *request = self._router.recv_multipart()
+            try:
+                answer = self._answer(request)
+            except FrameError as error:  # none of our readers': it gets no answer, and the others theirs
+                logger.warning("data plane: a question that is none: %s", error)
+                continue
+            self._router.send_multipart([reader, *answer], copy=False)
+
+    def _answer(self, request: Sequence[bytes]) -> list[Any]:
+        if len(request) != 1:
+            raise FrameError(f"{len(request)} parts")
+        asked = unpacked(request[0])
+        if not isinstance(asked, dict) or asked.keys() != {"number", "sample_ids", "fields"}:
+            raise FrameError("unknown keys")
+        ids, names = asked["sample_ids"], asked["fields"]
+        if not _is_list_of(ids, int) or not _is_list_of(names, str) or type(asked["number"]) is not int:
+            raise FrameError("unknown types")
+        try:
+            head, frames = to_frames(self._read(ids, names))
+        except KeyError as error:
+            return [packed({"number": asked["number"], "error": error.args[0]})]
+        return [packed({"number": asked["number"], "fields": head}), *frames]
+
+
+class _OneKey:
+    """Lets in whoever holds the one pair of keys."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """As pyzmq's authenticator asks."""
+        return key == self._key
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(item) is kind for item in value)

@@ -1,0 +1,118 @@
+"""What one rank reads of a plan: its own micro-batches' fields, as its pipeline stage needs them, one batch ahead.
+
+====================  ============================================
+stage                 reads
+====================  ============================================
+first                 ``tokens``
+between               nothing: lengths are in the plan
+last                  ``tokens`` and what the loss reads
+====================  ============================================
+
+The first rank of a tensor-parallel group reads, the others get the same bytes from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mopd.data_plane.frames import from_frames, packed, to_frames, unpacked
+from mopd.data_plane.interface import Reader
+from mopd.student.batch import Fields, MicroBatch
+from mopd.student.parallel import Layout
+from mopd.types import SampleMeta, UserError
+
+T = TypeVar("T")
+
+
+class StageReader:
+    """Fields of samples for one rank. ``fetch`` is collective over the rank's tensor-parallel group."""
+
+    def __init__(self, reader: Reader, layout: Layout) -> None:
+        self._reader = reader
+        self._layout = layout
+        self._group = layout.tp_cpu_group
+        self._bytes_shared = 0
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of samples that have come into this process, from the data plane or from a neighbour."""
+        return self._reader.bytes_received + self._bytes_shared
+
+    def fetch(self, samples: Sequence[SampleMeta], loss_fields: Sequence[str]) -> Fields:
+        """What this rank's stage needs of ``samples``; the last one reads ``loss_fields``, ``tokens`` included.
+
+        Raises:
+            KeyError, UserError: see ``Reader.fetch``; on every rank of the group.
+        """
+        names: Sequence[str] = ("tokens",) if self._layout.is_first_stage else ()
+        if self._layout.is_last_stage:
+            names = loss_fields
+        if not names or not samples:
+            return {name: {} for name in names}
+        ids = [sample.sample_id for sample in samples]
+        values = self._reader.fetch(ids, names) if self._layout.tp_size == 1 else self._shared(ids, names)
+        return {name: dict(zip(ids, values[name], strict=True)) for name in names}
+
+    def _shared(self, ids: Sequence[int], names: Sequence[str]) -> dict[str, list[Tensor]]:
+        if self._layout.tp_rank:
+            return self._from_neighbour()
+        try:
+            values = self._reader.fetch(ids, names)
+            head, frames = to_frames(values)
+        except (KeyError, UserError) as error:
+            self._send(packed({"error": str(error.args[0]), "is_user_error": isinstance(error, UserError)}), [])
+            raise
+        self._send(packed(head), frames)
+        return values
+
+    def _send(self, head: bytes, frames: Sequence[Any]) -> None:
+        body = b"".join(frames)
+        dist.broadcast(torch.tensor([len(head), len(body)]), group_src=0, group=self._group)
+        dist.broadcast(torch.frombuffer(bytearray(head + body), dtype=torch.uint8), group_src=0, group=self._group)
+
+    def _from_neighbour(self) -> dict[str, list[Tensor]]:
+        sizes = torch.zeros(2, dtype=torch.int64)
+        dist.broadcast(sizes, group_src=0, group=self._group)
+        head_bytes, body_bytes = sizes.tolist()
+        received = torch.empty(head_bytes + body_bytes, dtype=torch.uint8)
+        dist.broadcast(received, group_src=0, group=self._group)
+        self._bytes_shared += received.nbytes
+        whole = received.numpy().data
+        head = unpacked(whole[:head_bytes])
+        if isinstance(head, dict):
+            raise (UserError if head["is_user_error"] else KeyError)(head["error"])
+        return from_frames(head, [whole[head_bytes:]])
+
+
+def one_ahead(build: Callable[[T], MicroBatch], items: Sequence[T], device: torch.device) -> Iterator[MicroBatch]:
+    """``build`` of each item, the next one under way in a thread while the caller works with this one.
+
+    On a GPU the thread has a stream of its own, so that its copies run beside the caller's kernels.
+    """
+    on_gpu = device.type == "cuda"
+    stream = torch.cuda.Stream(device) if on_gpu else None
+
+    def prepare(item: T) -> tuple[MicroBatch, Any]:
+        if stream is None:
+            return build(item), None
+        with torch.cuda.stream(stream):  # the stream's device becomes the thread's
+            return build(item), stream.record_event()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="micro-batch") as pool:
+        following = pool.submit(prepare, items[0]) if items else None
+        for number in range(len(items)):
+            assert following is not None
+            batch, copied = following.result()
+            following = pool.submit(prepare, items[number + 1]) if number + 1 < len(items) else None
+            if copied is not None:
+                current = torch.cuda.current_stream(device)
+                current.wait_event(copied)
+                for tensor in batch.tensors():  # their memory is the other stream's, which must not take it back early
+                    tensor.record_stream(current)
+            yield batch

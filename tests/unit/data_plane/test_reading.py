@@ -1,0 +1,181 @@
+"""Readers in real processes: the same bits, the storage's own words for what is not there, one line when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from mopd.data_plane.frames import packed
+from mopd.data_plane.local import LocalDataPlane
+from mopd.data_plane.reading import SocketReader
+from mopd.types import SampleMeta, UserError
+
+STORAGE = """
+import asyncio, json, sys, torch
+from mopd.data_plane.local import LocalDataPlane
+from mopd.types import SampleMeta
+
+async def main(host):
+    plane = LocalDataPlane()
+    metas = [SampleMeta(sample_id=i, domain="math", weight_version=0, prompt_length=1, response_length=2,
+                        num_loss_tokens=2) for i in (10, 11)]
+    await plane.put(metas, {"tokens": [torch.arange(3), torch.arange(100_000)],
+                            "bf16": [torch.ones(2, 3).bfloat16().T, torch.zeros(0).bfloat16()]})
+    plane.serve(host=host)
+    print(json.dumps(plane.address), flush=True)
+    sys.stdin.read()  # blocks the event loop: readers are answered all the same
+    await plane.close()
+
+asyncio.run(main(*json.loads(sys.argv[1])))
+"""
+
+
+@contextmanager
+def storage(host: str | None = None) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    command = [sys.executable, "-c", STORAGE, json.dumps([host])]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process, json.loads(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def meta(sample_id: int) -> SampleMeta:
+    return SampleMeta(
+        sample_id=sample_id, domain="math", weight_version=0, prompt_length=1, response_length=2, num_loss_tokens=2
+    )
+
+
+@pytest.mark.parametrize("host", [None, "localhost"])
+def test_another_process_reads_the_same_bits_and_errors_and_notices_a_kill(host: str | None) -> None:
+    with storage(host) as (process, address):
+        folder = Path(address["url"].removeprefix("ipc://")).parent
+        if host is None:
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        reader = SocketReader(address, timeout_s=60)
+        got = reader.fetch([11, 10], ["bf16", "tokens"])
+        assert list(got) == ["bf16", "tokens"]
+        assert [t.shape for t in got["bf16"]] == [(0,), (3, 2)] and got["bf16"][1].dtype == torch.bfloat16
+        assert torch.equal(got["bf16"][1], torch.ones(3, 2).bfloat16())
+        assert torch.equal(got["tokens"][0], torch.arange(100_000)) and torch.equal(got["tokens"][1], torch.arange(3))
+        needed = 8 * 100_003 + 2 * 6
+        assert needed < reader.bytes_received < needed + 200
+        for ids, names, text in (([9, 10], ["tokens"], r"\[9\] are unknown"), ([10], ["x"], r"'x' does not exist")):
+            with pytest.raises(KeyError, match=text):
+                reader.fetch(ids, names)
+        assert reader.fetch([10], ["tokens"])["tokens"][0].tolist() == [0, 1, 2]
+        process.send_signal(signal.SIGSTOP)
+        killer = threading.Timer(0.3, process.kill)  # in the middle of a fetch
+        killer.start()
+        started = time.monotonic()
+        with pytest.raises(UserError, match=rf"^data plane: process {process.pid}, .* has ended.*--resume\)$"):
+            reader.fetch([10], ["tokens"])
+        with pytest.raises(UserError, match="has ended"):
+            reader.fetch([10], ["tokens"])
+        assert time.monotonic() - started < 10
+        reader.close()
+        with pytest.raises(UserError, match="has ended"):
+            SocketReader(address, timeout_s=60)
+        if host is None:
+            (folder / "socket").unlink()
+            folder.rmdir()
+
+
+def test_a_storage_that_does_not_answer_is_waited_for_until_the_deadline() -> None:
+    with storage() as (process, address):
+        reader = SocketReader(address, timeout_s=0.5)
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(UserError, match=r"did not answer within 0.5 s \(schedule.wait_timeout_s\)"):
+            reader.fetch([10], ["tokens"])
+        process.send_signal(signal.SIGCONT)
+        with pytest.raises(UserError, match="answer to another question"):  # what was given up arrives
+            reader.fetch([11], ["tokens"])
+        reader.close()
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(20) == 0
+        assert not Path(address["url"].removeprefix("ipc://")).parent.exists()
+
+
+def test_nobody_reads_without_the_keys() -> None:
+    async def run() -> None:
+        plane = LocalDataPlane()
+        await plane.put([meta(1)], {"tokens": [torch.arange(2)]})
+        plane.serve(host="127.0.0.1")
+        address = plane.address
+        assert address["url"].startswith("tcp://127.0.0.1:")
+        own_public, own_secret = (key.decode() for key in zmq.curve_keypair())
+        others = {"public_key": own_public, "secret_key": own_secret}
+        plain = {name: address[name] for name in ("type", "url", "pid")}
+        for wrong in (address | others, address | {"server_key": own_public}, plain):
+            with pytest.raises(UserError, match=r"lets nobody in|did not answer"):
+                SocketReader(wrong, timeout_s=1)
+        reader = SocketReader(address, timeout_s=10)
+        assert reader.fetch([1], ["tokens"])["tokens"][0].tolist() == [0, 1]
+        reader.close()
+        await plane.close()
+
+    asyncio.run(run())
+
+
+def test_a_stranger_s_bytes_stop_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        plane = LocalDataPlane()
+        await plane.put([meta(1)], {"tokens": [torch.arange(2)]})
+        plane.serve(host=None)
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(plane.address["url"])
+        good = {"number": 1, "sample_ids": [1], "fields": ["tokens"]}
+        for parts in (
+            [b"\xc1"],
+            [packed(7)],
+            [packed(good), b"more"],
+            [packed(good | {"sample_ids": ["1"]})],
+            [packed(good | {"fields": "tokens"})],
+            [packed({"number": 1})],
+        ):
+            socket.send_multipart(parts)
+        socket.send(packed(good))
+        assert socket.poll(10_000) and len(socket.recv_multipart()) == 2
+        reader = SocketReader(plane.address, timeout_s=10)
+        assert reader.fetch([1], ["tokens"])["tokens"][0].tolist() == [0, 1]
+        reader.close()
+        context.destroy(linger=0)
+        await plane.close()
+
+    asyncio.run(run())
+    assert len([record for record in caplog.records if "a question that is none" in record.message]) == 6
+
+
+def test_no_host_no_plane() -> None:
+    with pytest.raises(UserError, match=r"data plane: cannot listen on '192.0.2.1'"):
+        LocalDataPlane().serve(host="192.0.2.1")
+
+
+def test_a_long_temporary_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(UserError, match=r"TMPDIR .* too long"):
+        LocalDataPlane().serve(host=None)
+    assert list(deep.iterdir()) == []
