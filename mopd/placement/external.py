@@ -10,7 +10,7 @@ from typing import Any
 from mopd.config.groups import ExternalConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.interface import EngineError, EngineRejected, EngineUnavailable
+from mopd.engines.interface import EngineError, EngineInfo, EngineRejected, EngineUnavailable
 from mopd.engines.torch.loading import read_config
 from mopd.placement.interface import GroupPlan
 from mopd.replicas.interface import Replica
@@ -35,8 +35,11 @@ class ExternalGroup:
         """See ``Placement.start``. Waits for servers that are still loading."""
         token = None if self.cfg.token_file is None else read_token_file(Path(self.cfg.token_file))
         self._engines = [self._connect(i, url, token) for i, url in enumerate(self.cfg.urls)]
-        await all_or_none(map(self._wait_for, self._engines))
-        return [Replica(name=self.plan.replica_name(i), engine=engine) for i, engine in enumerate(self._engines)]
+        infos = await all_or_none(map(self._wait_for, self._engines))
+        return [
+            Replica(name=self.plan.replica_name(i), engine=engine, limits=info.limits)
+            for i, (engine, info) in enumerate(zip(self._engines, infos, strict=True))
+        ]
 
     def watch(self, router: Router) -> None:
         """See ``Placement.watch``: whoever runs the servers watches them."""
@@ -65,7 +68,7 @@ class ExternalGroup:
             name=name,
         )
 
-    async def _wait_for(self, engine: Any) -> None:
+    async def _wait_for(self, engine: Any) -> EngineInfo:
         """Until the server is healthy and tells who it is."""
         timeout_s = self.cfg.startup_timeout_s
         deadline = time.monotonic() + timeout_s
@@ -73,8 +76,8 @@ class ExternalGroup:
         while True:
             try:
                 await engine.health(timeout_s=min(PROBE_TIMEOUT_S, timeout_s))
-                await engine.info()
-                return
+                info: EngineInfo = await engine.info()
+                return info
             except EngineRejected as error:
                 raise UserError(f"{where} answers, but refuses: {error}: check the URL and token_file") from error
             except EngineUnavailable as error:

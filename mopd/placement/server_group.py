@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from mopd.config.groups import LocalConfig, RayConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.concurrency import all_or_none, cancel
-from mopd.engines.interface import EngineError, EngineUnavailable
+from mopd.engines.interface import EngineError, EngineInfo, EngineUnavailable
 from mopd.placement.interface import GroupPlan
 from mopd.placement.process import ServerState, how_it_ended
 from mopd.replicas.interface import Replica
@@ -88,8 +88,9 @@ class ReplicaDied(Exception):
 class Life:
     """One replica between two restarts."""
 
-    def __init__(self, server: Server, engine: RemoteEngine, manifest: Mapping[str, str] | None, pid: int) -> None:
-        self.server, self.engine, self.manifest, self.pid = server, engine, manifest, pid
+    def __init__(self, server: Server, engine: RemoteEngine, info: EngineInfo, pid: int) -> None:
+        self.server, self.engine, self.pid = server, engine, pid
+        self.manifest, self.limits = info.manifest, info.limits
 
 
 class ServerGroup:
@@ -130,7 +131,7 @@ class ServerGroup:
             except ReplicaDied as error:
                 raise UserError(f"{self.plan.key}: {error}") from error
         return [
-            Replica(name=self.plan.replica_name(i), engine=life.engine)
+            Replica(name=self.plan.replica_name(i), engine=life.engine, limits=life.limits)
             for i, life in enumerate(self._lives)
             if life is not None
         ]
@@ -168,8 +169,7 @@ class ServerGroup:
             assert state.url is not None and state.pid is not None
             engine = self._connect(index, state.url)
             await engine.health(timeout_s=max(1.0, deadline - time.monotonic()))
-            info = await engine.info()
-            return Life(server, engine, info.manifest, state.pid)
+            return Life(server, engine, await engine.info(), state.pid)
         except BaseException as error:
             if engine is not None:
                 await engine.close()
@@ -224,7 +224,7 @@ class ServerGroup:
                 router.remove(name, reason=again)
                 return
             life = self._lives[index] = again
-            router.replace(name, life.engine)
+            router.replace(name, life.engine, life.limits)
             logger.warning("%s works again, restart %d of %d", name, self.restarts[index], MAX_RESTARTS)
 
     @property

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mopd.engines.interface import EngineError, EngineInfo, Generator, Scorer
+from mopd.engines.interface import EngineError, EngineInfo, EngineLimits, Generator, Scorer
 from mopd.text import one_line
 from mopd.types import UserError
 
 Kind = Literal["teacher", "rollout"]
+NO_LIMITS = EngineLimits()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +26,8 @@ class Replica:
     engine: Scorer | Generator
     """A teacher's replica scores, a rollout replica generates. ``bytes_sent`` and ``bytes_received``, where an engine
     has them, are read as running totals of its payload."""
+    limits: EngineLimits = NO_LIMITS
+    """What the engine said of itself when it joined: how much of the group's work it is given at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

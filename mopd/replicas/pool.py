@@ -1,146 +1,52 @@
-"""Which replica may take which request now: room, load, breakers, restarts, weight versions. No request is sent here.
+"""Which replica may take which work now: room, load, breakers, restarts, weight versions. No request is sent here.
 
-Requests wait in order of their numbers. A request that finds its replicas full keeps their room for itself: later ones
-pass it only on replicas that it cannot use, so a long request is never starved by short ones.
+Wants wait in their order. One that finds its replicas full keeps their room for itself: later ones pass it only on
+replicas that it cannot use, so long ones are never starved by short ones. What gets room at one replica at one moment
+is joined into requests.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
 import math
-from bisect import insort
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 from mopd.config.groups import RoutingConfig
-from mopd.metrics import is_counted
 from mopd.replicas.interface import Kind, NoReplica, Replica, RouterLimits
+from mopd.replicas.members import NO_ROOM, BreakerState, Member, Room, Want
 from mopd.replicas.statistics import BusyTime, GroupNumbers, ReplicaCounters
 
-
-class BreakerState(enum.Enum):
-    """Values are what ``metrics.jsonl`` shows."""
-
-    CLOSED = 0
-    """Takes work."""
-    HALF_OPEN = 1
-    """One trial request is under way."""
-    OPEN = 2
-    """Takes no work until its time is up."""
+WantT = TypeVar("WantT", bound=Want)
+Demand = tuple[int | None, frozenset[str]]
+"""Version and replicas to avoid: wants with one demand have the same choice of replicas."""
 
 
-class Breaker:
-    """Circuit breaker of one replica. Times are seconds of any one clock.
-
-    ::
-
-        CLOSED ── `failures` failures in a row ──> OPEN ── `reset_s` later, at the next request ──> HALF_OPEN
-          ▲                                         ▲──────────── the trial fails ───────────────────┤
-          └──────────────────────────────────────────────────────── the trial succeeds ──────────────┘
-    """
-
-    def __init__(self, *, failures: int, reset_s: float) -> None:
-        self._max_failures, self._reset_s = failures, reset_s
-        self._failures_in_a_row = 0
-        self._opens_again_at = -math.inf
-        self.state = BreakerState.CLOSED
-
-    def takes_work(self, now: float) -> bool:
-        """A request may be sent now."""
-        return self.state is BreakerState.CLOSED or (self.state is BreakerState.OPEN and now >= self._opens_again_at)
-
-    @property
-    def next_trial_at(self) -> float | None:
-        """When an open breaker allows its trial; ``None`` in the other states."""
-        return self._opens_again_at if self.state is BreakerState.OPEN else None
-
-    def sent(self) -> None:
-        """A request goes out (``takes_work`` said so)."""
-        if self.state is BreakerState.OPEN:
-            self.state = BreakerState.HALF_OPEN
-
-    def succeeded(self) -> None:
-        """An answer came, whatever it says: the replica lives."""
-        self.state, self._failures_in_a_row = BreakerState.CLOSED, 0
-
-    def failed(self, now: float) -> None:
-        """A request failed through the replica's fault."""
-        self._failures_in_a_row += 1
-        if self.state is BreakerState.HALF_OPEN or self._failures_in_a_row >= self._max_failures:
-            self.state, self._opens_again_at = BreakerState.OPEN, now + self._reset_s
-
-    def abandoned(self, now: float) -> None:
-        """A request was cancelled by its sender: it proves nothing. A trial may be repeated at once."""
-        if self.state is BreakerState.HALF_OPEN:
-            self.state, self._opens_again_at = BreakerState.OPEN, now
+class _Waiter(Generic[WantT]):
+    def __init__(self, want: WantT, sent: asyncio.Future[None]) -> None:
+        self.want, self.sent = want, sent
+        self.demand: Demand = (want.version, frozenset(want.failed_on))
 
 
-class Member:
-    """One life of a replica: a restart makes a new one, so late failures of the old life do not count against it."""
+class Pool(Generic[WantT]):
+    """The replicas of one group and the wants that wait for them. Used on one event loop; times are the loop's."""
 
-    def __init__(self, replica: Replica, limits: RouterLimits, counters: ReplicaCounters) -> None:
-        self.name, self.engine = replica.name, replica.engine
-        self.counters = counters
-        self.breaker = Breaker(failures=limits.breaker_failures, reset_s=limits.breaker_reset_s)
-        self.in_flight_tokens = 0
-        self.busy_until = 0.0
-        self.suspended: str | None = None
-        self.suspended_until = 0.0
-        self.refused_version: int | None = None
-        """Weight version that it could not serve when asked."""
-        counters.payload_starts(replica.engine)
-
-    def serves(self, version: int | None) -> bool:
-        """It has the weights of ``version`` (``None``: weights do not matter)."""
-        if version is None:
-            return True
-        return self.refused_version != version and getattr(self.engine, "weight_version", version) == version
-
-    def is_up(self, now: float, version: int | None) -> bool:
-        """It may be asked now, room or not."""
-        return (
-            self.suspended is None and self.breaker.takes_work(now) and now >= self.busy_until and self.serves(version)
-        )
-
-    def state(self, version: int | None) -> str:
-        """See ``ReplicaNumbers.state``."""
-        if self.suspended is not None:
-            return "restarting"
-        if self.breaker.state is not BreakerState.CLOSED:
-            return self.breaker.state.name.lower()
-        return "closed" if self.serves(version) else "stale"
-
-
-@dataclass(kw_only=True, eq=False)
-class Want:
-    """What a request needs of a replica."""
-
-    order: int
-    """Smaller numbers come first; a retry keeps its number."""
-    tokens: int
-    """Room that it takes on a replica."""
-    version: int | None = None
-    """Weight version that must answer; ``None`` where weights are fixed."""
-    failed_on: list[str] = field(default_factory=list)
-    """Replicas that failed at it, in order: taken only when no other is up."""
-    is_counted: bool = field(default_factory=is_counted)
-    """It stands in the numbers of a step: see ``mopd.metrics.apart``."""
-
-
-class _Waiter:
-    def __init__(self, want: Want, granted: asyncio.Future[Member]) -> None:
-        self.want, self.granted = want, granted
-
-
-class Pool:
-    """The replicas of one group and the requests that wait for them. Used on one event loop; times are the loop's."""
-
-    def __init__(self, routing: RoutingConfig, limits: RouterLimits, replicas: Sequence[Replica]) -> None:
-        self._routing, self._limits = routing, limits
+    def __init__(
+        self,
+        routing: RoutingConfig,
+        limits: RouterLimits,
+        replicas: Sequence[Replica],
+        send: Callable[[Member, Sequence[WantT]], None],
+    ) -> None:
+        """``send`` is told of wants that travel to a replica as one request. Each has room there until ``ended``."""
+        self._routing, self._limits, self._send = routing, limits, send
         self._counters: dict[str, ReplicaCounters] = {}
         self._members: dict[str, Member] = {}
-        self._waiters: list[_Waiter] = []
+        self._waiters: list[_Waiter[WantT]] = []
+        self._demands: Counter[Demand] = Counter()
+        self._look: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._moved_at = -math.inf
         self._last_loss = ""
@@ -163,20 +69,20 @@ class Pool:
         counters = self._counters.setdefault(replica.name, ReplicaCounters(replica.name))
         if replica.name in self._members:
             counters.note_payload(self._members[replica.name].engine)
-        self._members[replica.name] = Member(replica, self._limits, counters)
+        self._members[replica.name] = Member(replica, self._routing, self._limits, counters)
         self.look_again()
 
     def remove(self, name: str, reason: str) -> None:
-        """Gone for good; with the last one every waiting request fails."""
+        """Gone for good; with the last one every waiting want fails."""
         self._counters[name].note_payload(self._members.pop(name).engine)
         self._last_loss = f"{name} is gone: {reason}"
         if not self._members:
             for waiter in self._waiters:
-                if not waiter.granted.done():
-                    waiter.granted.set_exception(NoReplica(self.describe(waiter.want.version)))
+                if not waiter.sent.done():
+                    waiter.sent.set_exception(NoReplica(self.describe(waiter.want.version)))
 
-    async def acquire(self, want: Want) -> Member:
-        """Wait for a replica with room, which is the request's until ``ended``.
+    async def acquire(self, want: WantT) -> None:
+        """Wait until ``want`` has been sent to a replica with room.
 
         ``NoReplica`` when none is left, or when nothing has moved in the whole group (nothing sent, nothing come back)
         for as long as one attempt or a declared restart may take.
@@ -184,54 +90,40 @@ class Pool:
         if not self._members:
             raise NoReplica(self.describe(want.version))
         waiter = _Waiter(want, asyncio.get_running_loop().create_future())
-        insort(self._waiters, waiter, key=lambda w: w.want.order)
-        self._count_waiting(want, 1)
+        self._waiters.insert(self._place(want), waiter)
+        self._count_waiting(waiter, 1)
         self.look_again()
-        self._most_waiting = max(self._most_waiting, self._num_waiting)
-        self._most_waiting_tokens = max(self._most_waiting_tokens, self._waiting_tokens)
         try:
             came_at = self.now()
-            while not waiter.granted.done():
+            while not waiter.sent.done():
                 left_s = self._gives_up_at(came_at) - self.now()
                 if left_s <= 0:
                     raise NoReplica(self.describe(want.version))
-                await asyncio.wait({waiter.granted}, timeout=left_s)
-            return waiter.granted.result()
-        except asyncio.CancelledError:
-            if waiter.granted.done() and waiter.granted.exception() is None:
-                member = waiter.granted.result()
-                member.breaker.abandoned(self.now())
-                self.ended(member, want)
-            raise
+                await asyncio.wait({waiter.sent}, timeout=left_s)
+            waiter.sent.result()
         finally:
-            if waiter in self._waiters:
-                self._forget(waiter)
+            place = self._place(want)
+            if place < len(self._waiters) and self._waiters[place] is waiter:
+                self._forget(place)
 
     def look_again(self) -> None:
-        """Give room to whoever waits for it; called after every change."""
-        if not self._waiters:
-            return
-        now = self.now()
-        up = {m.name for m in self._members.values() if m.is_up(now, None)}
-        kept: set[str] = set()
-        for waiter in list(self._waiters):
-            if up <= kept:
-                break
-            if waiter.granted.done():
-                continue
-            choice = self._choose(waiter.want, now, kept)
-            if choice is not None:
-                self._forget(waiter)
-                self._lend(choice, waiter.want, now)
-                waiter.granted.set_result(choice)
-        self._set_timer(now)
+        """Called after every change: soon gives room to whoever waits for it. Changes of one moment are looked at
+        together, so that what was asked for together travels together."""
+        if self._waiters and self._look is None:
+            self._look = asyncio.get_running_loop().call_soon(self._give_room)
 
-    def ended(self, member: Member, want: Want) -> None:
-        """The request is under way no more; its outcome has been told to breaker and counters."""
+    def freed(self, member: Member, want: WantT, room: Room) -> None:
+        """Part of what ``want`` has at a replica is done with."""
+        self._give_back(member, want, room)
+        self._moved_at = self.now()
+        self.look_again()
+
+    def ended(self, member: Member, want: WantT) -> None:
+        """It has nothing under way any more; what came of it has been told to breaker and counters."""
         now = self.now()
-        member.in_flight_tokens -= want.tokens
+        self._give_back(member, want, want.lent)
         if want.is_counted:
-            member.counters.came_back(want.tokens, now)
+            member.counters.came_back(now)
             self._busy.end(now)
         self._moved_at = now
         self.look_again()
@@ -270,37 +162,70 @@ class Pool:
         """Seconds of the running loop's clock."""
         return asyncio.get_running_loop().time()
 
-    def _choose(self, want: Want, now: float, kept: set[str]) -> Member | None:
-        """The least loaded replica with room. When there is none, those that ``want`` could use join ``kept``."""
-        up = [m for m in self._members.values() if m.is_up(now, want.version)]
-        up = [m for m in up if m.name not in want.failed_on] or up
-        most = self._routing.max_inflight_tokens
-        free = [
-            m
-            for m in up
-            if m.name not in kept and (m.in_flight_tokens == 0 or m.in_flight_tokens + want.tokens <= most)
-        ]
-        if free:
-            return min(free, key=lambda m: m.in_flight_tokens)
-        kept.update(m.name for m in up)
-        return None
+    def _give_room(self) -> None:
+        """One look at all that waits. Costs what it gives away, not what waits: it ends where no replica is left that
+        the rest could use."""
+        self._look = None
+        now = self.now()
+        choices, names = self._choices(now)
+        kept = {member.name for member in self._members.values() if not member.is_short_of_work}
+        joint = _JointRequests[WantT]()
+        place = 0
+        while place < len(self._waiters) and not names <= kept:
+            waiter = self._waiters[place]
+            member = None if waiter.sent.done() else _choose(choices[waiter.demand], waiter.want.room, kept)
+            if member is None:
+                place += 1
+                continue
+            self._forget(place)
+            on_trial = member.breaker.state is not BreakerState.CLOSED
+            self._lend(member, waiter.want, now)
+            joint.add(member, waiter.want)
+            waiter.sent.set_result(None)
+            if on_trial:
+                choices, names = self._choices(now)
+        self._most_waiting = max(self._most_waiting, self._num_waiting)
+        self._most_waiting_tokens = max(self._most_waiting_tokens, self._waiting_tokens)
+        for member, wants in joint:
+            self._send(member, wants)
+        self._set_timer(now)
 
-    def _forget(self, waiter: _Waiter) -> None:
-        self._waiters.remove(waiter)
-        self._count_waiting(waiter.want, -1)
+    def _choices(self, now: float) -> tuple[dict[Demand, list[Member]], set[str]]:
+        """The replicas that each demand of those who wait may be given to, room or not; the names of them all."""
+        choices = {}
+        for version, avoided in self._demands:
+            up = [member for member in self._members.values() if member.is_up(now, version)]
+            choices[version, avoided] = [member for member in up if member.name not in avoided] or up
+        return choices, {member.name for members in choices.values() for member in members}
 
-    def _count_waiting(self, want: Want, change: int) -> None:
-        if want.is_counted:
+    def _place(self, want: WantT) -> int:
+        return bisect_left(self._waiters, want.order, key=lambda waiter: waiter.want.order)
+
+    def _forget(self, place: int) -> None:
+        self._count_waiting(self._waiters.pop(place), -1)
+
+    def _count_waiting(self, waiter: _Waiter[WantT], change: int) -> None:
+        self._demands[waiter.demand] += change
+        if not self._demands[waiter.demand]:
+            del self._demands[waiter.demand]
+        if waiter.want.is_counted:
             self._num_waiting += change
-            self._waiting_tokens += change * want.tokens
+            self._waiting_tokens += change * waiter.want.room.tokens
 
-    def _lend(self, member: Member, want: Want, now: float) -> None:
-        member.in_flight_tokens += want.tokens
+    def _lend(self, member: Member, want: WantT, now: float) -> None:
+        want.lent = want.room
+        member.in_flight += want.room
         member.breaker.sent()
         if want.is_counted:
-            member.counters.sent(want.tokens, now)
+            member.counters.sent(want.room.tokens, now)
             self._busy.begin(now)
         self._moved_at = now
+
+    def _give_back(self, member: Member, want: WantT, room: Room) -> None:
+        want.lent -= room
+        member.in_flight -= room
+        if want.is_counted:
+            member.counters.freed(room.tokens)
 
     def _set_timer(self, now: float) -> None:
         """Look again when the next breaker or full queue may be tried; everything else that changes calls us."""
@@ -314,11 +239,11 @@ class Pool:
             self._timer = asyncio.get_running_loop().call_at(due, self.look_again)
 
     def _gives_up_at(self, came_at: float) -> float:
-        """When a request that came at ``came_at`` has waited long enough, if nothing moves from now on."""
+        """When a want that came at ``came_at`` has waited long enough, if nothing moves from now on."""
         timeout_s = self._routing.request_timeout_s
         times = [max(came_at, self._moved_at) + timeout_s]
         for member in self._members.values():
-            if member.in_flight_tokens:  # it has a deadline of its own and will move
+            if member.in_flight != NO_ROOM:  # it has a deadline of its own and will move
                 times.append(self.now() + timeout_s)
             if member.suspended is not None:
                 times.append(member.suspended_until)
@@ -328,7 +253,55 @@ class Pool:
 
     def close(self) -> None:
         """Drop all replicas; whoever waits gets ``NoReplica``."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for handle in (self._timer, self._look):
+            if handle is not None:
+                handle.cancel()
         for name in list(self._members):
             self.remove(name, "the group is closed")
+
+
+def _choose(members: Sequence[Member], room: Room, kept: set[str]) -> Member | None:
+    """The least loaded one with room. When there is none, they all join ``kept``."""
+    free = [member for member in members if member.name not in kept and member.has_room(room)]
+    if free:
+        return min(free, key=lambda member: member.in_flight.load)
+    kept.update(member.name for member in members)
+    return None
+
+
+class _JointRequests(Generic[WantT]):
+    """Wants in the order in which they got room, joined where they may be: each one into the first request to its
+    replica that has room and none of the same caller. A request that was too full for one is full for all."""
+
+    def __init__(self) -> None:
+        self._requests: list[tuple[Member, list[WantT]]] = []
+        self._open: dict[Hashable, list[list[WantT]]] = defaultdict(list)
+        """Requests of one key to one replica; ``_tokens`` of each, and the first of them that is not full."""
+        self._tokens: dict[Hashable, list[int]] = defaultdict(list)
+        self._first: dict[Hashable, int] = defaultdict(int)
+        self._next: dict[Hashable, int] = defaultdict(int)
+        """Key and caller -> the first of these requests that has none of the caller."""
+
+    def __iter__(self) -> Iterator[tuple[Member, Sequence[WantT]]]:
+        return iter(self._requests)
+
+    def add(self, member: Member, want: WantT) -> None:
+        """One more."""
+        if want.key is None:
+            self._requests.append((member, [want]))
+            return
+        key = (member.name, want.key, want.is_counted)
+        own = (key, id(want.caller))
+        requests, tokens = self._open[key], self._tokens[key]
+        place = max(self._first[key], self._next[own])
+        if place < len(requests) and tokens[place] + want.room.tokens > member.max_tokens_per_request:
+            self._first[key] = place = place + 1
+        if place < len(requests) and tokens[place] + want.room.tokens <= member.max_tokens_per_request:
+            requests[place].append(want)
+            tokens[place] += want.room.tokens
+        else:
+            place = len(requests)
+            requests.append([want])
+            tokens.append(want.room.tokens)
+            self._requests.append((member, requests[place]))
+        self._next[own] = place + 1

@@ -77,7 +77,8 @@ class ReplicaNumbers:
     stale_answers: int = 0
     """Requests that it refused for its weights' version."""
     latencies_s: tuple[float, ...] = ()
-    """Of answered requests, from sending to the answer; ascending, a bounded sample."""
+    """Of answered requests, or of their responses where these are told one by one, from sending to the answer;
+    ascending, a bounded sample."""
     payload_bytes: int | None = None
     """Sent and received; ``None`` for an engine of this process."""
 
@@ -90,7 +91,7 @@ class GroupNumbers:
     name: str
     replicas: tuple[ReplicaNumbers, ...]
     queue_depth: int
-    """Largest number of requests that waited for a replica."""
+    """Largest number of requests that waited for a replica, before those of several callers are joined."""
     queued_tokens: int
     """Largest number of tokens that waited."""
     busy_s: float
@@ -139,19 +140,21 @@ class ReplicaCounters:
         self._payload_seen: int | None = None
 
     def sent(self, tokens: int, now: float) -> None:
-        """A request of so many tokens goes out."""
+        """Samples of so many tokens go out."""
         self._busy.begin(now)
         self._in_flight += tokens
         self.numbers.in_flight_tokens = max(self.numbers.in_flight_tokens, self._in_flight)
 
-    def came_back(self, tokens: int, now: float) -> None:
-        """It is under way no more, answered or not."""
-        self._busy.end(now)
+    def freed(self, tokens: int) -> None:
+        """So many of them are under way no more."""
         self._in_flight -= tokens
 
+    def came_back(self, now: float) -> None:
+        """What went out by one ``sent`` is under way no more, answered or not; all its tokens are freed."""
+        self._busy.end(now)
+
     def answered(self, *, num_samples: int, num_tokens: int, latency_s: float) -> None:
-        """An answer that is used."""
-        self.numbers.num_requests += 1
+        """Answers that are used and came together."""
         self.numbers.num_samples += num_samples
         self.numbers.num_tokens += num_tokens
         self._latencies.add(latency_s)
@@ -189,6 +192,7 @@ def group_metrics(numbers: GroupNumbers) -> dict[str, float]:
         "queue_depth": numbers.queue_depth,
         "queued_tokens": numbers.queued_tokens,
         "retries": numbers.retries,
+        "replica_busy_s": sum(replica.busy_s for replica in replicas),
         "replicas_up": sum(replica.state == "closed" for replica in replicas),
         "replicas": len(replicas),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mopd.replicas.pool import Breaker, BreakerState
+from mopd.replicas.members import Breaker, BreakerState
 
 
 def broken(*, at: float = 0.0) -> Breaker:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, Scores
 from mopd.replicas.interface import SampleFailed
+from mopd.replicas.members import NO_ROOM
 from mopd.replicas.router import Router
 from tests.unit.replicas.stand_in import Plan, StandIn, check_scores, make_router, run, samples, score
 
@@ -236,7 +237,7 @@ def test_cancelling_leaves_nothing_behind() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert asyncio.all_tasks() == {asyncio.current_task()}
-            assert all(member.in_flight_tokens == 0 for member in router._pool.members)
+            assert all(member.in_flight == NO_ROOM for member in router._pool.members)
         check_scores(tokens, await score(router, tokens, starts))
 
     run(work)
@@ -263,7 +264,7 @@ def test_whatever_happens_each_sample_has_one_answer(plans: list[list[str]], len
 
     async def work() -> dict[str, Any]:
         check_scores(tokens, await score(router, tokens, starts))
-        assert all(member.in_flight_tokens == 0 for member in router._pool.members)
+        assert all(member.in_flight == NO_ROOM for member in router._pool.members)
         return numbers_of(router)
 
     numbers = run(work)

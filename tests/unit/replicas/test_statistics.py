@@ -104,7 +104,9 @@ def test_one_replica_stands_for_its_group_and_generations_count_what_was_drawn()
 
 
 def test_rollout_replicas_are_told_by_number() -> None:
-    values = run_numbers(make_router([StandIn(0), StandIn(1)], kind="rollout"))
+    router = make_router([StandIn(0), StandIn(1)], kind="rollout")
+    router.weight_version = 1  # which none of them has
+    values = run_numbers(router)
     assert (values["rollout/replicas"], values["rollout/breaker/0"], values["rollout/breaker/1"]) == (2, 3, 3)
     assert {name.split("/", 2)[2] for name in values if name.count("/") == 2} == {"0", "1"}
 
