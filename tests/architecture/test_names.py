@@ -16,7 +16,7 @@ from tests.architecture.source import ROOT, imports, path_of, trees
 MIN_LINES = 40
 MAX_FILES_IN_A_ROOM = 15
 
-RUN_ELSEWHERE = {"mopd.placement.ray_agent"}
+RUN_ELSEWHERE = {"mopd.placement.ray.agent"}
 """In a process of its own, which shall import no more than that."""
 
 CALLED_BY_LIBRARIES = {

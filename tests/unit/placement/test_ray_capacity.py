@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mopd.placement.ray import Need, Node, check_room
+from mopd.placement.ray.cluster import Need, Node, check_room
 from mopd.types import UserError
 
 

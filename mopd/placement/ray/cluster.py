@@ -15,20 +15,17 @@ import itertools
 import json
 import logging
 import os
-import secrets
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mopd.config.groups import RayConfig
-from mopd.placement.gpus import visible_gpus
 from mopd.placement.interface import GroupPlan
 from mopd.placement.process import ServerCommand, ServerState
-from mopd.placement.ray_agent import Agent
+from mopd.placement.ray.agent import Agent
+from mopd.placement.ray.connection import connect, disconnect, last_line
 from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
@@ -127,7 +124,7 @@ class RayCluster:
         for reserved in self._reserved.values():
             self.ray.util.remove_placement_group(reserved)
         self._agents, self._reserved = {}, {}
-        self.ray.shutdown()
+        disconnect()
 
 
 class RayLauncher:
@@ -161,12 +158,12 @@ class RayLauncher:
                 await self._cluster.ask(agent.launch.remote(name, log_name, command), self._cfg.startup_timeout_s)
                 return RayServer(self._cluster, agent, name)
             except errors.RayTaskError as error:
-                raise UserError(f"{self._plan.key}: the agent on the node failed: {_last_line(error)}") from error
+                raise UserError(f"{self._plan.key}: the agent on the node failed: {last_line(error)}") from error
             except (errors.RayError, asyncio.TimeoutError) as error:
                 lost = error
         raise UserError(
             f"{self._plan.key}: Ray could not start an agent (is the same mopd installed on every node?): "
-            f"{_last_line(lost)}"
+            f"{last_line(lost)}"
         )
 
     async def close(self) -> None:
@@ -208,7 +205,7 @@ class RayServer:
             except asyncio.TimeoutError:
                 continue
             except self._cluster.ray.exceptions.RayError as error:
-                self._lose(_last_line(error))
+                self._lose(last_line(error))
         self._lose(f"its agent did not answer within {CALLS} times {CALL_TIMEOUT_S:g} s")
         return None
 
@@ -276,62 +273,17 @@ def _shortage(need: Need, needs: Sequence[Need], nodes: Sequence[Node]) -> str:
 
 
 def _connect(plans: Sequence[GroupPlan], needs: Sequence[Need], gpus: Sequence[int]) -> Any:
-    """The ``ray`` module, initialised."""
+    """The ``ray`` module, connected."""
     addresses = {plan.group.placement.address for plan in plans if isinstance(plan.group.placement, RayConfig)}
     if len(addresses) > 1:
         names = ", ".join(str(address) for address in sorted(addresses, key=str))
         raise UserError(f"placement.address names several Ray clusters ({names}): one run uses one")
     (address,) = addresses
-    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-    if address is None:
-        wanted_cpus = sum(need.count * need.num_cpus for need in needs)
-        cores = os.cpu_count() or 1
-        if wanted_cpus > cores:
-            logger.warning("Ray replicas want %g CPUs and this machine has %d: they share them", wanted_cpus, cores)
-        # A cluster for this run alone: nobody else needs to reach it, nobody else may use it. Ray keeps the first token
-        # that it meets in a process.
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        if "ray" not in sys.modules:  # too late otherwise; Ray then decides for a token by itself, with a warning
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
-        os.environ |= {
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # despite its name: one machine only, so loopback addresses
-            "RAY_USAGE_STATS_ENABLED": "0",
-        }
-        options |= {
-            "address": "local",
-            "num_cpus": max(cores, int(wanted_cpus)),
-            "num_gpus": len(gpus),
-            "include_dashboard": False,
-        }
-    else:
-        options["address"] = address
-    try:
-        import ray
-        import ray.exceptions
-        import ray.util.scheduling_strategies
-    except ImportError as error:
-        raise UserError("placement.type is ray, but the package is not installed: pip install 'mopd[ray]'") from error
-    try:
-        with _showing(gpus if address is None else ()):
-            ray.init(**options)
-    except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
-        raise UserError(f"placement.address {address!r}: cannot connect to Ray: {_last_line(error)}") from error
-    return ray
-
-
-@contextmanager
-def _showing(gpus: Sequence[int]) -> Iterator[None]:
-    """Processes that are started meanwhile see these GPUs only; without any, nothing is changed."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(gpus))
-    try:
-        yield
-    finally:
-        if gpus and before is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        elif gpus and before is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
+    wanted_cpus = sum(need.count * need.num_cpus for need in needs)
+    cores = os.cpu_count() or 1
+    if address is None and wanted_cpus > cores:
+        logger.warning("Ray replicas want %g CPUs and this machine has %d: they share them", wanted_cpus, cores)
+    return connect("placement", address, num_cpus=wanted_cpus, gpus=gpus)
 
 
 def _reservation(plan: GroupPlan) -> str:
@@ -378,8 +330,3 @@ def _nodes(ray: Any, resources: Mapping[str, Mapping[str, float]]) -> list[Node]
         Node(address=address, num_cpus=given.get("CPU", 0.0), num_gpus=given.get("GPU", 0.0))
         for address, given in nodes
     ]
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
