@@ -20,6 +20,14 @@ from mopd.report.charts import cell
 from mopd.report.curves import Phase, percents, phase_name, phases
 from mopd.report.groups import LATENCY_HEADING, GroupResult, label, latencies, summarise_groups
 from mopd.report.page import render_page
+from mopd.report.pipeline import (
+    AgeResult,
+    PipelineResult,
+    ages_line,
+    stage_label,
+    summarise_ages,
+    summarise_pipeline,
+)
 from mopd.report.run_files import RunFiles, best_of
 from mopd.report.terminal import Terminal
 from mopd.text import visible
@@ -52,7 +60,11 @@ class Report:
     train_tokens_per_s: float | None
     """Prompt and response tokens trained on, per second of the steps (rollout and scoring included)."""
     phases: Mapping[str, Phase]
-    """Parts of a step that follow one another, by name; ``other`` is what is left. Empty before the first step."""
+    """What the trainer does one after another, by name; ``other`` is what is left. Empty before the first step."""
+    pipeline: PipelineResult | None
+    """Who worked and who waited."""
+    samples: AgeResult | None
+    """How old the samples were, and how many were not trained on."""
     groups: Mapping[str, Mapping[str, GroupResult]]
     """``teachers`` and ``rollout`` -> group or replica -> its work; a group of one replica stands for it. The rollout's
     are ``all`` and the numbers of its replicas."""
@@ -116,6 +128,8 @@ def summarise(
         wall_s=step_s + sum(record.get("wall_s", 0.0) for record in validations),
         train_tokens_per_s=tokens / step_s if step_s else None,
         phases=phases(steps),
+        pipeline=summarise_pipeline(steps),
+        samples=summarise_ages(steps),
         groups=summarise_groups(steps),
     )
 
@@ -149,7 +163,24 @@ def print_summary(report: Report, console: Terminal | None = None) -> None:
         shown = percents([phase.share for phase in report.phases.values()])
         parts = (f"{phase_name(name).lower()} {text}" for name, text in zip(report.phases, shown, strict=True))
         console.print(f"time of the steps: {', '.join(parts)}", highlight=False)
+    if report.pipeline is not None:
+        console.print(_stage_table(report.pipeline))
+    if report.samples is not None and (line := ages_line(report.samples)):
+        console.print(line, highlight=False)
     console.print(f"{report.wall_s:,.0f} s in steps and validations, {rate} trained", highlight=False)
+
+
+def _stage_table(pipeline: PipelineResult) -> Table:
+    title = f"bound by {stage_label(pipeline.bound_by)}"
+    table = Table(title=title, title_justify="left", padding=0, collapse_padding=True)
+    table.add_column("stage")
+    for heading in ("busy", "starved", "blocked", "replicas", "balanced"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, stage in pipeline.stages.items():
+        shares = percents([stage.busy, stage.starved, stage.blocked])
+        counts = (cell(number, "{:d}") for number in (stage.replicas, stage.balanced_replicas))
+        table.add_row(stage_label(name), *shares, *counts)
+    return table
 
 
 def _group_table(groups: Mapping[str, Mapping[str, GroupResult]]) -> Table:

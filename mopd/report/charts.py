@@ -1,4 +1,4 @@
-"""Line charts as inline SVG that follows the page's colours (CSS variables ``--series-0`` …), light or dark.
+"""Line charts and histograms as inline SVG in the page's colours (CSS variables ``--series-0`` …), light or dark.
 
 Own, not matplotlib's: its SVG has fixed colours for one scheme, 2.3 times the bytes (three curves of 400 steps: 52 kB,
 here 22 kB) and takes seven times as long (160 ms and 22 ms on a busy machine, after 2.6 s of imports). A library that
@@ -24,6 +24,10 @@ NEARLY_ZERO = 0.05
 """Of the highest value."""
 MAX_POINTS = 300
 """Longer curves are drawn with so many."""
+MOST_NUMBERS = 12
+"""Bars that are each named on the axis."""
+BAR_SHARE = 0.7
+"""Of the room that a bar has."""
 
 Point = tuple[float, float]
 Scale = Callable[[float], float]
@@ -70,6 +74,38 @@ def line_chart(series: Sequence[Series], *, label: str, from_zero: bool = False)
     parts = [_axes(x_scale, y_scale, dict(zip(y_ticks, labels, strict=True)), x_ticks, left)]
     for one in series:
         parts += _curve(one, x_scale, y_scale, left)
+    return Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
+        WIDTH, HEIGHT, label, Markup("").join(parts)
+    )
+
+
+def histogram(bars: Sequence[Point], *, label: str) -> Markup:
+    """One SVG with a bar over each whole number; ``bars`` are (number, height from 0 up), ascending. Empty text when
+    there are none."""
+    if not bars:
+        return Markup()
+    xs, ys = [x for x, _ in bars], [y for _, y in bars]
+    y_ticks = ticks(0, max(ys) or 1)
+    labels = _tick_labels(y_ticks)
+    left = max(MIN_LEFT, 8 + round(CHARACTER * max(map(len, labels))))
+    x_scale = _scaled(xs[0] - 0.5, xs[-1] + 0.5, left, WIDTH - RIGHT)
+    y_scale = _scaled(0, y_ticks[-1], HEIGHT - BOTTOM, TOP)
+    x_ticks = xs if len(xs) <= MOST_NUMBERS else [x for x in ticks(xs[0], xs[-1]) if xs[0] <= x <= xs[-1]]
+    parts = [_axes(x_scale, y_scale, dict(zip(y_ticks, labels, strict=True)), x_ticks, left)]
+    width = BAR_SHARE * (WIDTH - RIGHT - left) / (xs[-1] - xs[0] + 1)
+    for x, y in bars:
+        bar = '<rect class="bar s0" x="{}" y="{}" width="{}" height="{}"><title>{}: {}</title></rect>'
+        top = y_scale(y)
+        parts.append(
+            Markup(bar).format(
+                round(x_scale(x) - width / 2, 1),
+                top,
+                round(width, 1),
+                round(HEIGHT - BOTTOM - top, 1),
+                short(x),
+                short(y),
+            )
+        )
     return Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
         WIDTH, HEIGHT, label, Markup("").join(parts)
     )

@@ -110,7 +110,8 @@ def recipe_differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
 
 def _numbers(run: ComparedRun) -> dict[str, Any]:
     told = asdict(run.report)
-    del told["groups"]
+    for key in ("groups", "pipeline", "samples"):
+        del told[key]
     for domain in _domains([run]):
         entry = told["domains"].setdefault(domain, dict.fromkeys(("before", "after", "teacher", "headroom_recovery")))
         rewards = run.rewards.get(domain)

@@ -9,6 +9,7 @@ from typing import Any
 from mopd.metrics import VOLATILE_PREFIXES
 from mopd.report.charts import Point
 from mopd.report.groups import is_group_metric
+from mopd.report.pipeline import AGE_SHARE
 
 Curves = dict[str, dict[str, list[Point]]]
 """Metric -> domain -> points; a metric without domains has the one domain ``""``."""
@@ -17,17 +18,20 @@ OTHER = "other"
 PHASE_NAMES = {
     "rollout": "Rollout",
     "teachers": "Scoring by the teachers",
+    "rewards": "Judging by the rewards",
+    "window_closed": "Rollout held back",
     "wait_batch": "Waiting for a batch",
     "forward_backward": "Forward and backward",
     "optim_step": "Optimizer step",
+    "stage_weights": "Handing the weights over",
     "weight_sync": "Weights to the rollout",
     "step": "Whole step",
     OTHER: "Other",
 }
-WITHOUT_DOMAINS = (*VOLATILE_PREFIXES, "moe/")
+WITHOUT_DOMAINS = (*VOLATILE_PREFIXES, "moe/", "response_versions/")
 """Beginnings of names whose other part is no domain."""
-PRODUCER = ("rollout", "teachers")
-"""Phases that make a batch; ``wait_batch`` is the trainer's wait for it."""
+TRAINER_PHASES = ("wait_batch", "forward_backward", "optim_step", "stage_weights", "weight_sync")
+"""What the trainer does one after another; all other phases run beside it, or while it waits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +89,22 @@ PANELS = {
     "correction_weight": Panel(title="Mismatch weight", text="Of trainer against rollout engine.", from_zero=False),
     "grad_norm": Panel(title="Gradient norm", text="Before clipping."),
     "lr": Panel(title="Learning rate", is_noisy=False),
-    "staleness": Panel(title="Staleness", text="Weight versions that the oldest sample was behind.", is_noisy=False),
+    "rollout_kl": Panel(title="KL(rollout ‖ student)", text="Nats per token: how far off-policy the samples were."),
+    "masked_sequences_share": Panel(
+        title="Responses left out", text="Share that the sequence mask of the correction kept out of the loss."
+    ),
+    "staleness": Panel(
+        title="Staleness", text="Optimizer steps that the weights behind the oldest sample lagged.", is_noisy=False
+    ),
+    "response_versions/mean": Panel(
+        title="Versions in a response", text="Of the weights that drew its tokens, mean.", from_zero=False
+    ),
+    "response_versions/max": Panel(
+        title="Versions in a response, most", text="Of the weights that drew its tokens.", is_noisy=False
+    ),
+    "refused_samples": Panel(
+        title="Refused samples", text="Too old when their batch came; their prompts were drawn again.", is_noisy=False
+    ),
     "tokens": Panel(title="Tokens per step", text="Of prompts and responses.", is_noisy=False),
     "num_tokens": Panel(title="Loss tokens per step", text="Response tokens with a loss.", is_noisy=False),
     "num_samples": Panel(title="Samples per step", is_noisy=False),
@@ -127,12 +146,12 @@ def in_words(name: str) -> str:
 
 
 def curves_by_metric(steps: Sequence[Mapping[str, Any]]) -> Curves:
-    """All curves of a run, those of groups of engines left out."""
+    """All curves of a run, those of groups of engines and of each age of samples left out."""
     curves: Curves = {}
     has_domains = {name.split("/", 1)[0] for record in steps for name in record if _domain_of(name)}
     for record in steps:
         for name, value in record.items():
-            if is_group_metric(name):
+            if is_group_metric(name) or name.startswith(f"{AGE_SHARE}/"):
                 continue
             domain = _domain_of(name)
             metric = name.split("/", 1)[0] if domain else name
@@ -162,24 +181,14 @@ class Phase:
 
 
 def phases(steps: Sequence[Mapping[str, Any]]) -> dict[str, Phase]:
-    """Phases that follow one another, by name, the longest first and ``other`` last: they add up to the steps.
-
-    The trainer's wait for a batch is told by what it waited for, rollout and teachers, as long as these did not run
-    beside the training of an earlier batch.
-    """
-    totals: dict[str, float] = {}
-    for record in steps:
-        for name, value in record.items():
-            if name.startswith("timing/") and value is not None:
-                phase = name.removeprefix("timing/").removesuffix("_s")
-                totals[phase] = totals.get(phase, 0.0) + value
-    whole = totals.pop("step", 0.0)
+    """What the trainer did one after another, by name, the longest first and ``other`` last: they add up to the steps.
+    What its wait for a batch consisted of stands in no phase (``pipeline.py``)."""
+    whole = sum(record.get("timing/step_s") or 0.0 for record in steps)
     if whole <= 0:
         return {}
-    makes_batches = {name: total for name, total in totals.items() if name != "wait_batch"}
-    waits = {name: total for name, total in totals.items() if name not in PRODUCER}
-    chosen = makes_batches if sum(makes_batches.values()) <= whole else waits
-    chosen = dict(sorted(chosen.items(), key=lambda item: -item[1]))
+    totals = {phase: [record.get(f"timing/{phase}_s") for record in steps] for phase in TRAINER_PHASES}
+    found = {phase: sum(value or 0.0 for value in values) for phase, values in totals.items() if any(values)}
+    chosen = dict(sorted(found.items(), key=lambda item: -item[1]))
     chosen[OTHER] = max(0.0, whole - sum(chosen.values()))
     scale = sum(chosen.values())
     return {name: Phase(mean_s=total / len(steps), share=total / scale) for name, total in chosen.items()}

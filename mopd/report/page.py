@@ -9,9 +9,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mopd.report.card import card
-from mopd.report.charts import NUM_COLOURS, Point, Series, cell, line_chart, short
+from mopd.report.charts import NUM_COLOURS, Point, Series, cell, histogram, line_chart, short
 from mopd.report.curves import Curves, curves_by_metric, in_words, is_zero, panel_of, percents, phase_name
 from mopd.report.groups import group_values, label
+from mopd.report.pipeline import stage_label, stage_seconds
 
 MAIN = ("kl_k1", "loss", "topk_overlap")
 """Shown at once; the others fold away."""
@@ -35,6 +36,8 @@ GROUP_COLUMNS = {
     "failures": "failures",
 }
 """Key of ``report.json`` -> heading of its column."""
+STAGE_COLOURS = {"busy": 0, "starved": 7, "blocked": 1}
+"""Share of a stage's time -> number of its colour."""
 
 
 def render_page(
@@ -82,6 +85,8 @@ def render_page(
         group_charts=[chart for chart in group_charts if not chart["is_zero"]],
         zero_group_charts=[chart for chart in group_charts if chart["is_zero"]],
         examples=_examples(validations, report["best_step"], teacher_examples),
+        pipeline=_pipeline(report["pipeline"], steps) if report["pipeline"] else None,
+        ages=_ages(report["samples"]) if report["samples"] else None,
         phases=_phases(report["phases"]),
         step_title=phase_name("step"),
         recipe_lines=[_recipe_line(line) for line in recipe_text.splitlines()],
@@ -242,6 +247,58 @@ def _phases(found: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
         {"title": phase_name(name), "mean_s": phase["mean_s"], "percent": percent}
         for (name, phase), percent in zip(found.items(), shown, strict=True)
     ]
+
+
+def _pipeline(found: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rows of the stages' table, and a curve of each one's busy share."""
+    rows = []
+    for name, stage in found["stages"].items():
+        percent = percents([stage[share] for share in STAGE_COLOURS])
+        shares = [
+            {"name": share, "index": index, "percent": text}
+            for (share, index), text in zip(STAGE_COLOURS.items(), percent, strict=True)
+        ]
+        counts = {key: cell(stage[key], "{:d}") for key in ("replicas", "balanced_replicas")}
+        rows.append({"name": stage_label(name), "is_bound": name == found["bound_by"], "shares": shares, **counts})
+    points: dict[str, list[Point]] = {name: [] for name in found["stages"]}
+    for record in steps:
+        for name, seconds in stage_seconds(record).items():
+            points[name].append((record["step"], seconds[0] / sum(seconds)))
+    series = [
+        Series(name=stage_label(name), index=i, points=curve, is_noisy=True)
+        for i, (name, curve) in enumerate(points.items())
+    ]
+    made = chart("Busy share of each stage", "Of a step’s seconds.", series)
+    return {
+        "bound_by": stage_label(found["bound_by"]),
+        "rows": rows,
+        "colours": STAGE_COLOURS,
+        "chart": {**made, "legend": series},
+    }
+
+
+def _ages(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A histogram of the samples' ages, and the counts of those that were not trained on."""
+    bars = [(float(age), share) for age, share in found["shares"].items()]
+    title = "Staleness of the samples"
+    domains = sorted({*found["refused_samples"], *found["replaced_samples"]})
+    return {
+        "histogram": {
+            "title": title,
+            "text": "Share of the samples by the optimizer steps that the weights behind their oldest token lagged.",
+            "metric": "staleness_share",
+            "svg": histogram(bars, label=title),
+            "legend": [],
+        },
+        "versions": {
+            "mean": cell(found["response_versions_mean"], "{:.2f}"),
+            "most": cell(found["response_versions_max"], "{:d}"),
+        },
+        "counts": [
+            {"name": name, **{key: found[f"{key}_samples"].get(name, 0) for key in ("refused", "replaced")}}
+            for name in domains
+        ],
+    }
 
 
 def _recipe_line(line: str) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from mopd.metrics import StepMetrics
 from mopd.report.groups import ALL, BREAKER_STATES, LATENCY_HEADING, Room, group_values, label, latencies, trouble
+from mopd.report.pipeline import ages_line, pipeline_line, summarise_ages, summarise_pipeline
 from mopd.report.terminal import Terminal
 
 LINE_EVERY_S = 10.0
@@ -41,6 +42,7 @@ class LiveProgress:
         self._rewards = dict(rewards)
         self._validated = ""
         self._groups: dict[str, Room] = {}
+        self._pipeline: list[str] = []
         bar = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.description}"))
         self._bar = Progress(*bar, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), expand=True)
         self._task = self._bar.add_task("", total=steps, completed=start_step)
@@ -52,6 +54,7 @@ class LiveProgress:
             for domain, value in metrics.by_domain(metric).items():
                 self._rows.setdefault(domain, {})[metric] = value
         self._groups = group_values(metrics.values)
+        self._pipeline = _pipeline(metrics)
         self._bar.update(self._task, completed=metrics.step, description=_speed(metrics))
 
     def log_validation(self, step: int, rewards: Mapping[str, float]) -> None:
@@ -71,7 +74,8 @@ class LiveProgress:
             row = self._rows.get(domain, {})
             cells = [_number(row.get(metric)) if metric != FLOOR else _tiny(row.get(metric)) for metric in columns]
             table.add_row(domain, *cells, _number(self._rewards.get(domain)))
-        return Group(table, *([_group_table(self._groups)] if self._groups else []), self._bar)
+        below = [_group_table(self._groups)] if self._groups else []
+        return Group(table, *below, *self._pipeline, self._bar)
 
 
 class PlainProgress:
@@ -110,6 +114,8 @@ class PlainProgress:
                 if "replicas" in values
             )
             self._line(f"  {room}  {'  '.join(rates)}")
+        for text in _pipeline(metrics):
+            self._line(f"  {text}")
 
     def log_validation(self, step: int, rewards: Mapping[str, float]) -> None:
         by_domain = "  ".join(f"{domain} {_number(reward)}" for domain, reward in rewards.items())
@@ -150,6 +156,13 @@ def _group_table(groups: Mapping[str, Room]) -> Table:
             cells = (f"{values[key]:.0f}" if key in values else "" for key in counts)
             table.add_row(label(room, name), up, rate, times, megabytes, *cells)
     return table
+
+
+def _pipeline(metrics: StepMetrics) -> list[str]:
+    """Lines: who worked and who waited in this step, and how old its samples were; none where nothing tells."""
+    pipeline, ages = summarise_pipeline([metrics.values]), summarise_ages([metrics.values])
+    lines = ["" if pipeline is None else pipeline_line(pipeline), "" if ages is None else ages_line(ages)]
+    return [line for line in lines if line]
 
 
 def _rate(values: Mapping[str, float]) -> str:

@@ -33,17 +33,20 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in ("metrics.jsonl", "validation.jsonl", "headroom.json", "machine.json"):
         (unfinished / name).unlink()
     build_report(unfinished)
+    streams = make_run(root / "streams", streams=True)
+    build_report(streams)
     assert main(["compare", *map(str, runs), "--html", str(root / "compare.html")]) == 0
     return {
         "report": runs[0] / "report.html",
         "unfinished": unfinished / "report.html",
+        "streams": streams / "report.html",
         "compare": root / "compare.html",
     }
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(("name", "at_least"), [("report", 20), ("compare", 20), ("unfinished", 0)])
+@pytest.mark.parametrize(("name", "at_least"), [("report", 20), ("compare", 20), ("unfinished", 0), ("streams", 24)])
 def test_nothing_is_cut_and_every_chart_is_drawn(
     chromium: Any, pages: dict[str, Path], name: str, at_least: int, width: int, scheme: Literal["light", "dark"]
 ) -> None:

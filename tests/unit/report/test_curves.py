@@ -11,7 +11,7 @@ import pytest
 from mopd.report.build import build_report
 from mopd.report.charts import Series, extremes, line_chart
 from mopd.report.curves import curves_by_metric, panel_of, percents, phases
-from tests.fixtures.runs import DOMAINS, STEPS, make_run, step_record
+from tests.fixtures.runs import DOMAINS, STEPS, make_run, step_record, stream_record
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,21 +30,23 @@ def figure(page: str, metric: str) -> str:
 
 
 def test_phases_follow_one_another_and_add_up_to_the_step() -> None:
+    """What made the batch lies within the wait for it, and would be counted twice."""
     found = phases([step_record(1), step_record(2)])
-    assert list(found)[:2] == ["rollout", "forward_backward"] and list(found)[-1] == "other"
-    assert "wait_batch" not in found and "step" not in found
-    assert found["rollout"].mean_s == 0.75 and found["rollout"].share == pytest.approx(0.75 / 2.25)
+    assert list(found) == ["wait_batch", "forward_backward", "weight_sync", "optim_step", "other"]
+    assert found["wait_batch"].mean_s == 1.01 and found["wait_batch"].share == pytest.approx(1.01 / 2.25)
     assert sum(phase.mean_s for phase in found.values()) == pytest.approx(2.25)
     assert sum(phase.share for phase in found.values()) == pytest.approx(1)
 
 
-def test_work_beside_training_is_told_by_the_trainers_wait() -> None:
-    record = {"step": 1, "timing/rollout_s": 3.0, "timing/teachers_s": 1.0, "timing/wait_batch_s": 0.5}
-    found = phases([{**record, "timing/forward_backward_s": 3.0, "timing/step_s": 4.0}])
+def test_work_beside_training_is_in_no_phase() -> None:
+    found = phases([stream_record(1)])
     assert {name: phase.share for name, phase in found.items()} == {
-        "forward_backward": 0.75,
-        "wait_batch": 0.125,
-        "other": 0.125,
+        "wait_batch": 0.375,
+        "forward_backward": 0.375,
+        "weight_sync": 0.125,
+        "optim_step": 0.0625,
+        "stage_weights": 0.03125,
+        "other": 0.03125,
     }
 
 
@@ -93,7 +95,9 @@ def test_the_axis_of_a_kl_begins_at_zero_unless_something_is_below(page: str) ->
 
 def test_a_metric_without_domains_is_one_curve() -> None:
     record = {"step": 1, "moe/z_loss": 0.5, "moe/idle_experts_share": 0.1, "timing/step_s": 1.0, "kl_k1/a/b": 2.0}
-    curves = curves_by_metric([record])
+    curves = curves_by_metric([record | {"staleness_share/0": 1.0, "response_versions/max": 2.0}])
+    assert curves["response_versions/max"] == {"": [(1, 2.0)]} and not any("share/0" in name for name in curves)
+    assert "0" not in {domain for by_domain in curves.values() for domain in by_domain}
     assert curves["moe/z_loss"] == {"": [(1, 0.5)]} and curves["kl_k1"] == {"a/b": [(1, 2.0)]}
 
 

@@ -1,0 +1,203 @@
+"""Who of a run's pipeline worked and who waited, and how old its samples were, from the records of steps.
+
+Every stage of a step's seconds T is busy, starved (nothing to work on) or blocked (its results, or the next work, not
+let through), and the three add up to T::
+
+    rollout         busy: a request under way on any replica        blocked: the window admits nothing
+    teachers/NAME   busy: likewise                                  blocked: never, scores are always taken
+    rewards         busy: a prompt's responses are being judged     blocked: never
+    trainer         busy: what is left                              blocked: until the weights are taken
+    weight_sync     busy: weights are handed over or sent, while the trainer waits
+
+starved is what is left, for the trainer its wait for a batch. ``docs/metrics.md`` has the names of records.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mopd.report.groups import ALL, group_values, label
+
+STEP_MARKS = ("timing/window_closed_s", "timing/stage_weights_s", "staleness_share/0")
+"""Runs that know when a stage was blocked have some of these numbers; others knew only what took how long."""
+AGE_SHARE = "staleness_share"
+WAITS_LITTLE = 0.05
+"""Share of the steps below which the trainer's waits do not matter: it bounds them."""
+MOST_DIGITS = 4
+"""Of an age; no run allows older samples."""
+Seconds = tuple[float, float, float]
+"""Busy, starved, blocked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageResult:
+    """One stage over all steps; the shares add up to 1."""
+
+    busy: float
+    starved: float
+    blocked: float
+    replicas: int | None
+    """Of a group of engines; others have none."""
+    balanced_replicas: int | None
+    """As many as would keep up with the trainer: the replicas' busy seconds over the trainer's, rounded up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineResult:
+    """All stages, in the order of a sample's life."""
+
+    bound_by: str
+    """The trainer, if it hardly waits, else the stage that is busy longest."""
+    stages: Mapping[str, StageResult]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgeResult:
+    """How old the weights were that drew the samples, and what became of samples that were not trained on."""
+
+    shares: Mapping[str, float]
+    """Optimizer steps behind -> share of the samples; empty in a run without staleness."""
+    response_versions_mean: float | None
+    """Versions of the weights that a response's tokens come from."""
+    response_versions_max: int | None
+    refused_samples: Mapping[str, int]
+    """Domain -> samples that became too old, and whose prompts were drawn again."""
+    replaced_samples: Mapping[str, int]
+    """Domain -> samples that no teacher could score."""
+
+
+def summarise_pipeline(steps: Sequence[Mapping[str, Any]]) -> PipelineResult | None:
+    """``None`` for runs whose records do not tell who was blocked, and before the first step."""
+    if not any(mark in record for record in steps for mark in STEP_MARKS):
+        return None
+    totals: dict[str, list[float]] = {}
+    replica_s: dict[str, float] = {}
+    replicas: dict[str, int] = {}
+    for record in steps:
+        for stage, seconds in stage_seconds(record).items():
+            totals[stage] = [a + b for a, b in zip(totals.get(stage, (0.0, 0.0, 0.0)), seconds, strict=True)]
+        for stage, group in _groups(record).items():
+            own = _number(group, "replica_busy_s") or _number(group, "busy_s")
+            replica_s[stage] = replica_s.get(stage, 0.0) + own
+            replicas[stage] = int(_number(group, "replicas"))
+    if not totals:
+        return None
+    trainer_s, *waits = totals["trainer"]
+    stages = {}
+    for stage in sorted(totals, key=_place):
+        busy, starved, blocked = (seconds / sum(totals[stage]) for seconds in totals[stage])
+        needed = replica_s[stage] / trainer_s if stage in replicas and trainer_s > 0 else None
+        stages[stage] = StageResult(
+            busy=busy,
+            starved=starved,
+            blocked=blocked,
+            replicas=replicas.get(stage),
+            balanced_replicas=None if needed is None else max(1, math.ceil(round(needed, 6))),
+        )
+    longest = max(stages, key=lambda stage: stages[stage].busy)
+    hardly_waits = sum(waits) < WAITS_LITTLE * sum(totals["trainer"])
+    return PipelineResult(bound_by="trainer" if hardly_waits else longest, stages=stages)
+
+
+def stage_seconds(record: Mapping[str, Any]) -> dict[str, Seconds]:
+    """One step's seconds by stage; empty without a step's length."""
+    whole = _number(record, "timing/step_s")
+    if whole <= 0:
+        return {}
+    starved = min(whole, _number(record, "timing/wait_batch_s"))
+    blocked = min(whole - starved, _number(record, "timing/weight_sync_s"))
+    sync = _number(record, "timing/stage_weights_s") + _number(record, "timing/weight_sync_s")
+    found = {"trainer": (whole - starved - blocked, starved, blocked), "weight_sync": _split(sync, 0.0, whole)}
+    groups = {stage: _number(group, "busy_s") for stage, group in _groups(record).items()}
+    for stage, busy in {"rollout": _number(record, "timing/rollout_s"), **groups}.items():
+        found[stage] = _split(busy, _number(record, "timing/window_closed_s") if stage == "rollout" else 0.0, whole)
+    if "timing/rewards_s" in record:
+        found["rewards"] = _split(_number(record, "timing/rewards_s"), 0.0, whole)
+    return found
+
+
+def summarise_ages(steps: Sequence[Mapping[str, Any]]) -> AgeResult | None:
+    """``None`` for runs that count none of this."""
+    shares: dict[int, float] = {}
+    counts: dict[str, dict[str, int]] = {"refused_samples": {}, "replaced_samples": {}}
+    for record in steps:
+        for name, value in record.items():
+            metric, _, part = name.partition("/")
+            if metric == AGE_SHARE and part.isdecimal() and len(part) <= MOST_DIGITS:
+                shares[int(part)] = shares.get(int(part), 0.0) + (value or 0.0)
+            elif metric in counts and part:
+                counts[metric][part] = counts[metric].get(part, 0) + int(value or 0)
+    means = _values(steps, "response_versions/mean")
+    if not (shares or means or any(counts.values())):
+        return None
+    whole = sum(shares.values())
+    return AgeResult(
+        shares={str(age): shares[age] / whole for age in sorted(shares)} if whole > 0 else {},
+        response_versions_mean=sum(means) / len(means) if means else None,
+        response_versions_max=int(max(_values(steps, "response_versions/max"), default=0)) or None,
+        **counts,
+    )
+
+
+def stage_label(stage: str) -> str:
+    """``rollout``, ``teacher math``, ``weight sync``."""
+    room, _, name = stage.partition("/")
+    return label(room, name) if name else stage.replace("_", " ")
+
+
+def pipeline_line(pipeline: PipelineResult) -> str:
+    """All stages in one line, shares in whole percent."""
+    stages = "  ".join(
+        f"{stage_label(name)} {'/'.join(f'{100 * share:.0f}' for share in (one.busy, one.starved, one.blocked))}"
+        for name, one in pipeline.stages.items()
+    )
+    changes = [
+        f"{stage_label(name)} {one.replicas} → {one.balanced_replicas}"
+        for name, one in pipeline.stages.items()
+        if one.balanced_replicas not in (None, one.replicas)
+    ]
+    balanced = f"; balanced with replicas: {', '.join(changes)}" if changes else ""
+    return f"busy/starved/blocked %  {stages}  bound by {stage_label(pipeline.bound_by)}{balanced}"
+
+
+def ages_line(ages: AgeResult) -> str:
+    """Ages of the samples, and how many were not trained on; empty where there is nothing to tell."""
+    texts = [f"{age} steps behind {100 * share:.0f} %" for age, share in ages.shares.items() if share]
+    if ages.response_versions_mean is not None:
+        texts.append(f"{ages.response_versions_mean:.2f} versions a response")
+    for what, counts in (("refused", ages.refused_samples), ("replaced", ages.replaced_samples)):
+        texts += [f"{sum(counts.values())} {what}"] if any(counts.values()) else []
+    return f"samples  {', '.join(texts)}" if texts else ""
+
+
+def _groups(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """The numbers of each group by its stage; replicas are none."""
+    return {
+        room if name == ALL else f"{room}/{name}": values
+        for room, names in group_values(record).items()
+        for name, values in names.items()
+        if "replicas" in values
+    }
+
+
+def _split(busy: float, blocked: float, whole: float) -> Seconds:
+    """What was measured between two records may reach beyond the step itself (a validation between them)."""
+    busy = min(busy, whole)
+    blocked = min(blocked, whole - busy)
+    return busy, whole - busy - blocked, blocked
+
+
+def _place(stage: str) -> tuple[int, str]:
+    return ("rollout", "teachers", "rewards", "trainer", "weight_sync").index(stage.partition("/")[0]), stage
+
+
+def _number(values: Mapping[str, Any], name: str) -> float:
+    """Not below 0, which is also what was not measured."""
+    return max(0.0, values.get(name) or 0.0)
+
+
+def _values(steps: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [record[name] for record in steps if record.get(name) is not None]
