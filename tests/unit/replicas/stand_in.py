@@ -135,3 +135,53 @@ def check_scores(tokens: Sequence[Tensor], scores: Sequence[Scores]) -> None:
     for sequence, given in zip(tokens, scores, strict=True):
         assert torch.equal(given.token_logprobs, sequence[1:] * -2.0)
         assert given.ids.shape == (len(sequence) - 1, 2)
+
+
+class Teller(StandIn):
+    """Draws responses side by side and tells each one when it is complete: that of a prompt takes as many seconds as
+    its second token says. A call that goes wrong does so when half of its responses have been told."""
+
+    def __init__(self, number: int = 0, plan: Plan = lambda call: None) -> None:
+        super().__init__(number, plan)
+        self.running = self.most_running = 0
+        self.told: list[int] = []
+        """First tokens of prompts whose responses were told."""
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        *,
+        told: Told | None = None,
+    ) -> list[Generation]:
+        trouble = self.plan(len(self.calls))
+        late_s = trouble if isinstance(trouble, float) else 0.0
+        self.calls.append([prompt[0] for prompt in prompts])
+        drawn = [self._draw(prompt, sampling, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        begun = asyncio.get_running_loop().time()
+        self.running += len(prompts)
+        self.most_running = max(self.most_running, self.running)
+        left = len(prompts)
+        try:
+            for i in sorted(range(len(prompts)), key=lambda i: prompts[i][1]):
+                if isinstance(trouble, Exception) and 2 * left <= len(prompts):
+                    raise trouble
+                now = asyncio.get_running_loop().time()
+                await asyncio.sleep(max(0.001, begun + prompts[i][1] + late_s - now))
+                left -= 1
+                self.running -= 1
+                self.told.append(prompts[i][0])
+                if told is not None:
+                    told(i, drawn[i])
+        finally:
+            self.running -= left
+        return drawn
+
+    def _draw(self, prompt: Sequence[int], sampling: SamplingParams, seed: int) -> Generation:
+        return Generation(
+            tokens=torch.full((sampling.max_new_tokens,), prompt[0] + seed),
+            logprobs=torch.full((sampling.max_new_tokens,), -float(sampling.temperature)),
+            finish_reason="length",
+            token_versions=torch.full((sampling.max_new_tokens,), self.weight_version, dtype=torch.int32),
+        )
