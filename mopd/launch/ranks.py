@@ -63,13 +63,9 @@ class StudentGroup:
         self._channel = channel
         self._weight_sync = weight_sync
         self._turn = asyncio.Lock()
-        self._published: int | None = None
-        """Version of the weights that the ranks hold now; ``None`` while that version was not published."""
 
-    async def _call(self, name: str, *, changes_weights: bool = False, **kwargs: Any) -> Any:
+    async def _call(self, name: str, **kwargs: Any) -> Any:
         async with self._turn:
-            if changes_weights:
-                self._published = None
             self._channel.send({"call": name, "kwargs": kwargs})
             return execute(self.worker, name, kwargs)
 
@@ -80,7 +76,7 @@ class StudentGroup:
 
     async def optim_step(self) -> dict[str, float]:
         """Clip, check, step. Returns ``grad_norm``, ``lr`` and this rank's peak memory."""
-        values: dict[str, float] = await self._call("optim_step", changes_weights=True)
+        values: dict[str, float] = await self._call("optim_step")
         return values | self.worker.memory()
 
     async def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float) -> list[Tensor]:
@@ -92,22 +88,8 @@ class StudentGroup:
     async def publish(self, weight_version: int) -> None:
         """Stream the weights to the rollout engine."""
         async with self._turn:
-            await self._publish(weight_version)
-
-    async def republish(self, is_needed: Callable[[], bool]) -> None:
-        """Stream the published weights once more, to replicas that came back without them.
-
-        Nothing is sent if the student's weights have changed since they were published (``publish`` follows), or if
-        ``is_needed()`` is false when the student is free.
-        """
-        async with self._turn:
-            if self._published is not None and is_needed():
-                await self._publish(self._published)
-
-    async def _publish(self, weight_version: int) -> None:
-        self._channel.send({"call": "weights", "kwargs": {}})
-        await self._weight_sync.publish(self.worker.weights(), weight_version)
-        self._published = weight_version
+            self._channel.send({"call": "weights", "kwargs": {}})
+            await self._weight_sync.publish(self.worker.weights(), weight_version)
 
     async def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Write model, optimizer, schedule and RNG of all ranks into ``folder``, with the JSON-able ``state``."""
@@ -116,7 +98,7 @@ class StudentGroup:
     async def load(self, folder: Path, *, cure: str = "") -> dict[str, Any]:
         """Read what ``save`` wrote, at this run's layout; returns its ``state``. ``cure`` ends the line of an error, on
         every rank."""
-        state: dict[str, Any] = await self._call("load", changes_weights=True, folder=str(folder), cure=cure)
+        state: dict[str, Any] = await self._call("load", folder=str(folder), cure=cure)
         return state
 
     async def save_hf(self, folder: Path) -> None:

@@ -50,8 +50,10 @@ class EngineFile:
     """Sampling temperature of most requests; with ``top_p`` and ``top_k`` it decides what a vLLM rollout reports."""
     top_p: float
     top_k: int
+    longest_sequence: int
+    """Tokens of the longest prompt with its response."""
     max_tokens_per_request: int
-    """Tokens of one request."""
+    """Tokens of one request (to generate: of its prompts)."""
     max_queued_tokens: int
     """Tokens that wait or run at a time."""
     request_timeout_s: float
@@ -65,7 +67,7 @@ class EngineFile:
         if self.engine.dtype == AUTO:
             raise ValueError("engine.dtype is auto: set the dtype that it became")
         require_at_least("replica", self.replica, 0, MAX_REPLICAS)
-        for name in ("max_logprobs", "max_tokens_per_request"):
+        for name in ("max_logprobs", "longest_sequence", "max_tokens_per_request"):
             require_at_least(name, getattr(self, name), 1)
         require_at_least("max_queued_tokens", self.max_queued_tokens, 1, 2 * MAX_COUNT)
         require_positive("temperature", self.temperature)
@@ -123,6 +125,7 @@ def _file(
         temperature=recipe.rollout.temperature,
         top_p=recipe.rollout.top_p,
         top_k=recipe.rollout.top_k,
+        longest_sequence=longest,
         max_tokens_per_request=max(routing.max_tokens_per_request, longest),  # one sample is never cut
         max_queued_tokens=2 * routing.max_inflight_tokens,  # a router and whoever else looks at the teacher
         request_timeout_s=routing.request_timeout_s,

@@ -27,7 +27,7 @@ from mopd.placement.interface import ROLLOUT, GroupPlan, Placement
 from mopd.placement.local import LocalLauncher
 from mopd.placement.server_group import ServerGroup
 from mopd.placement.time_sharing import SharedPool
-from mopd.placement.weights import Repair, Republish
+from mopd.placement.weights import GroupWeightSync, Repair
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 
@@ -65,7 +65,7 @@ class Groups:
 
         async with Groups(recipe, log_dir=run.logs, device=device) as groups:
             routers = {key: Router(...groups.replicas(key)...) for key in groups.keys}
-            groups.watch(routers, republish=student.republish)
+            groups.watch(routers, GroupWeightSync(routers["rollout"]))
     """
 
     def __init__(
@@ -129,15 +129,14 @@ class Groups:
     ) -> None:
         await self.close()
 
-    def watch(self, routers: Mapping[str, Router], *, republish: Republish) -> None:
-        """From now on replicas that die are restarted, and rollout replicas that lack the current weights get them.
-
-        ``republish`` is called on this event loop; see ``weights.Republish``.
-        """
+    def watch(self, routers: Mapping[str, Router], weight_sync: GroupWeightSync | None) -> None:
+        """From now on replicas that die are restarted, and rollout replicas that lack the weights that ``weight_sync``
+        sent last get them once more."""
         for key, router in routers.items():
             self._placements[key].watch(router)
-        if ROLLOUT in routers and not isinstance(self.plans[ROLLOUT].group.placement, InProcessConfig):
-            self._repair = Repair(routers[ROLLOUT], republish)
+        is_remote = ROLLOUT in routers and not isinstance(self.plans[ROLLOUT].group.placement, InProcessConfig)
+        if is_remote and weight_sync is not None:
+            self._repair = Repair(routers[ROLLOUT], weight_sync)
 
     async def close(self) -> None:
         """End every replica that was started; may be called twice."""
@@ -218,7 +217,10 @@ class InProcessGroup:
         await asyncio.sleep(HEAD_START_S)
         for file in self.plan.files:
             self._engines.append(await load_engine(file, self._device))
-        return [Replica(name=self.plan.replica_name(i), engine=engine) for i, engine in enumerate(self._engines)]
+        return [
+            Replica(name=self.plan.replica_name(i), engine=engine, limits=(await engine.info()).limits)
+            for i, engine in enumerate(self._engines)
+        ]
 
     def watch(self, router: Router) -> None:
         """See ``Placement.watch``."""

@@ -1,18 +1,25 @@
-"""The student's weights for a group of rollout replicas, wherever they run, and for those that came back without."""
+"""The student's weights for a group of rollout replicas, wherever they run, and for those that came back without.
+
+::
+
+    student ── stage ──> StagedWeights (host memory) ── send ──> every replica that lacks them ──> router asks for them
+               reads the stream once                     beside whatever runs     └── Repair sends them once more
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from mopd.engines.clients.remote import RemoteEngine, push_weights
-from mopd.engines.interface import EngineRejected, EngineUnavailable
+from mopd.engines.clients.remote import RemoteEngine, push_staged
+from mopd.engines.interface import EngineRejected, EngineUnavailable, OnRunning
 from mopd.replicas.router import Router
 from mopd.types import UserError
+from mopd.wire.weights import StagedWeights, stage_updates
 
 logger = logging.getLogger(__name__)
 
@@ -21,80 +28,102 @@ LONGEST_PAUSE_S = 30.0
 MAX_PUSHES = 4
 """To one replica in a row, as many as a request gets attempts."""
 
-Republish = Callable[[Callable[[], bool]], Awaitable[None]]
-"""``republish(is_needed)``: asks when the student is free, and if so sends its published weights once more. Does
-nothing when newer ones are about to be published."""
-
 
 class GroupWeightSync:
-    """Publishes one version of the weights to every replica that is up and lacks it, at once. Knows names and tensors,
-    not where they come from.
+    """Gives versions of the weights to every replica that is up and has older ones, at once. Knows names and tensors,
+    not where they come from. Replicas in this process are loaded directly; servers get what was staged.
 
     A server that fails gets no work until a repair reaches it (``Repair``). That every one fails is then no error of
     the push: the requests that follow wait for the repair, and fail with its reason if there is none.
     """
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
+    def __init__(self, router: Router, *, on_running: OnRunning = "finish") -> None:
+        """``on_running``: what becomes of responses that are under way (``rollout.on_new_weights``)."""
+        self._router, self._on_running = router, on_running
+        self._turn = asyncio.Lock()
+        self._sent: StagedWeights | None = None
+        """What the router asks for."""
+
+    @property
+    def loads_directly(self) -> bool:
+        """The replicas are in this process: ``publish`` gives them the stream itself."""
+        return not all(isinstance(replica.engine, RemoteEngine) for replica in self._router.replicas)
 
     async def publish(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """Returns when every replica that can answer has ``weight_version``; reads the stream to its end.
-
-        Raises an engine's refusal (names, shapes, values, a broken update rule); that of a server as ``UserError``.
-        """
-        # First: requests from now on are for this version, whichever replica has it when.
-        self._router.set_weight_version(weight_version)
-        lacking = set(self._router.needs_weights)
-        engines: list[Any] = [replica.engine for replica in self._router.replicas if replica.name in lacking]
-        if not engines:
-            for _ in weights:  # a collective operation: the other ranks take part
-                pass
-        elif isinstance(engines[0], RemoteEngine):
-            await _push(engines, weights, weight_version)
+        """``stage`` and ``send``, or where it ``loads_directly`` that."""
+        if self.loads_directly:
+            await self._load(weights, weight_version)
         else:
-            # Each holds the whole set before it replaces a weight; several share one, as a stream is read once.
-            source = weights if len(engines) == 1 else list(weights)
-            for engine in engines:
-                await engine.load_weights(source, weight_version)
-                if engine.weight_version != weight_version:
-                    raise RuntimeError(
-                        f"a rollout replica answers with weights {engine.weight_version} after {weight_version} "
+            await self.send(self.stage(weights, weight_version))
+
+    def stage(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> StagedWeights:
+        """Read the stream to its end, into host memory: its owner is free then. Blocks; any process can do it
+        (``stage_updates``)."""
+        return stage_updates(weights, weight_version)
+
+    async def send(self, staged: StagedWeights) -> None:
+        """Returns when every replica that can answer has these weights; until then the others answer with theirs.
+
+        Raises a server's refusal (names, shapes, values) as ``UserError``.
+        """
+        async with self._turn:
+            await self._push(staged, self._router.lacking(staged.weight_version))
+            self._sent = staged
+            self._router.set_weight_version(staged.weight_version)
+
+    async def send_again(self) -> Sequence[str]:
+        """Send the weights that the router asks for to replicas without them; returns whom. Raises as ``send``."""
+        async with self._turn:
+            lacking = self._router.needs_weights
+            if self._sent is None or not lacking:
+                return ()
+            await self._push(self._sent, lacking)
+            self._router.set_weight_version(self._sent.weight_version)
+            return lacking
+
+    async def _load(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+        engines: list[Any] = [replica.engine for replica in self._router.replicas]
+        # Each holds the whole set before it replaces a weight; several share one, as a stream is read once.
+        source = weights if len(engines) == 1 else list(weights)
+        for engine in engines:
+            await engine.load_weights(source, weight_version)
+            if engine.weight_version != weight_version:
+                raise RuntimeError(
+                    f"a rollout replica answers with weights {engine.weight_version} after {weight_version} "
                         "was sent"
-                    )
+                )
         self._router.set_weight_version(weight_version)
 
-
-async def _push(replicas: list[RemoteEngine], weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-    errors = await push_weights(replicas, weights, weight_version)
-    for replica, error in zip(replicas, errors, strict=True):
-        if error is not None:
-            logger.warning("rollout replica %s did not take weights %d: %s", replica.name, weight_version, error)
-    if all(errors):
-        logger.warning("no rollout replica took weights %d", weight_version)
-    for error in errors:
-        if isinstance(error, EngineRejected):
-            raise UserError(f"weights {weight_version} of the student were refused: {error}") from error
-        if error is not None and not isinstance(error, EngineUnavailable):
-            raise error
+    async def _push(self, staged: StagedWeights, names: Sequence[str]) -> None:
+        replicas: list[Any] = [replica.engine for replica in self._router.replicas if replica.name in names]
+        errors = await push_staged(replicas, staged, on_running=self._on_running)
+        version = staged.weight_version
+        for replica, error in zip(replicas, errors, strict=True):
+            if error is not None:
+                logger.warning("rollout replica %s did not take weights %d: %s", replica.name, version, error)
+        if errors and all(errors):
+            logger.warning("no rollout replica took weights %d", version)
+        for error in errors:
+            if isinstance(error, EngineRejected):
+                raise UserError(f"weights {version} of the student were refused: {error}") from error
+            if error is not None and not isinstance(error, EngineUnavailable):
+                raise error
 
 
 class Repair:
-    """Watches a rollout group for replicas without the current weights, and has them sent once more."""
+    """Watches a rollout group for replicas without the current weights, and sends these once more."""
 
-    def __init__(self, router: Router, republish: Republish) -> None:
+    def __init__(self, router: Router, sync: GroupWeightSync) -> None:
         """A replica that ``MAX_PUSHES`` in a row did not reach is removed."""
-        self._router, self._republish = router, republish
-        self._push: asyncio.Future[None] | None = None
-        self._was_sent = False
+        self._router, self._sync = router, sync
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Stop, but let a push that has begun end: other ranks take part in it."""
+        """Stop. Servers forget a push that does not end."""
         self._task.cancel()
-        waited = [self._task] if self._push is None else [self._task, self._push]
-        for outcome in await asyncio.gather(*waited, return_exceptions=True):
-            if isinstance(outcome, Exception):
-                logger.error("weights could not be sent again", exc_info=outcome)
+        (outcome,) = await asyncio.gather(self._task, return_exceptions=True)
+        if isinstance(outcome, Exception):
+            logger.error("weights could not be sent again", exc_info=outcome)
 
     async def _run(self) -> None:
         failures: dict[str, int] = {}
@@ -106,30 +135,21 @@ class Repair:
             pause_s = LOOK_EVERY_S
             if not lacking:
                 continue
-            self._was_sent = False
-            self._push = asyncio.ensure_future(self._republish(self._is_needed))
             try:
-                await asyncio.shield(self._push)
+                tried = set(await self._sync.send_again())
             except Exception as error:
                 for name in lacking:
                     self._router.remove(name, reason=f"the weights could not be sent again: {error}")
                 raise
-            if not self._was_sent:  # a publish was under way, or is about to be
-                continue
-            for name in set(self._lacking()) & set(lacking):
-                failures[name] += 1
+            for name in tried & set(self._lacking()):
+                failures[name] = failures.get(name, 0) + 1
                 if failures[name] >= MAX_PUSHES:
                     self._router.remove(name, reason=f"{failures[name]} pushes of the weights did not reach it")
                 pause_s = min(2.0 ** failures[name] * LOOK_EVERY_S, LONGEST_PAUSE_S)
             for replica in self._router.replicas:
                 engine: Any = replica.engine
-                if replica.name in lacking and engine.weight_version == self._router.weight_version:
+                if replica.name in tried and engine.weight_version == self._router.weight_version:
                     logger.warning("%s has weights %d again", replica.name, engine.weight_version)
-
-    def _is_needed(self) -> bool:
-        """Asked when the student is free: a publish that was under way may have done the work."""
-        self._was_sent = bool(self._lacking())
-        return self._was_sent
 
     def _lacking(self) -> tuple[str, ...]:
         return self._router.needs_weights if self._router.weight_version >= 0 else ()

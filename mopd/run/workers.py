@@ -125,7 +125,8 @@ async def build_workers(
     student publishes."""
     routers = build_routers(groups)
     routers[ROLLOUT].vocab_size = worker.dims.vocab_size
-    student = StudentGroup(worker, channel, GroupWeightSync(routers[ROLLOUT]))
+    weight_sync = GroupWeightSync(routers[ROLLOUT], on_running=recipe.rollout.on_new_weights)
+    student = StudentGroup(worker, channel, weight_sync)
     teachers = {name: await _teacher_group(name, routers, groups) for name in recipe.teachers}
     sampling = SamplingParams(
         max_new_tokens=recipe.rollout.max_response_length,
@@ -136,7 +137,7 @@ async def build_workers(
     advantage = None
     if recipe.needs_task_advantage and inputs.rewards is not None:
         advantage = TaskAdvantage(inputs.train, inputs.tokenizer, inputs.rewards)
-    groups.watch(routers, republish=student.republish)
+    groups.watch(routers, weight_sync)
     return Workers(
         inputs=inputs,
         prompts=PromptStream(inputs.train, recipe.data.domain_weights, recipe.seed),

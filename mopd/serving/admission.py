@@ -1,5 +1,5 @@
-"""Which work is let in: bounded by tokens, none while weights change or the engine sleeps, none while the
-server ends."""
+"""Which work is let in: bounded by tokens and sequences, none while weights wait for what runs or the engine sleeps,
+none while the server ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ServerLimits:
     """What one server takes."""
 
     max_tokens_per_request: int
-    """Tokens of prompts and responses of one request; more is answered with 413."""
+    """Tokens of one request (to generate: of its prompts); more is answered with 413."""
     max_queued_tokens: int
     """Tokens that wait, run, or whose answers are not sent yet; more is answered with 429."""
     max_top_k: int = 1024
@@ -55,8 +55,11 @@ class Admission:
 
     def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
-        self.queued_tokens = 0
-        """Tokens admitted and not yet released."""
+        self.max_queued_sequences: int | None = None
+        """Responses that wait or run at a time; more are answered with 429, but a request that comes alone is let in
+        whatever its number. ``None``: tokens alone decide."""
+        self.queued_tokens = self.queued_sequences = 0
+        """Tokens, and sequences that are to be responded to, admitted and not yet released."""
         self.num_running = 0
         """Requests whose engine work has not ended."""
         self._closed_because: Refusal | None = None
@@ -67,15 +70,15 @@ class Admission:
         self._busy_s = 0.0
         self._busy_since = 0.0
 
-    def admit(self, num_tokens: int) -> Reservation:
-        """Room for a request of ``num_tokens``. The caller must release it.
+    def admit(self, num_tokens: int, *, num_sequences: int = 0) -> Reservation:
+        """Room for a request of ``num_tokens``, and of ``num_sequences`` that are to be responded to: how long their
+        responses will be is not known. The caller must release it.
 
         Raises:
-            Refusal: 413 if it can never enter, 429 if the queue is full, 409 during a weight update, 503 while asleep
-                and at the end.
+            Refusal: 413 if it can never enter, 429 if the queue is full or new weights wait for what runs, 503 while
+                asleep and at the end.
         """
-        if self._closed_because is not None:
-            raise self._closed_because
+        self.require_open()
         limit = self.limits.max_tokens_per_request
         if num_tokens > limit:
             raise too_large(f"a request of {num_tokens} tokens: this server takes {limit} at a time")
@@ -85,15 +88,26 @@ class Admission:
                 f"{self.queued_tokens} of {self.limits.max_queued_tokens} tokens are queued: no room for {num_tokens}",
                 retry_after_s=self._time_for(excess),
             )
+        most = self.max_queued_sequences
+        if most is not None and self.queued_sequences and self.queued_sequences + num_sequences > most:
+            raise busy(
+                f"{self.queued_sequences} of {most} sequences are queued: no room for {num_sequences}",
+                retry_after_s=self._time_for(num_tokens),
+            )
         if self.queued_tokens == 0:
             self._busy_since = time.monotonic()
         self.queued_tokens += num_tokens
-        return Reservation(self, num_tokens)
+        self.queued_sequences += num_sequences
+        return Reservation(self, num_tokens, num_sequences)
+
+    def require_open(self) -> None:
+        """``Refusal`` with the reason why nothing is let in, if that is so."""
+        if self._closed_because is not None:
+            raise self._closed_because
 
     def pause(self, reason: Refusal) -> None:
         """Let nothing in for a while: weights change, or the engine sleeps. ``Refusal`` when it is paused or ends."""
-        if self._closed_because is not None:
-            raise self._closed_because
+        self.require_open()
         self._closed_because, self._is_paused = reason, True
 
     def resume(self) -> None:
@@ -137,21 +151,25 @@ class Admission:
             return 1.0
         return min(max(num_tokens * busy_s / self._done_tokens, low), high)
 
-    def _release(self, num_tokens: int) -> None:
+    def _release(self, num_tokens: int, num_sequences: int) -> None:
         self.queued_tokens -= num_tokens
+        self.queued_sequences -= num_sequences
         self._done_tokens += num_tokens
-        if self.queued_tokens == 0:
+        if num_tokens and self.queued_tokens == 0:
             self._busy_s += time.monotonic() - self._busy_since
 
 
 class Reservation:
     """Room of one request, until its answer has left."""
 
-    def __init__(self, admission: Admission, num_tokens: int) -> None:
+    def __init__(self, admission: Admission, num_tokens: int, num_sequences: int) -> None:
         self._admission = admission
-        self._num_tokens = num_tokens
+        self._num_tokens, self._num_sequences = num_tokens, num_sequences
 
-    def release(self) -> None:
-        """Once or more."""
-        self._admission._release(self._num_tokens)
-        self._num_tokens = 0
+    def release(self, *, num_tokens: int | None = None, num_sequences: int | None = None) -> None:
+        """A part of it, or all that is left; the latter once or more."""
+        tokens = self._num_tokens if num_tokens is None else num_tokens
+        sequences = self._num_sequences if num_sequences is None else num_sequences
+        self._num_tokens -= tokens
+        self._num_sequences -= sequences
+        self._admission._release(tokens, sequences)

@@ -5,19 +5,17 @@
     head (limit, deadline) ─ web page? ─ token? ─ length? ─ body (limit, deadline) ─ decode ─
          431  408            400 403     401      411        413  408  429           400
 
-    ─ room in the queue? ─ version? ─ engine ─ answer
-       429 413 409 503     409       500 504
+    ─ room in the queue? ─ version? ─ engine ─ answer, or a stream of responses (``streaming``)
+         429 413 503         409     500 504
 
 A request whose client goes away is cancelled: it leaves the queue, or is aborted at an engine that can.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import hmac
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -29,20 +27,20 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from mopd.engines.interface import EngineInfo, EngineLimits, EngineUnavailable, SamplingParams
+from mopd.engines.interface import EngineInfo, EngineUnavailable, Generation, SamplingParams, Told
 from mopd.serving.admission import Admission, ServerLimits
-from mopd.serving.bodies import ARRIVING_BYTES, BodyReader, SlicedResponse, disconnected, read_deadline
+from mopd.serving.bodies import ARRIVING_BYTES, BodyReader, SlicedResponse, read_deadline, while_wanted
 from mopd.serving.errors import Refusal, bad_request, stale_weights
 from mopd.serving.host import CanSleep, EngineHost
 from mopd.serving.metrics import ServerMetrics
 from mopd.serving.request_checks import LOOPBACK_NAMES, add_request_checks
+from mopd.serving.streaming import StreamedResponse, frames_of
 from mopd.serving.updates import WeightUpdates
 from mopd.text import one_line
 from mopd.types import UserError
 from mopd.wire.limits import CONTENT_TYPE, MAX_CHUNK_BYTES
 from mopd.wire.messages import (
     VERSION,
-    GenerateAnswer,
     GenerateRequest,
     MessageT,
     ScoreAnswer,
@@ -102,6 +100,8 @@ class EngineServer:
         """Before the first request."""
         await self.served.host.start()
         self._info = await self.served.host.engine.info()
+        if self._info.limits.max_sequences is not None:  # as many again may wait, so that the engine never does
+            self.admission.max_queued_sequences = 2 * self._info.limits.max_sequences
 
     async def close(self) -> None:
         """After the last request."""
@@ -127,7 +127,8 @@ class EngineServer:
             weight_version=self.updates.weight_version,
             max_logprobs=self._info.max_logprobs if most <= limits.max_top_k else limits.max_top_k,
             manifest=self.served.manifest,
-            limits=EngineLimits(
+            limits=dataclasses.replace(
+                self._info.limits,
                 max_tokens_per_request=limits.max_tokens_per_request,
                 max_queued_tokens=limits.max_queued_tokens,
                 max_body_bytes=limits.max_body_bytes,
@@ -164,6 +165,7 @@ class EngineServer:
                 top_k=asked.top_k,
                 temperature=asked.temperature,
             )
+            self.updates.require(asked.weight_version)  # they may have changed under it
             self.metrics.scored_tokens.inc(asked.num_rows)
             return ScoreAnswer(
                 request_checksum=asked.checksum,
@@ -178,34 +180,35 @@ class EngineServer:
         return await self._serve(request, deadline, len(asked.tokens), asked.weight_version, call)
 
     async def generate(self, request: Request) -> Response:
-        """Draw responses."""
+        """Draw responses; each leaves when it is complete."""
         deadline = read_deadline(request, self.served.limits.request_timeout_s)
         asked = await self._read(request, GenerateRequest, self.served.limits.max_body_bytes)
         info = self.info
         check_generate(asked, info)
+        sampling = SamplingParams(
+            max_new_tokens=asked.max_new_tokens,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=min(asked.top_k, info.vocab_size),
+        )
+        prompts = [prompt.tolist() for prompt in np.split(asked.tokens, split_points(asked.lengths))]
 
-        async def call() -> GenerateAnswer:
-            sampling = SamplingParams(
-                max_new_tokens=asked.max_new_tokens,
-                temperature=asked.temperature,
-                top_p=asked.top_p,
-                top_k=min(asked.top_k, info.vocab_size),
-            )
-            prompts = [prompt.tolist() for prompt in np.split(asked.tokens, split_points(asked.lengths))]
-            drawn = await self.served.host.generate(prompts, sampling, asked.seeds.tolist())
-            tokens = torch.cat([generation.tokens for generation in drawn]).numpy()
-            self.metrics.generated_tokens.inc(len(tokens))
-            return GenerateAnswer(
-                request_checksum=asked.checksum,
-                weight_version=asked.weight_version,
-                lengths=np.array([len(generation.tokens) for generation in drawn], dtype=np.int32),
-                stopped=np.array([generation.finish_reason == "stop" for generation in drawn], dtype=np.uint8),
-                tokens=tokens,
-                logprobs=torch.cat([generation.logprobs for generation in drawn]).numpy(),
-            )
+        async def draw(told: Told) -> list[Generation]:
+            with self.admission.running():
+                seeds = asked.seeds.tolist()
+                return await self._engine_call(self.served.host.generate(prompts, sampling, seeds, told=told))
 
-        num_tokens = len(asked.tokens) + len(asked.lengths) * asked.max_new_tokens
-        return await self._serve(request, deadline, num_tokens, asked.weight_version, call)
+        reservation = self.admission.admit(len(asked.tokens), num_sequences=len(prompts))
+        try:
+            self.updates.require_at_least(asked.weight_version)
+            frames = frames_of(
+                asked, draw, request=request, deadline=deadline, reservation=reservation, metrics=self.metrics
+            )
+            first = await anext(frames)  # a failure before it has a status of its own
+        except BaseException:
+            reservation.release()
+            raise
+        return StreamedResponse(first, frames, asked.checksum, self.metrics)
 
     async def weights_begin(self, request: Request) -> Response:
         """First message of a weight update."""
@@ -285,37 +288,20 @@ class EngineServer:
         deadline: float,
         num_tokens: int,
         weight_version: int,
-        call: Callable[[], Awaitable[ScoreAnswer | GenerateAnswer]],
+        call: Callable[[], Awaitable[ScoreAnswer]],
     ) -> Response:
         """Admission, the engine's call, the answer. Room in the queue is held until the answer has left."""
         reservation = self.admission.admit(num_tokens)
         try:
             self.updates.require(weight_version)
             with self.admission.running():
-                answer = await self._until(request, deadline, call())
+                answer = await while_wanted(request, deadline, self._engine_call(call()))
             content = await encode_aside(answer)
             self.metrics.sent_bytes.inc(len(content))
             return SlicedResponse(content, CONTENT_TYPE, on_end=reservation.release)
         except BaseException:
             reservation.release()
             raise
-
-    async def _until(self, request: Request, deadline: float, call: Awaitable[ResultT]) -> ResultT:
-        """The call's result; the call is cancelled at the deadline and when the client has gone."""
-        task = asyncio.ensure_future(self._engine_call(call))
-        gone = asyncio.create_task(disconnected(request))
-        try:
-            timeout_s = max(0.0, deadline - time.monotonic())
-            await asyncio.wait({task, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if gone.done():
-                raise Refusal(499, "client_gone", "the client went away")
-            raise Refusal(504, "deadline", "the deadline passed before the engine was done")
-        finally:
-            for pending in (task, gone):
-                pending.cancel()
-            await asyncio.gather(task, gone, return_exceptions=True)
 
     async def _engine_call(self, call: Awaitable[ResultT]) -> ResultT:
         """The engine's errors as refusals. A dead engine ends the server: its supervisor starts another."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -17,6 +18,7 @@ from mopd.serving.admission import ServerLimits
 from mopd.serving.errors import Refusal, bad_request, busy, too_large
 from mopd.wire.limits import DEADLINE_HEADER
 
+T = TypeVar("T")
 SLICE_BYTES = 2**16
 ARRIVING_BYTES = 2**23
 """Of all bodies that arrive at a time; one of the greatest size may always arrive."""
@@ -104,6 +106,24 @@ def _give_back_freed_memory() -> None:
         trim(0)
 
 
+async def while_wanted(request: Request, deadline: float, call: Coroutine[Any, Any, T]) -> T:
+    """The call's result; it is cancelled at the deadline (``Refusal`` 504) and when the client has gone (499). The body
+    must have been read."""
+    task, gone = asyncio.ensure_future(call), asyncio.ensure_future(disconnected(request))
+    try:
+        timeout_s = max(0.0, deadline - time.monotonic())
+        await asyncio.wait({task, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if gone.done():
+            raise Refusal(499, "client_gone", "the client went away")
+        raise Refusal(504, "deadline", "the deadline passed before the engine was done")
+    finally:
+        for pending in (task, gone):
+            pending.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
 async def disconnected(request: Request) -> None:
     """Returns when the client is gone. The body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
@@ -122,16 +142,18 @@ class SlicedResponse(Response):
         """Send it."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            view = memoryview(self.body)
-            for start in range(0, len(view), SLICE_BYTES):
-                message = {
-                    "type": "http.response.body",
-                    "body": bytes(view[start : start + SLICE_BYTES]),
-                    "more_body": start + SLICE_BYTES < len(view),
-                }
-                await send(message)
+            await send_slices(send, bytes(self.body), more_body=False)
         finally:
             self._on_end()
+
+
+async def send_slices(send: Send, body: bytes, *, more_body: bool) -> None:
+    """A body, or with ``more_body`` a part of one, in slices that a client takes one by one."""
+    view = memoryview(body)
+    for start in range(0, len(view), SLICE_BYTES):
+        is_last = start + SLICE_BYTES >= len(view)
+        part = bytes(view[start : start + SLICE_BYTES])
+        await send({"type": "http.response.body", "body": part, "more_body": more_body or not is_last})
 
 
 def read_deadline(request: Request, longest_s: float) -> float:

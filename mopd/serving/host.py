@@ -4,10 +4,12 @@ directly."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,20 +19,30 @@ from mopd.engines.interface import (
     Described,
     Generation,
     Generator,
+    OnRunning,
     SamplingParams,
     Scorer,
     Scores,
-    TakesWeights,
     Told,
 )
 
 
-class HostedEngine(Scorer, Generator, TakesWeights, Described, Protocol):
+class HostedEngine(Scorer, Generator, Described, Protocol):
     """What a server needs of an engine."""
 
     @property
     def weight_slots(self) -> Mapping[str, Tensor]:
         """Where new weights go, by ``hf_name``: their shapes and dtypes."""
+        ...
+
+    def prepared_weights(self, weights: Collection[tuple[str, Tensor]]) -> AbstractAsyncContextManager[Any]:
+        """Everything about new weights that can be done while the engine works; gives what ``swap_weights`` takes, for
+        as long as the block lasts. Raises as ``TakesWeights.load_weights`` does before it replaces a weight."""
+        ...
+
+    async def swap_weights(self, prepared: Any, weight_version: int) -> None:
+        """Answer with these weights from now on. An engine that a ``ThreadHost`` drives does nothing else meanwhile;
+        another freezes what runs, and goes on with it under the new weights."""
         ...
 
     async def check_health(self) -> None:
@@ -39,6 +51,14 @@ class HostedEngine(Scorer, Generator, TakesWeights, Described, Protocol):
 
     async def close(self) -> None:
         """End what it has started."""
+        ...
+
+
+class BlockingEngine(HostedEngine, Protocol):
+    """What a ``ThreadHost`` needs of an engine."""
+
+    def interrupt(self) -> None:
+        """Called from another thread: the ``generate`` that runs hands back what it has."""
         ...
 
 
@@ -84,9 +104,13 @@ class EngineHost:
         """See ``Generator.generate``."""
         return await self.engine.generate(prompts, sampling, seeds, told=told)
 
-    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """See ``TakesWeights.load_weights``; no other call may be running."""
-        await self.engine.load_weights(weights, weight_version)
+    async def swap_weights(self, prepared: Any, weight_version: int, *, on_running: OnRunning) -> None:
+        """See ``HostedEngine.swap_weights``. With ``finish`` no other call may be running."""
+        await self.engine.swap_weights(prepared, weight_version)
+
+
+_Call = Callable[[list[Any], Callable[..., object]], Coroutine[Any, Any, list[Any]]]
+"""``call(items, tell)``: all results in order; ``tell(i, result)`` of some of them earlier."""
 
 
 @dataclass(slots=True)
@@ -96,8 +120,10 @@ class _Job:
     items: list[Any]
     """One per sample."""
     num_tokens: int
-    call: Callable[[list[Any]], Coroutine[Any, Any, list[Any]]]
+    call: _Call
     result: asyncio.Future[list[Any]]
+    told: Callable[[int, Any], None] | None = None
+    """``told(i, result)`` for item i, on the host's event loop, as soon as it is known."""
 
 
 class ThreadHost(EngineHost):
@@ -105,11 +131,12 @@ class ThreadHost(EngineHost):
 
     One call runs at a time, in one thread. Requests that wait are joined with the oldest one when they ask for the same
     (top-k and temperature, or sampling parameters), up to ``max_batch_tokens``. A waiting request whose caller has gone
-    is dropped; a running call is not interrupted.
+    is dropped; a running call is interrupted by new weights alone, and only where it can be continued under them.
     """
 
-    def __init__(self, engine: HostedEngine, *, max_batch_tokens: int) -> None:
+    def __init__(self, engine: BlockingEngine, *, max_batch_tokens: int) -> None:
         super().__init__(engine)
+        self._blocking = engine
         self._max_batch_tokens = max_batch_tokens
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._computing = threading.Event()
@@ -140,7 +167,7 @@ class ThreadHost(EngineHost):
     ) -> list[Scores]:
         """See ``Scorer.score``."""
 
-        async def call(items: list[tuple[Tensor, int]]) -> list[Scores]:
+        async def call(items: list[tuple[Tensor, int]], _: Any) -> list[Scores]:
             sequences, starts = zip(*items, strict=True)
             return await self.engine.score(sequences, starts, top_k=top_k, temperature=temperature)
 
@@ -157,28 +184,42 @@ class ThreadHost(EngineHost):
     ) -> list[Generation]:
         """See ``Generator.generate``."""
 
-        async def call(items: list[tuple[Sequence[int], int]]) -> list[Generation]:
+        async def call(items: list[tuple[Sequence[int], int]], tell: Told) -> list[Generation]:
             texts, numbers = zip(*items, strict=True)
-            return await self.engine.generate(texts, sampling, numbers)
+            return await self.engine.generate(texts, sampling, numbers, told=tell)
 
         items = list(zip(prompts, seeds, strict=True))
         num_tokens = sum(map(len, prompts)) + len(prompts) * sampling.max_new_tokens
-        return await self._submit(("generate", sampling), items, num_tokens, call)
+        return await self._submit(("generate", sampling), items, num_tokens, call, told)
 
-    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """See ``TakesWeights.load_weights``."""
+    async def swap_weights(self, prepared: Any, weight_version: int, *, on_running: OnRunning) -> None:
+        """See ``EngineHost.swap_weights``: the next call of all. What waits is done with the new weights."""
 
-        async def call(_: list[Any]) -> list[Any]:
-            await self.engine.load_weights(weights, weight_version)
+        async def call(_: list[Any], __: Any) -> list[Any]:
+            await self.engine.swap_weights(prepared, weight_version)
             return []
 
-        await self._submit(object(), [], 0, call)
+        if on_running == "continue":
+            self._blocking.interrupt()
+        await self._submit(object(), [], 0, call, is_next=True)
 
-    async def _submit(self, key: Hashable, items: list[Any], num_tokens: int, call: Any) -> list[Any]:
+    async def _submit(
+        self,
+        key: Hashable,
+        items: list[Any],
+        num_tokens: int,
+        call: Any,
+        told: Callable[[int, Any], None] | None = None,
+        *,
+        is_next: bool = False,
+    ) -> list[Any]:
         if self._worker is None or self._worker.done():
             raise RuntimeError("the engine's host is not running")
-        job = _Job(key, items, num_tokens, call, asyncio.get_running_loop().create_future())
-        self._waiting.append(job)
+        job = _Job(key, items, num_tokens, call, asyncio.get_running_loop().create_future(), told)
+        if is_next:
+            self._waiting.appendleft(job)
+        else:
+            self._waiting.append(job)
         self._arrival.set()
         return await job.result
 
@@ -192,8 +233,9 @@ class ThreadHost(EngineHost):
                 self._arrival.clear()
                 continue
             items = [item for job in batch for item in job.items]
+            tell = functools.partial(loop.call_soon_threadsafe, _teller(batch))
             try:
-                results = await loop.run_in_executor(self._pool, self._compute, batch[0].call, items)
+                results = await loop.run_in_executor(self._pool, self._compute, batch[0].call, items, tell)
             except asyncio.CancelledError:
                 for job in batch:
                     job.result.cancel()
@@ -209,11 +251,11 @@ class ThreadHost(EngineHost):
                 if not job.result.done():
                     job.result.set_result(share)
 
-    def _compute(self, call: Callable[[list[Any]], Coroutine[Any, Any, list[Any]]], items: list[Any]) -> list[Any]:
+    def _compute(self, call: _Call, items: list[Any], tell: Callable[..., object]) -> list[Any]:
         """In the thread, on a loop of its own: the engine's coroutines compute without ever waiting."""
         self._computing.set()
         try:
-            results = asyncio.run(call(items))
+            results = asyncio.run(call(items, tell))
         finally:
             self._computing.clear()
         if len(results) != len(items):
@@ -233,3 +275,15 @@ class ThreadHost(EngineHost):
         chosen = {id(job) for job in batch}
         self._waiting = deque(job for job in waiting if id(job) not in chosen)
         return batch
+
+
+def _teller(batch: Sequence[_Job]) -> Callable[[int, Any], None]:
+    """``tell(i, result)`` of a joined call, where i counts the items of all jobs."""
+    owners = [(job, i) for job in batch for i in range(len(job.items))]
+
+    def tell(place: int, result: Any) -> None:
+        job, i = owners[place]
+        if job.told is not None and not job.result.done():
+            job.told(i, result)
+
+    return tell

@@ -2,28 +2,31 @@
 
 ::
 
-    serving v ──begin──> receiving v+1 (no work; tensors kept aside) ──commit──> loading ──ok──> serving v+1
-        ▲                     │ abort, a wrong tensor, or silence                  │ │ failed half way
-        │                     │ for update_timeout_s                               │ └──> no weights: work is refused
-        └─────────────────────┴──────────────── refused: NaN, missing tensors ─────┘      (409) until an update succeeds
+    serving v ──begin──> serving v, v+1 kept aside ──commit──> serving v, v+1 looked at ──> swap ──ok──> serving v+1
+        ▲                     │ abort, a wrong tensor, or         │ refused: NaN,             │ failed half way
+        │                     │ silence for update_timeout_s      │ missing tensors           └──> no weights: work is
+        └─────────────────────┴───────────────────────────────────┘                                refused (409) until
+                                                                                                   an update succeeds
+    swap, finish:    nothing is let in (429), what runs ends under v, then the weights change
+    swap, continue:  the weights change at once; what runs is frozen and goes on under v+1, or is handed back
     a new begin replaces the update before it (its sender died)
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
-
+from mopd.engines.interface import OnRunning
 from mopd.serving.admission import Admission
-from mopd.serving.errors import Refusal, bad_request, stale_weights
+from mopd.serving.errors import Refusal, bad_request, busy, stale_weights
 from mopd.serving.host import EngineHost
-from mopd.types import UserError
 from mopd.wire.messages import WireError
 from mopd.wire.weights import Staging, WeightAbort, WeightBegin, WeightChunk, WeightCommit
 
+RETRY_AFTER_S = 0.2
+"""Of requests that are turned away while what runs ends."""
 _NO_UPDATE = "no such weight update: it was replaced, aborted, or silent for too long"
 
 
@@ -58,10 +61,16 @@ class WeightUpdates:
         return self._weight_version
 
     def require(self, weight_version: int) -> None:
-        """``Refusal`` 409 unless the engine answers with this version."""
+        """``Refusal`` 409 unless the engine answers with exactly this version."""
+        if self._weight_version > weight_version:
+            raise stale_weights(f"the server has weights {self._weight_version}, not {weight_version}")
+        self.require_at_least(weight_version)
+
+    def require_at_least(self, weight_version: int) -> None:
+        """``Refusal`` 409 if the engine has older weights."""
         if not self._has_weights:
             raise stale_weights("the server has no weights yet")
-        if weight_version != self._weight_version:
+        if weight_version > self._weight_version:
             raise stale_weights(f"the server has weights {self._weight_version}, not {weight_version}")
 
     def require_receiving(self) -> None:
@@ -71,10 +80,10 @@ class WeightUpdates:
             raise stale_weights(_NO_UPDATE)
 
     def begin(self, message: WeightBegin) -> None:
-        """No more work is let in; what runs may end."""
+        """From now on chunks can come."""
         self._require_updatable()
+        self._admission.require_open()
         self.drop()
-        self._admission.pause(stale_weights(f"weights {message.weight_version} are on their way"))
         self._update = _Update(
             update_id=message.update_id,
             weight_version=message.weight_version,
@@ -83,7 +92,7 @@ class WeightUpdates:
         )
 
     def add(self, chunk: WeightChunk) -> None:
-        """Keep a chunk aside. A bad one ends the update (400); the old weights serve again."""
+        """Keep a chunk aside. A bad one ends the update (400)."""
         update = self._current(chunk.update_id)
         try:
             update.staging.add(chunk)
@@ -94,7 +103,7 @@ class WeightUpdates:
         update.silence = self._alarm()
 
     async def commit(self, message: WeightCommit) -> None:
-        """Load what arrived if it is all there, and serve it."""
+        """Swap in what arrived if it is all there, and serve it."""
         update = self._current(message.update_id)
         try:
             tensors = update.staging.finish(message)
@@ -105,29 +114,41 @@ class WeightUpdates:
         self._update = None
         self._is_loading = True
         try:
-            await self._admission.wait_idle(self._admission.limits.request_timeout_s)
-            await self._load(tensors.items(), update.weight_version)
+            async with self._host.engine.prepared_weights(tensors.items()) as prepared:
+                if message.on_running == "continue":
+                    self._admission.require_open()
+                    await self._swap(prepared, update.weight_version, "continue")
+                else:
+                    await self._swap_when_idle(prepared, update.weight_version)
         finally:
             self._is_loading = False
-            self._admission.resume()
 
     def abort(self, message: WeightAbort) -> None:
-        """The sender will not complete it; the old weights serve again."""
+        """The sender will not complete it."""
         self._current(message.update_id)
         self.drop()
 
-    async def _load(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        before = self._has_weights, self._weight_version
-        self._has_weights, self._weight_version = False, -1
+    async def _swap_when_idle(self, prepared: Any, weight_version: int) -> None:
+        reason = busy(f"weights {weight_version} wait for what runs", retry_after_s=RETRY_AFTER_S)
+        self._admission.pause(reason)
         try:
-            await self._host.load_weights(weights, weight_version)
-        except (ValueError, UserError):  # refused as a whole: see Generator.load_weights
-            self._has_weights, self._weight_version = before
+            await self._admission.wait_idle(self._admission.limits.request_timeout_s)
+            await self._swap(prepared, weight_version, "finish")
+        finally:
+            self._admission.resume()
+
+    async def _swap(self, prepared: Any, weight_version: int, on_running: OnRunning) -> None:
+        """Requests that come meanwhile wait for the engine, and are answered with the new weights. A failure leaves
+        none: half of them may be new."""
+        try:
+            await self._host.swap_weights(prepared, weight_version, on_running=on_running)
+            if self._host.engine.weight_version != weight_version:
+                raise RuntimeError(
+                    f"the engine has weights {self._host.engine.weight_version} after {weight_version} were loaded"
+                )
+        except BaseException:
+            self._has_weights, self._weight_version = False, -1
             raise
-        if self._host.engine.weight_version != weight_version:
-            raise RuntimeError(
-                f"the engine has weights {self._host.engine.weight_version} after {weight_version} were loaded"
-            )
         self._has_weights, self._weight_version = True, weight_version
 
     def _require_updatable(self) -> None:
@@ -150,4 +171,3 @@ class WeightUpdates:
         if self._update is not None:
             self._update.silence.cancel()
             self._update = None
-            self._admission.resume()

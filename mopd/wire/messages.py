@@ -3,7 +3,7 @@
 A message is a frozen dataclass with a class attribute ``kind``; fields made by ``array_field`` are one-dimensional
 numpy arrays, all others scalars. On the wire::
 
-    {"kind": "score", "version": 2, "head": <msgpack map of the scalars>,
+    {"kind": "score", "version": 3, "head": <msgpack map of the scalars>,
      "arrays": {"tokens": <4 bytes per id>, ...}, "crc": CRC-32 of head and arrays in order}
 
 Sequences lie end to end in flat arrays, with their lengths beside them.
@@ -38,7 +38,7 @@ import numpy as np
 from mopd.text import visible
 from mopd.wire.limits import MAX_HEAD_BYTES, MAX_SAMPLES, MAX_TEMPERATURE, MIN_TEMPERATURE
 
-VERSION = 2
+VERSION = 3
 """Version of the wire format; the two ends must agree."""
 LARGE_BYTES = 2**18
 """Bodies above this are coded in a thread, so that the event loop hears others meanwhile."""
@@ -85,8 +85,14 @@ def decode(body: bytes | bytearray | memoryview, cls: type[MessageT]) -> Message
         WireError: not msgpack, another kind or version, a missing or unknown field, a wrong type, a wrong checksum, or
             fields that do not fit one another.
     """
+    return decode_one_of(body, cls)
+
+
+def decode_one_of(body: bytes | bytearray | memoryview, cls: type[MessageT], *others: type[MessageT]) -> MessageT:
+    """``decode`` of a message that may be of any of these kinds."""
     outer = _unpack(body)
     _require_keys(outer, {"kind", "version", "head", "arrays", "crc"}, "message")
+    cls = next((other for other in others if other.kind == outer["kind"]), cls)
     if outer["kind"] != cls.kind or outer["version"] != VERSION:
         raise WireError(
             f"expected kind {cls.kind!r} version {VERSION}, got {_shown(outer['kind'])} version "
@@ -273,7 +279,7 @@ class GenerateRequest(Message):
     top_p: float
     top_k: int
     weight_version: int
-    """The version that must answer."""
+    """The oldest version that may answer."""
 
     def check(self) -> None:
         """See ``Message.check``."""
@@ -297,30 +303,55 @@ class GenerateRequest(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateAnswer(Message):
-    """Sampled responses, stop token included where there is one."""
+    """One sampled response, stop token included where there is one. The answer to a request is a stream of them, in the
+    order in which they end, each in a frame (``mopd.wire.frames``)."""
 
-    kind: ClassVar[str] = "responses"
+    kind: ClassVar[str] = "response"
     request_checksum: bytes
-    weight_version: int
-    lengths: Array = array_field("<i4")
-    """[N] int32, tokens of each response."""
-    stopped: Array = array_field("|u1")
-    """[N] uint8, 1 where the response ended with a stop token, 0 where at its length limit."""
+    index: int
+    """Place of its prompt in the request."""
+    finish_reason: str
+    """``stop``, ``length`` or ``handed_back``: see ``mopd.engines.interface.Generation``."""
     tokens: Array = array_field("<i4")
     """[R] int32."""
     logprobs: Array = array_field("<f4")
     """[R] fp32."""
+    token_versions: Array = array_field("<i4")
+    """[R] int32, version of the weights that drew each token; it never falls."""
 
     def check(self) -> None:
         """See ``Message.check``."""
-        _check_sequences(self.tokens, self.lengths, "lengths")
-        if self.logprobs.shape != self.tokens.shape or self.stopped.shape != self.lengths.shape:
+        if self.index < 0:
+            raise WireError(f"index is {self.index}")
+        if self.finish_reason not in ("stop", "length", "handed_back"):
+            raise WireError(f"finish_reason is {_shown(self.finish_reason)}")
+        if not len(self.tokens) and self.finish_reason != "handed_back":
+            raise WireError("a complete response has no token")
+        if not len(self.tokens) == len(self.logprobs) == len(self.token_versions):
             raise WireError(
-                f"{len(self.tokens)} tokens of {len(self.lengths)} responses but {len(self.logprobs)} logprobs and "
-                f"{len(self.stopped)} ends"
+                f"{len(self.tokens)} tokens but {len(self.logprobs)} logprobs and {len(self.token_versions)} versions"
             )
-        if (self.stopped > 1).any():
-            raise WireError("stopped is neither 0 nor 1")
+        if len(self.tokens) and self.tokens.min() < 0:
+            raise WireError("a token id is negative")
+        if (np.diff(self.token_versions) < 0).any():
+            raise WireError("a token's weight version falls below the one before")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateFailure(Message):
+    """In place of the responses that are still missing: the rest of the request cannot be done. A failure before the
+    first response has an HTTP status of its own."""
+
+    kind: ClassVar[str] = "failure"
+    request_checksum: bytes
+    status: int
+    """The HTTP status that it would have had, from 400 to 599."""
+    message: str
+
+    def check(self) -> None:
+        """See ``Message.check``."""
+        if not 400 <= self.status < 600:
+            raise WireError(f"status is {self.status}")
 
 
 def split_points(lengths: Array) -> Array:

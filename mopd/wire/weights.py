@@ -8,6 +8,7 @@ dtypes and shapes: what did not arrive completely is never used.
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mopd.wire.limits import MAX_CHUNK_BYTES, MAX_CHUNK_PIECES, MAX_HEAD_BYTES, MAX_NAME_BYTES
-from mopd.wire.messages import Array, Message, WireError, array_field
+from mopd.wire.messages import Array, Message, WireError, array_field, encode
 
 DTYPES = {
     name: getattr(torch, name)
@@ -33,7 +34,7 @@ DATA_BYTES = MAX_CHUNK_BYTES - MAX_HEAD_BYTES - 4096
 
 @dataclass(frozen=True, kw_only=True)
 class WeightBegin(Message):
-    """From now until commit or abort the server does no other work. Every message is answered by ``WeightVersion``."""
+    """The server goes on working while it keeps aside what follows. Every message is answered by ``WeightVersion``."""
 
     kind: ClassVar[str] = "weight_begin"
     update_id: str
@@ -81,6 +82,13 @@ class WeightCommit(Message):
     num_tensors: int
     digest: bytes
     """``TensorLedger.digest`` of what was sent."""
+    on_running: str
+    """``finish`` or ``continue``: see ``mopd.engines.interface.OnRunning``."""
+
+    def check(self) -> None:
+        """See ``Message.check``."""
+        if self.on_running not in ("finish", "continue"):
+            raise WireError("on_running is neither finish nor continue")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +161,47 @@ def cut(
                 break
     if pieces:
         yield tuple(pieces), np.concatenate(parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagedWeights:
+    """One version of the weights, ready for the wire: made once, sent as often as a replica needs it, by any
+    process."""
+
+    weight_version: int
+    update_id: str
+    bodies: tuple[bytes, ...]
+    """The chunks, encoded, at most ``MAX_CHUNK_BYTES`` each. They hold the whole model."""
+    num_tensors: int
+    digest: bytes
+    """See ``WeightCommit``."""
+
+    @property
+    def begin(self) -> WeightBegin:
+        """The message before the chunks."""
+        return WeightBegin(update_id=self.update_id, weight_version=self.weight_version)
+
+    def commit(self, on_running: str) -> WeightCommit:
+        """The message after them."""
+        return WeightCommit(
+            update_id=self.update_id, num_tensors=self.num_tensors, digest=self.digest, on_running=on_running
+        )
+
+
+def stage_updates(weights: Iterable[tuple[str, Tensor]], weight_version: int) -> StagedWeights:
+    """Read the stream to its end, into host memory. ``ValueError`` for a dtype or name that does not travel."""
+    update_id, ledger = secrets.token_hex(8), TensorLedger()
+    bodies = tuple(
+        encode(WeightChunk(update_id=update_id, index=index, pieces=pieces, data=data))
+        for index, (pieces, data) in enumerate(cut(weights, ledger))
+    )
+    return StagedWeights(
+        weight_version=weight_version,
+        update_id=update_id,
+        bodies=bodies,
+        num_tensors=ledger.num_tensors,
+        digest=ledger.digest,
+    )
 
 
 class Staging:

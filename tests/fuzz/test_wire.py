@@ -13,14 +13,17 @@ import torch
 from mopd.engines.interface import EngineInfo, EngineLimits
 from mopd.serving.app import check_generate, check_score
 from mopd.serving.errors import Refusal
+from mopd.wire.frames import FrameReader, frame
 from mopd.wire.messages import (
     VERSION,
     GenerateAnswer,
+    GenerateFailure,
     GenerateRequest,
     ScoreAnswer,
     ScoreRequest,
     WireError,
     decode,
+    decode_one_of,
     encode,
 )
 from mopd.wire.weights import Staging, TensorLedger, WeightAbort, WeightBegin, WeightChunk, WeightCommit, cut
@@ -69,14 +72,15 @@ SCORES = ScoreAnswer(
     logprobs=np.linspace(-3, -1, 6, dtype=np.float32),
     token_logprobs=np.linspace(-3, -1, 3, dtype=np.float32),
 )
-RESPONSES = GenerateAnswer(
+RESPONSE = GenerateAnswer(
     request_checksum=b"y" * 16,
-    weight_version=0,
-    lengths=ints(1, 2),
-    stopped=np.array([1, 0], dtype=np.uint8),
+    index=1,
+    finish_reason="handed_back",
     tokens=ints(2, 3, 4),
     logprobs=np.array([-0.5, -1.5, -2.5], dtype=np.float32),
+    token_versions=ints(0, 0, 1),
 )
+FAILURE = GenerateFailure(request_checksum=b"y" * 16, status=503, message="the engine is dead")
 
 
 def inner(message: Any) -> bytes:
@@ -119,7 +123,22 @@ def test_requests() -> None:
 
 def test_answers() -> None:
     both("wire scores", SCORES, lambda answer: None)
-    both("wire responses", RESPONSES, lambda answer: None)
+    both("wire response", RESPONSE, lambda answer: None)
+    both("wire failure", FAILURE, lambda answer: None)
+
+
+def test_streams_of_answers() -> None:
+    """However the bytes are cut, a reader holds no more than one message."""
+    stream = b"".join(frame(encode(message)) for message in (RESPONSE, RESPONSE, FAILURE))
+
+    def read(content: bytes) -> None:
+        reader = FrameReader(max_bytes=1000)
+        for start in range(0, len(content), 100):
+            for body in reader.feed(content[start : start + 100]):
+                decode_one_of(body, GenerateAnswer, GenerateFailure)
+            assert len(reader._rest) <= 1004
+
+    fuzz("wire stream", [stream], read, WireError)
 
 
 def test_weight_push() -> None:
@@ -129,7 +148,7 @@ def test_weight_push() -> None:
         WeightChunk(update_id="u", index=i, pieces=pieces, data=data)
         for i, (pieces, data) in enumerate(cut(SLOTS.items(), ledger, data_bytes=50))
     ]
-    commit = WeightCommit(update_id="u", num_tensors=3, digest=ledger.digest)
+    commit = WeightCommit(update_id="u", num_tensors=3, digest=ledger.digest, on_running="continue")
     for message in (WeightBegin(update_id="u", weight_version=1), commit, WeightAbort(update_id="u")):
         both(f"wire {message.kind}", message, lambda message: None)
 

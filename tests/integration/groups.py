@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,33 +67,15 @@ def run(work: Coroutine[Any, Any, T], *, timeout_s: float = 120.0) -> T:
 
 
 class Student:
-    """Stands where the trainer's student does: weights that can be published, and published again."""
+    """Stands where the trainer's student does: weights that can be published."""
 
     def __init__(self, folder: Path) -> None:
         self.weights = load_file(folder / "model.safetensors")
-        self.version = -1
-        self.num_republished = 0
         self.sync: GroupWeightSync | None = None
-        self._turn = asyncio.Lock()
 
     async def publish(self, version: int) -> None:
-        async with self._turn:
-            await self._publish(version)
-
-    async def republish(self, is_needed: Callable[[], bool]) -> None:
-        async with self._turn:
-            if is_needed():
-                self.num_republished += 1
-                await self._publish(self.version)
-
-    async def _publish(self, version: int) -> None:
         assert self.sync is not None
-        self.version = version
-        await self.sync.publish(self.stream(), version)
-
-    def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights, one by one."""
-        yield from self.weights.items()
+        await self.sync.publish(self.weights.items(), version)
 
 
 @asynccontextmanager
@@ -110,7 +92,7 @@ async def started(
         sender = student if student is not None else Student(Path(recipe.student.model))
         if ROLLOUT in routers:
             sender.sync = GroupWeightSync(routers[ROLLOUT])
-        groups.watch(routers, republish=sender.republish)
+        groups.watch(routers, sender.sync)
         yield groups, routers
         for router in routers.values():
             await router.close()

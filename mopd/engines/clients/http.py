@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import httpx
 
@@ -31,6 +32,8 @@ MAX_SMALL_BYTES = 2**20
 """Bound of answers without arrays, errors included."""
 MAX_MESSAGE_CHARACTERS = 300
 """Of what a server says, in an error."""
+
+_Take = Callable[[bytes], None] | None
 
 
 class HttpClient:
@@ -84,9 +87,17 @@ class HttpClient:
         )
 
     async def call(
-        self, method: str, path: str, content: bytes | None, longest: int, *, timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        longest: int,
+        *,
+        timeout_s: float | None = None,
+        take: Callable[[bytes], None] | None = None,
     ) -> bytes:
-        """The body of a 200, at most ``longest`` bytes.
+        """The body of a 200, at most ``longest`` bytes. With ``take`` its parts go there as they come, and none is
+        returned; what it raises ends the call.
 
         Raises:
             EngineUnavailable: refused, reset, deadline, 5xx, redirect, too long, not HTTP.
@@ -94,7 +105,8 @@ class HttpClient:
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            return await asyncio.wait_for(self._when_free(method, path, content, longest, timeout_s), timeout_s)
+            work = self._when_free(method, path, content, longest, timeout_s, take)
+            return await asyncio.wait_for(work, timeout_s)
         except asyncio.TimeoutError as error:
             raise EngineUnavailable(f"{self.name}: no answer to {path} within {timeout_s:g} s") from error
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, UnicodeError) as error:
@@ -116,13 +128,17 @@ class HttpClient:
             line = line.replace(self._token, "…")
         return line if len(line) <= MAX_MESSAGE_CHARACTERS else f"{line[:MAX_MESSAGE_CHARACTERS]}…"
 
-    async def _when_free(self, method: str, path: str, content: bytes | None, longest: int, timeout_s: float) -> bytes:
+    async def _when_free(
+        self, method: str, path: str, content: bytes | None, longest: int, timeout_s: float, take: _Take
+    ) -> bytes:
         start = time.monotonic()
         async with self._free_connections:
             left_s = max(timeout_s - (time.monotonic() - start), 0.001)
-            return await self._exchange(method, path, content, longest, left_s)
+            return await self._exchange(method, path, content, longest, left_s, take)
 
-    async def _exchange(self, method: str, path: str, content: bytes | None, longest: int, timeout_s: float) -> bytes:
+    async def _exchange(
+        self, method: str, path: str, content: bytes | None, longest: int, timeout_s: float, take: _Take
+    ) -> bytes:
         headers = {} if self._deadline_header is None else {self._deadline_header: f"{timeout_s:.3f}"}
         if content is not None:
             headers["content-type"] = self._content_type
@@ -136,23 +152,25 @@ class HttpClient:
             parts: list[bytes] = []
             size = 0
             async for part in response.aiter_raw():
-                parts.append(part)
                 size += len(part)
                 if size > longest:
                     raise self.corrupt(f"the answer to {path} is longer than {longest} bytes")
+                if take is not None and is_good:
+                    take(part)
+                else:
+                    parts.append(part)
         if is_good:
             return b"".join(parts)
-        raise self._refusal(path, response, b"".join(parts))
+        said, retry_after_s = _read_refusal(b"".join(parts))
+        header = response.headers.get("retry-after", "")  # its other form, a date, is not read
+        if retry_after_s is None and header.isascii() and header.isdecimal() and len(header) < 20:
+            retry_after_s = int(header)
+        raise self.refusal(path, response.status_code, said, retry_after_s)
 
-    def _refusal(self, path: str, response: httpx.Response, body: bytes) -> EngineError:
-        """The error that a status stands for."""
-        status = response.status_code
-        said, retry_after_s = _read_refusal(body)
+    def refusal(self, path: str, status: int, said: object, retry_after_s: object = None) -> EngineError:
+        """The error that an HTTP status stands for, with what the server ``said``."""
         message = f"{self.name}: {path}: HTTP {status}: {self.shown(said)}"
         if status == httpx.codes.TOO_MANY_REQUESTS:
-            header = response.headers.get("retry-after", "")  # its other form, a date, is not read
-            if retry_after_s is None and header.isascii() and header.isdecimal() and len(header) < 20:
-                retry_after_s = int(header)
             return EngineBusy(message, retry_after_s=retry_after_s)
         if status == httpx.codes.CONFLICT:
             return StaleWeights(message)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import secrets
 import typing
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from mopd.engines.interface import (
     EngineLimits,
     EngineRejected,
     Generation,
+    OnRunning,
     SamplingParams,
     Scores,
     StaleWeights,
@@ -32,23 +32,27 @@ from mopd.engines.interface import (
 )
 from mopd.files.json_text import parse_json
 from mopd.metrics import is_counted
+from mopd.wire.frames import FrameReader
 from mopd.wire.limits import CONTENT_TYPE, DEADLINE_HEADER
 from mopd.wire.messages import (
     VERSION,
     GenerateAnswer,
+    GenerateFailure,
     GenerateRequest,
-    Message,
     MessageT,
     ScoreAnswer,
     ScoreRequest,
     WireError,
     decode_aside,
+    decode_one_of,
+    encode,
     encode_aside,
 )
-from mopd.wire.weights import TensorLedger, WeightAbort, WeightBegin, WeightChunk, WeightCommit, WeightVersion, cut
+from mopd.wire.weights import StagedWeights, WeightVersion, stage_updates
 
 ANSWER_HEAD_BYTES = 4096
-"""What an answer may have beside its arrays."""
+"""What an answer, or one response, may have beside its arrays."""
+FOREIGN = "it belongs to other tokens than those that were sent"
 MAX_NUMBER = 2**53
 MAX_TEXT_CHARACTERS = 4096
 """Of one number and one text of ``/info``."""
@@ -79,7 +83,10 @@ class RemoteEngine:
         self.url = url
         self.name = self._http.name
         self.weight_version = -1
-        """Version of the last push through this object; every request asks for this version, -1 is the checkpoint."""
+        """Version of the last push through this object, -1 is the checkpoint. A request for scores asks for this
+        version, one for responses for no older one."""
+        self._newest_version = -1
+        """Of the pushes that were begun: nothing newer can answer."""
         self.bytes_sent = 0
         self.bytes_received = 0
         """Payload bytes of all msgpack requests and answers so far."""
@@ -114,7 +121,7 @@ class RemoteEngine:
         *,
         told: Told | None = None,
     ) -> list[Generation]:
-        """See ``Generator.generate``; ``StaleWeights`` if the server's weights are not ``self.weight_version``."""
+        """See ``Generator.generate``; ``StaleWeights`` if the server has older weights than ``self.weight_version``."""
         if not prompts:
             return []
         request = GenerateRequest(
@@ -128,25 +135,30 @@ class RemoteEngine:
             weight_version=self.weight_version,
         )
         request.check()
-        longest = len(prompts) * (8 * sampling.max_new_tokens + 5) + ANSWER_HEAD_BYTES
-        answer = await self._post("/v1/generate", await encode_aside(request), GenerateAnswer, longest)
-        self._require_echo(answer, request)
-        if len(answer.lengths) != len(prompts) or answer.lengths.max() > sampling.max_new_tokens:
-            raise self._http.corrupt(
-                f"{len(answer.lengths)} responses of up to {answer.lengths.max()} tokens for {len(prompts)} prompts "
-                f"and max_new_tokens {sampling.max_new_tokens}"
-            )
-        return _to_generations(answer)
+        responses = _Responses(request, self._http, newest=lambda: self._newest_version, told=told)
+        body = await encode_aside(request)
+        if is_counted():
+            self.bytes_sent += len(body)
+        try:
+            await self._http.call("POST", "/v1/generate", body, responses.longest, take=responses.take)
+        finally:
+            if is_counted():
+                self.bytes_received += responses.num_bytes
+        return responses.all()
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """See ``TakesWeights.load_weights``: push to this server alone."""
-        (error,) = await push_weights([self], weights, weight_version)
+        (error,) = await push_staged([self], stage_updates(weights, weight_version), on_running="finish")
         if error is not None:
             raise error
 
     async def push(self, step: Step, body: bytes) -> int:
-        """One message of a weight push, as ``push_weights`` makes it; returns the version that the server has."""
+        """One message of a weight push, as ``push_staged`` sends it; returns the version that the server has."""
         return (await self._post(f"/v1/weights/{step}", body, WeightVersion, MAX_SMALL_BYTES)).weight_version
+
+    def allow(self, weight_version: int) -> None:
+        """From now on answers with this version are possible: its push is about to be committed."""
+        self._newest_version = max(self._newest_version, weight_version)
 
     async def info(self) -> EngineInfo:
         """See ``Described.info``. ``EngineRejected`` for a server of another wire version."""
@@ -189,57 +201,102 @@ class RemoteEngine:
         except WireError as error:
             raise self._http.corrupt(error) from error
 
-    def _require_echo(self, answer: ScoreAnswer | GenerateAnswer, request: ScoreRequest | GenerateRequest) -> None:
+    def _require_echo(self, answer: ScoreAnswer, request: ScoreRequest) -> None:
         if answer.request_checksum != request.checksum:
-            raise self._http.corrupt("it belongs to other tokens than those that were sent")
+            raise self._http.corrupt(FOREIGN)
         if answer.weight_version != request.weight_version:
             raise StaleWeights(
                 f"{self.name}: answered with weights {answer.weight_version}, not {request.weight_version}"
             )
 
 
-async def push_weights(
-    targets: Sequence[RemoteEngine], weights: Iterable[tuple[str, Tensor]], weight_version: int
+async def push_staged(
+    targets: Sequence[RemoteEngine], staged: StagedWeights, *, on_running: OnRunning
 ) -> list[Exception | None]:
-    """Stream the weights to every target, in chunks of at most 64 MiB, one of them in memory; a target that fails is
-    left behind, the others go on.
+    """Send the weights to every target, each at its own pace; a target that fails is left behind, the others go on.
 
-    The stream is read once, and to its end even when every target has failed: it may be a collective operation in which
-    other ranks take part. Returns each target's error, ``None`` where it now serves ``weight_version``. A target that
-    was left behind has its old weights, or none: it answers ``StaleWeights`` until a later push reaches it.
+    Returns each target's error, ``None`` where it now serves ``staged.weight_version``. A target that was left behind
+    goes on with its old weights, or has none, until a later push reaches it.
     """
-    update_id = secrets.token_hex(8)
-    errors: list[Exception | None] = [None] * len(targets)
 
-    async def tell(target: RemoteEngine, step: Step, body: bytes) -> None:
-        given = await target.push(step, body)
-        if step == "commit" and given != weight_version:
-            raise RuntimeError(f"{target.name}: has weights {given} after {weight_version} were sent")
+    async def push_to(target: RemoteEngine) -> None:
+        await target.push("begin", encode(staged.begin))
+        for body in staged.bodies:
+            await target.push("chunk", body)
+        target.allow(staged.weight_version)
+        given = await target.push("commit", encode(staged.commit(on_running)))
+        if given != staged.weight_version:
+            raise RuntimeError(f"{target.name}: has weights {given} after {staged.weight_version} were sent")
+        target.weight_version = staged.weight_version
 
-    async def tell_all(step: Step, message: Message) -> None:
-        body = await encode_aside(message)
-        healthy = [i for i, error in enumerate(errors) if error is None]
-        results = await asyncio.gather(*(tell(targets[i], step, body) for i in healthy), return_exceptions=True)
-        for i, result in zip(healthy, results, strict=True):
-            if isinstance(result, Exception):
-                errors[i] = result
-            elif result is not None:
-                raise result  # a cancellation
+    outcomes = await asyncio.gather(*map(push_to, targets), return_exceptions=True)
+    for outcome in outcomes:
+        if outcome is not None and not isinstance(outcome, Exception):
+            raise outcome  # a cancellation
+    return [outcome if isinstance(outcome, Exception) else None for outcome in outcomes]
 
-    await tell_all("begin", WeightBegin(update_id=update_id, weight_version=weight_version))
-    ledger = TensorLedger()
-    try:
-        for index, (pieces, data) in enumerate(cut(weights, ledger)):
-            await tell_all("chunk", WeightChunk(update_id=update_id, index=index, pieces=pieces, data=data))
-    except BaseException:
-        await tell_all("abort", WeightAbort(update_id=update_id))
-        raise
-    commit = WeightCommit(update_id=update_id, num_tensors=ledger.num_tensors, digest=ledger.digest)
-    await tell_all("commit", commit)
-    for target, error in zip(targets, errors, strict=True):
-        if error is None:
-            target.weight_version = weight_version
-    return errors
+
+class _Responses:
+    """The responses to one request, as they come; none is believed before it fits the request."""
+
+    def __init__(
+        self, request: GenerateRequest, http: HttpClient, *, newest: Callable[[], int], told: Told | None
+    ) -> None:
+        """``newest()`` is the newest version that can answer now."""
+        self._request, self._http, self._newest, self._told = request, http, newest, told
+        self._checksum = request.checksum
+        one = 12 * request.max_new_tokens + ANSWER_HEAD_BYTES
+        self.longest = len(request.lengths) * one + ANSWER_HEAD_BYTES
+        """Bytes that all of them may have."""
+        self.num_bytes = 0
+        self._frames = FrameReader(max_bytes=one)
+        self._done: dict[int, Generation] = {}
+
+    def take(self, part: bytes) -> None:
+        """The next bytes.
+
+        Raises:
+            CorruptAnswer, StaleWeights: they cannot be right.
+            EngineError: the server says why the rest is missing.
+        """
+        self.num_bytes += len(part)
+        try:
+            for body in self._frames.feed(part):
+                self._note(
+                    cast("GenerateAnswer | GenerateFailure", decode_one_of(body, GenerateAnswer, GenerateFailure))
+                )
+        except WireError as error:
+            raise self._http.corrupt(error) from error
+
+    def all(self) -> list[Generation]:
+        """In the order of the prompts; ``CorruptAnswer`` if one is missing."""
+        count = len(self._request.lengths)
+        if len(self._done) < count:
+            raise self._http.corrupt(f"it ends after {len(self._done)} of {count} responses")
+        return [self._done[i] for i in range(count)]
+
+    def _note(self, answer: GenerateAnswer | GenerateFailure) -> None:
+        if answer.request_checksum != self._checksum:
+            raise WireError(FOREIGN)
+        if isinstance(answer, GenerateFailure):
+            raise self._http.refusal("/v1/generate", answer.status, answer.message)
+        if answer.index >= len(self._request.lengths) or answer.index in self._done:
+            raise WireError(f"response {answer.index} of {len(self._request.lengths)} comes twice or was not asked for")
+        if len(answer.tokens) > self._request.max_new_tokens:
+            raise WireError(f"{len(answer.tokens)} tokens where max_new_tokens is {self._request.max_new_tokens}")
+        least = self._request.weight_version
+        for version in answer.token_versions[[0, -1]].tolist() if len(answer.tokens) else ():
+            if not least <= version <= max(least, self._newest()):
+                raise StaleWeights(f"{self._http.name}: answered with weights {version}, not {least}")
+        generation = Generation(
+            tokens=torch.from_numpy(answer.tokens).long(),
+            logprobs=torch.from_numpy(answer.logprobs),
+            finish_reason=cast(Any, answer.finish_reason),
+            token_versions=torch.from_numpy(answer.token_versions),
+        )
+        self._done[answer.index] = generation
+        if self._told is not None:
+            self._told(answer.index, generation)
 
 
 def to_scores(answer: ScoreAnswer) -> list[Scores]:
@@ -250,21 +307,6 @@ def to_scores(answer: ScoreAnswer) -> list[Scores]:
     token_logprobs = torch.from_numpy(answer.token_logprobs).split(lengths)
     return [
         Scores(ids=i, logprobs=row, token_logprobs=t) for i, row, t in zip(ids, logprobs, token_logprobs, strict=True)
-    ]
-
-
-def _to_generations(answer: GenerateAnswer) -> list[Generation]:
-    lengths = answer.lengths.tolist()
-    tokens = torch.from_numpy(answer.tokens).long().split(lengths)
-    logprobs = torch.from_numpy(answer.logprobs).split(lengths)
-    return [
-        Generation(
-            tokens=t,
-            logprobs=row,
-            finish_reason="stop" if stopped else "length",
-            token_versions=torch.full((len(t),), answer.weight_version, dtype=torch.int32),
-        )
-        for t, row, stopped in zip(tokens, logprobs, answer.stopped.tolist(), strict=True)
     ]
 
 

@@ -7,8 +7,9 @@ Shapes: B rows, P longest prompt, N new tokens at most, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -27,8 +28,7 @@ class Decoded:
     logprobs: Tensor
     """[B, N] fp32."""
     lengths: list[int]
-    stopped: list[bool]
-    """Whether the last token is a stop token."""
+    finish_reasons: list[Literal["stop", "length", "handed_back"]]
 
 
 def decode(
@@ -37,11 +37,18 @@ def decode(
     sampling: SamplingParams,
     uniform_BN: Tensor,
     stop_ids: Tensor,
+    *,
+    told: Callable[[int, Tensor, Tensor], None] | None = None,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> Decoded:
     """Sample one response per prompt. Prompts are padded on the left; the logits of prompt tokens are never formed.
 
     Rows that have ended keep running until they are half of the batch, and then leave it together with their cache:
     each removal copies the cache, so it must pay.
+
+    Args:
+        told: ``told(row, tokens [R], logprobs [R])`` is called on the CPU's side for a row that stops while others run.
+        interrupted: asked before each step; rows that run when it says yes are handed back with what they have.
     """
     device, num_steps = model.device, sampling.max_new_tokens
     prompt_ids, visible = _pad_left(prompts, num_steps)
@@ -55,7 +62,10 @@ def decode(
     stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     cache = DynamicCache(config=model.config)
     rows = torch.arange(len(prompts), device=device)
+    num_running, num_done = len(prompts), 0
     for step in range(num_steps):
+        if interrupted():
+            break
         output = model(
             input_ids=input_ids,
             attention_mask=visible[:, : width + step],
@@ -66,18 +76,29 @@ def decode(
         )
         drawn, drawn_logprobs = draw(output.logits[:, -1].float(), sampling, uniform_BN[rows, step])
         tokens[rows, step], logprobs[rows, step] = drawn, drawn_logprobs
+        num_done = step + 1
         ends = torch.isin(drawn, stop_ids) & ~stopped[rows]
         lengths[rows] = torch.where(ends, step + 1, lengths[rows])
         stopped[rows] |= ends
         running = (~stopped[rows]).nonzero().squeeze(-1)
         if len(running) == 0:
             break
+        if told is not None and len(running) < num_running:
+            for row in rows[ends].tolist():
+                told(row, tokens[row, :num_done].cpu(), logprobs[row, :num_done].cpu())
+        num_running = len(running)
         input_ids, positions = drawn[:, None], positions[:, -1:] + 1
         if 2 * len(running) <= len(rows):
             cache.batch_select_indices(running)
             rows, visible = rows[running], visible[running]
             input_ids, positions = input_ids[running], positions[running]
-    return Decoded(tokens=tokens.cpu(), logprobs=logprobs.cpu(), lengths=lengths.tolist(), stopped=stopped.tolist())
+    rest: Literal["length", "handed_back"] = "length" if num_done == num_steps else "handed_back"
+    return Decoded(
+        tokens=tokens.cpu(),
+        logprobs=logprobs.cpu(),
+        lengths=lengths.clamp(max=num_done).tolist(),
+        finish_reasons=["stop" if is_stopped else rest for is_stopped in stopped.tolist()],
+    )
 
 
 def _pad_left(prompts: Sequence[Sequence[int]], num_new: int) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,12 @@ scores. Shapes: B sequences, S padded length, H hidden, V vocabulary, K top-k, R
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -16,13 +19,14 @@ from transformers import PreTrainedModel
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.checks import check_length, check_sampling, check_scoring
-from mopd.engines.interface import EngineInfo, Generation, SamplingParams, Scores, Told
+from mopd.engines.interface import EngineInfo, EngineLimits, Generation, SamplingParams, Scores, Told
 from mopd.engines.staging import hold_weights
 from mopd.engines.torch.decoding import decode, uniforms
 from mopd.engines.torch.loading import build_empty_model, load_model, read_stop_ids, weight_slots
 from mopd.losses.teacher_topk import chunked_topk_logprobs
 from mopd.types import UserError
 
+PreparedWeights = Collection[tuple[str, Tensor]]
 LENGTH_KEY = "max_position_embeddings"
 MAX_LOGITS_ROWS = 1024
 """Rows of [vocabulary] logits that scoring holds at a time: 0.6 GiB in fp32 at 150,000 tokens; more are no faster."""
@@ -42,6 +46,9 @@ class TorchEngine:
         self._cfg = cfg
         self._has_weights = has_weights
         self._head_checked = False
+        self._interrupted = threading.Event()
+        self.max_sequence = self.max_positions
+        """Tokens of the longest sequence that will come; it decides how many a batch is said to hold."""
 
     @classmethod
     def from_pretrained(
@@ -76,6 +83,10 @@ class TorchEngine:
             max_positions=self.max_positions,
             dtype=self._cfg.dtype,
             weight_version=self.weight_version,
+            limits=EngineLimits(
+                max_sequences=max(1, self._cfg.max_tokens_per_batch // self.max_sequence),
+                max_running_tokens=self._cfg.max_tokens_per_batch,
+            ),
         )
 
     async def check_health(self) -> None:
@@ -97,24 +108,64 @@ class TorchEngine:
         check_sampling(prompts, sampling, seeds, self.stop_ids, name=self.name)
         longest = max(map(len, prompts), default=0)
         check_length(longest, sampling.max_new_tokens, self.max_positions, LENGTH_KEY, name=self.name)
-        stop_ids = torch.tensor(self.stop_ids, device=self.model.device)
         results: dict[int, Generation] = {}
-        lengths = [len(prompt) + sampling.max_new_tokens for prompt in prompts]
-        for batch in token_budget_batches(lengths, self._cfg.max_tokens_per_batch):
-            uniform_BN = uniforms([seeds[i] for i in batch], sampling.max_new_tokens)
-            with torch.inference_mode():
-                decoded = decode(self.model, [prompts[i] for i in batch], sampling, uniform_BN, stop_ids)
-            for row, i in enumerate(batch):
-                length = decoded.lengths[row]
+
+        def note(i: int, tokens: Tensor, logprobs: Tensor, reason: Literal["stop", "length", "handed_back"]) -> None:
+            with torch.inference_mode(False):
                 results[i] = Generation(  # clones: inference tensors cannot enter autograd later
-                    tokens=decoded.tokens[row, :length].clone(),
-                    logprobs=decoded.logprobs[row, :length].clone(),
-                    finish_reason="stop" if decoded.stopped[row] else "length",
-                    token_versions=torch.full((length,), self.weight_version, dtype=torch.int32),
+                    tokens=tokens.clone(),
+                    logprobs=logprobs.clone(),
+                    finish_reason=reason,
+                    token_versions=torch.full((len(tokens),), self.weight_version, dtype=torch.int32),
                 )
                 if told is not None:
                     told(i, results[i])
+
+        lengths = [len(prompt) + sampling.max_new_tokens for prompt in prompts]
+        try:
+            for batch in token_budget_batches(lengths, self._cfg.max_tokens_per_batch):
+                self._generate_batch(batch, prompts, sampling, seeds, note, tells=told is not None)
+        finally:
+            self._interrupted.clear()
         return [results[i] for i in range(len(prompts))]
+
+    def _generate_batch(
+        self,
+        batch: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        note: Callable[[int, Tensor, Tensor, Any], None],
+        *,
+        tells: bool,
+    ) -> None:
+        """``note(i, tokens, logprobs, finish_reason)`` for each sample i of the batch; if somebody is told (``tells``),
+        as soon as it stops."""
+        noted: set[int] = set()
+
+        def early(row: int, tokens: Tensor, logprobs: Tensor) -> None:
+            noted.add(row)
+            note(batch[row], tokens, logprobs, "stop")
+
+        with torch.inference_mode():
+            decoded = decode(
+                self.model,
+                [prompts[i] for i in batch],
+                sampling,
+                uniforms([seeds[i] for i in batch], sampling.max_new_tokens),
+                torch.tensor(self.stop_ids, device=self.model.device),
+                told=early if tells else None,
+                interrupted=self._interrupted.is_set,
+            )
+        for row, i in enumerate(batch):
+            if row not in noted:
+                length = decoded.lengths[row]
+                note(i, decoded.tokens[row, :length], decoded.logprobs[row, :length], decoded.finish_reasons[row])
+
+    def interrupt(self) -> None:
+        """From any thread: the ``generate`` that runs hands back what it has (``handed_back``), and returns. Heard
+        until one ends, or until weights are swapped."""
+        self._interrupted.set()
 
     @property
     def weight_slots(self) -> dict[str, Tensor]:
@@ -123,11 +174,20 @@ class TorchEngine:
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """See ``TakesWeights.load_weights``. Tied weights arrive once; a stream is held whole before it is loaded."""
+        await self.swap_weights(hold_weights(weights, self.weight_slots, name=self.name), weight_version)
+
+    @asynccontextmanager
+    async def prepared_weights(self, weights: Collection[tuple[str, Tensor]]) -> AsyncIterator[PreparedWeights]:
+        """Look at the weights, in another thread, while the engine works. Raises as ``load_weights`` does."""
+        yield await asyncio.to_thread(hold_weights, weights, self.weight_slots, name=self.name)
+
+    async def swap_weights(self, prepared: PreparedWeights, weight_version: int) -> None:
+        """Answer with what ``prepared_weights`` gave from now on. A failure leaves the engine without weights."""
         slots = self.weight_slots
-        held = hold_weights(weights, slots, name=self.name)
+        self._interrupted.clear()
         self._has_weights, self.weight_version = False, -1
         with torch.no_grad():
-            for name, tensor in held:
+            for name, tensor in prepared:
                 slots[name].copy_(tensor)
         self._has_weights, self.weight_version = True, weight_version
 

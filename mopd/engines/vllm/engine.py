@@ -7,10 +7,10 @@ that first uses it. Shapes: R response tokens, K top-k.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import tempfile
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,17 +20,18 @@ from torch import Tensor
 from mopd.config.groups import VllmEngineConfig
 from mopd.engines.checks import check_length, check_sampling, check_scoring
 from mopd.engines.concurrency import TokenBudget, all_or_none
-from mopd.engines.interface import EngineInfo, EngineUnavailable, Generation, SamplingParams, Scores, Told
+from mopd.engines.interface import EngineInfo, EngineLimits, EngineUnavailable, Generation, SamplingParams, Scores, Told
 from mopd.engines.staging import stage_weights
 from mopd.engines.torch.loading import build_empty_model, read_config, read_stop_ids, weight_slots
+from mopd.engines.vllm.reading import last_output, no_scores, read_generation, read_scores
 from mopd.engines.vllm.start import (
     AsyncLLM,
     EngineDeadError,
     EngineGenerateError,
-    FlatLogprobs,
     RequestOutput,
     RequestOutputKind,
     VllmSamplingParams,
+    cache_tokens,
     check_temperature,
     engine_args,
     has_cut,
@@ -141,6 +142,7 @@ class VllmEngine:
             dtype=self._cfg.dtype,
             weight_version=self.weight_version,
             max_logprobs=min(self._max_logprobs, self.vocab_size),
+            limits=EngineLimits(max_sequences=self._cfg.max_num_seqs, max_running_tokens=cache_tokens(self._llm)),
         )
 
     async def check_health(self) -> None:
@@ -192,11 +194,11 @@ class VllmEngine:
 
         async def score_one(sequence: Tensor, start: int) -> Scores:
             if start == len(sequence):
-                return _no_scores(top_k)
+                return no_scores(top_k)
             ids = sequence.tolist()
             async with self._budget.hold(len(ids)):
                 output = await self._request(ids, params)
-            return _read_scores(output, ids, start, top_k, name=self.name)
+            return read_scores(output, ids, start, top_k, name=self.name)
 
         return await all_or_none(score_one(t, start) for t, start in zip(tokens, prompt_lengths, strict=True))
 
@@ -232,7 +234,7 @@ class VllmEngine:
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             output = await self._request(list(prompt), params)
-            generation = _read_generation(output, self.stop_ids, self.weight_version, name=self.name)
+            generation = read_generation(output, self.stop_ids, name=self.name)
             if told is not None:
                 told(i, generation)
             return generation
@@ -241,39 +243,52 @@ class VllmEngine:
         return await all_or_none(generate_one(i, prompt, seed) for i, (prompt, seed) in asked)
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """See ``TakesWeights.load_weights``: checked and staged as files first, then swapped in at one go.
-
-        Tied weights arrive once. The staged files stand in the system's folder for temporary files, which must hold the
-        whole model.
-        """
-        if self._fixed:
-            raise RuntimeError(f"the engine of {self.name} is a teacher's: its weights are fixed")
+        """See ``TakesWeights.load_weights``: checked and staged as files first, then swapped in at one go. No request
+        may run. Tied weights arrive once."""
         self._require_idle("load_weights")
-        self._num_running += 1
+        self._num_running += 1  # nobody puts it to sleep
         try:
-            with tempfile.TemporaryDirectory(prefix="mopd_weights_") as folder:
-                paths = await stage_weights(weights, self.weight_slots, Path(folder), name=self.name)
-                self._has_weights, self.weight_version = False, -1
-                await self._swap(paths)
+            async with self.prepared_weights(weights) as paths:
+                await self.swap_weights(paths, weight_version)
         finally:
             self._num_running -= 1
-        self._has_weights, self.weight_version = True, weight_version
 
-    async def _swap(self, paths: list[str]) -> None:
-        """Let the workers read the staged weights. However this ends short of success, the engine never answers again:
+    @asynccontextmanager
+    async def prepared_weights(self, weights: Iterable[tuple[str, Tensor]]) -> AsyncIterator[list[str]]:
+        """Check the weights and write them to files, while the engine works; gives their paths. The files stand in the
+        system's folder for temporary files, which must hold the whole model. Raises as ``load_weights`` does."""
+        if self._fixed:
+            raise RuntimeError(f"the engine of {self.name} is a teacher's: its weights are fixed")
+        with tempfile.TemporaryDirectory(prefix="mopd_weights_") as folder:
+            yield await stage_weights(weights, self.weight_slots, Path(folder), name=self.name)
+
+    async def swap_weights(self, prepared: list[str], weight_version: int) -> None:
+        """Answer with the weights of these files from now on. Requests that run are frozen, and go on under the new
+        weights with their tokens computed anew. However this ends short of success, the engine never answers again:
         half of its weights may be new."""
-        swap = self._llm.collective_rpc("mopd_load_weights", timeout=_WEIGHT_UPDATE_TIMEOUT_S, args=(paths,))
+        self._require_alive()
         try:
-            counts = await self._call(swap)
-            if any(count != len(self.weight_slots) for count in counts):
-                raise RuntimeError(f"vLLM's workers read {counts} of {len(self.weight_slots)} tensors")
-            if not await self._call(self._llm.reset_prefix_cache()):
-                raise RuntimeError("vLLM kept its prefix cache")
+            await self._call(self._llm.pause_generation(mode="keep", clear_cache=True))
+            await self._replace(prepared, str(weight_version))
+            self._has_weights, self.weight_version = True, weight_version
+            await self._call(self._llm.resume_generation())
         except BaseException as error:
-            self._failure = f"a weight update failed: {one_line(error):.300}"
+            self._has_weights, self.weight_version = False, -1
+            self._failure = self._failure or f"a weight update failed: {one_line(error):.300}"
+            self._llm.output_processor.propagate_error(EngineDeadError())  # to requests that would stay frozen
             if isinstance(error, Exception):
                 raise EngineUnavailable(f"the vLLM engine of {self.name} is gone: {self._failure}") from error
             raise
+
+    async def _replace(self, paths: list[str], label: str) -> None:
+        """Let the workers read the weights; tokens that are drawn from now on get the ``label``."""
+        swap = self._llm.collective_rpc("mopd_load_weights", timeout=_WEIGHT_UPDATE_TIMEOUT_S, args=(paths,))
+        counts = await self._call(swap)
+        if any(count != len(self.weight_slots) for count in counts):
+            raise RuntimeError(f"vLLM's workers read {counts} of {len(self.weight_slots)} tensors")
+        if not await self._call(self._llm.reset_prefix_cache()):
+            raise RuntimeError("vLLM kept its prefix cache")
+        await self._call(self._llm.update_weight_version(label))
 
     async def _request(self, prompt: list[int], params: VllmSamplingParams) -> RequestOutput:
         """One request through vLLM; cancelling it aborts it there."""
@@ -281,7 +296,7 @@ class VllmEngine:
         self._num_running += 1
         stream = self._llm.generate(tokens_input(prompt), params, f"mopd-{self._num_requests}")
         try:
-            return await self._call(_last(stream))
+            return await self._call(last_output(stream))
         finally:
             self._num_running -= 1
 
@@ -342,54 +357,3 @@ class VllmEngine:
             raise RuntimeError(f"{action} while {self._num_running} calls run in the engine of {self.name}")
         if action != "load_weights" and not self._can_sleep:
             raise RuntimeError(f"the engine of {self.name} was started without enable_sleep_mode")
-
-
-async def _last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
-    """The finished output of a request."""
-    async for output in stream:
-        if output.finished:
-            return output
-    raise EngineGenerateError("the answer ended before it was finished")
-
-
-def _read_scores(output: RequestOutput, tokens: Sequence[int], start: int, top_k: int, *, name: str) -> Scores:
-    """Rows ``tokens[start:]`` of the flat prompt log-probs: the sequence's own token first, then the top-k.
-
-    ``EngineUnavailable``, with the engine's ``name``, if they are not those of ``tokens``.
-    """
-    flat = output.prompt_logprobs
-    if not isinstance(flat, FlatLogprobs) or len(flat) != len(tokens):
-        raise EngineUnavailable(f"vLLM of {name} answered without log-probs for {len(tokens)} tokens")
-    first, last = flat.start_indices[start], flat.end_indices[-1]
-    shape = (len(tokens) - start, top_k + 1)
-    if last - first != math.prod(shape):
-        raise EngineUnavailable(f"vLLM of {name} answered {last - first} log-probs instead of {shape}")
-    ids = torch.tensor(flat.token_ids[first:last], dtype=torch.int64).view(shape)
-    if ids[:, 0].tolist() != list(tokens[start:]):
-        raise EngineUnavailable(f"vLLM of {name} scored other tokens than it was given")
-    logprobs = torch.tensor(flat.logprobs[first:last], dtype=torch.float32).view(shape)
-    return Scores(
-        ids=ids[:, 1:].int(), logprobs=logprobs[:, 1:].contiguous(), token_logprobs=logprobs[:, 0].contiguous()
-    )
-
-
-def _no_scores(top_k: int) -> Scores:
-    """Of an empty response."""
-    empty = torch.zeros(0, top_k)
-    return Scores(ids=empty.int(), logprobs=empty, token_logprobs=torch.zeros(0))
-
-
-def _read_generation(output: RequestOutput, stop_ids: Sequence[int], weight_version: int, *, name: str) -> Generation:
-    """The response and the log-probs of its tokens; ``EngineUnavailable`` if they do not belong together."""
-    completion = output.outputs[0]
-    tokens, flat = list(completion.token_ids), completion.logprobs
-    if completion.finish_reason not in ("stop", "length") or not isinstance(flat, FlatLogprobs):
-        raise EngineUnavailable(f"vLLM of {name} ended a response with {completion.finish_reason!r}")
-    if not tokens or list(flat.token_ids) != tokens:
-        raise EngineUnavailable(f"vLLM of {name} reported log-probs of other tokens than it drew")
-    return Generation(
-        tokens=torch.tensor(tokens, dtype=torch.int64),
-        logprobs=torch.tensor(flat.logprobs, dtype=torch.float32),
-        finish_reason="stop" if tokens[-1] in stop_ids else "length",
-        token_versions=torch.full((len(tokens),), weight_version, dtype=torch.int32),
-    )

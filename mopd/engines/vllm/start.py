@@ -31,7 +31,7 @@ from vllm import SamplingParams as VllmSamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.logprobs import FlatLogprobs
-from vllm.outputs import RequestOutput
+from vllm.outputs import RequestOutput, WeightVersionSpan
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -51,6 +51,8 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "VllmSamplingParams",
+    "WeightVersionSpan",
+    "cache_tokens",
     "check_temperature",
     "engine_args",
     "has_cut",
@@ -159,6 +161,12 @@ def start_llm(folder: Path, args: AsyncEngineArgs, startup_timeout_s: float) -> 
                 f"{folder}: vLLM did not start within {startup_timeout_s:g} s or refused the engine section (its own "
                 f"messages stand above): {one_line(error):.400}"
             ) from error
+
+
+def cache_tokens(llm: AsyncLLM) -> int | None:
+    """Tokens that the key-value cache holds, where vLLM tells."""
+    cache = llm.vllm_config.cache_config
+    return cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else None
 
 
 async def stop_llm(llm: AsyncLLM, grace_s: float = _SHUTDOWN_S) -> None:

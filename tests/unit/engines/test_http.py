@@ -27,6 +27,7 @@ from mopd.engines.interface import (
 )
 from mopd.text import one_line
 from mopd.types import UserError
+from mopd.wire.messages import VERSION
 
 TOKEN = "a-secret-token-of-mine"
 TOKENS = torch.tensor([3, 1, 4, 1])
@@ -221,11 +222,17 @@ GOOD_INFO = {
     "weight_version": -1,
     "manifest": None,
     "max_logprobs": None,
-    "limits": {"max_tokens_per_request": None, "max_queued_tokens": 9, "max_body_bytes": 9},
+    "limits": {
+        "max_tokens_per_request": None,
+        "max_queued_tokens": 9,
+        "max_body_bytes": 9,
+        "max_sequences": 2,
+        "max_running_tokens": None,
+    },
 }
 BAD_INFO: dict[str, Any] = {
     "no object": [],
-    "no engine": {"wire_version": 2},
+    "no engine": {"wire_version": VERSION},
     "vocabulary as text": {"vocab_size": "48"},
     "no vocabulary": {"vocab_size": 0},
     "half a vocabulary": {"vocab_size": 1.5},
@@ -236,6 +243,7 @@ BAD_INFO: dict[str, Any] = {
     "hashes of its own": {"manifest": {"sha": "x"}},
     "hashes of numbers": {"manifest": {"config_sha256": 1, "weights_sha256": 2, "tokenizer_sha256": 3}},
     "a long name": {"model": "x" * 10**5},
+    "no sequence at a time": {"limits": {**GOOD_INFO["limits"], "max_sequences": 0}},
     "no limits": {"limits": None},
     "a limit of text": {"limits": {**GOOD_INFO["limits"], "max_body_bytes": "9"}},
     "more keys": {"more": 1},
@@ -262,12 +270,12 @@ def info_of(shown: Any) -> Any:
 
 @pytest.mark.parametrize("name", BAD_INFO)
 def test_a_description_is_of_its_types_or_not_believed(name: str) -> None:
-    assert info_of({"wire_version": 2, "engine": GOOD_INFO}).vocab_size == 48
+    assert info_of({"wire_version": VERSION, "engine": GOOD_INFO}).vocab_size == 48
     change = BAD_INFO[name]
     is_whole = name in ("no object", "no engine")
     with pytest.raises(EngineUnavailable, match=r"math\.0: corrupt answer: /info is not an engine server's"):
-        info_of(change if is_whole else {"wire_version": 2, "engine": {**GOOD_INFO, **change}})
-    with pytest.raises(EngineRejected, match="speaks wire version 1, not 2"):
+        info_of(change if is_whole else {"wire_version": VERSION, "engine": {**GOOD_INFO, **change}})
+    with pytest.raises(EngineRejected, match="speaks wire version 1, not 3"):
         info_of({"wire_version": 1, "engine": {"of": "another mopd"}})
 
 

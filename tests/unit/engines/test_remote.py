@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,17 @@ from mopd.engines.interface import (
     StaleWeights,
 )
 from mopd.metrics import apart
-from mopd.wire.messages import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest, decode, encode
+from mopd.wire.frames import frame
+from mopd.wire.messages import (
+    GenerateAnswer,
+    GenerateFailure,
+    GenerateRequest,
+    Message,
+    ScoreAnswer,
+    ScoreRequest,
+    decode,
+    encode,
+)
 
 TOKENS = [torch.tensor([1, 5, 9, 7, 7]), torch.tensor([1, 4, 4, 6])]
 SAMPLING = SamplingParams(max_new_tokens=3)
@@ -31,7 +41,7 @@ def response(body: bytes, status: str = "200 OK", extra: str = "") -> bytes:
     return f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n{extra}\r\n".encode() + body
 
 
-def right_answer(path: str, body: bytes) -> ScoreAnswer | GenerateAnswer:
+def right_answer(path: str, body: bytes) -> ScoreAnswer:
     """What a correct server would say."""
     random = np.random.default_rng(0)
     if path == "/v1/score":
@@ -46,16 +56,34 @@ def right_answer(path: str, body: bytes) -> ScoreAnswer | GenerateAnswer:
             logprobs=-2 - random.random(rows * asked.top_k, dtype=np.float32),
             token_logprobs=-2 - random.random(rows, dtype=np.float32),
         )
+    raise AssertionError(path)
+
+
+def right_responses(body: bytes) -> list[GenerateAnswer]:
+    """What a correct server would say: the last response ends first."""
     wanted = decode(body, GenerateRequest)
-    lengths = np.full(len(wanted.lengths), 2, dtype=np.int32)
-    return GenerateAnswer(
-        request_checksum=wanted.checksum,
-        weight_version=wanted.weight_version,
-        lengths=lengths,
-        stopped=np.zeros(len(lengths), dtype=np.uint8),
-        tokens=np.ones(lengths.sum(), dtype=np.int32),
-        logprobs=np.zeros(lengths.sum(), dtype=np.float32),
-    )
+    return [
+        GenerateAnswer(
+            request_checksum=wanted.checksum,
+            index=index,
+            finish_reason="length",
+            tokens=ints(1, 1),
+            logprobs=np.zeros(2, dtype=np.float32),
+            token_versions=ints(wanted.weight_version, wanted.weight_version),
+        )
+        for index in reversed(range(len(wanted.lengths)))
+    ]
+
+
+def right_body(path: str, body: bytes) -> bytes:
+    """As it travels."""
+    if path == "/v1/generate":
+        return stream(right_responses(body))
+    return encode(right_answer(path, body))
+
+
+def stream(messages: Sequence[Message]) -> bytes:
+    return b"".join(frame(encode(message)) for message in messages)
 
 
 def ask(answer: Answer | None, action: Callable[[RemoteEngine], Awaitable[Any]], timeout_s: float = 5.0) -> Any:
@@ -95,14 +123,41 @@ async def generate(engine: RemoteEngine) -> Any:
 
 
 def test_right_answers_pass() -> None:
-    scores = ask(lambda path, body: response(encode(right_answer(path, body))), score)
+    scores = ask(lambda path, body: response(right_body(path, body)), score)
     assert [tuple(s.ids.shape) for s in scores] == [(2, 4), (2, 4)]
-    drawn = ask(lambda path, body: response(encode(right_answer(path, body))), generate)
+    drawn = ask(lambda path, body: response(right_body(path, body)), generate)
     assert [generation.tokens.tolist() for generation in drawn] == [[1, 1], [1, 1]]
+    assert [generation.token_versions.tolist() for generation in drawn] == [[-1, -1], [-1, -1]]
 
 
 def changed(**fields: Any) -> Answer:
     return lambda path, body: response(encode(dataclasses.replace(right_answer(path, body), **fields)))
+
+
+def first_changed(**fields: Any) -> Answer:
+    """A stream whose first response is not right."""
+
+    def answer(path: str, body: bytes) -> bytes:
+        first, *rest = right_responses(body)
+        return response(stream([dataclasses.replace(first, **fields), *rest]))
+
+    return answer
+
+
+def rearranged(change: Callable[[list[Any]], list[Any]]) -> Answer:
+    """A stream of other messages than the right ones."""
+    return lambda path, body: response(stream(change(right_responses(body))))
+
+
+def failing(status: int) -> Answer:
+    """After the first response the server gives up."""
+
+    def answer(path: str, body: bytes) -> bytes:
+        first, *_ = right_responses(body)
+        failure = GenerateFailure(request_checksum=first.request_checksum, status=status, message="so it is")
+        return response(stream([first, failure]))
+
+    return answer
 
 
 def ints(*values: int) -> np.ndarray:
@@ -119,18 +174,28 @@ def ints(*values: int) -> np.ndarray:
         (score, changed(top_k=2), "4 rows x top_k 2 but 16 ids"),
         (score, changed(ids=np.full(16, -1, dtype=np.int32)), "negative"),
         (score, changed(logprobs=np.zeros(15, dtype=np.float32)), "15 logprobs"),
-        (generate, changed(request_checksum=b"x" * 16), "belongs to other tokens"),
-        (generate, changed(lengths=ints(4)), "1 ends|2 ends"),
-        (generate, changed(tokens=ints(1, 1, 1, -1)), "negative"),
-        (generate, changed(stopped=np.full(2, 7, dtype=np.uint8)), "neither 0 nor 1"),
+        (generate, first_changed(request_checksum=b"x" * 16), "belongs to other tokens"),
+        (generate, first_changed(index=2), "response 2 of 2 comes twice or was not asked for"),
+        (generate, first_changed(index=0), "response 0 of 2 comes twice"),
+        (generate, first_changed(finish_reason="abort"), "finish_reason is 'abort'"),
+        (generate, first_changed(tokens=ints(1, -1)), "negative"),
+        (generate, first_changed(token_versions=ints(-1)), "1 versions"),
         (
             generate,
-            changed(lengths=ints(4, 1), tokens=np.ones(5, dtype=np.int32), logprobs=np.zeros(5, dtype=np.float32)),
-            "of up to 4 tokens",
+            first_changed(
+                tokens=ints(1, 1, 1, 1), logprobs=np.zeros(4, dtype=np.float32), token_versions=ints(*[-1] * 4)
+            ),
+            "4 tokens where max_new_tokens is 3",
         ),
+        (generate, rearranged(lambda answers: answers[:1]), "ends after 1 of 2 responses"),
+        (generate, rearranged(lambda answers: [*answers, answers[0]]), "comes twice"),
+        (generate, lambda path, body: response(b""), "ends after 0 of 2"),
+        (generate, lambda path, body: response(right_body(path, body)[:-5]), "ends after 1 of 2"),
+        (generate, lambda path, body: response(b"<html>"), "a message of 1836345404 bytes"),
+        (generate, lambda path, body: response(bytes(100_000)), "longer than|not msgpack"),
         (score, lambda path, body: response(b""), "not msgpack"),
         (score, lambda path, body: response(b"<html>"), "not msgpack"),
-        (score, lambda path, body: response(encode(right_answer(path, body))[:-5]), "not msgpack"),
+        (score, lambda path, body: response(right_body(path, body)[:-5]), "not msgpack"),
         (score, lambda path, body: response(b"x" * 10_000), "longer than"),
         (RemoteEngine.info, lambda path, body: response(b"{}"), "not an engine server's"),
         (RemoteEngine.info, lambda path, body: response(b'{"wire_version": 2, "engine": []}'), "not an engine"),
@@ -141,37 +206,70 @@ def test_a_corrupt_or_foreign_answer_is_none(call: Any, answer: Answer, problem:
         ask(answer, call)
 
 
-def test_one_flipped_bit_anywhere_is_noticed() -> None:
-    """A bit in the arrays, the scalars or the frame: never wrong scores."""
-    body_length = len(encode(right_answer("/v1/score", encode_request())))
-    for place in range(0, body_length, 7):
+@pytest.mark.parametrize("call", [score, generate])
+def test_one_flipped_bit_anywhere_is_noticed(call: Any) -> None:
+    """A bit in the arrays, the scalars or the frames: never wrong scores or responses."""
+    for place in range(0, 350, 7):
 
         def flip(path: str, body: bytes, place: int = place) -> bytes:
-            answer = bytearray(encode(right_answer(path, body)))
-            answer[place] ^= 0x10
+            answer = bytearray(right_body(path, body))
+            answer[place % len(answer)] ^= 0x10
             return response(bytes(answer))
 
         with pytest.raises(EngineUnavailable, match="corrupt answer"):
-            ask(flip, score)
-
-
-def encode_request() -> bytes:
-    return encode(
-        ScoreRequest(
-            tokens=torch.cat(TOKENS).int().numpy(),
-            lengths=ints(5, 4),
-            prompt_lengths=ints(3, 2),
-            top_k=4,
-            temperature=1.0,
-            weight_version=-1,
-        )
-    )
+            ask(flip, call)
 
 
 def test_an_answer_of_other_weights_is_stale() -> None:
-    for call in (score, generate):
+    for call, answer in ((score, changed(weight_version=6)), (generate, first_changed(token_versions=ints(-1, 6)))):
         with pytest.raises(StaleWeights, match="math/0: answered with weights 6, not -1"):
-            ask(changed(weight_version=6), call)
+            ask(answer, call)
+
+
+def test_newer_weights_may_answer_once_their_push_was_committed() -> None:
+    """Not older ones than those that were asked for."""
+
+    async def work(engine: RemoteEngine) -> Any:
+        engine.weight_version = 5
+        engine.allow(6)
+        return await generate(engine)
+
+    drawn = ask(first_changed(token_versions=ints(5, 6)), work)
+    assert [generation.token_versions.tolist() for generation in drawn] == [[5, 5], [5, 6]]
+    for versions, wrong in ((ints(4, 6), 4), (ints(6, 7), 7)):
+        with pytest.raises(StaleWeights, match=f"answered with weights {wrong}, not 5"):
+            ask(first_changed(token_versions=versions), work)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(503, EngineUnavailable), (500, EngineUnavailable), (504, EngineUnavailable), (400, EngineRejected)],
+)
+def test_a_failure_in_mid_stream_leaves_what_was_told(status: int, error: type[Exception]) -> None:
+    told: list[int] = []
+
+    async def work(engine: RemoteEngine) -> Any:
+        return await engine.generate([[1, 2], [3]], SAMPLING, [0, 1], told=lambda i, _: told.append(i))
+
+    with pytest.raises(error, match=rf"math/0: /v1/generate: HTTP {status}: so it is"):
+        ask(failing(status), work)
+    assert told == [1]
+
+
+def test_a_response_is_told_when_it_comes() -> None:
+    """While the server is silent about the other one; a deadline ends the wait."""
+    told: list[int] = []
+
+    def half(path: str, body: bytes) -> bytes:
+        first = stream(right_responses(body)[:1])
+        return b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n" + first
+
+    async def work(engine: RemoteEngine) -> Any:
+        return await engine.generate([[1, 2], [3]], SAMPLING, [0, 1], told=lambda i, _: told.append(i))
+
+    with pytest.raises(EngineUnavailable, match="no answer to /v1/generate"):
+        ask(half, work, timeout_s=0.5)
+    assert told == [1]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +323,7 @@ def test_payload_bytes_are_counted() -> None:
     sizes: list[tuple[int, int]] = []
 
     def answer(path: str, body: bytes) -> bytes:
-        encoded = encode(right_answer(path, body))
+        encoded = right_body(path, body)
         sizes.append((len(body), len(encoded)))
         return response(encoded)
 

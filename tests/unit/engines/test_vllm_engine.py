@@ -258,7 +258,7 @@ def test_untied_weights_and_biases_are_replaced_in_a_tensor_parallel_engine(
     with pytest.raises(UserError, match=r"temperature 0\.7"):
         sample_all(loop, engine, PROMPTS, SEEDS, temperature=0.7)
     with pytest.raises(EngineUnavailable, match="a weight update failed"):  # inside vLLM, where half may have changed
-        loop.run_until_complete(engine._swap([str(folders["biased"] / "nowhere.safetensors")]))
+        loop.run_until_complete(engine.swap_weights([str(folders["biased"] / "nowhere.safetensors")], 2))
     for work in (engine.generate([[5]], SamplingParams(max_new_tokens=1), [0]), engine.load_weights([], 2)):
         with pytest.raises(EngineUnavailable, match="gone: a weight update failed"):
             loop.run_until_complete(work)

@@ -60,7 +60,8 @@ def test_the_answer_has_nothing_of_the_prompt(teacher: RunningServer) -> None:
 
 
 def test_a_rollout_server_answers_with_the_version_that_is_asked_for(folder: Any, local: TorchEngine) -> None:
-    """No weights: 409. After a push: the engine's own responses. Another client, which pushed nothing: 409."""
+    """No weights: 409. After a push: the engine's own responses. Newer ones are asked for: 409. Another client, which
+    pushed nothing, refuses what it gets."""
     engine = TorchEngine.empty(folder, local._cfg)
     prompts, seeds = [[5, 6, 7], [8, 9]], [1, 2**62]
 
@@ -74,13 +75,19 @@ def test_a_rollout_server_answers_with_the_version_that_is_asked_for(folder: Any
             assert torch.equal(theirs.tokens, ours.tokens) and theirs.tokens.dtype == torch.int64
             assert torch.equal(theirs.logprobs, ours.logprobs)
             assert theirs.finish_reason == ours.finish_reason
+            assert theirs.token_versions.tolist() == [3] * len(ours.tokens)
+            assert theirs.token_versions.dtype == torch.int32
         scores = await remote.score([torch.tensor([5, 6, 7])], [1], top_k=2, temperature=1.0)
         (ours_scored,) = await local.score([torch.tensor([5, 6, 7])], [1], top_k=2, temperature=1.0)
         assert torch.equal(scores[0].logprobs, ours_scored.logprobs)
         assert (await remote.info()).weight_version == 3
-        remote.weight_version = 2
-        with pytest.raises(StaleWeights, match="has weights 3, not 2"):
+        remote.weight_version = 4
+        with pytest.raises(StaleWeights, match="has weights 3, not 4"):
             await remote.generate(prompts, SAMPLING, seeds)
+        stranger = RemoteEngine(remote.url, timeout_s=30.0)
+        with pytest.raises(StaleWeights, match="answered with weights 3, not -1"):
+            await stranger.generate(prompts, SAMPLING, seeds)
+        await stranger.close()
 
     with running_server(engine, "rollout") as running:
         asyncio.run(with_engine(running, work))

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation, SamplingParams, StaleWeights
+from mopd.engines.interface import (
+    EngineBusy,
+    EngineRejected,
+    EngineUnavailable,
+    Generation,
+    SamplingParams,
+    StaleWeights,
+)
 from mopd.engines.torch.engine import TorchEngine
 from mopd.wire.messages import encode
 from mopd.wire.weights import TensorLedger, WeightAbort, WeightBegin, WeightChunk, WeightCommit, cut
@@ -73,7 +80,9 @@ def parts(weights: Weights, update_id: str = "u") -> tuple[list[bytes], bytes]:
         encode(WeightChunk(update_id=update_id, index=index, pieces=pieces, data=data))
         for index, (pieces, data) in enumerate(cut(weights.items(), ledger, data_bytes=50_000))
     ]
-    commit = WeightCommit(update_id=update_id, num_tensors=ledger.num_tensors, digest=ledger.digest)
+    commit = WeightCommit(
+        update_id=update_id, num_tensors=ledger.num_tensors, digest=ledger.digest, on_running="finish"
+    )
     return bodies, encode(commit)
 
 
@@ -81,24 +90,26 @@ def begin(version: int, update_id: str = "u") -> bytes:
     return encode(WeightBegin(update_id=update_id, weight_version=version))
 
 
-def test_between_begin_and_commit_nothing_is_answered(
+def test_between_begin_and_commit_the_old_weights_answer(
     rollout: RunningServer, weights: Weights, other_weights: Weights, local: TorchEngine
 ) -> None:
     async def work(remote: RemoteEngine) -> None:
-        await remote.load_weights(other_weights.items(), 1)
-        chunks, commit = parts(weights)
+        await remote.load_weights(weights.items(), 1)
+        chunks, commit = parts(other_weights)
         assert len(chunks) > 2
         await remote.push("begin", begin(2))
         for chunk in chunks:
-            with pytest.raises(StaleWeights, match="weights 2 are on their way"):
-                await draw(remote)
+            await assert_serves(remote, local, 1)
             assert await remote.push("chunk", chunk) == 1
-            await remote.health(timeout_s=5.0)
+        await assert_serves(remote, local, 1)
+        remote.allow(2)
         assert await remote.push("commit", commit) == 2
+        assert (await draw(remote)).token_versions.unique().tolist() == [2]  # at least 1 was asked for
         with pytest.raises(StaleWeights, match="has weights 2, not 1"):
+            await remote.score([torch.tensor([1, 2])], [1], top_k=1, temperature=1.0)
+        remote.weight_version = 3
+        with pytest.raises(StaleWeights, match="has weights 2, not 3"):
             await draw(remote)
-        remote.weight_version = 2
-        await assert_serves(remote, local, 2)
 
     run(rollout, work)
 
@@ -240,7 +251,7 @@ def test_a_load_that_fails_half_way_leaves_no_weights_until_the_next_update(
     async def work(remote: RemoteEngine) -> None:
         await remote.load_weights(weights.items(), 1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rollout.engine, "load_weights", fail)
+            patch.setattr(rollout.engine, "swap_weights", fail)
             with pytest.raises(EngineUnavailable, match="HTTP 500"):
                 await remote.load_weights(weights.items(), 2)
         with pytest.raises(StaleWeights, match="no weights yet"):
@@ -264,6 +275,8 @@ def test_a_chunk_is_not_even_read_without_an_update(rollout: RunningServer, teac
 def test_what_runs_ends_with_the_old_weights_before_the_new_ones_are_loaded(
     rollout: RunningServer, weights: Weights, other_weights: Weights, local: TorchEngine
 ) -> None:
+    """``finish``: nothing new is let in meanwhile, and told to come back soon."""
+
     async def work(remote: RemoteEngine) -> None:
         await remote.load_weights(weights.items(), 1)
         engine = rollout.engine
@@ -275,6 +288,9 @@ def test_what_runs_ends_with_the_old_weights_before_the_new_ones_are_loaded(
         update = asyncio.create_task(other.load_weights(other_weights.items(), 2))
         await asyncio.sleep(0.3)
         assert not update.done()
+        with pytest.raises(EngineBusy, match="weights 2 wait for what runs") as busy:
+            await draw(remote)
+        assert busy.value.retry_after_s < 1
         engine.gate.set()
         assert torch.equal((await running).logprobs, (await draw(local)).logprobs)
         await update

@@ -11,14 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mopd.wire.frames import FrameReader, frame
 from mopd.wire.messages import (
     GenerateAnswer,
+    GenerateFailure,
     GenerateRequest,
     Message,
     ScoreAnswer,
     ScoreRequest,
     WireError,
     decode,
+    decode_one_of,
     encode,
 )
 from mopd.wire.weights import WeightBegin, WeightChunk, WeightCommit
@@ -70,15 +73,20 @@ def generate_request(**changes: Any) -> GenerateRequest:
     return GenerateRequest(**{**fields, **changes})
 
 
-def generate_answer() -> GenerateAnswer:
-    return GenerateAnswer(
-        request_checksum=b"y" * 16,
-        weight_version=7,
-        lengths=ints(1, 2),
-        stopped=np.array([1, 0], dtype=np.uint8),
-        tokens=ints(2, 3, 4),
-        logprobs=np.array([-0.5, -1.5, -2.5], dtype=np.float32),
-    )
+def generate_answer(**changes: Any) -> GenerateAnswer:
+    """The second of some responses, whose last token other weights drew."""
+    fields: dict[str, Any] = {
+        "request_checksum": b"y" * 16,
+        "index": 1,
+        "finish_reason": "stop",
+        "tokens": ints(2, 3, 4),
+        "logprobs": np.array([-0.5, -1.5, -2.5], dtype=np.float32),
+        "token_versions": ints(7, 7, 8),
+    }
+    return GenerateAnswer(**{**fields, **changes})
+
+
+NOTHING = {"tokens": ints(), "logprobs": np.zeros(0, dtype=np.float32), "token_versions": ints()}
 
 
 def chunk() -> WeightChunk:
@@ -96,9 +104,11 @@ MESSAGES = [
     score_answer(rows=0),
     generate_request(),
     generate_answer(),
+    generate_answer(finish_reason="handed_back", **NOTHING),
+    GenerateFailure(request_checksum=b"y" * 16, status=503, message="the engine is dead"),
     WeightBegin(update_id="u", weight_version=3),
     chunk(),
-    WeightCommit(update_id="u", num_tensors=2, digest=b"d"),
+    WeightCommit(update_id="u", num_tensors=2, digest=b"d", on_running="continue"),
 ]
 
 
@@ -181,6 +191,51 @@ def test_a_generate_request_that_nothing_can_answer(changes: dict[str, Any], pro
         decode(encode(generate_request(**changes)), GenerateRequest)
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"index": -1}, "index is -1"),
+        ({"finish_reason": "abort"}, "finish_reason is 'abort'"),
+        (NOTHING, "no token"),
+        ({"tokens": ints(1, 1)}, "2 tokens but 3 logprobs"),
+        ({"logprobs": np.zeros(4, dtype=np.float32)}, "4 logprobs"),
+        ({"token_versions": ints(7, 8)}, "2 versions"),
+        ({"token_versions": ints(7, 8, 7)}, "falls"),
+        ({"tokens": ints(1, 2, -3)}, "negative"),
+    ],
+)
+def test_a_response_that_cannot_be(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(WireError, match=problem):
+        decode(encode(generate_answer(**changes)), GenerateAnswer)
+
+
+def test_one_of_several_kinds() -> None:
+    for message in (generate_answer(), MESSAGES[6]):
+        back = decode_one_of(encode(message), GenerateAnswer, GenerateFailure)
+        assert_equal(message, back)
+    with pytest.raises(WireError, match="expected kind 'response'"):
+        decode_one_of(encode(score_request()), GenerateAnswer, GenerateFailure)
+    with pytest.raises(WireError, match="status is 200"):
+        failure = GenerateFailure(request_checksum=b"", status=200, message="")
+        decode_one_of(encode(failure), GenerateAnswer, GenerateFailure)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.binary(max_size=40), max_size=5), st.integers(1, 60))
+def test_frames_come_out_as_they_went_in(bodies: list[bytes], step: int) -> None:
+    stream, reader = b"".join(map(frame, bodies)), FrameReader(max_bytes=40)
+    found = [body for start in range(0, len(stream), step) for body in reader.feed(stream[start : start + step])]
+    assert found == bodies
+
+
+def test_a_frame_that_announces_too_much_waits_for_nothing() -> None:
+    reader = FrameReader(max_bytes=40)
+    assert reader.feed(frame(b"x" * 40)[:20]) == []
+    assert reader.feed(frame(b"x" * 40)[20:]) == [b"x" * 40]
+    with pytest.raises(WireError, match="a message of 41 bytes"):
+        reader.feed(frame(b"x" * 41)[:4])
+
+
 def reframed(**changes: Any) -> bytes:
     """A score request whose outer map is changed after encoding; ``None`` takes a key away."""
     outer = {**msgpack.unpackb(encode(score_request())), **changes}
@@ -198,7 +253,7 @@ def reframed(**changes: Any) -> bytes:
         (encode(score_request()) + b"\x00", "not msgpack"),
         (encode(score_request())[:-3], "not msgpack"),
         (encode(score_answer()), "expected kind 'score'"),
-        (reframed(version=1), "version 1"),
+        (reframed(version=2), "version 2"),
         (reframed(extra=1), "extra"),
         (reframed(head=None), "head"),
         (reframed(head="text"), "head is not a buffer"),

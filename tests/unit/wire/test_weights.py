@@ -38,7 +38,7 @@ def chunks(source: dict[str, Tensor], ledger: TensorLedger, data_bytes: int) -> 
 
 
 def commit(ledger: TensorLedger) -> WeightCommit:
-    return WeightCommit(update_id="u", num_tensors=ledger.num_tensors, digest=ledger.digest)
+    return WeightCommit(update_id="u", num_tensors=ledger.num_tensors, digest=ledger.digest, on_running="finish")
 
 
 @pytest.mark.parametrize("data_bytes", [997, 4096, 10**7])
@@ -99,9 +99,9 @@ def test_an_incomplete_update_is_refused() -> None:
     for chunk in chunks({"a": torch.zeros(2)}, short, 997):
         staging.add(chunk)
     with pytest.raises(WireError, match="2 weights were sent but 1 arrived"):
-        staging.finish(WeightCommit(update_id="u", num_tensors=2, digest=short.digest))
+        staging.finish(WeightCommit(update_id="u", num_tensors=2, digest=short.digest, on_running="finish"))
     with pytest.raises(WireError, match="or others"):
-        staging.finish(WeightCommit(update_id="u", num_tensors=1, digest=b"other"))
+        staging.finish(WeightCommit(update_id="u", num_tensors=1, digest=b"other", on_running="finish"))
 
 
 def test_a_tensor_that_comes_twice() -> None:
