@@ -2,11 +2,13 @@
 
 ::
 
-    kept_awake(math) ── awake? ──yes──────────────────────────────> work ──> idle, still awake
-                     └─no─> wait until idle groups can make room ─> they sleep, least recently used first ─> math wakes
+    kept_awake(math) ── awake, and its turn is not over ──────────────────────────> work ──> idle, still awake
+                     └─ no ─> in line: who has waited longest is next, when groups that are idle can make room
+                              └─> they sleep, least recently used first ─> math wakes, its turn begins
 
-A group that works stays awake until it is idle: a step's samples are few enough to be seen through, and changing
-back and forth between requests would move the models' weights each time.
+A group stays awake until it is idle, as changing back and forth moves the models' weights each time. In an endless
+stream it never would be: after ``TURN_S`` it gets no new work while others wait in line, sees through what it has, and
+sleeps. A group that nobody waits for goes on for ever.
 """
 
 from __future__ import annotations
@@ -15,31 +17,38 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
 
 ROUNDING = 1e-6
+TURN_S = 30.0
+"""Shortest turn of a group that has work all the time. Sleeping and waking moves a model of tens of GB over PCIe, some
+seconds: a tenth of such a turn; and all others wait for as long."""
 
 
 @dataclass(slots=True)
 class _Sharer:
+    key: str
     share: float
     sleep: Callable[[], Awaitable[None]]
     wake: Callable[[], Awaitable[None]]
     is_awake: bool = False
     num_working: int = 0
     last_used: int = -1
+    woke_at: float = 0.0
+    waiting: dict[asyncio.Future[None], None] = field(default_factory=dict)
+    waits_since: int = 0
 
 
 class SharedPool:
-    """Memory 1.0 that groups take shares of while they are awake."""
+    """Memory 1.0 that groups take shares of while they are awake. Used on one event loop."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._sharers: dict[str, _Sharer] = {}
-        self._changed = asyncio.Condition()
-        self._num_uses = 0
+        self._change: asyncio.Task[None] | None = None
+        self._num_events = 0
 
     def add(
         self, key: str, *, share: float, sleep: Callable[[], Awaitable[None]], wake: Callable[[], Awaitable[None]]
@@ -49,53 +58,94 @@ class SharedPool:
         ``wake`` is called for a group that is not awake and has work (for its first work too, with nothing to wake
         yet), ``sleep`` when another group needs the room.
         """
-        self._sharers[key] = _Sharer(share=share, sleep=sleep, wake=wake)
+        self._sharers[key] = _Sharer(key=key, share=share, sleep=sleep, wake=wake)
 
     @property
     def awake(self) -> list[str]:
         """Groups that hold memory now, the least recently used first."""
-        return sorted((k for k, s in self._sharers.items() if s.is_awake), key=lambda k: self._sharers[k].last_used)
+        return [sharer.key for sharer in self._awake()]
 
     @asynccontextmanager
     async def kept_awake(self, key: str) -> AsyncIterator[None]:
         """The group is awake within; several such blocks of one group may overlap.
 
-        Has no deadline of its own: blocks end with requests, which have theirs.
+        Has no deadline of its own: blocks end with requests, which have theirs. An error of ``wake``, or of another
+        group's ``sleep``, is raised to all that wait for it.
         """
         sharer = self._sharers[key]
-        async with self._changed:
-            await self._changed.wait_for(lambda: sharer.is_awake or self._can_make_room(key))
-            if not sharer.is_awake:
-                await self._make_room(key)
-                await sharer.wake()
-                sharer.is_awake = True
-            sharer.num_working += 1
-            self._touch(sharer)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not sharer.waiting:
+            sharer.waits_since = self._next_event()
+        sharer.waiting[turn] = None
+        self._go_on()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                sharer.waiting.pop(turn, None)
+                self._go_on()  # the line may be another one now
+            elif turn.exception() is None:  # it came at the last moment
+                self._leave(sharer)
+            raise
         try:
             yield
         finally:
-            await asyncio.shield(self._leave(sharer))
+            self._leave(sharer)
 
-    async def _leave(self, sharer: _Sharer) -> None:
-        async with self._changed:
-            sharer.num_working -= 1
-            self._touch(sharer)
-            self._changed.notify_all()
+    def _go_on(self) -> None:
+        """After every change: whoever may work does, and the next in line wakes when there can be room for it."""
+        line = [sharer for sharer in self._sharers.values() if sharer.waiting and not sharer.is_awake]
+        for sharer in self._sharers.values():
+            if sharer.is_awake and (not line or asyncio.get_running_loop().time() - sharer.woke_at < TURN_S):
+                self._let_in(sharer)
+        if line and self._change is None:
+            first = min(line, key=lambda sharer: sharer.waits_since)
+            working = sum(sharer.share for sharer in self._awake() if sharer.num_working)
+            if working + first.share <= 1 + ROUNDING:
+                self._change = asyncio.get_running_loop().create_task(self._make_room_and_wake(first))
 
-    def _touch(self, sharer: _Sharer) -> None:
-        self._num_uses += 1
-        sharer.last_used = self._num_uses
+    def _let_in(self, sharer: _Sharer) -> None:
+        turns, sharer.waiting = sharer.waiting, {}
+        for turn in turns:
+            if not turn.done():
+                sharer.num_working += 1
+                sharer.last_used = self._next_event()
+                turn.set_result(None)
 
-    def _can_make_room(self, key: str) -> bool:
-        working = sum(s.share for k, s in self._sharers.items() if k != key and s.is_awake and s.num_working)
-        return working + self._sharers[key].share <= 1 + ROUNDING
+    async def _make_room_and_wake(self, sharer: _Sharer) -> None:
+        taken, tired = sum(other.share for other in self._awake()), []
+        for other in self._awake():
+            if other.num_working == 0 and taken + sharer.share > 1 + ROUNDING:
+                taken -= other.share
+                other.is_awake = False  # it gets no more work
+                tired.append(other)
+        try:
+            while tired:
+                logger.info("pool %s: %s sleeps, %s wakes", self.name, tired[0].key, sharer.key)
+                await tired[0].sleep()
+                tired.pop(0)
+            await sharer.wake()
+            sharer.is_awake, sharer.woke_at = True, asyncio.get_running_loop().time()
+            self._let_in(sharer)
+        except Exception as error:
+            for other in tired:
+                other.is_awake = True
+            turns, sharer.waiting = sharer.waiting, {}
+            for turn in turns:
+                if not turn.done():
+                    turn.set_exception(error)
+        finally:
+            self._change = None
+        self._go_on()
 
-    async def _make_room(self, key: str) -> None:
-        for other in self.awake:
-            taken = sum(self._sharers[k].share for k in self.awake)
-            if taken + self._sharers[key].share <= 1 + ROUNDING:
-                return
-            if self._sharers[other].num_working == 0:
-                logger.info("pool %s: %s sleeps, %s wakes", self.name, other, key)
-                await self._sharers[other].sleep()
-                self._sharers[other].is_awake = False
+    def _leave(self, sharer: _Sharer) -> None:
+        sharer.num_working -= 1
+        sharer.last_used = self._next_event()
+        self._go_on()
+
+    def _awake(self) -> list[_Sharer]:
+        return sorted((s for s in self._sharers.values() if s.is_awake), key=lambda s: s.last_used)
+
+    def _next_event(self) -> int:
+        self._num_events += 1
+        return self._num_events
