@@ -42,7 +42,8 @@ class StageResult:
     replicas: int | None
     """Of a group of engines; others have none."""
     balanced_replicas: int | None
-    """As many as would keep up with the trainer: the replicas' busy seconds over the trainer's, rounded up."""
+    """As many as would keep up with the trainer: the replicas' busy seconds over the trainer's, rounded up. ``None``
+    where the trainer did nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,13 +90,13 @@ def summarise_pipeline(steps: Sequence[Mapping[str, Any]]) -> PipelineResult | N
     stages = {}
     for stage in sorted(totals, key=_place):
         busy, starved, blocked = (seconds / sum(totals[stage]) for seconds in totals[stage])
-        needed = replica_s[stage] / trainer_s if stage in replicas and trainer_s > 0 else None
+        needed = replica_s[stage] / trainer_s if stage in replicas and trainer_s > 0 else math.inf
         stages[stage] = StageResult(
             busy=busy,
             starved=starved,
             blocked=blocked,
             replicas=replicas.get(stage),
-            balanced_replicas=None if needed is None else max(1, math.ceil(round(needed, 6))),
+            balanced_replicas=max(1, math.ceil(round(needed, 6))) if math.isfinite(needed) else None,
         )
     longest = max(stages, key=lambda stage: stages[stage].busy)
     hardly_waits = sum(waits) < WAITS_LITTLE * sum(totals["trainer"])
@@ -127,7 +128,7 @@ def summarise_ages(steps: Sequence[Mapping[str, Any]]) -> AgeResult | None:
         for name, value in record.items():
             metric, _, part = name.partition("/")
             if metric == AGE_SHARE and part.isdecimal() and len(part) <= MOST_DIGITS:
-                shares[int(part)] = shares.get(int(part), 0.0) + (value or 0.0)
+                shares[int(part)] = shares.get(int(part), 0.0) + max(0.0, value or 0.0)
             elif metric in counts and part:
                 counts[metric][part] = counts[metric].get(part, 0) + int(value or 0)
     means = _values(steps, "response_versions/mean")

@@ -20,7 +20,13 @@ import torch
 from mopd import cpu_shim
 from mopd.config.data import DataConfig, ValidationConfig
 from mopd.config.groups import TeacherConfig
-from mopd.config.losses import KLLossConfig, MismatchCorrectionConfig, PolicyGradientConfig, TopKLossConfig
+from mopd.config.losses import (
+    KLLossConfig,
+    MismatchCorrectionConfig,
+    PolicyGradientConfig,
+    SequenceMaskConfig,
+    TopKLossConfig,
+)
 from mopd.config.rewards import ExactMatchConfig
 from mopd.config.schema import Recipe, RolloutConfig, ScheduleConfig
 from mopd.config.student import MoeConfig, OptimizerConfig, ParallelConfig, StudentConfig
@@ -41,13 +47,14 @@ LOSSES = {
     "default": TopKLossConfig(top_k=TOP_K),
     "reverse": TopKLossConfig(type="topk_reverse_kl", top_k=TOP_K, temperature=1.5, aggregation="sequence_mean"),
     "jsd": TopKLossConfig(type="topk_jsd", top_k=TOP_K, aggregation="token_sum", loss_soft_cap=1.0),
-    "k2": KLLossConfig(type="k2", top_k=TOP_K),
+    "k2": KLLossConfig(type="k2", top_k=TOP_K, correction=MismatchCorrectionConfig(type="tis")),
     "policy_gradient": PolicyGradientConfig(
         type="policy_gradient",
         top_k=TOP_K,
         task_reward_weight=0.5,
         old_logprobs="rollout",
-        correction=MismatchCorrectionConfig(type="icepop"),
+        # Some responses of the samples are within these bounds, others on either side.
+        correction=MismatchCorrectionConfig(type="icepop", sequence=SequenceMaskConfig(low=0.7, high=3.2)),
     ),
 }
 

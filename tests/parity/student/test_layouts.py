@@ -63,6 +63,13 @@ def test_other_losses_and_models(two_ranks: Results, one_rank: Results, layout: 
     assert_same_step(two_ranks[f"{layout}/{loss}"]["steps"][0], one_rank[f"one/{loss}"]["steps"][0])
 
 
+def test_the_sequence_mask_leaves_some_responses_out(one_rank: Results) -> None:
+    """Else the equalities of the policy gradient would not show that every layout leaves out the same ones."""
+    for name in ("one/policy_gradient", "one/wide/policy_gradient/tied"):
+        step = one_rank[name]["steps"][0]
+        assert 0 < round(sum(step[f"masked_sequences/{domain}"] for domain in DOMAINS), 6) < 16
+
+
 @pytest.mark.parametrize("case", ["tp2_sp/recompute_full", "tp2/recompute_selective"])
 def test_recompute_changes_nothing(two_ranks: Results, one_rank: Results, case: str) -> None:
     assert_same_step(two_ranks[case]["steps"][0], one_rank["one/budget"]["steps"][0])
