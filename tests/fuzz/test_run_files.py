@@ -23,6 +23,8 @@ STEP = {
     "teachers/samples/math": 8.0, "teachers/tokens/math": 200.0, "teachers/busy_s/math": 0.4,
     "teachers/tokens_per_s/math": 500.0, "teachers/latency_p50_s/math": 0.1, "teachers/queue_depth/math": 3.0,
     "teachers/in_flight_tokens/math": 64.0, "teachers/replicas/math": 1.0,
+    "timing/wait_batch_s": 0.5, "timing/window_closed_s": 0.1, "timing/rewards_s": 0.2, "staleness_share/0": 0.75,
+    "staleness_share/1": 0.25, "response_versions/mean": 1.5, "response_versions/max": 2.0, "refused_samples/math": 3.0,
 }  # fmt: skip
 EXAMPLE = {"prompt": "user: <b>2+2</b> \x1b", "response": "é", "ground_truth": {"a": [1.5, None]}, "reward": 1.0}
 REWARDS = {0: {"math": 0.2, "code[/]": 0.0}, 2: {"math": 0.6, "code[/]": 1.0}}
