@@ -96,6 +96,7 @@ PANELS = {
     "staleness": Panel(
         title="Staleness", text="Optimizer steps that the weights behind the oldest sample lagged.", is_noisy=False
     ),
+    "refused_tokens": Panel(title="Tokens of refused samples", text="Of their responses.", is_noisy=False),
     "response_versions/mean": Panel(
         title="Versions in a response", text="Of the weights that drew its tokens, mean.", from_zero=False
     ),

@@ -295,10 +295,19 @@ def _ages(found: Mapping[str, Any]) -> dict[str, Any]:
             "most": cell(found["response_versions_max"], "{:d}"),
         },
         "counts": [
-            {"name": name, **{key: found[f"{key}_samples"].get(name, 0) for key in ("refused", "replaced")}}
+            {
+                "name": name,
+                "refused": found["refused_samples"].get(name, 0),
+                "length": _mean_length(found["refused_tokens"].get(name), found["refused_samples"].get(name)),
+                "replaced": found["replaced_samples"].get(name, 0),
+            }
             for name in domains
         ],
     }
+
+
+def _mean_length(tokens: int | None, samples: int | None) -> str:
+    return cell(None if tokens is None or not samples else tokens / samples, short)
 
 
 def _recipe_line(line: str) -> tuple[str, str]:

@@ -66,6 +66,8 @@ class AgeResult:
     response_versions_max: int | None
     refused_samples: Mapping[str, int]
     """Domain -> samples that became too old, and whose prompts were drawn again."""
+    refused_tokens: Mapping[str, int]
+    """Domain -> response tokens of these."""
     replaced_samples: Mapping[str, int]
     """Domain -> samples that no teacher could score."""
 
@@ -123,7 +125,7 @@ def stage_seconds(record: Mapping[str, Any]) -> dict[str, Seconds]:
 def summarise_ages(steps: Sequence[Mapping[str, Any]]) -> AgeResult | None:
     """``None`` for runs that count none of this."""
     shares: dict[int, float] = {}
-    counts: dict[str, dict[str, int]] = {"refused_samples": {}, "replaced_samples": {}}
+    counts: dict[str, dict[str, int]] = {"refused_samples": {}, "refused_tokens": {}, "replaced_samples": {}}
     for record in steps:
         for name, value in record.items():
             metric, _, part = name.partition("/")

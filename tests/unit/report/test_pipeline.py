@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,7 @@ def test_ages_versions_and_counts() -> None:
     assert found.shares == pytest.approx({"0": 0.25, "1": 0.5, "2": 0.25})
     assert (found.response_versions_mean, found.response_versions_max) == (1.25, 3)
     assert found.refused_samples == {DOMAINS[0]: 0, DOMAINS[1]: 2, DOMAINS[2]: 2}
+    assert found.refused_tokens == {DOMAINS[0]: 0, DOMAINS[1]: 1800, DOMAINS[2]: 1800}
     assert found.replaced_samples == dict.fromkeys(DOMAINS, 0)
     assert summarise_ages([step_record(1)]) is None
     replaced = summarise_ages([{"step": 1, "replaced_samples/math": 3.0}])
@@ -156,6 +158,7 @@ def test_report_and_page(tmp_path: Path) -> None:
     ):
         assert text in page
     assert page.count('class="bar') == 3 and "refused: too old" in page
+    assert re.search(r'data-label="refused">8</td>\s*<td class="number" data-label="tokens">900</td>', page)
 
 
 def test_a_run_without_these_numbers_has_no_such_sections(tmp_path: Path) -> None:
