@@ -10,6 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
+from mopd.data_plane.ids import (
+    check_claims,
+    check_known,
+    check_lengths,
+    check_new,
+    check_unwritten,
+    check_written,
+    kept,
+)
 from mopd.data_plane.reading import DirectReader
 from mopd.data_plane.server import SampleServer
 from mopd.types import Batch, SampleMeta
@@ -53,30 +62,25 @@ class LocalDataPlane:
     async def put(self, metas: Sequence[SampleMeta], fields: Mapping[str, Sequence[Tensor]]) -> None:
         """See ``Storage.put``."""
         ids = [meta.sample_id for meta in metas]
-        _check_lengths(ids, fields)
-        existing = sorted({i for i in ids if i in self._metas} | {i for i, n in Counter(ids).items() if n > 1})
-        if existing:
-            raise KeyError(f"samples {short_ids(existing)} are put a second time")
-        kept = {name: _kept(values) for name, values in fields.items()}
+        check_lengths(ids, fields)
+        check_new(ids, self._metas)
+        tensors = {name: kept(values) for name, values in fields.items()}
         async with self._changed:
             with self._writing:
                 for i, meta in enumerate(metas):
                     self._metas[meta.sample_id] = meta
-                    self._fields[meta.sample_id] = {name: values[i] for name, values in kept.items()}
+                    self._fields[meta.sample_id] = {name: values[i] for name, values in tensors.items()}
             self._changed.notify_all()
 
     async def update(self, sample_ids: Sequence[int], fields: Mapping[str, Sequence[Tensor]]) -> None:
         """See ``Storage.update``."""
-        _check_lengths(sample_ids, fields)
-        self._require_samples(sample_ids)
-        for name in fields:
-            written = [i for i in sample_ids if name in self._fields[i]]
-            if written:
-                raise KeyError(f"field {name!r} of samples {short_ids(written)} is written a second time")
-        kept = {name: _kept(values) for name, values in fields.items()}
+        check_lengths(sample_ids, fields)
+        check_known(sample_ids, self._metas)
+        check_unwritten(sample_ids, fields, self._fields)
+        tensors = {name: kept(values) for name, values in fields.items()}
         async with self._changed:
             with self._writing:
-                for name, values in kept.items():
+                for name, values in tensors.items():
                     for sample_id, value in zip(sample_ids, values, strict=True):
                         self._fields[sample_id][name] = value
             self._changed.notify_all()
@@ -104,28 +108,22 @@ class LocalDataPlane:
 
     async def take(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
         """See ``Storage.take``."""
-        self._require_samples(sample_ids)
-        self._require_fields(sample_ids, fields)
-        claimed = [i for i in sample_ids if i in self._claimed]
-        if claimed:
-            raise KeyError(f"samples {short_ids(claimed)} are claimed a second time")
+        check_known(sample_ids, self._metas)
+        check_written(sample_ids, fields, self._fields)
+        check_claims(sample_ids, self._claimed, wanted=False, what="claimed a second time")
         self._claimed.update(sample_ids)
         return Batch(samples=tuple(self._metas[i] for i in sorted(sample_ids)))
 
     async def release(self, batch: Batch) -> None:
         """See ``Storage.release``."""
-        foreign = [i for i in batch.sample_ids if i not in self._claimed]
-        if foreign:
-            raise KeyError(f"samples {short_ids(foreign)} are released but not claimed")
+        check_claims(batch.sample_ids, self._claimed, wanted=True, what="released but not claimed")
         self._claimed.difference_update(batch.sample_ids)
         self._forget(batch.sample_ids)
 
     async def discard(self, sample_ids: Sequence[int]) -> None:
         """See ``Storage.discard``."""
-        self._require_samples(sample_ids)
-        claimed = [i for i in sample_ids if i in self._claimed]
-        if claimed:
-            raise KeyError(f"samples {short_ids(claimed)} are discarded but claimed")
+        check_known(sample_ids, self._metas)
+        check_claims(sample_ids, self._claimed, wanted=False, what="discarded but claimed")
         self._forget(sample_ids)
 
     async def close(self) -> None:
@@ -139,8 +137,8 @@ class LocalDataPlane:
     def _read(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
         """In any thread."""
         with self._writing:
-            self._require_samples(sample_ids)
-            self._require_fields(sample_ids, fields)
+            check_known(sample_ids, self._metas)
+            check_written(sample_ids, fields, self._fields)
             return {name: [self._fields[i][name] for i in sample_ids] for name in fields}
 
     def _forget(self, sample_ids: Sequence[int]) -> None:
@@ -161,31 +159,3 @@ class LocalDataPlane:
             f"{len(self._ready(fields))} ready, {len(open_ids)} unclaimed, {len(self._claimed)} claimed; lacking "
             + (", ".join(f"{name} ({n})" for name, n in sorted(lacking.items())) or "no field")
         )
-
-    def _require_samples(self, sample_ids: Sequence[int]) -> None:
-        unknown = [i for i in sample_ids if i not in self._metas]
-        if unknown:
-            raise KeyError(f"samples {short_ids(unknown)} are unknown")
-
-    def _require_fields(self, sample_ids: Sequence[int], fields: Sequence[str]) -> None:
-        for name in fields:
-            missing = [i for i in sample_ids if name not in self._fields[i]]
-            if missing:
-                raise KeyError(f"field {name!r} does not exist for samples {short_ids(missing)}")
-
-
-def _check_lengths(sample_ids: Sequence[int], fields: Mapping[str, Sequence[Tensor]]) -> None:
-    for name, values in fields.items():
-        if len(values) != len(sample_ids):
-            raise ValueError(f"field {name!r} has {len(values)} tensors for {len(sample_ids)} samples")
-
-
-def _kept(values: Sequence[Tensor]) -> list[Tensor]:
-    """As they are sent: without gradient, on the CPU, contiguous."""
-    return [value.detach().cpu().contiguous() for value in values]
-
-
-def short_ids(ids: Sequence[int]) -> str:
-    """Ids for a message: the first eight and a count."""
-    listed = list(ids)
-    return str(listed) if len(listed) <= 8 else f"{listed[:8]} and {len(listed) - 8} more"

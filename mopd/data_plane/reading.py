@@ -12,6 +12,8 @@ from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
 from mopd.data_plane.frames import FrameError, from_frames, packed, unpacked
+from mopd.data_plane.interface import Reader
+from mopd.data_plane.queue_plane import QueueReader
 from mopd.data_plane.server import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS, Read
 from mopd.types import UserError
 
@@ -146,3 +148,12 @@ class SocketReader:
             f"data plane: process {self._pid}, which holds the samples, has ended or lets nobody in ({self._url}): see "
             "its last lines; what was trained is in the last checkpoint (--resume)"
         )
+
+
+def open_reader(address: dict[str, Any], *, timeout_s: float) -> Reader:
+    """The reader that fits ``Storage.address`` of a storage in another process; ``timeout_s`` is its every wait's.
+
+    Raises:
+        UserError: nobody answers there.
+    """
+    return (QueueReader if address["type"] == "transfer_queue" else SocketReader)(address, timeout_s=timeout_s)

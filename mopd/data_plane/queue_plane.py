@@ -1,0 +1,207 @@
+"""Samples in TransferQueue: a storage and readers that keep the rules of ``interface.py`` on top of it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mopd.conversion.job import sha256_of
+from mopd.data_plane.ids import (
+    check_claims,
+    check_known,
+    check_lengths,
+    check_new,
+    check_unwritten,
+    check_written,
+    kept,
+)
+from mopd.data_plane.transfer_queue import QueueClient
+from mopd.files.json_text import read_json_object
+from mopd.files.writing import write_json
+from mopd.types import Batch, SampleMeta, UserError
+
+HASHES = "files.json"
+"""In a folder of ``save``: SHA-256 by file name, written last."""
+
+
+class QueuePlane:
+    """Implements ``Storage``. One process writes; it remembers names of fields, never a tensor."""
+
+    def __init__(self, address: Mapping[str, Any], *, timeout_s: float, end: Callable[[], None]) -> None:
+        """Connect to a queue that is this run's alone; ``end`` ends it, in ``close``."""
+        self._address = dict(address)
+        self._client = QueueClient(address, timeout_s=timeout_s)
+        self._end = end
+        self._held: dict[int, set[str]] = {}
+        self._claimed: set[int] = set()
+
+    @property
+    def num_samples(self) -> int:
+        """See ``Storage.num_samples``."""
+        return len(self._held)
+
+    @property
+    def address(self) -> dict[str, Any]:
+        """See ``Storage.address``."""
+        return self._address
+
+    async def put(self, metas: Sequence[SampleMeta], fields: Mapping[str, Sequence[Tensor]]) -> None:
+        """See ``Storage.put``."""
+        ids = [meta.sample_id for meta in metas]
+        check_lengths(ids, fields)
+        check_new(ids, self._held)
+        if not ids:
+            return
+        batch = await self._client.retrieve(ids, create=True)
+        await self._client.write(batch, {name: kept(fields[name]) for name in fields}, [asdict(meta) for meta in metas])
+        self._held.update({i: set(fields) for i in ids})
+
+    async def update(self, sample_ids: Sequence[int], fields: Mapping[str, Sequence[Tensor]]) -> None:
+        """See ``Storage.update``."""
+        check_lengths(sample_ids, fields)
+        check_known(sample_ids, self._held)
+        check_unwritten(sample_ids, fields, self._held)
+        if not sample_ids:
+            return
+        batch = await self._client.retrieve(sample_ids)
+        await self._client.write(batch, {name: kept(fields[name]) for name in fields}, batch.custom_meta)
+        for sample_id in sample_ids:
+            self._held[sample_id].update(fields)
+
+    async def get(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
+        """See ``Storage.get``."""
+        return await _read(self._client, sample_ids, fields)
+
+    async def take(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
+        """See ``Storage.take``. The controller actor says from its tags what the samples are, and which fields they
+        have."""
+        check_known(sample_ids, self._held)
+        check_written(sample_ids, fields, self._held)
+        check_claims(sample_ids, self._claimed, wanted=False, what="claimed a second time")
+        batch = await _retrieve(self._client, sample_ids, fields)
+        self._claimed.update(sample_ids)
+        metas = [SampleMeta(**tag) for tag in batch.custom_meta]
+        return Batch(samples=tuple(sorted(metas, key=lambda meta: meta.sample_id)))
+
+    async def release(self, batch: Batch) -> None:
+        """See ``Storage.release``."""
+        check_claims(batch.sample_ids, self._claimed, wanted=True, what="released but not claimed")
+        await self._forget(batch.sample_ids)
+        self._claimed.difference_update(batch.sample_ids)
+
+    async def discard(self, sample_ids: Sequence[int]) -> None:
+        """See ``Storage.discard``."""
+        check_known(sample_ids, self._held)
+        check_claims(sample_ids, self._claimed, wanted=False, what="discarded but claimed")
+        await self._forget(sample_ids)
+
+    async def save(self, folder: Path) -> None:
+        """Write all samples into ``folder``, which every actor's machine sees, with a hash of each file."""
+        folder.mkdir(parents=True)
+        await self._client.save(str(folder.resolve()))
+        write_json(folder / HASHES, {name: sha256_of(folder / name) for name in _files(folder)})
+
+    async def load(self, folder: Path, fields: Sequence[str]) -> list[SampleMeta]:
+        """Read what ``save`` wrote, into an empty storage; returns the samples that have all ``fields``, unclaimed. The
+        others are forgotten.
+
+        Raises:
+            UserError: a file is missing, strange or changed, which is noticed before any is read; or the number of
+                storage units is another.
+        """
+        if self._held:
+            raise RuntimeError(f"samples are loaded into a storage that holds {len(self._held)}")
+        _verify(folder, len(self._address["units"]))
+        await self._client.load(str(folder.resolve()))
+        finished: list[int] = []
+        unfinished: list[int] = []
+        for sample_id in await self._client.sample_ids():
+            batch = await self._client.retrieve([sample_id])
+            self._held[sample_id] = set(batch.field_names)
+            (finished if self._held[sample_id].issuperset(fields) else unfinished).append(sample_id)
+        await self._forget(unfinished)
+        if not finished:
+            return []
+        return [SampleMeta(**tag) for tag in (await self._client.retrieve(finished)).custom_meta]
+
+    async def close(self) -> None:
+        """See ``Storage.close``."""
+        self._client.close()
+        self._held.clear()
+        self._claimed.clear()
+        self._end()
+
+    async def _forget(self, sample_ids: Sequence[int]) -> None:
+        if sample_ids:
+            await self._client.clear(await self._client.retrieve(sample_ids))
+        for sample_id in sample_ids:
+            del self._held[sample_id]
+
+
+class QueueReader:
+    """Implements ``Reader``; the calling thread waits, on an event loop of the reader's own."""
+
+    def __init__(self, address: Mapping[str, Any], *, timeout_s: float) -> None:
+        """Connect; ``timeout_s`` is the deadline of each call.
+
+        Raises:
+            UserError: nobody answers.
+        """
+        self.bytes_received = 0
+        self._turn = threading.Lock()
+        self._client = QueueClient(address, timeout_s=timeout_s)
+        self._loop = asyncio.new_event_loop()
+
+    def fetch(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
+        """See ``Reader.fetch``."""
+        with self._turn:
+            values = self._loop.run_until_complete(_read(self._client, sample_ids, fields))
+            self.bytes_received += sum(tensor.nbytes for tensors in values.values() for tensor in tensors)
+            return values
+
+    def close(self) -> None:
+        """See ``Reader.close``."""
+        self._client.close()
+        self._loop.close()
+
+
+async def _read(client: QueueClient, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
+    if not sample_ids or not fields:
+        return {name: [] for name in fields}
+    return await client.read(await _retrieve(client, sample_ids, fields), fields)
+
+
+async def _retrieve(client: QueueClient, sample_ids: Sequence[int], fields: Sequence[str]) -> Any:
+    """Metadata of samples; ``KeyError`` unless the queue has them all, with these fields."""
+    batch = await client.retrieve(sample_ids)
+    check_known(sample_ids, {tag["sample_id"] for tag in batch.custom_meta})
+    if not set(fields) <= set(batch.field_names):  # those that all of them have
+        by_sample = {i: (await client.retrieve([i])).field_names for i in sample_ids}
+        check_written(sample_ids, fields, by_sample)
+    return batch
+
+
+def _files(folder: Path) -> list[str]:
+    """Names below ``folder`` of all files but ``HASHES``."""
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+    return sorted(name for name in names if name != HASHES)
+
+
+def _verify(folder: Path, num_units: int) -> None:
+    said = read_json_object(folder / HASHES, cure="without this folder the samples are drawn again")
+    if sorted(said) != _files(folder):
+        raise UserError(f"{folder}: other files than {HASHES} names: the samples cannot be read back")
+    if (num_saved := sum(name.endswith(".pkl") for name in said) - 1) != num_units:
+        raise UserError(
+            f"{folder}: written by {num_saved} storage units, which data_plane.num_storage_units {num_units} cannot "
+            f"read: set it to {num_saved}"
+        )
+    for name, digest in said.items():
+        if (folder / name).is_symlink() or sha256_of(folder / name) != digest:
+            raise UserError(f"{folder / name}: not what was written (SHA-256): the samples cannot be read back")

@@ -1,0 +1,222 @@
+"""The door to the TransferQueue package: its actors, and calls of its client that always end.
+
+::
+
+    storage (writes, clears, claims) ──┐            ┌── controller (actor): keys, tags, which fields are there
+    reader on a student rank ──────────┴── ZeroMQ ──┴── storage units (actors): tensors, a sample in one of them
+
+Its own ``init`` joins whatever queue it finds on the cluster, by the name of an actor. Ours have no names: nobody finds
+them, and they end with the process that started them. Clients need addresses only, not Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mopd.types import UserError
+
+T = TypeVar("T")
+
+PARTITION = "samples"
+"""Of the queue, which may hold several."""
+STARTUP_S = 120.0
+"""For an actor to start and say where it listens."""
+PROBE_EVERY_S = 2.0
+"""Of a call that has no answer yet, between looks at whether the actors still listen."""
+PROBE_TIMEOUT_S = 5.0
+"""For the system to accept a connection, however busy the actor is."""
+NUM_PROBES = 3
+"""Without an answer at all, after which a machine is gone."""
+
+_numbers = itertools.count()
+
+
+def start_actors(ray: Any, num_storage_units: int, *, num_cpus: float) -> tuple[list[Any], dict[str, Any]]:
+    """Start a controller and storage units, of ``num_cpus`` each, on a connected Ray.
+
+    Returns:
+        The actors' handles, and the address for ``QueueClient``.
+
+    Raises:
+        UserError: the package is missing, or the actors did not start within ``STARTUP_S``.
+    """
+    _load()
+    from transfer_queue.controller import TransferQueueController
+    from transfer_queue.storage.simple_storage import SimpleStorageUnit
+
+    options = {"num_cpus": num_cpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+    config = {"num_data_storage_units": num_storage_units, "total_storage_size": None}
+    actors = [TransferQueueController.options(**options).remote()]
+    actors += [SimpleStorageUnit.options(**options).remote(config=config) for _ in range(num_storage_units)]
+    try:
+        controller, *units = ray.get([actor.get_zmq_server_info.remote() for actor in actors], timeout=STARTUP_S)
+    except ray.exceptions.GetTimeoutError as error:
+        end_actors(ray, actors)
+        raise UserError(
+            f"data_plane: TransferQueue's {len(actors)} actors did not start on the Ray cluster within {STARTUP_S:g} "
+            "s: free the cluster, or lower data_plane.num_storage_units"
+        ) from error
+    except ray.exceptions.RayError as error:
+        end_actors(ray, actors)
+        raise UserError(
+            "data_plane: TransferQueue's actors ended as they started (is the same mopd installed on every node?): "
+            f"{str(error).strip().splitlines()[-1]}"
+        ) from error
+    address = {"controller": _to_json(controller), "units": [_to_json(unit) for unit in units]}
+    return actors, {"type": "transfer_queue", **address}
+
+
+def end_actors(ray: Any, actors: Sequence[Any]) -> None:
+    """End them now; what they hold is lost."""
+    for actor in actors:
+        ray.kill(actor)
+
+
+class QueueClient:
+    """One process's connection. Every call ends: with its result, at the deadline, or soon after an actor has ended.
+
+    Calls run on one event loop at a time. Samples are a batch's metadata here, as ``retrieve`` gives it.
+    """
+
+    def __init__(self, address: Mapping[str, Any], *, timeout_s: float) -> None:
+        """Connect; ``timeout_s`` is the deadline of each call.
+
+        Raises:
+            UserError: the package is missing, or nobody answers.
+        """
+        _load()
+        from transfer_queue.client import AsyncTransferQueueClient
+        from transfer_queue.utils.enum_utils import Role
+        from transfer_queue.utils.zmq_utils import ZMQServerInfo
+
+        self._timeout_s = timeout_s
+        self._servers = {"controller": address["controller"]}
+        self._servers |= {f"storage unit {i}": unit for i, unit in enumerate(address["units"])}
+        name = f"mopd-{os.getpid()}-{next(_numbers)}"
+        controller = ZMQServerInfo(role=Role.CONTROLLER, **address["controller"])
+        # Their order decides which unit holds a sample.
+        units = {unit["id"]: ZMQServerInfo(role=Role.STORAGE, **unit) for unit in address["units"]}
+        self._client = AsyncTransferQueueClient(name, controller, zmq_io_threads=2)
+        try:
+            self._client.initialize_storage_manager("SimpleStorage", {"zmq_info": units})
+        except TimeoutError as error:
+            self._client.close()
+            raise UserError(f"data plane: {self._shown('controller')} does not answer") from error
+
+    def close(self) -> None:
+        """Nothing is under way."""
+        self._client.close()
+
+    async def retrieve(self, sample_ids: Sequence[int], *, create: bool = False) -> Any:
+        """Metadata of samples, in order; those that are unknown are left out, or created."""
+        keys = [str(i) for i in sample_ids]
+        return await self._call(self._client.async_kv_retrieve_meta(keys, PARTITION, create=create))
+
+    async def write(
+        self, batch: Any, fields: Mapping[str, Sequence[Tensor]], tags: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Add fields to samples, and give them tags."""
+        from tensordict import TensorDict
+
+        jagged = {name: torch.nested.as_nested_tensor(list(fields[name]), layout=torch.jagged) for name in fields}
+        batch.update_custom_meta([dict(tag) for tag in tags])
+        # Not through the client's ``async_put``, which changes the process's number of threads meanwhile.
+        await self._call(self._client.storage_manager.put_data(TensorDict(jagged, batch_size=[batch.size]), batch))
+        await self._call(self._client.async_set_custom_meta(batch))
+
+    async def read(self, batch: Any, names: Sequence[str]) -> dict[str, list[Tensor]]:
+        """Fields of samples, all of which have them."""
+        data = await self._call(self._client.storage_manager.get_data(batch.select_fields(list(names))))
+        return {name: list(data[name].unbind()) for name in names}
+
+    async def clear(self, batch: Any) -> None:
+        """Forget samples."""
+        await self._call(self._client.async_clear_samples(batch))
+
+    async def sample_ids(self) -> list[int]:
+        """All that are held."""
+        listed = await self._call(self._client.async_kv_list(PARTITION))
+        return sorted(int(key) for key in listed.get(PARTITION, {}))
+
+    async def save(self, folder: str) -> None:
+        """Write everything into a folder that every actor's machine sees."""
+        await self._call(self._client.async_save_controller_checkpoint(f"{folder}/controller.pkl"))
+        await self._call(self._client.async_save_storage_checkpoint(folder))
+
+    async def load(self, folder: str) -> None:
+        """Inverse of ``save``. The actors unpickle the files: the caller knows them to be its own."""
+        await self._call(self._client.async_load_storage_checkpoint(folder))
+        await self._call(self._client.async_load_controller_checkpoint(f"{folder}/controller.pkl"))
+
+    async def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(work)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout_s
+        silent: dict[str, int] = {}
+        try:
+            while True:
+                left = deadline - loop.time()
+                done, _ = await asyncio.wait({task}, timeout=max(0.0, min(PROBE_EVERY_S, left)))
+                if done:
+                    return task.result()
+                if left <= 0:
+                    raise UserError(
+                        f"data plane: TransferQueue did not answer within {self._timeout_s:g} s "
+                        "(schedule.wait_timeout_s)"
+                    )
+                await self._require_alive(silent)
+        except (RuntimeError, ValueError) as error:
+            raise UserError(f"data plane: TransferQueue refused a call: {error}") from error
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _require_alive(self, silent: dict[str, int]) -> None:
+        """``UserError`` once a server's machine refuses connections, or has been ``silent`` several times."""
+        for name, server in self._servers.items():
+            port = server["ports"].get("put_get_socket") or server["ports"]["request_handle_socket"]
+            try:
+                _, writer = await asyncio.wait_for(asyncio.open_connection(server["ip"], port), PROBE_TIMEOUT_S)
+            except asyncio.TimeoutError:
+                silent[name] = silent.get(name, 0) + 1
+                if silent[name] < NUM_PROBES:
+                    continue
+            except OSError:
+                silent[name] = NUM_PROBES
+            else:
+                silent[name] = 0
+                writer.close()
+                continue
+            raise UserError(
+                f"data plane: {self._shown(name)} has ended, and the samples that it held with it: what was trained is "
+                "in the last checkpoint (--resume)"
+            )
+
+    def _shown(self, name: str) -> str:
+        server = self._servers[name]
+        return f"TransferQueue's {name} ({server['ip']}, ports {sorted(server['ports'].values())})"
+
+
+def _load() -> None:
+    """Import the package, and keep its own words from the lines of a run: its errors are raised all the same."""
+    try:
+        import transfer_queue  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "data_plane.type is transfer_queue, but the package is not installed: pip install 'mopd[ray]'"
+        ) from error
+    for name in list(logging.root.manager.loggerDict):
+        if name.split(".")[0] == "transfer_queue":
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+def _to_json(server: Any) -> dict[str, Any]:
+    return {"id": server.id, "ip": server.ip, "ports": dict(server.ports)}
