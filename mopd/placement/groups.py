@@ -217,10 +217,8 @@ class InProcessGroup:
         await asyncio.sleep(HEAD_START_S)
         for file in self.plan.files:
             self._engines.append(await load_engine(file, self._device))
-        return [
-            Replica(name=self.plan.replica_name(i), engine=engine, limits=(await engine.info()).limits)
-            for i, engine in enumerate(self._engines)
-        ]
+        # Without limits: an engine of this process gets whole batches, cut the same way in every run.
+        return [Replica(name=self.plan.replica_name(i), engine=engine) for i, engine in enumerate(self._engines)]
 
     def watch(self, router: Router) -> None:
         """See ``Placement.watch``."""

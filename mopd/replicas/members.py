@@ -141,7 +141,8 @@ class Member:
         if own.max_running_tokens is not None:
             self._max_prompt_tokens = min(own.max_running_tokens, own.max_queued_tokens or own.max_running_tokens)
         self._max_sequences = math.inf if own.max_sequences is None else own.max_sequences
-        self._spare = 0 if own.max_sequences is None else max(1, own.max_sequences // SPARE_SHARE)
+        self.spare_sequences = None if own.max_sequences is None else max(1, own.max_sequences // SPARE_SHARE)
+        """Sequences that it is given beyond those that it works on."""
         counters.payload_starts(replica.engine)
 
     def serves(self, version: int | None) -> bool:
@@ -160,7 +161,7 @@ class Member:
 
     @property
     def is_short_of_work(self) -> bool:
-        """Its own queue of sequences is empty, or about to be: it is filled up again."""
+        """Its own queue of sequences is empty: it is filled up again."""
         return self.in_flight.sequences <= self._max_sequences
 
     def has_room(self, room: Room) -> bool:
@@ -168,10 +169,9 @@ class Member:
         if self.in_flight.tokens == 0:
             return True
         most = self._max_prompt_tokens if room.sequences else self._max_tokens
-        sequences = self.in_flight.sequences + room.sequences
-        return self.in_flight.tokens + room.tokens <= most and (
-            sequences <= self._max_sequences + self._spare or self.is_short_of_work
-        )
+        most_sequences = self._max_sequences + (self.spare_sequences or 0)
+        after = self.in_flight + room
+        return after.tokens <= most and after.sequences <= most_sequences
 
     def state(self, version: int | None) -> str:
         """See ``ReplicaNumbers.state``."""

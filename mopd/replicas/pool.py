@@ -60,6 +60,12 @@ class Pool(Generic[WantT]):
         """All replicas that are not gone."""
         return tuple(self._members.values())
 
+    @property
+    def max_sequences(self) -> int | None:
+        """Responses that one caller's request may ask for, so that it follows at once what ends at a replica; ``None``
+        where no replica has told how many it works on."""
+        return min((m.spare_sequences for m in self.members if m.spare_sequences is not None), default=None)
+
     def member(self, name: str) -> Member:
         """``KeyError`` for a replica that does not exist or is gone."""
         return self._members[name]

@@ -203,6 +203,9 @@ class Router:
 
         most = min(self._routing.max_tokens_per_request, self._routing.max_inflight_tokens)
         parts = cut([room.load for room in rooms], max_tokens=most, num_replicas=self._num_planned)
+        size = self._pool.max_sequences
+        if size is not None and rooms and rooms[0].sequences:
+            parts = [part[i : i + size] for part in parts for i in range(0, len(part), size)]
         await all_or_none(see(positions, (number, i)) for i, positions in enumerate(parts))
         return [failures[i] if i in failures else call.answers[i] for i in range(len(rooms))]
 

@@ -287,6 +287,25 @@ def test_a_replica_never_runs_dry_and_gets_few_requests() -> None:
     assert engine.most_running == 36 and len(engine.calls) <= 400 / 4
 
 
+def test_one_caller_keeps_a_replica_full_too() -> None:
+    """Of 300 short prompts, which would fit into one request."""
+    engine = Teller()
+    router = make_rollout([engine], max_sequences=32)
+    seconds = [min(random.Random(i).paretovariate(1.2), 20.0) for i in range(300)]
+
+    async def work() -> None:
+        task = asyncio.create_task(generate(router, list(enumerate(seconds))))
+        await asyncio.sleep(0.5)
+        while router._pool._waiters:
+            assert 32 <= engine.running <= 36
+            await asyncio.sleep(0.01)
+        await task
+        await settle(router, [engine])
+
+    run(work)
+    assert max(map(len, engine.calls)) == 4 and len(engine.calls) <= 80
+
+
 def test_long_responses_do_not_take_the_room_of_the_whole_group() -> None:
     """256 sequences at a time with 16k tokens each, where the old bound by the longest response left 7."""
     engine = Teller()
