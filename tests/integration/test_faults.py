@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mopd.config.schema import Recipe
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import Scores, StaleWeights
+from mopd.engines.interface import Generation, SamplingParams, Scores, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
 from mopd.placement import server_group as placement_of_servers
 from mopd.placement.interface import ROLLOUT
@@ -210,6 +210,44 @@ def test_a_server_killed_during_an_update_never_serves_half_of_it(
         drawn = list(await engine.generate(prompts, SAMPLING, seeds))
         await engine.close()
         return drawn
+
+    run(work())
+
+
+def test_a_replica_killed_in_mid_response_loses_and_doubles_none_of_many_callers(models: World, tmp_path: Path) -> None:
+    """What had been told is not drawn again; the rest is, and is the same: it follows from prompt, seed and weights."""
+    recipe = make_recipe(models, tmp_path, rollout={"replicas": 2, "placement": LOCAL, "max_response_length": 24})
+    student = Student(models.student)
+    sampling = SamplingParams(max_new_tokens=24)
+    prompts = [[3 + i % 40, 5, 7 + i % 11] for i in range(160)]
+    told: list[int] = []
+
+    async def work() -> None:
+        local = TorchEngine.empty(models.student, make_engine())
+        await local.load_weights(student.weights.items(), 1)
+        right = await local.generate(prompts, sampling, range(160))
+        async with started(recipe, None, [ROLLOUT], student) as (groups, routers):
+            await student.publish(1)
+            router = routers[ROLLOUT]
+
+            async def caller(i: int) -> list[Generation]:
+                own = [2 * i, 2 * i + 1]
+                return await router.generate(
+                    [prompts[j] for j in own], sampling, own, told=lambda k, given: told.append(own[k])
+                )
+
+            callers = [asyncio.create_task(caller(i)) for i in range(80)]
+            await until(lambda: bool(told))
+            os.kill(pid_of(groups, ROLLOUT, 0), signal.SIGKILL)
+            assert len(told) < 160, "too fast for this test"
+            drawn = [generation for pair in await asyncio.gather(*callers) for generation in pair]
+            numbers = router.take_numbers()
+            assert sorted(told) == list(range(160))
+            assert sum(replica.num_samples for replica in numbers.replicas) == 160 and numbers.retries > 0
+            assert sum(replica.num_requests for replica in numbers.replicas) < 80
+        for one, other in zip(drawn, right, strict=True):
+            assert one.tokens.tolist() == other.tokens.tolist()
+            assert set(one.token_versions.tolist()) == {1}
 
     run(work())
 
