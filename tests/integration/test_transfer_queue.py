@@ -20,7 +20,7 @@ from mopd.config.schema import TransferQueueConfig
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.queue_plane import HASHES, QueuePlane
 from mopd.placement.ray.connection import connect, disconnect
-from mopd.placement.ray.storage import open_storage
+from mopd.placement.storage import open_queue
 from mopd.types import SampleMeta, UserError
 from tests.parity.student.samples import make_samples
 
@@ -65,11 +65,9 @@ def planes(cluster: Any) -> tuple[QueuePlane, QueuePlane]:
 
 
 def open_plane(**changes: Any) -> QueuePlane:
-    plane = open_storage(
-        TransferQueueConfig(type="transfer_queue", num_storage_units=NUM_UNITS, **changes), host=None, timeout_s=60
+    return open_queue(
+        TransferQueueConfig(**{"type": "transfer_queue", "num_storage_units": NUM_UNITS, **changes}), timeout_s=60
     )
-    assert isinstance(plane, QueuePlane)
-    return plane
 
 
 def actor_processes() -> dict[str, psutil.Process]:
@@ -109,7 +107,7 @@ def test_both_planes_keep_the_same_rules_and_bits(planes: tuple[QueuePlane, Queu
             for i, tensor in zip(order, tensors, strict=True):
                 assert (tensor.dtype, tensor.shape) == (fields[name][i].dtype, fields[name][i].shape), name
                 assert torch.equal(tensor.view(torch.uint8), fields[name][i].contiguous().view(torch.uint8)), name
-        batch = await plane.take([3, 1], ["tokens", "teacher_ids"])
+        batch = await plane.claim([3, 1], ["tokens", "teacher_ids"])
         said += [batch.samples == (metas[1], metas[3]), plane.num_samples]
         for call in (
             plane.put([metas[0]], {"tokens": [torch.zeros(1)]}),
@@ -117,9 +115,9 @@ def test_both_planes_keep_the_same_rules_and_bits(planes: tuple[QueuePlane, Queu
             plane.update([1, 2], {"tokens": [torch.zeros(1)] * 2}),
             plane.update([99], {"x": [torch.zeros(1)]}),
             plane.get([99, 1], ["tokens"]),
-            plane.take([1, 2], ["tokens"]),
-            plane.take([4, 2], ["teacher_ids"]),
-            plane.take([99], []),
+            plane.claim([1, 2], ["tokens"]),
+            plane.claim([4, 2], ["teacher_ids"]),
+            plane.claim([99], []),
             plane.discard([3]),
             plane.release(type(batch)(samples=(metas[5],))),
         ):
@@ -199,7 +197,7 @@ async def check_saving(plane: QueuePlane, other: QueuePlane, folder: Path) -> No
     got = await other.get([2, 0], ["teacher_logprobs"])
     assert torch.equal(got["teacher_logprobs"][0], fields["teacher_logprobs"][2])
     await other.put([metas[7]], {"tokens": [fields["tokens"][7]]})
-    await other.release(await other.take([0, 1, 2, 3], FINISHED))
+    await other.release(await other.claim([0, 1, 2, 3], FINISHED))
     assert other.num_samples == 1
 
 
@@ -220,7 +218,7 @@ async def check_kills(plane: QueuePlane, process: subprocess.Popen[str]) -> None
     for actor in actor_processes().values():
         actor.kill()
     with pytest.raises(UserError, match=r"TransferQueue's controller .* has ended"):
-        await plane.take([1], ["tokens"])
+        await plane.claim([1], ["tokens"])
 
 
 def test_one_run_uses_one_cluster(cluster: Any) -> None:
@@ -233,7 +231,5 @@ def test_a_full_cluster_is_told(cluster: Any, monkeypatch: pytest.MonkeyPatch) -
     address = cluster.get_runtime_context().gcs_address
     monkeypatch.setattr("mopd.placement.ray.connection._open.address", address)
     with pytest.raises(UserError, match=r"TransferQueue needs 65 free CPUs .* num_storage_units 64\), and \d+ are"):
-        open_storage(
-            TransferQueueConfig(type="transfer_queue", address=address, num_storage_units=64), host=None, timeout_s=5
-        )
+        open_plane(address=address, num_storage_units=64)
     assert actor_processes() == {}

@@ -64,7 +64,7 @@ class RayCluster:
             UserError: the package is missing, the cluster cannot be reached, or the plans do not fit.
         """
         needs = _needs(plans)
-        ray = _connect(plans, list(needs.values()), gpus)
+        ray = _connect(plans, gpus)
         cluster = cls(ray, needs, log_dir)
         try:
             await _wait_for_room(list(needs.values()), ray)
@@ -272,18 +272,22 @@ def _shortage(need: Need, needs: Sequence[Need], nodes: Sequence[Node]) -> str:
     )
 
 
-def _connect(plans: Sequence[GroupPlan], needs: Sequence[Need], gpus: Sequence[int]) -> Any:
+def _connect(plans: Sequence[GroupPlan], gpus: Sequence[int]) -> Any:
     """The ``ray`` module, connected."""
     addresses = {plan.group.placement.address for plan in plans if isinstance(plan.group.placement, RayConfig)}
     if len(addresses) > 1:
         names = ", ".join(str(address) for address in sorted(addresses, key=str))
         raise UserError(f"placement.address names several Ray clusters ({names}): one run uses one")
     (address,) = addresses
-    wanted_cpus = sum(need.count * need.num_cpus for need in needs)
-    cores = os.cpu_count() or 1
-    if address is None and wanted_cpus > cores:
-        logger.warning("Ray replicas want %g CPUs and this machine has %d: they share them", wanted_cpus, cores)
-    return connect("placement", address, num_cpus=wanted_cpus, gpus=gpus)
+    wanted, cores = wanted_cpus(plans), os.cpu_count() or 1
+    if address is None and wanted > cores:
+        logger.warning("Ray replicas want %g CPUs and this machine has %d: they share them", wanted, cores)
+    return connect("placement", address, num_cpus=wanted, gpus=gpus)
+
+
+def wanted_cpus(plans: Sequence[GroupPlan]) -> float:
+    """Logical CPUs of all replicas of groups on Ray."""
+    return sum(need.count * need.num_cpus for need in _needs(plans).values())
 
 
 def _reservation(plan: GroupPlan) -> str:

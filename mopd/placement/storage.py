@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from mopd.config.schema import LocalPlaneConfig, TransferQueueConfig
+from mopd.config.groups import RayConfig
+from mopd.config.schema import LocalPlaneConfig, Recipe, TransferQueueConfig
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.queue_plane import QueuePlane
 from mopd.data_plane.transfer_queue import end_actors, start_actors
+from mopd.placement.gpus import share_gpus, this_machine
+from mopd.placement.groups import plan_groups
+from mopd.placement.ray.cluster import wanted_cpus
 from mopd.placement.ray.connection import connect, disconnect
 from mopd.types import UserError
 
@@ -16,20 +21,34 @@ RELEASE_S = 10.0
 """For a cluster to notice that what it shows as taken was given back: a run that ended just before."""
 
 
-def open_storage(
-    config: LocalPlaneConfig | TransferQueueConfig, *, host: str | None, timeout_s: float
-) -> LocalDataPlane | QueuePlane:
-    """Open it for readers on this machine, or on others too, which call this one ``host``. Replicas on Ray come first:
-    their cluster is used.
+def open_storage(recipe: Recipe, *, host: str | None) -> LocalDataPlane | QueuePlane:
+    """Open it for readers on this machine, or on others too, which call this one ``host``.
+
+    A cluster of this machine alone, which replicas on Ray share, is started with room for them.
 
     Raises:
         UserError: nothing can listen, or the cluster cannot be reached or has no room.
     """
+    config = recipe.data_plane
     if isinstance(config, LocalPlaneConfig):
         plane = LocalDataPlane()
         plane.serve(host=host)
         return plane
-    ray = connect("data_plane", config.address, num_cpus=1, gpus=())
+    plans = plan_groups(recipe)
+    on_ray = [plan for plan in plans.values() if isinstance(plan.group.placement, RayConfig)]
+    gpus = share_gpus({key: plan.group for key, plan in plans.items()}, this_machine()).rest if on_ray else ()
+    return open_queue(config, timeout_s=recipe.schedule.wait_timeout_s, num_cpus=wanted_cpus(on_ray), gpus=gpus)
+
+
+def open_queue(
+    config: TransferQueueConfig, *, timeout_s: float, num_cpus: float = 0, gpus: Sequence[int] = ()
+) -> QueuePlane:
+    """A queue of our own on the cluster; one of this machine alone starts with ``num_cpus`` and ``gpus`` for others.
+
+    Raises:
+        UserError: see ``open_storage``.
+    """
+    ray = connect("data_plane", config.address, num_cpus=num_cpus, gpus=gpus)
     actors: list[Any] = []
 
     def end() -> None:
