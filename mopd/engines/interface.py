@@ -172,6 +172,9 @@ class Generator(Protocol):
 class TakesWeights(Protocol):
     """An engine whose weights can be replaced."""
 
+    weight_version: int
+    """Of the last ``load_weights``."""
+
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """Replace all weights by ``(hf_name, tensor)`` pairs. Before the first one is replaced it raises, and the old
         ones answer on: ``ValueError`` if a name or shape does not match or a weight is missing, ``NonFiniteError`` for

@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from mopd.engines.clients.remote import RemoteEngine, push_staged
-from mopd.engines.interface import EngineRejected, EngineUnavailable, OnRunning
+from mopd.engines.interface import EngineRejected, EngineUnavailable, OnRunning, TakesWeights
 from mopd.replicas.router import Router
 from mopd.types import UserError
 from mopd.wire.weights import StagedWeights, stage_updates
@@ -82,15 +82,14 @@ class GroupWeightSync:
             return lacking
 
     async def _load(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        engines: list[Any] = [replica.engine for replica in self._router.replicas]
+        engines = [cast(TakesWeights, replica.engine) for replica in self._router.replicas]
         # Each holds the whole set before it replaces a weight; several share one, as a stream is read once.
         source = weights if len(engines) == 1 else list(weights)
         for engine in engines:
             await engine.load_weights(source, weight_version)
             if engine.weight_version != weight_version:
                 raise RuntimeError(
-                    f"a rollout replica answers with weights {engine.weight_version} after {weight_version} "
-                        "was sent"
+                    f"a rollout replica answers with weights {engine.weight_version} after {weight_version} was sent"
                 )
         self._router.set_weight_version(weight_version)
 

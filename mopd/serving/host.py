@@ -233,9 +233,9 @@ class ThreadHost(EngineHost):
                 self._arrival.clear()
                 continue
             items = [item for job in batch for item in job.items]
-            tell = functools.partial(loop.call_soon_threadsafe, _teller(batch))
             try:
-                results = await loop.run_in_executor(self._pool, self._compute, batch[0].call, items, tell)
+                work = functools.partial(self._compute, batch[0].call, items, _teller(batch, loop))
+                results = await loop.run_in_executor(self._pool, work)
             except asyncio.CancelledError:
                 for job in batch:
                     job.result.cancel()
@@ -277,13 +277,16 @@ class ThreadHost(EngineHost):
         return batch
 
 
-def _teller(batch: Sequence[_Job]) -> Callable[[int, Any], None]:
-    """``tell(i, result)`` of a joined call, where i counts the items of all jobs."""
+def _teller(batch: Sequence[_Job], loop: asyncio.AbstractEventLoop) -> Callable[[int, Any], None]:
+    """``tell(i, result)`` of a joined call, where i counts the items of all jobs; for any thread."""
     owners = [(job, i) for job in batch for i in range(len(job.items))]
 
-    def tell(place: int, result: Any) -> None:
+    def pass_on(place: int, result: Any) -> None:
         job, i = owners[place]
         if job.told is not None and not job.result.done():
             job.told(i, result)
+
+    def tell(place: int, result: Any) -> None:
+        loop.call_soon_threadsafe(pass_on, place, result)
 
     return tell
