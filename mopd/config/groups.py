@@ -100,7 +100,8 @@ Engine = AutoEngineConfig | SettledEngine
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoPlacementConfig:
     """``in_process`` without CUDA; with it ``local`` where enough GPUs are free of trainer ranks and other groups, else
-    ``in_process`` where everything fits on rank 0's GPU. Too few GPUs are an error with the table of who wants what."""
+    ``in_process`` where everything fits on rank 0's GPU. Always ``local`` with ``schedule.max_staleness`` above 0. Too
+    few GPUs are an error with the table of who wants what."""
 
     type: Literal["auto"] = "auto"
     """Placement type; ``mopd config`` prints what it becomes, and why."""
@@ -152,7 +153,7 @@ class RayConfig:
     """GPUs of one replica; at least ``engine.tensor_parallel_size`` where there are GPUs."""
     shared_pool: str | None = None
     """Name of a pool that several groups share by turns: only one is awake at a time, the least recently used sleeps
-    first. Absent: resources of its own."""
+    first, and nobody for longer than half a minute while others wait. Absent: resources of its own."""
     startup_timeout_s: float = 600.0
     """Deadline for a replica to become healthy, placement and model loading included."""
 
@@ -201,9 +202,11 @@ class RoutingConfig:
     """How requests are cut and spread over a group's replicas."""
 
     max_tokens_per_request: int = 16384
-    """Tokens of one request; a larger batch of samples is cut."""
+    """Tokens of one request; a larger batch of samples is cut, and what several prompts ask for at one moment travels
+    together up to it (of responses that are to be drawn, their prompts' tokens)."""
     max_inflight_tokens: int = 131072
-    """Tokens that one replica holds unanswered; more wait at the router."""
+    """Tokens that one replica holds unanswered; more wait at the router. Of responses that are to be drawn their
+    prompts' count, and what a server says of itself goes before: sequences that it works on, tokens that it holds."""
     request_timeout_s: float = 600.0
     """Deadline of one request to one replica."""
 
