@@ -257,9 +257,13 @@ def test_untied_weights_and_biases_are_replaced_in_a_tensor_parallel_engine(
         torch.testing.assert_close(given.logprobs, expected.gather(-1, given.tokens[:, None])[:, 0], rtol=0, atol=1e-4)
     with pytest.raises(UserError, match=r"temperature 0\.7"):
         sample_all(loop, engine, PROMPTS, SEEDS, temperature=0.7)
+    params = SamplingParams(max_new_tokens=200)
+    task = run_while(loop, engine, engine.generate([[5]] * 8, params, list(range(8))))
     with pytest.raises(EngineUnavailable, match="a weight update failed"):  # inside vLLM, where half may have changed
         loop.run_until_complete(engine.swap_weights([str(folders["biased"] / "nowhere.safetensors")], 2))
-    for work in (engine.generate([[5]], SamplingParams(max_new_tokens=1), [0]), engine.load_weights([], 2)):
+    with pytest.raises(EngineUnavailable, match="gone: a weight update failed"):  # frozen by the swap, not for ever
+        loop.run_until_complete(asyncio.wait_for(task, 10))
+    for work in (engine.generate([[5]], params, [0]), engine.load_weights([], 2)):
         with pytest.raises(EngineUnavailable, match="gone: a weight update failed"):
             loop.run_until_complete(work)
     loop.run_until_complete(engine.close())

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine, Step, push_staged
-from mopd.engines.interface import EngineRejected, EngineUnavailable, SamplingParams, StaleWeights
+from mopd.engines.interface import EngineRejected, EngineUnavailable, OnRunning, SamplingParams, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
 from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.types import UserError
-from mopd.wire.weights import stage_updates
+from mopd.wire.messages import decode
+from mopd.wire.weights import WeightCommit, stage_updates
 from tests.fixtures.servers import RunningServer, running_server
 from tests.fixtures.tiny_models import make_hf_model
 
@@ -192,6 +193,47 @@ def test_nonfinite_weights_end_a_run_in_one_line(servers: list[RunningServer], s
         for replica in replicas:
             assert replica.weight_version == 1
             await assert_serves(replica, source)
+        await router.close()
+
+    run(servers, work)
+
+
+@pytest.mark.parametrize("on_running", ["finish", "continue"])
+def test_old_replicas_work_on_while_a_push_runs(
+    servers: list[RunningServer], source: TorchEngine, on_running: OnRunning
+) -> None:
+    """The router asks for the new weights when everyone has them; what the recipe says becomes of running responses
+    reaches the servers; the stream is not read again for a replica that came back."""
+    held, reached = asyncio.Event(), asyncio.Event()
+
+    class HeldEngine(DyingEngine):
+        async def push(self, step: Step, body: bytes) -> int:
+            if step == "commit" and self.weight_version == 1:
+                assert decode(body, WeightCommit).on_running == on_running
+                reached.set()
+                await held.wait()
+            return await super().push(step, body)
+
+    async def work(_: list[DyingEngine]) -> None:
+        replicas = [HeldEngine(server.url, timeout_s=30.0, name=f"r{i}") for i, server in enumerate(servers)]
+        router = Router("rollout", [Replica(name=r.name, engine=r) for r in replicas], RoutingConfig(), kind="rollout")
+        sync = GroupWeightSync(router, on_running=on_running)
+        assert not sync.loads_directly
+        await sync.publish(source.model.named_parameters(), 1)
+        sending = asyncio.create_task(sync.send(sync.stage(source.model.named_parameters(), 2)))
+        await reached.wait()
+        assert router.weight_version == 1 and not router.needs_weights
+        assert (await router.generate([[5, 6, 7]], SAMPLING, [1]))[0].token_versions.unique().tolist() == [1]
+        held.set()
+        await sending
+        assert router.weight_version == 2 and [r.weight_version for r in replicas] == [2, 2]
+        assert await sync.send_again() == ()
+        back = RemoteEngine(servers[0].url, timeout_s=30.0, name="r0")
+        router.replace("r0", back)
+        assert list(await sync.send_again()) == ["r0"] and back.weight_version == 2
+        await assert_serves(back, source)
+        for engine in (*replicas, back):
+            await engine.close()
         await router.close()
 
     run(servers, work)
