@@ -2,33 +2,38 @@
 
 ::
 
-    prompts ──> produce ──────────────────────────────┐            train_step
-                 │ rollout.generate: tokens,          │             │ claim a batch that has all loss fields
-                 │   rollout_logprobs ──> DATA PLANE  │ ids ready   │ pack it, student.forward_backward, optim_step
-                 │ teachers.score: teacher fields ──> ├──> claim ──>│ release, publish weights
-                 │   failed: discard, next prompt ──┐ │             ▼
-                 ▲ ▲────────────────────────────────┘ │             │
-                 └── window.admit <───────── window.advance <── weight_version
+    prompts ──> produce ─────────────────────────────────────┐           train_step
+                 │ ledger.admit; then each by itself:        │            │ ledger.take: the stream's mix, oldest first
+                 │ rollout.generate: tokens, … ──────> DATA PLANE ──────> │ student.forward_backward, optim_step
+                 │ teachers.score ∥ rewards.judge ──────>    │ ids        │ plane.release
+                 │ ledger.complete ──────────────────────> LEDGER ──────> │ publish: student.stage, student.send
+                 │   too old: ledger.again                                │
+                 ▲   cannot be scored: ledger.replace                     ▼
+                 └── ledger.room <────── ledger.publish <──────── weight_version
 
-produce      consumes prompts; waits in ``window.admit`` for a recent enough student; woken by ``window.advance``.
-             A sample that no teacher replica could score ends the run, or (``on_failure: replace``) it is discarded,
+produce      admits prompts; waits in ``ledger.room`` for recent enough weights; woken by ``ledger.publish``. A sample
+             that no teacher replica could score ends the run, or (``on_failure: replace``) its prompt is discarded,
              counted, and the next prompt of its domain takes its place: a batch is never smaller.
-train_step   consumes ready samples; waits in ``plane.claim``; woken by the teachers' last field.
-run          ends the run with the producer's own traceback if the producer fails.
+train_step   consumes ready samples; waits in ``ledger.take``; woken by ``ledger.complete``.
+publish      hands the weights over (``stage``: the student is then free) and waits until they are used (``send``),
+             beside the next step where ``max_staleness`` allows.
+run          ends the run with the traceback of whichever of them fails.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import InitVar, dataclass
-from typing import Any, Protocol, TypeVar
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from mopd.config.schema import Recipe
 from mopd.data.packing import pack
-from mopd.metrics import StepMetrics, StepTimer, merge_step
+from mopd.ledger import Ledger, Slot
+from mopd.metrics import StepMetrics, StepTimer, age_metrics, merge_step
+from mopd.tasks import Tasks
 from mopd.types import (
     LOSS_FIELDS,
     Batch,
@@ -43,8 +48,6 @@ from mopd.types import (
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 
 class Prompts(Protocol):
     """Seeded stream of prompts whose position can be stored."""
@@ -55,7 +58,7 @@ class Prompts(Protocol):
 
 
 class Rollout(Protocol):
-    """Samples responses and writes the rollout fields."""
+    """Samples responses and writes the rollout fields; samples come prompt after prompt."""
 
     async def generate(self, prompts: Sequence[Prompt]) -> list[SampleMeta]: ...
 
@@ -66,6 +69,12 @@ class Teachers(Protocol):
     async def score(self, samples: Sequence[SampleMeta]) -> list[FailedSample]: ...
 
 
+class Rewards(Protocol):
+    """Judges samples and writes ``task_advantage``."""
+
+    async def judge(self, prompts: Sequence[Prompt], samples: Sequence[SampleMeta]) -> None: ...
+
+
 class Student(Protocol):
     """The Megatron student on all its ranks."""
 
@@ -73,13 +82,14 @@ class Student(Protocol):
 
     async def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]: ...
     async def optim_step(self) -> dict[str, float]: ...
-    async def publish(self, weight_version: int) -> None: ...
+    async def stage(self, weight_version: int) -> None: ...
+    async def send(self) -> None: ...
 
 
 class Plane(Protocol):
     """The controller's side of the data plane."""
 
-    async def claim(self, num_samples: int, fields: Sequence[str], *, timeout_s: float) -> Batch: ...
+    async def claim(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch: ...
     async def release(self, batch: Batch) -> None: ...
     async def discard(self, sample_ids: Sequence[int]) -> None: ...
 
@@ -87,101 +97,115 @@ class Plane(Protocol):
 class Observer(Protocol):
     """What happens between steps without touching training: metrics, validation, checkpoints."""
 
-    def log(self, metrics: StepMetrics) -> None: ...
-    async def after_step(self, step: int, prompts_state: Mapping[str, Any]) -> None: ...
-
-
-class Window:
-    """Admits prompts while their samples can still be fresh when trained; refuses batches that are not."""
-
-    def __init__(self, *, max_staleness: int, weight_version: int) -> None:
-        self.max_staleness = max_staleness
-        self.weight_version = weight_version
-        self._batches_admitted = weight_version
-        self._changed = asyncio.Condition()
-
-    async def admit(self) -> None:
-        """Wait until one more batch may be sampled: at most ``max_staleness`` batches beyond the one in training.
-
-        This wait has no deadline of its own: it ends when the trainer advances, whose waits have one, or when the
-        trainer stops and cancels it.
-        """
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._batches_admitted <= self.weight_version + self.max_staleness)
-            self._batches_admitted += 1
-
-    async def advance(self, weight_version: int) -> None:
-        """Weights of ``weight_version`` now answer rollout requests."""
-        async with self._changed:
-            self.weight_version = weight_version
-            self._changed.notify_all()
-
-    def check(self, batch: Batch, weight_version: int) -> None:
-        """Raise ``StaleBatchError`` if a sample of ``batch`` is older than the bound."""
-        staleness = weight_version - batch.min_weight_version
-        if staleness > self.max_staleness:
-            raise StaleBatchError(
-                f"samples {list(batch.sample_ids)} are {staleness} weight versions behind, "
-                f"schedule.max_staleness is {self.max_staleness}"
-            )
+    def needs_weights(self, step: int) -> bool: ...
+    async def log(self, metrics: StepMetrics) -> None: ...
+    async def after_step(self, step: int, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(kw_only=True)
 class Controller:
-    """Orders the three workers. ``start_step`` optimizer steps are already done (0 on a fresh run)."""
+    """Orders the workers; goes on from the step of ``ledger``, with the prompts that are open in it."""
 
     recipe: Recipe
     prompts: Prompts
     rollout: Rollout
     teachers: Teachers
+    rewards: Rewards | None
     student: Student
     plane: Plane
     observer: Observer
-    start_step: InitVar[int]
+    ledger: Ledger
+    unit: int
+    """Prompts that go through rollout and scoring together: one, or a step's where engines in the controller's own
+    process work batch by batch."""
 
-    def __post_init__(self, start_step: int) -> None:
+    def __post_init__(self) -> None:
         self.schedule = self.recipe.schedule
-        self.weight_version = start_step
-        self.window = Window(max_staleness=self.schedule.max_staleness, weight_version=start_step)
+        self.weight_version = self.ledger.step
         self.timer = StepTimer()
         self._loss_fields = (*LOSS_FIELDS, "task_advantage") if self.recipe.needs_task_advantage else LOSS_FIELDS
-        self._states_before: deque[Mapping[str, Any]] = deque()
-        self._replaced: Counter[str] = Counter()
+        self._tasks = Tasks()
+        self._sending: asyncio.Task[None] | None = None
+        self._told: dict[str, Counter[str]] = {end: Counter() for end in ("refused", "replaced")}
+        self._refused_tokens: Counter[str] = Counter()
+        self._num_replaced: Counter[int] = Counter()
+        """Replacements by the step that a slot was admitted for."""
 
     async def produce(self) -> None:
-        """Carry prompts through rollout and scoring, one step's worth at a time."""
+        """Admit prompts as there is room, and see each unit of them through."""
         while True:
-            await self.window.admit()
-            self._states_before.append(self.prompts.state_dict())
-            prompts = self.prompts.next(self.schedule.prompts_per_step)
-            num_left = self.schedule.prompts_per_step  # replacements for one batch: after that something is wrong
-            while prompts:
-                with self.timer("rollout"):
-                    samples = await self.rollout.generate(prompts)
-                with self.timer("teachers"):
-                    failed = await self.teachers.score(samples)
-                prompts = await self._replace(prompts, samples, failed, num_left)
-                num_left -= len(prompts)
+            await self.ledger.room(self.unit)
+            self._tasks.start(self._see_through(self.ledger.admit(self.prompts.next(self.unit))))
+
+    async def _see_through(self, slots: Sequence[Slot]) -> None:
+        """From prompts to samples that can be trained on. Slots whose samples are too old, or cannot be scored, go
+        round again."""
+        while slots:
+            prompts = [slot.prompt for slot in slots]
+            with self.timer("rollout"):
+                samples = await self.rollout.generate(prompts)
+            of_slot = _by_slot(slots, samples)
+            old = [slot for slot in slots if self.ledger.is_stale(of_slot[slot])]
+            fresh = [slot for slot in slots if slot not in old]
+            await self._refuse(old, of_slot)
+            failed = await self._score(fresh, of_slot)
+            replaced = await self._replace(fresh, of_slot, failed)
+            late = [slot for slot in fresh if slot not in replaced and self.ledger.is_stale(of_slot[slot])]
+            await self._refuse(late, of_slot)
+            for slot in fresh:
+                if slot not in replaced and slot not in late:
+                    self.ledger.complete(slot, of_slot[slot])
+            slots = [*old, *replaced, *late]
+
+    async def _score(self, slots: Sequence[Slot], of_slot: Mapping[Slot, list[SampleMeta]]) -> list[FailedSample]:
+        """Teachers and rewards side by side; what a teacher could not score."""
+        samples = [sample for slot in slots for sample in of_slot[slot]]
+        if not samples:
+            return []
+
+        async def score() -> list[FailedSample]:
+            with self.timer("teachers"):
+                return await self.teachers.score(samples)
+
+        async def judge(rewards: Rewards) -> None:
+            with self.timer("rewards"):
+                await rewards.judge([slot.prompt for slot in slots], samples)
+
+        if self.rewards is None:
+            return await score()
+        async with Tasks() as beside:
+            judging = beside.start(judge(self.rewards))
+            failed = await beside.unless_failed(score())
+            await judging
+        return failed
+
+    async def _refuse(self, slots: Sequence[Slot], of_slot: Mapping[Slot, Sequence[SampleMeta]]) -> None:
+        """Discard and count samples that no step can be trained on any more; their prompts are drawn again."""
+        for slot in slots:
+            samples = of_slot[slot]
+            await self.plane.discard([sample.sample_id for sample in samples])
+            self._refused_tokens[slot.prompt.domain] += sum(sample.response_length for sample in samples)
+            self.ledger.again(slot)
 
     async def _replace(
-        self,
-        prompts: Sequence[Prompt],
-        samples: Sequence[SampleMeta],
-        failed: Sequence[FailedSample],
-        num_left: int,
-    ) -> list[Prompt]:
-        """Discard and count every sample of a prompt of which one failed (they may share a baseline); returns as many
-        new prompts of the same domains. ``UserError`` when more than ``num_left`` are needed."""
-        per_prompt = self.recipe.rollout.samples_per_prompt
-        lost = {failure.sample.sample_id // per_prompt: failure for failure in failed}
-        if len(lost) > num_left:
-            last = failed[-1]
-            raise UserError(
-                f"on_failure replace: more than {self.schedule.prompts_per_step} prompts of one step could not be "
-                f"scored, the last one by teachers.{last.teacher} (domain {last.sample.domain!r}): {last.reason}: "
-                "see the replicas' logs"
-            )
-        for failure in lost.values():
+        self, slots: Sequence[Slot], of_slot: Mapping[Slot, Sequence[SampleMeta]], failed: Sequence[FailedSample]
+    ) -> list[Slot]:
+        """Discard and count every sample of a prompt of which one failed (they may share a baseline) and put the next
+        prompt of the domain in its place. ``UserError`` when a step needs more new prompts than it has."""
+        lost = {failure.sample.sample_id: failure for failure in failed}
+        replaced = []
+        for slot in slots:
+            failure = next((lost[s.sample_id] for s in of_slot[slot] if s.sample_id in lost), None)
+            if failure is None:
+                continue
+            step = slot.number // self.schedule.prompts_per_step
+            self._num_replaced[step] += 1
+            if self._num_replaced[step] > self.schedule.prompts_per_step:
+                raise UserError(
+                    f"on_failure replace: more than {self.schedule.prompts_per_step} prompts of one step could not be "
+                    f"scored, the last one by teachers.{failure.teacher} (domain {failure.sample.domain!r}): "
+                    f"{failure.reason}: see the replicas' logs"
+                )
             logger.warning(
                 "sample %d of domain %r is replaced: teachers.%s: %s",
                 failure.sample.sample_id,
@@ -189,19 +213,23 @@ class Controller:
                 failure.teacher,
                 failure.reason,
             )
-        gone = [sample for sample in samples if sample.sample_id // per_prompt in lost]
-        await self.plane.discard([sample.sample_id for sample in gone])
-        self._replaced.update(sample.domain for sample in gone)
-        return [self.prompts.next_of(prompt.domain) for prompt in prompts if prompt.sample_id in lost]
+            await self.plane.discard([sample.sample_id for sample in of_slot[slot]])
+            self.ledger.replace(slot, self.prompts.next_of(slot.prompt.domain))
+            replaced.append(slot)
+        return replaced
 
     async def train_step(self) -> StepMetrics:
         """One optimizer step of the student."""
         step = self.weight_version + 1
         with self.timer("wait_batch"):
-            batch = await self.plane.claim(
-                self.recipe.samples_per_step, self._loss_fields, timeout_s=self.schedule.wait_timeout_s
-            )
-        self.window.check(batch, self.weight_version)
+            stale = self.ledger.stale()
+            if stale:
+                await self._refuse(stale, {slot: slot.samples for slot in stale})
+                self._tasks.start(self._see_through(stale))
+            slots = await self.ledger.take(timeout_s=self.schedule.wait_timeout_s)
+            ids = [sample.sample_id for slot in slots for sample in slot.samples]
+            batch = await self.plane.claim(ids, self._loss_fields)
+        self._check_staleness(batch)
         plan = pack(
             batch.samples,
             dp_size=self.student.dp_size,
@@ -213,55 +241,89 @@ class Controller:
             sums = await self.student.forward_backward(plan, diagnostics=diagnostics)
         with self.timer("optim_step"):
             values = await self.student.optim_step()
-        staleness = self.weight_version - batch.min_weight_version
+        values |= self._batch_metrics(batch)
         self.weight_version = step
         await self.plane.release(batch)
-        with self.timer("weight_sync"):
-            await self.student.publish(self.weight_version)
-        values["staleness"] = float(staleness)
-        if self.recipe.on_failure == "replace":
-            values |= self._take_replaced(batch)
-        return merge_step(step, batch=batch, sums=sums, values=values, timings=self.timer.flush())
+        self.ledger.trained(slots)
+        if step % self.schedule.sync_every_steps == 0 or self.observer.needs_weights(step):
+            await self.publish()
+        timings = self.timer.flush()
+        # Prompts never end: where nothing is being sampled, none was admitted.
+        timings["window_closed"] = max(0.0, timings["step"] - timings.get("rollout", 0.0))
+        return merge_step(step, batch=batch, sums=sums, values=values, timings=timings)
 
-    def _take_replaced(self, batch: Batch) -> dict[str, float]:
-        """Samples replaced since the last step, by domain; 0 for the batch's other domains."""
-        domains = sorted({sample.domain for sample in batch.samples} | self._replaced.keys())
-        counts = {f"replaced_samples/{domain}": float(self._replaced[domain]) for domain in domains}
-        self._replaced.clear()
-        return counts
+    async def publish(self) -> None:
+        """Give the student's weights to the rollout; the wait for their use goes on beside the next step if samples of
+        the old ones may still be trained on."""
+        version = self.weight_version
+        with self.timer("weight_sync"):
+            await self._sent()
+        with self.timer("stage_weights"):
+            await self.student.stage(version)
+
+        async def send() -> None:
+            await self.student.send()
+            if self.schedule.max_staleness:
+                self.ledger.publish(version)
+
+        self._sending = self._tasks.start(send())
+        if not self.schedule.max_staleness or self.observer.needs_weights(version):
+            with self.timer("weight_sync"):
+                await self._sent()
+
+    async def _sent(self) -> None:
+        if self._sending is not None:
+            await self._sending
+
+    def _check_staleness(self, batch: Batch) -> None:
+        """The ledger lets no such batch through; training on one would go unnoticed."""
+        staleness = self.weight_version - batch.min_weight_version
+        if staleness > self.schedule.max_staleness:
+            raise StaleBatchError(
+                f"samples {list(batch.sample_ids)} are {staleness} weight versions behind, "
+                f"schedule.max_staleness is {self.schedule.max_staleness}"
+            )
+
+    def _batch_metrics(self, batch: Batch) -> dict[str, float]:
+        """Age of the batch's samples, and what was discarded since the last one."""
+        values = age_metrics(batch, self.weight_version, max_staleness=self.schedule.max_staleness)
+        domains = sorted({sample.domain for sample in batch.samples})
+        if self.recipe.on_failure == "replace":
+            values |= self._since_last("replaced", domains)
+        if self.schedule.max_staleness:
+            values |= self._since_last("refused", domains)
+            values |= {f"refused_tokens/{domain}": float(self._refused_tokens[domain]) for domain in domains}
+            self._refused_tokens.clear()
+        return values
+
+    def _since_last(self, end: str, domains: Sequence[str]) -> dict[str, float]:
+        """Samples ``refused`` or ``replaced`` since the last step, by domain; 0 for the batch's other domains."""
+        total = self.ledger.counts(end)
+        new = total - self._told[end]
+        self._told[end] = total
+        per_prompt = self.recipe.rollout.samples_per_prompt
+        return {f"{end}_samples/{domain}": float(new[domain] * per_prompt) for domain in sorted({*domains, *new})}
 
     async def run(self) -> None:
         """Train until ``schedule.steps`` optimizer steps are done."""
-        producer = asyncio.create_task(self.produce())
-        try:
+        self.timer.begin()
+        async with self._tasks:
+            for slot in self.ledger.slots:  # of the checkpoint that it goes on from
+                self._tasks.start(self._see_through([slot]))
+            self._tasks.start(self.produce())
             while self.weight_version < self.schedule.steps:
-                self.observer.log(await _unless_failed(producer, self.train_step()))
-                self._states_before.popleft()
-                await self.observer.after_step(self.weight_version, self.prompts_state)
-                await self.window.advance(self.weight_version)
-        finally:
-            await _end(producer)
+                await self.observer.log(await self._tasks.unless_failed(self.train_step()))
+                await self._tasks.unless_failed(self.observer.after_step(self.weight_version, self.state))
+                if not self.schedule.max_staleness:
+                    self.ledger.publish(self.weight_version)
+                self.timer.begin()
 
     @property
-    def prompts_state(self) -> Mapping[str, Any]:
-        """Stream position before the first prompt that no finished step has used; what a checkpoint stores."""
-        return self._states_before[0] if self._states_before else self.prompts.state_dict()
+    def state(self) -> Mapping[str, Any]:
+        """What a checkpoint stores: the stream's position, and the prompts before it that no step has used yet."""
+        return {"prompts": self.prompts.state_dict(), "ledger": self.ledger.state_dict()}
 
 
-async def _unless_failed(producer: asyncio.Task[None], work: Awaitable[T]) -> T:
-    """Await ``work``, or raise the producer's error as soon as it fails, steps named."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({producer, task}, return_when=asyncio.FIRST_COMPLETED)
-        if producer.done():
-            producer.result()
-            raise UserError("the prompt producer ended before the last step")
-        return task.result()
-    finally:
-        await _end(task)
-
-
-async def _end(task: asyncio.Future[Any]) -> None:
-    """Cancel and wait: nothing of it may still run when the engines are closed."""
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+def _by_slot(slots: Sequence[Slot], samples: Sequence[SampleMeta]) -> dict[Slot, list[SampleMeta]]:
+    per_prompt = len(samples) // len(slots)
+    return {slot: list(samples[i * per_prompt : (i + 1) * per_prompt]) for i, slot in enumerate(slots)}

@@ -32,6 +32,8 @@ MAX_LINE_BYTES = 64 * 2**20
 MAX_STEP = 2**53
 TOKEN_MEANS = {"k1": "kl_k1", "k3": "kl_k3", "clamped": "clamped_share", "tail_floored": "tail_floored_share"}
 """Names of the student's sums that read better otherwise as means over tokens; other sums keep their name."""
+SAMPLE_SHARES = {"masked_sequences": "masked_sequences_share"}
+"""The student's sums that count samples, and the names of their shares."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,10 +66,12 @@ class StepMetrics:
 
 
 class StepTimer:
-    """Seconds per phase since the last ``flush``. Phases may overlap (rollout beside training): each is timed alone.
+    """Seconds of each phase since the last ``flush``. Phases may overlap, and so may blocks of one phase (many prompts
+    are sampled at a time): a phase lasts while at least one of its blocks is open.
 
     Example::
 
+        timer.begin()
         with timer("rollout"):
             ...
         timer.flush()  # {"rollout": 1.2, "step": 1.3}
@@ -76,27 +80,47 @@ class StepTimer:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._seconds: dict[str, float] = {}
+        self._open: dict[str, int] = {}
+        """Phase -> its open blocks."""
+        self._since: dict[str, float] = {}
+        """Phase with an open block -> from when on it is not in ``_seconds`` yet."""
         self._begun: float | None = None
+
+    def begin(self) -> None:
+        """The step begins now. What happens between a flush and this (validation, checkpoints) belongs to no step,
+        not even the phases that go on meanwhile."""
+        self._begun = self._clock()
+        self._seconds = {}
+        self._since = dict.fromkeys(self._since, self._begun)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Add the time of the ``with`` block to ``phase``, also when the block raises."""
-        started = self._clock()
-        if self._begun is None:
-            self._begun = started
+        """The ``with`` block belongs to ``phase``, also when it raises."""
+        if not self._open.get(phase):
+            self._since[phase] = self._clock()
+        self._open[phase] = self._open.get(phase, 0) + 1
         try:
             yield
         finally:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - started
+            self._open[phase] -= 1
+            if not self._open[phase]:
+                self._add(phase, self._clock())
+                del self._since[phase]
 
     def flush(self) -> dict[str, float]:
-        """Seconds per phase, and ``step``: from the first phase that began since the last flush until now. What happens
-        between a flush and the next phase (validation, checkpoints) belongs to no step. Starts anew."""
-        seconds = self._seconds
+        """Seconds of each phase, the running ones up to now, and ``step``, since ``begin``. Starts anew."""
+        now = self._clock()
+        for phase in self._since:
+            self._add(phase, now)
+        seconds, self._seconds = self._seconds, {}
         if self._begun is not None:
-            seconds["step"] = self._clock() - self._begun
-        self._seconds, self._begun = {}, None
+            seconds["step"] = now - self._begun
+            self._begun = None
         return seconds
+
+    def _add(self, phase: str, now: float) -> None:
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._since[phase]
+        self._since[phase] = now
 
 
 def merge_step(
@@ -121,7 +145,10 @@ def merge_step(
     flat = {"loss": math.fsum(domain.sums["weighted_loss"] for domain in sums.values()), **values}
     for domain, of_domain in sorted(sums.items()):
         for name, total in of_domain.sums.items():
-            if name != "weighted_loss":
+            if name in SAMPLE_SHARES:
+                num_samples = sum(sample.domain == domain for sample in batch.samples)
+                flat[f"{SAMPLE_SHARES[name]}/{domain}"] = total / num_samples
+            elif name != "weighted_loss":
                 flat[f"{TOKEN_MEANS.get(name, name)}/{domain}"] = total / of_domain.num_tokens
         flat[f"num_tokens/{domain}"] = float(of_domain.num_tokens)
     flat |= _lengths(batch)
@@ -130,6 +157,21 @@ def merge_step(
     if timings.get("step"):
         flat["rate/train_tokens_per_s"] = batch.num_tokens / timings["step"]
     return StepMetrics(step=step, values=flat)
+
+
+def age_metrics(batch: Batch, weight_version: int, *, max_staleness: int) -> dict[str, float]:
+    """How many optimizer steps the weights behind a batch's samples lag ``weight_version``, those that train on it:
+    the most, and in a run that allows any the share of each age and how many versions a response has."""
+    ages = [weight_version - sample.weight_version for sample in batch.samples]
+    values = {"staleness": float(max(ages))}
+    if max_staleness:
+        values |= {f"staleness_share/{age}": ages.count(age) / len(ages) for age in range(max_staleness + 1)}
+        versions = [sample.num_versions for sample in batch.samples]
+        values |= {
+            "response_versions/mean": sum(versions) / len(versions),
+            "response_versions/max": float(max(versions)),
+        }
+    return values
 
 
 def _lengths(batch: Batch) -> dict[str, float]:

@@ -2,11 +2,11 @@
 
 One sample's life, with small numbers::
 
-    Prompt(sample_id=7, domain="math", tokens=(1, 5, 9), row=3)               # from the prompt stream
+    Prompt(sample_id=7, domain="math", row=3)                                  # from the prompt stream
     SampleMeta(sample_id=7, domain="math", weight_version=2,
                prompt_length=3, response_length=4, num_loss_tokens=4)         # after the rollout
     tensor fields of sample 7 in the data plane (L = 3 + 4 tokens, R = 4 response tokens, K = top-k):
-        tokens [L] int64 · loss_mask [R] bool · rollout_logprobs [R] fp32
+        tokens [L] int64 · loss_mask [R] bool · rollout_logprobs [R] fp32 · token_versions [R] int32
         teacher_ids [R, K] int32 · teacher_logprobs [R, K] fp32 · teacher_token_logprobs [R] fp32
 
 A recipe with an ensemble (D = most teachers of any domain > 1) has ``teacher_ids`` and ``teacher_logprobs`` [R, D, K]
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 ROLLOUT_FIELDS = ("tokens", "loss_mask", "rollout_logprobs")
-"""Fields that the rollout worker writes."""
+"""Fields that the rollout worker writes and a loss may need, beside ``token_versions``."""
 TEACHER_FIELDS = ("teacher_ids", "teacher_logprobs", "teacher_token_logprobs")
 """Fields that the teacher worker writes."""
 LOSS_FIELDS = ROLLOUT_FIELDS + TEACHER_FIELDS
@@ -41,16 +41,16 @@ class StaleBatchError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One tokenized prompt of the domain-mixed stream."""
+    """One prompt of the domain-mixed stream."""
 
     sample_id: int
     """Position in the stream; unique in a run, the root of this sample's random seed."""
     domain: str
     """Value of the row's domain column."""
-    tokens: tuple[int, ...]
-    """Token ids of the rendered prompt."""
     row: int
-    """Row number in the loaded dataset, where ground truth and extra info are found."""
+    """Row number in the loaded dataset, where its tokens and its ground truth are found."""
+    attempt: int = 0
+    """How often it was drawn before, with weights that became too old."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,13 +60,15 @@ class SampleMeta:
     sample_id: int
     domain: str
     weight_version: int
-    """Version of the student's weights that sampled the response."""
+    """Version of the student's weights that sampled the response, the oldest of its tokens'."""
     prompt_length: int
     response_length: int
     num_loss_tokens: int
     """Response tokens with ``loss_mask`` set."""
     truncated: bool = False
     """The response ended at the length limit, not at a stop token."""
+    num_versions: int = 1
+    """Versions of the weights that sampled the response: more than one where it went on under new weights."""
 
     @property
     def length(self) -> int:

@@ -58,6 +58,7 @@ def _check_statically(args: argparse.Namespace) -> bool:
 
 def _check(loaded: Loaded, *, as_json: bool) -> None:
     """Run the preflight on this rank and print its outcomes; writes nothing. ``UserError`` for failed ones."""
+    from mopd.launch.ranks import StudentGroup
     from mopd.preflight.checks import Preflight
     from mopd.report.terminal import log_to_terminal
     from mopd.run.leading import follow, lead
@@ -70,9 +71,10 @@ def _check(loaded: Loaded, *, as_json: bool) -> None:
     log_to_terminal()
     manifests = make_manifests(loaded.recipe)
 
-    async def work(workers: Workers) -> None:
-        await workers.student.publish(0)
-        checks = [outcome async for outcome in Preflight(loaded.recipe, workers, manifests, is_fresh=True).run()]
+    async def work(workers: Workers, student: StudentGroup) -> None:
+        await student.publish(0)
+        preflight = Preflight(loaded.recipe, workers, student, manifests, is_fresh=True)
+        checks = [outcome async for outcome in preflight.run()]
         failed = [check for check in checks if check.status == "failed"]
         _print(checks, as_json=as_json)
         _print_failures(failed[:-1])

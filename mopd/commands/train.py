@@ -58,13 +58,12 @@ def _train(loaded: Loaded, run_dir: RunDir, args: argparse.Namespace) -> None:
     Raises:
         UserError: anything the user can cure; nothing is half-written.
     """
-    from mopd.preflight.checks import check_before_training
+    from mopd.producer.leading import lead_training
     from mopd.report.terminal import log_to_terminal
     from mopd.run import resuming
-    from mopd.run.leading import follow, lead
+    from mopd.run.leading import follow
     from mopd.run.manifests import check_commits, check_unchanged, make_manifests
-    from mopd.run.training import load_checkpoint, train
-    from mopd.run.workers import Workers
+    from mopd.run.training import Led, begin, fresh_ledger, load_checkpoint, train
 
     with run_dir.telling():
         if rank_and_world_size()[0]:
@@ -82,11 +81,11 @@ def _train(loaded: Loaded, run_dir: RunDir, args: argparse.Namespace) -> None:
             elif args.resume:
                 logger.warning("%s has no complete checkpoint: the run starts again from step 0", run_dir.checkpoints)
 
-            async def work(workers: Workers) -> None:
-                step = 0 if start is None else await load_checkpoint(run_dir, workers, start)
-                await workers.student.publish(step)
-                await check_before_training(loaded, run_dir, workers, manifests, is_fresh=start is None)
-                resume_step = None if start is None else step
-                await train(loaded.recipe, run_dir, workers, resume_step=resume_step, as_json=args.json)
+            async def work(led: Led) -> None:
+                recipe, is_fresh = loaded.recipe, start is None
+                ledger = fresh_ledger(recipe) if start is None else await load_checkpoint(recipe, run_dir, led, start)
+                await led.student.publish(ledger.step)
+                await begin(loaded, run_dir, led.maker, manifests, is_fresh=is_fresh)
+                await train(recipe, run_dir, led, ledger, is_fresh=is_fresh, as_json=args.json)
 
-            lead(loaded.recipe, run_dir, work)
+            lead_training(loaded.recipe, run_dir, work)

@@ -99,8 +99,10 @@ def _placement(
     recipe: Recipe, hardware: Hardware, num_ranks: int, num_weights: Mapping[str, int | None]
 ) -> tuple[InProcessConfig | LocalConfig, str]:
     """What every ``placement.type: auto`` becomes, one choice for all groups, and why."""
+    is_beside = recipe.schedule.max_staleness > 0
+    beside = f"schedule.max_staleness {recipe.schedule.max_staleness}: it works while the student trains"
     if hardware.without_cuda:
-        return InProcessConfig(), hardware.without_cuda
+        return (LocalConfig(type="local"), beside) if is_beside else (InProcessConfig(), hardware.without_cuda)
     groups = _groups(recipe)
     free = hardware.num_gpus - num_ranks - sum(_taken(group) for group in groups.values())
     wanted = sum(_wanted(group) for group in groups.values() if isinstance(group.placement, AutoPlacementConfig))
@@ -109,7 +111,7 @@ def _placement(
     needed = _bytes_on_one_gpu(recipe, num_weights)
     memory = hardware.gpu_memory_bytes[0]
     few = f"{max(free, 0)} of {hardware.num_gpus} GPUs are free, {wanted} wanted"
-    if needed is not None and needed <= MAX_SHARE * memory:
+    if needed is not None and needed <= MAX_SHARE * memory and not is_beside:
         fits = f"everything fits on one: about {needed / GIB:.0f} of {memory / GIB:.0f} GiB"
         return InProcessConfig(), f"{few}, and {fits}"
     return LocalConfig(type="local"), few

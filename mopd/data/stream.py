@@ -7,12 +7,12 @@ whether the run was stopped and restored in between, changes nothing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
 
-from mopd.data.prompts import PromptDataset
 from mopd.types import Prompt, UserError
 
 
@@ -23,10 +23,10 @@ class PromptStream:
     of the stream holds each domain in proportion to within one prompt or so. Empty ``weights`` are the row counts.
     """
 
-    def __init__(self, dataset: PromptDataset, weights: Mapping[str, float], seed: int) -> None:
-        """``UserError`` unless ``weights`` is empty or names exactly the dataset's domains."""
-        self._rows = dataset.rows_by_domain
-        self._dataset = dataset
+    def __init__(self, rows: Mapping[str, Sequence[int]], weights: Mapping[str, float], seed: int) -> None:
+        """``rows`` are the row numbers of each domain, ascending (``PromptDataset.rows_by_domain``). ``UserError``
+        unless ``weights`` is empty or names exactly the domains."""
+        self._rows = {domain: rows[domain] for domain in sorted(rows)}
         self._seed = seed
         if weights and set(weights) != set(self._rows):
             raise UserError(
@@ -50,6 +50,17 @@ class PromptStream:
         """The next prompt of one domain, out of turn: it takes the place of one whose sample could not be finished."""
         self._replaced[domain] += 1
         return self._take(domain)
+
+    def prompt(self, sample_id: int, domain: str, row: int) -> Prompt:
+        """One that was drawn before. ``UserError`` if the data has no such row of this domain."""
+        rows = self._rows.get(domain, ())
+        place = bisect_left(rows, row)
+        if rows[place : place + 1] != [row] or sample_id >= self._position:
+            raise UserError(
+                f"the checkpoint's prompt {sample_id} is row {row} of domain {str(domain)[:80]!r}, which is not in the "
+                "data: restore data.train, or start a new run_dir"
+            )
+        return Prompt(sample_id=sample_id, domain=domain, row=row)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able position, with what it is a position in."""
@@ -104,7 +115,7 @@ class PromptStream:
     def _take(self, domain: str) -> Prompt:
         epoch, place = divmod(self._drawn[domain], len(self._rows[domain]))
         row = self._rows[domain][self._order(domain, epoch)[place]]
-        prompt = Prompt(sample_id=self._position, domain=domain, tokens=self._dataset.row(row).tokens, row=row)
+        prompt = Prompt(sample_id=self._position, domain=domain, row=row)
         self._position += 1
         self._drawn[domain] += 1
         return prompt

@@ -36,7 +36,7 @@ class Storage(Protocol):
     async def get(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
         """Read fields, in the order of ``sample_ids``."""
 
-    async def take(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
+    async def claim(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
         """Claim these samples, which must have all ``fields``. At once, without reading a tensor."""
 
     async def release(self, batch: Batch) -> None:

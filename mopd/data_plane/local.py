@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +29,6 @@ class LocalDataPlane:
         self._metas: dict[int, SampleMeta] = {}
         self._fields: dict[int, dict[str, Tensor]] = {}
         self._claimed: set[int] = set()
-        self._changed = asyncio.Condition()
         self._writing = threading.Lock()
         self._server: SampleServer | None = None
 
@@ -65,12 +62,10 @@ class LocalDataPlane:
         check_lengths(ids, fields)
         check_new(ids, self._metas)
         tensors = {name: kept(values) for name, values in fields.items()}
-        async with self._changed:
-            with self._writing:
-                for i, meta in enumerate(metas):
-                    self._metas[meta.sample_id] = meta
-                    self._fields[meta.sample_id] = {name: values[i] for name, values in tensors.items()}
-            self._changed.notify_all()
+        with self._writing:
+            for i, meta in enumerate(metas):
+                self._metas[meta.sample_id] = meta
+                self._fields[meta.sample_id] = {name: values[i] for name, values in tensors.items()}
 
     async def update(self, sample_ids: Sequence[int], fields: Mapping[str, Sequence[Tensor]]) -> None:
         """See ``Storage.update``."""
@@ -78,36 +73,17 @@ class LocalDataPlane:
         check_known(sample_ids, self._metas)
         check_unwritten(sample_ids, fields, self._fields)
         tensors = {name: kept(values) for name, values in fields.items()}
-        async with self._changed:
-            with self._writing:
-                for name, values in tensors.items():
-                    for sample_id, value in zip(sample_ids, values, strict=True):
-                        self._fields[sample_id][name] = value
-            self._changed.notify_all()
+        with self._writing:
+            for name, values in tensors.items():
+                for sample_id, value in zip(sample_ids, values, strict=True):
+                    self._fields[sample_id][name] = value
 
     async def get(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
         """See ``Storage.get``."""
         return self._read(sample_ids, fields)
 
-    async def claim(self, num_samples: int, fields: Sequence[str], *, timeout_s: float) -> Batch:
-        """Wait until ``num_samples`` unclaimed samples have all ``fields``; the lowest ids are claimed first.
-
-        Raises ``TimeoutError`` that says how many samples were ready and which fields the others lacked.
-        """
-        async with self._changed:
-            if len(self._ready(fields)) < num_samples:
-                try:
-                    await asyncio.wait_for(
-                        self._changed.wait_for(lambda: len(self._ready(fields)) >= num_samples), timeout_s
-                    )
-                except asyncio.TimeoutError:
-                    raise TimeoutError(self._describe_wait(num_samples, fields, timeout_s)) from None
-            ids = self._ready(fields)[:num_samples]
-            self._claimed.update(ids)
-            return Batch(samples=tuple(self._metas[i] for i in ids))
-
-    async def take(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
-        """See ``Storage.take``."""
+    async def claim(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
+        """See ``Storage.claim``."""
         check_known(sample_ids, self._metas)
         check_written(sample_ids, fields, self._fields)
         check_claims(sample_ids, self._claimed, wanted=False, what="claimed a second time")
@@ -145,17 +121,3 @@ class LocalDataPlane:
         with self._writing:
             for sample_id in sample_ids:
                 del self._metas[sample_id], self._fields[sample_id]
-
-    def _ready(self, fields: Sequence[str]) -> list[int]:
-        """Unclaimed samples that have all ``fields``, ascending."""
-        wanted = set(fields)
-        return sorted(i for i, have in self._fields.items() if i not in self._claimed and wanted <= have.keys())
-
-    def _describe_wait(self, num_samples: int, fields: Sequence[str], timeout_s: float) -> str:
-        open_ids = [i for i in self._metas if i not in self._claimed]
-        lacking = Counter(name for i in open_ids for name in fields if name not in self._fields[i])
-        return (
-            f"waited {timeout_s:g} s for {num_samples} samples with {', '.join(fields)}: "
-            f"{len(self._ready(fields))} ready, {len(open_ids)} unclaimed, {len(self._claimed)} claimed; lacking "
-            + (", ".join(f"{name} ({n})" for name, n in sorted(lacking.items())) or "no field")
-        )

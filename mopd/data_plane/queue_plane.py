@@ -78,8 +78,8 @@ class QueuePlane:
         """See ``Storage.get``."""
         return await _read(self._client, sample_ids, fields)
 
-    async def take(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
-        """See ``Storage.take``. The controller actor says from its tags what the samples are, and which fields they
+    async def claim(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
+        """See ``Storage.claim``. The controller actor says from its tags what the samples are, and which fields they
         have."""
         check_known(sample_ids, self._held)
         check_written(sample_ids, fields, self._held)

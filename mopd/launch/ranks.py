@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mopd.placement.weights import GroupWeightSync
 from mopd.student.worker import StudentWorker
 from mopd.types import DomainSums, MicroBatchPlan, SampleMeta, UserError
+from mopd.wire.weights import StagedWeights
+
+T = TypeVar("T")
 
 MAX_COMMAND_BYTES = 64 * 2**20
 
@@ -51,23 +54,46 @@ class CommandChannel:
         return command
 
 
+class Weights(Protocol):
+    """The way of the student's weights to the rollout, which see: ``mopd.placement.weights.GroupWeightSync``."""
+
+    @property
+    def loads_directly(self) -> bool:
+        """The engines are in this process: only ``publish`` is used."""
+        ...
+
+    async def publish(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None: ...
+    def stage(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> StagedWeights: ...
+    async def send(self, staged: StagedWeights) -> None: ...
+
+
 class StudentGroup:
     """The student on all its ranks, as rank 0 sees it.
 
-    One command at a time: each is collective, and a stream of weights lets other coroutines run between its tensors.
+    One command at a time: each is collective. They run in a thread of their own, so that the event loop, and whoever
+    works on it, goes on meanwhile.
     """
 
-    def __init__(self, worker: StudentWorker, channel: CommandChannel, weight_sync: GroupWeightSync) -> None:
+    def __init__(self, worker: StudentWorker, channel: CommandChannel, weights: Weights) -> None:
         self.worker = worker
         self.dp_size = worker.dp_size
         self._channel = channel
-        self._weight_sync = weight_sync
+        self._weights = weights
+        self._staged: StagedWeights | None = None
         self._turn = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="student", initializer=_use_device, initargs=(worker,))
 
     async def _call(self, name: str, **kwargs: Any) -> Any:
         async with self._turn:
-            self._channel.send({"call": name, "kwargs": kwargs})
-            return execute(self.worker, name, kwargs)
+            return await self._in_thread(lambda: self._command(name, kwargs))
+
+    def _command(self, name: str, kwargs: dict[str, Any]) -> Any:
+        self._channel.send({"call": name, "kwargs": kwargs})
+        return execute(self.worker, name, kwargs)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """One after another, also when a caller has gone away."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]:
         """Loss and gradients of one step; sums per domain over all ranks."""
@@ -85,11 +111,35 @@ class StudentGroup:
         rows: list[Tensor] = await self._call("logprobs", samples=metas, temperature=temperature)
         return rows
 
+    @property
+    def vocab_size(self) -> int:
+        """Of the model, without padding."""
+        return self.worker.dims.vocab_size
+
     async def publish(self, weight_version: int) -> None:
-        """Stream the weights to the rollout engine."""
+        """``stage`` and ``send``."""
+        await self.stage(weight_version)
+        await self.send()
+
+    async def stage(self, weight_version: int) -> None:
+        """Hand the weights over: to engines of this process itself, for others into host memory. The student is free
+        then."""
         async with self._turn:
-            self._channel.send({"call": "weights", "kwargs": {}})
-            await self._weight_sync.publish(self.worker.weights(), weight_version)
+            if self._weights.loads_directly:
+                self._channel.send({"call": "weights", "kwargs": {}})
+                await self._weights.publish(self.worker.weights(), weight_version)
+                self._staged = None
+            else:
+                self._staged = await self._in_thread(lambda: self._stage(weight_version))
+
+    def _stage(self, weight_version: int) -> StagedWeights:
+        self._channel.send({"call": "weights", "kwargs": {}})
+        return self._weights.stage(self.worker.weights(), weight_version)
+
+    async def send(self) -> None:
+        """Returns when every rollout replica that can has the staged weights. The student may work meanwhile."""
+        if self._staged is not None:
+            await self._weights.send(self._staged)
 
     async def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Write model, optimizer, schedule and RNG of all ranks into ``folder``, with the JSON-able ``state``."""
@@ -104,6 +154,12 @@ class StudentGroup:
     async def save_hf(self, folder: Path) -> None:
         """Write the student as a Hugging Face folder."""
         await self._call("save_hf", folder=str(folder))
+
+
+def _use_device(worker: StudentWorker) -> None:
+    """CUDA's current device belongs to a thread."""
+    if worker.layout.device.type == "cuda":
+        torch.cuda.set_device(worker.layout.device)
 
 
 def execute(worker: StudentWorker, name: str, kwargs: dict[str, Any]) -> Any:

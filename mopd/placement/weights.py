@@ -67,8 +67,8 @@ class GroupWeightSync:
         Raises a server's refusal (names, shapes, values) as ``UserError``.
         """
         async with self._turn:
+            self._sent = staged  # first: those before it are the size of a model
             await self._push(staged, self._router.lacking(staged.weight_version))
-            self._sent = staged
             self._router.set_weight_version(staged.weight_version)
 
     async def send_again(self) -> Sequence[str]:

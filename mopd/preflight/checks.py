@@ -11,20 +11,19 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from mopd.config.groups import ExternalConfig
-from mopd.config.load import Loaded
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
 from mopd.data.prompts import encode_prompt
 from mopd.data.tokenizer import compare_tokenizers, load_tokenizer
 from mopd.engines.interface import EngineInfo
 from mopd.files.reading import MAX_TEXT_BYTES
-from mopd.files.writing import write_json
 from mopd.metrics import apart
 from mopd.placement.interface import ROLLOUT
 from mopd.preflight.identity import Needs, fingerprint, fingerprint_difference, largest_difference, problems_of
@@ -33,12 +32,10 @@ from mopd.preflight.parity import Parity
 from mopd.preflight.rewards import why_not_better
 from mopd.preflight.scores import ScoresCheck
 from mopd.replicas.interface import info_of
-from mopd.run.folder import RunDir
-from mopd.run.machine import describe_machine
-from mopd.run.manifests import read_fingerprints, write_manifests
-from mopd.run.validation import ValidationResult, plain_examples
+from mopd.run.training import Findings
+from mopd.run.validation import ValidationResult, plain_examples, record_of
 from mopd.run.workers import Workers
-from mopd.types import ROLLOUT_FIELDS, Prompt, SampleMeta, UserError
+from mopd.types import Prompt, SampleMeta, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -52,17 +49,15 @@ PROBE_IDS = 2**62
 """Sample ids of probes start here, far from the training stream's."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rewards:
-    """Validation at step 0, from the last check; kept so that a run need not validate twice."""
+class AskedStudent(Protocol):
+    """What is asked of the student."""
 
-    student: ValidationResult
-    student_wall_s: float
-    """Time that the student's validation took, in seconds."""
-    teachers: Mapping[str, float]
-    """Domain -> reward of its teacher, the best one of an ensemble."""
-    teacher_examples: Mapping[str, list[dict[str, Any]]]
-    """Domain -> that teacher's answers to the first prompts."""
+    @property
+    def vocab_size(self) -> int:
+        """Without padding."""
+
+    async def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float) -> list[Tensor]:
+        """[R] fp32 of each sample's response tokens."""
 
 
 class Preflight:
@@ -72,6 +67,7 @@ class Preflight:
         self,
         recipe: Recipe,
         workers: Workers,
+        student: AskedStudent,
         manifests: Mapping[str, Manifest],
         *,
         is_fresh: bool,
@@ -85,9 +81,11 @@ class Preflight:
         self.recipe = recipe
         self.cfg = recipe.preflight
         self.workers = workers
+        self.student = student
         self.manifests = manifests
         self.is_fresh = is_fresh
-        self.rewards: Rewards | None = None
+        self.headroom: dict[str, Any] | None = None
+        self.validation: dict[str, Any] | None = None
         self.parity: dict[str, Parity] = {}
         """Teacher -> what was measured, of those that could be compared."""
         self.fingerprints: dict[str, Any] = {}
@@ -135,9 +133,7 @@ class Preflight:
     def _tokenizers(self, name: str) -> Check:
         teacher = self.recipe.teachers[name]
         title = f"tokenizer of {name}"
-        differences = compare_tokenizers(
-            self.workers.tokenizer, load_tokenizer(teacher.model), self.workers.student.worker.dims.vocab_size
-        )
+        differences = compare_tokenizers(self.workers.tokenizer, load_tokenizer(teacher.model), self.student.vocab_size)
         if not differences:
             return Check(title, "ok", "same ids mean the same tokens")
         return Check(
@@ -195,7 +191,7 @@ class Preflight:
         return Check(title, "ok", f"{count} {loaded}")
 
     async def _fingerprint(self, key: str, title: str) -> Check:
-        vocab_size = min(self.workers.student.worker.dims.vocab_size, self._infos[key][0].vocab_size)
+        vocab_size = min(self.student.vocab_size, self._infos[key][0].vocab_size)
         temperature = self.recipe.loss.temperature
         prints = [
             await fingerprint(replica, vocab_size=vocab_size, temperature=temperature)
@@ -238,7 +234,7 @@ class Preflight:
     async def _student_equals_engine(self, samples: Sequence[SampleMeta]) -> Check:
         title = "student and rollout engine"
         ids = [sample.sample_id for sample in samples]
-        student_logprobs = await self.workers.student.logprobs(samples, temperature=self.recipe.rollout.temperature)
+        student_logprobs = await self.student.logprobs(samples, temperature=self.recipe.rollout.temperature)
         rollout_logprobs = (await self.workers.plane.get(ids, ("rollout_logprobs",)))["rollout_logprobs"]
         difference = (torch.cat(student_logprobs) - torch.cat(rollout_logprobs)).abs().mean().item()
         limit = self.cfg.logprob_limit(self.recipe.student.dtype, self._infos[ROLLOUT][0].dtype)
@@ -289,7 +285,9 @@ class Preflight:
                 if domain not in best or rewards[domain] > best[domain]:
                     best[domain], examples[domain] = rewards[domain], result.examples[domain]
                 yield self._better(name, domain, teacher=result, student=student)
-        self.rewards = Rewards(student=student, student_wall_s=wall_s, teachers=best, teacher_examples=examples)
+        plain = plain_examples(examples, "headroom.json", MAX_TEXT_BYTES)
+        self.headroom = {d: {"teacher": best[d], "examples": plain.get(d, [])} for d in best}
+        self.validation = record_of(0, student, wall_s=wall_s)
 
     def _better(self, name: str, domain: str, *, teacher: ValidationResult, student: ValidationResult) -> Check:
         title = f"reward of {name} on {domain}"
@@ -318,10 +316,7 @@ class Preflight:
             )
         ]
         start = PROBE_IDS // self.recipe.rollout.samples_per_prompt
-        prompts = [
-            Prompt(sample_id=start + i, domain=domain, tokens=self.workers.dataset.row(row).tokens, row=row)
-            for i, (domain, row) in enumerate(rows)
-        ]
+        prompts = [Prompt(sample_id=start + i, domain=domain, row=row) for i, (domain, row) in enumerate(rows)]
         return await self.workers.rollout.generate(prompts)
 
     def _domains_in_data(self, name: str) -> list[str]:
@@ -331,34 +326,33 @@ class Preflight:
         return named + [d for d in self.recipe.assignment.domains_of(name, [*rows_by_domain]) if d not in named]
 
     async def _forget(self, samples: Sequence[SampleMeta]) -> None:
-        timeout_s = self.recipe.schedule.wait_timeout_s
-        batch = await self.workers.plane.claim(len(samples), ROLLOUT_FIELDS, timeout_s=timeout_s)
-        await self.workers.plane.release(batch)
+        await self.workers.plane.discard([sample.sample_id for sample in samples])
 
 
 async def check_before_training(
-    loaded: Loaded, run: RunDir, workers: Workers, manifests: Mapping[str, Manifest], *, is_fresh: bool
-) -> None:
-    """A fresh run's first files are written here, after the last check. ``UserError`` for the first failed one."""
-    stored = {} if is_fresh else read_fingerprints(run.manifest)
-    preflight = Preflight(loaded.recipe, workers, manifests, is_fresh=is_fresh, fingerprints=stored)
+    recipe: Recipe,
+    workers: Workers,
+    student: AskedStudent,
+    manifests: Mapping[str, Manifest],
+    *,
+    is_fresh: bool,
+    fingerprints: Mapping[str, Any],
+) -> Findings:
+    """All checks up to the first failed one, and what they leave. Consumes no training randomness."""
+    preflight = Preflight(recipe, workers, student, manifests, is_fresh=is_fresh, fingerprints=fingerprints)
+    failure = None
     with apart():
         async for outcome in preflight.run():
-            if outcome.status == "failed":
-                raise UserError(outcome.detail)
             log = logger.warning if outcome.status == "warning" else logger.info
-            log("preflight %s: %s: %s", outcome.status, outcome.name, outcome.detail)
-    run.write_recipe(loaded)
-    write_json(run.machine, describe_machine())
-    if is_fresh or not run.parity.exists():
-        write_json(run.parity, {name: asdict(measured) for name, measured in preflight.parity.items()})
-    if not is_fresh:
-        return
-    write_manifests(run.manifest, manifests, preflight.fingerprints, loaded.commits)
-    for path in (run.metrics, run.validation):
-        path.unlink(missing_ok=True)  # of a run that died before its first checkpoint
-    if preflight.rewards is not None and workers.validator is not None:
-        examples = plain_examples(preflight.rewards.teacher_examples, run.headroom, MAX_TEXT_BYTES)
-        rewards = preflight.rewards.teachers
-        write_json(run.headroom, {d: {"teacher": rewards[d], "examples": examples.get(d, [])} for d in rewards})
-        workers.validator.append(0, preflight.rewards.student, wall_s=preflight.rewards.student_wall_s)
+            if outcome.status != "failed":
+                log("preflight %s: %s: %s", outcome.status, outcome.name, outcome.detail)
+            if outcome.status == "failed":
+                failure = outcome.detail
+                break
+    return Findings(
+        failure=failure,
+        parity={name: asdict(measured) for name, measured in preflight.parity.items()},
+        fingerprints=preflight.fingerprints,
+        headroom=preflight.headroom,
+        validation=preflight.validation,
+    )

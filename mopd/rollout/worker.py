@@ -4,45 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from mopd.data.prompts import PromptDataset
-from mopd.data_plane.local import LocalDataPlane
+from mopd.data_plane.interface import Storage
+from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import Generation, Generator, SamplingParams
 from mopd.replicas.interface import SampleFailed
-from mopd.rewards.domains import DomainRewards
 from mopd.rewards.interface import RewardItem
 from mopd.text import one_line
 from mopd.types import Prompt, SampleMeta, UserError
 
 MAX_NAMED_SAMPLES = 8
-Purpose = Literal["rollout", "validation", "generate"]
-
-
-@dataclass(frozen=True)
-class TaskAdvantage:
-    """Reward of each response minus the mean over its prompt's responses, for losses with ``task_reward_weight``."""
-
-    dataset: PromptDataset
-    tokenizer: PreTrainedTokenizerBase
-    rewards: DomainRewards
-
-    async def __call__(self, prompts: Sequence[Prompt], responses: Sequence[Tensor]) -> list[float]:
-        """``responses`` holds the same number of token sequences for each prompt, prompt after prompt."""
-        per_prompt = len(responses) // len(prompts)
-        texts = self.tokenizer.batch_decode([r.tolist() for r in responses], skip_special_tokens=True)
-        items = [
-            reward_item(self.dataset, prompt.row, text)
-            for prompt, text in zip((p for p in prompts for _ in range(per_prompt)), texts, strict=True)
-        ]
-        values = [graded.value for graded in await self.rewards.score(items)]
-        rewards = torch.tensor(values, dtype=torch.float64).view(len(prompts), per_prompt)
-        return (rewards - rewards.mean(-1, keepdim=True)).flatten().tolist()
 
 
 @dataclass(frozen=True)
@@ -50,15 +25,15 @@ class RolloutWorker:
     """Draws ``samples_per_prompt`` responses per prompt with the generator's weights of the moment."""
 
     generator: Generator
-    plane: LocalDataPlane
+    plane: Storage
+    dataset: PromptDataset
     _: KW_ONLY
     sampling: SamplingParams
     seed: int
     samples_per_prompt: int = 1
-    task_advantage: TaskAdvantage | None = None
 
     async def generate(self, prompts: Sequence[Prompt]) -> list[SampleMeta]:
-        """Sample, put ``ROLLOUT_FIELDS`` (and ``task_advantage`` [R] fp32 where asked for), return the samples.
+        """Sample, put ``ROLLOUT_FIELDS`` and ``token_versions`` [R] int32, return the samples, prompt after prompt.
 
         Response j of a prompt has sample id ``prompt.sample_id * samples_per_prompt + j`` and a seed derived from it.
         ``UserError`` with samples, domains and the last error when no replica gives a response.
@@ -66,45 +41,65 @@ class RolloutWorker:
         num = self.samples_per_prompt
         repeated = [prompt for prompt in prompts for _ in range(num)]
         sample_ids = [prompt.sample_id * num + j for prompt in prompts for j in range(num)]
-        version = self.generator.weight_version
-        seeds = [derive_seed(self.seed, sample_id) for sample_id in sample_ids]
         try:
-            generations = await self.generator.generate([prompt.tokens for prompt in repeated], self.sampling, seeds)
+            responses = await self._responses(repeated, sample_ids)
         except SampleFailed as error:
             raise UserError(_describe(error, sample_ids, repeated)) from error
-        if self.generator.weight_version != version:
-            raise RuntimeError(
-                f"weights changed from version {version} to {self.generator.weight_version} in a rollout"
-            )
         metas = [
-            _meta(sample_id, prompt, generation, version)
-            for sample_id, prompt, generation in zip(sample_ids, repeated, generations, strict=True)
+            _meta(sample_id, prompt, len(self._tokens(prompt)), response)
+            for sample_id, prompt, response in zip(sample_ids, repeated, responses, strict=True)
         ]
-        await self.plane.put(metas, await self._fields(prompts, repeated, generations))
-        return metas
-
-    async def _fields(
-        self, prompts: Sequence[Prompt], repeated: Sequence[Prompt], generations: Sequence[Generation]
-    ) -> dict[str, list[Tensor]]:
         fields = {
             "tokens": [
-                torch.cat([torch.tensor(prompt.tokens, dtype=torch.int64), generation.tokens])
-                for prompt, generation in zip(repeated, generations, strict=True)
+                torch.cat([torch.tensor(self._tokens(prompt), dtype=torch.int64), response.tokens])
+                for prompt, response in zip(repeated, responses, strict=True)
             ],
-            "loss_mask": [torch.ones(len(generation.tokens), dtype=torch.bool) for generation in generations],
-            "rollout_logprobs": [generation.logprobs for generation in generations],
+            "loss_mask": [torch.ones(len(response.tokens), dtype=torch.bool) for response in responses],
+            "rollout_logprobs": [response.logprobs for response in responses],
+            "token_versions": [response.token_versions for response in responses],
         }
-        if self.task_advantage is not None:
-            advantages = await self.task_advantage(prompts, [generation.tokens for generation in generations])
-            fields["task_advantage"] = [
-                torch.full((len(generation.tokens),), advantage)
-                for generation, advantage in zip(generations, advantages, strict=True)
-            ]
-        return fields
+        await self.plane.put(metas, fields)
+        return metas
+
+    async def _responses(self, prompts: Sequence[Prompt], sample_ids: Sequence[int]) -> list[Generation]:
+        """One complete response per sample."""
+        seeds = [self._seed(prompt, sample_id, 0) for prompt, sample_id in zip(prompts, sample_ids, strict=True)]
+        drawn = await self.generator.generate([self._tokens(prompt) for prompt in prompts], self.sampling, seeds)
+        return await all_or_none(
+            self._finished(prompt, sample_id, part)
+            for prompt, sample_id, part in zip(prompts, sample_ids, drawn, strict=True)
+        )
+
+    async def _finished(self, prompt: Prompt, sample_id: int, part: Generation) -> Generation:
+        """The whole response that begins with ``part``. What was handed back half done, because new weights arrived,
+        goes on as prompt and prefix, on whichever replica has room; each segment has a seed of its own."""
+        parts = [part]
+        while parts[-1].finish_reason == "handed_back":
+            prefix = torch.cat([own.tokens for own in parts])
+            sampling = replace(self.sampling, max_new_tokens=self.sampling.max_new_tokens - len(prefix))
+            start = (*self._tokens(prompt), *prefix.tolist())
+            parts += await self.generator.generate([start], sampling, [self._seed(prompt, sample_id, len(parts))])
+        if len(parts) == 1:
+            return part
+        return Generation(
+            tokens=torch.cat([own.tokens for own in parts]),
+            logprobs=torch.cat([own.logprobs for own in parts]),
+            token_versions=torch.cat([own.token_versions for own in parts]),
+            finish_reason=parts[-1].finish_reason,
+        )
+
+    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        return self.dataset.row(prompt.row).tokens
+
+    def _seed(self, prompt: Prompt, sample_id: int, segment: int) -> int:
+        """Of one segment of one draw: equal runs draw equal responses."""
+        if prompt.attempt == segment == 0:
+            return derive_seed(self.seed, sample_id)
+        return derive_seed(self.seed, sample_id, purpose=f"rollout {prompt.attempt} {segment}")
 
 
-def derive_seed(seed: int, sample_id: int, purpose: Purpose = "rollout") -> int:
-    """63-bit seed of one sample. Training, validation and ``mopd generate`` draw from separate families."""
+def derive_seed(seed: int, sample_id: int, purpose: str = "rollout") -> int:
+    """63-bit seed of one sample. Training, ``validation`` and ``generate`` draw from separate families."""
     digest = hashlib.sha256(f"{purpose}:{seed}:{sample_id}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -130,13 +125,15 @@ def _describe(error: SampleFailed, sample_ids: Sequence[int], prompts: Sequence[
     return f"rollout gave no response for samples {ids}{more} of domain {domains}: {reason}: see the replicas' logs"
 
 
-def _meta(sample_id: int, prompt: Prompt, generation: Generation, weight_version: int) -> SampleMeta:
+def _meta(sample_id: int, prompt: Prompt, prompt_length: int, response: Generation) -> SampleMeta:
+    versions = set(response.token_versions.tolist())
     return SampleMeta(
         sample_id=sample_id,
         domain=prompt.domain,
-        weight_version=weight_version,
-        prompt_length=len(prompt.tokens),
-        response_length=len(generation.tokens),
-        num_loss_tokens=len(generation.tokens),
-        truncated=generation.finish_reason == "length",
+        weight_version=min(versions),
+        prompt_length=prompt_length,
+        response_length=len(response.tokens),
+        num_loss_tokens=len(response.tokens),
+        truncated=response.finish_reason == "length",
+        num_versions=len(versions),
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mopd.config.groups import InProcessConfig, TorchEngineConfig
 from mopd.config.load import Loaded
-from mopd.config.schema import Recipe
+from mopd.config.schema import LocalPlaneConfig, Recipe
 from mopd.conversion.hf.reader import HfReader
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.torch.loading import read_config
@@ -24,7 +24,7 @@ from mopd.placement.interface import ROLLOUT
 from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.interface import SampleFailed
 from mopd.replicas.router import Router
-from mopd.run.leading import joined
+from mopd.run.leading import Opened, joined, opened_plane
 from mopd.run.validation import ValidationResult, Validator
 from mopd.run.workers import Inputs, build_routers, build_validator, read_inputs
 from mopd.types import UserError
@@ -67,22 +67,28 @@ async def _evaluate_folder(loaded: Loaded, inputs: Inputs, folder: str) -> Valid
 def _evaluate_checkpoint(loaded: Loaded, inputs: Inputs | None, folder: Path) -> ValidationResult | None:
     """All ranks read their shards and stream the whole student to the leader's rollout group."""
     recipe = loaded.recipe
-    domains = None if inputs is None else list(inputs.train.domain_counts)
-    with joined(recipe, domains) as (worker, _, channel):
-        if inputs is None:
+    if inputs is None:
+        with joined(recipe, None) as (worker, channel):
             serve(worker, channel)
-            return None
-        validator = _validator(loaded, inputs)
+        return None
+    validator = _validator(loaded, inputs)
+    # An evaluation moves no samples: its data plane stays this process's.
+    local = dataclasses.replace(recipe, data_plane=LocalPlaneConfig())
+    with opened_plane(local) as (plane, reader):
+        opened = Opened(list(inputs.train.domain_counts), plane.address, reader)
+        with joined(recipe, opened) as (worker, channel):
 
-        async def work(router: Router) -> ValidationResult:
-            student = StudentGroup(worker, channel, GroupWeightSync(router))
-            step = (await student.load(folder)).get("step")
-            if type(step) is not int or step < 0:
-                raise UserError(f"--checkpoint: {str(folder)!r} has no step in its state: name a step folder of a run")
-            await student.publish(step)
-            return await validator.run(router)
+            async def work(router: Router) -> ValidationResult:
+                student = StudentGroup(worker, channel, GroupWeightSync(router))
+                step = (await student.load(folder)).get("step")
+                if type(step) is not int or step < 0:
+                    raise UserError(
+                        f"--checkpoint: {str(folder)!r} has no step in its state: name a step folder of a run"
+                    )
+                await student.publish(step)
+                return await validator.run(router)
 
-        return asyncio.run(_with_rollout(recipe, worker.layout.device, work))
+            return asyncio.run(_with_rollout(recipe, worker.layout.device, work))
 
 
 async def _with_rollout(
@@ -106,6 +112,6 @@ def _read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _validator(loaded: Loaded, inputs: Inputs) -> Validator:
-    validator = build_validator(loaded.recipe, inputs, None)
+    validator = build_validator(loaded.recipe, inputs)
     assert validator is not None, "the command line refuses a recipe without validation"
     return validator

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from mopd.config.schema import Recipe
+from mopd.data_plane.interface import Reader, Storage
 from mopd.data_plane.local import LocalDataPlane
-from mopd.data_plane.reading import SocketReader
+from mopd.data_plane.reading import open_reader
 from mopd.launch.failure import rank_0_host
-from mopd.launch.ranks import CommandChannel, serve
+from mopd.launch.ranks import CommandChannel, StudentGroup, serve
 from mopd.placement.gpus import local_rank
 from mopd.placement.groups import Groups
+from mopd.placement.storage import open_storage
 from mopd.replicas.interface import SampleFailed
 from mopd.run.folder import RunDir
 from mopd.run.workers import Workers, build_workers, read_inputs
@@ -21,26 +24,31 @@ from mopd.student import parallel
 from mopd.student.worker import StudentWorker
 from mopd.types import UserError
 
-Work = Callable[[Workers], Coroutine[Any, Any, None]]
+Rank = tuple[StudentWorker, CommandChannel]
 
 
-def lead(recipe: Recipe, run: RunDir | None, work: Work) -> None:
-    """Rank 0: start every group, build everything, do ``work``, release the other ranks. ``run`` is the folder to write
-    in, if any."""
+def lead(
+    recipe: Recipe, run: RunDir | None, work: Callable[[Workers, StudentGroup], Coroutine[Any, Any, None]]
+) -> None:
+    """Rank 0 with all workers in its process: start every group, build everything, do ``work``, release the other
+    ranks. ``run`` is the folder to write in, if any."""
     inputs = read_inputs(recipe)
-    log_dir, path = (None, None) if run is None else (run.logs, run.validation)
+    log_dir = None if run is None else run.logs
 
-    async def with_groups(worker: StudentWorker, plane: LocalDataPlane | None, channel: CommandChannel) -> None:
-        assert plane is not None, "rank 0 holds it"
+    async def with_groups(plane: Storage, worker: StudentWorker, channel: CommandChannel) -> None:
         async with Groups(recipe, log_dir=log_dir, device=worker.layout.device) as groups:
             try:
-                await work(await build_workers(recipe, inputs, worker, plane, channel, groups, validation_path=path))
+                workers = await build_workers(recipe, inputs, plane, groups, vocab_size=worker.dims.vocab_size)
+                await work(workers, StudentGroup(worker, channel, workers.weights))
             except SampleFailed as error:
                 raise UserError(f"{error}: see the replicas' logs") from error
 
     try:
-        with joined(recipe, list(inputs.train.domain_counts)) as parts:
-            asyncio.run(with_groups(*parts))
+        with (
+            opened_plane(recipe) as (plane, reader),
+            joined(recipe, Opened(list(inputs.train.domain_counts), plane.address, reader)) as rank,
+        ):
+            asyncio.run(with_groups(plane, *rank))
     finally:
         if inputs.rewards is not None:
             inputs.rewards.close()
@@ -48,38 +56,53 @@ def lead(recipe: Recipe, run: RunDir | None, work: Work) -> None:
 
 def follow(recipe: Recipe) -> None:
     """Every other rank: build its part of the student and do what rank 0 says."""
-    with joined(recipe, None) as (worker, _, channel):
+    with joined(recipe, None) as (worker, channel):
         serve(worker, channel)
 
 
 @contextmanager
-def joined(
-    recipe: Recipe, seen_domains: Sequence[str] | None
-) -> Iterator[tuple[StudentWorker, LocalDataPlane | None, CommandChannel]]:
-    """Join the other ranks and build this rank's share of the student; rank 0 gets the data plane too. The others stop
-    when rank 0 leaves the block.
+def opened_plane(recipe: Recipe) -> Iterator[tuple[Storage, Reader]]:
+    """The recipe's data plane, held by this process and open to the other ranks, and this process's own reader."""
+    plane = open_storage(recipe, host=rank_0_host())
+    try:
+        if isinstance(plane, LocalDataPlane):
+            reader: Reader = plane.reader()
+        else:
+            reader = open_reader(plane.address, timeout_s=recipe.schedule.wait_timeout_s)
+        yield plane, reader
+        reader.close()
+    finally:
+        asyncio.run(plane.close())
 
-    Args:
-        seen_domains: rank 0's domains of the data, which a default teacher answers for; ``None`` on other ranks, which
-            never read the data and are told.
-    """
+
+@dataclass(frozen=True)
+class Opened:
+    """What rank 0 knows before the others join."""
+
+    domains: Sequence[str]
+    """Of the data; a default teacher answers for those that nobody names."""
+    plane: dict[str, Any]
+    """Address of the data plane."""
+    reader: Reader
+    """Rank 0's own."""
+
+
+@contextmanager
+def joined(recipe: Recipe, opened: Opened | None) -> Iterator[Rank]:
+    """Join the other ranks and build this rank's share of the student. The others stop when rank 0 leaves the block.
+    ``opened`` is rank 0's; the other ranks (``None``) are told."""
     timeout_s = recipe.schedule.wait_timeout_s
     with parallel.joined(
         recipe.student.parallel, timeout_s=timeout_s, seed=recipe.seed, local_rank=local_rank()
     ) as layout:
         channel = CommandChannel(layout.control_group)
-        if seen_domains is None:
+        if opened is None:
             told = channel.receive()
-            reader = SocketReader(told["data_plane"], timeout_s=timeout_s)
-            yield StudentWorker(recipe, reader, told["domains"]), None, channel
+            reader = open_reader(told["data_plane"], timeout_s=timeout_s)
+            yield StudentWorker(recipe, reader, told["domains"]), channel
             reader.close()
             return
-        plane = LocalDataPlane()
-        plane.serve(host=rank_0_host())
-        try:
-            domains = list(recipe.assignment.domains_among(seen_domains))
-            channel.send({"domains": domains, "data_plane": plane.address})
-            yield StudentWorker(recipe, plane.reader(), domains), plane, channel
-            channel.send({"call": "stop", "kwargs": {}})  # after an error nobody listens
-        finally:
-            asyncio.run(plane.close())
+        domains = list(recipe.assignment.domains_among(opened.domains))
+        channel.send({"domains": domains, "data_plane": opened.plane})
+        yield StudentWorker(recipe, opened.reader, domains), channel
+        channel.send({"call": "stop", "kwargs": {}})  # after an error nobody listens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +66,31 @@ def older_ones(run: RunDir, start: Path) -> str:
     return f"; --from {folder_name(before[-1])} goes on from an older one (complete: {_listed(before)})"
 
 
-def progress_of(start: Path, state: Mapping[str, Any], *, weight_version: int) -> tuple[int, Mapping[str, Any]]:
-    """Steps done and the prompt stream's position, from the ``state`` of the checkpoint ``start``.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a run had come at a checkpoint."""
+
+    step: int
+    prompts: Mapping[str, Any]
+    """Position of the prompt stream."""
+    ledger: Mapping[str, Any] | None
+    """Prompts that were admitted and not trained on; ``None``: version 0.2, which had none."""
+
+
+def progress_of(start: Path, state: Mapping[str, Any], *, weight_version: int) -> Progress:
+    """What the ``state`` of the checkpoint ``start`` says.
 
     Raises:
         UserError: the state is not what a run saves, or of another step than its weights or the folder's name.
     """
-    step, prompts = state.get("step"), state.get("prompts")
-    if type(step) is not int or step != weight_version or start.name != folder_name(step) or type(prompts) is not dict:
+    step, prompts, ledger = state.get("step"), state.get("prompts"), state.get("ledger")
+    is_of_step = type(step) is int and step == weight_version and start.name == folder_name(step)
+    if not is_of_step or not isinstance(prompts, dict) or not isinstance(ledger, (dict, type(None))):
         raise UserError(
             f"{shown_path(start)}: its state says step {str(step)[:20]}: resume from another checkpoint, under its own "
             "name"
         )
-    return step, prompts
+    return Progress(step=weight_version, prompts=prompts, ledger=ledger)
 
 
 def set_aside(run: RunDir, *, after_step: int) -> None:

@@ -6,18 +6,20 @@ Nothing that happens between steps touches training: metric sinks, validation, c
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from mopd.config.groups import Assignment
+from mopd.config.load import Loaded
 from mopd.config.schema import Recipe
-from mopd.controller import Controller
-from mopd.engines.interface import Generator
+from mopd.controller import Controller, Plane, Rewards, Rollout, Teachers
+from mopd.conversion.hf.manifest import Manifest
+from mopd.data.stream import PromptStream
+from mopd.files.writing import write_json
+from mopd.launch.ranks import StudentGroup
+from mopd.ledger import Ledger
 from mopd.metrics import StepMetrics, truncate_jsonl
-from mopd.replicas.router import Router
-from mopd.replicas.statistics import group_metrics
 from mopd.report.build import build_report, print_summary
 from mopd.report.run_files import Best, best_of, mean
 from mopd.report.sinks import Sinks
@@ -25,29 +27,124 @@ from mopd.report.terminal import Terminal
 from mopd.run import resuming
 from mopd.run.checkpointing import Checkpointer, complete_steps
 from mopd.run.folder import RunDir
-from mopd.run.validation import Validator
-from mopd.run.workers import Workers
+from mopd.run.machine import describe_machine
+from mopd.run.manifests import read_fingerprints, write_manifests
+from mopd.run.validation import append_record, is_due
 from mopd.text import json_lines
+from mopd.types import UserError
 
 
-async def load_checkpoint(run: RunDir, workers: Workers, start: Path) -> int:
-    """Put student and prompt stream where they were at ``start``; the number of steps done.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """What the checks before the first step leave behind, as plain JSON."""
+
+    failure: str | None
+    """The first failed check's detail."""
+    parity: dict[str, Any]
+    """Teacher -> what was measured, of those that could be compared."""
+    fingerprints: dict[str, Any]
+    """``teachers.NAME`` -> fingerprint, of those whose files nobody can hash."""
+    headroom: dict[str, Any] | None
+    """Domain -> its teacher's reward and example answers (the best one's of an ensemble)."""
+    validation: dict[str, Any] | None
+    """The student's validation at step 0, a line of ``validation.jsonl``: a run need not validate twice."""
+
+
+class Maker(Protocol):
+    """Those that make samples, wherever they work (``mopd.producer``)."""
+
+    @property
+    def rollout(self) -> Rollout: ...
+    @property
+    def teachers(self) -> Teachers: ...
+    @property
+    def rewards(self) -> Rewards | None: ...
+    @property
+    def plane(self) -> Plane: ...
+
+    @property
+    def unit(self) -> int:
+        """See ``Controller.unit``."""
+        ...
+
+    async def check(
+        self, manifests: Mapping[str, Manifest], *, is_fresh: bool, fingerprints: Mapping[str, Any]
+    ) -> Findings:
+        """The checks before the first step."""
+        ...
+
+    async def numbers(self) -> dict[str, float]:
+        """Metrics of every group since the last call."""
+        ...
+
+    async def validate(self, step: int) -> dict[str, Any]:
+        """A line of ``validation.jsonl`` for the weights that were published last."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Led:
+    """What a training run on rank 0 consists of."""
+
+    student: StudentGroup
+    prompts: PromptStream
+    maker: Maker
+
+
+def fresh_ledger(recipe: Recipe, step: int = 0) -> Ledger:
+    """No prompt is open."""
+    schedule = recipe.schedule
+    return Ledger(prompts_per_step=schedule.prompts_per_step, max_staleness=schedule.max_staleness, step=step)
+
+
+async def load_checkpoint(recipe: Recipe, run: RunDir, led: Led, start: Path) -> Ledger:
+    """Put student, prompt stream and ledger where they were at ``start``.
 
     Raises:
         UserError: the checkpoint cannot be used; names those before it.
     """
-    state = await workers.student.load(start, cure=resuming.older_ones(run, start))
-    weight_version = workers.student.worker.weight_version
-    step, position = resuming.progress_of(start, state, weight_version=weight_version)
-    workers.prompts.load_state_dict(position)
-    return step
+    state = await led.student.load(start, cure=resuming.older_ones(run, start))
+    progress = resuming.progress_of(start, state, weight_version=led.student.worker.weight_version)
+    led.prompts.load_state_dict(progress.prompts)
+    ledger = fresh_ledger(recipe, progress.step)
+    if progress.ledger is not None:
+        ledger.load_state_dict(progress.ledger, led.prompts.prompt)
+    return ledger
+
+
+async def begin(
+    loaded: Loaded, run: RunDir, maker: Maker, manifests: Mapping[str, Manifest], *, is_fresh: bool
+) -> None:
+    """The checks before the first step; after the last one a fresh run's first files are written.
+
+    Raises:
+        UserError: the first check that failed; nothing was written.
+    """
+    stored = {} if is_fresh else read_fingerprints(run.manifest)
+    found = await maker.check(manifests, is_fresh=is_fresh, fingerprints=stored)
+    if found.failure is not None:
+        raise UserError(found.failure)
+    run.write_recipe(loaded)
+    write_json(run.machine, describe_machine())
+    if is_fresh or not run.parity.exists():
+        write_json(run.parity, found.parity)
+    if not is_fresh:
+        return
+    write_manifests(run.manifest, manifests, found.fingerprints, loaded.commits)
+    for path in (run.metrics, run.validation):
+        path.unlink(missing_ok=True)  # of a run that died before its first checkpoint
+    if found.headroom is not None:
+        write_json(run.headroom, found.headroom)
+    if found.validation is not None:
+        append_record(run.validation, found.validation)
 
 
 async def train(
-    recipe: Recipe, run: RunDir, workers: Workers, *, resume_step: int | None, as_json: bool = False
+    recipe: Recipe, run: RunDir, led: Led, ledger: Ledger, *, is_fresh: bool, as_json: bool = False
 ) -> None:
-    """Train from ``resume_step`` (``None``: a fresh run) until the last step, then export and report: on standard
-    output, as a table or as the JSON of ``report.json``, in which case the progress goes to standard error."""
+    """Train from the ledger's step until the last one, then export and report: on standard output, as a table or as
+    the JSON of ``report.json``, in which case the progress goes to standard error."""
+    resume_step = None if is_fresh else ledger.step
     if resume_step is not None:
         resuming.set_aside(run, after_step=resume_step)
         truncate_jsonl(run.validation, after_step=resume_step)
@@ -56,30 +153,31 @@ async def train(
     sinks = Sinks(recipe, run.path, resume_step=resume_step, console=Terminal(stderr=as_json))
     try:
         observer = RunObserver(
+            recipe=recipe,
+            run=run,
+            maker=led.maker,
             sinks=sinks,
-            routers=[*workers.routers.values()],
-            assignment=recipe.assignment,
             floors=run.floors(),
             checkpointer=Checkpointer(
-                run=run, cfg=recipe.checkpoint, student=workers.student, last_step=recipe.schedule.steps
+                run=run, cfg=recipe.checkpoint, student=led.student, last_step=recipe.schedule.steps
             ),
-            validator=workers.validator,
-            generator=workers.generator,
             best=best_of(run.validations(), kept=kept),
         )
         await Controller(
             recipe=recipe,
-            prompts=workers.prompts,
-            rollout=workers.rollout,
-            teachers=workers.teachers,
-            student=workers.student,
-            plane=workers.plane,
+            prompts=led.prompts,
+            rollout=led.maker.rollout,
+            teachers=led.maker.teachers,
+            rewards=led.maker.rewards,
+            student=led.student,
+            plane=led.maker.plane,
             observer=observer,
-            start_step=resume_step or 0,
+            ledger=ledger,
+            unit=led.maker.unit,
         ).run()
     finally:
         sinks.close()
-    await _export(recipe, run, workers, observer.best)
+    await _export(recipe, run, led.student, observer.best)
     report = build_report(run.path)
     if as_json:
         print(json_lines(asdict(report)))
@@ -97,48 +195,50 @@ class RunObserver:
     ``kl_k1`` less that.
     """
 
+    recipe: Recipe
+    run: RunDir
+    maker: Maker
     sinks: Sinks
-    routers: Sequence[Router]
-    assignment: Assignment
     floors: Mapping[str, float]
     """By teacher; a domain with a teacher that could not be compared has no floor."""
     checkpointer: Checkpointer
-    validator: Validator | None
-    generator: Generator
     best: Best | None
 
-    def log(self, metrics: StepMetrics) -> None:
+    def needs_weights(self, step: int) -> bool:
+        """What follows ``step`` asks the rollout for its weights."""
+        return step == self.recipe.schedule.steps or is_due(self.recipe, step)
+
+    async def log(self, metrics: StepMetrics) -> None:
         """One step's numbers to every sink."""
-        values: dict[str, float] = {}
-        for router in self.routers:
-            values |= group_metrics(router.take_numbers())
+        values = await self.maker.numbers()
         for domain, kl in metrics.by_domain("kl_k1").items():
-            names = self.assignment.teachers_of(domain)
+            names = self.recipe.assignment.teachers_of(domain)
             if all(name in self.floors for name in names):
-                weights = self.assignment.weights_of(domain)
+                weights = self.recipe.assignment.weights_of(domain)
                 floor = sum(w * self.floors[name] for w, name in zip(weights, names, strict=True))
                 values |= {f"kl_floor/{domain}": floor, f"kl_net/{domain}": kl - floor}
         self.sinks.log(metrics.plus(values))
 
-    async def after_step(self, step: int, prompts_state: Mapping[str, Any]) -> None:
+    async def after_step(self, step: int, state: Mapping[str, Any]) -> None:
         """Validate, then save: a checkpoint never misses the validation of its own step."""
-        if self.validator is not None and self.validator.is_due(step):
-            result = await self.validator.record(self.generator, step)
-            self.sinks.log_validation(step, result.rewards)
-            reward = mean(result.rewards)
+        if is_due(self.recipe, step):
+            record = await self.maker.validate(step)
+            append_record(self.run.validation, record)
+            self.sinks.log_validation(step, record["rewards"])
+            reward = mean(record["rewards"])
             if self.best is None or reward > self.best.reward:
                 self.best = Best(step=step, reward=reward)
         best_step = self.best.step if self.best else None
-        await self.checkpointer.save_if_due(step, {"prompts": dict(prompts_state)}, best_step=best_step)
+        await self.checkpointer.save_if_due(step, state, best_step=best_step)
 
 
-async def _export(recipe: Recipe, run: RunDir, workers: Workers, best: Best | None) -> None:
+async def _export(recipe: Recipe, run: RunDir, student: StudentGroup, best: Best | None) -> None:
     """Write the result as a Hugging Face folder: the best validated checkpoint if kept, else the last."""
     if not recipe.checkpoint.export_hf:
         return
     if recipe.checkpoint.keep_best and best is not None and best.step != recipe.schedule.steps:
-        await workers.student.load(run.checkpoint(best.step))
+        await student.load(run.checkpoint(best.step))
     for earlier in (run.hf, *run.path.glob(f".{run.hf.name}.*")):  # ends of this run, also those that were cut off
         if earlier.exists():
             shutil.rmtree(earlier)
-    await workers.student.save_hf(run.hf)
+    await student.save_hf(run.hf)

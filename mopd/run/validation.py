@@ -47,7 +47,7 @@ class ValidationResult:
 
 
 class Validator:
-    """Validates a generator and keeps ``validation.jsonl``."""
+    """Validates a generator."""
 
     def __init__(
         self,
@@ -55,23 +55,16 @@ class Validator:
         dataset: PromptDataset,
         tokenizer: PreTrainedTokenizerBase,
         rewards: DomainRewards,
-        path: Path | None,
     ) -> None:
-        """``path`` is the file that ``record`` appends to; ``None`` where nothing may be written (``mopd check``)."""
         if recipe.validation is None:
             raise ValueError("the recipe has no validation section")
         self._recipe, self._cfg = recipe, recipe.validation
         self._dataset, self._tokenizer, self._rewards = dataset, tokenizer, rewards
-        self._path = path
 
     @property
     def domains(self) -> tuple[str, ...]:
         """Domains of the validation prompts."""
         return tuple(self._dataset.rows_by_domain)
-
-    def is_due(self, step: int) -> bool:
-        """After ``step`` optimizer steps it is time to validate."""
-        return step % self._cfg.every_steps == 0 or step == self._recipe.schedule.steps
 
     async def run(self, generator: Generator, *, domains: Collection[str] | None = None) -> ValidationResult:
         """One response of ``generator`` per row of ``domains`` (all when ``None``), rewarded; consumes no training
@@ -107,26 +100,34 @@ class Validator:
             examples={d: [_example(i, g) for i, g, _ in entries[:NUM_EXAMPLES]] for d, entries in by_domain.items()},
         )
 
-    async def record(self, generator: Generator, step: int) -> ValidationResult:
-        """``run``, then append one line to the file."""
+    async def record(self, generator: Generator, step: int) -> dict[str, Any]:
+        """``run`` as a line of ``validation.jsonl``."""
         start = time.perf_counter()
         result = await self.run(generator)
-        self.append(step, result, wall_s=time.perf_counter() - start)
-        return result
+        return record_of(step, result, wall_s=time.perf_counter() - start)
 
-    def append(self, step: int, result: ValidationResult, *, wall_s: float) -> None:
-        """Write one line for ``step``."""
-        if self._path is None:
-            raise RuntimeError("this validator has no file to write")
-        line = {
-            "step": step,
-            "rewards": result.rewards,
-            "truncated_share": result.truncated_share,
-            "examples": plain_examples(result.examples, self._path, MAX_LINE_BYTES),
-            "wall_s": wall_s,
-        }
-        with closing(JsonlWriter(self._path)) as writer:
-            writer.write(line)
+
+def is_due(recipe: Recipe, step: int) -> bool:
+    """After ``step`` optimizer steps it is time to validate."""
+    cfg = recipe.validation
+    return cfg is not None and (step % cfg.every_steps == 0 or step == recipe.schedule.steps)
+
+
+def record_of(step: int, result: ValidationResult, *, wall_s: float) -> dict[str, Any]:
+    """A line of ``validation.jsonl``, plain JSON."""
+    return {
+        "step": step,
+        "rewards": result.rewards,
+        "truncated_share": result.truncated_share,
+        "examples": plain_examples(result.examples, "validation.jsonl", MAX_LINE_BYTES),
+        "wall_s": wall_s,
+    }
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Write one line."""
+    with closing(JsonlWriter(path)) as writer:
+        writer.write(record)
 
 
 def _example(item: RewardItem, graded: Graded) -> dict[str, Any]:
@@ -141,13 +142,13 @@ def _example(item: RewardItem, graded: Graded) -> dict[str, Any]:
 
 
 def plain_examples(
-    examples: Mapping[str, list[dict[str, Any]]], path: Path, max_bytes: int
+    examples: Mapping[str, list[dict[str, Any]]], name: str, max_bytes: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """As JSON for a file of at most ``max_bytes``: ground truths of parquet files may be decimals, times or bytes,
-    which become text as for rewards."""
+    """As JSON for the file ``name`` of at most ``max_bytes``: ground truths of parquet files may be decimals, times or
+    bytes, which become text as for rewards."""
     text = json.dumps(examples, ensure_ascii=False, allow_nan=False, default=str)
     if len(text.encode()) > max_bytes // 2:
-        logger.warning("%s: the examples are left out, they have %d characters", path, len(text))
+        logger.warning("%s: the examples are left out, they have %d characters", name, len(text))
         return {}
     plain: dict[str, list[dict[str, Any]]] = json.loads(text)
     return plain

@@ -1,4 +1,5 @@
-"""Rank 0's workers, built from a recipe: prompts, rollout, teachers, validation. Other ranks only follow."""
+"""Those that make samples, built from a recipe: rollout, teachers, rewards, validation. They work in one process: rank
+0's where engines run in it, else one of their own beside it."""
 
 from __future__ import annotations
 
@@ -6,26 +7,23 @@ import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from mopd.config.schema import Recipe
 from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts
-from mopd.data.stream import PromptStream
 from mopd.data.tokenizer import load_tokenizer
-from mopd.data_plane.local import LocalDataPlane
+from mopd.data_plane.interface import Storage
 from mopd.engines.interface import SamplingParams
-from mopd.launch.ranks import CommandChannel, StudentGroup
 from mopd.placement.groups import Groups
 from mopd.placement.interface import ROLLOUT
 from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.interface import info_of
 from mopd.replicas.router import Router
 from mopd.rewards.domains import DomainRewards, build_rewards
-from mopd.rollout.worker import RolloutWorker, TaskAdvantage, reward_item
+from mopd.rollout.rewards import RewardWorker
+from mopd.rollout.worker import RolloutWorker, reward_item
 from mopd.run.validation import Validator
-from mopd.student.worker import StudentWorker
 from mopd.teachers.worker import TeacherGroup, TeacherWorker
 from mopd.types import UserError
 
@@ -44,18 +42,20 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """Everything that the controller and the checks talk to."""
+    """Everything that makes samples, and what the checks talk to."""
 
     inputs: Inputs
-    prompts: PromptStream
-    plane: LocalDataPlane
-    student: StudentGroup
+    plane: Storage
+    weights: GroupWeightSync
+    """The way of the student's weights to the rollout."""
     routers: dict[str, Router]
     """Group key (``rollout``, ``teachers.NAME``) -> its replicas as one engine."""
     rollout: RolloutWorker
     teacher_groups: dict[str, TeacherGroup]
     """Teacher -> its group."""
     teachers: TeacherWorker
+    rewards: RewardWorker | None
+    """Where the loss needs rewards of training samples."""
     validator: Validator | None
 
     @property
@@ -111,22 +111,12 @@ def build_routers(groups: Groups) -> dict[str, Router]:
     }
 
 
-async def build_workers(
-    recipe: Recipe,
-    inputs: Inputs,
-    worker: StudentWorker,
-    plane: LocalDataPlane,
-    channel: CommandChannel,
-    groups: Groups,
-    *,
-    validation_path: Path | None,
-) -> Workers:
+async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: Groups, *, vocab_size: int) -> Workers:
     """Construct and wire, on the event loop that ``groups`` was started on. The rollout has no weights until the
-    student publishes."""
+    student publishes. ``vocab_size`` is the student's, without padding."""
     routers = build_routers(groups)
-    routers[ROLLOUT].vocab_size = worker.dims.vocab_size
-    weight_sync = GroupWeightSync(routers[ROLLOUT], on_running=recipe.rollout.on_new_weights)
-    student = StudentGroup(worker, channel, weight_sync)
+    routers[ROLLOUT].vocab_size = vocab_size
+    weights = GroupWeightSync(routers[ROLLOUT], on_running=recipe.rollout.on_new_weights)
     teachers = {name: await _teacher_group(name, routers, groups) for name in recipe.teachers}
     sampling = SamplingParams(
         max_new_tokens=recipe.rollout.max_response_length,
@@ -134,24 +124,24 @@ async def build_workers(
         top_p=recipe.rollout.top_p,
         top_k=recipe.rollout.top_k,
     )
-    advantage = None
+    rewards = None
     if recipe.needs_task_advantage and inputs.rewards is not None:
-        advantage = TaskAdvantage(inputs.train, inputs.tokenizer, inputs.rewards)
-    groups.watch(routers, weight_sync)
+        rewards = RewardWorker(inputs.train, inputs.tokenizer, inputs.rewards, plane)
+    groups.watch(routers, weights)
     return Workers(
         inputs=inputs,
-        prompts=PromptStream(inputs.train, recipe.data.domain_weights, recipe.seed),
         plane=plane,
-        student=student,
+        weights=weights,
         routers=routers,
         rollout=RolloutWorker(
             routers[ROLLOUT],
             plane,
+            inputs.train,
             sampling=sampling,
             seed=recipe.seed,
             samples_per_prompt=recipe.rollout.samples_per_prompt,
-            task_advantage=advantage,
         ),
+        rewards=rewards,
         teacher_groups=teachers,
         teachers=TeacherWorker(
             teachers,
@@ -161,7 +151,7 @@ async def build_workers(
             temperature=recipe.loss.temperature,
             keep_going=recipe.on_failure == "replace",
         ),
-        validator=build_validator(recipe, inputs, validation_path),
+        validator=build_validator(recipe, inputs),
     )
 
 
@@ -173,11 +163,11 @@ async def _teacher_group(name: str, routers: Mapping[str, Router], groups: Group
     )
 
 
-def build_validator(recipe: Recipe, inputs: Inputs, path: Path | None) -> Validator | None:
+def build_validator(recipe: Recipe, inputs: Inputs) -> Validator | None:
     """The validator of a recipe with a ``validation`` section."""
     if inputs.validation is None or inputs.rewards is None:
         return None
-    return Validator(recipe, inputs.validation, inputs.tokenizer, inputs.rewards, path)
+    return Validator(recipe, inputs.validation, inputs.tokenizer, inputs.rewards)
 
 
 def _check_ground_truths(dataset: PromptDataset, rewards: DomainRewards) -> None:

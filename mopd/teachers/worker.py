@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mopd.config.groups import Assignment
-from mopd.data_plane.local import LocalDataPlane
+from mopd.data_plane.interface import Storage
 from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import CorruptAnswer, Scores
 from mopd.replicas.interface import NoReplica, SampleFailed
@@ -65,7 +65,7 @@ class TeacherWorker:
         self,
         groups: Mapping[str, TeacherGroup],
         assignment: Assignment,
-        plane: LocalDataPlane,
+        plane: Storage,
         *,
         top_k: int,
         temperature: float,

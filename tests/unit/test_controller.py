@@ -6,6 +6,7 @@ Real engine, router, data plane and stream; the student is not needed for it.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineRejected, SamplingParams, Scores
 from mopd.engines.torch.engine import TorchEngine
 from mopd.hardware import Hardware
+from mopd.ledger import Ledger
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.rollout.worker import RolloutWorker
@@ -94,9 +96,14 @@ def produce(
     router = Router("math", [Replica(name="math.0", engine=Picky(engine, BAD_TOKEN))], RoutingConfig(), kind="teacher")
     controller = Controller(
         recipe=recipe,
-        prompts=PromptStream(data, {"math": 1, "code": 1}, 0),
+        prompts=PromptStream(data.rows_by_domain, {"math": 1, "code": 1}, 0),
         rollout=RolloutWorker(
-            engine, plane, sampling=SamplingParams(max_new_tokens=3), seed=0, samples_per_prompt=samples_per_prompt
+            engine,
+            plane,
+            data,
+            sampling=SamplingParams(max_new_tokens=3),
+            seed=0,
+            samples_per_prompt=samples_per_prompt,
         ),
         teachers=TeacherWorker(
             {"math": TeacherGroup("math", router, vocab_size=VOCAB_SIZE)},
@@ -106,23 +113,19 @@ def produce(
             temperature=1.0,
             keep_going=on_failure == "replace",
         ),
+        rewards=None,
         student=SimpleNamespace(dp_size=1),
         plane=plane,
         observer=SimpleNamespace(),
-        start_step=0,
+        ledger=Ledger(prompts_per_step=8, max_staleness=0, step=0),
+        unit=8,
     )
 
     async def run() -> Batch:
-        producer = asyncio.create_task(controller.produce())
-        claim = asyncio.create_task(plane.claim(recipe.samples_per_step, LOSS_FIELDS, timeout_s=30))
-        await asyncio.wait({producer, claim}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (producer, claim):
-            task.cancel()
-        ended = await asyncio.gather(producer, claim, return_exceptions=True)
-        for outcome in ended:
-            if isinstance(outcome, Exception):
-                raise outcome
-        return ended[1]
+        async with controller._tasks as tasks:
+            tasks.start(controller.produce())
+            slots = await tasks.unless_failed(controller.ledger.take(timeout_s=30))
+            return await plane.claim([sample.sample_id for slot in slots for sample in slot.samples], LOSS_FIELDS)
 
     return controller, asyncio.run(run()), plane
 
@@ -133,19 +136,20 @@ def test_refused_samples_are_replaced_by_the_next_prompts_of_their_domain(
     data = dataset(bad_share=2)
     with caplog.at_level(logging.WARNING):
         controller, batch, plane = produce(engine, data, tmp_path)
-    drawn = PromptStream(data, {"math": 1, "code": 1}, 0).next(8)
-    refused = [p.sample_id for p in drawn if p.tokens[0] == BAD_TOKEN]
+    drawn = PromptStream(data.rows_by_domain, {"math": 1, "code": 1}, 0).next(8)
+    refused = [p.sample_id for p in drawn if data.row(p.row).tokens[0] == BAD_TOKEN]
     assert refused, "the seed must draw a refused prompt"
     assert len(batch.samples) == 8 and Counter(s.domain for s in batch.samples) == {"math": 4, "code": 4}
     assert not set(refused) & set(batch.sample_ids)
     assert set(batch.sample_ids) & set(range(8)) == set(range(8)) - set(refused)
     assert plane.num_samples == 8  # nothing of the refused ones is left
-    counts = controller._take_replaced(batch)
+    counts = controller._batch_metrics(batch)
     assert counts["replaced_samples/code"] == 0
     assert counts["replaced_samples/math"] == controller.prompts.state_dict()["position"] - 8 >= len(refused)
     assert f"sample {refused[0]} of domain 'math' is replaced: teachers.math: " in caplog.text
     assert "I do not like it" in caplog.text
-    assert controller._take_replaced(batch) == {"replaced_samples/code": 0, "replaced_samples/math": 0}
+    again = {"replaced_samples/code": 0, "replaced_samples/math": 0, "staleness": 0}
+    assert controller._batch_metrics(batch) == again
 
 
 def test_all_samples_of_a_prompt_go_together(engine: TorchEngine, tmp_path: Path) -> None:
@@ -168,7 +172,16 @@ def test_stop_is_the_default(engine: TorchEngine, tmp_path: Path) -> None:
         produce(engine, dataset(bad_share=2), tmp_path, on_failure="stop")
 
 
-def test_the_stored_position_is_before_the_whole_batch(engine: TorchEngine, tmp_path: Path) -> None:
-    """A run that is killed now starts again with these prompts, replaced ones included."""
-    controller, _, _ = produce(engine, dataset(bad_share=2), tmp_path)
-    assert controller.prompts_state["position"] == 0
+def test_the_stored_state_holds_the_prompts_that_no_step_has_used(engine: TorchEngine, tmp_path: Path) -> None:
+    """A run that goes on from here draws them again, those that replaced others included."""
+    data = dataset(bad_share=2)
+    controller, batch, _ = produce(engine, data, tmp_path)
+    state = json.loads(json.dumps(controller.state))
+    assert [entry["sample_id"] for entry in state["ledger"]["open"]] != [*range(8)]
+    stream = PromptStream(data.rows_by_domain, {"math": 1, "code": 1}, 0)
+    stream.load_state_dict(state["prompts"])
+    ledger = Ledger(prompts_per_step=8, max_staleness=0, step=0)
+    ledger.load_state_dict(state["ledger"], stream.prompt)
+    assert sorted(slot.prompt.sample_id for slot in ledger.slots) == list(batch.sample_ids)
+    assert not ledger.has_room()
+    assert ledger.state_dict() == controller.ledger.state_dict()

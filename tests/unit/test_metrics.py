@@ -36,6 +36,7 @@ def sample(sample_id: int, domain: str, response_length: int, *, truncated: bool
 def test_phases_add_up_and_a_flush_starts_anew() -> None:
     clock = Clock()
     timer = StepTimer(clock)
+    timer.begin()
     with timer("rollout"):
         clock.now += 2
     clock.now += 1
@@ -46,26 +47,42 @@ def test_phases_add_up_and_a_flush_starts_anew() -> None:
     assert timer.flush() == {}
 
 
-def test_time_between_a_flush_and_the_next_phase_belongs_to_no_step() -> None:
+def test_blocks_of_one_phase_that_overlap_count_once() -> None:
     clock = Clock()
     timer = StepTimer(clock)
+    first, second = timer("rollout"), timer("rollout")
+    with first:
+        clock.now += 1
+        second.__enter__()
+        clock.now += 1
+    clock.now += 1
+    second.__exit__(None, None, None)
+    clock.now += 1
+    assert timer.flush() == {"rollout": 3}
+
+
+def test_time_between_a_flush_and_the_next_begin_belongs_to_no_step() -> None:
+    clock = Clock()
+    timer = StepTimer(clock)
+    timer.begin()
     with timer("rollout"):
         clock.now += 1
-    timer.flush()
-    clock.now += 60  # validation, a checkpoint
-    with timer("rollout"):
-        clock.now += 2
-    assert timer.flush()["step"] == 2
+        timer.flush()
+        clock.now += 60  # validation, a checkpoint
+        timer.begin()
+        clock.now += 1
+    clock.now += 2
+    assert timer.flush() == {"rollout": 1, "step": 3}
 
 
-def test_a_phase_that_is_open_at_the_flush_counts_in_the_next_record() -> None:
+def test_a_phase_that_is_open_at_the_flush_goes_on_in_the_next_record() -> None:
     clock = Clock()
     timer = StepTimer(clock)
     with timer("rollout"):
         clock.now += 3
-        timer.flush()
+        assert timer.flush() == {"rollout": 3}
         clock.now += 1
-    assert timer.flush()["rollout"] == 4
+    assert timer.flush() == {"rollout": 1}
 
 
 def test_a_failed_phase_is_timed_too() -> None:
@@ -110,6 +127,18 @@ def test_a_step_record_holds_means_by_domain_and_what_was_minimised() -> None:
         }
     )
     assert metrics.by_domain("loss") == pytest.approx({"math": 0.5, "code": 1.5})
+
+
+def test_what_counts_samples_is_a_share_of_samples() -> None:
+    batch = Batch(samples=(sample(1, "math", 6), sample(2, "math", 2), sample(3, "code", 4)))
+    sums = {"loss": 1.0, "weighted_loss": 0.1, "masked_sequences": 1.0}
+    both = {
+        domain: DomainSums(num_tokens=n, sums={**sums, "masked_sequences": masked})
+        for domain, n, masked in (("math", 8, 1.0), ("code", 4, 0.0))
+    }
+    metrics = merge_step(4, batch=batch, sums=both, values={}, timings={})
+    assert metrics.by_domain("masked_sequences_share") == {"math": 0.5, "code": 0.0}
+    assert metrics.by_domain("masked_sequences") == {}
 
 
 def test_more_numbers_join_a_step_but_never_replace_one() -> None:

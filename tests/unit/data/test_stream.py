@@ -30,21 +30,21 @@ def take(stream: PromptStream, *sizes: int) -> list[Prompt]:
 
 
 def test_batch_size_changes_nothing() -> None:
-    whole = take(PromptStream(DATA, {}, 5), 60)
-    assert take(PromptStream(DATA, {}, 5), *[1] * 10, 0, 17, 3, 30) == whole
+    whole = take(PromptStream(DATA.rows_by_domain, {}, 5), 60)
+    assert take(PromptStream(DATA.rows_by_domain, {}, 5), *[1] * 10, 0, 17, 3, 30) == whole
     assert [prompt.sample_id for prompt in whole] == list(range(60))
     for prompt in whole:
-        assert prompt.domain == DATA.row(prompt.row).domain and prompt.tokens == DATA.row(prompt.row).tokens
+        assert prompt.domain == DATA.row(prompt.row).domain
 
 
 def test_seed_decides() -> None:
-    first = [p.row for p in take(PromptStream(DATA, {}, 0), 60)]
-    assert [p.row for p in take(PromptStream(DATA, {}, 0), 60)] == first
-    assert [p.row for p in take(PromptStream(DATA, {}, 1), 60)] != first
+    first = [p.row for p in take(PromptStream(DATA.rows_by_domain, {}, 0), 60)]
+    assert [p.row for p in take(PromptStream(DATA.rows_by_domain, {}, 0), 60)] == first
+    assert [p.row for p in take(PromptStream(DATA.rows_by_domain, {}, 1), 60)] != first
 
 
 def test_each_epoch_of_a_domain_is_a_new_shuffle_of_all_its_rows() -> None:
-    prompts = take(PromptStream(DATA, {"math": 1, "code": 1, "law": 1}, 3), 120)
+    prompts = take(PromptStream(DATA.rows_by_domain, {"math": 1, "code": 1, "law": 1}, 3), 120)
     for domain, rows in DATA.rows_by_domain.items():
         drawn = [p.row for p in prompts if p.domain == domain]
         epochs = [drawn[i : i + len(rows)] for i in range(0, len(drawn) - len(rows) + 1, len(rows))]
@@ -61,7 +61,7 @@ def test_each_epoch_of_a_domain_is_a_new_shuffle_of_all_its_rows() -> None:
     ],
 )
 def test_any_stretch_has_the_asked_shares(weights: dict[str, float], shares: dict[str, float]) -> None:
-    prompts = take(PromptStream(DATA, weights, 9), 3000)
+    prompts = take(PromptStream(DATA.rows_by_domain, weights, 9), 3000)
     for start in (0, 17, 1234):
         counts = Counter(p.domain for p in prompts[start : start + 600])
         for domain, share in shares.items():
@@ -71,42 +71,42 @@ def test_any_stretch_has_the_asked_shares(weights: dict[str, float], shares: dic
 
 
 def test_restored_stream_continues_exactly() -> None:
-    stream = PromptStream(DATA, {"math": 2, "code": 1, "law": 1}, 4)
+    stream = PromptStream(DATA.rows_by_domain, {"math": 2, "code": 1, "law": 1}, 4)
     stream.next(37)
     state = json.loads(json.dumps(stream.state_dict()))
     expected = stream.next(50)
-    restored = PromptStream(DATA, {"math": 2, "code": 1, "law": 1}, 4)
+    restored = PromptStream(DATA.rows_by_domain, {"math": 2, "code": 1, "law": 1}, 4)
     restored.load_state_dict(state)
     assert restored.state_dict()["position"] == 37
     assert restored.next(50) == expected
 
 
 def test_a_prompt_out_of_turn_is_the_domains_next_and_leaves_the_shares_alone() -> None:
-    stream = PromptStream(DATA, {"math": 1, "code": 1, "law": 1}, 4)
+    stream = PromptStream(DATA.rows_by_domain, {"math": 1, "code": 1, "law": 1}, 4)
     before = stream.next(30)
-    twin = PromptStream(DATA, {"math": 1, "code": 1, "law": 1}, 4)
+    twin = PromptStream(DATA.rows_by_domain, {"math": 1, "code": 1, "law": 1}, 4)
     twin.next(30)
     expected = next(prompt for prompt in twin.next(30) if prompt.domain == "code")
     extra = [stream.next_of("code") for _ in range(4)]
-    assert (extra[0].row, extra[0].tokens) == (expected.row, expected.tokens)
+    assert extra[0].row == expected.row
     assert [prompt.sample_id for prompt in extra] == [30, 31, 32, 33]
     state = stream.state_dict()
     after = stream.next(60)
     assert Counter(prompt.domain for prompt in before + after) == {"math": 30, "code": 30, "law": 30}
     assert Counter(prompt.domain for prompt in after[:3]) == {"math": 1, "code": 1, "law": 1}
-    restored = PromptStream(DATA, {"math": 1, "code": 1, "law": 1}, 4)
+    restored = PromptStream(DATA.rows_by_domain, {"math": 1, "code": 1, "law": 1}, 4)
     restored.load_state_dict(state)
     assert restored.next(60) == after
 
 
 def test_position_in_other_data_is_refused() -> None:
-    state = PromptStream(DATA, {}, 4).state_dict()
+    state = PromptStream(DATA.rows_by_domain, {}, 4).state_dict()
     with pytest.raises(UserError, match="seed 4, this recipe gives 5"):
-        PromptStream(DATA, {}, 5).load_state_dict(state)
+        PromptStream(DATA.rows_by_domain, {}, 5).load_state_dict(state)
     with pytest.raises(UserError, match=r"num_rows .*'math': 7.* gives .*'math': 8"):
-        PromptStream(dataset(math=8, code=3, law=20), {}, 4).load_state_dict(state)
+        PromptStream(dataset(math=8, code=3, law=20).rows_by_domain, {}, 4).load_state_dict(state)
     with pytest.raises(UserError, match="shares"):
-        PromptStream(DATA, {"math": 1, "code": 1, "law": 1}, 4).load_state_dict(state)
+        PromptStream(DATA.rows_by_domain, {"math": 1, "code": 1, "law": 1}, 4).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +119,10 @@ def test_position_in_other_data_is_refused() -> None:
     ],
 )  # fmt: skip
 def test_a_damaged_position_is_refused(change: dict[str, Any]) -> None:
-    stream = PromptStream(DATA, {}, 4)
+    stream = PromptStream(DATA.rows_by_domain, {}, 4)
     stream.next(7)
     state = stream.state_dict()
-    PromptStream(DATA, {}, 4).load_state_dict(state)
+    PromptStream(DATA.rows_by_domain, {}, 4).load_state_dict(state)
     for damaged in (state | change, {name: value for name, value in state.items() if name not in change}):
         with pytest.raises(UserError, match="the checkpoint's prompt stream"):
             stream.load_state_dict(damaged)
@@ -133,4 +133,4 @@ def test_weights_name_every_domain_or_none() -> None:
     with pytest.raises(
         UserError, match=r"data.domain_weights names \['math'\], the data has \['code', 'law', 'math'\]"
     ):
-        PromptStream(DATA, {"math": 1.0}, 0)
+        PromptStream(DATA.rows_by_domain, {"math": 1.0}, 0)

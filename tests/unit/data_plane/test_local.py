@@ -62,40 +62,6 @@ def test_second_write_unknown_sample_and_unknown_field_name_the_ids() -> None:
     asyncio.run(run())
 
 
-def test_claim_waits_for_all_fields_and_takes_lowest_ids_once() -> None:
-    async def run() -> None:
-        plane = LocalDataPlane()
-        await plane.put([meta(4), meta(2), meta(9)], {"tokens": rows(4, 2, 9)})
-        claim = asyncio.create_task(plane.claim(2, ["tokens", "scores"], timeout_s=5))
-        await asyncio.sleep(0.01)
-        await plane.update([9], {"scores": rows(9)})
-        await asyncio.sleep(0.01)
-        assert not claim.done()
-        await plane.update([2, 4], {"scores": rows(2, 4)})
-        first = await claim
-        assert first.sample_ids == (2, 4)  # 9 was ready first, lower ids still win
-        second = await plane.claim(1, ["tokens"], timeout_s=0)
-        assert second.sample_ids == (9,)
-        await plane.release(first)
-        assert plane.num_samples == 1
-        with pytest.raises(KeyError, match="not claimed"):
-            await plane.release(first)
-
-    asyncio.run(run())
-
-
-def test_claim_deadline_says_what_is_missing() -> None:
-    async def run() -> None:
-        plane = LocalDataPlane()
-        await plane.put([meta(0), meta(1)], {"tokens": rows(0, 1)})
-        await plane.update([1], {"scores": rows(1)})
-        with pytest.raises(TimeoutError, match=r"2 samples with tokens, scores: 1 ready, 2 unclaimed.*scores \(1\)"):
-            await plane.claim(2, ["tokens", "scores"], timeout_s=0.02)
-        assert (await plane.claim(1, ["scores"], timeout_s=0.02)).sample_ids == (1,)  # the failed claim took nothing
-
-    asyncio.run(run())
-
-
 def test_release_of_unclaimed_sample_is_refused() -> None:
     async def run() -> None:
         plane = LocalDataPlane()
@@ -113,7 +79,7 @@ def test_discarded_samples_are_gone_and_claimed_ones_stay() -> None:
         await plane.discard([2])
         with pytest.raises(KeyError, match=r"\[2\] are unknown"):
             await plane.discard([1, 2])
-        batch = await plane.claim(2, ["tokens"], timeout_s=0)
+        batch = await plane.claim([1, 3], ["tokens"])
         assert batch.sample_ids == (1, 3)  # the refused discard left 1 alone
         with pytest.raises(KeyError, match=r"\[3\] are discarded but claimed"):
             await plane.discard([3])
@@ -128,17 +94,17 @@ def test_taken_samples_are_claimed_at_once_or_not_at_all() -> None:
         plane = LocalDataPlane()
         await plane.put([meta(i) for i in (1, 2, 3)], {"tokens": rows(1, 2, 3)})
         with pytest.raises(KeyError, match=r"\[9\] are unknown"):
-            await plane.take([1, 9], ["tokens"])
+            await plane.claim([1, 9], ["tokens"])
         with pytest.raises(KeyError, match=r"'scores' does not exist for samples \[1, 3\]"):
-            await plane.take([1, 3], ["scores"])
-        batch = await plane.take([3, 1], ["tokens"])
+            await plane.claim([1, 3], ["scores"])
+        batch = await plane.claim([3, 1], ["tokens"])
         assert batch.samples == (meta(1), meta(3))
         with pytest.raises(KeyError, match=r"\[1\] are claimed a second time"):
-            await plane.take([1, 2], ["tokens"])
+            await plane.claim([1, 2], ["tokens"])
         with pytest.raises(KeyError, match=r"\[3\] are discarded but claimed"):
             await plane.discard([3])
         await plane.release(batch)
         assert plane.num_samples == 1
-        await plane.take([2], ["tokens"])  # the refused claim left it alone
+        await plane.claim([2], ["tokens"])  # the refused claim left it alone
 
     asyncio.run(run())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +18,13 @@ from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.config.rewards import CustomRewardConfig, ExactMatchConfig
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import SamplingParams
+from mopd.engines.interface import Generation, Generator, SamplingParams
 from mopd.engines.torch.engine import TorchEngine
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.rewards.domains import build_rewards
-from mopd.rollout.worker import RolloutWorker, TaskAdvantage, derive_seed
+from mopd.rollout.rewards import RewardWorker
+from mopd.rollout.worker import RolloutWorker, derive_seed
 from mopd.run.validation import ValidationResult, Validator
 from mopd.types import ROLLOUT_FIELDS, Prompt, SampleMeta, UserError
 from tests.fixtures.tiny_models import EOS_ID, make_hf_model, make_tokenizer
@@ -69,41 +71,44 @@ def dataset(tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
 
 
 def prompts(dataset: PromptDataset) -> list[Prompt]:
-    return [Prompt(sample_id=40 + i, domain=row.domain, tokens=row.tokens, row=i) for i, row in enumerate(dataset.rows)]
+    return [Prompt(sample_id=40 + i, domain=row.domain, row=i) for i, row in enumerate(dataset.rows)]
 
 
-def roll(engine: TorchEngine, given: list[Prompt], **kwargs: object) -> tuple[list[SampleMeta], dict]:
+def roll(
+    engine: Generator, dataset: PromptDataset, given: list[Prompt], **kwargs: object
+) -> tuple[list[SampleMeta], dict]:
     async def run() -> tuple[list[SampleMeta], dict]:
         plane = LocalDataPlane()
-        worker = RolloutWorker(engine, plane, **{"sampling": SAMPLING, "seed": 1, **kwargs})
+        worker = RolloutWorker(engine, plane, dataset, **{"sampling": SAMPLING, "seed": 1, **kwargs})
         metas = await worker.generate(given)
-        return metas, await plane.get([meta.sample_id for meta in metas], ROLLOUT_FIELDS)
+        return metas, await plane.get([meta.sample_id for meta in metas], (*ROLLOUT_FIELDS, "token_versions"))
 
     return asyncio.run(run())
 
 
 def test_metas_and_fields_describe_the_same_samples(engine: TorchEngine, dataset: PromptDataset) -> None:
     given = prompts(dataset)
-    metas, fields = roll(engine, given)
+    metas, fields = roll(engine, dataset, given)
     assert [meta.sample_id for meta in metas] == [40, 41, 42, 43, 44]
     for i, (prompt, meta) in enumerate(zip(given, metas, strict=True)):
         tokens = fields["tokens"][i]
-        assert tokens.dtype == torch.int64 and tuple(tokens[: meta.prompt_length].tolist()) == prompt.tokens
+        assert tokens.dtype == torch.int64 and tuple(tokens[: meta.prompt_length].tolist()) == dataset.rows[i].tokens
         assert len(tokens) == meta.length and meta.domain == prompt.domain and meta.weight_version == 3
         assert fields["loss_mask"][i].all() and fields["loss_mask"][i].dtype == torch.bool
         assert len(fields["loss_mask"][i]) == len(fields["rollout_logprobs"][i]) == meta.response_length
-        assert meta.num_loss_tokens == meta.response_length
+        assert meta.num_loss_tokens == meta.response_length and meta.num_versions == 1
+        assert fields["token_versions"][i].tolist() == [3] * meta.response_length
         assert meta.truncated == (tokens[-1].item() != EOS_ID)
 
 
 def test_a_sample_depends_on_its_id_not_on_its_batch(engine: TorchEngine, dataset: PromptDataset) -> None:
     given = prompts(dataset)
-    _, together = roll(engine, given, samples_per_prompt=3)
-    metas, alone = roll(engine, given[2:3], samples_per_prompt=3)
+    _, together = roll(engine, dataset, given, samples_per_prompt=3)
+    metas, alone = roll(engine, dataset, given[2:3], samples_per_prompt=3)
     assert [meta.sample_id for meta in metas] == [126, 127, 128]
     assert [t.tolist() for t in alone["tokens"]] == [t.tolist() for t in together["tokens"][6:9]]
     assert len({tuple(t.tolist()) for t in alone["tokens"]}) > 1
-    _, other_seed = roll(engine, given[2:3], samples_per_prompt=3, seed=2)
+    _, other_seed = roll(engine, dataset, given[2:3], samples_per_prompt=3, seed=2)
     assert [t.tolist() for t in other_seed["tokens"]] != [t.tolist() for t in alone["tokens"]]
 
 
@@ -112,7 +117,59 @@ def test_a_rollout_without_replicas_names_samples_and_reason(engine: TorchEngine
     router.set_weight_version(3)
     router.remove("rollout.0", reason="killed twice")
     with pytest.raises(UserError, match=r"rollout gave no response for samples 40, .* 'math': .*killed twice"):
-        roll(router, prompts(dataset))
+        roll(router, dataset, prompts(dataset))
+
+
+class HandsBack:
+    """An engine that stops after two tokens of each call, as one does that gets new weights each time."""
+
+    weight_version = 3
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self.engine = engine
+        self.asked: list[tuple[int, ...]] = []
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Generation]:
+        self.asked += map(tuple, prompts)
+        whole = await self.engine.generate(prompts, sampling, seeds)
+        version = len(self.asked)
+        return [
+            Generation(
+                tokens=given.tokens[:2],
+                logprobs=given.logprobs[:2],
+                token_versions=torch.full((min(2, len(given.tokens)),), version, dtype=torch.int32),
+                finish_reason=given.finish_reason if len(given.tokens) <= 2 else "handed_back",
+            )
+            for given in whole
+        ]
+
+
+def test_a_response_that_is_handed_back_goes_on_where_it_was(engine: TorchEngine, dataset: PromptDataset) -> None:
+    generator = HandsBack(engine)
+    metas, fields = roll(generator, dataset, prompts(dataset)[:1])
+    (meta,), tokens, versions = metas, fields["tokens"][0].tolist(), fields["token_versions"][0].tolist()
+    prompt_length, response = meta.prompt_length, tokens[meta.prompt_length :]
+    assert meta.num_versions == len(generator.asked) == -(-len(response) // 2) > 1
+    assert generator.asked == [tuple(tokens[: prompt_length + 2 * i]) for i in range(meta.num_versions)]
+    assert versions == [1 + i // 2 for i in range(len(response))] and meta.weight_version == 1
+    assert len(response) == SAMPLING.max_new_tokens or response[-1] == EOS_ID
+
+    async def drawn_under_prefixes() -> list[float]:
+        """Log-probs of the whole response in one forward pass."""
+        scores = await engine.score([fields["tokens"][0]], [prompt_length], top_k=1, temperature=SAMPLING.temperature)
+        return scores[0].token_logprobs.tolist()
+
+    assert fields["rollout_logprobs"][0].tolist() == pytest.approx(asyncio.run(drawn_under_prefixes()), abs=1e-5)
+
+
+def test_a_prompt_that_is_drawn_again_gets_another_response(engine: TorchEngine, dataset: PromptDataset) -> None:
+    (prompt,) = prompts(dataset)[:1]
+    responses = [
+        roll(engine, dataset, [replace(prompt, attempt=attempt)])[1]["tokens"][0].tolist() for attempt in (0, 1, 1)
+    ]
+    assert responses[1] == responses[2] != responses[0]
 
 
 def test_seeds_are_63_bit_and_of_two_families() -> None:
@@ -128,12 +185,13 @@ def test_task_advantage_is_reward_minus_the_prompts_mean(
     source = tmp_path / "length.py"
     source.write_text("def length(response, **row):\n    return len(response)\n")
     rewards = build_rewards({"default": CustomRewardConfig(type="custom", path=str(source), function="length")})
-    advantage = TaskAdvantage(dataset, tokenizer, rewards)
     plane = LocalDataPlane()
-    worker = RolloutWorker(engine, plane, sampling=SAMPLING, seed=1, samples_per_prompt=4, task_advantage=advantage)
+    worker = RolloutWorker(engine, plane, dataset, sampling=SAMPLING, seed=1, samples_per_prompt=4)
 
     async def run() -> dict:
-        metas = await worker.generate(prompts(dataset))
+        given = prompts(dataset)
+        metas = await worker.generate(given)
+        await RewardWorker(dataset, tokenizer, rewards, plane).judge(given, metas)
         return await plane.get([meta.sample_id for meta in metas], ["tokens", "task_advantage"])
 
     fields = asyncio.run(run())
@@ -164,7 +222,7 @@ def run_validation(
         rollout=SimpleNamespace(max_response_length=SAMPLING.max_new_tokens),
     )
     rewards = build_rewards({"default": ExactMatchConfig(type="exact_match")})
-    validator = Validator(recipe, dataset, tokenizer, rewards, None)
+    validator = Validator(recipe, dataset, tokenizer, rewards)
     return asyncio.run(validator.run(engine, domains=domains))
 
 
@@ -195,12 +253,12 @@ def test_sampled_validation_repeats_itself_and_leaves_training_alone(
     engine: TorchEngine, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     state = torch.get_rng_state()
-    _, before = roll(engine, prompts(dataset))
+    _, before = roll(engine, dataset, prompts(dataset))
     first = run_validation(engine, dataset, tokenizer, temperature=1.0)
     assert run_validation(engine, dataset, tokenizer, temperature=1.0) == first
     assert run_validation(engine, dataset, tokenizer, temperature=1.0, seed=2) != first
     same_numbers = [replace(prompt, sample_id=prompt.row) for prompt in prompts(dataset)]
-    _, training = roll(engine, same_numbers)  # sample n and row n must not share a seed
+    _, training = roll(engine, dataset, same_numbers)  # sample n and row n must not share a seed
     answers = {
         row.domain: [
             tokenizer.decode(t[len(r.tokens) :], skip_special_tokens=True)
@@ -210,6 +268,6 @@ def test_sampled_validation_repeats_itself_and_leaves_training_alone(
         for row in dataset.rows
     }
     assert {d: [e["response"] for e in examples] for d, examples in first.examples.items()} != answers
-    _, after = roll(engine, prompts(dataset))
+    _, after = roll(engine, dataset, prompts(dataset))
     assert [t.tolist() for t in before["tokens"]] == [t.tolist() for t in after["tokens"]]
     assert torch.equal(state, torch.get_rng_state())

@@ -130,7 +130,9 @@ def test_a_damaged_checkpoint_names_the_older_ones(tmp_path: Path) -> None:
 )
 def test_a_state_that_is_not_the_folders(tmp_path: Path, state: dict[str, object]) -> None:
     run = make_run(tmp_path, 4)
-    assert resuming.progress_of(run.checkpoint(4), {"step": 4, "prompts": {}}, weight_version=4) == (4, {})
+    assert resuming.progress_of(run.checkpoint(4), {"step": 4, "prompts": {}}, weight_version=4) == resuming.Progress(
+        step=4, prompts={}, ledger=None
+    )
     with pytest.raises(UserError, match="step_00000004: its state says step"):
         resuming.progress_of(run.checkpoint(4), state, weight_version=4)
     with pytest.raises(UserError, match="step_00000004: its state says step"):

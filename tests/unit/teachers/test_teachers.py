@@ -96,7 +96,8 @@ def run_worker(
         await plane.put(metas, {"tokens": tokens})
         worker = TeacherWorker(groups, Assignment(teachers), plane, top_k=5, temperature=0.8, keep_going=keep_going)
         failed = await worker.score(metas)
-        batch = await plane.claim(len(metas) - len(failed), TEACHER_FIELDS, timeout_s=0)
+        lost = {failure.sample.sample_id for failure in failed}
+        batch = await plane.claim([m.sample_id for m in metas if m.sample_id not in lost], TEACHER_FIELDS)
         return await plane.get(batch.sample_ids, TEACHER_FIELDS), failed, batch.sample_ids
 
     return asyncio.run(run())

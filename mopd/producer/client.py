@@ -1,0 +1,242 @@
+"""Rank 0's side of the process beside it: starts it, asks it, ends it. What travels is ids, lengths and numbers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from mopd.config.load import to_tree
+from mopd.config.schema import Recipe
+from mopd.conversion.hf.manifest import Manifest
+from mopd.data_plane.frames import unpacked
+from mopd.files.writing import writing
+from mopd.placement.process import how_it_ended
+from mopd.preflight.checks import AskedStudent
+from mopd.producer.channel import Channel, PeerEnded
+from mopd.producer.messages import pack_prompts, pack_samples, read_failed, read_samples
+from mopd.run.folder import RunDir
+from mopd.run.training import Findings
+from mopd.tasks import Tasks
+from mopd.types import Batch, FailedSample, Prompt, SampleMeta, UserError
+from mopd.wire.weights import StagedWeights, stage_updates
+
+T = TypeVar("T")
+
+NAME = "the producer process"
+END_S = 60.0
+"""For the process to end its engine servers in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """What the process says once it has read its inputs."""
+
+    rows: dict[str, list[int]]
+    """Row numbers of each domain of the training prompts."""
+    plane: dict[str, Any]
+    """Address of the data plane."""
+
+
+class ProducerProcess:
+    """The process. A context manager: it ends with the block, in order if it can."""
+
+    def __init__(self, recipe: Recipe, run: RunDir) -> None:
+        self._recipe, self._run = recipe, run
+        self._log = run.logs / "producer.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> ProducerProcess:
+        self._socket, theirs = socket.socketpair()
+        with tempfile.NamedTemporaryFile("w", prefix="mopd-recipe-", suffix=".json", delete=False) as file:
+            json.dump({"recipe": to_tree(self._recipe), "logs": str(self._run.logs)}, file)
+        self._file = Path(file.name)
+        with writing(self._log):
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            log = self._log.open("ab")
+        with theirs, log:
+            command = [sys.executable, "-m", "mopd.producer", str(self._file), str(theirs.fileno())]
+            # In this rank's process group: whoever clears up after the rank clears it up too.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(theirs.fileno(),)
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process is not None
+        self._socket.close()  # its sign to end
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._file.unlink(missing_ok=True)
+        if kind is None and self._process.returncode:
+            raise UserError(self.how_it_ended())
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._process is not None
+        return self._process.pid
+
+    def hello(self) -> Hello:
+        """Wait until it has read the data. ``UserError`` for what is wrong with its inputs."""
+        self._socket.settimeout(self._recipe.schedule.wait_timeout_s)
+        try:
+            size = int.from_bytes(self._receive(8), "little")
+            said = unpacked(self._receive(size))
+        except TimeoutError as error:
+            limit = self._recipe.schedule.wait_timeout_s
+            raise UserError(f"{NAME} did not read its inputs within {limit:g} s (schedule.wait_timeout_s)") from error
+        except (EOFError, ConnectionError) as error:
+            raise UserError(self.how_it_ended()) from error
+        if "error" in said:
+            raise UserError(said["error"])
+        self._socket.setblocking(False)
+        return Hello(**said)
+
+    @asynccontextmanager
+    async def client(self, recipe: Recipe) -> AsyncIterator[ProducerClient]:
+        """The way to it, on this event loop."""
+        client = ProducerClient(recipe, self)
+        async with client.tasks:
+            client.tasks.start(client.channel.run(self._socket))
+            yield client
+
+    def how_it_ended(self) -> str:
+        """One line, for when it is gone."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            return f"{NAME} (rollout, teachers, data) closed its connection and still runs (log: {self._log})"
+        ended = how_it_ended(128 - code if code < 0 else code)
+        return f"{NAME} (rollout, teachers, data) {ended}: go on with --resume (log: {self._log})"
+
+    def _receive(self, size: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < size:
+            part = self._socket.recv(min(size - len(parts), 2**20))
+            if not part:
+                raise EOFError
+            parts += part
+        return bytes(parts)
+
+
+class ProducerClient:
+    """Implements ``Maker``: rollout, teachers, rewards and the controller's side of the data plane, in one."""
+
+    unit = 1
+
+    def __init__(self, recipe: Recipe, process: ProducerProcess) -> None:
+        self._recipe, self._process = recipe, process
+        self.tasks = Tasks()
+        self.channel = Channel(NAME, {"logprobs": self._logprobs, "log": self._log})
+        self.weights = FarWeights(self.channel)
+        self.student: AskedStudent | None = None
+        """Who answers the checks' questions."""
+        self.rollout = self.teachers = self.plane = self
+        self.rewards = self if recipe.needs_task_advantage else None
+
+    async def unless_ended(self, work: Awaitable[T]) -> T:
+        """``work``, or one line once the process is gone."""
+        try:
+            return await self.tasks.unless_failed(work)
+        except PeerEnded as error:
+            raise UserError(self._process.how_it_ended()) from error
+
+    async def start(self) -> None:
+        """Returns when every engine server answers. ``UserError`` for one that cannot be started."""
+        await self.channel.call("start")
+
+    async def generate(self, prompts: Sequence[Prompt]) -> list[SampleMeta]:
+        """See ``Rollout.generate``."""
+        return read_samples(await self.channel.call("generate", pack_prompts(prompts)))
+
+    async def score(self, samples: Sequence[SampleMeta]) -> list[FailedSample]:
+        """See ``Teachers.score``."""
+        failed = await self.channel.call("score", pack_samples(samples))
+        return read_failed(failed, samples) if failed else []
+
+    async def judge(self, prompts: Sequence[Prompt], samples: Sequence[SampleMeta]) -> None:
+        """See ``Rewards.judge``."""
+        await self.channel.call("judge", pack_prompts(prompts), pack_samples(samples))
+
+    async def claim(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
+        """See ``Plane.claim``."""
+        return Batch(samples=tuple(read_samples(await self.channel.call("claim", list(sample_ids), list(fields)))))
+
+    async def release(self, batch: Batch) -> None:
+        """See ``Plane.release``."""
+        await self.channel.call("release", pack_samples(batch.samples))
+
+    async def discard(self, sample_ids: Sequence[int]) -> None:
+        """See ``Plane.discard``."""
+        await self.channel.call("discard", list(sample_ids))
+
+    async def check(
+        self, manifests: Mapping[str, Manifest], *, is_fresh: bool, fingerprints: Mapping[str, Any]
+    ) -> Findings:
+        """See ``Maker.check``."""
+        plain = {key: asdict(manifest) for key, manifest in manifests.items()}
+        return Findings(**await self.channel.call("check", plain, is_fresh, dict(fingerprints)))
+
+    async def numbers(self) -> dict[str, float]:
+        """See ``Maker.numbers``."""
+        values: dict[str, float] = await self.channel.call("numbers")
+        return values
+
+    async def validate(self, step: int) -> dict[str, Any]:
+        """See ``Maker.validate``."""
+        record: dict[str, Any] = await self.channel.call("validate", step)
+        return record
+
+    async def _logprobs(self, samples: list[Any], temperature: float) -> list[list[float]]:
+        assert self.student is not None
+        rows = await self.student.logprobs(read_samples(samples), temperature=temperature)
+        return [row.tolist() for row in rows]
+
+    async def _log(self, name: str, level: int, message: str) -> None:
+        logging.getLogger(name).log(level, "%s", message)
+
+
+class FarWeights:
+    """The way of the student's weights to the rollout, through the process: it keeps them, sends them, and sends them
+    again to a replica that comes back."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    loads_directly = False
+
+    async def publish(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+        """``stage`` and ``send``."""
+        await self.send(self.stage(weights, weight_version))
+
+    def stage(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> StagedWeights:
+        """Read the stream to its end, into host memory. Blocks."""
+        return stage_updates(weights, weight_version)
+
+    async def send(self, staged: StagedWeights) -> None:
+        """Returns when every replica that can answer has the weights."""
+        head = {
+            "weight_version": staged.weight_version,
+            "update_id": staged.update_id,
+            "num_tensors": staged.num_tensors,
+            "digest": staged.digest,
+        }
+        await self._channel.call("weights", head, frames=staged.bodies)

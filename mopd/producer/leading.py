@@ -1,0 +1,94 @@
+"""Rank 0 of a training run, with those that make samples: in its process where engines run there, else beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from mopd.config.schema import Recipe
+from mopd.conversion.hf.manifest import Manifest
+from mopd.data.stream import PromptStream
+from mopd.data_plane.reading import open_reader
+from mopd.launch.ranks import CommandChannel, StudentGroup
+from mopd.preflight.checks import check_before_training
+from mopd.producer.client import ProducerProcess
+from mopd.replicas.statistics import group_metrics
+from mopd.run.folder import RunDir
+from mopd.run.leading import Opened, joined, lead
+from mopd.run.training import Findings, Led
+from mopd.run.workers import Workers
+from mopd.student.worker import StudentWorker
+
+Work = Callable[[Led], Coroutine[Any, Any, None]]
+
+
+def lead_training(recipe: Recipe, run: RunDir, work: Work) -> None:
+    """As ``lead``, with the loop's view of the workers, wherever they are."""
+    if not recipe.has_in_process_engines:
+        _lead_beside(recipe, run, work)
+        return
+
+    async def here(workers: Workers, student: StudentGroup) -> None:
+        prompts = PromptStream(workers.dataset.rows_by_domain, recipe.data.domain_weights, recipe.seed)
+        await work(Led(student=student, prompts=prompts, maker=Here(recipe, workers, student)))
+
+    lead(recipe, run, here)
+
+
+def _lead_beside(recipe: Recipe, run: RunDir, work: Work) -> None:
+    with ProducerProcess(recipe, run) as producer:
+        hello = producer.hello()
+        reader = open_reader(hello.plane, timeout_s=recipe.schedule.wait_timeout_s)
+
+        async def beside(worker: StudentWorker, channel: CommandChannel) -> None:
+            async with producer.client(recipe) as client:
+                student = StudentGroup(worker, channel, client.weights)
+                client.student = student
+                prompts = PromptStream(hello.rows, recipe.data.domain_weights, recipe.seed)
+                await client.unless_ended(client.start())
+                await client.unless_ended(work(Led(student=student, prompts=prompts, maker=client)))
+
+        with joined(recipe, Opened(list(hello.rows), hello.plane, reader)) as rank:
+            asyncio.run(beside(*rank))
+        reader.close()
+
+
+class Here:
+    """Implements ``Maker`` with workers in this process."""
+
+    def __init__(self, recipe: Recipe, workers: Workers, student: StudentGroup) -> None:
+        self._recipe, self._workers, self._student = recipe, workers, student
+        self.rollout, self.teachers, self.rewards = workers.rollout, workers.teachers, workers.rewards
+        self.plane = workers.plane
+        self.unit = recipe.schedule.prompts_per_step
+
+    async def check(
+        self, manifests: Mapping[str, Manifest], *, is_fresh: bool, fingerprints: Mapping[str, Any]
+    ) -> Findings:
+        """See ``check_before_training``."""
+        return await check_before_training(
+            self._recipe, self._workers, self._student, manifests, is_fresh=is_fresh, fingerprints=fingerprints
+        )
+
+    async def numbers(self) -> dict[str, float]:
+        """See ``Maker.numbers``."""
+        return take_numbers(self._workers)
+
+    async def validate(self, step: int) -> dict[str, Any]:
+        """See ``Maker.validate``."""
+        return await validate(self._workers, step)
+
+
+def take_numbers(workers: Workers) -> dict[str, float]:
+    """Metrics of every group since the last call."""
+    values: dict[str, float] = {}
+    for router in workers.routers.values():
+        values |= group_metrics(router.take_numbers())
+    return values
+
+
+async def validate(workers: Workers, step: int) -> dict[str, Any]:
+    """A line of ``validation.jsonl`` for the weights that were published last."""
+    assert workers.validator is not None, "nobody asks without a validation section"
+    return await workers.validator.record(workers.generator, step)

@@ -1,0 +1,200 @@
+"""The process beside rank 0: it reads the data, runs the groups of engines, makes samples and holds their tensors.
+
+It says once what it has read (``Hello``), then answers calls until rank 0 closes the connection, which is also how rank
+0's death reaches it; then it ends its engine servers in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mopd.config.load import load_recipe
+from mopd.config.schema import Recipe
+from mopd.conversion.hf.manifest import Manifest
+from mopd.conversion.models.reading import read_dims
+from mopd.data_plane.frames import packed
+from mopd.data_plane.interface import Storage
+from mopd.launch.failure import USER_ERROR_CODE, rank_0_host
+from mopd.placement.groups import Groups
+from mopd.placement.storage import open_storage
+from mopd.preflight.checks import check_before_training
+from mopd.producer.channel import Channel, Handler, PeerEnded
+from mopd.producer.leading import take_numbers, validate
+from mopd.producer.messages import pack_failed, pack_samples, read_prompts, read_samples
+from mopd.run.workers import Inputs, Workers, build_workers, read_inputs
+from mopd.tasks import Tasks
+from mopd.types import Batch, SampleMeta, UserError
+from mopd.wire.weights import StagedWeights
+
+
+def run(file: Path, descriptor: int) -> int:
+    """The whole life of the process; its exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for rank 0, which closes the connection
+    told = json.loads(file.read_text(encoding="utf-8"))
+    end = socket.socket(fileno=descriptor)
+    forwarding = _Forwarding()
+    logging.basicConfig(level=logging.INFO, handlers=[forwarding])
+    try:
+        recipe = load_recipe_of(told["recipe"], file)
+        inputs = read_inputs(recipe)
+        plane = open_storage(recipe, host=rank_0_host())
+    except UserError as error:
+        _say(end, {"error": str(error)})
+        return USER_ERROR_CODE
+    try:
+        _say(end, {"rows": inputs.train.rows_by_domain, "plane": plane.address})
+        end.setblocking(False)
+        asyncio.run(_Process(recipe, inputs, plane, Path(told["logs"]), forwarding).serve(end))
+    finally:
+        asyncio.run(plane.close())
+        if inputs.rewards is not None:
+            inputs.rewards.close()
+    return 0
+
+
+def load_recipe_of(tree: Mapping[str, Any], file: Path) -> Recipe:
+    """The recipe that rank 0 resolved; JSON is YAML."""
+    path = file.with_name(f"{file.name}.yaml")
+    path.write_text(json.dumps(tree), encoding="utf-8")
+    try:
+        return load_recipe(path).recipe
+    finally:
+        path.unlink()
+
+
+def _say(end: socket.socket, value: Mapping[str, Any]) -> None:
+    body = packed(value)
+    end.sendall(len(body).to_bytes(8, "little") + body)
+
+
+class _Process:
+    """What answers rank 0's calls."""
+
+    def __init__(self, recipe: Recipe, inputs: Inputs, plane: Storage, logs: Path, forwarding: _Forwarding) -> None:
+        self._recipe, self._inputs, self._plane = recipe, inputs, plane
+        self._groups = Groups(recipe, log_dir=logs, device=torch.device("cpu"))
+        self._forwarding = forwarding
+        self._workers: Workers | None = None
+        self._vocab_size = read_dims(Path(recipe.student.model)).vocab_size
+        handlers: dict[str, Handler] = {
+            "start": self._start,
+            "generate": self._generate,
+            "score": self._score,
+            "judge": self._judge,
+            "claim": self._claim,
+            "release": self._release,
+            "discard": self._discard,
+            "weights": self._weights,
+            "check": self._check,
+            "numbers": self._numbers,
+            "validate": self._validate,
+        }
+        self._channel = Channel("rank 0", handlers)
+
+    async def serve(self, end: socket.socket) -> None:
+        """Until rank 0 closes the connection."""
+        try:
+            async with Tasks() as tasks:
+                tasks.start(self._forwarding.forward(self._channel))
+                await tasks.unless_failed(self._channel.run(end))
+        except PeerEnded:
+            pass
+        finally:
+            await self._groups.close()
+
+    @property
+    def workers(self) -> Workers:
+        """After ``start``."""
+        assert self._workers is not None
+        return self._workers
+
+    async def _start(self) -> None:
+        await self._groups.start()
+        self._workers = await build_workers(
+            self._recipe, self._inputs, self._plane, self._groups, vocab_size=self._vocab_size
+        )
+
+    async def _generate(self, prompts: list[Any]) -> list[Any]:
+        return pack_samples(await self.workers.rollout.generate(read_prompts(prompts)))
+
+    async def _score(self, samples: list[Any]) -> list[Any]:
+        return pack_failed(await self.workers.teachers.score(read_samples(samples)))
+
+    async def _judge(self, prompts: list[Any], samples: list[Any]) -> None:
+        assert self.workers.rewards is not None
+        await self.workers.rewards.judge(read_prompts(prompts), read_samples(samples))
+
+    async def _claim(self, sample_ids: list[int], fields: list[str]) -> list[Any]:
+        return pack_samples((await self._plane.claim(sample_ids, fields)).samples)
+
+    async def _release(self, samples: list[Any]) -> None:
+        await self._plane.release(Batch(samples=tuple(read_samples(samples))))
+
+    async def _discard(self, sample_ids: list[int]) -> None:
+        await self._plane.discard(sample_ids)
+
+    async def _weights(self, head: dict[str, Any], frames: Sequence[bytes]) -> None:
+        await self.workers.weights.send(StagedWeights(**head, bodies=tuple(frames)))
+
+    async def _check(self, manifests: dict[str, Any], is_fresh: bool, fingerprints: dict[str, Any]) -> dict[str, Any]:
+        found = await check_before_training(
+            self._recipe,
+            self.workers,
+            _FarStudent(self._channel, self._vocab_size),
+            {key: Manifest(**manifest) for key, manifest in manifests.items()},
+            is_fresh=is_fresh,
+            fingerprints=fingerprints,
+        )
+        return asdict(found)
+
+    async def _numbers(self) -> dict[str, float]:
+        return take_numbers(self.workers)
+
+    async def _validate(self, step: int) -> dict[str, Any]:
+        return await validate(self.workers, step)
+
+
+class _FarStudent:
+    """The student on rank 0, for the checks."""
+
+    def __init__(self, channel: Channel, vocab_size: int) -> None:
+        self._channel, self.vocab_size = channel, vocab_size
+
+    async def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float) -> list[Tensor]:
+        """See ``StudentGroup.logprobs``."""
+        rows = await self._channel.call("logprobs", pack_samples(samples), temperature)
+        return [torch.tensor(row, dtype=torch.float32) for row in rows]
+
+
+class _Forwarding(logging.Handler):
+    """Sends what this process logs to rank 0, whose terminal it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._records: asyncio.Queue[tuple[str, int, str]] = asyncio.Queue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """From any thread."""
+        told = (record.name, record.levelno, self.format(record))
+        if self._loop is None:
+            self._records.put_nowait(told)
+        else:
+            self._loop.call_soon_threadsafe(self._records.put_nowait, told)
+
+    async def forward(self, channel: Channel) -> None:
+        """As long as it is not cancelled."""
+        self._loop = asyncio.get_running_loop()
+        while True:
+            await channel.tell("log", *await self._records.get())

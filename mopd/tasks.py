@@ -1,0 +1,64 @@
+"""Tasks that run beside one another, of which the first error is everybody's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine
+from types import TracebackType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Tasks:
+    """A set of tasks that ends with the ``async with`` block: what still runs is cancelled and waited for.
+
+    Example::
+
+        async with Tasks() as tasks:
+            tasks.start(produce())
+            await tasks.unless_failed(consume())
+    """
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[Any]] = set()
+        self._failed: asyncio.Task[Any] | None = None
+        self._failure = asyncio.Event()
+
+    async def __aenter__(self) -> Tasks:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await _end(*self._running)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """One more. Its error is raised by ``unless_failed``."""
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._note)
+        return task
+
+    async def unless_failed(self, work: Awaitable[T]) -> T:
+        """Await ``work``, or raise a task's error as soon as one has failed; ``work`` is then cancelled."""
+        task, failure = asyncio.ensure_future(work), asyncio.ensure_future(self._failure.wait())
+        try:
+            await asyncio.wait({task, failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed is not None:
+                self._failed.result()
+            return task.result()
+        finally:
+            await _end(task, failure)
+
+    def _note(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and task.exception() is not None and self._failed is None:
+            self._failed = task
+            self._failure.set()
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

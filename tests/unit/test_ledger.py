@@ -1,0 +1,173 @@
+"""Ledger: nothing lost, nothing trained on twice, no sample too old, the stream's mix in every batch, whatever becomes
+ready when."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from mopd.ledger import Ledger, Slot
+from mopd.types import Prompt, SampleMeta, UserError
+
+DOMAINS = ("math", "math", "code", "math", "vision")
+P = 8
+LOOP = asyncio.new_event_loop()
+
+
+def prompt(sample_id: int) -> Prompt:
+    return Prompt(sample_id=sample_id, domain=DOMAINS[sample_id % len(DOMAINS)], row=sample_id)
+
+
+def sample(slot: Slot, weight_version: int) -> SampleMeta:
+    return SampleMeta(
+        sample_id=slot.prompt.sample_id,
+        domain=slot.prompt.domain,
+        weight_version=weight_version,
+        prompt_length=1,
+        response_length=2,
+        num_loss_tokens=2,
+    )
+
+
+def take(ledger: Ledger) -> list[Slot]:
+    return LOOP.run_until_complete(ledger.take(timeout_s=0.001))
+
+
+def restored(ledger: Ledger) -> Ledger:
+    """What a killed run goes on with."""
+    state = json.loads(json.dumps(ledger.state_dict()))
+    again = Ledger(prompts_per_step=P, max_staleness=ledger.max_staleness, step=ledger.step)
+    again.load_state_dict(state, lambda sample_id, domain, row: prompt(sample_id))
+    return again
+
+
+@pytest.mark.parametrize(("max_staleness", "every"), [(0, 1), (1, 1), (1, 2), (3, 1), (3, 3)])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_orders_kills_and_failures(max_staleness: int, every: int, seed: int) -> None:
+    rng = random.Random(f"{max_staleness} {every} {seed}")
+    ledger = Ledger(prompts_per_step=P, max_staleness=max_staleness, step=0)
+    position, spare, version = 0, 10_000 * len(DOMAINS), 0
+    running: dict[Slot, int] = {}
+    trained: list[int] = []
+    refused = 0
+    while ledger.step < 60:
+        while ledger.has_room():
+            (slot,) = ledger.admit([prompt(position)])
+            running[slot] = version
+            position += 1
+        assert position <= (version + max_staleness + 1) * P
+        for slot in rng.sample([*running], rng.randint(0, len(running))) if rng.random() < 0.8 else [*running]:
+            if len(running) > 2 and slot.number % 7 == 0 and rng.random() < 0.8:
+                continue  # a straggler, which others overtake
+            drawn_by = running.pop(slot)
+            if rng.random() < 0.05:
+                spare += len(DOMAINS)
+                ledger.replace(slot, prompt(spare + slot.prompt.sample_id % len(DOMAINS)))
+                running[slot] = version
+            elif ledger.is_stale([sample(slot, drawn_by)]):
+                ledger.again(slot)
+                running[slot], refused = version, refused + 1
+            else:
+                ledger.complete(slot, [sample(slot, drawn_by)])
+        for slot in ledger.stale():
+            ledger.again(slot)
+            running[slot], refused = version, refused + 1
+        try:
+            batch = take(ledger)
+        except TimeoutError:
+            continue
+        assert Counter(s.prompt.domain for s in batch) == Counter(
+            DOMAINS[i % len(DOMAINS)] for i in range(ledger.step * P, ledger.step * P + P)
+        )
+        assert all(ledger.step - s.weight_version <= max_staleness for s in batch)
+        assert [s.prompt.sample_id for s in batch] == sorted(s.prompt.sample_id for s in batch)
+        trained += [s.prompt.sample_id for s in batch]
+        ledger.trained(batch)
+        if ledger.step % every == 0:
+            version = ledger.step
+            ledger.publish(version)
+        if rng.random() < 0.1 and version == ledger.step:  # killed, resumed from the checkpoint of this step
+            ledger = restored(ledger)
+            running = dict.fromkeys(ledger.slots, version)
+    assert len(set(trained)) == len(trained) == 60 * P
+    if max_staleness == 0:
+        assert refused == 0
+    counts = ledger.counts
+    assert sum((counts(end) for end in ("trained", "refused", "replaced")), Counter()).total() + len(ledger.slots) == (
+        sum(ledger.state_dict()["admitted"].values())
+    )
+
+
+def complete(ledger: Ledger, slots: Sequence[Slot], version: int = 0) -> None:
+    for slot in slots:
+        ledger.complete(slot, [sample(slot, version)])
+
+
+def test_an_overtaken_slot_is_drawn_again_with_a_count() -> None:
+    ledger = Ledger(prompts_per_step=1, max_staleness=1, step=0)
+    first, second = ledger.admit([Prompt(sample_id=i, domain="math", row=i) for i in range(2)])
+    assert not ledger.has_room()
+    complete(ledger, [second])
+    for step in (1, 2):
+        ledger.trained(take(ledger))
+        ledger.publish(step)
+        (late,) = ledger.admit([Prompt(sample_id=1 + step, domain="math", row=3)])
+        complete(ledger, [late], step)
+    assert not ledger.is_stale([sample(first, 1)]) and ledger.is_stale([sample(first, 0)])
+    ledger.again(first)
+    assert first.prompt.attempt == 1 and ledger.counts("refused") == {"math": 1}
+    complete(ledger, [first], 2)
+    assert take(ledger) == [first]  # the oldest comes first
+
+
+def test_a_wait_without_end_says_what_is_missing() -> None:
+    ledger = Ledger(prompts_per_step=4, max_staleness=0, step=3)
+    slots = ledger.admit([prompt(i) for i in range(4)])
+    complete(ledger, [slots[0], slots[2]])
+    with pytest.raises(
+        TimeoutError, match=r"4 prompts of step 4; ready by domain: 'code' 1 of 1, 'math' 1 of 3; 4 are"
+    ):
+        take(ledger)
+
+
+def test_nothing_is_trained_on_twice() -> None:
+    ledger = Ledger(prompts_per_step=1, max_staleness=2, step=0)
+    complete(ledger, ledger.admit([prompt(0)]))
+    batch = take(ledger)
+    ledger.trained(batch)
+    with pytest.raises(RuntimeError, match="sample 0 is trained on a second time"):
+        ledger.trained(batch)
+
+
+def test_a_lost_prompt_is_noticed_at_the_next_step() -> None:
+    ledger = Ledger(prompts_per_step=1, max_staleness=2, step=0)
+    slots = ledger.admit([prompt(0), prompt(1), prompt(2)])
+    complete(ledger, slots)
+    del ledger._open[1]
+    with pytest.raises(RuntimeError, match="lost or counted twice after step 1: 'math': 2 admitted, 1 accounted for"):
+        ledger.trained(take(ledger))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"open": [{"sample_id": 1, "domain": "math", "row": 1, "attempt": -1}]},
+        {"open": [{"sample_id": 1, "domain": "math", "row": 1}]},
+        {"open": []},
+        {"order": ["code"]},
+        {"admitted": {"math": 7}},
+        {"trained": {"math": 1.5}},
+        {"refused": None},
+    ],
+)
+def test_a_damaged_state_is_refused(change: dict[str, object]) -> None:
+    ledger = Ledger(prompts_per_step=1, max_staleness=2, step=0)
+    ledger.admit([prompt(1)])
+    again = Ledger(prompts_per_step=1, max_staleness=2, step=0)
+    with pytest.raises(UserError, match="open prompts cannot be read"):
+        again.load_state_dict(ledger.state_dict() | change, lambda sample_id, domain, row: prompt(sample_id))
