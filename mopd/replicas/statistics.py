@@ -91,13 +91,14 @@ class GroupNumbers:
     name: str
     replicas: tuple[ReplicaNumbers, ...]
     queue_depth: int
-    """Largest number of requests that waited for a replica, before those of several callers are joined."""
+    """Largest number of pieces of callers' requests that waited for a replica."""
     queued_tokens: int
     """Largest number of tokens that waited."""
     busy_s: float
     """Time with at least one request under way on any replica."""
     retries: int
-    """Requests sent again after a failure, a full queue or stale weights."""
+    """Pieces of callers' requests that were sent again: after a failure, a full queue, stale weights, or a joint
+    request that was refused."""
 
 
 class BusyTime:
