@@ -60,11 +60,6 @@ class SharedPool:
         """
         self._sharers[key] = _Sharer(key=key, share=share, sleep=sleep, wake=wake)
 
-    @property
-    def awake(self) -> list[str]:
-        """Groups that hold memory now, the least recently used first."""
-        return [sharer.key for sharer in self._awake()]
-
     @asynccontextmanager
     async def kept_awake(self, key: str) -> AsyncIterator[None]:
         """The group is awake within; several such blocks of one group may overlap.
@@ -144,6 +139,7 @@ class SharedPool:
         self._go_on()
 
     def _awake(self) -> list[_Sharer]:
+        """Those that hold memory now, the least recently used first."""
         return sorted((s for s in self._sharers.values() if s.is_awake), key=lambda s: s.last_used)
 
     def _next_event(self) -> int:

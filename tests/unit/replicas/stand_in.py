@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mopd.bench.teachers.makespan import run_on_token_clock
 from mopd.config.groups import RoutingConfig
-from mopd.engines.interface import Generation, SamplingParams, Scores, Told
+from mopd.engines.interface import EngineLimits, Generation, SamplingParams, Scores, Told
 from mopd.replicas.interface import Replica, RouterLimits
 from mopd.replicas.router import Router
 
@@ -185,3 +185,50 @@ class Teller(StandIn):
             finish_reason="length",
             token_versions=torch.full((sampling.max_new_tokens,), self.weight_version, dtype=torch.int32),
         )
+
+
+Prompt = tuple[int, float]
+"""Who it is, and the seconds that its response takes: see ``Teller``."""
+
+
+def make_rollout(
+    engines: Sequence[Any], *, max_sequences: int | None = None, max_tokens_per_request: int = 1000, **limits: Any
+) -> Router:
+    """Replicas of a rollout group with weights 0, which work on ``max_sequences`` at a time."""
+    router = Router(
+        "rollout",
+        [
+            Replica(name=f"rollout.{i}", engine=engine, limits=EngineLimits(max_sequences=max_sequences))
+            for i, engine in enumerate(engines)
+        ],
+        RoutingConfig(max_tokens_per_request=max_tokens_per_request, max_inflight_tokens=10_000, request_timeout_s=30),
+        kind="rollout",
+        limits=RouterLimits(**{"breaker_reset_s": 1.0, **limits}),
+    )
+    router.weight_version = 0
+    return router
+
+
+async def generate(
+    router: Router, prompts: Sequence[Prompt], sampling: SamplingParams = SAMPLING, told: Told | None = None
+) -> list[Generation]:
+    """One caller; its answers are its own."""
+    seeds = [7 * who for who, _ in prompts]
+    drawn = await router.generate(prompts, sampling, seeds, told=told)  # type: ignore[arg-type]
+    assert [int(given.tokens[0]) for given in drawn] == [8 * who for who, _ in prompts]
+    assert all(float(given.logprobs[0]) == -sampling.temperature for given in drawn)
+    return drawn
+
+
+def callers(router: Router, *calls: Sequence[Prompt]) -> list[asyncio.Task[list[Generation]]]:
+    """One for each list of prompts, all at one moment."""
+    return [asyncio.create_task(generate(router, prompts)) for prompts in calls]
+
+
+async def settle(router: Router, engines: Sequence[Any]) -> None:
+    """Nothing is left behind: no room, nobody who waits, no work."""
+    await router.close()
+    await asyncio.sleep(0.01)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert not router._pool._waiters and not router._requests
+    assert all(engine.tokens_now == 0 and getattr(engine, "running", 0) == 0 for engine in engines)
