@@ -80,6 +80,7 @@ class RemoteEngine:
             content_type=CONTENT_TYPE,
             deadline_header=DEADLINE_HEADER,
         )
+        self._timeout_s = timeout_s
         self.url = url
         self.name = self._http.name
         self.weight_version = -1
@@ -154,7 +155,11 @@ class RemoteEngine:
 
     async def push(self, step: Step, body: bytes) -> int:
         """One message of a weight push, as ``push_staged`` sends it; returns the version that the server has."""
-        return (await self._post(f"/v1/weights/{step}", body, WeightVersion, MAX_SMALL_BYTES)).weight_version
+        timeout_s = self._timeout_s
+        if step == "commit":  # the server may wait for what runs, which has as long as any call, and load then
+            timeout_s *= 2
+        answer = await self._post(f"/v1/weights/{step}", body, WeightVersion, MAX_SMALL_BYTES, timeout_s=timeout_s)
+        return answer.weight_version
 
     def allow(self, weight_version: int) -> None:
         """From now on answers with this version are possible: its push is about to be committed."""
@@ -189,11 +194,13 @@ class RemoteEngine:
         """Close the connections."""
         await self._http.close()
 
-    async def _post(self, path: str, body: bytes, answer: type[MessageT], longest: int) -> MessageT:
+    async def _post(
+        self, path: str, body: bytes, answer: type[MessageT], longest: int, *, timeout_s: float | None = None
+    ) -> MessageT:
         """Send a message and decode the answer of at most ``longest`` bytes."""
         if is_counted():
             self.bytes_sent += len(body)
-        given = await self._http.call("POST", path, body, longest)
+        given = await self._http.call("POST", path, body, longest, timeout_s=timeout_s)
         if is_counted():
             self.bytes_received += len(given)
         try:

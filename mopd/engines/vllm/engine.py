@@ -268,10 +268,9 @@ class VllmEngine:
         half of its weights may be new."""
         self._require_alive()
         try:
-            await self._call(self._llm.pause_generation(mode="keep", clear_cache=True))
-            await self._replace(prepared, str(weight_version))
+            swap = self._swap(prepared, str(weight_version))
+            await self._call(asyncio.wait_for(swap, _WEIGHT_UPDATE_TIMEOUT_S))
             self._has_weights, self.weight_version = True, weight_version
-            await self._call(self._llm.resume_generation())
         except BaseException as error:
             self._has_weights, self.weight_version = False, -1
             self._failure = self._failure or f"a weight update failed: {one_line(error):.300}"
@@ -280,15 +279,16 @@ class VllmEngine:
                 raise EngineUnavailable(f"the vLLM engine of {self.name} is gone: {self._failure}") from error
             raise
 
-    async def _replace(self, paths: list[str], label: str) -> None:
-        """Let the workers read the weights; tokens that are drawn from now on get the ``label``."""
-        swap = self._llm.collective_rpc("mopd_load_weights", timeout=_WEIGHT_UPDATE_TIMEOUT_S, args=(paths,))
-        counts = await self._call(swap)
+    async def _swap(self, paths: list[str], label: str) -> None:
+        """Let the workers read the weights while nothing runs; tokens that are drawn after it get the ``label``."""
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        counts = await self._llm.collective_rpc("mopd_load_weights", timeout=_WEIGHT_UPDATE_TIMEOUT_S, args=(paths,))
         if any(count != len(self.weight_slots) for count in counts):
             raise RuntimeError(f"vLLM's workers read {counts} of {len(self.weight_slots)} tensors")
-        if not await self._call(self._llm.reset_prefix_cache()):
+        if not await self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache")
-        await self._call(self._llm.update_weight_version(label))
+        await self._llm.update_weight_version(label)
+        await self._llm.resume_generation()
 
     async def _request(self, prompt: list[int], params: VllmSamplingParams) -> RequestOutput:
         """One request through vLLM; cancelling it aborts it there."""
