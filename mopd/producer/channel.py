@@ -46,7 +46,7 @@ class Channel:
     def __init__(self, peer: str, handlers: Mapping[str, Handler]) -> None:
         """``peer`` names the other process in messages; ``handlers`` are what it may call."""
         self.peer = peer
-        self._handlers = handlers
+        self._handlers = dict(handlers)
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._sending = asyncio.Lock()
@@ -56,6 +56,10 @@ class Channel:
         self.num_calls = 0
         self.bytes_moved = 0
         """Of calls and answers, in both directions."""
+
+    def answer(self, handlers: Mapping[str, Handler]) -> None:
+        """More that the other process may call from now on."""
+        self._handlers |= handlers
 
     async def run(self, end: socket.socket) -> None:
         """Serve until the other end is closed; ``PeerEnded`` then, in every call that waits too."""

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,11 +25,12 @@ from mopd.files.writing import writing
 from mopd.placement.process import how_it_ended
 from mopd.preflight.checks import AskedStudent
 from mopd.producer.channel import Channel, PeerEnded
-from mopd.producer.messages import pack_prompts, pack_samples, read_failed, read_samples
+from mopd.producer.messages import read_samples
+from mopd.producer.samples import FarWorkers
 from mopd.run.folder import RunDir
 from mopd.run.training import Findings
 from mopd.tasks import Tasks
-from mopd.types import Batch, FailedSample, Prompt, SampleMeta, UserError
+from mopd.types import UserError
 from mopd.wire.weights import StagedWeights, stage_updates
 
 T = TypeVar("T")
@@ -138,7 +139,7 @@ class ProducerProcess:
 
 
 class ProducerClient:
-    """Implements ``Maker``: rollout, teachers, rewards and the controller's side of the data plane, in one."""
+    """Implements ``Maker``."""
 
     unit = 1
 
@@ -149,8 +150,8 @@ class ProducerClient:
         self.weights = FarWeights(self.channel)
         self.student: AskedStudent | None = None
         """Who answers the checks' questions."""
-        self.rollout = self.teachers = self.plane = self
-        self.rewards = self if recipe.needs_task_advantage else None
+        self.rollout = self.teachers = self.plane = FarWorkers(self.channel)
+        self.rewards = self.rollout if recipe.needs_task_advantage else None
 
     async def unless_ended(self, work: Awaitable[T]) -> T:
         """``work``, or one line once the process is gone."""
@@ -162,31 +163,6 @@ class ProducerClient:
     async def start(self) -> None:
         """Returns when every engine server answers. ``UserError`` for one that cannot be started."""
         await self.channel.call("start")
-
-    async def generate(self, prompts: Sequence[Prompt]) -> list[SampleMeta]:
-        """See ``Rollout.generate``."""
-        return read_samples(await self.channel.call("generate", pack_prompts(prompts)))
-
-    async def score(self, samples: Sequence[SampleMeta]) -> list[FailedSample]:
-        """See ``Teachers.score``."""
-        failed = await self.channel.call("score", pack_samples(samples))
-        return read_failed(failed, samples) if failed else []
-
-    async def judge(self, prompts: Sequence[Prompt], samples: Sequence[SampleMeta]) -> None:
-        """See ``Rewards.judge``."""
-        await self.channel.call("judge", pack_prompts(prompts), pack_samples(samples))
-
-    async def claim(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
-        """See ``Plane.claim``."""
-        return Batch(samples=tuple(read_samples(await self.channel.call("claim", list(sample_ids), list(fields)))))
-
-    async def release(self, batch: Batch) -> None:
-        """See ``Plane.release``."""
-        await self.channel.call("release", pack_samples(batch.samples))
-
-    async def discard(self, sample_ids: Sequence[int]) -> None:
-        """See ``Plane.discard``."""
-        await self.channel.call("discard", list(sample_ids))
 
     async def check(
         self, manifests: Mapping[str, Manifest], *, is_fresh: bool, fingerprints: Mapping[str, Any]

@@ -31,10 +31,11 @@ from mopd.placement.storage import open_storage
 from mopd.preflight.checks import check_before_training
 from mopd.producer.channel import Channel, Handler, PeerEnded
 from mopd.producer.leading import take_numbers, validate
-from mopd.producer.messages import pack_failed, pack_samples, read_prompts, read_samples
+from mopd.producer.messages import pack_samples
+from mopd.producer.samples import SampleAnswers
 from mopd.run.workers import Inputs, Workers, build_workers, read_inputs
 from mopd.tasks import Tasks
-from mopd.types import Batch, SampleMeta, UserError
+from mopd.types import SampleMeta, UserError
 from mopd.wire.weights import StagedWeights
 
 
@@ -89,12 +90,6 @@ class _Process:
         self._vocab_size = read_dims(Path(recipe.student.model)).vocab_size
         handlers: dict[str, Handler] = {
             "start": self._start,
-            "generate": self._generate,
-            "score": self._score,
-            "judge": self._judge,
-            "claim": self._claim,
-            "release": self._release,
-            "discard": self._discard,
             "weights": self._weights,
             "check": self._check,
             "numbers": self._numbers,
@@ -124,25 +119,8 @@ class _Process:
         self._workers = await build_workers(
             self._recipe, self._inputs, self._plane, self._groups, vocab_size=self._vocab_size
         )
-
-    async def _generate(self, prompts: list[Any]) -> list[Any]:
-        return pack_samples(await self.workers.rollout.generate(read_prompts(prompts)))
-
-    async def _score(self, samples: list[Any]) -> list[Any]:
-        return pack_failed(await self.workers.teachers.score(read_samples(samples)))
-
-    async def _judge(self, prompts: list[Any], samples: list[Any]) -> None:
-        assert self.workers.rewards is not None
-        await self.workers.rewards.judge(read_prompts(prompts), read_samples(samples))
-
-    async def _claim(self, sample_ids: list[int], fields: list[str]) -> list[Any]:
-        return pack_samples((await self._plane.claim(sample_ids, fields)).samples)
-
-    async def _release(self, samples: list[Any]) -> None:
-        await self._plane.release(Batch(samples=tuple(read_samples(samples))))
-
-    async def _discard(self, sample_ids: list[int]) -> None:
-        await self._plane.discard(sample_ids)
+        workers = self._workers
+        self._channel.answer(SampleAnswers(workers.rollout, workers.teachers, workers.rewards, workers.plane).handlers)
 
     async def _weights(self, head: dict[str, Any], frames: Sequence[bytes]) -> None:
         await self.workers.weights.send(StagedWeights(**head, bodies=tuple(frames)))
