@@ -35,7 +35,6 @@ from mopd.ledger import Ledger, Slot
 from mopd.metrics import StepMetrics, StepTimer, age_metrics, merge_step
 from mopd.tasks import Tasks
 from mopd.types import (
-    LOSS_FIELDS,
     Batch,
     DomainSums,
     FailedSample,
@@ -123,7 +122,6 @@ class Controller:
         self.schedule = self.recipe.schedule
         self.weight_version = self.ledger.step
         self.timer = StepTimer()
-        self._loss_fields = (*LOSS_FIELDS, "task_advantage") if self.recipe.needs_task_advantage else LOSS_FIELDS
         self._tasks = Tasks()
         self._sending: asyncio.Task[None] | None = None
         self._told: dict[str, Counter[str]] = {end: Counter() for end in ("refused", "replaced")}
@@ -228,7 +226,7 @@ class Controller:
                 self._tasks.start(self._see_through(stale))
             slots = await self.ledger.take(timeout_s=self.schedule.wait_timeout_s)
             ids = [sample.sample_id for slot in slots for sample in slot.samples]
-            batch = await self.plane.claim(ids, self._loss_fields)
+            batch = await self.plane.claim(ids, self.recipe.loss_fields)
         self._check_staleness(batch)
         plan = pack(
             batch.samples,
@@ -309,7 +307,8 @@ class Controller:
         self.timer.begin()
         async with self._tasks:
             for slot in self.ledger.slots:  # of the checkpoint that it goes on from
-                self._tasks.start(self._see_through([slot]))
+                if not slot.samples:
+                    self._tasks.start(self._see_through([slot]))
             self._tasks.start(self.produce())
             while self.weight_version < self.schedule.steps:
                 await self.observer.log(await self._tasks.unless_failed(self.train_step()))

@@ -1,4 +1,5 @@
-"""Data sections of a recipe: training prompts, and the validation by which the student is judged."""
+"""Data sections of a recipe: training prompts, the validation by which the student is judged, and the data plane that
+carries tensors."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ TEMPLATE_ARGUMENTS = frozenset(
     ("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
 )
 """What every chat template gets from mopd."""
+MAX_STORAGE_UNITS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,3 +79,30 @@ class ValidationConfig:
         require_at_least("temperature", self.temperature, 0)
         if self.max_samples_per_domain is not None:
             require_at_least("max_samples_per_domain", self.max_samples_per_domain, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalPlaneConfig:
+    """Samples in the memory of one process on rank 0's machine, from which each rank reads its own."""
+
+    type: Literal["local"] = "local"
+    """Data plane type."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferQueueConfig:
+    """Samples in storage units of the TransferQueue package, on a Ray cluster (``pip install 'mopd[ray]'``)."""
+
+    type: Literal["transfer_queue"]
+    """Data plane type."""
+    address: str | None = None
+    """Address of the Ray cluster (``host:port``, or ``auto`` on one of its nodes); absent: a cluster of this machine
+    that lives as long as the run."""
+    num_storage_units: int = 2
+    """Actors that hold the tensors."""
+
+    def __post_init__(self) -> None:
+        require_at_least("num_storage_units", self.num_storage_units, 1, MAX_STORAGE_UNITS)
+
+
+DataPlane = LocalPlaneConfig | TransferQueueConfig

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mopd.config.data import DataConfig, ValidationConfig
+from mopd.config.data import DataConfig, DataPlane, LocalPlaneConfig, ValidationConfig
 from mopd.config.groups import (
     Assignment,
     EngineGroupConfig,
@@ -33,11 +33,11 @@ from mopd.config.values import (
     require_seconds,
     require_seed,
 )
+from mopd.types import LOSS_FIELDS
 
 MAX_SAMPLES = 1_000_000
 """Responses of one optimizer step."""
 MAX_TEACHERS = 100
-MAX_STORAGE_UNITS = 1024
 MAX_STALENESS = 1000
 """Steps; asynchronous training in use stays below ten."""
 
@@ -110,33 +110,6 @@ class ScheduleConfig:
                 f"sync_every_steps is {self.sync_every_steps}, so samples become {oldest} steps old, but max_staleness "
                 f"is {self.max_staleness}: set max_staleness to {oldest} or more"
             )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LocalPlaneConfig:
-    """Samples in the memory of one process on rank 0's machine, from which each rank reads its own."""
-
-    type: Literal["local"] = "local"
-    """Data plane type."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TransferQueueConfig:
-    """Samples in storage units of the TransferQueue package, on a Ray cluster (``pip install 'mopd[ray]'``)."""
-
-    type: Literal["transfer_queue"]
-    """Data plane type."""
-    address: str | None = None
-    """Address of the Ray cluster (``host:port``, or ``auto`` on one of its nodes); absent: a cluster of this machine
-    that lives as long as the run."""
-    num_storage_units: int = 2
-    """Actors that hold the tensors."""
-
-    def __post_init__(self) -> None:
-        require_at_least("num_storage_units", self.num_storage_units, 1, MAX_STORAGE_UNITS)
-
-
-DataPlane = LocalPlaneConfig | TransferQueueConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -369,6 +342,11 @@ class Recipe:
                 f"validation.temperature is {self.validation.temperature}, but rollout.engine vllm with rollout.top_p "
                 "or top_k draws at temperature 0 or 1 only: set one of these"
             )
+
+    @property
+    def loss_fields(self) -> tuple[str, ...]:
+        """Fields that a sample must have before it can be trained on."""
+        return (*LOSS_FIELDS, "task_advantage") if self.needs_task_advantage else LOSS_FIELDS
 
     @property
     def has_in_process_engines(self) -> bool:

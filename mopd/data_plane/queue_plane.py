@@ -23,11 +23,12 @@ from mopd.data_plane.ids import (
 )
 from mopd.data_plane.transfer_queue import QueueClient
 from mopd.files.json_text import read_json_object
-from mopd.files.writing import write_json
+from mopd.files.writing import write_json, writing
 from mopd.types import Batch, SampleMeta, UserError
 
 HASHES = "files.json"
 """In a folder of ``save``: SHA-256 by file name, written last."""
+CURE = "remove the folder to have its samples drawn again"
 
 
 class QueuePlane:
@@ -40,6 +41,8 @@ class QueuePlane:
         self._end = end
         self._held: dict[int, set[str]] = {}
         self._claimed: set[int] = set()
+        self._writing = asyncio.Lock()
+        """Held by whoever changes what is held: the actors save themselves one after another."""
 
     @property
     def num_samples(self) -> int:
@@ -58,9 +61,11 @@ class QueuePlane:
         check_new(ids, self._held)
         if not ids:
             return
-        batch = await self._client.retrieve(ids, create=True)
-        await self._client.write(batch, {name: kept(fields[name]) for name in fields}, [asdict(meta) for meta in metas])
-        self._held.update({i: set(fields) for i in ids})
+        tensors = {name: kept(fields[name]) for name in fields}
+        async with self._writing:
+            batch = await self._client.retrieve(ids, create=True)
+            await self._client.write(batch, tensors, [asdict(meta) for meta in metas])
+            self._held.update({i: set(fields) for i in ids})
 
     async def update(self, sample_ids: Sequence[int], fields: Mapping[str, Sequence[Tensor]]) -> None:
         """See ``Storage.update``."""
@@ -69,10 +74,12 @@ class QueuePlane:
         check_unwritten(sample_ids, fields, self._held)
         if not sample_ids:
             return
-        batch = await self._client.retrieve(sample_ids)
-        await self._client.write(batch, {name: kept(fields[name]) for name in fields}, batch.custom_meta)
-        for sample_id in sample_ids:
-            self._held[sample_id].update(fields)
+        tensors = {name: kept(fields[name]) for name in fields}
+        async with self._writing:
+            batch = await self._client.retrieve(sample_ids)
+            await self._client.write(batch, tensors, batch.custom_meta)
+            for sample_id in sample_ids:
+                self._held[sample_id].update(fields)
 
     async def get(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
         """See ``Storage.get``."""
@@ -101,15 +108,19 @@ class QueuePlane:
         check_claims(sample_ids, self._claimed, wanted=False, what="discarded but claimed")
         await self._forget(sample_ids)
 
-    async def save(self, folder: Path) -> None:
-        """Write all samples into ``folder``, which every actor's machine sees, with a hash of each file."""
-        folder.mkdir(parents=True)
-        await self._client.save(str(folder.resolve()))
+    async def save(self, folder: Path) -> str:
+        """Write all samples into ``folder``, which every actor's machine sees, with a hash of each file; returns the
+        hash of these hashes, for the checkpoint that the samples belong to."""
+        with writing(folder):
+            folder.mkdir(parents=True)
+        async with self._writing:
+            await self._client.save(str(folder.resolve()))
         write_json(folder / HASHES, {name: sha256_of(folder / name) for name in _files(folder)})
+        return sha256_of(folder / HASHES)
 
-    async def load(self, folder: Path, fields: Sequence[str]) -> list[SampleMeta]:
+    async def load(self, folder: Path, digest: str, fields: Sequence[str]) -> list[SampleMeta]:
         """Read what ``save`` wrote, into an empty storage; returns the samples that have all ``fields``, unclaimed. The
-        others are forgotten.
+        others are forgotten. ``digest`` is what ``save`` returned.
 
         Raises:
             UserError: a file is missing, strange or changed, which is noticed before any is read; or the number of
@@ -117,7 +128,7 @@ class QueuePlane:
         """
         if self._held:
             raise RuntimeError(f"samples are loaded into a storage that holds {len(self._held)}")
-        _verify(folder, len(self._address["units"]))
+        _verify(folder, digest, len(self._address["units"]))
         await self._client.load(str(folder.resolve()))
         finished: list[int] = []
         unfinished: list[int] = []
@@ -138,10 +149,11 @@ class QueuePlane:
         self._end()
 
     async def _forget(self, sample_ids: Sequence[int]) -> None:
-        if sample_ids:
-            await self._client.clear(await self._client.retrieve(sample_ids))
-        for sample_id in sample_ids:
-            del self._held[sample_id]
+        async with self._writing:
+            if sample_ids:
+                await self._client.clear(await self._client.retrieve(sample_ids))
+            for sample_id in sample_ids:
+                del self._held[sample_id]
 
 
 class QueueReader:
@@ -193,10 +205,14 @@ def _files(folder: Path) -> list[str]:
     return sorted(name for name in names if name != HASHES)
 
 
-def _verify(folder: Path, num_units: int) -> None:
-    said = read_json_object(folder / HASHES, cure="without this folder the samples are drawn again")
+def _verify(folder: Path, digest: str, num_units: int) -> None:
+    if not (folder / HASHES).is_file() or sha256_of(folder / HASHES) != digest:
+        raise UserError(
+            f"{folder / HASHES}: not what was written (SHA-256): remove the folder to have its samples drawn again"
+        )
+    said = read_json_object(folder / HASHES, cure=CURE)
     if sorted(said) != _files(folder):
-        raise UserError(f"{folder}: other files than {HASHES} names: the samples cannot be read back")
+        raise UserError(f"{folder}: other files than {HASHES} names: {CURE}")
     if (num_saved := sum(name.endswith(".pkl") for name in said) - 1) != num_units:
         raise UserError(
             f"{folder}: written by {num_saved} storage units, which data_plane.num_storage_units {num_units} cannot "
@@ -204,4 +220,6 @@ def _verify(folder: Path, num_units: int) -> None:
         )
     for name, digest in said.items():
         if (folder / name).is_symlink() or sha256_of(folder / name) != digest:
-            raise UserError(f"{folder / name}: not what was written (SHA-256): the samples cannot be read back")
+            raise UserError(
+                f"{folder / name}: not what was written (SHA-256): remove the folder to have its samples drawn again"
+            )

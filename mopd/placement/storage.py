@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from mopd.config.data import LocalPlaneConfig, TransferQueueConfig
 from mopd.config.groups import RayConfig
-from mopd.config.schema import LocalPlaneConfig, Recipe, TransferQueueConfig
+from mopd.config.schema import Recipe
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.queue_plane import QueuePlane
 from mopd.data_plane.transfer_queue import end_actors, start_actors

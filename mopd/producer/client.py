@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from mopd.producer.samples import FarWorkers
 from mopd.run.folder import RunDir
 from mopd.run.training import Findings
 from mopd.tasks import Tasks
-from mopd.types import UserError
+from mopd.types import SampleMeta, UserError
 from mopd.wire.weights import StagedWeights, stage_updates
 
 T = TypeVar("T")
@@ -175,6 +175,15 @@ class ProducerClient:
         """See ``Maker.numbers``."""
         values: dict[str, float] = await self.channel.call("numbers")
         return values
+
+    async def save_samples(self, folder: Path) -> str | None:
+        """See ``Maker.save_samples``."""
+        digest: str | None = await self.channel.call("save_samples", str(folder))
+        return digest
+
+    async def load_samples(self, folder: Path, digest: str, fields: Sequence[str]) -> list[SampleMeta]:
+        """See ``Maker.load_samples``."""
+        return read_samples(await self.channel.call("load_samples", str(folder), digest, list(fields)))
 
     async def validate(self, step: int) -> dict[str, Any]:
         """See ``Maker.validate``."""

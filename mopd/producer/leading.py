@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
 from mopd.data.stream import PromptStream
+from mopd.data_plane.interface import Storage
+from mopd.data_plane.queue_plane import QueuePlane
 from mopd.data_plane.reading import open_reader
 from mopd.launch.ranks import CommandChannel, StudentGroup
 from mopd.preflight.checks import check_before_training
@@ -19,6 +22,7 @@ from mopd.run.leading import Opened, joined, lead
 from mopd.run.training import Findings, Led
 from mopd.run.workers import Workers
 from mopd.student.worker import StudentWorker
+from mopd.types import SampleMeta
 
 Work = Callable[[Led], Coroutine[Any, Any, None]]
 
@@ -75,6 +79,14 @@ class Here:
         """See ``Maker.numbers``."""
         return take_numbers(self._workers)
 
+    async def save_samples(self, folder: Path) -> str | None:
+        """See ``Maker.save_samples``."""
+        return await save_samples(self.plane, folder)
+
+    async def load_samples(self, folder: Path, digest: str, fields: Sequence[str]) -> list[SampleMeta]:
+        """See ``Maker.load_samples``."""
+        return await load_samples(self.plane, folder, digest, fields)
+
     async def validate(self, step: int) -> dict[str, Any]:
         """See ``Maker.validate``."""
         return await validate(self._workers, step)
@@ -92,3 +104,13 @@ async def validate(workers: Workers, step: int) -> dict[str, Any]:
     """A line of ``validation.jsonl`` for the weights that were published last."""
     assert workers.validator is not None, "nobody asks without a validation section"
     return await workers.validator.record(workers.generator, step)
+
+
+async def save_samples(plane: Storage, folder: Path) -> str | None:
+    """See ``Maker.save_samples``."""
+    return await plane.save(folder) if isinstance(plane, QueuePlane) else None
+
+
+async def load_samples(plane: Storage, folder: Path, digest: str, fields: Sequence[str]) -> list[SampleMeta]:
+    """See ``Maker.load_samples``. Nothing from a plane that saves nothing: another one wrote the folder."""
+    return await plane.load(folder, digest, fields) if isinstance(plane, QueuePlane) else []

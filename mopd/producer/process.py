@@ -30,7 +30,7 @@ from mopd.placement.groups import Groups
 from mopd.placement.storage import open_storage
 from mopd.preflight.checks import check_before_training
 from mopd.producer.channel import Channel, Handler, PeerEnded
-from mopd.producer.leading import take_numbers, validate
+from mopd.producer.leading import load_samples, save_samples, take_numbers, validate
 from mopd.producer.messages import pack_samples
 from mopd.producer.samples import SampleAnswers
 from mopd.run.workers import Inputs, Workers, build_workers, read_inputs
@@ -45,7 +45,8 @@ def run(file: Path, descriptor: int) -> int:
     told = json.loads(file.read_text(encoding="utf-8"))
     end = socket.socket(fileno=descriptor)
     forwarding = _Forwarding()
-    logging.basicConfig(level=logging.INFO, handlers=[forwarding])
+    logging.basicConfig(level=logging.WARNING, handlers=[forwarding])
+    logging.getLogger("mopd").setLevel(logging.INFO)
     try:
         recipe = load_recipe_of(told["recipe"], file)
         inputs = read_inputs(recipe)
@@ -94,6 +95,8 @@ class _Process:
             "check": self._check,
             "numbers": self._numbers,
             "validate": self._validate,
+            "save_samples": self._save_samples,
+            "load_samples": self._load_samples,
         }
         self._channel = Channel("rank 0", handlers)
 
@@ -142,6 +145,12 @@ class _Process:
     async def _validate(self, step: int) -> dict[str, Any]:
         return await validate(self.workers, step)
 
+    async def _save_samples(self, folder: str) -> str | None:
+        return await save_samples(self._plane, Path(folder))
+
+    async def _load_samples(self, folder: str, digest: str, fields: list[str]) -> list[Any]:
+        return pack_samples(await load_samples(self._plane, Path(folder), digest, fields))
+
 
 class _FarStudent:
     """The student on rank 0, for the checks."""
@@ -160,6 +169,7 @@ class _Forwarding(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
+        self.setFormatter(logging.Formatter("%(message)s"))
         self._records: asyncio.Queue[tuple[str, int, str]] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
 

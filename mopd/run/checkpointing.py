@@ -24,6 +24,12 @@ class Saver(Protocol):
     async def save(self, folder: Path, state: Mapping[str, Any]) -> None: ...
 
 
+class SampleSaver(Protocol):
+    """Whoever holds the samples."""
+
+    async def save_samples(self, folder: Path) -> str | None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checkpointer:
     """Writes ``checkpoints/step_N``; keeps the newest ``keep_last`` and the best."""
@@ -31,6 +37,7 @@ class Checkpointer:
     run: RunDir
     cfg: CheckpointConfig
     student: Saver
+    samples: SampleSaver
     last_step: int
 
     async def save_if_due(self, step: int, state: Mapping[str, Any], *, best_step: int | None) -> bool:
@@ -41,12 +48,16 @@ class Checkpointer:
         target = self.run.checkpoint(step)
         if target.exists():  # left by a run that died before its manifest
             shutil.rmtree(target)
-        await self.student.save(target, {**state, "step": step})
+        samples = self.run.samples(step)
+        shutil.rmtree(samples, ignore_errors=True)
+        digest = await self.samples.save_samples(samples)
+        await self.student.save(target, {**state, "step": step, "samples": digest})
         steps = complete_steps(self.run.checkpoints)
         keep = {*steps[-self.cfg.keep_last :], *([best_step] if self.cfg.keep_best else [])}
         for old in map(self.run.checkpoint, sorted({*steps} - keep)):
             (old / MANIFEST).unlink()  # without it a half-removed folder is incomplete, not corrupt
             shutil.rmtree(old)
+            shutil.rmtree(old.with_name(f"{old.name}.samples"), ignore_errors=True)
         return True
 
 

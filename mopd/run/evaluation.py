@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mopd.config.data import LocalPlaneConfig
 from mopd.config.groups import InProcessConfig, TorchEngineConfig
 from mopd.config.load import Loaded
-from mopd.config.schema import LocalPlaneConfig, Recipe
+from mopd.config.schema import Recipe
 from mopd.conversion.hf.reader import HfReader
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.torch.loading import read_config

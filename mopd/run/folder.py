@@ -83,6 +83,10 @@ class RunDir(RunFiles):
         """Folder of the checkpoint after ``step`` optimizer steps."""
         return self.checkpoints / folder_name(step)
 
+    def samples(self, step: int) -> Path:
+        """Finished samples that a checkpoint's step had not used yet, where the data plane can save them."""
+        return self.checkpoints / f"{folder_name(step)}.samples"
+
     def check(self, loaded: Loaded, *, resume: bool) -> None:
         """Refuse what ``open`` would refuse, and a folder that cannot be written; leaves nothing behind.
 

@@ -75,6 +75,8 @@ class Progress:
     """Position of the prompt stream."""
     ledger: Mapping[str, Any] | None
     """Prompts that were admitted and not trained on; ``None``: version 0.2, which had none."""
+    samples: str | None
+    """Hash of the finished samples beside the checkpoint, where the data plane saved them."""
 
 
 def progress_of(start: Path, state: Mapping[str, Any], *, weight_version: int) -> Progress:
@@ -83,14 +85,15 @@ def progress_of(start: Path, state: Mapping[str, Any], *, weight_version: int) -
     Raises:
         UserError: the state is not what a run saves, or of another step than its weights or the folder's name.
     """
-    step, prompts, ledger = state.get("step"), state.get("prompts"), state.get("ledger")
+    step, prompts, ledger, samples = (state.get(name) for name in ("step", "prompts", "ledger", "samples"))
     is_of_step = type(step) is int and step == weight_version and start.name == folder_name(step)
-    if not is_of_step or not isinstance(prompts, dict) or not isinstance(ledger, (dict, type(None))):
+    is_whole = isinstance(ledger, (dict, type(None))) and isinstance(samples, (str, type(None)))
+    if not is_of_step or not isinstance(prompts, dict) or not is_whole:
         raise UserError(
             f"{shown_path(start)}: its state says step {str(step)[:20]}: resume from another checkpoint, under its own "
             "name"
         )
-    return Progress(step=weight_version, prompts=prompts, ledger=ledger)
+    return Progress(step=weight_version, prompts=prompts, ledger=ledger, samples=samples)
 
 
 def set_aside(run: RunDir, *, after_step: int) -> None:

@@ -6,7 +6,7 @@ Nothing that happens between steps touches training: metric sinks, validation, c
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ from mopd.run.machine import describe_machine
 from mopd.run.manifests import read_fingerprints, write_manifests
 from mopd.run.validation import append_record, is_due
 from mopd.text import json_lines
-from mopd.types import UserError
+from mopd.types import SampleMeta, UserError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +77,15 @@ class Maker(Protocol):
         """Metrics of every group since the last call."""
         ...
 
+    async def save_samples(self, folder: Path) -> str | None:
+        """Write what the data plane holds into a folder, and return its hash; ``None`` where it cannot be saved: those
+        samples are drawn again."""
+        ...
+
+    async def load_samples(self, folder: Path, digest: str, fields: Sequence[str]) -> list[SampleMeta]:
+        """Inverse of ``save_samples``: the samples that have all ``fields``. ``UserError`` for changed files."""
+        ...
+
     async def validate(self, step: int) -> dict[str, Any]:
         """A line of ``validation.jsonl`` for the weights that were published last."""
         ...
@@ -109,7 +118,25 @@ async def load_checkpoint(recipe: Recipe, run: RunDir, led: Led, start: Path) ->
     ledger = fresh_ledger(recipe, progress.step)
     if progress.ledger is not None:
         ledger.load_state_dict(progress.ledger, led.prompts.prompt)
+    if progress.samples is not None and run.samples(progress.step).is_dir():
+        await _read_back(recipe, run, led.maker, ledger, progress.samples)
     return ledger
+
+
+async def _read_back(recipe: Recipe, run: RunDir, maker: Maker, ledger: Ledger, digest: str) -> None:
+    """Finished samples of a checkpoint go into the data plane again, and their prompts need not be drawn anew."""
+    found = await maker.load_samples(run.samples(ledger.step), digest, recipe.loss_fields)
+    by_prompt: dict[int, list[SampleMeta]] = {}
+    for sample in found:
+        by_prompt.setdefault(sample.sample_id // recipe.rollout.samples_per_prompt, []).append(sample)
+    for slot in ledger.slots:
+        samples = by_prompt.pop(slot.prompt.sample_id, [])
+        if len(samples) == recipe.rollout.samples_per_prompt and not ledger.is_stale(samples):
+            ledger.complete(slot, sorted(samples, key=lambda sample: sample.sample_id))
+        elif samples:
+            await maker.plane.discard([sample.sample_id for sample in samples])
+    for samples in by_prompt.values():  # drawn after the checkpoint's account was written
+        await maker.plane.discard([sample.sample_id for sample in samples])
 
 
 async def begin(
@@ -159,7 +186,11 @@ async def train(
             sinks=sinks,
             floors=run.floors(),
             checkpointer=Checkpointer(
-                run=run, cfg=recipe.checkpoint, student=led.student, last_step=recipe.schedule.steps
+                run=run,
+                cfg=recipe.checkpoint,
+                student=led.student,
+                samples=led.maker,
+                last_step=recipe.schedule.steps,
             ),
             best=best_of(run.validations(), kept=kept),
         )

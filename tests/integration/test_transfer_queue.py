@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from mopd.config.schema import TransferQueueConfig
+from mopd.config.data import TransferQueueConfig
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.queue_plane import HASHES, QueuePlane
 from mopd.placement.ray.connection import connect, disconnect
@@ -175,24 +175,24 @@ def test_ranks_read_by_address_and_what_was_saved_is_read_back(
 
 async def check_saving(plane: QueuePlane, other: QueuePlane, folder: Path) -> None:
     metas, fields = samples()
-    await plane.save(folder / "samples")
+    digest = await plane.save(folder / "samples")
     hashes = folder / "samples" / HASHES
     written = hashes.read_text()
     victim = next((folder / "samples").rglob("su_0_*.pkl"))
     body = victim.read_bytes()
     victim.write_bytes(body[:-1] + bytes([body[-1] ^ 1]))
     with pytest.raises(UserError, match=rf"{victim.name}: not what was written \(SHA-256\)"):
-        await other.load(folder / "samples", FINISHED)
+        await other.load(folder / "samples", digest, FINISHED)
     victim.write_bytes(body)
     (folder / "samples" / "more.pkl").write_bytes(b"")
     with pytest.raises(UserError, match=r"other files than files\.json names"):
-        await other.load(folder / "samples", FINISHED)
+        await other.load(folder / "samples", digest, FINISHED)
     (folder / "samples" / "more.pkl").unlink()
     hashes.unlink()
     with pytest.raises(UserError, match=r"files.json.*drawn again"):
-        await other.load(folder / "samples", FINISHED)
+        await other.load(folder / "samples", digest, FINISHED)
     hashes.write_text(written)
-    assert await other.load(folder / "samples", FINISHED) == metas[:4]
+    assert await other.load(folder / "samples", digest, FINISHED) == metas[:4]
     assert other.num_samples == 4
     got = await other.get([2, 0], ["teacher_logprobs"])
     assert torch.equal(got["teacher_logprobs"][0], fields["teacher_logprobs"][2])

@@ -61,11 +61,15 @@ def test_a_live_run_leaves_other_names_alone(tmp_path: Path, loaded: Loaded) -> 
             folder.mkdir(parents=True)
             (folder / "manifest.json").write_text("{}")
 
+        async def save_samples(self, folder: Path) -> str:
+            folder.mkdir()
+            return "hash"
+
     cfg = load_recipe(loaded.path, ["checkpoint={every_steps: 1, keep_last: 1}"]).recipe.checkpoint
-    writer = checkpointing.Checkpointer(run=run, cfg=cfg, student=Student(), last_step=9)
+    writer = checkpointing.Checkpointer(run=run, cfg=cfg, student=Student(), samples=Student(), last_step=9)
     for step in (1, 2, 3):
         assert asyncio.run(writer.save_if_due(step, {}, best_step=None))
-    assert names(run) == ["step_00000002.bak", "step_00000003"]
+    assert names(run) == ["step_00000002.bak", "step_00000003", "step_00000003.samples"]
 
 
 def test_nothing_to_go_on_from(tmp_path: Path, loaded: Loaded) -> None:
@@ -131,7 +135,7 @@ def test_a_damaged_checkpoint_names_the_older_ones(tmp_path: Path) -> None:
 def test_a_state_that_is_not_the_folders(tmp_path: Path, state: dict[str, object]) -> None:
     run = make_run(tmp_path, 4)
     assert resuming.progress_of(run.checkpoint(4), {"step": 4, "prompts": {}}, weight_version=4) == resuming.Progress(
-        step=4, prompts={}, ledger=None
+        step=4, prompts={}, ledger=None, samples=None
     )
     with pytest.raises(UserError, match="step_00000004: its state says step"):
         resuming.progress_of(run.checkpoint(4), state, weight_version=4)
