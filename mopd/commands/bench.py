@@ -1,4 +1,5 @@
-"""``mopd bench``: the losses beside what else there is, the path from teachers to tensors beside the bare engine."""
+"""``mopd bench``: the losses beside what else there is, the path from teachers to tensors beside the bare engine, the
+data plane beside other ways from process to process."""
 
 from __future__ import annotations
 
@@ -24,6 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sequences", type=int, default=64, metavar="N", help="sequences of the batch (default: %(default)s)")
     add("--top-k", type=int, default=64, metavar="K", help="scores per token (default: %(default)s)")
     add("--json", action="store_true", help="print JSON instead of a table")
+    text = "bytes into each trainer rank, and seconds of a step from process to process; exit code 1 below a goal"
+    add = parts.add_parser("data_plane", help=text, description=text).add_argument
+    add("--quick", action="store_true", help="8 and 32 MiB a step instead of 64 and 1024")
+    add("--rounds", type=int, default=3, metavar="N", help="rounds of all contenders (default: %(default)s)")
+    add("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -32,6 +38,10 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         from mopd.bench.losses import command as losses
 
         return losses.run(args, shlex.join(["mopd", *arguments]))
+    if args.what == "data_plane":
+        from mopd.bench.data_plane import command as data_plane
+
+        return data_plane.run(args)
     from mopd.bench.teachers import command as teachers
 
     return teachers.run(args)

@@ -77,7 +77,7 @@ class QueuePlane:
         tensors = {name: kept(fields[name]) for name in fields}
         async with self._writing:
             batch = await self._client.retrieve(sample_ids)
-            await self._client.write(batch, tensors, batch.custom_meta)
+            await self._client.write(batch, tensors)
             for sample_id in sample_ids:
                 self._held[sample_id].update(fields)
 

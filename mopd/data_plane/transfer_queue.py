@@ -18,7 +18,6 @@ import os
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from mopd.types import UserError
@@ -121,21 +120,52 @@ class QueueClient:
         return await self._call(self._client.async_kv_retrieve_meta(keys, PARTITION, create=create))
 
     async def write(
-        self, batch: Any, fields: Mapping[str, Sequence[Tensor]], tags: Sequence[Mapping[str, Any]]
+        self, batch: Any, fields: Mapping[str, list[Tensor]], tags: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
         """Add fields to samples, and give them tags."""
-        from tensordict import TensorDict
-
-        jagged = {name: torch.nested.as_nested_tensor(list(fields[name]), layout=torch.jagged) for name in fields}
-        batch.update_custom_meta([dict(tag) for tag in tags])
-        # Not through the client's ``async_put``, which changes the process's number of threads meanwhile.
-        await self._call(self._client.storage_manager.put_data(TensorDict(jagged, batch_size=[batch.size]), batch))
-        await self._call(self._client.async_set_custom_meta(batch))
+        await self._call(self._write(batch, fields))
+        if tags is not None:
+            batch.update_custom_meta([dict(tag) for tag in tags])
+            await self._call(self._client.async_set_custom_meta(batch))
 
     async def read(self, batch: Any, names: Sequence[str]) -> dict[str, list[Tensor]]:
         """Fields of samples, all of which have them."""
-        data = await self._call(self._client.storage_manager.get_data(batch.select_fields(list(names))))
-        return {name: list(data[name].unbind()) for name in names}
+        return await self._call(self._read(batch, list(names)))
+
+    # The client's own ``async_put`` and ``async_get_data`` join each field's tensors into one nested tensor and take it
+    # apart again, several times over, and change the process's number of threads meanwhile. The parts below them that
+    # speak to the storage units take and give single tensors.
+
+    async def _write(self, batch: Any, fields: Mapping[str, list[Tensor]]) -> None:
+        manager = self._client.storage_manager
+        await asyncio.gather(
+            *(
+                manager._put_to_single_storage_unit(
+                    group.global_indexes,
+                    {name: [values[place] for place in group.batch_positions] for name, values in fields.items()},
+                    target_storage_unit=unit,
+                )
+                for unit, group in manager._group_by_hash(batch.global_indexes).items()
+            )
+        )
+        schema = {name: _jagged(values) for name, values in fields.items()}
+        await manager.notify_data_update(PARTITION, batch.global_indexes, schema)
+
+    async def _read(self, batch: Any, names: list[str]) -> dict[str, list[Tensor]]:
+        manager = self._client.storage_manager
+        groups = manager._group_by_hash(batch.global_indexes)
+        answers = await asyncio.gather(
+            *(
+                manager._get_from_single_storage_unit(group.global_indexes, names, target_storage_unit=unit)
+                for unit, group in groups.items()
+            )
+        )
+        found: dict[str, list[Any]] = {name: [None] * batch.size for name in names}
+        for group, (_, data) in zip(groups.values(), answers, strict=True):
+            for name in names:
+                for place, tensor in zip(group.batch_positions, data[name], strict=True):
+                    found[name][place] = tensor
+        return found
 
     async def clear(self, batch: Any) -> None:
         """Forget samples."""
@@ -216,6 +246,17 @@ def _load() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.split(".")[0] == "transfer_queue":
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+def _jagged(values: Sequence[Tensor]) -> dict[str, Any]:
+    """What the package says of a field whose samples have lengths of their own."""
+    return {
+        "dtype": values[0].dtype,
+        "shape": values[0].shape,
+        "is_nested": True,
+        "is_non_tensor": False,
+        "per_sample_shapes": [tuple(value.shape) for value in values],
+    }
 
 
 def _to_json(server: Any) -> dict[str, Any]:
