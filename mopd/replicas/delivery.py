@@ -64,6 +64,11 @@ class Part(Want, Generic[R]):
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     """The caller's."""
 
+    def waits_for(self, request: Request[R]) -> bool:
+        """Its caller has not gone and misses something of this request. A caller that is cancelled has gone from that
+        moment on, before it can say so."""
+        return self.request is request and not self.came_back.done()
+
     def is_stale(self, error: Exception) -> bool:
         """The replica lacks weights that will be sent to it. Where weights are fixed, other ones are a failure."""
         return isinstance(error, StaleWeights) and self.version is not None
@@ -144,7 +149,7 @@ class Request(Generic[R]):
                     self._pool.ended(self._member, part)
 
     def _waiting(self) -> list[Part[R]]:
-        return [part for part in self._parts if part.request is self and part.missing]
+        return [part for part in self._parts if part.waits_for(self)]
 
     async def _ask(self) -> Sequence[R]:
         name, timeout_s = self._member.name, self._routing.request_timeout_s
@@ -191,7 +196,7 @@ class Request(Generic[R]):
     def _use(self, results: dict[int, R]) -> None:
         """Answers that came together and are good."""
         self._member.breaker.succeeded()
-        awaited = [i for i in results if self._places[i][0].request is self]
+        awaited = [i for i in results if self._places[i][0].waits_for(self)]
         if awaited and self._parts[0].is_counted:
             self._member.counters.answered(
                 num_samples=len(awaited),
@@ -210,7 +215,7 @@ class Request(Generic[R]):
             self._pool.freed(self._member, part, room)
         else:
             self._pool.ended(self._member, part)
-        if part.request is not self:  # its caller has gone
+        if not part.waits_for(self):
             return
         part.call.answers[position] = result
         if not part.missing:

@@ -6,14 +6,17 @@ import asyncio
 import random
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mopd.engines.interface import EngineBusy, EngineUnavailable, Generation, SamplingParams, Told
+from mopd.metrics import apart, is_counted
 from mopd.replicas.members import NO_ROOM
 from tests.unit.replicas.stand_in import (
     StandIn,
     Teller,
+    callers,
     check_scores,
     generate,
     make_rollout,
@@ -25,6 +28,95 @@ from tests.unit.replicas.stand_in import (
 )
 
 DEAD = EngineUnavailable("connection reset")
+
+
+class Held(Teller):
+    """Tells and ends when the test does so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[tuple[Told, list[Generation], asyncio.Future[None]]] = []
+        self.are_counted: list[bool] = []
+
+    async def generate(self, prompts: Any, sampling: Any, seeds: Any, *, told: Told | None = None) -> list[Generation]:
+        assert told is not None
+        self.are_counted.append(is_counted())
+        drawn = [self._draw(prompt, sampling, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        self.requests.append((told, drawn, asyncio.get_running_loop().create_future()))
+        await self.requests[-1][2]
+        return drawn
+
+
+@pytest.mark.parametrize("num_ticks", range(4))
+def test_an_answer_in_the_moment_of_a_cancellation_harms_nobody(num_ticks: int) -> None:
+    """Between the caller's end and the word of it that reaches the request."""
+    engine = Held()
+    router = make_rollout([engine])
+
+    async def work() -> None:
+        gone, stays = callers(router, [(1, 1.0)], [(2, 1.0)])
+        await asyncio.sleep(1)
+        ((told, drawn, end),) = engine.requests
+        gone.cancel()
+        for _ in range(num_ticks):
+            await asyncio.sleep(0)
+        told(0, drawn[0])
+        told(1, drawn[1])
+        await stays
+        end.set_result(None)
+        assert (await asyncio.gather(gone, return_exceptions=True))[0].__class__ is asyncio.CancelledError
+        await asyncio.sleep(0.1)
+        numbers = router.take_numbers()
+        assert (numbers.retries, numbers.replicas[0].failures) == (0, 0)
+        await settle(router, [engine])
+
+    run(work)
+
+
+def test_an_engine_that_cancels_itself_does_not_leave_its_callers_waiting() -> None:
+    engine = Held()
+    router = make_rollout([engine])
+
+    async def work() -> None:
+        tasks = callers(router, [(1, 1.0)], [(2, 1.0)])
+        await asyncio.sleep(1)
+        engine.requests[0][2].cancel()
+        outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        assert [type(outcome) for outcome in outcomes] == [asyncio.CancelledError] * 2
+        await settle(router, [engine])
+
+    run(work)
+
+
+def test_a_request_is_its_own_callers_whoever_made_the_room() -> None:
+    """A check ends, and a step's request goes out: its bytes are the step's."""
+    engine = Held()
+    router = make_rollout([engine], max_sequences=1)
+
+    async def check() -> None:
+        with apart():
+            await asyncio.gather(*(generate(router, [(i, 1.0)]) for i in (8, 9)))
+
+    async def work() -> None:
+        beside = asyncio.create_task(check())
+        await asyncio.sleep(1)
+        step = asyncio.create_task(generate(router, [(1, 1.0)]))
+        await asyncio.sleep(1)
+        assert engine.are_counted == [False]
+        with apart():
+            for told, drawn, end in engine.requests:
+                for i, one in enumerate(drawn):
+                    told(i, one)
+                end.set_result(None)
+        await asyncio.sleep(1)
+        assert engine.are_counted == [False, True]
+        engine.requests[1][2].set_result(None)
+        await asyncio.gather(beside, step)
+        await settle(router, [engine])
+
+    run(work)
+
+
 TROUBLE = {
     "dead": DEAD,
     "busy": EngineBusy("full", retry_after_s=0.2),

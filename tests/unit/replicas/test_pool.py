@@ -134,6 +134,22 @@ def test_what_gets_room_at_one_moment_travels_together_by_key_and_caller() -> No
     assert requests(*({"key": "x", "caller": i} for i in range(7))) == [[0, 1], [2, 3], [4, 5], [6]]  # 25 tokens
 
 
+def test_a_replica_on_trial_gets_one_request_of_one_caller() -> None:
+    async def work() -> None:
+        sent = Sent("a")
+        for _ in range(LIMITS.breaker_failures):
+            sent.pool.member("a").breaker.failed(sent.pool.now())
+        tasks = [asyncio.create_task(sent.acquire(want(i, 5, key="x", caller=i))) for i in range(3)]
+        await asyncio.sleep(LIMITS.breaker_reset_s + 1)
+        assert [len(together) for _, together in sent.requests] == [1]
+        sent.pool.member("a").breaker.succeeded()
+        sent.end(sent.requests[0][1][0])
+        await asyncio.gather(*tasks)
+        assert [len(together) for _, together in sent.requests] == [1, 2]
+
+    run(work)
+
+
 def test_requests_keep_to_the_replicas_own_limit() -> None:
     limits = EngineLimits(max_tokens_per_request=10)
     wants = [want(i, 5, key="x", caller=i) for i in range(5)]
