@@ -138,8 +138,9 @@ class StudentGroup:
 
     async def send(self) -> None:
         """Returns when every rollout replica that can has the staged weights. The student may work meanwhile."""
-        if self._staged is not None:
-            await self._weights.send(self._staged)
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            await self._weights.send(staged)
 
     async def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Write model, optimizer, schedule and RNG of all ranks into ``folder``, with the JSON-able ``state``."""
