@@ -258,6 +258,32 @@ def test_whoever_waits_behind_one_that_gives_up_goes_on() -> None:
     run_on_token_clock(work())
 
 
+@pytest.mark.parametrize("num_ticks", range(4))
+def test_one_that_is_cancelled_in_the_moment_of_its_turn_leaves_at_once(num_ticks: int) -> None:
+    """Also between being let in and its task's next step."""
+
+    async def work() -> None:
+        pool = Pool(math=0.9, code=0.9)
+        leave = asyncio.Event()
+
+        async def long() -> None:
+            async with pool.kept_awake("math"):
+                await leave.wait()
+
+        first, second = asyncio.create_task(long()), asyncio.create_task(pool.use("code"))
+        await asyncio.sleep(0.01)
+        while pool.log[-1:] != ["+code"]:
+            leave.set()
+            await asyncio.sleep(0)
+        for _ in range(num_ticks):
+            await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+        await pool.use("math")
+
+    run(work())
+
+
 def test_an_error_of_a_change_is_told_to_all_that_wait_for_it() -> None:
     async def work() -> None:
         pool = Pool(math=0.9, code=0.9)
