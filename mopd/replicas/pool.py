@@ -216,14 +216,14 @@ class Pool(Generic[WantT]):
             del self._demands[waiter.demand]
         if waiter.want.is_counted:
             self._num_waiting += change
-            self._waiting_tokens += change * waiter.want.room.tokens
+            self._waiting_tokens += change * waiter.want.room.load
 
     def _lend(self, member: Member, want: WantT, now: float) -> None:
         want.lent = want.room
         member.in_flight += want.room
         member.breaker.sent()
         if want.is_counted:
-            member.counters.sent(want.room.tokens, now)
+            member.counters.sent(want.room.load, now)
             self._busy.begin(now)
         self._moved_at = now
 
@@ -231,7 +231,7 @@ class Pool(Generic[WantT]):
         want.lent -= room
         member.in_flight -= room
         if want.is_counted:
-            member.counters.freed(room.tokens)
+            member.counters.freed(room.load)
 
     def _set_timer(self, now: float) -> None:
         """Look again when the next breaker or full queue may be tried; everything else that changes calls us."""
