@@ -1,0 +1,122 @@
+"""One micro-batch ahead of its user; in a tensor-parallel group one rank reads, and all get the bytes or the error."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mopd.config.student import ParallelConfig
+from mopd.data_plane.local import LocalDataPlane
+from mopd.student import parallel
+from mopd.student.reading import StageReader, one_ahead
+from mopd.types import SampleMeta, UserError
+
+
+def meta(sample_id: int) -> SampleMeta:
+    return SampleMeta(
+        sample_id=sample_id, domain="math", weight_version=0, prompt_length=1, response_length=2, num_loss_tokens=2
+    )
+
+
+def test_the_next_one_is_built_while_this_one_is_used() -> None:
+    built: list[int] = []
+    second = threading.Event()
+
+    def build(number: int) -> Any:
+        assert threading.current_thread() is not threading.main_thread()
+        built.append(number)
+        if number == 1:
+            second.set()
+        return number
+
+    batches: Any = one_ahead(build, range(4), torch.device("cpu"))
+    assert next(batches) == 0
+    assert second.wait(10)  # without another ``next``
+    assert built == [0, 1]
+    assert list(batches) == [1, 2, 3] and built == [0, 1, 2, 3]
+    assert list(one_ahead(build, range(0), torch.device("cpu"))) == []
+
+
+def test_an_error_of_the_thread_is_the_caller_s() -> None:
+    def build(number: int) -> Any:
+        if number == 1:
+            raise UserError("the storage has ended")
+        return number
+
+    batches: Any = one_ahead(build, range(3), torch.device("cpu"))
+    assert next(batches) == 0
+    with pytest.raises(UserError, match="the storage has ended"):
+        next(batches)
+
+
+class Ending:
+    """A reader whose storage is gone."""
+
+    bytes_received = 0
+
+    def fetch(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[torch.Tensor]]:
+        raise UserError("data plane: the storage has ended")
+
+    def close(self) -> None: ...
+
+
+def rank(number: int, folder: str, end: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=number, world_size=2)
+    layout = parallel.initialize(ParallelConfig(tensor_model_parallel_size=2), timeout_s=60, seed=0)
+    plane = LocalDataPlane()
+    if number == 0:  # the other rank's plane is empty: it must not be asked
+        tensors = {"tokens": [torch.arange(3), torch.arange(4)], "bf16": [torch.ones(2, 3).bfloat16()] * 2}
+        asyncio.run(plane.put([meta(5), meta(6)], tensors))
+    said: list[Any] = []
+    reader = StageReader(plane.reader(), layout)
+    got = reader.fetch([meta(6), meta(5)], ("tokens", "bf16"))
+    said.append({name: {i: t.tolist() for i, t in values.items()} for name, values in got.items()})
+    said.append([reader.bytes_received, str(got["bf16"][5].dtype), reader.fetch([], ("tokens",))])
+    for own, ids, names in ((plane.reader(), [7], ("tokens",)), (plane.reader(), [5], ("x",)), (Ending(), [5], ())):
+        try:
+            StageReader(own, layout).fetch([meta(i) for i in ids], names or ("tokens",))
+        except (KeyError, UserError) as error:
+            said.append([type(error).__name__, error.args[0]])
+    end.send(said)
+    end.poll(60)
+
+
+@pytest.mark.multirank
+def test_ranks_of_a_group_get_the_same_bytes_and_errors(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ends, processes = [], []
+    for number in range(2):
+        end, other = context.Pipe()
+        processes.append(context.Process(target=rank, args=(number, str(tmp_path), other)))
+        processes[-1].start()
+        other.close()
+        ends.append(end)
+    said = []
+    for end in ends:
+        assert end.poll(60)
+        said.append(end.recv())
+    for process in processes:
+        process.terminate()
+        process.join(20)
+    first, second = said
+    assert (
+        first[0]
+        == second[0]
+        == {"tokens": {6: [0, 1, 2, 3], 5: [0, 1, 2]}, "bf16": {i: [[1.0] * 3] * 2 for i in (6, 5)}}
+    )
+    tensors = 8 * 7 + 2 * 12
+    assert first[1] == [tensors, "torch.bfloat16", {"tokens": {}}]
+    assert tensors < second[1][0] < tensors + 100 and second[1][1:] == first[1][1:]
+    assert first[2:] == second[2:]
+    assert [error[0] for error in first[2:]] == ["KeyError", "KeyError", "UserError"]
+    assert "[7] are unknown" in first[2][1] and "'x' does not exist for samples [5]" in first[3][1]
