@@ -77,6 +77,14 @@ def test_a_recipe_of_the_required_keys(
     assert {"student.dtype", "teachers.code.engine.type", "rollout.engine.dtype"} <= made.reasons.keys()
 
 
+@pytest.mark.parametrize("hardware", [NO_GPU, ONE])
+def test_engines_that_work_beside_training_get_processes_of_their_own(load: Load, hardware: Hardware) -> None:
+    made = settle(load("schedule.max_staleness=1").recipe, hardware, num_ranks=1, num_weights=SMALL)
+    assert {kind for kind, _, _ in summary(made.recipe).values()} == {"local"}
+    if hardware is NO_GPU:
+        assert made.reasons["rollout.placement.type"] == "schedule.max_staleness 1: it works while the student trains"
+
+
 def test_reasons_of_an_engine(load: Load) -> None:
     def reason(hardware: Hardware, *overrides: str) -> str:
         made = settle(load(*overrides).recipe, hardware, num_ranks=1, num_weights=SMALL)

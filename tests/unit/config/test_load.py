@@ -278,3 +278,18 @@ def test_differences(write: Write) -> None:
     assert found["loss.tail"] == (None, None)  # only one of the two losses has the key
     assert "run_dir" not in found
     assert differences(one, one) == {}
+
+
+def test_what_staleness_asks_of_the_rest(write: Write) -> None:
+    assert refusal(write(), "schedule.sync_every_steps=3", "schedule.max_staleness=1") == (
+        "recipe.yaml (override): schedule.sync_every_steps is 3, so samples become 2 steps old, but max_staleness is 1: "
+        "set max_staleness to 2 or more"
+    )
+    assert "rollout.on_new_weights is 'continue', but with schedule.max_staleness 0" in refusal(
+        write(), "rollout.on_new_weights=continue"
+    )
+    assert refusal(write(), "schedule.max_staleness=1", "teachers.math.placement={type: in_process}") == (
+        "recipe.yaml (override): schedule.max_staleness is 1, but teachers.math.placement is in_process, on rank 0 "
+        "between training steps: set teachers.math.placement.type: local, or max_staleness: 0"
+    )
+    load_recipe(write(), ["schedule.max_staleness=2", "schedule.sync_every_steps=3"])

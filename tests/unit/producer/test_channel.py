@@ -1,0 +1,191 @@
+"""Calls between two processes: answers to their callers, errors as they were raised, the other end's death at once."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import pytest
+
+from mopd.files.writing import WriteRefusedError
+from mopd.producer.channel import MAX_FRAME_BYTES, MAX_HEAD_BYTES, Channel, Handler, PeerEnded
+from mopd.types import UserError
+
+
+async def slow(value: int, seconds: float) -> int:
+    await asyncio.sleep(seconds)
+    return value
+
+
+async def refuse(kind: str) -> None:
+    raise {"user": UserError, "write": WriteRefusedError, "bug": ZeroDivisionError}[kind](f"a {kind} error")
+
+
+async def measure(name: str, frames: list[bytes]) -> list[Any]:
+    return [name, *map(len, frames), frames[0][:3]]
+
+
+HANDLERS: dict[str, Handler] = {"slow": slow, "refuse": refuse, "measure": measure}
+
+
+def between(work: Callable[[Channel, Channel], Awaitable[None]], own: Mapping[str, Handler] = {}) -> None:
+    """``work`` with two connected ends; the second one answers ``HANDLERS``."""
+
+    async def main() -> None:
+        one, other = socket.socketpair()
+        asking, answering = Channel("the other", own), Channel("rank 0", HANDLERS)
+        running = [asyncio.ensure_future(asking.run(one)), asyncio.ensure_future(answering.run(other))]
+        try:
+            await asyncio.wait_for(work(asking, answering), 20)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_many_calls_at_a_time_each_get_their_own_answer() -> None:
+    async def work(asking: Channel, answering: Channel) -> None:
+        answers = await asyncio.gather(*(asking.call("slow", i, 0.001 * (50 - i)) for i in range(50)))
+        assert answers == [*range(50)] and asking.num_calls == 50
+        assert asking.bytes_moved == answering.bytes_moved < 50 * 100
+
+    between(work)
+
+
+def test_errors_are_those_of_the_handler() -> None:
+    async def work(asking: Channel, answering: Channel) -> None:
+        with pytest.raises(UserError, match=r"^a user error$"):
+            await asking.call("refuse", "user")
+        with pytest.raises(WriteRefusedError, match=r"^a write error$"):
+            await asking.call("refuse", "write")
+        with pytest.raises(
+            RuntimeError, match=r"in the other:\nTraceback .*in refuse\n(.|\n)*ZeroDivisionError: a bug"
+        ):
+            await asking.call("refuse", "bug")
+        assert await asking.call("slow", 7, 0) == 7  # it goes on
+
+    between(work)
+
+
+def test_frames_arrive_whole_beside_small_calls() -> None:
+    async def work(asking: Channel, answering: Channel) -> None:
+        frames = [b"abc" + bytes(5_000_000), b"", bytes(70_000)]
+        large, small = asking.call("measure", "weights", frames=frames), asking.call("slow", 1, 0)
+        assert await asyncio.gather(large, small) == [["weights", 5_000_003, 0, 70_000, b"abc"], 1]
+
+    between(work)
+
+
+def test_the_other_end_may_call_and_tell() -> None:
+    told: list[str] = []
+
+    async def hear(text: str) -> None:
+        told.append(text)
+
+    async def work(asking: Channel, answering: Channel) -> None:
+        await answering.tell("hear", "a line of the log")
+        await answering.call("hear", "another")
+        assert told == ["a line of the log", "another"]
+
+    between(work, {"hear": hear})
+
+
+def test_whoever_waits_learns_of_the_others_end_at_once() -> None:
+    async def work(asking: Channel, answering: Channel) -> None:
+        waiting = [asyncio.ensure_future(asking.call("slow", 1, 60)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        assert answering._writer is not None
+        started = time.monotonic()
+        answering._writer.transport.abort()
+        for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(outcome, PeerEnded) and str(outcome) == "the other has ended"
+        with pytest.raises(PeerEnded):
+            await asking.call("slow", 1, 0)
+        assert time.monotonic() - started < 5
+
+    between(work)
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (struct.pack("<II", MAX_HEAD_BYTES + 1, 0), "sent a message of 268435457 bytes"),
+        (struct.pack("<II", 5, 2**20), "and 1048576 frames"),
+        (struct.pack("<IIQ", 5, 1, MAX_FRAME_BYTES + 1), "sent a frame of 1073741825 bytes"),
+    ],
+)
+def test_sizes_are_bounded_before_anything_is_read(message: bytes, problem: str) -> None:
+    async def main() -> None:
+        one, other = socket.socketpair()
+        running = asyncio.ensure_future(Channel("the other", {}).run(one))
+        await asyncio.get_running_loop().run_in_executor(None, other.sendall, message)
+        with pytest.raises(RuntimeError, match=r"(?s)^in the other:\nTraceback .* in refuse.*ZeroDivisionError: a bug"):
+            await asking.call("refuse", "bug")
+        assert await asking.call("slow", 7, 0) == 7  # it goes on
+
+    between(work)
+
+
+def test_frames_arrive_whole_beside_small_calls() -> None:
+    async def work(asking: Channel, answering: Channel) -> None:
+        frames = [b"abc" + bytes(5_000_000), b"", bytes(70_000)]
+        large, small = asking.call("measure", "weights", frames=frames), asking.call("slow", 1, 0)
+        assert await asyncio.gather(large, small) == [["weights", 5_000_003, 0, 70_000, b"abc"], 1]
+
+    between(work)
+
+
+def test_the_other_end_may_call_and_tell() -> None:
+    told: list[str] = []
+
+    async def hear(text: str) -> None:
+        told.append(text)
+
+    async def work(asking: Channel, answering: Channel) -> None:
+        await answering.tell("hear", "a line of the log")
+        await answering.call("hear", "another")
+        assert told == ["a line of the log", "another"]
+
+    between(work, {"hear": hear})
+
+
+def test_whoever_waits_learns_of_the_others_end_at_once() -> None:
+    async def work(asking: Channel, answering: Channel) -> None:
+        waiting = [asyncio.ensure_future(asking.call("slow", 1, 60)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        assert answering._writer is not None
+        started = time.monotonic()
+        answering._writer.transport.abort()
+        for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(outcome, PeerEnded) and str(outcome) == "the other has ended"
+        with pytest.raises(PeerEnded):
+            await asking.call("slow", 1, 0)
+        assert time.monotonic() - started < 5
+
+    between(work)
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (struct.pack("<II", MAX_HEAD_BYTES + 1, 0), "sent a message of 268435457 bytes"),
+        (struct.pack("<II", 5, 2**20), "and 1048576 frames"),
+        (struct.pack("<IIQ", 5, 1, MAX_FRAME_BYTES + 1), "sent a frame of 1073741825 bytes"),
+    ],
+)
+def test_sizes_are_bounded_before_anything_is_read(message: bytes, problem: str) -> None:
+    async def main() -> None:
+        one, other = socket.socketpair()
+        running = asyncio.ensure_future(Channel("the other", {}).run(one))
+        await asyncio.get_running_loop().run_in_executor(None, other.sendall, message)
+        with pytest.raises(RuntimeError, match=problem):
+            await asyncio.wait_for(running, 10)
+        other.close()
+
+    asyncio.run(main())
