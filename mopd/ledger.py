@@ -62,7 +62,8 @@ class Ledger:
         self._ended: dict[str, Counter[str]] = {end: Counter() for end in ENDS}
         self._mix: Counter[str] | None = None
         """``_wanted``'s answer, once the stream is long enough for it to stay."""
-        self._changed = asyncio.Event()
+        self._change: asyncio.Future[None] | None = None
+        """Of the next change, where somebody waits for it."""
 
     async def room(self, num_prompts: int) -> None:
         """Wait until ``num_prompts`` more may be admitted: the newest could then still be trained on in time.
@@ -71,7 +72,7 @@ class Ledger:
         trainer stops and cancels it.
         """
         while not self.has_room(num_prompts):
-            await self._changed.wait()
+            await asyncio.wait({self._next_change()})
 
     def has_room(self, num_prompts: int = 1) -> bool:
         """``room`` would not wait."""
@@ -132,10 +133,9 @@ class Ledger:
         deadline = asyncio.get_running_loop().time() + timeout_s
         while (slots := self._try_take()) is None:
             left_s = deadline - asyncio.get_running_loop().time()
-            try:
-                await asyncio.wait_for(self._changed.wait(), left_s)
-            except asyncio.TimeoutError:
-                raise TimeoutError(self._describe_wait(timeout_s)) from None
+            done, _ = await asyncio.wait({self._next_change()}, timeout=left_s)
+            if not done:
+                raise TimeoutError(self._describe_wait(timeout_s))
         return slots
 
     def trained(self, slots: Sequence[Slot]) -> None:
@@ -245,9 +245,16 @@ class Ledger:
             told = ", ".join(f"{d!r}: {self._admitted[d]} admitted, {ends[d]} accounted for" for d in domains)
             raise RuntimeError(f"prompts were lost or counted twice after step {self.step}: {told}")
 
+    def _next_change(self) -> asyncio.Future[None]:
+        """There from now on: what changes before its waiter's turn comes is not missed."""
+        if self._change is None:
+            self._change = asyncio.get_running_loop().create_future()
+        return self._change
+
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed.clear()
+        if self._change is not None:
+            self._change.set_result(None)
+            self._change = None
 
     def _describe_wait(self, timeout_s: float) -> str:
         wanted = self._wanted()

@@ -135,6 +135,23 @@ def test_a_wait_without_end_says_what_is_missing() -> None:
         take(ledger)
 
 
+def test_a_change_right_after_a_wait_began_ends_it() -> None:
+    """Before the loop has come round once: the last sample of a step may well be ready then."""
+
+    async def wait(ledger: Ledger) -> list[Slot]:
+        asyncio.get_running_loop().call_soon(complete, ledger, ledger.slots)
+        return await ledger.take(timeout_s=1.0)
+
+    async def wait_for_room(ledger: Ledger) -> None:
+        asyncio.get_running_loop().call_soon(ledger.publish, 1)
+        await asyncio.wait_for(asyncio.ensure_future(ledger.room(1)), 1.0)
+
+    ledger = Ledger(prompts_per_step=P, max_staleness=0, step=0)
+    ledger.admit([prompt(i) for i in range(P)])
+    assert len(LOOP.run_until_complete(wait(ledger))) == P
+    LOOP.run_until_complete(wait_for_room(ledger))
+
+
 def test_nothing_is_trained_on_twice() -> None:
     ledger = Ledger(prompts_per_step=1, max_staleness=2, step=0)
     complete(ledger, ledger.admit([prompt(0)]))
