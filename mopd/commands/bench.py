@@ -1,5 +1,5 @@
 """``mopd bench``: the losses beside what else there is, the path from teachers to tensors beside the bare engine, the
-data plane beside other ways from process to process."""
+data plane beside other ways from process to process, the pipeline beside its slowest stage."""
 
 from __future__ import annotations
 
@@ -31,6 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=3, metavar="N", help="rounds of all contenders (default: %(default)s)")
     add("--json", action="store_true", help="print JSON instead of tables")
 
+    text = "step times of the controller beside what bounds them, with stages that sleep; exit code 1 below a goal"
+    pipeline = parts.add_parser(
+        "pipeline",
+        help=text,
+        description=text,
+        epilog="examples:\n"
+        "  mopd bench pipeline              three scenarios, at max_staleness 0, 1 and 2: some four minutes\n"
+        "  mopd bench pipeline --quick      two of them, shorter, at 0 and 2: some ten seconds\n"
+        "  mopd bench pipeline --json       every number",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    pipeline.add_argument("--quick", action="store_true", help="shorter stages and fewer steps: noisier")
+    pipeline.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Measure; the exit code."""
@@ -42,6 +56,10 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         from mopd.bench.data_plane import command as data_plane
 
         return data_plane.run(args)
+    if args.what == "pipeline":
+        from mopd.bench.pipeline import command as pipeline
+
+        return pipeline.run(args)
     from mopd.bench.teachers import command as teachers
 
     return teachers.run(args)

@@ -9,7 +9,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mopd.types import Batch, SampleMeta
+from mopd.types import Batch, SampleMeta, UserError
+
+
+class StorageEnded(UserError):
+    """Whoever held the samples is gone, by its own death or because its process met an error of its own."""
 
 
 class Storage(Protocol):
@@ -64,7 +68,8 @@ class Reader(Protocol):
 
         Raises:
             KeyError: an unknown sample or field, with the ids.
-            UserError: the storage has ended, or does not answer in time.
+            StorageEnded: the storage has ended.
+            UserError: it does not answer in time.
         """
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
 from mopd.data_plane.frames import FrameError, from_frames, packed, unpacked
-from mopd.data_plane.interface import Reader
+from mopd.data_plane.interface import Reader, StorageEnded
 from mopd.data_plane.queue_plane import QueueReader
 from mopd.data_plane.server import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS, Read
 from mopd.types import UserError
@@ -143,8 +143,8 @@ class SocketReader:
         if not recv_monitor_message(self._monitor)["event"] & CONNECTED:
             raise self._ended()
 
-    def _ended(self) -> UserError:
-        return UserError(
+    def _ended(self) -> StorageEnded:
+        return StorageEnded(
             f"data plane: process {self._pid}, which holds the samples, has ended or lets nobody in ({self._url}): see "
             "its last lines; what was trained is in the last checkpoint (--resume)"
         )

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from mopd.data_plane.interface import StorageEnded
 from mopd.types import UserError
 
 T = TypeVar("T")
@@ -210,7 +211,7 @@ class QueueClient:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _require_alive(self, silent: dict[str, int]) -> None:
-        """``UserError`` once a server's machine refuses connections, or has been ``silent`` several times."""
+        """``StorageEnded`` once a server's machine refuses connections, or has been ``silent`` several times."""
         for name, server in self._servers.items():
             port = server["ports"].get("put_get_socket") or server["ports"]["request_handle_socket"]
             try:
@@ -225,7 +226,7 @@ class QueueClient:
                 silent[name] = 0
                 writer.close()
                 continue
-            raise UserError(
+            raise StorageEnded(
                 f"data plane: {self._shown(name)} has ended, and the samples that it held with it: what was trained is "
                 "in the last checkpoint (--resume)"
             )

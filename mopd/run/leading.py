@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from mopd.config.schema import Recipe
-from mopd.data_plane.interface import Reader, Storage
+from mopd.data_plane.interface import Reader, Storage, StorageEnded
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.reading import open_reader
 from mopd.launch.failure import rank_0_host
@@ -24,6 +25,8 @@ from mopd.student import parallel
 from mopd.student.worker import StudentWorker
 from mopd.types import UserError
 
+RANK_0_S = 2.0
+"""For rank 0 to say why the data plane is gone."""
 Rank = tuple[StudentWorker, CommandChannel]
 
 
@@ -98,11 +101,23 @@ def joined(recipe: Recipe, opened: Opened | None) -> Iterator[Rank]:
         channel = CommandChannel(layout.control_group)
         if opened is None:
             told = channel.receive()
-            reader = open_reader(told["data_plane"], timeout_s=timeout_s)
-            yield StudentWorker(recipe, reader, told["domains"]), channel
+            with _rank_0_first():
+                reader = open_reader(told["data_plane"], timeout_s=timeout_s)
+                yield StudentWorker(recipe, reader, told["domains"]), channel
             reader.close()
             return
         domains = list(recipe.assignment.domains_among(opened.domains))
         channel.send({"domains": domains, "data_plane": opened.plane})
         yield StudentWorker(recipe, opened.reader, domains), channel
         channel.send({"call": "stop", "kwargs": {}})  # after an error nobody listens
+
+
+@contextmanager
+def _rank_0_first() -> Iterator[None]:
+    """The first rank that tells an error ends the run. One that has lost the data plane knows less than rank 0, which may
+    have closed it because of an error of its own."""
+    try:
+        yield
+    except StorageEnded:
+        time.sleep(RANK_0_S)
+        raise
