@@ -48,11 +48,13 @@ class Slot:
 class Ledger:
     """Slots and their accounts. Used on one event loop; every change wakes whoever waits here."""
 
-    def __init__(self, *, prompts_per_step: int, max_staleness: int, step: int) -> None:
-        """``step`` optimizer steps are done, and their weights published."""
+    def __init__(self, *, prompts_per_step: int, max_staleness: int, step: int, last_step: int | None = None) -> None:
+        """``step`` optimizer steps are done, and their weights published. No prompt is admitted for a step after
+        ``last_step``."""
         self.prompts_per_step, self.max_staleness = prompts_per_step, max_staleness
         self.step = self.published = step
-        self._first = self._num_admitted = step * prompts_per_step
+        self._last_step = last_step
+        self._num_admitted = step * prompts_per_step
         self._order: deque[str] = deque()
         """Domains of the stream, in its order, from the first prompt on that belongs to no step that is done."""
         self._open: dict[int, Slot] = {}
@@ -76,8 +78,10 @@ class Ledger:
 
     def has_room(self, num_prompts: int = 1) -> bool:
         """``room`` would not wait."""
-        most = (self.published + self.max_staleness + 1) * self.prompts_per_step
-        return self._num_admitted + num_prompts <= most
+        newest = self.published + self.max_staleness + 1
+        if self._last_step is not None:
+            newest = min(newest, self._last_step)
+        return self._num_admitted + num_prompts <= newest * self.prompts_per_step
 
     def admit(self, prompts: Sequence[Prompt]) -> list[Slot]:
         """Open a slot for each of the stream's next prompts."""

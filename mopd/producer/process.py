@@ -101,7 +101,8 @@ class _Process:
         self._channel = Channel("rank 0", handlers)
 
     async def serve(self, end: socket.socket) -> None:
-        """Until rank 0 closes the connection."""
+        """Until rank 0 closes the connection. Engines load while rank 0 builds the student."""
+        self._starting = asyncio.ensure_future(self._groups.start())
         try:
             async with Tasks() as tasks:
                 tasks.start(self._forwarding.forward(self._channel))
@@ -109,6 +110,8 @@ class _Process:
         except PeerEnded:
             pass
         finally:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
             await self._groups.close()
 
     @property
@@ -118,7 +121,7 @@ class _Process:
         return self._workers
 
     async def _start(self) -> None:
-        await self._groups.start()
+        await self._starting
         self._workers = await build_workers(
             self._recipe, self._inputs, self._plane, self._groups, vocab_size=self._vocab_size
         )

@@ -114,8 +114,8 @@ def joined(recipe: Recipe, opened: Opened | None) -> Iterator[Rank]:
 
 @contextmanager
 def _rank_0_first() -> Iterator[None]:
-    """The first rank that tells an error ends the run. One that has lost the data plane knows less than rank 0, which may
-    have closed it because of an error of its own."""
+    """The first rank that tells an error ends the run. One that has lost the data plane knows less than rank 0, which
+    may have closed it because of an error of its own."""
     try:
         yield
     except StorageEnded:

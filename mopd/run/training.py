@@ -103,7 +103,12 @@ class Led:
 def fresh_ledger(recipe: Recipe, step: int = 0) -> Ledger:
     """No prompt is open."""
     schedule = recipe.schedule
-    return Ledger(prompts_per_step=schedule.prompts_per_step, max_staleness=schedule.max_staleness, step=step)
+    return Ledger(
+        prompts_per_step=schedule.prompts_per_step,
+        max_staleness=schedule.max_staleness,
+        step=step,
+        last_step=schedule.steps,
+    )
 
 
 async def load_checkpoint(recipe: Recipe, run: RunDir, led: Led, start: Path) -> Ledger:

@@ -125,6 +125,11 @@ def test_an_overtaken_slot_is_drawn_again_with_a_count() -> None:
     assert take(ledger) == [first]  # the oldest comes first
 
 
+def test_no_prompt_is_admitted_for_a_step_after_the_last() -> None:
+    ledger = Ledger(prompts_per_step=4, max_staleness=3, step=7, last_step=9)
+    assert ledger.has_room(8) and not ledger.has_room(9)
+
+
 def test_a_wait_without_end_says_what_is_missing() -> None:
     ledger = Ledger(prompts_per_step=4, max_staleness=0, step=3)
     slots = ledger.admit([prompt(i) for i in range(4)])

@@ -32,7 +32,7 @@ from mopd.bench.pipeline.plan import SCENARIOS, Scenario
 from mopd.bench.pipeline.runs import Run
 from mopd.report.terminal import Terminal
 
-STEPS, QUICK_STEPS = 10, 2
+STEPS, QUICK_STEPS = 6, 2
 QUICK_FACTOR = 0.2
 
 
