@@ -51,7 +51,7 @@ from mopd.wire.messages import (
     encode_aside,
     split_points,
 )
-from mopd.wire.weights import WeightAbort, WeightBegin, WeightChunk, WeightCommit, WeightVersion
+from mopd.wire.weights import WeightBegin, WeightChunk, WeightCommit, WeightVersion
 
 logger = logging.getLogger(__name__)
 SMALL_BYTES = 2**16
@@ -227,11 +227,6 @@ class EngineServer:
         await self._engine_call(self.updates.commit(message))
         return self._version()
 
-    async def weights_abort(self, request: Request) -> Response:
-        """End of an update that will not be completed."""
-        self.updates.abort(await self._read(request, WeightAbort, SMALL_BYTES))
-        return self._version()
-
     def _version(self) -> Response:
         return Response(encode(WeightVersion(weight_version=self.updates.weight_version)), media_type=CONTENT_TYPE)
 
@@ -343,7 +338,6 @@ def create_app(server: EngineServer) -> FastAPI:
         ("/v1/weights/begin", server.weights_begin),
         ("/v1/weights/chunk", server.weights_chunk),
         ("/v1/weights/commit", server.weights_commit),
-        ("/v1/weights/abort", server.weights_abort),
     ):
         counted = server.metrics.counted(path, handler)
         app.add_api_route(path, counted, methods=["POST"], response_model=None, dependencies=with_token)

@@ -3,7 +3,7 @@
 ::
 
     serving v ──begin──> serving v, v+1 kept aside ──commit──> serving v, v+1 looked at ──> swap ──ok──> serving v+1
-        ▲                     │ abort, a wrong tensor, or         │ refused: NaN,             │ failed half way
+        ▲                     │ a wrong tensor, or                │ refused: NaN,             │ failed half way
         │                     │ silence for update_timeout_s      │ missing tensors           └──> no weights: work is
         └─────────────────────┴───────────────────────────────────┘                                refused (409) until
                                                                                                    an update succeeds
@@ -23,11 +23,11 @@ from mopd.serving.admission import Admission
 from mopd.serving.errors import Refusal, bad_request, busy, stale_weights
 from mopd.serving.host import EngineHost
 from mopd.wire.messages import WireError
-from mopd.wire.weights import Staging, WeightAbort, WeightBegin, WeightChunk, WeightCommit
+from mopd.wire.weights import Staging, WeightBegin, WeightChunk, WeightCommit
 
 RETRY_AFTER_S = 0.2
 """Of requests that are turned away while what runs ends."""
-_NO_UPDATE = "no such weight update: it was replaced, aborted, or silent for too long"
+_NO_UPDATE = "no such weight update: it was replaced, or silent for too long"
 
 
 @dataclass(slots=True)
@@ -122,11 +122,6 @@ class WeightUpdates:
                     await self._swap_when_idle(prepared, update.weight_version)
         finally:
             self._is_loading = False
-
-    def abort(self, message: WeightAbort) -> None:
-        """The sender will not complete it."""
-        self._current(message.update_id)
-        self.drop()
 
     async def _swap_when_idle(self, prepared: Any, weight_version: int) -> None:
         reason = busy(f"weights {weight_version} wait for what runs", retry_after_s=RETRY_AFTER_S)

@@ -92,14 +92,6 @@ class WeightCommit(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightAbort(Message):
-    """Forget the update; the old weights stay."""
-
-    kind: ClassVar[str] = "weight_abort"
-    update_id: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class WeightVersion(Message):
     """The server's answer: the version of the weights that it has now (an update on its way does not count)."""
 

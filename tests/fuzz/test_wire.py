@@ -26,7 +26,7 @@ from mopd.wire.messages import (
     decode_one_of,
     encode,
 )
-from mopd.wire.weights import Staging, TensorLedger, WeightAbort, WeightBegin, WeightChunk, WeightCommit, cut
+from mopd.wire.weights import Staging, TensorLedger, WeightBegin, WeightChunk, WeightCommit, cut
 from tests.fuzz.harness import fuzz
 
 SLOTS = {"a.weight": torch.zeros(3, 4, dtype=torch.bfloat16), "b": torch.zeros(()), "c": torch.zeros(2, 2, 2)}
@@ -149,7 +149,7 @@ def test_weight_push() -> None:
         for i, (pieces, data) in enumerate(cut(SLOTS.items(), ledger, data_bytes=50))
     ]
     commit = WeightCommit(update_id="u", num_tensors=3, digest=ledger.digest, on_running="continue")
-    for message in (WeightBegin(update_id="u", weight_version=1), commit, WeightAbort(update_id="u")):
+    for message in (WeightBegin(update_id="u", weight_version=1), commit):
         both(f"wire {message.kind}", message, lambda message: None)
 
     def stage(chunk: WeightChunk) -> None:

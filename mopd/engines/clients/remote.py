@@ -57,7 +57,7 @@ MAX_NUMBER = 2**53
 MAX_TEXT_CHARACTERS = 4096
 """Of one number and one text of ``/info``."""
 
-Step = Literal["begin", "chunk", "commit", "abort"]
+Step = Literal["begin", "chunk", "commit"]
 """Messages of a weight push."""
 
 

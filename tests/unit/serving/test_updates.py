@@ -24,7 +24,7 @@ from mopd.engines.interface import (
 )
 from mopd.engines.torch.engine import TorchEngine
 from mopd.wire.messages import encode
-from mopd.wire.weights import TensorLedger, WeightAbort, WeightBegin, WeightChunk, WeightCommit, cut
+from mopd.wire.weights import TensorLedger, WeightBegin, WeightChunk, WeightCommit, cut
 from tests.fixtures.servers import GatedEngine, RunningServer, running_server
 
 SAMPLING = SamplingParams(max_new_tokens=8)
@@ -156,16 +156,12 @@ def test_a_changed_byte_is_refused_and_the_chunk_can_be_sent_again(
     run(rollout, work)
 
 
-def test_an_aborted_and_a_silent_update_leave_the_old_weights(
+def test_a_silent_update_leaves_the_old_weights(
     folder: Path, weights: Weights, other_weights: Weights, local: TorchEngine
 ) -> None:
     async def work(remote: RemoteEngine) -> None:
         await remote.load_weights(weights.items(), 1)
         chunks, commit = parts(other_weights)
-        await remote.push("begin", begin(2))
-        await remote.push("chunk", chunks[0])
-        assert await remote.push("abort", encode(WeightAbort(update_id="u"))) == 1
-        await assert_serves(remote, local, 1)
         await remote.push("begin", begin(2))
         for chunk in chunks:
             await remote.push("chunk", chunk)
