@@ -145,7 +145,7 @@ class Channel:
 
     async def _send(self, head: Sequence[Any], frames: Frames = ()) -> None:
         await self._is_open.wait()  # ``run`` is about to begin, or has ended
-        if self._ended is not None or self._writer is None:
+        if self._ended is not None or self._writer is None or self._writer.is_closing():
             raise PeerEnded(f"{self.peer} has ended") from self._ended
         body = packed(head)
         sizes = [len(frame) for frame in frames]

@@ -128,3 +128,25 @@ def test_sizes_are_bounded_before_anything_is_read(message: bytes, problem: str)
         other.close()
 
     asyncio.run(main())
+
+
+def test_answers_for_a_peer_that_has_gone_are_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    async def end_badly() -> None:
+        try:
+            await asyncio.sleep(20)
+        except asyncio.CancelledError as error:
+            raise RuntimeError("cancelled, and says so in its own way") from error
+
+    async def work() -> None:
+        one, other = socket.socketpair()
+        asking, answering = Channel("the other", {}), Channel("rank 0", {"end_badly": end_badly})
+        asks, answers = asyncio.ensure_future(asking.run(one)), asyncio.ensure_future(answering.run(other))
+        calls = [asyncio.ensure_future(asking.call("end_badly")) for _ in range(50)]
+        await asyncio.sleep(0.03)
+        asks.cancel()
+        with pytest.raises(PeerEnded):
+            await asyncio.wait_for(answers, 5)
+        await asyncio.gather(asks, *calls, return_exceptions=True)
+
+    asyncio.run(work())
+    assert [record.getMessage() for record in caplog.records] == []
