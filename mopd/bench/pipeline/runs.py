@@ -126,9 +126,10 @@ def make_stream(seed: int) -> PromptStream:
 
 
 def run_controller(scenario: Scenario, *, max_staleness: int, steps: int, unit: int = 1) -> Run:
-    """``steps`` steps whose times count, between those that fill the pipeline and the last one."""
-    first = max_staleness + 2
-    recipe = make_recipe(scenario, max_staleness=max_staleness, steps=first + steps + (1 if max_staleness else 0))
+    """``steps`` steps whose times count, between those that fill the pipeline and those in which it runs dry."""
+    first = 2 * max_staleness + 2
+    num_steps = first + steps + (max_staleness + 1 if max_staleness else 0)
+    recipe = make_recipe(scenario, max_staleness=max_staleness, steps=num_steps)
 
     async def work(channel: Channel) -> Run:
         student, observer, far = SleepingStudent(scenario, channel), _Steps(recipe.schedule.steps), FarWorkers(channel)

@@ -37,8 +37,8 @@ def test_a_scenario_from_prompts_to_tables(capsys: pytest.CaptureFixture[str]) -
     assert not multiprocessing.active_children()
     synchronous, streaming = result.runs
     assert (result.whole.unit, synchronous.unit, streaming.unit) == (SHORT.num_prompts, 1, 1)
-    # Two steps and one for each version of staleness fill the pipeline; the last one is left out where it runs dry.
-    assert [run.num_samples for run in result.runs] == [4 * SHORT.num_samples, 7 * SHORT.num_samples]
+    # Two steps and two for each version of staleness fill the pipeline; in the last ones it runs dry.
+    assert [run.num_samples for run in result.runs] == [4 * SHORT.num_samples, 11 * SHORT.num_samples]
     assert [len(run.step_s) for run in result.runs] == [STEPS, STEPS]
     for run in (result.whole, *result.runs):
         assert run.mix_deviation <= 1
