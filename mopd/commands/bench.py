@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=text,
         description=text,
         epilog="examples:\n"
-        "  mopd bench pipeline              three scenarios, at max_staleness 0, 1 and 2: some four minutes\n"
-        "  mopd bench pipeline --quick      two of them, shorter, at 0 and 2: some ten seconds\n"
+        "  mopd bench pipeline              three scenarios, at max_staleness 0, 1 and 2: some five minutes\n"
+        "  mopd bench pipeline --quick      one of them, shorter, at 0 and 2: some ten seconds\n"
         "  mopd bench pipeline --json       every number",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

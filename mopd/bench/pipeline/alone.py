@@ -59,13 +59,14 @@ class Alone:
         return max(self.rollout_step_s, self.teachers_step_s) + self.trainer_s + self.sync_s
 
 
-def measure_alone(scenario: Scenario, *, steps: int) -> Alone:
-    """Each stage by itself, over the same stretch of the stream as the runs."""
+def measure_alone(scenario: Scenario, *, steps: int, warm_up: int = 2) -> Alone:
+    """Each stage by itself, over the same stretch of the stream as the runs: ``steps`` after the first ``warm_up``."""
     recipe = make_recipe(scenario, max_staleness=0, steps=1)
     per_step = scenario.num_prompts
 
     async def work(channel: Channel) -> Alone:
         far, stream = FarWorkers(channel), make_stream(recipe.seed)
+        stream.next(warm_up * per_step)
         by_step: dict[str, list[float]] = {"rollout": [], "teachers": []}
         for _ in range(steps):
             began = time.perf_counter()
@@ -75,7 +76,7 @@ def measure_alone(scenario: Scenario, *, steps: int) -> Alone:
             await asyncio.gather(*(far.score(unit) for unit in units))
             by_step["teachers"].append(time.perf_counter() - began)
             await far.discard([sample.sample_id for unit in units for sample in unit])
-        prompts = make_stream(recipe.seed).next((steps + 2) * per_step)
+        prompts = make_stream(recipe.seed).next((warm_up + steps + 2) * per_step)[warm_up * per_step :]
         rollout_s, units = await _at_capacity(prompts, lambda prompt: far.generate([prompt]), per_step)
         teachers = await asyncio.gather(
             *(

@@ -32,7 +32,8 @@ from mopd.bench.pipeline.plan import SCENARIOS, Scenario
 from mopd.bench.pipeline.runs import Run
 from mopd.report.terminal import Terminal
 
-STEPS, QUICK_STEPS = 6, 2
+STEPS, QUICK_STEPS = 6, 3
+WARM_UP, QUICK_WARM_UP = 5, 3
 QUICK_FACTOR = 0.2
 
 
@@ -45,11 +46,12 @@ def run(args: argparse.Namespace) -> int:
     others = Others()
     scenarios: Sequence[Scenario] = SCENARIOS
     if args.quick:
-        scenarios = [replace(scenario.scaled(QUICK_FACTOR), num_prompts=32) for scenario in SCENARIOS[1:]]
+        scenarios = [replace(scenario.scaled(QUICK_FACTOR), num_prompts=32) for scenario in SCENARIOS[1:2]]
     results = [
         measure_scenario(
             scenario,
             steps=QUICK_STEPS if args.quick else STEPS,
+            warm_up=QUICK_WARM_UP if args.quick else WARM_UP,
             staleness=STALENESS[-1:] if args.quick else STALENESS,
             progress=progress,
         )
@@ -57,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     cores = others.cores()
     progress("bytes through the controller, and prompts a second")
-    traffic, rate = measure_traffic(), measure_rate(steps=1 if args.quick else 4)
+    traffic, rate = measure_traffic(), measure_rate(num_prompts=256 if args.quick else 1024)
     if args.json:
         print(json.dumps(report(results, traffic, rate, cores), indent=2))
     else:

@@ -51,16 +51,18 @@ class Result:
         )
 
 
-def measure_scenario(scenario: Scenario, *, steps: int, staleness: Sequence[int], progress: Progress) -> Result:
+def measure_scenario(
+    scenario: Scenario, *, steps: int, warm_up: int, staleness: Sequence[int], progress: Progress
+) -> Result:
     """Each stage alone, the sum, and the controller at 0 and at each ``staleness``."""
     progress(f"{scenario.name}: each stage alone")
-    alone = measure_alone(scenario, steps=steps)
+    alone = measure_alone(scenario, steps=steps, warm_up=warm_up)
     progress(f"{scenario.name}: one stage after another")
-    whole = run_controller(scenario, max_staleness=0, steps=steps, unit=scenario.num_prompts)
+    whole = run_controller(scenario, max_staleness=0, steps=steps, warm_up=warm_up, unit=scenario.num_prompts)
     runs = []
     for max_staleness in (0, *staleness):
         progress(f"{scenario.name}: max_staleness {max_staleness}")
-        runs.append(run_controller(scenario, max_staleness=max_staleness, steps=steps))
+        runs.append(run_controller(scenario, max_staleness=max_staleness, steps=steps, warm_up=warm_up))
     return Result(scenario=scenario, alone=alone, whole=whole, runs=tuple(runs))
 
 
@@ -118,7 +120,7 @@ class Rate:
     """In the process beside it: workers, routers, checks of answers, storage, and the stand-ins themselves."""
 
 
-def measure_rate(*, num_prompts: int = 1024, steps: int = 4) -> Rate:
+def measure_rate(*, num_prompts: int, steps: int = 4) -> Rate:
     """Synchronous steps of short responses, one a prompt."""
     scenario = Scenario(
         name="rate",

@@ -125,10 +125,9 @@ def make_stream(seed: int) -> PromptStream:
     return PromptStream(make_dataset().rows_by_domain, SHARES, seed)
 
 
-def run_controller(scenario: Scenario, *, max_staleness: int, steps: int, unit: int = 1) -> Run:
-    """``steps`` steps whose times count, between those that fill the pipeline and those in which it runs dry."""
-    first = 2 * max_staleness + 2
-    num_steps = first + steps + (max_staleness + 1 if max_staleness else 0)
+def run_controller(scenario: Scenario, *, max_staleness: int, steps: int, warm_up: int = 2, unit: int = 1) -> Run:
+    """``steps`` steps whose times count, between ``warm_up`` that fill the pipeline and those in which it runs dry."""
+    num_steps = warm_up + steps + (max_staleness + 1 if max_staleness else 0)
     recipe = make_recipe(scenario, max_staleness=max_staleness, steps=num_steps)
 
     async def work(channel: Channel) -> Run:
@@ -150,7 +149,7 @@ def run_controller(scenario: Scenario, *, max_staleness: int, steps: int, unit: 
         num = len(student.sample_ids)
         if len(set(student.sample_ids)) != num:
             raise RuntimeError("a sample was trained on twice")
-        times = observer.times[first - 1 : first + steps]
+        times = observer.times[warm_up - 1 : warm_up + steps]
         return Run(
             max_staleness=max_staleness,
             prompts_per_step=scenario.num_prompts,
