@@ -31,9 +31,11 @@ def on_students_ranks(
     checks: Callable[[], None] = lambda: None,
     *,
     groups: Sequence[str] | None = None,
+    cure: str = "",
 ) -> int:
     """In a rank: do the work (``cli.main`` relays its errors). Elsewhere: check the student's layout, the recipe's
-    inputs, the GPUs of ``groups`` (all) and what ``checks`` adds, then start this command as ranks."""
+    inputs, the GPUs of ``groups`` (all) and what ``checks`` adds, then start this command as ranks. ``cure`` ends the
+    line that tells of a rank's sudden end."""
     from mopd.preflight.inputs import check_inputs, check_machine, check_world_size
 
     if failure.is_rank():
@@ -53,4 +55,5 @@ def on_students_ranks(
     from mopd.run.locating import to_json
 
     world_size = loaded.recipe.student.parallel.world_size
-    return launch([sys.executable, "-m", "mopd", *arguments], world_size=world_size, shared=to_json(loaded))
+    command = [sys.executable, "-m", "mopd", *arguments]
+    return launch(command, world_size=world_size, shared=to_json(loaded), cure=cure)

@@ -46,7 +46,8 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
             check_commits(run_dir.manifest, loaded.commits)
 
     is_new = not run_dir.path.exists()
-    code = on_students_ranks(loaded, arguments, lambda: _train(loaded, run_dir, args), checks)
+    cure = "; go on with --resume"
+    code = on_students_ranks(loaded, arguments, lambda: _train(loaded, run_dir, args), checks, cure=cure)
     if code != 0 and is_new:
         run_dir.discard_if_unused()
     return code

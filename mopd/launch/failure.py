@@ -17,9 +17,10 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 
 from mopd.files.writing import refusal, writing
 from mopd.text import one_line
@@ -39,6 +40,7 @@ RESERVED_BYTES = 2**18
 _MAX_MESSAGE, _MAX_TRACEBACK = 4_000, 16_000
 """Characters; whatever they are, they fit into the reserved bytes."""
 PR_SET_PDEATHSIG = 1
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +96,32 @@ def run_as_rank(action: Callable[[], object]) -> int:
     except BaseException as error:  # torch's CheckpointException is no Exception
         _leave(error if isinstance(error, UserError) else refusal(error) or error, launch_dir)
     return 0
+
+
+@contextlib.contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Have the signals that end a run leave the block as an error does; then the process dies of the signal. On other
+    ranks, which nothing depends on, they keep their effect: at once."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        for one in _ENDING:
+            signal.signal(one, signal.SIG_IGN)  # the launcher does not wait for long
+        raise _Ended(number)
+
+    before = {one: signal.signal(one, leave) for one in _ENDING}
+    try:
+        yield
+    except _Ended as ended:
+        (number,) = ended.args
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+class _Ended(KeyboardInterrupt):
+    """A signal asks for the end. An event loop lets this kind through."""
 
 
 def reserve(launch_dir: Path, world_size: int) -> None:

@@ -39,7 +39,7 @@ TERMINATE_TIMEOUT_S = 30
 """torchrun's own wait between SIGTERM and SIGKILL when it ends ranks after a failure."""
 
 
-def launch(command: Sequence[str], *, world_size: int, shared: str | None = None) -> int:
+def launch(command: Sequence[str], *, world_size: int, shared: str | None = None, cure: str = "") -> int:
     """Run ``command`` as ``world_size`` ranks and return the exit code of the whole.
 
     0 when every rank ended well; 2 after a rank's user error (its line is printed, nothing else); 1 after any other
@@ -50,6 +50,7 @@ def launch(command: Sequence[str], *, world_size: int, shared: str | None = None
         command: program and arguments. The program calls ``failure.run_as_rank``.
         world_size: number of ranks, all on this machine.
         shared: text for all of them (``sharing.from_launcher``).
+        cure: ends the line of a death that says nothing of it.
 
     Raises:
         UserError: no temporary folder can be written.
@@ -78,9 +79,9 @@ def launch(command: Sequence[str], *, world_size: int, shared: str | None = None
         try:
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
-            return _tell(list(error.failures.items()), read_failures(launch_dir))
+            return _tell(list(error.failures.items()), read_failures(launch_dir), cure)
         except SignalException as error:
-            print(f"mopd: ended by {error.sigval.name}", file=sys.stderr)
+            print(f"mopd: ended by {error.sigval.name}{cure}", file=sys.stderr)
             return 128 + error.sigval
     return 0
 
@@ -115,7 +116,7 @@ def _reaped_folder() -> Iterator[Path]:
             signal.signal(number, handler)
 
 
-def _tell(deaths: Sequence[tuple[int, ProcessFailure]], failures: Sequence[RankFailure]) -> int:
+def _tell(deaths: Sequence[tuple[int, ProcessFailure]], failures: Sequence[RankFailure], cure: str) -> int:
     """Print the cause among everything that failed and return the exit code.
 
     A user error explains itself. A rank that died without a word comes before reported exceptions, which are then the
@@ -125,6 +126,7 @@ def _tell(deaths: Sequence[tuple[int, ProcessFailure]], failures: Sequence[RankF
         deaths: rank and how it ended, in the order in which the agent saw them; the ranks that the agent ended itself
             are among them.
         failures: errors that ranks reported, earliest first.
+        cure: see ``launch``.
     """
     if failures and failures[0].is_user_error:
         print(f"mopd: error: {failures[0].message}", file=sys.stderr)
@@ -139,7 +141,7 @@ def _tell(deaths: Sequence[tuple[int, ProcessFailure]], failures: Sequence[RankF
     rank, death = silent[0]
     if failures and death.exitcode != -signal.SIGKILL:
         sys.stderr.write(visible(failures[0].traceback, keep="\n"))
-    print(f"mopd: error: rank {rank} {_how_it_ended(death.exitcode)}", file=sys.stderr)
+    print(f"mopd: error: rank {rank} {_how_it_ended(death.exitcode)}{cure}", file=sys.stderr)
     return ERROR_CODE
 
 

@@ -13,6 +13,7 @@ from mopd.data.stream import PromptStream
 from mopd.data_plane.interface import Storage
 from mopd.data_plane.queue_plane import QueuePlane
 from mopd.data_plane.reading import open_reader
+from mopd.launch.failure import ending_in_order
 from mopd.launch.ranks import CommandChannel, StudentGroup
 from mopd.preflight.checks import check_before_training
 from mopd.producer.client import ProducerProcess
@@ -30,7 +31,8 @@ Work = Callable[[Led], Coroutine[Any, Any, None]]
 def lead_training(recipe: Recipe, run: RunDir, work: Work) -> None:
     """As ``lead``, with the loop's view of the workers, wherever they are."""
     if not recipe.has_in_process_engines:
-        _lead_beside(recipe, run, work)
+        with ending_in_order():
+            _lead_beside(recipe, run, work)
         return
 
     async def here(workers: Workers, student: StudentGroup) -> None:

@@ -41,8 +41,11 @@ from mopd.wire.weights import StagedWeights
 
 def run(file: Path, descriptor: int) -> int:
     """The whole life of the process; its exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for rank 0, which closes the connection
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # For rank 0, which closes the connection. A child would inherit it if they were ignored.
+        signal.signal(number, lambda *_: None)
     told = json.loads(file.read_text(encoding="utf-8"))
+    file.unlink()
     end = socket.socket(fileno=descriptor)
     forwarding = _Forwarding()
     logging.basicConfig(level=logging.WARNING, handlers=[forwarding])

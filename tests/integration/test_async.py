@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from mopd.run.checkpointing import complete_steps
+from tests.integration.groups import is_alive
 from tests.integration.under_fire import MAX_STALENESS, Run, check_accounts, recipe_of, trained
 from tests.integration.world import World, read_metrics
 
@@ -72,7 +73,7 @@ def after_death(run: Run, victim: str) -> str:
         assert code == -signal.SIGKILL
         return "killed"
     assert code == (1 if victim.startswith("rank") else 2), run.stderr
-    assert victim.removeprefix("teachers.") in run.error() and "SIGKILL" in run.error()
+    assert victim.removeprefix("teachers.") in run.error() and "SIGKILL" in run.error() and "--resume" in run.error()
     return run.error()
 
 
@@ -87,3 +88,23 @@ def check_metrics(run: Run, *, steps: int) -> None:
             assert row[f"staleness_share/{age}"] == pytest.approx(versions.count(age) / len(versions))
         assert row["response_versions/max"] == max(sample["num_versions"] for sample in samples)
         assert row["tokens"] == sum(sample["prompt_length"] + sample["response_length"] for sample in samples)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_ends_a_run_in_order(world: World, tmp_path: Path, number: signal.Signals) -> None:
+    """Servers first, then who asks them, then the rest; nothing is left, in TMPDIR either."""
+    run = Run(recipe_of(world, tmp_path / "run", steps=ENDLESS))
+    run.start()
+    run.wait_until(lambda: run.num_steps >= 4, "step 4")
+    family = run.family()
+    run.kill("launcher", number)
+
+    order: list[str] = []
+    while len(order) < len(family):
+        order += [role for role, one in family.items() if role not in order and not is_alive(one.pid)]
+        time.sleep(0.002)
+
+    assert run.end() == 128 + number, run.stderr
+    assert run.stderr.endswith(f"mopd: ended by {number.name}; go on with --resume\n") and "Traceback" not in run.stderr
+    assert order[-3:] == ["producer", "rank 0", "launcher"]
+    assert not list(run.temporary.iterdir())

@@ -64,7 +64,9 @@ class Run:
     def __init__(self, recipe: Path) -> None:
         self.recipe, self.path = recipe, recipe.with_suffix("")
         self.journal = recipe.with_suffix(".journal")
-        self.journal.mkdir(exist_ok=True)
+        self.temporary = recipe.with_suffix(".tmp")
+        for folder in (self.journal, self.temporary):
+            folder.mkdir(exist_ok=True)
         self._seen: dict[int, psutil.Process] = {}
         self.is_alive = False
         self.num_repairs = 0
@@ -77,7 +79,7 @@ class Run:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.integration.recorded", "train", str(self.recipe), *flags],
                 cwd=REPOSITORY,
-                env={**environment(), JOURNAL: str(self.journal)},
+                env={**environment(), JOURNAL: str(self.journal), "TMPDIR": str(self.temporary)},
                 stdout=output,
                 stderr=self._errors,
                 text=True,
