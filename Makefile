@@ -10,7 +10,7 @@ PIP := $(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt
 STAMP := $(VENV)/.installed
 ENGINES_STAMP := $(VENV)/.installed-engines-$(VLLM)
 
-.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz disk-full docs screenshot lint clean
+.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz disk-full kills soak docs screenshot lint clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -49,6 +49,13 @@ fuzz: $(STAMP)  ## 10,000 mutations of every kind of file that is read (make tes
 
 disk-full: $(STAMP)  ## 30 runs on a disk that fills up at random moments (make test runs two)
 	MOPD_DISK_FULL_MOMENTS=30 $(BIN)/python -m pytest tests/integration/test_disk_full.py --timeout=3600 -s
+
+kills: $(STAMP)  ## an asynchronous run, killed 20 times at random moments and places (make test: three times)
+	MOPD_KILLS=20 $(BIN)/python -m pytest tests/integration/test_async.py -k random_kills --timeout=3600 -s
+
+SOAK_MINUTES ?= 20
+soak: $(ENGINES_STAMP)  ## an asynchronous run with TransferQueue for so long: what grows, and what is left behind
+	$(BIN)/python -m tests.integration.soak --minutes $(SOAK_MINUTES)
 
 docs: $(STAMP)  ## the pages of docs/ as a site, in site/: python -m http.server --directory site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
