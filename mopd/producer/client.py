@@ -102,7 +102,9 @@ class ProducerProcess:
             said = unpacked(self._receive(size))
         except TimeoutError as error:
             limit = self._recipe.schedule.wait_timeout_s
-            raise UserError(f"{NAME} did not read its inputs within {limit:g} s (schedule.wait_timeout_s)") from error
+            raise UserError(
+                f"{NAME} did not read its inputs and open the data plane within {limit:g} s (schedule.wait_timeout_s)"
+            ) from error
         except (EOFError, ConnectionError) as error:
             raise UserError(self.how_it_ended()) from error
         if "error" in said:

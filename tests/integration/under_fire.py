@@ -28,8 +28,12 @@ from tests.integration.world import REPOSITORY, World, environment
 
 DEADLINE_S = 60.0
 """For a run to end after one of its processes has."""
+START_S = 180.0
+"""For a run to come to where it is wanted."""
 LOCAL = {"type": "local", "num_threads": 1}
 PER_STEP, PER_PROMPT, MAX_STALENESS = 8, 2, 2
+ACTORS = {"ray::SimpleStorageUnit": "storage unit", "ray::TransferQueueController": "controller"}
+"""Of TransferQueue, as they call themselves; and what our lines call them."""
 TOY: dict[str, Any] = {
     "student__parallel": {"tensor_model_parallel_size": 1},
     "student__optimizer": {"lr": 1e-4},
@@ -45,7 +49,7 @@ TOY: dict[str, Any] = {
         "prompts_per_step": PER_STEP,
         "max_staleness": MAX_STALENESS,
         "sync_every_steps": 2,
-        "wait_timeout_s": 30,
+        "wait_timeout_s": 120,
     },
     "validation": None,
     "checkpoint": {"every_steps": 3, "export_hf": False},
@@ -61,10 +65,12 @@ def recipe_of(world: World, run_dir: Path, *, steps: int, **changes: Any) -> Pat
 class Run:
     """One run of ``recorded``: started, killed, started again."""
 
-    def __init__(self, recipe: Path) -> None:
+    def __init__(self, recipe: Path, *, own_tmpdir: bool = True) -> None:
+        """``own_tmpdir``: ``temporary`` is the run's alone. Its path is too long for Ray's sockets."""
         self.recipe, self.path = recipe, recipe.with_suffix("")
         self.journal = recipe.with_suffix(".journal")
         self.temporary = recipe.with_suffix(".tmp")
+        self._tmpdir = {"TMPDIR": str(self.temporary)} if own_tmpdir else {}
         for folder in (self.journal, self.temporary):
             folder.mkdir(exist_ok=True)
         self._seen: dict[int, psutil.Process] = {}
@@ -79,7 +85,7 @@ class Run:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.integration.recorded", "train", str(self.recipe), *flags],
                 cwd=REPOSITORY,
-                env={**environment(), JOURNAL: str(self.journal), "TMPDIR": str(self.temporary)},
+                env={**environment(), JOURNAL: str(self.journal), **self._tmpdir},
                 stdout=output,
                 stderr=self._errors,
                 text=True,
@@ -98,11 +104,11 @@ class Run:
         return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Fails when the run ends, or takes longer than ``DEADLINE_S``, before the condition is true."""
-        deadline = time.monotonic() + DEADLINE_S
+        """Fails when the run ends, or takes longer than ``START_S``, before the condition is true."""
+        deadline = time.monotonic() + START_S
         while not condition():
             assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}: {self.stderr}"
-            assert time.monotonic() < deadline, f"not within {DEADLINE_S:g} s: {what}\n{self.stderr}"
+            assert time.monotonic() < deadline, f"not within {START_S:g} s: {what}\n{self.stderr}"
             time.sleep(0.005)
 
     def family(self) -> dict[str, psutil.Process]:
@@ -143,6 +149,8 @@ def role_of(process: psutil.Process) -> str | None:
     """What it is to the run, as its command line and its log say."""
     try:
         words, is_leader = process.cmdline(), os.getsid(process.pid) == process.pid
+        if words and words[0] in ACTORS:
+            return ACTORS[words[0]]
         if "mopd.producer" in words:
             return "producer"
         if "serve" in words and "-S" not in words:  # a server, not its reaper
