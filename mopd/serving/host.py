@@ -78,6 +78,10 @@ class CanSleep(Protocol):
 class EngineHost:
     """The engine as the server sees it: one that batches by itself and never blocks the loop (vLLM)."""
 
+    swaps_between_calls = False
+    """``swap_weights`` with ``finish`` may be called at any time: the call that runs ends before it, those that wait come
+    after it."""
+
     def __init__(self, engine: HostedEngine) -> None:
         self.engine = engine
 
@@ -133,6 +137,8 @@ class ThreadHost(EngineHost):
     (top-k and temperature, or sampling parameters), up to ``max_batch_tokens``. A waiting request whose caller has gone
     is dropped; a running call is interrupted by new weights alone, and only where it can be continued under them.
     """
+
+    swaps_between_calls = True
 
     def __init__(self, engine: BlockingEngine, *, max_batch_tokens: int) -> None:
         super().__init__(engine)

@@ -7,7 +7,8 @@
         │                     │ silence for update_timeout_s      │ missing tensors           └──> no weights: work is
         └─────────────────────┴───────────────────────────────────┘                                refused (409) until
                                                                                                    an update succeeds
-    swap, finish:    nothing is let in (429), what runs ends under v, then the weights change
+    swap, finish:    what runs ends under v, then the weights change; nothing is let in (429) before an engine that
+                     keeps its own queue (vLLM), in others what waits is answered under v+1
     swap, continue:  the weights change at once; what runs is frozen and goes on under v+1, or is handed back
     a new begin replaces the update before it (its sender died)
 """
@@ -115,9 +116,9 @@ class WeightUpdates:
         self._is_loading = True
         try:
             async with self._host.engine.prepared_weights(tensors.items()) as prepared:
-                if message.on_running == "continue":
+                if message.on_running == "continue" or self._host.swaps_between_calls:
                     self._admission.require_open()
-                    await self._swap(prepared, update.weight_version, "continue")
+                    await self._swap(prepared, update.weight_version, message.on_running)
                 else:
                     await self._swap_when_idle(prepared, update.weight_version)
         finally:

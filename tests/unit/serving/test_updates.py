@@ -23,6 +23,7 @@ from mopd.engines.interface import (
     StaleWeights,
 )
 from mopd.engines.torch.engine import TorchEngine
+from mopd.serving.host import ThreadHost
 from mopd.wire.messages import encode
 from mopd.wire.weights import TensorLedger, WeightBegin, WeightChunk, WeightCommit, cut
 from tests.fixtures.servers import GatedEngine, RunningServer, running_server
@@ -268,10 +269,48 @@ def test_a_chunk_is_not_even_read_without_an_update(rollout: RunningServer, teac
             assert status in client.recv(1000).split(b"\r\n")[0]
 
 
-def test_what_runs_ends_with_the_old_weights_before_the_new_ones_are_loaded(
+def test_what_runs_ends_with_the_old_weights_and_what_waits_is_answered_with_the_new_ones(
     rollout: RunningServer, weights: Weights, other_weights: Weights, local: TorchEngine
 ) -> None:
+    """``finish`` waits for the call that runs, not for the queue behind it."""
+
+    async def work(remote: RemoteEngine) -> None:
+        await remote.load_weights(weights.items(), 1)
+        engine = rollout.engine
+        engine.gate.clear()
+        running = asyncio.create_task(draw(remote))
+        while not engine.num_samples:
+            await asyncio.sleep(0.01)
+        other, waiting = RemoteEngine(rollout.url, timeout_s=30.0), RemoteEngine(rollout.url, timeout_s=30.0)
+        waiting.weight_version = 1
+        early = asyncio.create_task(draw(waiting))
+        await asyncio.sleep(0.3)
+        update = asyncio.create_task(other.load_weights(other_weights.items(), 2))
+        await asyncio.sleep(0.3)
+        waiting.allow(2)
+        late = asyncio.create_task(draw(other))
+        await asyncio.sleep(0.1)
+        assert not any(task.done() for task in (running, early, update, late))
+        engine.gate.set()
+        assert torch.equal((await running).logprobs, (await draw(local)).logprobs)
+        await update
+        for given in (await early, await late):
+            assert set(given.token_versions.tolist()) == {2}
+        await other.close()
+        await waiting.close()
+
+    run(rollout, work)
+
+
+def test_an_engine_with_a_queue_of_its_own_gets_nothing_until_it_is_idle(
+    rollout: RunningServer,
+    weights: Weights,
+    other_weights: Weights,
+    local: TorchEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """``finish``: nothing new is let in meanwhile, and told to come back soon."""
+    monkeypatch.setattr(ThreadHost, "swaps_between_calls", False)
 
     async def work(remote: RemoteEngine) -> None:
         await remote.load_weights(weights.items(), 1)
