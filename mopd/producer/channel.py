@@ -133,7 +133,8 @@ class Channel:
             given = {"frames": frames} if frames else {}
             value = await self._handlers[name](*arguments, **given)
         except UserError as error:
-            head = ["error", number, type(error).__name__, str(error)]
+            kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _ERRORS)
+            head = ["error", number, kind, str(error)]
         except Exception as error:  # is raised in the caller
             head = ["error", number, "", "".join(traceback.format_exception(error))]
         else:

@@ -11,7 +11,8 @@ import json
 import logging
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from mopd.producer.channel import Channel, Handler, PeerEnded
 from mopd.producer.leading import load_samples, save_samples, take_numbers, validate
 from mopd.producer.messages import pack_samples
 from mopd.producer.samples import SampleAnswers
+from mopd.replicas.interface import SampleFailed
 from mopd.run.workers import Inputs, Workers, build_workers, read_inputs
 from mopd.tasks import Tasks
 from mopd.types import SampleMeta, UserError
@@ -135,27 +137,38 @@ class _Process:
         await self.workers.weights.send(StagedWeights(**head, bodies=tuple(frames)))
 
     async def _check(self, manifests: dict[str, Any], is_fresh: bool, fingerprints: dict[str, Any]) -> dict[str, Any]:
-        found = await check_before_training(
-            self._recipe,
-            self.workers,
-            _FarStudent(self._channel, self._vocab_size),
-            {key: Manifest(**manifest) for key, manifest in manifests.items()},
-            is_fresh=is_fresh,
-            fingerprints=fingerprints,
-        )
+        with _naming_logs():
+            found = await check_before_training(
+                self._recipe,
+                self.workers,
+                _FarStudent(self._channel, self._vocab_size),
+                {key: Manifest(**manifest) for key, manifest in manifests.items()},
+                is_fresh=is_fresh,
+                fingerprints=fingerprints,
+            )
         return asdict(found)
 
     async def _numbers(self) -> dict[str, float]:
         return take_numbers(self.workers)
 
     async def _validate(self, step: int) -> dict[str, Any]:
-        return await validate(self.workers, step)
+        with _naming_logs():
+            return await validate(self.workers, step)
 
     async def _save_samples(self, folder: str) -> str | None:
         return await save_samples(self._plane, Path(folder))
 
     async def _load_samples(self, folder: str, digest: str, fields: list[str]) -> list[Any]:
         return pack_samples(await load_samples(self._plane, Path(folder), digest, fields))
+
+
+@contextmanager
+def _naming_logs() -> Iterator[None]:
+    """A question that no replica could answer ends the run in one line."""
+    try:
+        yield
+    except SampleFailed as error:
+        raise UserError(f"{error}: see the replicas' logs") from error
 
 
 class _FarStudent:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mopd.data_plane.interface import StorageEnded
 from mopd.files.writing import WriteRefusedError
 from mopd.producer.channel import MAX_FRAME_BYTES, MAX_HEAD_BYTES, Channel, Handler, PeerEnded
 from mopd.types import UserError
@@ -22,7 +23,8 @@ async def slow(value: int, seconds: float) -> int:
 
 
 async def refuse(kind: str) -> None:
-    raise {"user": UserError, "write": WriteRefusedError, "bug": ZeroDivisionError}[kind](f"a {kind} error")
+    kinds = {"user": UserError, "storage": StorageEnded, "write": WriteRefusedError, "bug": ZeroDivisionError}
+    raise kinds[kind](f"a {kind} error")
 
 
 async def measure(name: str, frames: list[bytes]) -> list[Any]:
@@ -60,8 +62,9 @@ def test_many_calls_at_a_time_each_get_their_own_answer() -> None:
 
 def test_errors_are_those_of_the_handler() -> None:
     async def work(asking: Channel, answering: Channel) -> None:
-        with pytest.raises(UserError, match=r"^a user error$"):
-            await asking.call("refuse", "user")
+        for kind in ("user", "storage"):  # the latter is of a kind that the channel does not know
+            with pytest.raises(UserError, match=rf"^a {kind} error$"):
+                await asking.call("refuse", kind)
         with pytest.raises(WriteRefusedError, match=r"^a write error$"):
             await asking.call("refuse", "write")
         with pytest.raises(RuntimeError, match=r"(?s)^in the other:\nTraceback .* in refuse.*ZeroDivisionError: a bug"):
