@@ -63,7 +63,11 @@ class LocalLauncher:
     def _environment(self, index: int) -> dict[str, str]:
         cores, replicas = len(os.sched_getaffinity(0)), len(self._plan.files)
         threads = self._cfg.num_threads if self._cfg.num_threads is not None else max(1, cores // replicas)
-        environment = {"OMP_NUM_THREADS": str(threads)}
+        environment = {
+            "OMP_NUM_THREADS": str(threads),
+            # A thread that waits would keep its core from the ranks and the other replicas, which work at the same time.
+            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+        }
         if self._gpus[index]:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(self._gpus[index]))
         return environment
