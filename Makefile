@@ -50,8 +50,8 @@ fuzz: $(STAMP)  ## 10,000 mutations of every kind of file that is read (make tes
 disk-full: $(STAMP)  ## 30 runs on a disk that fills up at random moments (make test runs two)
 	MOPD_DISK_FULL_MOMENTS=30 $(BIN)/python -m pytest tests/integration/test_disk_full.py --timeout=3600 -s
 
-kills: $(STAMP)  ## an asynchronous run, killed 20 times at random moments and places (make test: three times)
-	MOPD_KILLS=20 $(BIN)/python -m pytest tests/integration/test_async.py -k random_kills --timeout=3600 -s
+kills: $(ENGINES_STAMP)  ## an asynchronous run, killed 20 times at random moments and places (make test: twice)
+	MOPD_KILLS=20 $(BIN)/python -m pytest tests/integration/test_async.py --timeout=3600 -s
 
 SOAK_MINUTES ?= 20
 soak: $(ENGINES_STAMP)  ## an asynchronous run with TransferQueue for so long: what grows, and what is left behind

@@ -75,7 +75,7 @@ class Run:
             folder.mkdir(exist_ok=True)
         self._seen: dict[int, psutil.Process] = {}
         self.is_alive = False
-        self.num_repairs = 0
+        self._num_repairs = 0
         """Of servers, since the last start."""
 
     def start(self, *flags: str) -> None:
@@ -90,7 +90,7 @@ class Run:
                 stderr=self._errors,
                 text=True,
             )
-        self.is_alive, self.num_repairs, self._seen = True, 0, {}
+        self.is_alive, self._num_repairs, self._seen = True, 0, {}
 
     @property
     def stderr(self) -> str:
@@ -127,6 +127,17 @@ class Run:
         """One of ``family``, as soon as it is there."""
         self.wait_until(lambda: role in self.family(), f"{role} is there")
         self.family()[role].send_signal(number)
+
+    def is_repaired(self) -> bool:
+        """Wait until a server that died works again (true), or the run has ended."""
+        deadline = time.monotonic() + DEADLINE_S
+        while self.process.poll() is None:
+            if self.stderr.count(" works again, restart") > self._num_repairs:
+                self._num_repairs += 1
+                return True
+            assert time.monotonic() < deadline, self.stderr
+            time.sleep(0.05)
+        return False
 
     def end(self) -> int:
         """Wait for the end; the exit code. Nothing of the run may be left."""
