@@ -65,7 +65,7 @@ class LocalLauncher:
         threads = self._cfg.num_threads if self._cfg.num_threads is not None else max(1, cores // replicas)
         environment = {
             "OMP_NUM_THREADS": str(threads),
-            # A thread that waits would keep its core from the ranks and the other replicas, which work at the same time.
+            # A waiting thread would keep its core from the ranks and the other replicas, which work at the same time.
             "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         }
         if self._gpus[index]:

@@ -79,8 +79,8 @@ class EngineHost:
     """The engine as the server sees it: one that batches by itself and never blocks the loop (vLLM)."""
 
     swaps_between_calls = False
-    """``swap_weights`` with ``finish`` may be called at any time: the call that runs ends before it, those that wait come
-    after it."""
+    """``swap_weights`` with ``finish`` may be called at any time: the call that runs ends before it, those that wait
+    come after it."""
 
     def __init__(self, engine: HostedEngine) -> None:
         self.engine = engine

@@ -181,8 +181,8 @@ def test_refusals_name_the_line_of_the_file_that_holds_the_key(write: Write) -> 
 def test_old_samples_of_a_sampled_loss_need_a_correction(write: Write, loss: str) -> None:
     stale = ["schedule.max_staleness=2", f"loss.type={loss}"]
     assert refusal(write(), *stale) == (
-        f"recipe.yaml (override): schedule.max_staleness is 2, but loss.type '{loss}' estimates an expectation over the "
-        "current student's own samples and loss.correction is absent: set it, for example loss.correction: {type: "
+        f"recipe.yaml (override): schedule.max_staleness is 2, but loss.type '{loss}' estimates an expectation over "
+        "the current student's own samples and loss.correction is absent: set it, for example loss.correction: {type: "
         "icepop}, or schedule.max_staleness: 0"
     )
     for correction in ("{type: icepop}", "{type: none, sequence: {}}"):
@@ -282,8 +282,8 @@ def test_differences(write: Write) -> None:
 
 def test_what_staleness_asks_of_the_rest(write: Write) -> None:
     assert refusal(write(), "schedule.sync_every_steps=3", "schedule.max_staleness=1") == (
-        "recipe.yaml (override): schedule.sync_every_steps is 3, so samples become 2 steps old, but max_staleness is 1: "
-        "set max_staleness to 2 or more"
+        "recipe.yaml (override): schedule.sync_every_steps is 3, so samples become 2 steps old, but max_staleness is 1: set "
+        "max_staleness to 2 or more"
     )
     assert "rollout.on_new_weights is 'continue', but with schedule.max_staleness 0" in refusal(
         write(), "rollout.on_new_weights=continue"
