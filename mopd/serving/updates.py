@@ -116,9 +116,10 @@ class WeightUpdates:
         self._is_loading = True
         try:
             async with self._host.engine.prepared_weights(tensors.items()) as prepared:
-                if message.on_running == "continue" or self._host.swaps_between_calls:
+                on_running: OnRunning = "continue" if message.on_running == "continue" else "finish"
+                if on_running == "continue" or self._host.swaps_between_calls:
                     self._admission.require_open()
-                    await self._swap(prepared, update.weight_version, message.on_running)
+                    await self._swap(prepared, update.weight_version, on_running)
                 else:
                     await self._swap_when_idle(prepared, update.weight_version)
         finally:

@@ -282,8 +282,8 @@ def test_differences(write: Write) -> None:
 
 def test_what_staleness_asks_of_the_rest(write: Write) -> None:
     assert refusal(write(), "schedule.sync_every_steps=3", "schedule.max_staleness=1") == (
-        "recipe.yaml (override): schedule.sync_every_steps is 3, so samples become 2 steps old, but max_staleness is 1: set "
-        "max_staleness to 2 or more"
+        "recipe.yaml (override): schedule.sync_every_steps is 3, so samples become 2 steps old, but max_staleness is "
+        "1: set max_staleness to 2 or more"
     )
     assert "rollout.on_new_weights is 'continue', but with schedule.max_staleness 0" in refusal(
         write(), "rollout.on_new_weights=continue"
