@@ -132,14 +132,14 @@ class Ledger:
         """The next step's slots, in order of their sample ids, as soon as they are ready.
 
         Raises:
-            TimeoutError: says what is ready and what is missing, by domain.
+            UserError: after ``timeout_s``; says what is ready and what is missing, by domain.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
         while (slots := self._try_take()) is None:
             left_s = deadline - asyncio.get_running_loop().time()
             done, _ = await asyncio.wait({self._next_change()}, timeout=left_s)
             if not done:
-                raise TimeoutError(self._describe_wait(timeout_s))
+                raise UserError(self._describe_wait(timeout_s))
         return slots
 
     def trained(self, slots: Sequence[Slot]) -> None:
@@ -267,7 +267,8 @@ class Ledger:
         )
         return (
             f"waited {timeout_s:g} s (schedule.wait_timeout_s) for the {self.prompts_per_step} prompts of step "
-            f"{self.step + 1}; ready by domain: {told or 'none'}; {len(self._open)} are open"
+            f"{self.step + 1}; ready by domain: {told or 'none'}; {len(self._open)} are open: see the replicas' logs, "
+            "or raise it for very long responses"
         )
 
 
