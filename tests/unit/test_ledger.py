@@ -134,9 +134,7 @@ def test_a_wait_without_end_says_what_is_missing() -> None:
     ledger = Ledger(prompts_per_step=4, max_staleness=0, step=3)
     slots = ledger.admit([prompt(i) for i in range(4)])
     complete(ledger, [slots[0], slots[2]])
-    with pytest.raises(
-        TimeoutError, match=r"4 prompts of step 4; ready by domain: 'code' 1 of 1, 'math' 1 of 3; 4 are"
-    ):
+    with pytest.raises(UserError, match=r"4 prompts of step 4; ready by domain: 'code' 1 of 1, 'math' 1 of 3; 4 are"):
         take(ledger)
 
 
