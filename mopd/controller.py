@@ -124,7 +124,8 @@ class Controller:
         self.timer = StepTimer()
         self._tasks = Tasks()
         self._sending: asyncio.Task[None] | None = None
-        self._told: dict[str, Counter[str]] = {end: Counter() for end in ("refused", "replaced")}
+        # A ledger of a checkpoint has counts of its own, which earlier steps told.
+        self._told = {end: self.ledger.counts(end) for end in ("refused", "replaced")}
         self._refused_tokens: Counter[str] = Counter()
         self._num_replaced: Counter[int] = Counter()
         """Replacements by the step that a slot was admitted for."""
@@ -290,7 +291,8 @@ class Controller:
             values |= self._since_last("replaced", domains)
         if self.schedule.max_staleness:
             values |= self._since_last("refused", domains)
-            values |= {f"refused_tokens/{domain}": float(self._refused_tokens[domain]) for domain in domains}
+            told = sorted({*domains, *self._refused_tokens})  # also of a domain that this batch lacks
+            values |= {f"refused_tokens/{domain}": float(self._refused_tokens[domain]) for domain in told}
             self._refused_tokens.clear()
         return values
 

@@ -6,6 +6,7 @@ Real engine, router, data plane and stream; the student is not needed for it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 from collections import Counter
@@ -185,3 +186,6 @@ def test_the_stored_state_holds_the_prompts_that_no_step_has_used(engine: TorchE
     assert sorted(slot.prompt.sample_id for slot in ledger.slots) == list(batch.sample_ids)
     assert not ledger.has_room()
     assert ledger.state_dict() == controller.ledger.state_dict()
+    resumed = dataclasses.replace(controller, ledger=ledger)
+    assert ledger.counts("replaced")["math"] > 0  # told by the steps before the checkpoint, and not once more
+    assert resumed._batch_metrics(batch)["replaced_samples/math"] == 0
