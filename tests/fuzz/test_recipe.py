@@ -21,9 +21,9 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current directory holds the whole recipe and the base of our own ones."""
+    """The current directory holds the whole recipe and our own ones: some are the base of others."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(RECIPES / "base", "base")
+    shutil.copytree(RECIPES, ".", dirs_exist_ok=True)
     Path("recipe.yaml").write_text(WHOLE_RECIPE)
 
 

@@ -94,7 +94,7 @@ def _collect(ends: list[Connection]) -> dict[str, list[RankBytes]]:
             raise UserError(f"bench data_plane: rank {rank} said nothing within {TIMEOUT_S:g} s")
         try:
             said = end.recv_bytes()
-        except EOFError as error:
+        except (EOFError, ConnectionResetError) as error:
             raise UserError(f"bench data_plane: rank {rank} ended before it had read its samples") from error
         for way, row in unpacked(said).items():
             found.setdefault(way, []).append(RankBytes(**row))

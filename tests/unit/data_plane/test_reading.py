@@ -59,6 +59,16 @@ def storage(host: str | None = None) -> Iterator[tuple[subprocess.Popen[str], di
             process.kill()
 
 
+def freeze(process: subprocess.Popen[str]) -> None:
+    """Stop it, and wait until each of its threads has: the signal alone leaves one time to answer."""
+    process.send_signal(signal.SIGSTOP)
+    threads = list(Path(f"/proc/{process.pid}/task").iterdir())
+    deadline = time.monotonic() + 10
+    while any((thread / "stat").read_text().rsplit(")", 1)[1].split()[0] != "T" for thread in threads):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def meta(sample_id: int) -> SampleMeta:
     return SampleMeta(
         sample_id=sample_id, domain="math", weight_version=0, prompt_length=1, response_length=2, num_loss_tokens=2
@@ -83,7 +93,7 @@ def test_another_process_reads_the_same_bits_and_errors_and_notices_a_kill(host:
             with pytest.raises(KeyError, match=text):
                 reader.fetch(ids, names)
         assert reader.fetch([10], ["tokens"])["tokens"][0].tolist() == [0, 1, 2]
-        process.send_signal(signal.SIGSTOP)
+        freeze(process)
         killer = threading.Timer(0.3, process.kill)  # in the middle of a fetch
         killer.start()
         started = time.monotonic()
@@ -103,7 +113,7 @@ def test_another_process_reads_the_same_bits_and_errors_and_notices_a_kill(host:
 def test_a_storage_that_does_not_answer_is_waited_for_until_the_deadline() -> None:
     with storage() as (process, address):
         reader = SocketReader(address, timeout_s=0.5)
-        process.send_signal(signal.SIGSTOP)
+        freeze(process)
         with pytest.raises(UserError, match=r"did not answer within 0.5 s \(schedule.wait_timeout_s\)"):
             reader.fetch([10], ["tokens"])
         process.send_signal(signal.SIGCONT)
