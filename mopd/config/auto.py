@@ -12,17 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from mopd.config.groups import (
-    AutoEngineConfig,
+from mopd.config.groups import AutoEngineConfig, EngineGroupConfig, TorchEngineConfig, VllmEngineConfig
+from mopd.config.placements import (
     AutoPlacementConfig,
-    EngineGroupConfig,
     ExternalConfig,
     InProcessConfig,
     LocalConfig,
     Placement,
     RayConfig,
-    TorchEngineConfig,
-    VllmEngineConfig,
 )
 from mopd.config.schema import Recipe
 from mopd.config.tree import AUTO, dotted

@@ -11,17 +11,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mopd.config.data import DataConfig, DataPlane, LocalPlaneConfig, ValidationConfig
-from mopd.config.groups import (
-    Assignment,
-    EngineGroupConfig,
-    ExternalConfig,
-    InProcessConfig,
-    RayConfig,
-    TeacherConfig,
-    TeacherDefaultsConfig,
-    VllmEngineConfig,
-)
+from mopd.config.groups import Assignment, EngineGroupConfig, TeacherConfig, TeacherDefaultsConfig, VllmEngineConfig
 from mopd.config.losses import Loss, PolicyGradientConfig, TopKLossConfig, require_own_samples
+from mopd.config.placements import ExternalConfig, InProcessConfig, RayConfig
 from mopd.config.rewards import RewardConfig
 from mopd.config.student import StudentConfig
 from mopd.config.values import (

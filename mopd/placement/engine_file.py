@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mopd.config.build import build_from_json
-from mopd.config.groups import AutoEngineConfig, LocalConfig, RayConfig, SettledEngine, VllmEngineConfig
+from mopd.config.groups import AutoEngineConfig, SettledEngine, VllmEngineConfig
+from mopd.config.placements import LocalConfig, RayConfig
 from mopd.config.schema import Recipe
 from mopd.config.tree import AUTO
 from mopd.config.values import (

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mopd.config.groups import ExternalConfig
+from mopd.config.placements import ExternalConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import EngineError, EngineInfo, EngineRejected, EngineUnavailable

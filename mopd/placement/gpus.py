@@ -17,8 +17,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mopd.config.groups import EngineGroupConfig, InProcessConfig, LocalConfig
+from mopd.config.groups import EngineGroupConfig
 from mopd.config.load import Loaded
+from mopd.config.placements import InProcessConfig, LocalConfig
 from mopd.config.schema import Recipe
 from mopd.types import UserError
 

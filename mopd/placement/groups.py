@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mopd.config.groups import ExternalConfig, InProcessConfig, LocalConfig, RayConfig, VllmEngineConfig
+from mopd.config.groups import VllmEngineConfig
+from mopd.config.placements import ExternalConfig, InProcessConfig, LocalConfig, RayConfig
 from mopd.config.schema import Recipe
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.concurrency import all_or_none

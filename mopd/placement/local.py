@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from mopd.config.groups import LocalConfig
+from mopd.config.placements import LocalConfig
 from mopd.files.writing import temporary_folder, writing
 from mopd.placement.gpus import visible_gpus
 from mopd.placement.interface import GroupPlan

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-from mopd.config.groups import LocalConfig, RayConfig
+from mopd.config.placements import LocalConfig, RayConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.concurrency import all_or_none, cancel
 from mopd.engines.interface import EngineError, EngineInfo, EngineUnavailable

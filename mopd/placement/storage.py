@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mopd.config.data import LocalPlaneConfig, TransferQueueConfig
-from mopd.config.groups import RayConfig
+from mopd.config.placements import RayConfig
 from mopd.config.schema import Recipe
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.queue_plane import QueuePlane

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mopd.config.groups import ExternalConfig
+from mopd.config.placements import ExternalConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
 from mopd.data.prompts import encode_prompt

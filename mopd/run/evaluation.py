@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from mopd.config.data import LocalPlaneConfig
-from mopd.config.groups import InProcessConfig, TorchEngineConfig
+from mopd.config.groups import TorchEngineConfig
 from mopd.config.load import Loaded
+from mopd.config.placements import InProcessConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.reader import HfReader
 from mopd.engines.torch.engine import TorchEngine

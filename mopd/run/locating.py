@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mopd.config.columns import DataFileConfig
-from mopd.config.groups import ExternalConfig
 from mopd.config.load import Loaded
+from mopd.config.placements import ExternalConfig
 from mopd.config.schema import Recipe
 from mopd.config.tree import dotted
 from mopd.hub.names import HubName, hub_data, hub_model

@@ -7,7 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mopd.config.groups import ExternalConfig, TeacherConfig
+from mopd.config.groups import TeacherConfig
+from mopd.config.placements import ExternalConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest, compare_manifests, make_manifest
 from mopd.files.json_text import read_json_object

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mopd.config.groups import RayConfig
+from mopd.config.placements import RayConfig
 from mopd.placement.interface import GroupPlan
 from mopd.placement.process import ServerCommand, ServerState
 from mopd.placement.ray.agent import Agent

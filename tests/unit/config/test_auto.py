@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from mopd.config.auto import GIB, compares_with_transformers, settle
-from mopd.config.groups import InProcessConfig, LocalConfig, TorchEngineConfig, VllmEngineConfig
+from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.config.load import Loaded, differences, dump, load_recipe
+from mopd.config.placements import InProcessConfig, LocalConfig
 from mopd.config.schema import Recipe
 from mopd.hardware import Hardware
 from mopd.placement.gpus import Machine, engine_groups, share_gpus

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mopd.config.groups import ExternalConfig
+from mopd.config.placements import ExternalConfig
 from mopd.config.values import check_server_url, shown_url
 from mopd.engines.clients.openai import OpenAIScorer
 from mopd.engines.clients.remote import RemoteEngine

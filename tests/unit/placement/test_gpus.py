@@ -9,15 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mopd.config.groups import (
-    EngineGroupConfig,
-    ExternalConfig,
-    InProcessConfig,
-    LocalConfig,
-    RayConfig,
-    VllmEngineConfig,
-)
+from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
 from mopd.config.load import load_recipe
+from mopd.config.placements import ExternalConfig, InProcessConfig, LocalConfig, RayConfig
 from mopd.placement import gpus
 from mopd.placement.gpus import Machine, share_gpus, visible_gpus
 from mopd.types import UserError

@@ -1,0 +1,110 @@
+"""Where the replicas of a group run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mopd.config.values import MAX_PROCESSES, check_server_url, check_unrepeated, require_at_least, require_seconds
+
+MAX_THREADS = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AutoPlacementConfig:
+    """``in_process`` without CUDA; with it ``local`` where enough GPUs are free of trainer ranks and other groups, else
+    ``in_process`` where everything fits on rank 0's GPU. Always ``local`` with ``schedule.max_staleness`` above 0. Too
+    few GPUs are an error with the table of who wants what."""
+
+    type: Literal["auto"] = "auto"
+    """Placement type; ``mopd config`` prints what it becomes, and why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InProcessConfig:
+    """On trainer rank 0 and on its GPU, between training steps."""
+
+    type: Literal["in_process"] = "in_process"
+    """Placement type."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalConfig:
+    """Child processes of trainer rank 0, one engine server each, on this machine's loopback interface."""
+
+    type: Literal["local"]
+    """Placement type."""
+    gpus: tuple[int, ...] = ()
+    """GPUs of this group by number, shared out in order, ``engine.tensor_parallel_size`` to each replica; empty: the
+    lowest that neither trainer ranks nor other groups have. A GPU has one owner: too few are an error."""
+    num_threads: int | None = None
+    """CPU threads of one replica; absent: the machine's cores over the number of replicas."""
+    startup_timeout_s: float = 600.0
+    """Deadline for a server to become healthy, model loading included."""
+
+    def __post_init__(self) -> None:
+        require_seconds("startup_timeout_s", self.startup_timeout_s)
+        if self.num_threads is not None:
+            require_at_least("num_threads", self.num_threads, 1, MAX_THREADS)
+        check_unrepeated("gpus", self.gpus)
+        for gpu in self.gpus:
+            require_at_least("gpus", gpu, 0, MAX_PROCESSES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayConfig:
+    """Actors on a Ray cluster: one placement group per teacher, every replica packed onto one node."""
+
+    type: Literal["ray"]
+    """Placement type."""
+    address: str | None = None
+    """Address of the cluster (``host:port``, or ``auto`` on one of its nodes); absent: a cluster of this machine that
+    lives as long as the run."""
+    num_cpus: int = 1
+    """CPUs of one replica, as Ray counts them."""
+    num_gpus: int = 0
+    """GPUs of one replica; at least ``engine.tensor_parallel_size`` where there are GPUs."""
+    shared_pool: str | None = None
+    """Name of a pool that several groups share by turns: only one is awake at a time, the least recently used sleeps
+    first, and nobody for longer than half a minute while others wait. Absent: resources of its own."""
+    startup_timeout_s: float = 600.0
+    """Deadline for a replica to become healthy, placement and model loading included."""
+
+    def __post_init__(self) -> None:
+        require_seconds("startup_timeout_s", self.startup_timeout_s)
+        require_at_least("num_cpus", self.num_cpus, 1, MAX_PROCESSES)
+        require_at_least("num_gpus", self.num_gpus, 0, MAX_PROCESSES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExternalConfig:
+    """Servers that somebody else runs. Their engine is theirs: the ``engine`` section beside this one is not read."""
+
+    type: Literal["external"]
+    """Placement type."""
+    urls: tuple[str, ...]
+    """One URL per replica, as in ``http://host:8000``."""
+    protocol: Literal["mopd", "openai"] = "mopd"
+    """``mopd``: ``mopd serve``, binary. ``openai``: a stock vLLM server; slower, teachers only, temperature 1 only."""
+    token_file: str | None = None
+    """File with the servers' access token; absent: they ask for none."""
+    served_model_name: str | None = None
+    """Model name to ask an ``openai`` server for; absent: the only one that it lists."""
+    startup_timeout_s: float = 60.0
+    """Deadline for every server to answer when the run starts."""
+
+    def __post_init__(self) -> None:
+        require_seconds("startup_timeout_s", self.startup_timeout_s)
+        if not self.urls:
+            raise ValueError("urls is empty: name at least one server")
+        for url in self.urls:
+            try:
+                check_server_url(url)
+            except ValueError as error:
+                raise ValueError(f"urls has {error}") from error
+        check_unrepeated("urls", self.urls)
+        if self.served_model_name is not None and self.protocol != "openai":
+            raise ValueError("served_model_name is set but protocol is 'mopd': remove it or set protocol: openai")
+
+
+Placement = AutoPlacementConfig | InProcessConfig | LocalConfig | RayConfig | ExternalConfig
