@@ -34,6 +34,7 @@ class RunFiles:
         self.parity = path / "parity.json"
         self.machine = path / "machine.json"
         self.wandb = path / "wandb_id"
+        self.replicas = path / "replicas"
         self.report_json = path / "report.json"
         self.report_html = path / "report.html"
 

@@ -49,6 +49,9 @@ CHANGEABLE_ON_RESUME = (
 decide what is learned; a run that changes them is another run."""
 LOCK_WAIT_S = 2.0
 """How long to wait for a writer that is just ending."""
+BESIDE_RUN = frozenset({".lock", "logs", "replicas", "job", "stop", "attempts.json"})
+"""In a run folder before there is a run: a lock, logs of a start that failed, servers that wait for the run, the job
+that will run it, a request to stop it, its starts so far."""
 PROBE_BYTES = 2**16
 """Written and taken back before the ranks start: enough for a run's first files."""
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
@@ -60,9 +63,9 @@ LONGEST_INSIDE = 160
 class RunDir(RunFiles):
     """One run's folder. ``check`` looks, ``open`` takes it, ``close`` gives it back; only rank 0 opens it.
 
-    A fresh run needs a folder that is absent or empty (a ``.lock``, and ``logs`` and unfinished files of a start that
-    failed, count as empty); a resumed run needs one with a ``recipe.yaml``. A run that ends before it wrote anything
-    leaves nothing behind.
+    A fresh run needs a folder that is absent or empty (``BESIDE_RUN``, and unfinished files of a start that failed,
+    count as empty); a resumed run needs one with a ``recipe.yaml``. A run that ends before it wrote anything leaves
+    nothing behind.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -189,7 +192,7 @@ class RunDir(RunFiles):
         if resume and not self.recipe.is_file():
             raise UserError(f"{where}: {shown} holds no run to resume: leave --resume out, or set run_dir")
         names = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
-        used = {name for name in names - {".lock", "logs"} if not fnmatch.fnmatchcase(name, PARTIALS)}
+        used = {name for name in names - BESIDE_RUN if not fnmatch.fnmatchcase(name, PARTIALS)}
         if not resume and used:
             raise UserError(f"{where}: {shown} is not empty: add --resume, or set another run_dir")
 

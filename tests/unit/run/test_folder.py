@@ -69,6 +69,23 @@ def test_a_used_folder_needs_resume(load: Load) -> None:
     RunDir(path).check(loaded, resume=True)
 
 
+def test_what_others_left_for_the_run_is_no_run(load: Load) -> None:
+    """Servers that wait for it, its job, a request to stop it, its starts."""
+    loaded = load()
+    path = Path(loaded.recipe.run_dir)
+    for name in ("replicas", "job", "logs"):
+        (path / name).mkdir(parents=True)
+    for name in ("stop", "attempts.json"):
+        (path / name).touch()
+    RunDir(path).check(loaded, resume=False)
+    with RunDir(path) as run:
+        run.open(loaded, resume=False)
+    assert {entry.name for entry in path.iterdir()} == {"replicas", "job", "logs", "stop", "attempts.json"}
+    (path / "else").touch()
+    with pytest.raises(UserError, match="is not empty"):
+        RunDir(path).check(loaded, resume=False)
+
+
 def test_resume_needs_a_run(load: Load) -> None:
     loaded = load()
     for refuse in (RunDir.check, RunDir.open):
