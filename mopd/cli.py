@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from mopd import __version__
-from mopd.commands import bench, check, compare, config, convert, eval, generate, init, report, serve, train
+from mopd.commands import bench, check, config, convert, eval, generate, init, serve, train
+from mopd.commands.watching import compare, report
 from mopd.files.writing import refusal
 from mopd.launch import failure
 from mopd.text import one_line

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def _evaluate(loaded: Loaded, model: Path | None, *, as_json: bool) -> None:
     """On this rank; rank 0 prints."""
-    from mopd.run.evaluation import evaluate
+    from mopd.run.apart.evaluation import evaluate
 
     result = evaluate(loaded, model)
     if result is not None:

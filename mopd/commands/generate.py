@@ -13,7 +13,7 @@ from mopd.text import json_lines, visible
 from mopd.types import UserError
 
 if TYPE_CHECKING:
-    from mopd.run.generation import Answer
+    from mopd.run.apart.generation import Answer
 
 ABOUT = "sample from a Hugging Face model, a run or a checkpoint"
 EXAMPLES = """\
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """
     _check(args)
     prompts = [sys.stdin.read().removesuffix("\n") if prompt == STDIN else prompt for prompt in args.prompts]
-    from mopd.run.generation import generate
+    from mopd.run.apart.generation import generate
 
     answers = generate(
         args.model,

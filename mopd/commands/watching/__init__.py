@@ -1,0 +1,1 @@
+"""Commands about a run in its folder, whoever started it."""

@@ -1,0 +1,1 @@
+"""What the models of a recipe or a run answer, apart from training."""
