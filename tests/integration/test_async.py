@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -51,6 +52,7 @@ def make_run() -> Iterator[Callable[..., Run]]:
         if run.is_alive:
             run.process.kill()
             run.process.wait()
+        shutil.rmtree(run.temporary)
 
 
 def test_random_kills_lose_nothing_and_repeat_nothing(

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -69,10 +70,9 @@ class Run:
         """``own_tmpdir``: ``temporary`` is the run's alone. Its path is too long for Ray's sockets."""
         self.recipe, self.path = recipe, recipe.with_suffix("")
         self.journal = recipe.with_suffix(".journal")
-        self.temporary = recipe.with_suffix(".tmp")
+        self.journal.mkdir(exist_ok=True)
+        self.temporary = Path(tempfile.mkdtemp(prefix="m-"))  # pytest's own folders are too long for sockets
         self._tmpdir = {"TMPDIR": str(self.temporary)} if own_tmpdir else {}
-        for folder in (self.journal, self.temporary):
-            folder.mkdir(exist_ok=True)
         self._seen: dict[int, psutil.Process] = {}
         self.is_alive = False
         self._num_repairs = 0

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.table import Table
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
     sizes = QUICK_SIZES if args.quick else SIZES
     progress("data_plane: 8 ranks, TP2 x PP2 x DP2")
-    ranks = measure_ranks(make_step(min(RANK_BYTES, sizes[-1]), top_k=TOP_K))
+    ranks = measure_ranks(partial(make_step, min(RANK_BYTES, sizes[-1]), top_k=TOP_K))
     transport = measure_transport(sizes, top_k=TOP_K, num_rounds=args.rounds, progress=progress)
     if args.json:
         print(json.dumps(report(ranks, transport), indent=2))

@@ -1,7 +1,8 @@
 """Bytes into each of 8 trainer ranks, TP2 x PP2 x DP2, beside what each needs: real processes, real readers.
 
-The ranks are forked from one that has imported everything, and read a step as a student worker does. What arrives is
-counted where it arrives: frames of the data plane's socket, tensors of a neighbour or of a broadcast.
+The ranks are forked from a server that has imported everything and done nothing else (a process group or threads of
+this process would come along), and read a step as a student worker does. What arrives is counted where it arrives:
+frames of the data plane's socket, tensors of a neighbour or of a broadcast.
 """
 
 from __future__ import annotations
@@ -55,19 +56,22 @@ class RankBytes:
         return self.received / self.needed if self.needed else None
 
 
-def measure_ranks(step: StepData) -> dict[str, list[RankBytes]]:
-    """By way: ``local``, and ``broadcast``, which sends every field of every sample to every rank.
+def measure_ranks(make: Callable[[], StepData]) -> dict[str, list[RankBytes]]:
+    """By way: ``local``, and ``broadcast``, which sends every field of every sample to every rank. ``make`` gives the
+    same step in every process, and can be pickled.
 
     Raises:
         UserError: a rank ended, or said nothing in time.
     """
-    context = multiprocessing.get_context("fork")
+    step = make()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory(prefix="mopd-bench-") as folder:
         ends: list[Connection] = []
         processes = []
         for rank in range(NUM_RANKS):
             end, other = context.Pipe()
-            process = context.Process(target=_rank, args=(rank, folder, step, other), daemon=True)
+            process = context.Process(target=_rank, args=(rank, folder, make, other), daemon=True)
             process.start()
             other.close()
             ends.append(end)
@@ -101,9 +105,10 @@ def _collect(ends: list[Connection]) -> dict[str, list[RankBytes]]:
     return found
 
 
-def _rank(rank: int, folder: str, step: StepData, end: Connection) -> None:
+def _rank(rank: int, folder: str, make: Callable[[], StepData], end: Connection) -> None:
     """A rank's whole life."""
     torch.set_num_threads(1)
+    step = make()
     store = dist.FileStore(str(Path(folder) / "store"), NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
     layout = parallel.initialize(LAYOUT, timeout_s=TIMEOUT_S, seed=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -29,8 +30,8 @@ def test_a_step_has_the_size_that_was_asked_for_and_units_of_all_its_samples() -
 
 @pytest.mark.multirank
 def test_eight_ranks_receive_what_they_need() -> None:
-    step = make_step(2**20, top_k=8, mean_response=64)
-    found = measure_ranks(step)
+    make = partial(make_step, 2**20, top_k=8, mean_response=64)
+    step, found = make(), measure_ranks(make)
     rows = found["local"]
     assert [(row.tp_rank, row.pp_rank, row.dp_rank) for row in rows] == [
         (rank % 2, rank // 4, rank // 2 % 2) for rank in range(8)

@@ -93,7 +93,9 @@ def rank(number: int, folder: str, end: Connection) -> None:
 
 @pytest.mark.multirank
 def test_ranks_of_a_group_get_the_same_bytes_and_errors(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
+    # Not forked from this process, in which other tests make process groups.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([StageReader.__module__])
     ends, processes = [], []
     for number in range(2):
         end, other = context.Pipe()
