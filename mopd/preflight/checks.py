@@ -26,11 +26,11 @@ from mopd.engines.interface import EngineInfo
 from mopd.files.reading import MAX_TEXT_BYTES
 from mopd.metrics import apart
 from mopd.placement.interface import ROLLOUT
-from mopd.preflight.identity import Needs, fingerprint, fingerprint_difference, largest_difference, problems_of
 from mopd.preflight.inputs import Check
 from mopd.preflight.parity import Parity
 from mopd.preflight.rewards import why_not_better
 from mopd.preflight.scores import ScoresCheck
+from mopd.replicas.identity import Needs, fingerprint, fingerprint_difference, largest_difference, problems_of
 from mopd.replicas.interface import info_of
 from mopd.run.training import Findings
 from mopd.run.validation import ValidationResult, plain_examples, record_of
@@ -174,10 +174,7 @@ class Preflight:
         infos = [await info_of(replica) for replica in replicas]
         self._infos[key] = infos
         manifest = self.manifests["student" if is_rollout else key]
-        needs = Needs(
-            length=recipe.data.max_prompt_length + recipe.rollout.max_response_length,
-            top_k=0 if is_rollout else recipe.loss.top_k,
-        )
+        needs = Needs.of(recipe, is_rollout=is_rollout)
         for replica, info in zip(replicas, infos, strict=True):
             problems = problems_of(info, manifest, needs, key=key, is_rollout=is_rollout)
             if problems:

@@ -14,11 +14,10 @@ from mopd.conversion.hf.manifest import Manifest, compare_manifests, make_manife
 from mopd.files.json_text import read_json_object
 from mopd.files.reading import shown_path
 from mopd.files.writing import write_json
+from mopd.replicas.identity import PROBE_TOKENS
 from mopd.report.run_files import CURE
 from mopd.types import UserError
 
-PROBE_TOKENS = 48
-"""Of the fixed probe: a stored fingerprint holds one score less."""
 CACHE_FILE = Path("~/.cache/mopd/weight_hashes.json")
 FINGERPRINTS = "fingerprints"
 """Key of ``manifest.json`` beside those of the models: scores on a fixed probe, by ``teachers.NAME``."""

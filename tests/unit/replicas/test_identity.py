@@ -12,7 +12,7 @@ from mopd.config.groups import TorchEngineConfig
 from mopd.conversion.hf.manifest import HASHES, Manifest, make_manifest
 from mopd.engines.interface import EngineInfo
 from mopd.engines.torch.engine import TorchEngine
-from mopd.preflight.identity import (
+from mopd.replicas.identity import (
     Needs,
     fingerprint,
     fingerprint_difference,

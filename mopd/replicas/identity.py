@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
+from mopd.config.schema import PreflightConfig, Recipe
 from mopd.conversion.hf.manifest import HASHES, Manifest
 from mopd.engines.interface import EngineError, EngineInfo
 from mopd.replicas.interface import Replica
-from mopd.run.manifests import PROBE_TOKENS
 from mopd.types import UserError
+
+PROBE_TOKENS = 48
+"""Of the fixed probe: a stored fingerprint holds one score less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +27,20 @@ class Needs:
     """Tokens of the longest sequence."""
     top_k: int
     """Largest number of log-probs per position; 0 for the rollout."""
+    temperature: float = 1.0
+    """Of scores."""
+    preflight: PreflightConfig = PreflightConfig()
+    """How far two replicas of one model may differ."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, *, is_rollout: bool) -> Needs:
+        """Those of a teacher, or of the rollout."""
+        return cls(
+            length=recipe.data.max_prompt_length + recipe.rollout.max_response_length,
+            top_k=0 if is_rollout else recipe.loss.top_k,
+            temperature=recipe.loss.temperature,
+            preflight=recipe.preflight,
+        )
 
 
 def problems_of(info: EngineInfo, manifest: Manifest, needs: Needs, *, key: str, is_rollout: bool) -> list[str]:
