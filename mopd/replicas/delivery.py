@@ -97,7 +97,7 @@ class Request(Generic[R]):
         self._is_there = [False] * len(self._places)
         self._is_over = self._has_ended = False
         loop = asyncio.get_running_loop()
-        self._corrupt: asyncio.Future[CorruptAnswer] = loop.create_future()
+        self._broken: asyncio.Future[EngineUnavailable] = loop.create_future()
         self._started = pool.now()
         for part in parts:
             part.request, part.came_back, part.was_joined = self, loop.create_future(), len(parts) > 1
@@ -107,6 +107,11 @@ class Request(Generic[R]):
     def is_awaited(self) -> bool:
         """A caller still misses something of it."""
         return bool(self._waiting())
+
+    def lose(self, member: Member, reason: str) -> None:
+        """Ends as unavailable if it is with ``member``."""
+        if self._member is member and not self._broken.done():
+            self._broken.set_result(EngineUnavailable(f"{member.name} {reason}"))
 
     async def leave(self) -> None:
         """A caller has gone; with the last one the request ends. Returns when it has."""
@@ -155,10 +160,10 @@ class Request(Generic[R]):
         name, timeout_s = self._member.name, self._routing.request_timeout_s
         call = asyncio.ensure_future(self._work.ask(self._member.engine, self._items, self._told))
         try:
-            ends: set[asyncio.Future[Any]] = {call, self._corrupt}
+            ends: set[asyncio.Future[Any]] = {call, self._broken}
             await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if self._corrupt.done():
-                raise self._corrupt.result()
+            if self._broken.done():
+                raise self._broken.result()
             if not call.done():
                 raise EngineUnavailable(f"{name}: no answer within {timeout_s:g} s (routing.request_timeout_s)")
             results = call.result()
@@ -171,14 +176,14 @@ class Request(Generic[R]):
 
     def _told(self, index: int, result: R) -> None:
         """One answer before the others; see ``Generator.generate``."""
-        if self._is_over or self._corrupt.done():
+        if self._is_over or self._broken.done():
             return
         try:
             if not 0 <= index < len(self._items) or self._is_there[index]:
                 raise ValueError(f"answer {index} of {len(self._items)} was told, or was told before")
             self._work.check([self._items[index]], [result])
         except ValueError as error:
-            self._corrupt.set_result(CorruptAnswer(f"{self._member.name}: corrupt answer: {error}"))
+            self._broken.set_result(CorruptAnswer(f"{self._member.name}: corrupt answer: {error}"))
             return
         self._use({index: result})
 

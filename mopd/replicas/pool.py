@@ -18,6 +18,7 @@ from mopd.config.groups import RoutingConfig
 from mopd.replicas.interface import Kind, NoReplica, Replica, RouterLimits
 from mopd.replicas.members import NO_ROOM, BreakerState, Member, Room, Want
 from mopd.replicas.statistics import BusyTime, GroupNumbers, ReplicaCounters
+from mopd.types import UserError
 
 WantT = TypeVar("WantT", bound=Want)
 Demand = tuple[int | None, frozenset[str]]
@@ -50,6 +51,7 @@ class Pool(Generic[WantT]):
         self._timer: asyncio.TimerHandle | None = None
         self._moved_at = -math.inf
         self._last_loss = ""
+        self._failure: UserError | None = None
         self._busy = BusyTime()
         self._num_waiting = self._waiting_tokens = self._most_waiting = self._most_waiting_tokens = 0
         for replica in replicas:
@@ -83,16 +85,26 @@ class Pool(Generic[WantT]):
         self._counters[name].note_payload(self._members.pop(name).engine)
         self._last_loss = f"{name} is gone: {reason}"
         if not self._members:
-            for waiter in self._waiters:
-                if not waiter.sent.done():
-                    waiter.sent.set_exception(NoReplica(self.describe(waiter.want.version)))
+            self._end_waits(lambda waiter: NoReplica(self.describe(waiter.want.version)))
+
+    def fail(self, error: UserError) -> None:
+        """From now on every want ends with ``error``."""
+        self._failure = error
+        self._end_waits(lambda waiter: error)
+
+    def _end_waits(self, error_of: Callable[[_Waiter[WantT]], Exception]) -> None:
+        for waiter in self._waiters:
+            if not waiter.sent.done():
+                waiter.sent.set_exception(error_of(waiter))
 
     async def acquire(self, want: WantT) -> None:
         """Wait until ``want`` has been sent to a replica with room.
 
         ``NoReplica`` when none is left, or when nothing has moved in the whole group (nothing sent, nothing come back)
-        for as long as one attempt or a declared restart may take.
+        for as long as one attempt or a declared restart may take. Raises also what ``fail`` was given.
         """
+        if self._failure is not None:
+            raise self._failure
         if not self._members:
             raise NoReplica(self.describe(want.version))
         waiter = _Waiter(want, asyncio.get_running_loop().create_future())

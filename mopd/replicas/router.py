@@ -40,6 +40,7 @@ from mopd.replicas.members import NO_ROOM, Member
 from mopd.replicas.pool import Pool
 from mopd.replicas.statistics import GroupNumbers
 from mopd.replicas.work import Generating, Scoring
+from mopd.types import UserError
 
 R = TypeVar("R")
 MAX_BACKOFF_S = 30.0
@@ -138,14 +139,30 @@ class Router:
         """All that are not gone, suspended ones included."""
         return tuple(Replica(name=m.name, engine=m.engine) for m in self._pool.members)
 
-    def suspend(self, name: str, *, reason: str, timeout_s: float) -> None:
-        """No work for a replica that is being restarted; requests wait up to ``timeout_s`` for its ``replace``.
+    def suspend(self, name: str, *, reason: str, timeout_s: float, is_dead: bool = False) -> None:
+        """No work for a replica that is being restarted; requests wait up to ``timeout_s`` for its ``replace``, or for
+        another replica.
 
-        What it has under way fails or ends by itself. ``KeyError`` if there is no such replica.
+        What it has under way fails now if it ``is_dead``, else it fails or ends by itself. ``KeyError`` if there is no
+        such replica.
         """
         member = self._pool.member(name)
         member.suspended, member.suspended_until = reason, self._pool.now() + timeout_s
+        if is_dead:
+            for request in self._requests:
+                request.lose(member, reason)
         self._pool.look_again()
+
+    def add(self, replica: Replica) -> None:
+        """One more replica takes work. ``ValueError`` if there is one of its name."""
+        if replica.name in {member.name for member in self._pool.members}:
+            raise ValueError(f"{self.label}: two replicas have one name: {replica.name}")
+        self._pool.add(replica)
+        self._num_planned = max(self._num_planned, len(self._pool.members))
+
+    def fail(self, error: UserError) -> None:
+        """The group can do no more: waiting and later requests raise ``error``; what is under way may end."""
+        self._pool.fail(error)
 
     def replace(self, name: str, engine: Scorer | Generator, limits: EngineLimits = NO_LIMITS) -> None:
         """A restarted replica works again, its breaker closed. ``KeyError`` if there is no such replica."""

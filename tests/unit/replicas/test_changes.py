@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from mopd.engines.interface import EngineUnavailable, StaleWeights
-from mopd.replicas.interface import SampleFailed
+from mopd.replicas.interface import Replica, SampleFailed
 from mopd.replicas.router import Router
+from mopd.types import UserError
 from tests.unit.replicas.stand_in import SAMPLING, StandIn, check_scores, make_router, run, samples, score
 
 DEAD = EngineUnavailable("connection reset")
@@ -214,5 +215,61 @@ def test_weights_do_not_wait_for_a_replica_that_restarts() -> None:
         assert [engine.weight_version for engine in engines] == [3, 0]
         router.replace("math.1", engines[1])
         assert router.needs_weights == ("math.1",)
+
+    run(work)
+
+
+def test_one_more_replica_takes_its_share_of_what_waits() -> None:
+    first, second = StandIn(0), StandIn(1)
+    router = make_router([first], max_inflight_tokens=40)
+    tokens, starts = samples(*[40] * 10)
+
+    async def work() -> None:
+        scoring = asyncio.create_task(score(router, tokens, starts))
+        await asyncio.sleep(0.9)
+        router.add(Replica(name="math.1", engine=second))
+        check_scores(tokens, await scoring)
+        assert now() == pytest.approx(0.4 * 10 / 2 + 0.4, abs=0.3)  # alone it would take 4 s
+        numbers = {replica.name: replica.num_samples for replica in router.take_numbers().replicas}
+        assert sum(numbers.values()) == 10 and numbers["math.1"] >= 3
+        with pytest.raises(ValueError, match="two replicas have one name: math.1"):
+            router.add(Replica(name="math.1", engine=StandIn(2)))
+
+    run(work)
+    assert sorted(first.answered + second.answered) == [1000 + i for i in range(10)]
+
+
+def test_a_dead_replicas_requests_go_elsewhere_at_once() -> None:
+    """A machine that lost its power closes no connection: its requests would wait for their deadline."""
+    dead, other = StandIn(0, lambda call: 1000.0), StandIn(1)
+    router = make_router([dead, other], request_timeout_s=500.0)
+    tokens, starts = samples(*[20] * 8)
+
+    async def work() -> None:
+        scoring = asyncio.create_task(score(router, tokens, starts))
+        await asyncio.sleep(1)
+        router.suspend("math.0", reason="is silent", timeout_s=100, is_dead=True)
+        check_scores(tokens, await scoring)
+        assert now() < 5
+        assert router.take_numbers().replicas[0].failures > 0
+
+    run(work)
+    assert sorted(other.answered) == [1000 + i for i in range(8)] and not dead.answered
+
+
+def test_a_group_that_failed_says_why_to_all_that_wait_and_come() -> None:
+    router = make_router([StandIn(0)])
+    tokens, starts = samples(5)
+
+    async def work() -> None:
+        router.suspend("math.0", reason="is gone", timeout_s=1000)
+        scoring = asyncio.create_task(score(router, tokens, starts))
+        await asyncio.sleep(20)
+        assert not scoring.done()
+        router.fail(UserError("too few are left"))
+        for asked in (scoring, score(router, tokens, starts)):
+            with pytest.raises(UserError, match="too few are left"):
+                await asked
+        assert now() == 20
 
     run(work)
