@@ -20,6 +20,7 @@ from mopd.config.placements import (
     LocalConfig,
     Placement,
     RayConfig,
+    RegisteredConfig,
 )
 from mopd.config.schema import Recipe
 from mopd.config.tree import AUTO, dotted
@@ -203,7 +204,8 @@ def _engine(
     longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
     vllm = VllmEngineConfig(type="vllm", dtype=engine.dtype)
     vllm = dataclasses.replace(vllm, max_scoring_tokens=max(vllm.max_scoring_tokens, longest))
-    where = "CUDA" if isinstance(placement, (RayConfig, ExternalConfig)) else f"{hardware.num_gpus} GPUs"
+    is_elsewhere = isinstance(placement, (RayConfig, ExternalConfig, RegisteredConfig))
+    where = "CUDA" if is_elsewhere else f"{hardware.num_gpus} GPUs"
     return vllm, f"{where} and vllm {hardware.vllm}"
 
 

@@ -5,11 +5,19 @@ Also the teachers' own keys, and which of them answer for a domain.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mopd.config.placements import AutoPlacementConfig, ExternalConfig, LocalConfig, Placement, RayConfig
+from mopd.config.placements import (
+    AutoPlacementConfig,
+    ExternalConfig,
+    LocalConfig,
+    Placement,
+    RayConfig,
+    RegisteredConfig,
+)
 from mopd.config.values import (
     MAX_BYTES,
     MAX_PROCESSES,
@@ -128,7 +136,8 @@ class EngineGroupConfig:
     placement: Placement = AutoPlacementConfig()
     """Where the replicas run."""
     replicas: int = 1
-    """Copies of the engine, each with its own resources; with ``external`` the URLs are counted instead."""
+    """Copies of the engine, each with its own resources; with ``external`` the URLs are counted instead, with
+    ``registered`` it is the number that is planned for, and there may be more."""
     routing: RoutingConfig = RoutingConfig()
     """How requests reach the replicas."""
 
@@ -151,6 +160,11 @@ class EngineGroupConfig:
                     f"placement.gpus names {len(self.placement.gpus)} GPUs, but {self.replicas} replicas of "
                     f"tensor_parallel_size {size} need {needed}: name {needed}"
                 )
+        if isinstance(self.placement, RegisteredConfig) and self.placement.min_replicas > self.replicas:
+            raise ValueError(
+                f"placement.min_replicas is {self.placement.min_replicas} but replicas is {self.replicas}: set "
+                "replicas to the number that will register"
+            )
         if isinstance(self.placement, RayConfig):
             self._check_ray(self.placement, size)
 
@@ -176,6 +190,13 @@ class EngineGroupConfig:
     def num_replicas(self) -> int:
         """Replicas that there will be."""
         return len(self.placement.urls) if isinstance(self.placement, ExternalConfig) else self.replicas
+
+    def may_name(self, name: str, other: str) -> bool:
+        """Whether ``other`` may be what a replica of the group ``name`` is called in errors and metrics."""
+        prefix, _, number = other.rpartition(".")
+        if prefix != name or not re.fullmatch("0|[1-9][0-9]*", number):
+            return False
+        return isinstance(self.placement, RegisteredConfig) or 1 < self.num_replicas > int(number)
 
     @property
     def scores_at_temperature_1_only(self) -> bool:

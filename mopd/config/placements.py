@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mopd.config.values import MAX_PROCESSES, check_server_url, check_unrepeated, require_at_least, require_seconds
+from mopd.config.values import (
+    MAX_PROCESSES,
+    MAX_REPLICAS,
+    check_server_url,
+    check_unrepeated,
+    require_at_least,
+    require_seconds,
+)
 
 MAX_THREADS = 4096
 
@@ -39,6 +46,9 @@ class LocalConfig:
     lowest that neither trainer ranks nor other groups have. A GPU has one owner: too few are an error."""
     num_threads: int | None = None
     """CPU threads of one replica; absent: the machine's cores over the number of replicas."""
+    python: str | None = None
+    """Python interpreter that runs this group's servers, for an engine in an environment of its own (vLLM with the
+    torch that it pins); absent: mopd's. That environment needs the packages of mopd, not mopd itself."""
     startup_timeout_s: float = 600.0
     """Deadline for a server to become healthy, model loading included."""
 
@@ -107,4 +117,21 @@ class ExternalConfig:
             raise ValueError("served_model_name is set but protocol is 'mopd': remove it or set protocol: openai")
 
 
-Placement = AutoPlacementConfig | InProcessConfig | LocalConfig | RayConfig | ExternalConfig
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegisteredConfig:
+    """Servers that register with the run, on whatever machine sees its folder: ``mopd serve RECIPE --teacher NAME
+    --register RUN/replicas``. They may come and go while the run works."""
+
+    type: Literal["registered"]
+    """Placement type."""
+    min_replicas: int = 1
+    """Servers that the run waits for before it begins, and does not go on without."""
+    startup_timeout_s: float = 600.0
+    """Deadline for ``min_replicas`` servers to be there and healthy: when the run starts, and when some have gone."""
+
+    def __post_init__(self) -> None:
+        require_at_least("min_replicas", self.min_replicas, 1, MAX_REPLICAS)
+        require_seconds("startup_timeout_s", self.startup_timeout_s)
+
+
+Placement = AutoPlacementConfig | InProcessConfig | LocalConfig | RayConfig | ExternalConfig | RegisteredConfig

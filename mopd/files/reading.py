@@ -14,10 +14,11 @@ from mopd.types import UserError
 
 MAX_TEXT_BYTES = 16 * 2**20
 """Default limit of a file that is read whole: far above any real configuration file or index."""
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 @contextmanager
-def open_regular(path: str | Path, *, cure: str) -> Iterator[BinaryIO]:
+def open_regular(path: str | Path, *, cure: str, follows_links: bool = True) -> Iterator[BinaryIO]:
     """A regular file, open for reading; what goes wrong while it is open is told too.
 
     A pipe or a device is refused: it may never end, or never begin.
@@ -27,7 +28,8 @@ def open_regular(path: str | Path, *, cure: str) -> Iterator[BinaryIO]:
     """
     try:
         # O_NONBLOCK: opening a pipe without a writer would wait for one.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)
+        descriptor = os.open(path, flags)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise UserError(f"{shown_path(path)}: not a regular file: {cure}")
@@ -60,6 +62,21 @@ def read_text(path: str | Path, *, cure: str, max_bytes: int = MAX_TEXT_BYTES) -
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise UserError(f"{shown_path(path)}:{line}: not UTF-8 text ({error.reason}): {cure}") from error
+
+
+def read_private(path: str | Path, *, cure: str, max_bytes: int) -> bytes:
+    """A regular file that this user alone can have written: no symbolic link, and nobody else's.
+
+    Raises ``UserError`` as ``read_bytes`` does, and for any other file.
+    """
+    with open_regular(path, cure=cure, follows_links=False) as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.geteuid() or found.st_mode & OTHERS_WRITE:
+            raise UserError(f"{shown_path(path)}: others than this user may have written it: {cure}")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise UserError(f"{shown_path(path)}: longer than {max_bytes} bytes, the limit of such a file: {cure}")
+    return content
 
 
 def shown_path(path: str | Path) -> str:

@@ -96,6 +96,25 @@ def write_text(path: Path, text: str) -> None:
         sync(path.parent)
 
 
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file that only this user can read, so that readers see the old content or the new one. For what is
+    written anew every few seconds: a crash of the machine may lose it.
+
+    Raises:
+        UserError: the system refuses.
+    """
+    partial = partial_of(path)
+    with writing(path):
+        try:
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
 def partial_of(path: Path) -> Path:
     """Where ``write_text`` of this process gathers a file."""
     return path.with_name(f".{path.name}.{os.getpid()}.partial")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from mopd.config.build import build_from_json
 from mopd.config.groups import AutoEngineConfig, SettledEngine, VllmEngineConfig
-from mopd.config.placements import LocalConfig, RayConfig
+from mopd.config.placements import LocalConfig, RayConfig, RegisteredConfig
 from mopd.config.schema import Recipe
 from mopd.config.tree import AUTO
 from mopd.config.values import (
@@ -106,10 +106,11 @@ def rollout_file(recipe: Recipe, replica: int = 0) -> EngineFile:
 def _file(
     recipe: Recipe, role: Literal["teacher", "rollout"], name: str, replica: int, model: str, group: Any
 ) -> EngineFile:
-    if not 0 <= replica < group.num_replicas:
-        raise UserError(f"--replica {replica}: {name} has {group.num_replicas} replicas, numbered from 0")
     placement, routing = group.placement, group.routing
-    supervised = isinstance(placement, (LocalConfig, RayConfig))
+    most = MAX_REPLICAS if isinstance(placement, RegisteredConfig) else group.num_replicas
+    if not 0 <= replica < most:
+        raise UserError(f"--replica {replica}: {name} has {most} replicas, numbered from 0")
+    has_deadline = isinstance(placement, (LocalConfig, RayConfig, RegisteredConfig))
     longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
     engine = group.engine
     if isinstance(engine, AutoEngineConfig):
@@ -130,7 +131,7 @@ def _file(
         max_tokens_per_request=max(routing.max_tokens_per_request, longest),  # one sample is never cut
         max_queued_tokens=2 * routing.max_inflight_tokens,  # a router and whoever else looks at the teacher
         request_timeout_s=routing.request_timeout_s,
-        startup_timeout_s=placement.startup_timeout_s if supervised else STARTUP_TIMEOUT_S,
+        startup_timeout_s=placement.startup_timeout_s if has_deadline else STARTUP_TIMEOUT_S,
         enable_sleep_mode=isinstance(placement, RayConfig) and placement.shared_pool is not None,
     )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mopd.config.groups import VllmEngineConfig
-from mopd.config.placements import ExternalConfig, InProcessConfig, LocalConfig, RayConfig
+from mopd.config.placements import ExternalConfig, InProcessConfig, LocalConfig, RayConfig, RegisteredConfig
 from mopd.config.schema import Recipe
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.concurrency import all_or_none
@@ -26,11 +26,14 @@ from mopd.placement.external import ExternalGroup
 from mopd.placement.gpus import engine_groups, share_gpus, this_machine
 from mopd.placement.interface import ROLLOUT, GroupPlan, Placement
 from mopd.placement.local import LocalLauncher
+from mopd.placement.registered import RegisteredGroup
 from mopd.placement.server_group import ServerGroup
 from mopd.placement.time_sharing import SharedPool
 from mopd.placement.weights import GroupWeightSync, Repair
+from mopd.replicas.identity import Needs
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
+from mopd.report.run_files import RunFiles
 
 if TYPE_CHECKING:
     from mopd.placement.ray import RayCluster
@@ -45,7 +48,7 @@ def plan_groups(recipe: Recipe, only: Sequence[str] | None = None) -> dict[str, 
     for key, group in engine_groups(recipe).items():
         if only is not None and key not in only:
             continue
-        count = 0 if isinstance(group.placement, ExternalConfig) else group.replicas
+        count = 0 if isinstance(group.placement, (ExternalConfig, RegisteredConfig)) else group.replicas
         is_rollout = key == ROLLOUT
         name = key.removeprefix("teachers.")
         plans[key] = GroupPlan(
@@ -54,6 +57,7 @@ def plan_groups(recipe: Recipe, only: Sequence[str] | None = None) -> dict[str, 
             name=name,
             model=recipe.student.model if is_rollout else recipe.teachers[name].model,
             group=group,
+            needs=Needs.of(recipe, is_rollout=is_rollout),
             files=tuple(rollout_file(recipe, i) if is_rollout else teacher_file(recipe, name, i) for i in range(count)),
         )
     return plans
@@ -82,6 +86,7 @@ class Groups:
         self.plans = plan_groups(recipe, only)
         self._gpus = share_gpus({key: plan.group for key, plan in self.plans.items()}, this_machine())
         self._log_dir, self._device = log_dir, device
+        self._registered = RunFiles(Path(recipe.run_dir)).replicas
         self._temporary: Path | None = None
         self._placements: dict[str, Placement] = {}
         self._replicas: dict[str, list[Replica]] = {}
@@ -137,7 +142,9 @@ class Groups:
             self._placements[key].watch(router)
         is_remote = ROLLOUT in routers and not isinstance(self.plans[ROLLOUT].group.placement, InProcessConfig)
         if is_remote and weight_sync is not None:
-            self._repair = Repair(routers[ROLLOUT], weight_sync)
+            placement = self._placements[ROLLOUT]
+            give_up = placement.lose if isinstance(placement, RegisteredGroup) else routers[ROLLOUT].remove
+            self._repair = Repair(routers[ROLLOUT], weight_sync, give_up)
 
     async def close(self) -> None:
         """End every replica that was started; may be called twice."""
@@ -176,6 +183,8 @@ class Groups:
             return InProcessGroup(plan, self._device)
         if isinstance(placement, ExternalConfig):
             return ExternalGroup(plan)
+        if isinstance(placement, RegisteredConfig):
+            return RegisteredGroup(plan, self._registered)
         if isinstance(placement, LocalConfig):
             gpus = self._gpus.groups[plan.key]
             return ServerGroup(plan, LocalLauncher(plan, log_dir=log_dir, gpus=gpus))

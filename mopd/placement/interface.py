@@ -7,6 +7,7 @@ from typing import Protocol
 
 from mopd.config.groups import EngineGroupConfig
 from mopd.placement.engine_file import EngineFile
+from mopd.replicas.identity import Needs
 from mopd.replicas.interface import Kind, Replica
 from mopd.replicas.router import Router
 from mopd.text import file_name
@@ -27,8 +28,9 @@ class GroupPlan:
     model: str
     """Folder of the checkpoint, as the recipe spells it."""
     group: EngineGroupConfig
+    needs: Needs
     files: tuple[EngineFile, ...]
-    """One per replica that this run starts; none for ``external``."""
+    """One per replica that this run starts; none for ``external`` and ``registered``."""
 
     def replica_name(self, index: int) -> str:
         """``math.0``: in errors and metrics."""

@@ -50,6 +50,7 @@ class LocalLauncher:
             token=token,
             host=HOST,
             environment=self._environment(index),
+            python=self._cfg.python,
         )
         log = self._log_dir / f"{self._plan.file_name(index)}.log"
         return ServerProcess(command, folder=folder, log=log)

@@ -19,6 +19,8 @@ TAIL_BYTES = 4096
 USER_ERROR_PREFIX = "mopd: error: "
 _FOREIGN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MOPD_")
 _FOREIGN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+"""Variables by which another interpreter would find our packages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +45,8 @@ class ServerCommand:
     host: str
     environment: Mapping[str, str]
     """Set on top of what this process has."""
+    python: str | None = None
+    """Interpreter of another environment; ``None``: ours."""
 
 
 class ServerProcess:
@@ -55,10 +59,12 @@ class ServerProcess:
         engine_file, token_file = folder / "engine.json", folder / "token"
         with writing(folder):
             folder.mkdir(mode=0o700, parents=True)
+            package = _package_alone(folder) if command.python is not None else None
             engine_file.write_text(command.engine_file, encoding="utf-8")
             token_file.touch(mode=0o600)
             token_file.write_text(command.token, encoding="ascii")
-        serve = [sys.executable, "-m", "mopd", "serve", str(engine_file), "--ready-file", str(self._ready)]
+        python = sys.executable if command.python is None else os.path.abspath(command.python)
+        serve = [python, "-m", "mopd", "serve", str(engine_file), "--ready-file", str(self._ready)]
         serve += ["--host", command.host, "--port", "0", "--token-file", str(token_file)]
         with writing(log):
             output = log.open("ab")
@@ -70,7 +76,10 @@ class ServerProcess:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # a terminal's Ctrl-C is for mopd, which ends its servers in order
-                env=server_environment(os.environ, command.environment),
+                # vLLM's own sockets go with the folder; it leaves them where it is killed.
+                env=server_environment(
+                    os.environ, {"VLLM_RPC_BASE_PATH": str(folder), **command.environment}, package=package
+                ),
             )
 
     async def state(self) -> ServerState:
@@ -107,11 +116,25 @@ class ServerProcess:
         return f"{next(filter(None, reversed(words)), nothing)} (log: {self._log})"
 
 
-def server_environment(own: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
-    """Environment of a server: ours without what makes us a trainer rank, with this very package importable."""
+def _package_alone(folder: Path) -> Path:
+    """A place from which this very package can be imported, and nothing else of our environment."""
+    place = folder / "package"
+    place.mkdir()
+    (place / "mopd").symlink_to(Path(mopd.__file__).resolve().parent, target_is_directory=True)
+    return place
+
+
+def server_environment(
+    own: Mapping[str, str], extra: Mapping[str, str], *, package: Path | None = None
+) -> dict[str, str]:
+    """Environment of a server: ours without what makes us a trainer rank, with this very package importable; for
+    another interpreter (``package``) also without what leads to our own packages."""
     kept = {k: v for k, v in own.items() if not k.startswith(_FOREIGN) and k not in _FOREIGN_NAMES}
-    package = str(Path(mopd.__file__).parents[1])
-    paths = [package, *(p for p in kept.get("PYTHONPATH", "").split(os.pathsep) if p and p != package)]
+    if package is not None:
+        kept = {k: v for k, v in kept.items() if k not in _OURS}
+        return {**kept, "PYTHONPATH": str(package), **extra}
+    ours = str(Path(mopd.__file__).parents[1])
+    paths = [ours, *(p for p in kept.get("PYTHONPATH", "").split(os.pathsep) if p and p != ours)]
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), **extra}
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -109,12 +109,19 @@ class GroupWeightSync:
                 raise error
 
 
+class GiveUp(Protocol):
+    """``Router.remove``, or what a placement does instead."""
+
+    def __call__(self, name: str, *, reason: str) -> None:
+        """``name`` is a replica's."""
+
+
 class Repair:
     """Watches a rollout group for replicas without the current weights, and sends these once more."""
 
-    def __init__(self, router: Router, sync: GroupWeightSync) -> None:
-        """A replica that ``MAX_PUSHES`` in a row did not reach is removed."""
-        self._router, self._sync = router, sync
+    def __init__(self, router: Router, sync: GroupWeightSync, give_up: GiveUp) -> None:
+        """A replica that ``MAX_PUSHES`` in a row did not reach is given up."""
+        self._router, self._sync, self._give_up = router, sync, give_up
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -138,12 +145,12 @@ class Repair:
                 tried = set(await self._sync.send_again())
             except Exception as error:
                 for name in lacking:
-                    self._router.remove(name, reason=f"the weights could not be sent again: {error}")
+                    self._give_up(name, reason=f"the weights could not be sent again: {error}")
                 raise
             for name in tried & set(self._lacking()):
                 failures[name] = failures.get(name, 0) + 1
                 if failures[name] >= MAX_PUSHES:
-                    self._router.remove(name, reason=f"{failures[name]} pushes of the weights did not reach it")
+                    self._give_up(name, reason=f"{failures[name]} pushes of the weights did not reach it")
                 pause_s = min(2.0 ** failures[name] * LOOK_EVERY_S, LONGEST_PAUSE_S)
             for replica in self._router.replicas:
                 engine: Any = replica.engine

@@ -63,24 +63,37 @@ class Address:
             listener.setblocking(False)
             yield listener
 
-    def announce(self, listener: socket.socket) -> None:
-        """Tell that the server answers: the file first, then the line."""
+    def announce(self, listener: socket.socket) -> str:
+        """Tell that the server answers: the file first, then the line. Returns its URL."""
         host, port = listener.getsockname()[:2]
-        if ipaddress.ip_address(host).is_unspecified:
+        if is_any_address(listener):
             host = socket.gethostname()
-        ready = {"url": f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", "pid": os.getpid()}
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        ready = {"url": url, "pid": os.getpid()}
         if self.ready_file is not None:
             write_json(self.ready_file, ready)
         print(json.dumps(ready), flush=True)
+        return url
+
+
+def is_any_address(listener: socket.socket) -> bool:
+    """It listens on every address of the machine: none of them is its own."""
+    return ipaddress.ip_address(listener.getsockname()[0]).is_unspecified
 
 
 def read_token_file(path: Path) -> str:
     """The secret in a file, surrounding white space cut; ``UserError`` if it is missing, short or not printable."""
     try:
-        token = read_text(path, cure="write the secret there", max_bytes=MAX_TOKEN_BYTES).strip()
+        text = read_text(path, cure="write the secret there", max_bytes=MAX_TOKEN_BYTES)
     except UserError as error:
         problem = str(error).removeprefix(f"{shown_path(path)}: ")
         raise UserError(f"token file '{shown_path(path)}' cannot be read: {problem}") from error
+    return check_token(text, path)
+
+
+def check_token(text: str, path: Path) -> str:
+    """The secret in the text of a file; ``UserError`` if it is short or not printable."""
+    token = text.strip()
     if len(token) < MIN_TOKEN_CHARACTERS or not token.isascii() or not token.isprintable() or " " in token:
         raise UserError(
             f"token file '{shown_path(path)}' must hold one word of {MIN_TOKEN_CHARACTERS} or more ASCII characters: "

@@ -15,13 +15,15 @@ import uvicorn
 from mopd.serving.address import BACKLOG, Address
 from mopd.serving.app import EngineServer, Served, create_app
 from mopd.serving.connections import ServerConfig
+from mopd.serving.registration import Registrar
 from mopd.types import UserError
 
 CLOSE_TIMEOUT_S = 10.0
 
 
-async def serve(served: Served, address: Address, listener: socket.socket) -> int:
+async def serve(served: Served, address: Address, listener: socket.socket, registrar: Registrar | None = None) -> int:
     """Serve on ``listener`` until SIGTERM, or until the engine is dead; closes the engine and returns the exit code.
+    With a ``registrar`` a run is told as long as the server takes requests.
 
     Raises:
         UserError: nobody could be told that the server answers.
@@ -30,12 +32,24 @@ async def serve(served: Served, address: Address, listener: socket.socket) -> in
     def end() -> None:
         server.should_exit = True
 
+    def tell() -> None:
+        url = address.announce(listener)
+        if registrar is not None:
+            registrar.begin(url, served.manifest or {})
+
+    def leave() -> None:
+        if registrar is not None:
+            registrar.end()
+        engine_server.drain()
+
     engine_server = EngineServer(dataclasses.replace(served, on_dead=end))
     config = ServerConfig(create_app(engine_server), served.limits)
-    server = _Server(config, on_ready=lambda: address.announce(listener), on_exit=engine_server.drain)
+    server = _Server(config, on_ready=tell, on_exit=leave)
     try:
         await server.serve(sockets=[listener])
     finally:
+        if registrar is not None:
+            registrar.end()
         await asyncio.wait_for(served.host.engine.close(), CLOSE_TIMEOUT_S)
     if server.refused is not None:
         raise server.refused

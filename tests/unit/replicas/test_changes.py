@@ -232,7 +232,7 @@ def test_one_more_replica_takes_its_share_of_what_waits() -> None:
         assert now() == pytest.approx(0.4 * 10 / 2 + 0.4, abs=0.3)  # alone it would take 4 s
         numbers = {replica.name: replica.num_samples for replica in router.take_numbers().replicas}
         assert sum(numbers.values()) == 10 and numbers["math.1"] >= 3
-        with pytest.raises(ValueError, match="two replicas have one name: math.1"):
+        with pytest.raises(ValueError, match=r"two replicas have one name: math\.1"):
             router.add(Replica(name="math.1", engine=StandIn(2)))
 
     run(work)
