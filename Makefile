@@ -10,7 +10,7 @@ PIP := $(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt
 STAMP := $(VENV)/.installed
 ENGINES_STAMP := $(VENV)/.installed-engines-$(VLLM)
 
-.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz disk-full kills soak docs screenshot lint clean
+.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz disk-full kills soak docs screenshot image-cpu lint clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -63,11 +63,15 @@ docs: $(STAMP)  ## the pages of docs/ as a site, in site/: python -m http.server
 screenshot: $(STAMP)  ## the README's picture of a report, from the last quickstart; needs Chromium
 	$(BIN)/python -m tools.screenshot runs/quickstart/report.html docs/images/report.png
 
-lint: $(STAMP)  ## ruff, mypy, import contracts
+image-cpu:  ## docker/Dockerfile.cpu, built and tried as its user; docker/README.md has its variables
+	docker/image_cpu.sh
+
+lint: $(STAMP)  ## ruff, mypy, import contracts, Dockerfiles
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.gpu
 
 clean:  ## the environment; runs are left alone
 	rm -rf $(VENV)
