@@ -149,6 +149,26 @@ def check_layout(
     Raises:
         UserError: one line with both numbers and the key to set.
     """
+    problem = layout_problem(
+        dims,
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        expert_model_parallel_size=expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_parallel_size,
+    )
+    if problem:
+        raise UserError(problem)
+
+
+def layout_problem(
+    dims: ModelDims,
+    *,
+    tensor_model_parallel_size: int,
+    pipeline_model_parallel_size: int,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+) -> str:
+    """Why ``check_layout`` refuses; empty for a layout that divides the model."""
     tp = tensor_model_parallel_size
     etp = tp if expert_tensor_parallel_size is None else expert_tensor_parallel_size
     has_dense_layers = dims.moe is None or not all(dims.moe.layers)
@@ -165,13 +185,14 @@ def check_layout(
             ("expert_tensor_parallel_size", etp, "columns of an expert", dims.moe.ffn_hidden_size),
         ]
     elif expert_model_parallel_size > 1:
-        raise UserError(
+        return (
             f"student.parallel.expert_model_parallel_size is {expert_model_parallel_size} but model_type {dims.family} "
             "has no experts: set it to 1"
         )
     for key, degree, what, size in needs:
         if size % degree:
-            raise UserError(
+            return (
                 f"student.parallel.{key} {degree} does not divide the model's {size} {what}: "
                 f"set it to a divisor of {size}"
             )
+    return ""

@@ -1,0 +1,152 @@
+"""``mopd plan``: what goes where, whether it fits, and what a step will take, before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mopd.commands.ranks import add_recipe
+from mopd.config.load import Loaded, load_recipe
+from mopd.files.yaml_text import dump_inline
+from mopd.hardware import Hardware, this_hardware
+from mopd.planning.devices import GPUS, GPUS_PER_NODE, Cluster, Rates, rates_of
+from mopd.text import json_lines
+from mopd.types import UserError
+
+if TYPE_CHECKING:
+    from mopd.planning.plan import RunPlan
+
+MAX_NODES = 10_000
+ABOUT = "what goes where, whether it fits, and how long a step will take"
+EXAMPLES = """\
+examples:
+  mopd plan my.yaml --gpu h100                      on one node of eight H100
+  mopd plan my.yaml --gpu h200 --nodes 4 --suggest  the fastest layout and split of 32 GPUs
+  mopd plan my.yaml --probe                         on this machine, whose speed is measured first
+  mopd plan my.yaml --gpu h100 --measured RUN       beside what a run measured
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Light to import, as all of this file."""
+    add_recipe(parser)
+    add = parser.add_argument
+    add("--gpu", choices=tuple(GPUS), help="plan for nodes of these GPUs instead of this machine")
+    add("--nodes", type=int, default=1, metavar="N", help="nodes (default: %(default)s)")
+    add("--gpus-per-node", type=int, default=GPUS_PER_NODE, metavar="N", help="with --gpu (default: %(default)s)")
+    add("--configs", type=Path, metavar="DIR", help="where DIR/NAME/config.json stands for models that are not here")
+    add("--prompt-length", type=float, metavar="MEAN", help="tokens (default: half of data.max_prompt_length)")
+    add("--response-length", type=float, metavar="MEAN", help="tokens (default: half of rollout.max_response_length)")
+    add("--suggest", action="store_true", help="find the fastest layout and split of these GPUs")
+    add("--measured", type=Path, metavar="RUN", help="take lengths from a run, and show the plan beside it")
+    add("--probe", action="store_true", help="measure what this machine can do (some seconds; imports torch)")
+    add("--json", action="store_true", help="print JSON, every number in bytes or seconds")
+
+
+def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Print; the exit code.
+
+    Raises:
+        UserError: what cannot fit, by key, after the tables.
+    """
+    from mopd.planning.measured import beside, slowest
+    from mopd.planning.models import read_models
+    from mopd.planning.plan import check_models, make_plan, settled_for
+    from mopd.planning.show import plain, plain_suggestions, show, show_beside, show_suggestions
+    from mopd.planning.suggest import suggest
+    from mopd.planning.workload import expected, measured
+    from mopd.report.run_files import RunFiles
+
+    hardware = this_hardware()
+    cluster = _cluster(args, hardware)
+    loaded = load_recipe(args.recipe, args.set)
+    models = read_models(loaded, args.configs)
+    loaded = settled_for(loaded, models, cluster, hardware)
+    check_models(loaded, models, with_layout=not args.suggest)
+    steps = []
+    if args.measured is not None:
+        files = RunFiles(args.measured)
+        files.require_run()
+        steps = files.steps()
+        work = measured(loaded.recipe, steps)
+    else:
+        work = expected(loaded.recipe, prompt_tokens=args.prompt_length, response_tokens=args.response_length)
+    rates = _rates(args, loaded)
+    if args.suggest:
+        if rates is None or not cluster.gpus_per_node:
+            raise UserError("--suggest shares GPUs out: name them with --gpu")
+        found = suggest(loaded.recipe, models, work, cluster, rates)
+        if args.json:
+            print(json_lines(plain_suggestions(found)))
+        else:
+            show_suggestions(found, _yaml(found[0].keys))
+        return 0
+    plan = make_plan(loaded.recipe, models, work, cluster, rates)
+    rows = beside(plan, steps) if steps else []
+    if args.json:
+        print(json_lines({**plain(plan, rates), "measured": [asdict(row) for row in rows]}))
+    else:
+        show(plan, rates)
+        if steps:
+            show_beside(rows, None if plan.times is None else plan.times.bound_by, slowest(steps))
+    _refuse(loaded, plan)
+    return 0
+
+
+def _cluster(args: argparse.Namespace, hardware: Hardware) -> Cluster:
+    """What is planned for: GPUs of the table, else this machine."""
+    for name in ("nodes", "gpus_per_node"):
+        if not 1 <= getattr(args, name) <= MAX_NODES:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: set 1 to {MAX_NODES}")
+    if args.gpu is not None:
+        if args.probe:
+            raise UserError("--gpu plans for other machines and --probe measures this one: give one of them")
+        memory = GPUS[args.gpu].memory_bytes
+        return Cluster(name=args.gpu, nodes=args.nodes, gpus_per_node=args.gpus_per_node, memory_bytes=memory)
+    if hardware.num_gpus:
+        memory = min(hardware.gpu_memory_bytes)
+        return Cluster(name="gpu", nodes=args.nodes, gpus_per_node=hardware.num_gpus, memory_bytes=memory)
+    if args.nodes > 1:
+        raise UserError(f"--nodes is {args.nodes}, and this machine has no GPU to multiply: name some with --gpu")
+    return Cluster(name="cpu", nodes=1, gpus_per_node=0, memory_bytes=hardware.free_memory_bytes)
+
+
+def _rates(args: argparse.Namespace, loaded: Loaded) -> Rates | None:
+    if args.gpu is not None:
+        return rates_of(args.gpu)
+    if not args.probe:
+        return None
+    from mopd.bench.probe import probe
+
+    return probe(num_ranks=loaded.recipe.student.parallel.world_size)
+
+
+def _yaml(tree: Mapping[str, Any], depth: int = 0) -> str:
+    """Sections of sections stand on lines of their own."""
+    lines = []
+    for key, value in tree.items():
+        is_section = isinstance(value, dict) and any(isinstance(below, dict) for below in value.values())
+        head = f"{'  ' * depth}{dump_inline(key)}:"
+        lines.append(f"{head}\n{_yaml(value, depth + 1)}" if is_section else f"{head} {dump_inline(value)}")
+    return "\n".join(lines)
+
+
+def _refuse(loaded: Loaded, plan: RunPlan) -> None:
+    """One line for the first of what cannot work, after the tables that show why."""
+    if not plan.problems:
+        return
+    key, problem = plan.problems[0]
+    more = len(plan.problems) - 1
+    raise UserError(f"{loaded.where(*_path(loaded, key))}: {problem}" + (f" (and {more} more)" if more else ""))
+
+
+def _path(loaded: Loaded, key: str) -> tuple[str, ...]:
+    """Of a dotted key; a teacher's name may hold dots itself."""
+    for name in loaded.recipe.teachers:
+        start = f"teachers.{name}."
+        if key.startswith(start):
+            return ("teachers", name, *key.removeprefix(start).split("."))
+    return tuple(key.split("."))

@@ -1,0 +1,150 @@
+"""How GPUs are best shared out among the trainer and the groups of engines: what a step takes, and the search.
+
+A synchronous step (``max_staleness: 0``) is max(rollout, teachers) + trainer + weights, as teachers work while the
+rollout does; with engines in rank 0's process all come one after another. An asynchronous one takes as long as its
+slowest stage (docs/pipeline.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from mopd.planning.stages import StageTime
+
+ROLLOUT, TRAINER, WEIGHTS = "rollout", "trainer", "weight_sync"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """What the stages of one step take, by the names of the report."""
+
+    groups: Mapping[str, StageTime]
+    """``rollout``, ``teachers/NAME``."""
+    trainer_s: float
+    staging_s: float = 0.0
+    """Handing the weights over, spread over the steps between two publications; the trainer's own time."""
+    sending_s: float = 0.0
+    """Until the replicas have them, likewise; beside the next step of an asynchronous run."""
+    max_staleness: int = 0
+    in_turn: frozenset[str] = field(default_factory=frozenset)
+    """Groups in rank 0's process."""
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """Busy time of each stage in a step."""
+        found = {name: time.capacity_s if self.max_staleness else time.step_s for name, time in self.groups.items()}
+        sync = self.staging_s + self.sending_s
+        return {**found, TRAINER: self.trainer_s, **({WEIGHTS: sync} if sync else {})}
+
+    @property
+    def step_s(self) -> float:
+        """Of a whole step."""
+        busy = self.seconds
+        if self.max_staleness:
+            return max(self.trainer_s + self.staging_s, self.sending_s, *(busy[name] for name in self.groups))
+        in_turn = sum(busy[name] for name in self.in_turn)
+        beside = [busy[name] for name in self.groups if name not in self.in_turn]
+        return in_turn + max(beside, default=0.0) + self.trainer_s + self.staging_s + self.sending_s
+
+    @property
+    def bound_by(self) -> str:
+        """The stage that is busy longest."""
+        return max(self.seconds, key=self.seconds.__getitem__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupLoad:
+    """A group of engines as the search sees it."""
+
+    name: str
+    gpus: int
+    """Of one replica."""
+    time: Callable[[int], StageTime]
+    """By its number of replicas."""
+    at_most: int = 1024
+
+    def replicas_within(self, seconds: float) -> int | None:
+        """Fewest that keep up with a stage of so many seconds; ``None`` if no number does."""
+        if self.time(self.at_most).capacity_s > seconds:
+            return None
+        low, high = 1, self.at_most
+        while low < high:
+            middle = (low + high) // 2
+            if self.time(middle).capacity_s <= seconds:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerLoad:
+    """A layout of the student as the search sees it."""
+
+    gpus: int
+    seconds: float
+    staging_s: float = 0.0
+    sending_s: Callable[[int], float] = lambda replicas: 0.0
+    """By the rollout's number of replicas."""
+    label: str = ""
+    keys: Mapping[str, int] = field(default_factory=dict)
+    """Of ``student.parallel``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """One way to share GPUs out."""
+
+    trainer: TrainerLoad
+    replicas: Mapping[str, int]
+    times: StepTimes
+
+    @property
+    def gpus(self) -> Mapping[str, int]:
+        """Not counting what is idle."""
+        return {TRAINER: self.trainer.gpus, **self.replicas}
+
+
+def times_of(
+    trainer: TrainerLoad, groups: Sequence[GroupLoad], replicas: Mapping[str, int], *, max_staleness: int
+) -> StepTimes:
+    """With so many replicas of each group, all of them in processes of their own."""
+    return StepTimes(
+        groups={group.name: group.time(replicas[group.name]) for group in groups},
+        trainer_s=trainer.seconds,
+        staging_s=trainer.staging_s,
+        sending_s=trainer.sending_s(replicas.get(ROLLOUT, 1)),
+        max_staleness=max_staleness,
+    )
+
+
+def share_out(num_gpus: int, trainer: TrainerLoad, groups: Sequence[GroupLoad], *, max_staleness: int) -> Split | None:
+    """The best numbers of replicas beside a trainer: one more for the slowest group, again and again while there are
+    GPUs for it. ``None`` where not one replica each has room."""
+    replicas = {group.name: 1 for group in groups}
+    by_name = {group.name: group for group in groups}
+    free = num_gpus - trainer.gpus - sum(group.gpus for group in groups)
+    if free < 0:
+        return None
+    best: Split | None = None
+    while True:
+        times = times_of(trainer, groups, replicas, max_staleness=max_staleness)
+        if best is None or times.step_s < best.times.step_s:
+            best = Split(trainer=trainer, replicas=dict(replicas), times=times)
+        slowest = max(by_name, key=lambda name: times.seconds[name])
+        if by_name[slowest].gpus > free or replicas[slowest] >= by_name[slowest].at_most:
+            return best
+        replicas[slowest] += 1
+        free -= by_name[slowest].gpus
+
+
+def ranked(
+    num_gpus: int, trainers: Sequence[TrainerLoad], groups: Sequence[GroupLoad], *, max_staleness: int
+) -> list[Split]:
+    """The best split beside each trainer, the fastest first; of equals the one with fewest GPUs for the trainer."""
+    found = [share_out(num_gpus, trainer, groups, max_staleness=max_staleness) for trainer in trainers]
+    return sorted(
+        (split for split in found if split is not None), key=lambda split: (split.times.step_s, split.trainer.gpus)
+    )

@@ -1,0 +1,165 @@
+"""What GPUs can do, by their makers, and how much of it a program gets, by what others have published.
+
+A plan multiplies the two. Nobody has measured mopd on these GPUs yet: the shares are assumptions, each with its source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One GPU of a server, and its links, in one direction each."""
+
+    memory_bytes: int
+    """``memory.total`` of nvidia-smi."""
+    flops: float
+    """Dense bf16 operations a second."""
+    bandwidth: float
+    """Bytes a second of its memory."""
+    link: float
+    """Bytes a second to the other GPUs of its server (NVLink)."""
+    network: float
+    """Bytes a second to other servers: one network adapter each."""
+    source: str
+
+
+GPUS = {
+    "a100": Gpu(
+        memory_bytes=81_920 * MIB,
+        flops=312e12,
+        bandwidth=2.039e12,
+        link=300e9,
+        network=25e9,
+        source="NVIDIA A100 80GB SXM data sheet; DGX A100 user guide (one 200 Gb/s adapter for each GPU)",
+    ),
+    "h100": Gpu(
+        memory_bytes=81_559 * MIB,
+        flops=989.4e12,
+        bandwidth=3.35e12,
+        link=450e9,
+        network=50e9,
+        source="NVIDIA H100 SXM data sheet (1,979 TFLOP/s with sparsity); DGX H100 data sheet (400 Gb/s for each GPU)",
+    ),
+    "h200": Gpu(
+        memory_bytes=143_771 * MIB,
+        flops=989.4e12,
+        bandwidth=4.8e12,
+        link=450e9,
+        network=50e9,
+        source="NVIDIA H200 SXM data sheet; DGX H200 data sheet (400 Gb/s for each GPU)",
+    ),
+    "b200": Gpu(
+        memory_bytes=183_359 * MIB,
+        flops=2_250e12,
+        bandwidth=8.0e12,
+        link=900e9,
+        network=50e9,
+        source="NVIDIA DGX B200 data sheet (eight GPUs: 72 PFLOP/s fp8 with sparsity, 64 TB/s, 14.4 TB/s NVLink)",
+    ),
+}
+"""By the name that ``mopd plan --gpu`` takes."""
+GPUS_PER_NODE = 8
+"""Of the servers that the table is about."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What a program gets of a peak, or a cost that no peak tells."""
+
+    value: float
+    source: str
+
+
+SHARES = {
+    "training": Share(value=0.40, source="Megatron-LM: 44 to 52 % of an A100 (Narayanan et al. 2021), 41 to 48 % of an "
+                      "H100 (its README); less for our shorter sequences"),
+    "training_moe": Share(value=0.20, source="half of a dense model's: small products, and tokens exchanged"),
+    "prefill": Share(value=0.50, source="Pope et al. 2022 reach 76 % with large batches; ours are single requests"),
+    "bandwidth": Share(value=0.70, source="copies reach 80 to 90 % of the data sheet; attention over pages less"),
+    "link": Share(value=0.70, source="nccl-tests on NVLink and InfiniBand, large messages"),
+    "decode_step_s": Share(value=2e-3, source="vLLM's scheduler and sampler, per step and whatever the model"),
+    "collective_s": Share(value=15e-6, source="all-reduce of a few kilobytes over NVLink, nccl-tests"),
+    "network_collective_s": Share(value=40e-6, source="the same between servers"),
+    "call_s": Share(value=5e-6, source="launch of a CUDA kernel from Python"),
+    "stage": Share(value=0.9e9, source="bytes a second of one process that packs weights (copy, msgpack, CRC-32): "
+                   "docs/planning.md, measured on a CPU"),
+    "send": Share(value=0.7e9, source="bytes a second of one process that sends and one that takes them over "
+                  "loopback HTTP: docs/planning.md, measured on a CPU"),
+    "vllm_reserve_bytes": Share(value=4 * GIB, source="CUDA graphs, activations of a step, as vLLM tells at its start"),
+    "rank_reserve_bytes": Share(value=3 * GIB, source="CUDA's context, NCCL's buffers, workspaces of cuBLAS"),
+    "fragments": Share(value=0.05, source="of what a rank allocates: pieces that the allocator cannot use"),
+}  # fmt: skip
+"""Assumptions, each by its name in ``--json``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What one device does in a second, as a plan reckons: a peak times its share, or what ``--probe`` measured."""
+
+    train: float
+    """Operations a second, forward and backward of a dense model."""
+    train_moe: float
+    """The same with experts."""
+    prefill: float
+    """Operations a second of a forward pass."""
+    bandwidth: float
+    """Bytes a second of its memory."""
+    link: float
+    network: float
+    call_s: float
+    """Of one operation, however small."""
+    train_call_s: float
+    """Of one operation of a training step, the way back and autograd's share included."""
+    decode_step_s: float
+    """Of one step of an engine with a scheduler of its own."""
+    collective_s: float
+    """Of a collective of nearly nothing within a node."""
+    network_collective_s: float
+    stage: float
+    """Bytes a second of weights into host memory, ready for the wire."""
+    send: float
+    """Bytes a second of these into replicas, which share the sender."""
+    source: str
+
+
+def rates_of(name: str) -> Rates:
+    """Of a GPU of the table."""
+    gpu = GPUS[name]
+    share = {key: entry.value for key, entry in SHARES.items()}
+    return Rates(
+        train=gpu.flops * share["training"],
+        train_moe=gpu.flops * share["training_moe"],
+        prefill=gpu.flops * share["prefill"],
+        bandwidth=gpu.bandwidth * share["bandwidth"],
+        link=gpu.link * share["link"],
+        network=gpu.network * share["link"],
+        call_s=share["call_s"],
+        train_call_s=3 * share["call_s"],
+        decode_step_s=share["decode_step_s"],
+        collective_s=share["collective_s"],
+        network_collective_s=share["network_collective_s"],
+        stage=share["stage"],
+        send=share["send"],
+        source=f"{name}: {gpu.source}; shares of it are assumptions",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Nodes that are all alike."""
+
+    name: str
+    """Of the GPU, or ``cpu``."""
+    nodes: int
+    gpus_per_node: int
+    """0 without GPUs."""
+    memory_bytes: int
+    """Of one GPU; of a node's host where there is none."""
+
+    @property
+    def num_gpus(self) -> int:
+        return self.nodes * self.gpus_per_node

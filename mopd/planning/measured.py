@@ -1,0 +1,77 @@
+"""A plan beside what a run measured."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mopd.planning.balance import TRAINER, WEIGHTS
+from mopd.planning.plan import RunPlan
+from mopd.report.pipeline import stage_seconds
+
+SETTLING_STEPS = 2
+"""First steps of a run, which also allocate and compile."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beside:
+    """One number of the plan, and the mean of the run's steps."""
+
+    what: str
+    unit: str
+    planned: float
+    measured: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Planned over measured."""
+        return self.planned / self.measured if self.measured else None
+
+
+def beside(plan: RunPlan, steps: Sequence[Mapping[str, Any]]) -> list[Beside]:
+    """Seconds of the stages and bytes of the teachers, of what both know."""
+    records = steps[SETTLING_STEPS:] or steps
+    rows = []
+    if plan.times is not None:
+        busy = stage_means(records)
+        planned = plan.times.seconds
+        rows = [
+            Beside(what=name, unit="s", planned=planned[name], measured=busy[name])
+            for name in sorted(planned.keys() & busy.keys(), key=_place)
+        ]
+        whole = _mean(records, "timing/step_s")
+        if whole:
+            rows.append(Beside(what="step", unit="s", planned=plan.times.step_s, measured=whole))
+    for link in plan.links:
+        key, _, _ = link.name.partition(": ")
+        room, _, name = key.partition(".")
+        measured = _mean(records, f"{room}/payload_bytes" + (f"/{name}" if name else ""))
+        if measured:
+            rows.append(Beside(what=link.name, unit="bytes", planned=link.num_bytes, measured=measured))
+    return rows
+
+
+def slowest(steps: Sequence[Mapping[str, Any]]) -> str:
+    """The stage that was busy longest."""
+    busy = stage_means(steps[SETTLING_STEPS:] or steps)
+    return max(busy, key=busy.__getitem__)
+
+
+def stage_means(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Busy seconds of a step by stage, rewards left out: no plan knows them."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for record in steps:
+        for name, (seconds, _, _) in stage_seconds(record).items():
+            found[name].append(seconds)
+    return {name: sum(values) / len(values) for name, values in found.items() if name != "rewards"}
+
+
+def _mean(steps: Sequence[Mapping[str, Any]], name: str) -> float:
+    values = [record[name] for record in steps if record.get(name) is not None]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _place(stage: str) -> tuple[int, str]:
+    return {TRAINER: 2, WEIGHTS: 3}.get(stage, int(stage.startswith("teachers"))), stage

@@ -1,0 +1,1 @@
+"""Bytes of trainer ranks, replicas and hosts."""

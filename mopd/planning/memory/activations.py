@@ -1,0 +1,152 @@
+"""What a training step holds beside weights, gradients and states: activations and the LM head.
+
+Activations are counted as in Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models"),
+tensor by tensor for our layers: gated MLP, grouped queries, no dropout, a bias nowhere. Kept for the way back are:
+
+    norm in, norm out, twice             4 h                of the sequence's part under sequence parallelism
+    qkv, and q and k after the rope      2 q + 3 kv         q, kv: widths of all query, of all key heads
+    attention's answer                   q
+    gate and up, their product           3 f
+
+Kernels of TransformerEngine hold no scores; the local attention keeps them in fp32 and once more in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mopd.config.student import ParallelConfig, StudentConfig
+from mopd.conversion.models.dims import ModelDims
+from mopd.planning.memory.shards import BYTES
+
+SUM_BYTES = 4
+"""Hidden gradients of the LM head where several ranks add up to them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatchSize:
+    """The largest micro-batch of one rank."""
+
+    sequences: int
+    tokens: int
+    """Padding included."""
+    in_step: int
+    """Micro-batches of a step on one data-parallel rank."""
+
+    @property
+    def length(self) -> int:
+        """Of its longest sequence."""
+        return self.tokens // self.sequences
+
+
+def largest(student: StudentConfig, *, samples: int, max_tokens: int, mean_tokens: float) -> MicroBatchSize:
+    """Of samples that are all as long as they may be; a step's number of them follows from the mean length."""
+    share = -(-samples // student.parallel.data_parallel_size)
+    fitting = student.micro_batch_size or max(1, student.max_tokens_per_micro_batch // max_tokens)
+    usual = student.micro_batch_size or max(1.0, student.max_tokens_per_micro_batch / mean_tokens)
+    sequences = min(fitting, share)
+    return MicroBatchSize(
+        sequences=sequences, tokens=sequences * max_tokens, in_step=max(1, round(-(-share // min(usual, share))))
+    )
+
+
+def layer_elements(dims: ModelDims, parallel: ParallelConfig, *, has_experts: bool) -> float:
+    """Elements that one layer keeps for each token of a micro-batch, on one rank."""
+    tp = parallel.tensor_model_parallel_size
+    hidden = dims.hidden_size / (tp if parallel.sequence_parallel else 1)
+    if dims.mla is None:
+        q, kv = dims.num_attention_heads * dims.head_dim, dims.num_query_groups * dims.head_dim
+        attention = (3 * q + 3 * kv) / tp
+    else:
+        mla, heads = dims.mla, dims.num_attention_heads / tp
+        keys = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        compressed = 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank) + mla.qk_rope_head_dim
+        attention = compressed + heads * (4 * keys + 3 * mla.v_head_dim)
+    if not has_experts or dims.moe is None:
+        return 4 * hidden + attention + 3 * dims.ffn_hidden_size / tp
+    moe = dims.moe
+    # A rank's tokens go out as one copy for each of their experts, and about as many come in from others.
+    copies = moe.experts_per_token / tp * (2 * dims.hidden_size + 3 * moe.ffn_hidden_size)
+    return 4 * hidden + attention + 3 * moe.shared_ffn_hidden_size / tp + copies + moe.num_experts
+
+
+def activation_bytes(
+    dims: ModelDims, student: StudentConfig, batch: MicroBatchSize, *, stage: int, is_fused: bool
+) -> int:
+    """Of one rank of a pipeline stage. The schedule lets stage i of p begin p - i micro-batches before the first comes
+    back. ``is_fused``: TransformerEngine's attention, which holds no scores."""
+    parallel, size = student.parallel, BYTES[student.dtype]
+    pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+    layers = dims.num_layers // pp
+    own = [dims.is_moe_layer(layer) for layer in range(stage * layers, (stage + 1) * layers)]
+    each = {kind: layer_elements(dims, parallel, has_experts=kind) * batch.tokens * size for kind in set(own)}
+    scores = 0.0
+    if not is_fused:
+        heads = max(1, dims.num_attention_heads // tp)
+        scores = batch.sequences * heads * float(batch.length) ** 2 * (4 + size)
+    border = dims.hidden_size / (tp if parallel.sequence_parallel else 1) * batch.tokens * size
+    under_way = min(pp - stage, batch.in_step)
+    if student.recompute == "full":
+        return round(under_way * layers * border + max(each.values()) + scores)
+    kept_scores = 0.0 if student.recompute == "selective" else layers * scores
+    beside = scores if student.recompute == "selective" else 0.0
+    return round(under_way * (sum(each[kind] for kind in own) + kept_scores + border) + beside)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadShape:
+    """The LM head and the loss on one rank of the last stage."""
+
+    rows: int
+    """Of logits: response tokens of a micro-batch."""
+    tokens: int
+    """Of the micro-batch."""
+    hidden: int
+    columns: int
+    """Of the vocabulary, on this rank."""
+    element: int
+    """Bytes of one number."""
+    ranks: int
+    """That share the vocabulary."""
+    splits_sequence: bool
+
+    def rows_at_once(self, budget: int) -> int:
+        """Rows whose logits exist at a time: all, or what ``lm_head_memory_budget_mib`` lets through
+        (``LinearHead.rows_within``); 0 where not one fits."""
+        row = self.columns * self.element
+        if self.rows * row <= budget:
+            return self.rows
+        return max(0, min(self.rows, (budget - self._beside()) // row))
+
+    def peak(self, budget: int) -> int:
+        """Most bytes at one moment, above what goes in and comes out."""
+        at_once = self.rows_at_once(budget)
+        logits = at_once * self.columns * self.element
+        if at_once < self.rows:
+            return logits + self._beside()
+        return logits + max(self._gathered(), self._summed())
+
+    def eager(self, bytes_per_logit: float) -> int:
+        """Of a loss that needs so many bytes for each of the micro-batch's logits."""
+        return round(self.tokens * self.columns * bytes_per_logit)
+
+    @property
+    def _sum(self) -> int:
+        return SUM_BYTES if self.ranks > 1 else self.element
+
+    def _gathered(self) -> int:
+        """Rows that are chosen, from a whole sequence that is gathered first."""
+        chosen = self.rows * self.hidden * self.element if self.rows < self.tokens else 0
+        return chosen + (self.tokens * self.hidden * self.element if self.splits_sequence else 0)
+
+    def _summed(self) -> int:
+        """The hidden gradient on its way to the sequence's form."""
+        partial = self.rows * self.hidden * self._sum
+        is_result = self._sum == self.element and self.rows == self.tokens and not self.splits_sequence
+        if is_result:
+            return 0
+        whole = self.tokens * self.hidden * self._sum if self.rows < self.tokens and self.splits_sequence else 0
+        return partial + whole
+
+    def _beside(self) -> int:
+        return self._gathered() + self._summed()

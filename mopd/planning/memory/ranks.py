@@ -1,0 +1,146 @@
+"""Memory of a whole run: every kind of trainer rank and replica, part by part, and what the hosts hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from mopd.config.groups import VllmEngineConfig
+from mopd.config.placements import InProcessConfig
+from mopd.config.schema import Recipe
+from mopd.conversion.models.dims import ModelDims
+from mopd.placement.gpus import engine_groups
+from mopd.planning.devices import SHARES, Cluster
+from mopd.planning.memory.activations import HeadShape, MicroBatchSize, activation_bytes, largest
+from mopd.planning.memory.replicas import ReplicaPlan
+from mopd.planning.memory.shards import BYTES, shard, tensor_bytes, whole
+from mopd.planning.workload import Workload, sample_bytes
+
+MIB = 2**20
+EAGER_BYTES = 12
+"""Of each logit, beside it: a loss in eager PyTorch over all logits of a micro-batch holds three fp32 copies of them
+(a published vocabulary-parallel loss, measured; docs/planning.md)."""
+HEAD_DEGREES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlan:
+    """Every rank of one pipeline stage."""
+
+    stage: int
+    parts: Mapping[str, int]
+    shared: Mapping[str, int]
+    """Engines in rank 0's process, by group: they take its memory too."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.parts.values()) + sum(self.shared.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadPlan:
+    """The LM head at one tensor-parallel degree, on as many ranks in all."""
+
+    tensor_model_parallel_size: int
+    ours_bytes: int
+    eager_bytes: int
+    """Logits, and what an eager loss holds beside them."""
+    rank_bytes: int
+    """Of the fullest rank, with ours."""
+    fits: bool
+    fits_eager: bool
+
+
+def micro_batch(recipe: Recipe, work: Workload) -> MicroBatchSize:
+    """The largest."""
+    return largest(recipe.student, samples=work.samples, max_tokens=work.max_tokens, mean_tokens=work.length)
+
+
+def head_shape(recipe: Recipe, dims: ModelDims, batch: MicroBatchSize) -> HeadShape:
+    """Of the largest micro-batch, all of whose tokens may be responses."""
+    parallel = recipe.student.parallel
+    tp = parallel.tensor_model_parallel_size
+    responses = batch.sequences * recipe.rollout.max_response_length
+    return HeadShape(
+        rows=min(batch.tokens, responses),
+        tokens=batch.tokens,
+        hidden=dims.hidden_size,
+        columns=dims.padded_vocab_size(tp) // tp,
+        element=BYTES[recipe.student.dtype],
+        ranks=tp,
+        splits_sequence=parallel.sequence_parallel,
+    )
+
+
+def plan_ranks(
+    recipe: Recipe, dims: ModelDims, work: Workload, cluster: Cluster, replicas: Mapping[str, ReplicaPlan]
+) -> list[RankPlan]:
+    """One for each pipeline stage; the first is rank 0's, whose process some engines may share."""
+    groups = engine_groups(recipe)
+    batch, student = micro_batch(recipe, work), recipe.student
+    head = head_shape(recipe, dims, batch)
+    stages = student.parallel.pipeline_model_parallel_size
+    is_fused = cluster.gpus_per_node > 0 and student.transformer_impl != "local"
+    plans = []
+    for stage in range(stages):
+        parts = dict(tensor_bytes(shard(dims, student.parallel, stage), student))
+        parts["activations"] = activation_bytes(dims, student, batch, stage=stage, is_fused=is_fused)
+        if stage == stages - 1:
+            parts["lm_head"] = head.peak(student.lm_head_memory_budget_mib * MIB)
+        if cluster.gpus_per_node:
+            fragments = round(SHARES["fragments"].value * sum(parts.values()))
+            parts["reserve"] = int(SHARES["rank_reserve_bytes"].value) + fragments
+        shared = {}
+        if stage == 0:
+            shared = {
+                key: replicas[key].num_bytes * groups[key].replicas
+                for key, group in groups.items()
+                if isinstance(group.placement, InProcessConfig)
+            }
+        plans.append(RankPlan(stage=stage, parts=parts, shared=shared))
+    return plans
+
+
+def head_plans(
+    recipe: Recipe, dims: ModelDims, work: Workload, cluster: Cluster, replicas: Mapping[str, ReplicaPlan]
+) -> list[HeadPlan]:
+    """Our head beside an eager loss, at every tensor-parallel degree that divides the model and the ranks."""
+    plans = []
+    ranks = recipe.student.parallel.world_size // recipe.student.parallel.pipeline_model_parallel_size
+    for tp in HEAD_DEGREES:
+        if ranks % tp or dims.num_query_groups % tp or recipe.samples_per_step % (ranks // tp) or dims.moe is not None:
+            continue
+        parallel = replace(
+            recipe.student.parallel,
+            tensor_model_parallel_size=tp,
+            data_parallel_size=ranks // tp,
+            sequence_parallel=recipe.student.parallel.sequence_parallel and tp > 1,
+        )
+        own = replace(recipe, student=replace(recipe.student, parallel=parallel))
+        head = head_shape(own, dims, micro_batch(own, work))
+        rank = max(plan_ranks(own, dims, work, cluster, replicas), key=lambda plan: plan.num_bytes)
+        ours = head.peak(recipe.student.lm_head_memory_budget_mib * MIB)
+        eager = head.eager(head.element + EAGER_BYTES)
+        plans.append(
+            HeadPlan(
+                tensor_model_parallel_size=tp,
+                ours_bytes=ours,
+                eager_bytes=eager,
+                rank_bytes=rank.num_bytes,
+                fits=rank.num_bytes <= cluster.memory_bytes,
+                fits_eager=rank.num_bytes - ours + eager <= cluster.memory_bytes,
+            )
+        )
+    return plans
+
+
+def host_bytes(recipe: Recipe, dims: ModelDims, work: Workload) -> dict[str, int]:
+    """What processes hold in host memory beside GPUs, on the node of rank 0 and where a rollout replica is."""
+    model = whole(dims) * BYTES[recipe.student.dtype]
+    in_flight = (recipe.schedule.max_staleness + 1) * work.samples
+    found = {"data plane": in_flight * sample_bytes(recipe, work)}
+    if isinstance(recipe.rollout.placement, InProcessConfig):
+        return {"weights for the rollout": model, **found}
+    beside = "weights packed by rank 0", "weights kept by the producer"
+    own = 2 * model if isinstance(recipe.rollout.engine, VllmEngineConfig) else model
+    return {**dict.fromkeys(beside, model), "weights kept aside by each rollout replica": own, **found}

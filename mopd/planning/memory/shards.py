@@ -1,0 +1,115 @@
+"""Weights of the student on each trainer rank, counted from the name tables, and the bytes that belong to them.
+
+Ranks of one pipeline stage hold equally much. What Megatron's buffers add to align parameters is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mopd.config.student import ParallelConfig, StudentConfig
+from mopd.conversion.models import families
+from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.families import Param
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+GRADIENT_BYTES = 4
+"""``grad_reduce_in_fp32``: the buffers are fp32 whatever the model's dtype."""
+MOMENT_BYTES = 8
+"""Adam's two, in fp32."""
+MAIN_BYTES = 4
+"""The fp32 copy of weights that are not fp32 themselves."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """Numbers of one rank's weights."""
+
+    dense: int
+    """Outside the experts; copies of them on every data-parallel rank."""
+    experts: int
+    constants: int
+    """Kept in fp32 and not trained by gradients (the routers' biases)."""
+
+    @property
+    def trained(self) -> int:
+        return self.dense + self.experts
+
+
+def shard(dims: ModelDims, parallel: ParallelConfig, stage: int) -> Shard:
+    """Of every rank of a pipeline stage (from 0)."""
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    etp, ep = parallel.resolved_expert_tensor_parallel_size, parallel.expert_model_parallel_size
+    sizes = families.sizes(dims)
+    per_stage = dims.num_layers // pp
+    dense = experts = constants = 0
+    for is_moe, count in _layers(dims, stage * per_stage, (stage + 1) * per_stage).items():
+        example = next(layer for layer in range(dims.num_layers) if dims.is_moe_layer(layer) == is_moe)
+        for param in families.layer_params(dims, example):
+            numel = _numel(param, sizes)
+            if param.stays_fp32:
+                constants += count * numel
+            elif param.is_expert:
+                assert dims.moe is not None
+                experts += count * (dims.moe.num_experts // ep) * _share(param, numel, etp)
+            else:
+                dense += count * _share(param, numel, tp)
+    vocabulary = dims.padded_vocab_size(tp) // tp * dims.hidden_size
+    is_first, is_last = stage == 0, stage == pp - 1
+    tables = int(is_first) + int(is_last) - int(is_first and is_last and dims.tied_embeddings)
+    return Shard(
+        dense=dense + tables * vocabulary + (dims.hidden_size if is_last else 0), experts=experts, constants=constants
+    )
+
+
+def whole(dims: ModelDims) -> int:
+    """Weights of the model, each once."""
+    one = shard(dims, ParallelConfig(), 0)
+    return one.dense + one.experts + one.constants
+
+
+def expert_weights(dims: ModelDims) -> int:
+    """Of all experts."""
+    return shard(dims, ParallelConfig(), 0).experts
+
+
+def active(dims: ModelDims) -> int:
+    """Weights in the layers that one token meets: its own experts, no embedding and no head."""
+    one = shard(dims, ParallelConfig(), 0)
+    tables = (1 if dims.tied_embeddings else 2) * dims.vocab_size * dims.hidden_size
+    of_token = 0 if dims.moe is None else one.experts * dims.moe.experts_per_token // dims.moe.num_experts
+    return one.dense - tables + of_token
+
+
+def tensor_bytes(own: Shard, student: StudentConfig) -> dict[str, int]:
+    """Weights, gradients and optimizer states of one rank, as Megatron allocates them.
+
+    With the distributed optimizer each rank keeps the states of its share of the weights alone: over the data-parallel
+    ranks, and for experts over the ranks that hold copies of them.
+    """
+    parallel, size = student.parallel, BYTES[student.dtype]
+    state = MOMENT_BYTES + (MAIN_BYTES if size < 4 else 0)
+    copies, expert_copies = 1, 1
+    if student.optimizer.use_distributed_optimizer:
+        copies = parallel.data_parallel_size
+        expert_copies = parallel.tensor_model_parallel_size * copies // parallel.expert_ranks
+    return {
+        "weights": own.trained * size + own.constants * 4,
+        "gradients": own.trained * GRADIENT_BYTES,
+        "optimizer": own.dense * state // copies + own.experts * state // expert_copies,
+    }
+
+
+def _layers(dims: ModelDims, low: int, high: int) -> dict[bool, int]:
+    """Whether a layer has experts -> how many of the layers ``low`` to ``high`` are so."""
+    kinds = [dims.is_moe_layer(layer) for layer in range(low, high)]
+    return {kind: kinds.count(kind) for kind in set(kinds)}
+
+
+def _numel(param: Param, sizes: dict[str, int]) -> int:
+    return sum(math.prod(sizes[name] for name in tensor.shape) for tensor in param.hf)
+
+
+def _share(param: Param, numel: int, ranks: int) -> int:
+    return numel if param.merge == "replicated" else numel // ranks

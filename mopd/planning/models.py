@@ -1,0 +1,63 @@
+"""Sizes of a recipe's models from their ``config.json``, wherever one is: no weights, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from mopd.config.load import Loaded
+from mopd.conversion.models.config_keys import CONFIG_FILE
+from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.reading import read_dims
+from mopd.files.reading import shown_path
+from mopd.hub.names import HubName, hub_model
+from mopd.types import UserError
+
+STUDENT = "student"
+
+
+def read_models(loaded: Loaded, configs: Path | None) -> Mapping[str, ModelDims]:
+    """``student`` and ``teachers.NAME`` -> sizes.
+
+    A model's ``config.json`` is that of its folder, of ``configs``/LAST-PART-OF-ITS-NAME, or what the Hub's cache has.
+
+    Raises:
+        UserError: file, line and key of a model whose config is nowhere, or cannot be used.
+    """
+    recipe = loaded.recipe
+    wanted: dict[str, tuple[str, tuple[str, ...]]] = {STUDENT: (recipe.student.model, ("student", "model"))}
+    wanted |= {f"teachers.{name}": (one.model, ("teachers", name, "model")) for name, one in recipe.teachers.items()}
+    found: dict[Path, ModelDims] = {}
+    models = {}
+    for key, (model, path) in wanted.items():
+        folder = _folder(model, configs)
+        if folder is None:
+            cure = "give --configs DIR, where DIR/NAME/config.json is that of a model whose name ends in NAME"
+            if hub_model(model) is not None:
+                raise UserError(
+                    f"{loaded.where(*path)}: {model!r} is no folder here and not in the Hub's cache: {cure}"
+                )
+            raise UserError(f"{loaded.where(*path)}: no such folder {shown_path(model)!r}: {cure}")
+        if folder not in found:
+            found[folder] = read_dims(folder)
+        models[key] = found[folder]
+    return models
+
+
+def _folder(model: str, configs: Path | None) -> Path | None:
+    """With the ``config.json``; the folder itself comes first."""
+    own, name = Path(model), hub_model(model)
+    places = [own]
+    if configs is not None:
+        places.append(configs / (own.name if name is None else name.repository.partition("/")[2]))
+    if name is not None:
+        places += _cached(name)
+    return next((place for place in places if (place / CONFIG_FILE).is_file()), None)
+
+
+def _cached(name: HubName) -> list[Path]:
+    """Where the Hub's cache has it, if it does."""
+    from huggingface_hub import try_to_load_from_cache  # half a second, for names of the Hub alone
+
+    found = try_to_load_from_cache(name.repository, CONFIG_FILE, revision=name.revision)
+    return [Path(found).parent] if isinstance(found, str) else []

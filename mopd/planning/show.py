@@ -1,0 +1,233 @@
+"""A plan as tables, and as plain values for ``--json``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from mopd.planning.devices import GIB, SHARES, Rates
+from mopd.planning.measured import Beside
+from mopd.planning.places import RANKS, Places
+from mopd.planning.plan import RunPlan
+from mopd.planning.suggest import Suggestion
+from mopd.report.terminal import Terminal
+
+UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def plain(plan: RunPlan, rates: Rates | None) -> dict[str, Any]:
+    """Plain values, every number in bytes or seconds."""
+    return {
+        "cluster": dataclasses.asdict(plan.cluster),
+        "samples": dataclasses.asdict(plan.work),
+        "places": [dataclasses.asdict(tenant) for tenant in plan.places.tenants],
+        "elsewhere": list(plan.places.elsewhere),
+        "ranks": [{**dataclasses.asdict(rank), "num_bytes": rank.num_bytes} for rank in plan.ranks],
+        "replicas": {
+            key: {**dataclasses.asdict(one), "num_bytes": one.num_bytes} for key, one in plan.replicas.items()
+        },
+        "host_bytes": dict(plan.hosts),
+        "links": [dataclasses.asdict(link) for link in plan.links],
+        "lm_head": [dataclasses.asdict(head) for head in plan.heads],
+        "rates": None if rates is None else dataclasses.asdict(rates),
+        "shares": {name: dataclasses.asdict(share) for name, share in SHARES.items()},
+        "times": _times(plan),
+        "alternatives": [dataclasses.asdict(one) for one in plan.alternatives],
+        "problems": [{"key": key, "problem": text} for key, text in plan.problems],
+    }
+
+
+def _times(plan: RunPlan) -> dict[str, Any] | None:
+    times = plan.times
+    if times is None:
+        return None
+    return {
+        "step_s": times.step_s,
+        "bound_by": times.bound_by,
+        "stages": times.seconds,
+        "groups": {name: dataclasses.asdict(time) for name, time in times.groups.items()},
+        "trainer": dict(plan.trainer),
+        "balanced_replicas": dict(plan.balanced),
+    }
+
+
+def plain_suggestions(found: Sequence[Suggestion]) -> list[dict[str, Any]]:
+    """Plain values, the fastest first."""
+    return [
+        {
+            "keys": one.keys,
+            "gpus": one.split.gpus,
+            "step_s": one.split.times.step_s,
+            "bound_by": one.split.times.bound_by,
+        }
+        for one in found
+    ]
+
+
+def show(plan: RunPlan, rates: Rates | None) -> None:
+    """Print the tables."""
+    console = Terminal()
+    work = plan.work
+    console.print(
+        f"a step: {work.samples} samples of {work.prompt_tokens:.0f} + {work.response_tokens:.0f} tokens "
+        f"({work.source})",
+        highlight=False,
+    )
+    console.print(_places_table(plan.places))
+    console.print(_memory_table(plan))
+    console.print(_links_table(plan))
+    if plan.heads:
+        console.print(_head_table(plan))
+    if plan.times is None:
+        console.print("no times: --gpu names GPUs of the table, --probe measures this machine", highlight=False)
+        return
+    console.print(_stage_table(plan))
+    for line in _lines(plan):
+        console.print(line, highlight=False)
+    if rates is not None:
+        console.print(f"rates  {rates.source}", highlight=False)
+
+
+def _places_table(places: Places) -> Table:
+    table = Table("where", "who", "GPUs")
+    rows: dict[tuple[int, str], list[tuple[int, tuple[int, ...]]]] = {}
+    for tenant in places.tenants:
+        rows.setdefault((tenant.node, tenant.key), []).append((tenant.number, tenant.gpus))
+    for (node, key), own in sorted(rows.items(), key=lambda row: row[0][0]):
+        who = "ranks" if key == RANKS else f"{key} replicas" if len(own) > 1 else f"{key} replica"
+        gpus = " ".join("+".join(map(str, gpus)) for _, gpus in own if gpus)
+        table.add_row(f"node {node}", f"{who} {_range(number for number, _ in own)}", gpus or "-")
+    for key in places.elsewhere:
+        table.add_row("elsewhere", key, "-")
+    return table
+
+
+def _range(numbers: Iterable[int]) -> str:
+    ordered = sorted(numbers)
+    return str(ordered[0]) if len(ordered) == 1 else f"{ordered[0]}-{ordered[-1]}"
+
+
+def _memory_table(plan: RunPlan) -> Table:
+    table = Table("memory", "GiB", "of", "parts, GiB")
+    limit = f"{plan.cluster.memory_bytes / GIB:.1f}"
+    for rank in plan.ranks:
+        name = "each rank" if len(plan.ranks) == 1 else f"ranks of stage {rank.stage}"
+        own = sum(rank.parts.values())
+        table.add_row(name, f"{own / GIB:.2f}", limit, _parts(rank.parts))
+        if rank.shared:
+            table.add_row("rank 0 with engines", f"{rank.num_bytes / GIB:.2f}", limit, _parts(rank.shared))
+    for key, one in plan.replicas.items():
+        room = f"; {one.sequences} sequences" if one.cache_tokens else ""
+        per = "" if one.gpus == 1 else f" (each of {one.gpus} GPUs)"
+        table.add_row(f"{key}{per}", f"{one.num_bytes / GIB:.2f}", limit, _parts(one.parts) + room)
+    table.add_row("host", f"{sum(plan.hosts.values()) / GIB:.2f}", "", _parts(plan.hosts))
+    return table
+
+
+def _parts(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {_digits(size / GIB)}" for name, size in parts.items() if size)
+
+
+def _links_table(plan: RunPlan) -> Table:
+    table = Table("bytes of a step", "in all", "each")
+    for link in plan.links:
+        table.add_row(link.name, _bytes(link.num_bytes), f"{_bytes(link.bytes_each)} a {link.each}")
+    return table
+
+
+def _head_table(plan: RunPlan) -> Table:
+    table = Table("LM head at TP", "ours, GiB", "rank, GiB", "an eager loss, GiB", "rank with it")
+    for head in plan.heads:
+        eager = head.rank_bytes - head.ours_bytes + head.eager_bytes
+        table.add_row(
+            str(head.tensor_model_parallel_size),
+            f"{head.ours_bytes / GIB:.2f}",
+            f"{head.rank_bytes / GIB:.1f} {_fits(head.fits)}",
+            f"{head.eager_bytes / GIB:.2f}",
+            f"{eager / GIB:.1f} {_fits(head.fits_eager)}",
+        )
+    return table
+
+
+def _fits(fits: bool) -> str:
+    return "fits" if fits else "does not fit"
+
+
+def _stage_table(plan: RunPlan) -> Table:
+    assert plan.times is not None
+    table = Table("stage", "busy, s a step", "bound by", "replicas", "to keep up with the trainer")
+    for name, seconds in plan.times.seconds.items():
+        group = plan.times.groups.get(name)
+        replicas = len(plan.places.of(name.replace("/", ".", 1))) if group else 0
+        bound = group.bound if group else ", ".join(f"{part} {s:.3g}" for part, s in plan.trainer.items() if s)
+        balanced = plan.balanced.get(name)
+        table.add_row(
+            name.replace("_", " "),
+            f"{seconds:.3g}",
+            bound if name in ("trainer", *plan.times.groups) else "",
+            str(replicas) if group else "",
+            ("no number" if balanced is None else str(balanced)) if group else "",
+        )
+    return table
+
+
+def _lines(plan: RunPlan) -> list[str]:
+    assert plan.times is not None
+    times = plan.times
+    kind = f"max_staleness {times.max_staleness}" if times.max_staleness else "synchronous"
+    lines = [f"step  {times.step_s:.3g} s ({kind}), bound by {times.bound_by.replace('_', ' ')}"]
+    if plan.alternatives:
+        texts = [f"{one.change}: {one.step_s:.3g} s on {one.gpus} GPUs" for one in plan.alternatives]
+        lines.append(f"alternatives  {'; '.join(texts)}")
+    return lines
+
+
+def show_beside(rows: Sequence[Beside], bound_planned: str | None, bound_measured: str) -> None:
+    """Plan and run."""
+    console = Terminal()
+    table = Table("plan beside the run", "planned", "measured", "ratio")
+    for row in rows:
+        write = _bytes if row.unit == "bytes" else _seconds
+        ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
+        table.add_row(row.what.replace("_", " "), write(row.planned), write(row.measured), ratio)
+    console.print(table)
+    named = "" if bound_planned is None else f"; planned: {bound_planned.replace('_', ' ')}"
+    console.print(f"slowest stage, measured: {bound_measured.replace('_', ' ')}{named}", highlight=False)
+
+
+def show_suggestions(found: Sequence[Suggestion], keys: str) -> None:
+    """The best with its keys, the others behind it."""
+    console = Terminal()
+    table = Table("student", "GPUs", "replicas", "step, s", "bound by")
+    for one in found:
+        times = one.split.times
+        table.add_row(
+            one.split.trainer.label,
+            str(one.split.trainer.gpus),
+            ", ".join(f"{name} {count}" for name, count in one.split.replicas.items()),
+            f"{times.step_s:.3g}",
+            times.bound_by.replace("_", " "),
+        )
+    console.print(table)
+    console.print("set for the first:", highlight=False)
+    for line in keys.splitlines():
+        console.print(line, highlight=False)
+
+
+def _digits(value: float) -> str:
+    """Two behind the point, or as many as show anything."""
+    return f"{value:.2f}" if value >= 0.01 else f"{value:.1g}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s"
+
+
+def _bytes(value: float) -> str:
+    for size, unit in UNITS:
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f} B"

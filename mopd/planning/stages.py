@@ -1,0 +1,192 @@
+"""Seconds of each stage by roofline: operations, bytes of memory, calls, links; whichever takes longest.
+
+training     3 x forward (4 x with full recompute) + what is not overlapped: pipeline bubble, data-parallel sums,
+             the optimizer's pass over its states
+forward      2 operations a weight and token, 2 q a token of context and layer for scores and their sums
+scoring      forward, and a pass of fp32 log-probs over [rows, vocabulary]
+drawing      a step of decoding reads the weights once and every sequence's cache; as many steps as the longest
+             response has, or as the tokens need at full room
+weights      through one host process, which packs them, and to the replicas, which share it
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
+from mopd.config.placements import InProcessConfig
+from mopd.config.schema import Recipe
+from mopd.conversion.models.dims import ModelDims
+from mopd.planning.devices import Rates
+from mopd.planning.memory.activations import MicroBatchSize
+from mopd.planning.memory.replicas import VLLM_BYTES_PER_LOGIT, ReplicaPlan, kv_bytes
+from mopd.planning.memory.shards import BYTES, GRADIENT_BYTES, active, expert_weights, shard, tensor_bytes, whole
+from mopd.planning.workload import Workload
+
+TORCH_CALLS_PER_LAYER = 60
+"""Operations of one layer of a transformers model in one forward pass, counted with torch.profiler."""
+STEP_CALLS = 40
+"""Operations of a forward pass outside its layers, of drawing or of looking up log-probs."""
+LOCAL_CALLS_PER_LAYER = 130
+"""Operations of one of Megatron's local layers, forward and backward, counted likewise."""
+OPTIMIZER_CALLS = 25
+"""Operations of Adam, clipping and copying for one parameter tensor."""
+TENSORS_PER_LAYER = 8
+COLLECTIVES_PER_LAYER = 4
+"""Tensor-parallel ones, forward and backward."""
+SCORE_PASSES = 3
+"""Over the logits, for log-sum-exp, top-k and the look-up of ids."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTime:
+    """One stage."""
+
+    capacity_s: float
+    """For a step's samples, when it never lacks work."""
+    step_s: float
+    """For one step's samples alone, the longest response included."""
+    bound: str
+    """What takes the time: operations, memory, calls, links."""
+
+
+def forward_flops(dims: ModelDims, *, tokens: float, context: float, rows: float) -> float:
+    """Operations of a forward pass over ``tokens`` that see ``context`` tokens on average, with ``rows`` of logits."""
+    q = dims.num_attention_heads * dims.head_dim
+    layers = 2.0 * active(dims) * tokens + 4.0 * q * context * dims.num_layers * tokens
+    return layers + 2.0 * dims.vocab_size * dims.hidden_size * rows
+
+
+def training_time(
+    recipe: Recipe, dims: ModelDims, work: Workload, batch: MicroBatchSize, rates: Rates, per_node: int
+) -> dict[str, float]:
+    """Seconds of the parts of a step of the trainer."""
+    student = recipe.student
+    parallel = student.parallel
+    tp, pp, dp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.data_parallel_size
+    forward = forward_flops(dims, tokens=work.tokens, context=work.length / 2, rows=work.rows)
+    repeats = 4 if student.recompute == "full" else 3
+    speed = rates.train if dims.moe is None else rates.train_moe
+    layers, tensors = dims.num_layers // pp, _tensors(dims, pp)
+    calls = batch.in_step * (layers * LOCAL_CALLS_PER_LAYER * repeats / 3 + 3 * STEP_CALLS) * rates.train_call_s
+    if tp > 1:
+        latency = rates.collective_s if tp <= per_node else rates.network_collective_s
+        calls += batch.in_step * layers * COLLECTIVES_PER_LAYER * latency
+    parts = {"forward_backward": max(repeats * forward / (parallel.world_size * speed), calls)}
+    parts["bubble"] = parts["forward_backward"] * (pp - 1) / batch.in_step
+    own = shard(dims, parallel, 0)
+    if dp > 1:
+        size = BYTES[student.dtype] if student.optimizer.use_distributed_optimizer else GRADIENT_BYTES
+        moved = (dp - 1) / dp * (own.dense + own.experts) * (GRADIENT_BYTES + size)
+        speed = rates.link if tp * dp <= per_node and parallel.world_size <= per_node else rates.network
+        parts["gradients"] = moved / speed
+    sizes = tensor_bytes(own, student)
+    passes = 2 * sizes["optimizer"] + 2 * sizes["gradients"] + sizes["weights"]
+    parts["optimizer"] = max(passes / rates.bandwidth, tensors * OPTIMIZER_CALLS * rates.call_s)
+    return parts
+
+
+def drawing_time(
+    group: EngineGroupConfig, dims: ModelDims, work: Workload, own: ReplicaPlan, replicas: int, rates: Rates
+) -> StageTime:
+    """Of ``replicas`` that share a step's samples evenly."""
+    samples, size = work.samples / replicas, BYTES[group.engine.dtype]
+    at_once = max(1.0, min(samples, own.sequences))
+    context = work.prompt_tokens + work.response_tokens / 2
+
+    def step_s(sequences: float) -> tuple[float, str]:
+        flops = forward_flops(dims, tokens=sequences, context=context, rows=sequences)
+        read = _read_weights(dims, sequences) * size + sequences * context * kv_bytes(dims, size)
+        times = {
+            "operations": flops / (own.gpus * rates.prefill),
+            "memory": read / (own.gpus * rates.bandwidth),
+            "calls": _step_cost(group, dims, own.gpus, rates),
+        }
+        bound = max(times, key=times.__getitem__)
+        # An engine with a scheduler of its own prepares a step while nothing else of it runs.
+        extra = rates.decode_step_s if isinstance(group.engine, VllmEngineConfig) else 0.0
+        return max(times.values()) + extra, bound
+
+    full, bound = step_s(at_once)
+    prompt = forward_flops(dims, tokens=samples * work.prompt_tokens, context=work.prompt_tokens / 2, rows=samples)
+    prefill = prompt / (own.gpus * rates.prefill)
+    if isinstance(group.engine, VllmEngineConfig):
+        capacity = samples * work.response_tokens / at_once * full
+        alone, _ = step_s(max(1.0, at_once / 8))
+        tail = max(0.0, work.longest_response - samples * work.response_tokens / at_once)
+        return StageTime(capacity_s=prefill + capacity, step_s=prefill + capacity + tail * alone, bound=bound)
+    # A batch of the torch engine goes on until its longest response ends; rows that have ended leave it late.
+    rounds = math.ceil(samples / at_once) * work.longest_response * full
+    return StageTime(capacity_s=prefill + rounds, step_s=prefill + rounds, bound=bound)
+
+
+def scoring_time(
+    group: EngineGroupConfig,
+    dims: ModelDims,
+    work: Workload,
+    share: float,
+    own: ReplicaPlan,
+    replicas: int,
+    rates: Rates,
+) -> StageTime:
+    """Of one teacher's share of a step's samples, on ``replicas``."""
+    samples = work.samples * share / replicas
+    rows = samples * work.response_tokens
+    flops = forward_flops(dims, tokens=samples * work.length, context=work.length / 2, rows=rows)
+    logits = rows * dims.vocab_size * (VLLM_BYTES_PER_LOGIT if own.gpus > 1 else 4)
+    batches = max(1.0, samples * work.length / _tokens_per_batch(group))
+    times = {
+        "operations": flops / (own.gpus * rates.prefill) + SCORE_PASSES * logits / rates.bandwidth,
+        "memory": batches
+        * _read_weights(dims, samples * work.length)
+        * BYTES[group.engine.dtype]
+        / rates.bandwidth
+        / own.gpus,
+        "calls": batches * _step_cost(group, dims, own.gpus, rates),
+    }
+    seconds = max(times.values())
+    return StageTime(capacity_s=seconds, step_s=seconds, bound=max(times, key=times.__getitem__))
+
+
+def staging_s(recipe: Recipe, dims: ModelDims, rates: Rates) -> float:
+    """Until the student goes on: its weights are in host memory, or in the engine of its own process."""
+    size = whole(dims) * BYTES[recipe.student.dtype]
+    if isinstance(recipe.rollout.placement, InProcessConfig):
+        return size * 3 / rates.bandwidth + _tensors(dims, 1) * STEP_CALLS * rates.call_s
+    return size / rates.stage + _tensors(dims, 1) * STEP_CALLS * rates.call_s
+
+
+def sending_s(recipe: Recipe, dims: ModelDims, replicas: int, rates: Rates) -> float:
+    """Until every replica has them."""
+    if isinstance(recipe.rollout.placement, InProcessConfig):
+        return 0.0
+    return whole(dims) * BYTES[recipe.student.dtype] * replicas / rates.send
+
+
+def _step_cost(group: EngineGroupConfig, dims: ModelDims, gpus: int, rates: Rates) -> float:
+    """Of a forward pass over nearly nothing."""
+    is_graph = isinstance(group.engine, VllmEngineConfig) and not group.engine.enforce_eager
+    calls = 0.0 if is_graph else (dims.num_layers * TORCH_CALLS_PER_LAYER + STEP_CALLS) * rates.call_s
+    return calls + (2 * dims.num_layers * rates.collective_s if gpus > 1 else 0.0)
+
+
+def _read_weights(dims: ModelDims, tokens: float) -> float:
+    """Weights that a pass over ``tokens`` reads: of experts those that some token goes to, if they choose evenly."""
+    total = whole(dims)
+    if dims.moe is None:
+        return float(total)
+    experts = expert_weights(dims)
+    missed = (1 - dims.moe.experts_per_token / dims.moe.num_experts) ** tokens
+    return total - experts * missed
+
+
+def _tokens_per_batch(group: EngineGroupConfig) -> int:
+    if isinstance(group.engine, VllmEngineConfig):
+        return min(group.engine.max_num_batched_tokens, group.engine.max_scoring_tokens)
+    return int(getattr(group.engine, "max_tokens_per_batch", 65_536))
+
+
+def _tensors(dims: ModelDims, stages: int) -> int:
+    """Parameter tensors of a rank, about."""
+    return dims.num_layers // stages * TENSORS_PER_LAYER + 3

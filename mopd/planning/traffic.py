@@ -1,0 +1,147 @@
+"""Bytes that a step moves, link by link, reckoned from the forms in which they travel (``wire/messages.py``, the fields
+of ``data_plane``), not from what anybody measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mopd.config.groups import EngineGroupConfig
+from mopd.config.placements import InProcessConfig
+from mopd.config.schema import Recipe
+from mopd.conversion.models.dims import ModelDims
+from mopd.planning.memory.shards import BYTES, GRADIENT_BYTES, shard, whole
+from mopd.planning.workload import ID_BYTES, LOGPROB_BYTES, TOKEN_BYTES, Workload, sample_bytes
+
+REQUEST_HEAD, ANSWER_HEAD = 180, 170
+"""msgpack around the arrays of one request for scores, of one answer."""
+RESPONSE_HEAD = 175
+"""Of one response that a rollout server tells."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flow:
+    """What goes over one kind of link in one step."""
+
+    name: str
+    num_bytes: int
+    """Of a step, over all that share the name."""
+    each: str
+    """``replica``, ``rank``, …: whose share ``bytes_each`` is."""
+    bytes_each: int
+
+
+def score_bytes(samples: float, work: Workload, top_k: int, *, samples_per_request: float) -> int:
+    """Requests and answers of one teacher: what its ``payload_bytes`` counts."""
+    requests = samples / samples_per_request
+    request = samples * (ID_BYTES * work.length + 2 * ID_BYTES) + requests * REQUEST_HEAD
+    row = top_k * (ID_BYTES + LOGPROB_BYTES) + LOGPROB_BYTES
+    return round(request + samples * (work.response_tokens * row + ID_BYTES) + requests * ANSWER_HEAD)
+
+
+def draw_bytes(samples: float, work: Workload, *, samples_per_request: float) -> int:
+    """Requests and responses of the rollout."""
+    request = samples * (ID_BYTES * work.prompt_tokens + 12) + samples / samples_per_request * REQUEST_HEAD
+    return round(request + samples * (work.response_tokens * (2 * ID_BYTES + LOGPROB_BYTES) + RESPONSE_HEAD))
+
+
+def last_stage_bytes(recipe: Recipe, work: Workload) -> int:
+    """Of one sample, what the ranks of the last stage read; the first stage reads the tokens alone."""
+    unread = ID_BYTES  # token_versions
+    correction = getattr(recipe.loss, "correction", None)
+    if correction is None and getattr(recipe.loss, "old_logprobs", "") != "rollout":
+        unread += LOGPROB_BYTES
+    return round(sample_bytes(recipe, work) - unread * work.response_tokens)
+
+
+def links(
+    recipe: Recipe,
+    groups: Mapping[str, EngineGroupConfig],
+    dims: ModelDims,
+    work: Workload,
+    *,
+    micro_batches: int,
+    micro_batch_tokens: int,
+) -> list[Flow]:
+    """All of a step. ``micro_batches``: of one data-parallel rank, ``micro_batch_tokens`` each with their padding."""
+    found = [*_of_engines(recipe, groups, work), *_of_weights(recipe, dims, groups["rollout"])]
+    dp = recipe.student.parallel.data_parallel_size
+    first, last = round(TOKEN_BYTES * work.length * work.samples), last_stage_bytes(recipe, work) * work.samples
+    if recipe.student.parallel.pipeline_model_parallel_size > 1:
+        found.append(Flow(name="fields to first stage", num_bytes=first, each="rank", bytes_each=first // dp))
+    found.append(Flow(name="fields to last stage", num_bytes=last, each="rank", bytes_each=last // dp))
+    return found + _between_ranks(recipe, dims, micro_batches=micro_batches, tokens=micro_batch_tokens)
+
+
+def _of_engines(recipe: Recipe, groups: Mapping[str, EngineGroupConfig], work: Workload) -> list[Flow]:
+    found = []
+    for key, group in groups.items():
+        if isinstance(group.placement, InProcessConfig):
+            continue
+        joined = max(1.0, group.routing.max_tokens_per_request / work.length)
+        if key == "rollout":
+            per_request = max(1.0, group.routing.max_tokens_per_request / work.prompt_tokens)
+            total = draw_bytes(work.samples, work, samples_per_request=min(per_request, work.samples))
+        else:
+            samples = work.samples * work.teacher_shares[key.removeprefix("teachers.")]
+            if samples == 0:
+                continue
+            # A request is sent as soon as a replica is free: as many samples as came by then, some prompts'.
+            per_request = min(joined, max(1.0, float(recipe.rollout.samples_per_prompt)))
+            total = score_bytes(samples, work, recipe.loss.top_k, samples_per_request=per_request)
+        name = "prompts and responses" if key == "rollout" else "tokens and scores"
+        found.append(
+            Flow(
+                name=f"{key}: {name}",
+                num_bytes=total,
+                each="replica",
+                bytes_each=total // group.num_replicas,
+            )
+        )
+    return found
+
+
+def _of_weights(recipe: Recipe, dims: ModelDims, rollout: EngineGroupConfig) -> list[Flow]:
+    model = whole(dims) * BYTES[recipe.student.dtype]
+    every = recipe.schedule.sync_every_steps
+    per_step = model // every
+    if isinstance(rollout.placement, InProcessConfig):
+        return [Flow(name="weights to rollout", num_bytes=per_step, each="replica", bytes_each=per_step)]
+    total = per_step * rollout.num_replicas
+    return [Flow(name="weights to rollout", num_bytes=total, each="replica", bytes_each=per_step)]
+
+
+def _between_ranks(recipe: Recipe, dims: ModelDims, *, micro_batches: int, tokens: int) -> list[Flow]:
+    """Collectives of Megatron, sent by the busiest rank: rings move (n - 1) / n of what they reduce or gather."""
+    student = recipe.student
+    parallel, size = student.parallel, BYTES[student.dtype]
+    tp, pp, dp = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.data_parallel_size,
+    )
+    world, layers = parallel.world_size, dims.num_layers // pp
+    found = []
+
+    def add(name: str, each: float) -> None:
+        if each:
+            found.append(Flow(name=name, num_bytes=round(each * world), each="rank", bytes_each=round(each)))
+
+    border = tokens * dims.hidden_size * size
+    repeats = 3 if student.recompute == "full" else 2
+    # Two all-reduces (or a gather and a scatter each) of the border in each direction of a layer.
+    add("tensor-parallel", 2 * (tp - 1) / tp * border * 2 * repeats * layers * micro_batches)
+    add("pipeline", 2 * border * micro_batches / (tp if parallel.sequence_parallel else 1) if pp > 1 else 0)
+    own = shard(dims, parallel, 0)
+    if dp > 1:
+        gathers = size if student.optimizer.use_distributed_optimizer else GRADIENT_BYTES
+        add("data-parallel", (dp - 1) / dp * own.dense * (GRADIENT_BYTES + gathers))
+    if dims.moe is not None:
+        ep, etp = parallel.expert_model_parallel_size, parallel.resolved_expert_tensor_parallel_size
+        moe_layers = sum(map(dims.is_moe_layer, range(layers)))
+        exchanged = border / tp * dims.moe.experts_per_token * 2 * repeats * moe_layers * micro_batches
+        add("expert-parallel", (ep - 1) / ep * exchanged)
+        copies = tp * dp // (ep * etp)
+        if copies > 1:
+            add("expert data-parallel", (copies - 1) / copies * own.experts * (GRADIENT_BYTES + size))
+    return found

@@ -1,0 +1,134 @@
+"""What a step's samples are like: how many, how long, and which teacher gets which share of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mopd.config.schema import Recipe
+from mopd.types import UserError
+
+ID_BYTES, LOGPROB_BYTES, TOKEN_BYTES = 4, 4, 8
+"""int32 ids and fp32 log-probs on the wire and in the data plane; int64 tokens in the data plane."""
+ASSUMED_SHARE = 0.5
+"""Mean length of prompts and responses over the longest that the recipe lets through, where nobody says more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """One optimizer step's samples."""
+
+    samples: int
+    prompt_tokens: float
+    """Mean of a sample."""
+    response_tokens: float
+    """Mean of a sample."""
+    longest_response: int
+    max_tokens: int
+    """Of the longest sample that the recipe lets through."""
+    teacher_shares: Mapping[str, float]
+    """Of the samples, by teacher; they add up to more than 1 where ensembles score."""
+    max_teachers: int
+    """D: most teachers of one domain."""
+    source: str
+
+    @property
+    def tokens(self) -> float:
+        """Of a step, prompts and responses."""
+        return self.samples * (self.prompt_tokens + self.response_tokens)
+
+    @property
+    def rows(self) -> float:
+        """Response tokens of a step."""
+        return self.samples * self.response_tokens
+
+    @property
+    def length(self) -> float:
+        """Mean tokens of a sample."""
+        return self.prompt_tokens + self.response_tokens
+
+
+def expected(recipe: Recipe, *, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Workload:
+    """From the recipe, with mean lengths that the user gives or that are assumed. Domains share the stream by
+    ``data.domain_weights``, else equally.
+
+    Raises:
+        UserError: a mean above the longest.
+    """
+    longest = {"prompt": recipe.data.max_prompt_length, "response": recipe.rollout.max_response_length}
+    keys = {"prompt": "data.max_prompt_length", "response": "rollout.max_response_length"}
+    means = {"prompt": prompt_tokens, "response": response_tokens}
+    for what, mean in means.items():
+        if mean is not None and not 1 <= mean <= longest[what]:
+            raise UserError(f"--{what}-length is {mean:g}: set 1 to {keys[what]} {longest[what]}")
+    told = [what for what, mean in means.items() if mean is not None]
+    half = [keys[what] for what, mean in means.items() if mean is None]
+    texts = [f"mean {what} length as given" for what in told]
+    texts += [f"mean length assumed half of {' and '.join(half)}"] if half else []
+    return Workload(
+        samples=recipe.samples_per_step,
+        prompt_tokens=prompt_tokens or max(1.0, ASSUMED_SHARE * longest["prompt"]),
+        response_tokens=response_tokens or max(1.0, ASSUMED_SHARE * longest["response"]),
+        longest_response=longest["response"],
+        max_tokens=sum(longest.values()),
+        teacher_shares=_shares(recipe, domain_shares(recipe)),
+        max_teachers=recipe.assignment.max_teachers,
+        source="; ".join(texts),
+    )
+
+
+def measured(recipe: Recipe, steps: Sequence[Mapping[str, Any]]) -> Workload:
+    """As the records of a run's steps say.
+
+    Raises:
+        UserError: no record tells lengths.
+    """
+    samples: dict[str, float] = defaultdict(float)
+    responses = tokens = 0.0
+    for record in steps:
+        for name, value in record.items():
+            metric, _, domain = name.partition("/")
+            if metric == "num_samples" and value:
+                samples[domain] += value
+                responses += value * (record.get(f"response_length/{domain}") or 0.0)
+        tokens += record.get("tokens") or 0.0
+    total = sum(samples.values())
+    if not total or not responses or tokens <= responses:
+        raise UserError("--measured: the run's metrics.jsonl tells no lengths yet: wait for its first steps")
+    return Workload(
+        samples=recipe.samples_per_step,
+        prompt_tokens=(tokens - responses) / total,
+        response_tokens=responses / total,
+        longest_response=recipe.rollout.max_response_length,
+        max_tokens=recipe.data.max_prompt_length + recipe.rollout.max_response_length,
+        teacher_shares=_shares(recipe, {domain: count / total for domain, count in samples.items()}),
+        max_teachers=recipe.assignment.max_teachers,
+        source="lengths and domains of the measured run",
+    )
+
+
+def sample_bytes(recipe: Recipe, work: Workload) -> int:
+    """One sample's tensors in the data plane, all of its fields."""
+    teacher = work.max_teachers * recipe.loss.top_k * (ID_BYTES + LOGPROB_BYTES) + LOGPROB_BYTES
+    row = 1 + LOGPROB_BYTES + ID_BYTES + teacher + (LOGPROB_BYTES if recipe.needs_task_advantage else 0)
+    return round(TOKEN_BYTES * work.length + row * work.response_tokens)
+
+
+def domain_shares(recipe: Recipe) -> dict[str, float]:
+    """Of the stream, by domain; the teacher of domains that nobody names counts as one domain more."""
+    weights = dict(recipe.data.domain_weights)
+    if not weights:
+        weights = dict.fromkeys(recipe.assignment.by_domain, 1.0)
+        if recipe.assignment.default is not None and not recipe.teachers[recipe.assignment.default].domains:
+            weights["others"] = 1.0
+    return {domain: weight / sum(weights.values()) for domain, weight in weights.items()}
+
+
+def _shares(recipe: Recipe, domains: Mapping[str, float]) -> dict[str, float]:
+    shares = dict.fromkeys(recipe.teachers, 0.0)
+    for domain, share in domains.items():
+        for name in recipe.assignment.teachers_of(domain):
+            shares[name] += share
+    return shares
