@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from mopd import __version__
-from mopd.commands import bench, check, config, convert, eval, generate, init, serve, train
+from mopd.commands import bench, check, config, convert, eval, generate, init, plan, serve, train
 from mopd.commands.watching import compare, report
 from mopd.files.writing import refusal
 from mopd.launch import failure
@@ -21,6 +21,7 @@ EXAMPLES = """\
 examples:
   mopd init --student MODEL --teacher NAME=MODEL --train FILE   a first recipe, with the domains of the data
   mopd config recipes/quickstart.yaml                       every value of a recipe and where it comes from
+  mopd plan my.yaml --gpu h100                              what goes where, whether it fits, how long a step takes
   mopd check recipes/quickstart.yaml                        the checks before a run, without the run
   mopd train recipes/quickstart.yaml                        start the ranks that the recipe needs, and train
   mopd train recipes/quickstart.yaml --resume               go on from the newest complete checkpoint
@@ -43,6 +44,7 @@ COMMANDS = {
     "train": train,
     "check": check,
     "config": config,
+    "plan": plan,
     "eval": eval,
     "serve": serve,
     "report": report,
