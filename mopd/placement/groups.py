@@ -228,7 +228,10 @@ class InProcessGroup:
         for file in self.plan.files:
             self._engines.append(await load_engine(file, self._device))
         # Without limits: an engine of this process gets whole batches, cut the same way in every run.
-        return [Replica(name=self.plan.replica_name(i), engine=engine) for i, engine in enumerate(self._engines)]
+        return [
+            Replica(name=self.plan.replica_name(i), engine=engine, tells=False)
+            for i, engine in enumerate(self._engines)
+        ]
 
     def watch(self, router: Router) -> None:
         """See ``Placement.watch``."""

@@ -14,7 +14,8 @@ With a command it starts this server, and kills its group when mopd is gone or t
 inference engine's workers outlive it). SIGTERM is passed on, so that the server can end in order. Exit code: the
 server's, or 128 + n when signal n ended it.
 
-FOLDER is removed last.
+Python's resource trackers are left to end by themselves, which they do as soon as the rest has: they remove shared
+memory and semaphores that the dead could not (an inference engine's, in /dev/shm). FOLDER is removed last.
 """
 
 from __future__ import annotations
@@ -27,12 +28,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1
 LOST_CODE = 70
+TRACKER = b"multiprocessing.resource_tracker"
+"""In the command line of a resource tracker."""
+TRACKER_S = 3.0
+"""For trackers to end."""
+LOOK_S = 0.02
 
 
 def kill_ranks(folder: str) -> None:
@@ -83,8 +90,27 @@ def _kill_when_alone(group: int) -> None:
 
 
 def _kill_group(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # the usual case: the group has ended by itself
+    deadline = time.monotonic() + TRACKER_S
+    while time.monotonic() < deadline:
+        members = list(_members(group))
+        if not members:  # the usual case: the group has ended by itself
+            return
+        for pid, command in members:
+            if TRACKER not in command:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(LOOK_S)
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
+
+
+def _members(group: int) -> Iterator[tuple[int, bytes]]:
+    """Process id and command line of what lives in a process group."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended while we looked
+            state, _, own_group = (folder / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[:3]
+            if own_group == str(group) and state not in "ZX":
+                yield int(folder.name), (folder / "cmdline").read_bytes()
 
 
 if __name__ == "__main__":

@@ -158,7 +158,8 @@ class Request(Generic[R]):
 
     async def _ask(self) -> Sequence[R]:
         name, timeout_s = self._member.name, self._routing.request_timeout_s
-        call = asyncio.ensure_future(self._work.ask(self._member.engine, self._items, self._told))
+        told = self._told if self._member.tells else None
+        call = asyncio.ensure_future(self._work.ask(self._member.engine, self._items, told))
         try:
             ends: set[asyncio.Future[Any]] = {call, self._broken}
             await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

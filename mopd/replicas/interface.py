@@ -28,6 +28,9 @@ class Replica:
     has them, are read as running totals of its payload."""
     limits: EngineLimits = NO_LIMITS
     """What the engine said of itself when it joined: how much of the group's work it is given at a time."""
+    tells: bool = True
+    """It is asked to tell each answer as soon as it is there. False for an engine of this process, which blocks its
+    caller until all are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -123,7 +123,7 @@ class Member:
     def __init__(
         self, replica: Replica, routing: RoutingConfig, limits: RouterLimits, counters: ReplicaCounters
     ) -> None:
-        self.name, self.engine = replica.name, replica.engine
+        self.name, self.engine, self.tells = replica.name, replica.engine, replica.tells
         self.counters = counters
         self.breaker = Breaker(failures=limits.breaker_failures, reset_s=limits.breaker_reset_s)
         self.in_flight = NO_ROOM

@@ -21,7 +21,7 @@ class Work(Protocol[EngineT, ItemT, ResultT]):
     """What is asked about items. Equal ones hash equally."""
 
     async def ask(
-        self, engine: EngineT, items: Sequence[ItemT], told: Callable[[int, ResultT], None]
+        self, engine: EngineT, items: Sequence[ItemT], told: Callable[[int, ResultT], None] | None
     ) -> Sequence[ResultT]:
         """A result for each item; ``told`` as in ``Generator.generate``."""
         ...
@@ -52,7 +52,7 @@ class Scoring:
     vocab_size: int | None
 
     async def ask(
-        self, engine: Scorer, items: Sequence[tuple[Tensor, int]], told: Callable[[int, Scores], None]
+        self, engine: Scorer, items: Sequence[tuple[Tensor, int]], told: Callable[[int, Scores], None] | None
     ) -> Sequence[Scores]:
         """See ``Work.ask``. Scorers answer at once for all."""
         tokens, starts = [sequence for sequence, _ in items], [start for _, start in items]
@@ -83,7 +83,7 @@ class Generating:
         self,
         engine: Generator,
         items: Sequence[tuple[Sequence[int], int]],
-        told: Callable[[int, Generation], None],
+        told: Callable[[int, Generation], None] | None,
     ) -> Sequence[Generation]:
         """See ``Work.ask``."""
         prompts, seeds = [prompt for prompt, _ in items], [seed for _, seed in items]

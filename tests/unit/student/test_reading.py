@@ -99,7 +99,7 @@ def test_ranks_of_a_group_get_the_same_bytes_and_errors(tmp_path: Path) -> None:
     ends, processes = [], []
     for number in range(2):
         end, other = context.Pipe()
-        processes.append(context.Process(target=rank, args=(number, str(tmp_path), other)))
+        processes.append(context.Process(target=rank, args=(number, str(tmp_path), other), daemon=True))
         processes[-1].start()
         other.close()
         ends.append(end)
