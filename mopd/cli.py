@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from mopd import __version__
-from mopd.commands import bench, check, config, convert, eval, generate, init, plan, serve, train
+from mopd.commands import bench, check, config, convert, eval, generate, init, plan, serve, slurm, train
 from mopd.commands.watching import compare, report
 from mopd.files.writing import refusal
 from mopd.launch import failure
@@ -30,6 +30,7 @@ examples:
   torchrun --nproc-per-node 8 -m mopd train my.yaml         the same under your own torchrun (several machines)
   mopd eval my.yaml --model runs/mine/hf                    validation rewards of any Hugging Face folder
   mopd serve my.yaml --teacher math --port 8000             one teacher behind HTTP (see placement: external)
+  mopd slurm my.yaml --wait                                 the run as a job of a Slurm cluster
   mopd report runs/quickstart                               one HTML page and report.json
   mopd compare runs/quickstart runs/mine --html compare.html   tables, recipe differences and curves side by side
   mopd generate runs/quickstart "a prompt" --samples 4       what the student answers now
@@ -47,6 +48,7 @@ COMMANDS = {
     "plan": plan,
     "eval": eval,
     "serve": serve,
+    "slurm": slurm,
     "report": report,
     "compare": compare,
     "generate": generate,

@@ -15,6 +15,7 @@ from mopd.config.groups import Assignment, EngineGroupConfig, TeacherConfig, Tea
 from mopd.config.losses import Loss, PolicyGradientConfig, TopKLossConfig, require_own_samples
 from mopd.config.placements import ExternalConfig, InProcessConfig, RayConfig
 from mopd.config.rewards import RewardConfig
+from mopd.config.slurm import SlurmConfig
 from mopd.config.student import StudentConfig
 from mopd.config.values import (
     MAX_COUNT,
@@ -226,6 +227,8 @@ class Recipe:
     """Checks before the first step."""
     metrics: MetricsConfig = MetricsConfig()
     """Metric sinks."""
+    slurm: SlurmConfig | None = None
+    """The job that ``mopd slurm`` submits; absent: the recipe is for one machine, or started by hand."""
 
     def __post_init__(self) -> None:
         require_seed("seed", self.seed)
@@ -275,11 +278,11 @@ class Recipe:
                     "them, or give each a weight (an ensemble)"
                 )
         for name, teacher in self.teachers.items():
-            taken = {f"{name}.{index}" for index in range(teacher.num_replicas)} if teacher.num_replicas > 1 else set()
-            for other in sorted(taken & self.teachers.keys()):
+            other = next((other for other in self.teachers if teacher.may_name(name, other)), None)
+            if other is not None:
                 raise ValueError(
-                    f"teachers.{name} has {teacher.num_replicas} replicas, and {other!r} is the name of one and of a "
-                    "teacher: rename the teacher"
+                    f"teachers.{name} has several replicas, and {other!r} is the name of one and of a teacher: rename "
+                    "the teacher"
                 )
             if teacher.scores_at_temperature_1_only and self.loss.temperature != 1.0:
                 raise ValueError(

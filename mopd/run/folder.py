@@ -44,6 +44,8 @@ CHANGEABLE_ON_RESUME = (
     "checkpoint.*",
     "preflight.*",
     "metrics.*",
+    "slurm",
+    "slurm.*",
 )
 """Keys that a resumed run may change: where and how fast it runs, how long, and what is watched and saved. All others
 decide what is learned; a run that changes them is another run."""

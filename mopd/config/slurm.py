@@ -1,0 +1,183 @@
+"""How a run becomes a job of a Slurm cluster: what ``mopd slurm`` asks for; nothing that decides what is learned."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mopd.config.values import MAX_PROCESSES, check_unrepeated, require_at_least
+from mopd.text import visible
+
+MAX_SEEDS = 1000
+"""Slurm's own default limit of an array."""
+MAX_SIGNAL_S = 65_535
+"""The longest warning that sbatch takes."""
+_NAME = re.compile(r"[A-Za-z0-9_.,:@+-]+")
+_TIME = re.compile(r"\d{1,6}(:[0-5]\d){0,2}|\d{1,4}-\d{1,2}(:[0-5]\d){0,2}")
+_OPTION = re.compile(r"(--[a-z][a-z0-9-]*)(=.*)?")
+OURS = (
+    "--account", "--array", "--chdir", "--cpus-per-task", "--error", "--exclusive", "--export", "--gpus-per-node",
+    "--job-name", "--no-requeue", "--nodes", "--ntasks", "--ntasks-per-node", "--open-mode", "--output", "--parsable",
+    "--partition", "--qos", "--requeue", "--signal", "--time", "--wait", "--wrap",
+)  # fmt: skip
+"""Options of sbatch that follow from other keys, or that the script stands on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmContainerConfig:
+    """The image that every step of the job runs in; the batch script itself runs outside."""
+
+    type: Literal["pyxis", "apptainer"]
+    """What starts it: ``srun --container-image`` (the pyxis plugin of the cluster), or ``apptainer exec``."""
+    image: str
+    """Image as that program names it: a file, or ``docker://…``. ``mopd`` and what it needs are installed in it."""
+    mounts: tuple[str, ...] = ()
+    """``SOURCE:TARGET`` folders of the nodes that it sees besides the working directory, as models, data and
+    ``run_dir`` need it."""
+
+    def __post_init__(self) -> None:
+        _require_plain("image", self.image)
+        for mount in self.mounts:
+            _require_plain("mounts", mount)
+            if not re.fullmatch(r"/[^:,]*:/[^:,]*(:ro|:rw)?", mount):
+                raise ValueError(f"mounts names {mount!r}: write SOURCE:TARGET, both from the root on")
+        check_unrepeated("mounts", self.mounts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmComponentConfig:
+    """Where one group's component differs from the student's; absent keys are as there."""
+
+    partition: str | None = None
+    """Partition, or several with commas between."""
+    gpus_per_node: int | None = None
+    """GPUs of each node."""
+    cpus_per_node: int | None = None
+    """CPUs of each node."""
+
+    def __post_init__(self) -> None:
+        _require_name("partition", self.partition)
+        if self.gpus_per_node is not None:
+            require_at_least("gpus_per_node", self.gpus_per_node, 0, MAX_PROCESSES)
+        if self.cpus_per_node is not None:
+            require_at_least("cpus_per_node", self.cpus_per_node, 1, MAX_PROCESSES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmConfig:
+    """The job that ``mopd slurm`` submits (docs/cluster.md); no other command reads this section."""
+
+    form: Literal["allocation", "heterogeneous", "ray"] = "allocation"
+    """One allocation, in which groups of ``placement: {type: registered}`` run beside the student; a heterogeneous job,
+    in which each such group is a component of its own, on nodes of its own; or one allocation with a Ray cluster over
+    its nodes for the groups of ``placement: {type: ray}``."""
+    partition: str | None = None
+    """Partition, or several with commas between; absent: the cluster's default."""
+    nodes: int | None = None
+    """Nodes of the whole job; absent: as few as hold everything."""
+    student_nodes: int | None = None
+    """Nodes that the student's ranks are spread over, equally; absent: as few as hold them with ``gpus_per_node``;
+    where that is 0 all, or one of a heterogeneous job."""
+    gpus_per_node: int = 0
+    """GPUs that the job asks for on each node; 0 for a run without."""
+    cpus_per_node: int | None = None
+    """CPUs that the job asks for on each node; absent: whole nodes, with all their memory."""
+    time: str | None = None
+    """Limit as sbatch takes it, in quotes: ``"minutes"``, ``"hours:minutes:seconds"``, ``"days-hours"``. A run that is
+    longer goes on in the same job, queued again. Absent: the partition's."""
+    stop_before_s: int = 300
+    """Seconds before the limit, or before a preemption that announces itself, at which the run is asked to stop: enough
+    for a step and a checkpoint."""
+    account: str | None = None
+    """Account that is charged."""
+    qos: str | None = None
+    """Quality of service."""
+    options: tuple[str, ...] = ()
+    """Further options of sbatch, for every component, as in ``["--constraint=h100", "--mem=0"]``."""
+    setup: tuple[str, ...] = ()
+    """Shell lines that the job runs on its first node before anything else, as in ``["module load cuda", "export
+    NCCL_SOCKET_IFNAME=ib0"]``; every step gets what they export."""
+    container: SlurmContainerConfig | None = None
+    """Image for every step; absent: the Python that submits."""
+    components: Mapping[str, SlurmComponentConfig] = field(default_factory=dict)
+    """With ``form: heterogeneous``, where the component of a group (``rollout``, ``teachers.NAME``) differs from the
+    student's."""
+    seeds: tuple[int, ...] = ()
+    """An array of runs, one for each seed, in ``run_dir/seed_N``; empty: one run with the recipe's own ``seed``."""
+
+    def __post_init__(self) -> None:
+        for name in ("partition", "account", "qos"):
+            _require_name(name, getattr(self, name))
+        for name in ("nodes", "student_nodes", "cpus_per_node"):
+            if getattr(self, name) is not None:
+                require_at_least(name, getattr(self, name), 1, MAX_PROCESSES)
+        require_at_least("gpus_per_node", self.gpus_per_node, 0, MAX_PROCESSES)
+        require_at_least("stop_before_s", self.stop_before_s, 1, MAX_SIGNAL_S)
+        self._check_time()
+        for line in self.setup:
+            _require_plain("setup", line)
+        for option in self.options:
+            _require_option(option)
+        for seed in self.seeds:
+            require_at_least("seeds", seed, 0)
+        check_unrepeated("seeds", self.seeds)
+        if len(self.seeds) > MAX_SEEDS:
+            raise ValueError(f"seeds names {len(self.seeds)}: name at most {MAX_SEEDS}")
+        if self.form == "heterogeneous" and self.seeds:
+            raise ValueError(
+                "seeds makes an array, and a heterogeneous job cannot be one: remove seeds, or set form: allocation"
+            )
+        if self.components and self.form != "heterogeneous":
+            raise ValueError(
+                f"components is set, but form is {self.form!r}: set form: heterogeneous, or remove components"
+            )
+
+    def _check_time(self) -> None:
+        if self.time is None:
+            return
+        if not _TIME.fullmatch(self.time):
+            raise ValueError(
+                f"time is {self.time!r:.60}: write minutes, hours:minutes:seconds or days-hours, in quotes"
+            )
+        if seconds_of(self.time) <= self.stop_before_s:
+            raise ValueError(
+                f"stop_before_s is {self.stop_before_s} and time {self.time!r} is no longer: set fewer seconds, or "
+                "more time"
+            )
+
+
+def seconds_of(time: str) -> int:
+    """What sbatch understands by ``time``: ``90`` and ``90:00`` are minutes, ``1:30:00`` hours, ``1-12`` days."""
+    days, _, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if days:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, minutes, seconds = 0, parts[0], parts[1] if len(parts) == 2 else 0
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _require_name(name: str, value: str | None) -> None:
+    if value is not None and not _NAME.fullmatch(value):
+        raise ValueError(f"{name} is {visible(value)!r:.60}: write letters, digits and any of . , : @ + _ -")
+
+
+def _require_plain(name: str, value: str) -> None:
+    """One line, as it becomes one of a script."""
+    if visible(value) != value:
+        raise ValueError(
+            f"{name} holds a line end or another control character: {visible(value)[:60]!r}: write one line each"
+        )
+
+
+def _require_option(option: str) -> None:
+    _require_plain("options", option)
+    found = _OPTION.fullmatch(option)
+    if found is None:
+        raise ValueError(f"options names {option!r:.60}: write long options, as in --constraint=h100")
+    if found[1] in OURS:
+        raise ValueError(f"options names {found[1]}, which follows from the other keys of this section: remove it")

@@ -1,0 +1,93 @@
+"""A job from the outside: one line of progress until it has ended."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mopd.report.run_files import RunFiles
+from mopd.slurm.job import JobState, state_of
+from mopd.slurm.submitting import PreparedJob
+from mopd.text import visible
+from mopd.types import UserError
+
+POLL_S = 2.0
+LINE_EVERY_S = 30.0
+"""Where output is no terminal: a line at most so often, unless the job's state changes."""
+LOG_LINES = 15
+MAX_LOG_BYTES = 65_536
+
+
+def wait_for(job: PreparedJob, job_id: str) -> int:
+    """Show how far the job is until it has ended; its exit code. Ctrl-C leaves the job alone.
+
+    Raises:
+        UserError: Slurm does not answer any more, or has forgotten the job.
+    """
+    progress = _Line()
+    try:
+        while True:
+            state = state_of(job_id)
+            if state is None:
+                raise UserError(
+                    f"job {job_id}: Slurm has forgotten it: mopd status {job.folder.parent} tells what it left"
+                )
+            progress.show(f"{state}{_steps(job.runs)}", key=str(state))
+            if state.has_ended:
+                progress.end()
+                return _told(job, state)
+            time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        progress.end()
+        print(f"mopd: job {job_id} goes on: mopd stop {job.folder.parent} ends it", file=sys.stderr)
+        raise
+
+
+class _Line:
+    """One line that changes, or where nothing can change (a pipe, a log) one now and then."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stdout.isatty()
+        self._told = 0.0
+        self._key = ""
+        self._width = 0
+
+    def show(self, text: str, *, key: str) -> None:
+        if self._is_terminal:
+            print(f"\r{text:<{self._width}}", end="", flush=True)
+            self._width = len(text)
+        elif key != self._key or time.monotonic() - self._told > LINE_EVERY_S:
+            print(text, flush=True)
+            self._told, self._key = time.monotonic(), key
+
+    def end(self) -> None:
+        if self._is_terminal and self._width:
+            print(flush=True)
+
+
+def _steps(runs: Sequence[Path]) -> str:
+    """How far each run is."""
+    parts = []
+    for run in runs:
+        files = RunFiles(run)
+        if files.recipe.is_file():
+            steps = files.steps()
+            done = steps[-1]["step"] if steps else 0
+            name = f"{run.name} " if len(runs) > 1 else ""
+            parts.append(f"{name}step {done}/{files.recipe_tree()['schedule']['steps']}")
+    return f"  {', '.join(parts)}" if parts else ""
+
+
+def _told(job: PreparedJob, state: JobState) -> int:
+    """The exit code of a job that has ended, after the last lines of its log where it did not end well."""
+    if state.exit_code == 0 and set(state.states) == {"COMPLETED"}:
+        return 0
+    logs = sorted((job.folder.parent / "logs" / "job").glob("*.log"), key=lambda path: path.stat().st_mtime)
+    if logs:
+        with logs[-1].open("rb") as file:
+            file.seek(max(0, logs[-1].stat().st_size - MAX_LOG_BYTES))
+            lines = file.read(MAX_LOG_BYTES).decode(errors="replace").splitlines()[-LOG_LINES:]
+        print(*map(visible, lines), sep="\n", file=sys.stderr)
+    return state.exit_code or 1

@@ -1,0 +1,115 @@
+#!/bin/bash
+# The job of recipe.yaml, written by `mopd slurm`. `sbatch runs/one/job/job.sh` submits it again.
+#
+# What stands where:
+#   node 0: ranks 0 to 3 of the student on GPUs 0 to 3; rollout.0 on GPU 4; rollout.1 on GPU 5; rollout.2 on GPU 6; rollout.3 on GPU 7
+#   node 1: ranks 4 to 7 of the student on GPUs 0 to 3; teachers.math.0 on GPUs 4 to 7
+#   node 2: ranks 8 to 11 of the student on GPUs 0 to 3; teachers.math.1 on GPUs 4 to 7
+#   node 3: ranks 12 to 15 of the student on GPUs 0 to 3
+#
+#SBATCH --job-name=mopd-one
+#SBATCH --chdir=/home/me
+#SBATCH --output=runs/one/logs/job/%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@300
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --partition=h100
+#SBATCH --account=lab
+#SBATCH --time=1-00
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+
+set -e  # a line of slurm.setup that fails ends the job
+module load cuda
+set +e
+
+run=runs/one
+own=()  # keys of this run
+recipe=runs/one/job/recipe.yaml
+mapfile -t nodes_0 < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+
+mopd=(/environment/bin/python -m mopd)
+step=(srun --overlap --cpu-bind=none --mem=0)  # beside others: cores and memory are shared
+
+address_of() {  # NODE: its address, as its name may mean nothing elsewhere
+  scontrol show node "$1" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2
+}
+head=$(address_of "${nodes_0[0]}")
+port=$((20000 + SLURM_JOB_ID % 10000))  # jobs that share a node have different ones
+
+# shellcheck disable=SC2317 # steps call it too
+on_gpus() {  # NUMBERS COMMAND…: it sees these of the job's GPUs on its node, and no others
+  local all own=() number
+  IFS=, read -ra all <<<"$CUDA_VISIBLE_DEVICES"
+  for number in $1; do own+=("${all[number]}"); done
+  exec env CUDA_VISIBLE_DEVICES="$(IFS=,; echo "${own[*]}")" "${@:2}"
+}
+export -f on_gpus
+
+stopping=
+# shellcheck disable=SC2317 # the trap calls it
+ask_to_stop() {  # the limit comes near, or another job needs the nodes
+  stopping=1
+  "${mopd[@]}" stop "$run"
+}
+trap ask_to_stop USR1 TERM
+
+await() {  # PROCESS: its exit code; a signal's trap runs meanwhile
+  local code
+  while wait "$1"; code=$?; [ "$code" -gt 128 ] && kill -0 "$1" 2>/dev/null; do :; done
+  return "$code"
+}
+
+finish() {  # EXIT-CODE: the end of this job, or its way back into the queue
+  case $1 in
+    0 | 2) exit "$1" ;;                   # done, or a line has said what to change: it would come again
+    75) [ -n "$stopping" ] || exit 75 ;;  # whoever called `mopd stop` does not want it back
+  esac
+  echo "job $SLURM_JOB_ID ends with exit code $1 and goes back into the queue"
+  case $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) in
+    RUNNING*) scontrol requeue "$SLURM_JOB_ID" ;;  # not one that is being cancelled
+  esac
+  exit "$1"
+}
+
+# Do the nodes go together? One line says what does not.
+# shellcheck disable=SC2016 # the task on the node knows its number
+"${step[@]}" --nodes=4 --ntasks=4 --ntasks-per-node=1 \
+  bash -c 'exec "$@" --node-rank "$SLURM_PROCID"' check \
+  "${mopd[@]}" check "$recipe" --nodes --nnodes 4 --rdzv-endpoint "$head:$((port + 1))" "${own[@]}" &
+await $! || finish $?
+
+serve() {  # NODE ROLE GPUS ARGUMENTS…: a replica, which registers with the run
+  local node=$1 role=$2
+  shift 2
+  local start=(bash -c 'on_gpus "$@"' serve "$1")
+  shift
+  mkdir -p "$run/logs/$node"
+  "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$node" \
+    "${start[@]}" "${mopd[@]}" serve "$recipe" "$@" --register "$run/replicas" --host "$(address_of "$node")" "${own[@]}" \
+    >>"$run/logs/$node/$role.log" 2>&1
+}
+serve "${nodes_0[0]}" rollout.0 4 --rollout --replica 0 &
+serve "${nodes_0[0]}" rollout.1 5 --rollout --replica 1 &
+serve "${nodes_0[0]}" rollout.2 6 --rollout --replica 2 &
+serve "${nodes_0[0]}" rollout.3 7 --rollout --replica 3 &
+serve "${nodes_0[1]}" teachers.math.0 '4 5 6 7' --teacher=math --replica 0 &
+serve "${nodes_0[2]}" teachers.math.1 '4 5 6 7' --teacher=math --replica 1 &
+
+# The trainer: a launcher on each of the student's nodes. The first one's exit code is the run's.
+train=("${mopd[@]}" train "$recipe" --resume=auto --nnodes 4 --rdzv-endpoint "$head:$port" "${own[@]}")
+# shellcheck disable=SC2016 # the task on the node knows its number
+"${step[@]}" --nodes=3 --ntasks=3 --ntasks-per-node=1 --nodelist="$(IFS=,; echo "${nodes_0[*]:1:3}")" --kill-on-bad-exit=0 \
+  bash -c 'on_gpus "$0" "$@" --node-rank "$((SLURM_PROCID + 1))"' '0 1 2 3' "${train[@]}" &
+others=$!
+on_gpus '0 1 2 3' "${train[@]}" --node-rank 0 &
+await $!
+code=$?
+for _ in {1..60}; do  # for the others' last lines; one whose node is gone never says that it ended
+  kill -0 "$others" 2>/dev/null || break
+  sleep 1
+done
+finish "$code"

@@ -1,0 +1,97 @@
+#!/bin/bash
+# The job of recipe.yaml, written by `mopd slurm`. `sbatch 'runs/it'"'"'s 100 % $HOME/job/job.sh'` submits it again.
+#
+# What stands where:
+#   node 0: ranks 0 to 15 of the student on GPUs 0 to 15
+#   node 1: teachers.it's; $(touch gone) "a.b".0 on GPU 0
+#
+#SBATCH --job-name='mopd-it'"'"'s 100 % $HOME'
+#SBATCH --chdir=/home/me
+#SBATCH --output='runs/it'"'"'s 100 %% $HOME/logs/job/%j.log'
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@300
+#SBATCH --array=0-1
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=16
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH '--comment=it'"'"'s # $HOME'
+
+
+seeds=(3 17)
+seed=${seeds[$SLURM_ARRAY_TASK_ID]}
+run='runs/it'"'"'s 100 % $HOME'/seed_$seed
+own=("run_dir=$run" "seed=$seed")  # keys of this run
+recipe='runs/it'"'"'s 100 % $HOME/job/recipe.yaml'
+mapfile -t nodes_0 < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+
+mopd=(mopd)
+step=(srun --overlap --cpu-bind=none --mem=0 '--container-image=nvcr.io#nvidia/pytorch:25.06-py3' '--container-mounts=/home/me:/home/me,/my models:/models' --container-workdir=/home/me)  # beside others: cores and memory are shared
+
+address_of() {  # NODE: its address, as its name may mean nothing elsewhere
+  scontrol show node "$1" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2
+}
+head=$(address_of "${nodes_0[0]}")
+port=$((20000 + SLURM_JOB_ID % 10000))  # jobs that share a node have different ones
+
+# shellcheck disable=SC2317 # steps call it too
+on_gpus() {  # NUMBERS COMMAND…: it sees these of the job's GPUs on its node, and no others
+  local all own=() number
+  IFS=, read -ra all <<<"$CUDA_VISIBLE_DEVICES"
+  for number in $1; do own+=("${all[number]}"); done
+  exec env CUDA_VISIBLE_DEVICES="$(IFS=,; echo "${own[*]}")" "${@:2}"
+}
+export -f on_gpus
+
+stopping=
+# shellcheck disable=SC2317 # the trap calls it
+ask_to_stop() {  # the limit comes near, or another job needs the nodes
+  stopping=1
+  "${step[@]}" --nodes=1 --ntasks=1 --nodelist="${nodes_0[0]}" "${mopd[@]}" stop "$run"
+}
+trap ask_to_stop USR1 TERM
+
+await() {  # PROCESS: its exit code; a signal's trap runs meanwhile
+  local code
+  while wait "$1"; code=$?; [ "$code" -gt 128 ] && kill -0 "$1" 2>/dev/null; do :; done
+  return "$code"
+}
+
+finish() {  # EXIT-CODE: the end of this job, or its way back into the queue
+  case $1 in
+    0 | 2) exit "$1" ;;                   # done, or a line has said what to change: it would come again
+    75) [ -n "$stopping" ] || exit 75 ;;  # whoever called `mopd stop` does not want it back
+  esac
+  echo "job $SLURM_JOB_ID ends with exit code $1 and goes back into the queue"
+  case $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) in
+    RUNNING*) scontrol requeue "$SLURM_JOB_ID" ;;  # not one that is being cancelled
+  esac
+  exit "$1"
+}
+
+# Do the nodes go together? One line says what does not.
+# shellcheck disable=SC2016 # the task on the node knows its number
+"${step[@]}" --nodes=2 --ntasks=2 --ntasks-per-node=1 \
+  bash -c 'exec "$@" --node-rank "$SLURM_PROCID"' check \
+  "${mopd[@]}" check "$recipe" --nodes --nnodes 2 --rdzv-endpoint "$head:$((port + 1))" "${own[@]}" &
+await $! || finish $?
+
+serve() {  # NODE ROLE GPUS ARGUMENTS…: a replica, which registers with the run
+  local node=$1 role=$2
+  shift 2
+  local start=(bash -c 'on_gpus "$@"' serve "$1")
+  shift
+  mkdir -p "$run/logs/$node"
+  "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$node" \
+    "${start[@]}" "${mopd[@]}" serve "$recipe" "$@" --register "$run/replicas" --host "$(address_of "$node")" "${own[@]}" \
+    >>"$run/logs/$node/$role.log" 2>&1
+}
+serve "${nodes_0[1]}" 'teachers.it%27s%3B %24%28touch gone%29 %22a.b%22.0' 0 --teacher='it'"'"'s; $(touch gone) "a.b"' --replica 0 &
+
+# The trainer: a launcher on each of the student's nodes. The first one's exit code is the run's.
+"${step[@]}" --nodes=1 --ntasks=1 --nodelist="${nodes_0[0]}" bash -c 'on_gpus "$@"' task '0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15' "${mopd[@]}" train "$recipe" --resume=auto "${own[@]}" &
+await $!
+code=$?
+finish "$code"

@@ -1,0 +1,93 @@
+#!/bin/bash
+# The job of ../recipes/quickstart_slurm.yaml, written by `mopd slurm`. `sbatch runs/quickstart_slurm/job/job.sh` submits it again.
+#
+# What stands where:
+#   node 0: ranks 0 to 1 of the student; teachers.reversal.0; teachers.next_letter.0
+#   node 1: ranks 2 to 3 of the student; teachers.sorting.0
+#
+#SBATCH --job-name=mopd-quickstart_slurm
+#SBATCH --chdir=/home/me
+#SBATCH --output=runs/quickstart_slurm/logs/job/%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@60
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --time=30
+#SBATCH --exclusive
+#SBATCH --mem=0
+
+
+run=runs/quickstart_slurm
+own=()  # keys of this run
+recipe=runs/quickstart_slurm/job/recipe.yaml
+mapfile -t nodes_0 < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+
+mopd=(/environment/bin/python -m mopd)
+step=(srun --overlap --cpu-bind=none --mem=0)  # beside others: cores and memory are shared
+
+address_of() {  # NODE: its address, as its name may mean nothing elsewhere
+  scontrol show node "$1" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2
+}
+head=$(address_of "${nodes_0[0]}")
+port=$((20000 + SLURM_JOB_ID % 10000))  # jobs that share a node have different ones
+
+stopping=
+# shellcheck disable=SC2317 # the trap calls it
+ask_to_stop() {  # the limit comes near, or another job needs the nodes
+  stopping=1
+  "${mopd[@]}" stop "$run"
+}
+trap ask_to_stop USR1 TERM
+
+await() {  # PROCESS: its exit code; a signal's trap runs meanwhile
+  local code
+  while wait "$1"; code=$?; [ "$code" -gt 128 ] && kill -0 "$1" 2>/dev/null; do :; done
+  return "$code"
+}
+
+finish() {  # EXIT-CODE: the end of this job, or its way back into the queue
+  case $1 in
+    0 | 2) exit "$1" ;;                   # done, or a line has said what to change: it would come again
+    75) [ -n "$stopping" ] || exit 75 ;;  # whoever called `mopd stop` does not want it back
+  esac
+  echo "job $SLURM_JOB_ID ends with exit code $1 and goes back into the queue"
+  case $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) in
+    RUNNING*) scontrol requeue "$SLURM_JOB_ID" ;;  # not one that is being cancelled
+  esac
+  exit "$1"
+}
+
+# Do the nodes go together? One line says what does not.
+# shellcheck disable=SC2016 # the task on the node knows its number
+"${step[@]}" --nodes=2 --ntasks=2 --ntasks-per-node=1 \
+  bash -c 'exec "$@" --node-rank "$SLURM_PROCID"' check \
+  "${mopd[@]}" check "$recipe" --nodes --nnodes 2 --rdzv-endpoint "$head:$((port + 1))" "${own[@]}" &
+await $! || finish $?
+
+serve() {  # NODE ROLE ARGUMENTS…: a replica, which registers with the run
+  local node=$1 role=$2
+  shift 2
+  mkdir -p "$run/logs/$node"
+  "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$node" \
+    "${mopd[@]}" serve "$recipe" "$@" --register "$run/replicas" --host "$(address_of "$node")" "${own[@]}" \
+    >>"$run/logs/$node/$role.log" 2>&1
+}
+serve "${nodes_0[0]}" teachers.reversal.0 --teacher=reversal --replica 0 &
+serve "${nodes_0[1]}" teachers.sorting.0 --teacher=sorting --replica 0 &
+serve "${nodes_0[0]}" teachers.next_letter.0 --teacher=next_letter --replica 0 &
+
+# The trainer: a launcher on each of the student's nodes. The first one's exit code is the run's.
+train=("${mopd[@]}" train "$recipe" --resume=auto --nnodes 2 --rdzv-endpoint "$head:$port" "${own[@]}")
+# shellcheck disable=SC2016 # the task on the node knows its number
+"${step[@]}" --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$(IFS=,; echo "${nodes_0[*]:1:1}")" --kill-on-bad-exit=0 \
+  bash -c 'exec "$@" --node-rank "$((SLURM_PROCID + 1))"' '' "${train[@]}" &
+others=$!
+"${train[@]}" --node-rank 0 &
+await $!
+code=$?
+for _ in {1..60}; do  # for the others' last lines; one whose node is gone never says that it ended
+  kill -0 "$others" 2>/dev/null || break
+  sleep 1
+done
+finish "$code"
