@@ -14,13 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mopd.commands.ranks import add_recipe
-from mopd.config.load import load_recipe
+from mopd.config.groups import EngineGroupConfig
+from mopd.config.load import Loaded, load_recipe
+from mopd.config.placements import RegisteredConfig
 from mopd.config.tree import dotted
+from mopd.files.reading import shown_path
 from mopd.launch.failure import close_standard_input
+from mopd.launch.node import node_name
 from mopd.placement.engine_file import EngineFile, is_engine_file, read_engine_file, rollout_file, teacher_file
 from mopd.preflight.inputs import check_model_folder
+from mopd.report.run_files import RunFiles
 from mopd.run.preparing import prepare
-from mopd.serving.address import Address
+from mopd.serving.address import Address, is_any_address
+from mopd.serving.registration import Registrar
 from mopd.types import UserError
 
 if TYPE_CHECKING:
@@ -41,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 (default) takes a free one")
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="secret that clients must send")
     parser.add_argument("--ready-file", type=Path, metavar="FILE", help="written when the server answers: url and pid")
+    register = "the folder replicas of a run, which takes the server in; it makes its own secret"
+    parser.add_argument("--register", type=Path, metavar="FOLDER", help=register)
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -57,14 +65,42 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         loaded = prepare(loaded, only=dotted(key))
         make = rollout_file if args.rollout else partial(teacher_file, name=args.teacher)
         file, where = make(loaded.recipe, replica=args.replica), loaded.where(*key)
+        if args.register is not None:
+            group = loaded.recipe.rollout if args.rollout else loaded.recipe.teachers[args.teacher]
+            _require_registered(loaded, key[:-1], group)
     address = Address(host=args.host, port=args.port, token_file=args.token_file, ready_file=args.ready_file)
-    token = address.read_token()
+    registrar = None if args.register is None else _registrar(args, file)
+    token = address.read_token() if registrar is None else registrar.token
     check_model_folder(file.model, where)
     with address.listen() as listener:
-        return _serve(file, address, listener, token)
+        if registrar is not None and is_any_address(listener):
+            raise UserError(f"--host {args.host} is no address that a run could call: name this machine's own")
+        return _serve(file, address, listener, token, registrar)
 
 
-def _serve(file: EngineFile, address: Address, listener: socket.socket, token: str | None) -> int:
+def _require_registered(loaded: Loaded, key: Sequence[str], group: EngineGroupConfig) -> None:
+    """The recipe's run looks for servers of this group."""
+    placement = group.placement
+    if not isinstance(placement, RegisteredConfig):
+        raise UserError(
+            f"{loaded.where(*key, 'placement')}: is of type {placement.type}, whose run takes in no server that "
+            "registers: set placement: {type: registered}, or leave --register out"
+        )
+
+
+def _registrar(args: argparse.Namespace, file: EngineFile) -> Registrar:
+    """What tells the run of this server."""
+    if args.token_file is not None:
+        raise UserError("--token-file with --register: the server makes a secret of its own: leave --token-file out")
+    if args.register.name != RunFiles(Path()).replicas.name:
+        raise UserError(f"--register {shown_path(args.register)}: name the folder replicas of a run, RUN/replicas")
+    key = "rollout" if file.role == "rollout" else f"teachers.{file.name}"
+    return Registrar(args.register, key, host=node_name())
+
+
+def _serve(
+    file: EngineFile, address: Address, listener: socket.socket, token: str | None, registrar: Registrar | None
+) -> int:
     """Load the engine, serve on ``listener`` until SIGTERM or until the engine is dead; the exit code.
 
     Raises:
@@ -94,7 +130,7 @@ def _serve(file: EngineFile, address: Address, listener: socket.socket, token: s
             token=token,
             names=(*LOOPBACK_NAMES, address.host),
         )
-        return await serve(served, address, listener), host
+        return await serve(served, address, listener, registrar), host
 
     code, host = asyncio.run(work())
     if isinstance(host, ThreadHost) and host.is_computing:  # the interpreter would wait for the thread
