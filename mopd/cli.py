@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from mopd import __version__
 from mopd.commands import bench, check, config, convert, eval, generate, init, plan, serve, slurm, train
-from mopd.commands.watching import compare, report
+from mopd.commands.watching import compare, logs, report, status, stop
 from mopd.files.writing import refusal
 from mopd.launch import failure
 from mopd.text import one_line
@@ -26,8 +26,10 @@ examples:
   mopd train recipes/quickstart.yaml                        start the ranks that the recipe needs, and train
   mopd train recipes/quickstart.yaml --resume               go on from the newest complete checkpoint
   mopd train recipes/quickstart.yaml --resume --from step_150   go back to an older one
+  mopd status runs/quickstart                               how a run does; mopd logs: what its processes wrote
+  mopd stop runs/quickstart                                 end a run after its step, with a checkpoint
   mopd train my.yaml schedule.steps=10 run_dir=runs/short   with other values than the recipe's
-  torchrun --nproc-per-node 8 -m mopd train my.yaml         the same under your own torchrun (several machines)
+  torchrun --nproc-per-node 8 -m mopd train my.yaml         the same under your own torchrun
   mopd eval my.yaml --model runs/mine/hf                    validation rewards of any Hugging Face folder
   mopd serve my.yaml --teacher math --port 8000             one teacher behind HTTP (see placement: external)
   mopd slurm my.yaml --wait                                 the run as a job of a Slurm cluster
@@ -38,7 +40,8 @@ examples:
   mopd bench losses --quick                                 time, memory and error of the losses beside others
   mopd bench teachers                                       the path from teachers to tensors beside the bare engine
 
-exit codes: 0 done, 1 failure, 2 an error that one line explains, 130 interrupted
+exit codes: 0 done, 1 failure, 2 an error that one line explains, 75 asked to stop (go on with --resume),
+  130 interrupted
 """
 COMMANDS = {
     "init": init,
@@ -49,6 +52,9 @@ COMMANDS = {
     "eval": eval,
     "serve": serve,
     "slurm": slurm,
+    "status": status,
+    "logs": logs,
+    "stop": stop,
     "report": report,
     "compare": compare,
     "generate": generate,

@@ -14,15 +14,16 @@
 produce      admits prompts; waits in ``ledger.room`` for recent enough weights; woken by ``ledger.publish``. A sample
              that no teacher replica could score ends the run, or (``on_failure: replace``) its prompt is discarded,
              counted, and the next prompt of its domain takes its place: a batch is never smaller.
-train_step   consumes ready samples; waits in ``ledger.take``; woken by ``ledger.complete``.
+train_step   consumes ready samples; waits in ``ledger.take``; woken by ``ledger.complete``, ended by a request to stop.
 publish      hands the weights over (``stage``: the student is then free) and waits until they are used (``send``),
              beside the next step where ``max_staleness`` allows.
-run          ends the run with the traceback of whichever of them fails.
+run          ends the run with the traceback of whichever of them fails, or, on request, once what is done is saved.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ from mopd.config.schema import Recipe
 from mopd.data.packing import pack
 from mopd.ledger import Ledger, Slot
 from mopd.metrics import StepMetrics, StepTimer, age_metrics, merge_step
-from mopd.tasks import Tasks
+from mopd.tasks import Stop, StopAsked, Tasks
 from mopd.types import (
     Batch,
     DomainSums,
@@ -99,6 +100,7 @@ class Observer(Protocol):
     def needs_weights(self, step: int) -> bool: ...
     async def log(self, metrics: StepMetrics) -> None: ...
     async def after_step(self, step: int, state: Mapping[str, Any]) -> None: ...
+    async def on_stop(self, step: int, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -114,6 +116,7 @@ class Controller:
     plane: Plane
     observer: Observer
     ledger: Ledger
+    stop: Stop
     unit: int
     """Prompts that go through rollout and scoring together: one, or a step's where engines in the controller's own
     process work batch by batch."""
@@ -225,7 +228,7 @@ class Controller:
             if stale:
                 await self._refuse(stale, {slot: slot.samples for slot in stale})
                 self._tasks.start(self._see_through(stale))
-            slots = await self.ledger.take(timeout_s=self.schedule.wait_timeout_s)
+            slots = await self.stop.unless_asked(self.ledger.take(timeout_s=self.schedule.wait_timeout_s))
             ids = [sample.sample_id for slot in slots for sample in slot.samples]
             batch = await self.plane.claim(ids, self.recipe.loss_fields)
         self._check_staleness(batch)
@@ -253,10 +256,12 @@ class Controller:
 
     async def publish(self) -> None:
         """Give the student's weights to the rollout; the wait for their use goes on beside the next step if samples of
-        the old ones may still be trained on."""
+        the old ones may still be trained on. Nobody needs them where the run is to stop."""
         version = self.weight_version
         with self.timer("weight_sync"):
             await self._sent()
+        if self.stop.is_asked:
+            return
         with self.timer("stage_weights"):
             await self.student.stage(version)
 
@@ -272,7 +277,8 @@ class Controller:
 
     async def _sent(self) -> None:
         if self._sending is not None:
-            await self._sending
+            with contextlib.suppress(StopAsked):  # the step that these weights come from counts all the same
+                await self.stop.unless_asked(self._sending)
 
     def _check_staleness(self, batch: Batch) -> None:
         """The ledger lets no such batch through; training on one would go unnoticed."""
@@ -305,19 +311,32 @@ class Controller:
         return {f"{end}_samples/{domain}": float(new[domain] * per_prompt) for domain in sorted({*domains, *new})}
 
     async def run(self) -> None:
-        """Train until ``schedule.steps`` optimizer steps are done."""
+        """Train until ``schedule.steps`` optimizer steps are done.
+
+        Raises:
+            StopAsked: somebody asked for the end; the steps that are done are saved, the one that was waited for is not
+                begun.
+        """
         self.timer.begin()
-        async with self._tasks:
-            for slot in self.ledger.slots:  # of the checkpoint that it goes on from
-                if not slot.samples:
-                    self._tasks.start(self._see_through([slot]))
-            self._tasks.start(self.produce())
-            while self.weight_version < self.schedule.steps:
-                await self.observer.log(await self._tasks.unless_failed(self.train_step()))
-                await self._tasks.unless_failed(self.observer.after_step(self.weight_version, self.state))
-                if not self.schedule.max_staleness:
-                    self.ledger.publish(self.weight_version)
-                self.timer.begin()
+        state: Mapping[str, Any] | None = None
+        try:
+            async with self._tasks:
+                for slot in self.ledger.slots:  # of the checkpoint that it goes on from
+                    if not slot.samples:
+                        self._tasks.start(self._see_through([slot]))
+                self._tasks.start(self.produce())
+                while self.weight_version < self.schedule.steps:
+                    self.stop.check()
+                    await self.observer.log(await self._tasks.unless_failed(self.train_step()))
+                    state = self.state
+                    await self._tasks.unless_failed(self.observer.after_step(self.weight_version, state))
+                    if not self.schedule.max_staleness:
+                        self.ledger.publish(self.weight_version)
+                    self.timer.begin()
+        except StopAsked:
+            if state is not None:
+                await self.observer.on_stop(self.weight_version, state)
+            raise
 
     @property
     def state(self) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Tasks that run beside one another, of which the first error is everybody's."""
+"""Tasks that run beside one another, of which the first error is everybody's, and waits that a request to stop ends."""
 
 from __future__ import annotations
 
@@ -56,6 +56,49 @@ class Tasks:
         if not task.cancelled() and task.exception() is not None and self._failed is None:
             self._failed = task
             self._failure.set()
+
+
+class StopAsked(Exception):
+    """A run is to end before its time; the message is the line to tell."""
+
+    def __init__(self, by: str, line: str = "") -> None:
+        super().__init__(line or f"stopped before a step was trained, as {by} asked")
+        self.by = by
+
+
+class Stop:
+    """Whether somebody asked for the end. Belongs to one event loop; what it interrupts is cancelled."""
+
+    def __init__(self) -> None:
+        self._by: str | None = None
+        self._asked = asyncio.Event()
+
+    def ask(self, by: str) -> None:
+        """``by`` asks. Only the first one is told."""
+        if self._by is None:
+            self._by = by
+            self._asked.set()
+
+    @property
+    def is_asked(self) -> bool:
+        """Somebody did."""
+        return self._by is not None
+
+    def check(self) -> None:
+        """Raise ``StopAsked`` if somebody did."""
+        if self._by is not None:
+            raise StopAsked(self._by)
+
+    async def unless_asked(self, work: Awaitable[T]) -> T:
+        """Await ``work``, or raise ``StopAsked`` as soon as somebody asks; what is done by then counts."""
+        task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
+        try:
+            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self.check()
+            return task.result()
+        finally:
+            await _end(task, asked)
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:

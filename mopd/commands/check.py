@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING
 
 from mopd.commands.ranks import add_recipe, on_students_ranks
 from mopd.config.load import Loaded, draft_recipe, load_recipe
+from mopd.config.tree import STANDARD_INPUT
 from mopd.launch.failure import is_rank, rank_and_world_size
+from mopd.launch.node import add_node_arguments, place_of
+from mopd.launch.slurm_step import node_of_step
 from mopd.run.preparing import prepare
+from mopd.tasks import Stop
 from mopd.text import json_lines, one_line
 from mopd.types import UserError
 
@@ -23,6 +27,7 @@ examples:
   mopd check recipes/quickstart.yaml            every mistake in recipe, files and data, then the models
   mopd check recipes/quickstart.yaml --static   what needs no model, in about a second
   mopd init … | mopd check --static             of a recipe from standard input
+  mopd check my.yaml --nodes --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29400   on each of two nodes
 """
 
 
@@ -30,17 +35,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Light to import, as all of this file."""
     add_recipe(parser, default="-")
     parser.add_argument("--static", action="store_true", help="only what needs no model and fetches nothing")
+    parser.add_argument("--nodes", action="store_true", help="one process on each node: do the nodes go together?")
+    add_node_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Check what needs no model; then start the ranks and wait for their end; the exit code. In a rank: check."""
+    if args.nodes:
+        return _check_nodes(args)
     if not is_rank():
         failed = _check_statically(args)
         if args.static or failed:
             return 2 if failed else 0
     loaded = prepare(load_recipe(args.recipe, args.set))
-    return on_students_ranks(loaded, arguments, lambda: _check(loaded, as_json=args.json))
+    return on_students_ranks(loaded, arguments, lambda: _check(loaded, as_json=args.json)).code
+
+
+def _check_nodes(args: argparse.Namespace) -> int:
+    """On one of several nodes: whether they go together; the exit code, the same on all. In a Slurm step, whose
+    nodes share an output, node 0 alone prints."""
+    from mopd.preflight.nodes.conducting import check_nodes
+
+    if args.recipe == STANDARD_INPUT:
+        raise UserError("recipe: every node has to read it: write it to a file and name that")
+    step = node_of_step()
+    if step is not None and args.nnodes == 1:
+        args.nnodes, args.node_rank = step
+    place = place_of(args)
+    checks = check_nodes(place, lambda: load_recipe(args.recipe, args.set))
+    failed = any(check.status == "failed" for check in checks)
+    if place.is_first or step is None:
+        if args.json or not failed:
+            _print(checks, as_json=args.json)
+        _print_failures(checks)
+    return 2 if failed else 0
 
 
 def _check_statically(args: argparse.Namespace) -> bool:
@@ -71,7 +100,7 @@ def _check(loaded: Loaded, *, as_json: bool) -> None:
     log_to_terminal()
     manifests = make_manifests(loaded.recipe)
 
-    async def work(workers: Workers, student: StudentGroup) -> None:
+    async def work(workers: Workers, student: StudentGroup, _: Stop) -> None:
         await student.publish(0)
         preflight = Preflight(loaded.recipe, workers, student, manifests, is_fresh=True)
         checks = [outcome async for outcome in preflight.run()]

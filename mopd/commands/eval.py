@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     def work() -> None:
         _evaluate(loaded, model or args.checkpoint, as_json=args.json)
 
-    return on_students_ranks(loaded, arguments, work, checks, groups=("rollout",))
+    return on_students_ranks(loaded, arguments, work, checks, groups=("rollout",)).code
 
 
 def _evaluate(loaded: Loaded, model: Path | None, *, as_json: bool) -> None:

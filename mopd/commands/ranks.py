@@ -10,6 +10,8 @@ from typing import Any
 from mopd.config.load import Loaded
 from mopd.config.tree import STANDARD_INPUT
 from mopd.launch import failure
+from mopd.launch.node import Place
+from mopd.launch.nodes import Nodes
 from mopd.types import UserError
 
 
@@ -27,33 +29,37 @@ def add_recipe(parser: argparse.ArgumentParser, default: str | None = None) -> N
 def on_students_ranks(
     loaded: Loaded,
     arguments: Sequence[str],
-    work: Callable[[], None],
+    work: Callable[[], int | None],
     checks: Callable[[], None] = lambda: None,
     *,
+    nodes: Nodes | None = None,
     groups: Sequence[str] | None = None,
     cure: str = "",
-) -> int:
-    """In a rank: do the work (``cli.main`` relays its errors). Elsewhere: check the student's layout, the recipe's
-    inputs, the GPUs of ``groups`` (all) and what ``checks`` adds, then start this command as ranks. ``cure`` ends the
-    line that tells of a rank's sudden end."""
+    ask: Callable[[], None] | None = None,
+) -> failure.Ended:
+    """In a rank: do the work (``cli.main`` relays its errors and its code). Elsewhere: check the student's layout, the
+    recipe's inputs, the GPUs of ``groups`` (all) and what ``checks`` adds, then start this command as ranks, here or on
+    all ``nodes``. ``cure`` ends the line that tells of a rank's sudden end, ``ask`` is what the first SIGTERM does."""
     from mopd.preflight.inputs import check_inputs, check_machine, check_world_size
 
     if failure.is_rank():
         check_world_size(loaded, failure.rank_and_world_size()[1])
         check_inputs(loaded)
-        work()
-        return 0
+        return failure.Ended(code=work() or 0)
+    nodes = Nodes(Place()) if nodes is None else nodes
     if loaded.path == STANDARD_INPUT:
         raise UserError("recipe: the ranks cannot read standard input again: write it to a file and name that")
-    check_machine(loaded)
+    check_machine(loaded, nodes.place.num_nodes)
     check_inputs(loaded)
     from mopd.placement.gpus import check_gpus
 
-    check_gpus(loaded, groups)
+    # Replicas that a run starts are node 0's.
+    check_gpus(loaded, groups if nodes.place.is_first else (), num_nodes=nodes.place.num_nodes)
     checks()
+    nodes.meet("the checks")
     from mopd.launch.launch import launch
     from mopd.run.locating import to_json
 
-    world_size = loaded.recipe.student.parallel.world_size
+    num_ranks = loaded.recipe.student.parallel.world_size // nodes.place.num_nodes
     command = [sys.executable, "-m", "mopd", *arguments]
-    return launch(command, world_size=world_size, shared=to_json(loaded), cure=cure)
+    return launch(command, num_ranks=num_ranks, nodes=nodes, shared=to_json(loaded), cure=cure, ask=ask)

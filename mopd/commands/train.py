@@ -4,89 +4,186 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from collections.abc import Sequence
 
 from mopd.commands.ranks import add_recipe, on_students_ranks
 from mopd.config.load import Loaded, load_recipe
-from mopd.launch.failure import rank_and_world_size
+from mopd.launch.failure import (
+    STOPPED_CODE,
+    Ended,
+    is_our_launchers,
+    is_rank,
+    leave_stopped,
+    rank_and_world_size,
+)
+from mopd.launch.node import add_node_arguments, node_name, place_of
+from mopd.launch.nodes import NodeLostError, Nodes
+from mopd.launch.signals import first_sigterm_asks, outlive_sigterm
 from mopd.run.folder import RunDir
 from mopd.run.preparing import prepare
+from mopd.run.stopping import forget_request, request_stop
+from mopd.tasks import Stop, StopAsked
 from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
 
 ABOUT = "train a student"
-EXAMPLES = "example: mopd train recipes/quickstart.yaml --resume"
+EXAMPLES = """\
+examples:
+  mopd train recipes/quickstart.yaml --resume
+  mopd train my.yaml --nnodes 4 --node-rank 1 --rdzv-endpoint 10.0.0.1:29500   on the second of four nodes
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Light to import, as all of this file."""
     add_recipe(parser)
     parser.add_argument("--resume", action="store_true", help="go on with the run in run_dir")
+    auto_help = "the same if there is a run in run_dir, else start it: for a job that is started again and again"
+    # A word of its own: an option with an optional value would take the next KEY=VALUE for it.
+    parser.add_argument("--resume=auto", dest="resume_auto", action="store_true", help=auto_help)
     from_help = "with --resume: this checkpoint instead of the newest; later ones are set aside"
     parser.add_argument("--from", dest="from_step", metavar="STEP_N", help=from_help)
     parser.add_argument("--json", action="store_true", help="at the end print report.json instead of the table")
+    add_node_arguments(parser)
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Check, start the ranks, wait for their end; the exit code. In a rank: train."""
     if args.from_step is not None and not args.resume:
         raise UserError("--from names a checkpoint to resume from: add --resume")
-    loaded = prepare(load_recipe(args.recipe, args.set))
+    if is_rank():
+        loaded = prepare(load_recipe(args.recipe, args.set))
+        run_dir = RunDir(loaded.recipe.run_dir)
+        return on_students_ranks(loaded, arguments, lambda: _train(loaded, run_dir, args)).code
+    place = place_of(args)
+    first_sigterm_asks(_stop_now)
+    try:
+        with Nodes(place) as nodes:
+            try:
+                nodes.join()
+                return _launch(args, arguments, nodes).code
+            except NodeLostError:
+                from mopd.launch.launch import ended_by_others
+
+                return ended_by_others(nodes).code
+    except StopAsked as asked:
+        print(f"mopd: {asked}", file=sys.stderr)
+        return STOPPED_CODE
+
+
+def _stop_now() -> None:
+    """No rank has been started yet."""
+    raise StopAsked("SIGTERM")
+
+
+def _launch(args: argparse.Namespace, arguments: Sequence[str], nodes: Nodes) -> Ended:
+    loaded = prepare(load_recipe(args.recipe, args.set), nodes=nodes)
     run_dir = RunDir(loaded.recipe.run_dir)
+    is_new = not run_dir.path.exists()
+    is_first = nodes.place.is_first
 
     def checks() -> None:
-        from mopd.run import resuming
-        from mopd.run.manifests import check_commits
+        if is_first:
+            _check_folder(loaded, run_dir, args)
+            if args.resume_auto:
+                resuming.count_start(run_dir)
 
-        resuming.check_layout(run_dir)
-        run_dir.check(loaded, resume=args.resume)
-        if args.resume and resuming.choose(run_dir, loaded.recipe, wanted=args.from_step) is not None:
-            resuming.check_files(run_dir)
-            check_commits(run_dir.manifest, loaded.commits)
+    from mopd.run import resuming
 
-    is_new = not run_dir.path.exists()
-    cure = "; go on with --resume"
-    code = on_students_ranks(loaded, arguments, lambda: _train(loaded, run_dir, args), checks, cure=cure)
-    if code != 0 and is_new:
-        run_dir.discard_if_unused()
-    return code
+    if is_first:
+        forget_request(run_dir.path)
+    ended = on_students_ranks(
+        loaded,
+        arguments,
+        lambda: None,
+        checks,
+        nodes=nodes,
+        cure="; go on with --resume",
+        ask=lambda: request_stop(run_dir.path, f"SIGTERM on {node_name()}"),
+    )
+    if is_first:
+        if args.resume_auto:
+            resuming.note_end(run_dir, ended.line)
+        if ended.code != 0 and is_new:
+            run_dir.discard_if_unused()
+    return ended
 
 
-def _train(loaded: Loaded, run_dir: RunDir, args: argparse.Namespace) -> None:
-    """On this rank, from the newest checkpoint or the one that ``--from`` names (``step_100``).
+def _check_folder(loaded: Loaded, run_dir: RunDir, args: argparse.Namespace) -> None:
+    """What a rank would refuse, before there are any."""
+    from mopd.run import resuming
+    from mopd.run.manifests import check_commits
+
+    resume = _resumes(args, run_dir)
+    resuming.check_layout(run_dir)
+    run_dir.check(loaded, resume=resume)
+    if resume and resuming.choose(run_dir, loaded.recipe, wanted=args.from_step) is not None:
+        resuming.check_files(run_dir)
+        check_commits(run_dir.manifest, loaded.commits)
+
+
+def _resumes(args: argparse.Namespace, run_dir: RunDir) -> bool:
+    """``--resume=auto`` goes on with a run that has begun."""
+    return bool(args.resume or (args.resume_auto and run_dir.recipe.is_file()))
+
+
+def _train(loaded: Loaded, run_dir: RunDir, args: argparse.Namespace) -> int:
+    """On this rank, from the newest checkpoint or the one that ``--from`` names (``step_100``); the exit code.
 
     Raises:
         UserError: anything the user can cure; nothing is half-written.
     """
+    with run_dir.telling():
+        if rank_and_world_size()[0]:
+            return _follow(loaded, run_dir)
+        return _lead(loaded, run_dir, args)
+
+
+def _follow(loaded: Loaded, run_dir: RunDir) -> int:
+    from mopd.run.leading import follow
+
+    outlive_sigterm()
+    if not follow(loaded.recipe, run_dir.logs_here):
+        return 0
+    leave_stopped("")
+    return STOPPED_CODE
+
+
+def _lead(loaded: Loaded, run_dir: RunDir, args: argparse.Namespace) -> int:
     from mopd.producer.leading import lead_training
     from mopd.report.terminal import log_to_terminal
     from mopd.run import resuming
-    from mopd.run.leading import follow
     from mopd.run.manifests import check_commits, check_unchanged, make_manifests
     from mopd.run.training import Led, begin, fresh_ledger, load_checkpoint, train
 
-    with run_dir.telling():
-        if rank_and_world_size()[0]:
-            follow(loaded.recipe)
-            return
-        log_to_terminal()
-        with run_dir:
-            resuming.check_layout(run_dir)
-            run_dir.open(loaded, resume=args.resume)
-            manifests = make_manifests(loaded.recipe)
-            start = resuming.choose(run_dir, loaded.recipe, wanted=args.from_step) if args.resume else None
-            if start is not None:
-                check_commits(run_dir.manifest, loaded.commits)
-                check_unchanged(run_dir.manifest, manifests)
-            elif args.resume:
-                logger.warning("%s has no complete checkpoint: the run starts again from step 0", run_dir.checkpoints)
+    log_to_terminal()
+    resume = _resumes(args, run_dir)
+    if not is_our_launchers():  # which has done it
+        forget_request(run_dir.path)
+    first_sigterm_asks(lambda: request_stop(run_dir.path, f"SIGTERM on {node_name()}"))
+    with run_dir:
+        resuming.check_layout(run_dir)
+        run_dir.open(loaded, resume=resume)
+        manifests = make_manifests(loaded.recipe)
+        start = resuming.choose(run_dir, loaded.recipe, wanted=args.from_step) if resume else None
+        if start is not None:
+            check_commits(run_dir.manifest, loaded.commits)
+            check_unchanged(run_dir.manifest, manifests)
+        elif resume:
+            logger.warning("%s has no complete checkpoint: the run starts again from step 0", run_dir.checkpoints)
 
-            async def work(led: Led) -> None:
-                recipe, is_fresh = loaded.recipe, start is None
-                ledger = fresh_ledger(recipe) if start is None else await load_checkpoint(recipe, run_dir, led, start)
-                await led.student.publish(ledger.step)
-                await begin(loaded, run_dir, led.maker, manifests, is_fresh=is_fresh)
-                await train(recipe, run_dir, led, ledger, is_fresh=is_fresh, as_json=args.json)
+        async def work(led: Led, stop: Stop) -> None:
+            recipe, is_fresh = loaded.recipe, start is None
+            ledger = fresh_ledger(recipe) if start is None else await load_checkpoint(recipe, run_dir, led, start)
+            stop.check()
+            await led.student.publish(ledger.step)
+            await begin(loaded, run_dir, led.maker, manifests, stop, is_fresh=is_fresh)
+            await train(recipe, run_dir, led, ledger, stop, is_fresh=is_fresh, as_json=args.json)
 
-            lead_training(loaded.recipe, run_dir, work)
+        stopped = lead_training(loaded.recipe, run_dir, work)
+    if stopped is None:
+        return 0
+    leave_stopped(stopped)
+    return STOPPED_CODE

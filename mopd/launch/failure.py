@@ -17,10 +17,9 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 
 from mopd.files.writing import refusal, writing
 from mopd.text import one_line
@@ -33,14 +32,26 @@ LAUNCHER_PID = "MOPD_LAUNCHER_PID"
 TORCHELASTIC_RUN_ID = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun sets in the ranks."""
 USER_ERROR_CODE = 2
+STOPPED_CODE = 75
+"""Of a run that was asked to stop: a checkpoint of what it has done is there, and it goes on with ``--resume``."""
 ERROR_CODE = 1
 STORE_TIMEOUT_S = 10.0
 RESERVED_BYTES = 2**18
 """Kept for each rank's error before the ranks start: a full disk must not swallow the line that tells of it."""
 _MAX_MESSAGE, _MAX_TRACEBACK = 4_000, 16_000
 """Characters; whatever they are, they fit into the reserved bytes."""
+STOPPED = "stopped"
+"""Ending of the notes that the ranks of such a run leave in the launch folder; rank 0's holds the line to tell."""
 PR_SET_PDEATHSIG = 1
-_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How a launch ended."""
+
+    code: int
+    line: str = ""
+    """What was told last; empty when all went well."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +72,11 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def is_our_launchers() -> bool:
+    """Whether our own launcher started this rank, not the user's torchrun."""
+    return LAUNCH_DIR in os.environ
+
+
 def rank_and_world_size() -> tuple[int, int]:
     """This process's rank and the number of ranks, as torchrun set them."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -78,8 +94,9 @@ def rank_0_host() -> str | None:
     return os.environ["MASTER_ADDR"]
 
 
-def run_as_rank(action: Callable[[], object]) -> int:
-    """Run a rank's work and return its exit code; on an error the process ends here.
+def run_as_rank(action: Callable[[], int | None]) -> int:
+    """Run a rank's work and return its exit code (0 to our own launcher, which has other ways to know); on an error the
+    process ends here.
 
     Ending with ``os._exit`` is deliberate: after an error other ranks hang in collectives, and joining threads or
     destroying process groups could wait for them.
@@ -89,48 +106,36 @@ def run_as_rank(action: Callable[[], object]) -> int:
     # Megatron and torch warn at import and at each deprecated call, once per rank, of nothing that a user can change.
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|mopd\.cpu_shim")
     try:
-        action()
+        code = action()
         sys.stdout.flush()
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
         _leave(error if isinstance(error, UserError) else refusal(error) or error, launch_dir)
-    return 0
+    return code or 0 if launch_dir is None else 0
 
 
-@contextlib.contextmanager
-def ending_in_order() -> Iterator[None]:
-    """Have the signals that end a run leave the block as an error does; then the process dies of the signal. On other
-    ranks, which nothing depends on, they keep their effect: at once."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        for one in _ENDING:
-            signal.signal(one, signal.SIG_IGN)  # the launcher does not wait for long
-        raise _Ended(number)
-
-    before = {one: signal.signal(one, leave) for one in _ENDING}
-    try:
-        yield
-    except _Ended as ended:
-        (number,) = ended.args
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+def leave_stopped(line: str) -> None:
+    """At the end of a rank whose run was asked to stop: a note for our own launcher, which tells ``line``."""
+    if is_our_launchers():
+        (Path(os.environ[LAUNCH_DIR]) / f"{rank_and_world_size()[0]}.{STOPPED}").write_text(line, encoding="utf-8")
+    elif line:
+        print(f"mopd: {line}", file=sys.stderr)
 
 
-class _Ended(KeyboardInterrupt):
-    """A signal asks for the end. An event loop lets this kind through."""
+def read_stopped(launch_dir: Path) -> str | None:
+    """Rank 0's line if the run was asked to stop and did, empty where rank 0 is on another machine; else ``None``."""
+    notes = sorted(launch_dir.glob(f"*.{STOPPED}"))
+    return "".join(note.read_text(encoding="utf-8") for note in notes) if notes else None
 
 
-def reserve(launch_dir: Path, world_size: int) -> None:
-    """Make room for the errors of all ranks.
+def reserve(launch_dir: Path, ranks: Iterable[int]) -> None:
+    """Make room for the errors of ``ranks``.
 
     Raises:
         UserError: there is none.
     """
-    for rank in range(world_size):
+    for rank in ranks:
         with writing(launch_dir), _draft(launch_dir, rank).open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, RESERVED_BYTES)
 

@@ -1,98 +1,165 @@
-"""Start the ranks of one machine with torchrun's own machinery, and end with the one error that matters.
+"""Start the ranks of this machine with torchrun's own agent, and end with the one error that matters.
 
     launcher ── torchrun agent ──> rank 0, rank 1, …   (each the leader of its own process group)
         └────── reaper: waits for the launcher's end, kills what is left of those groups
 
-Several machines are started with ``torchrun … -m mopd …`` on each; this module is then not used.
+Several machines have a launcher each (see ``nodes``), and the error is told on the machine where it happened.
 """
 
 from __future__ import annotations
 
-import logging
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from mopd.files.writing import temporary_folder
 from mopd.launch import sharing
+from mopd.launch.agent import TERMINATE_TIMEOUT_S, Death, OthersFailedError, RankAgent, TerminatedError, terminate
 from mopd.launch.failure import (
     ERROR_CODE,
     LAUNCH_DIR,
     LAUNCHER_PID,
+    STOPPED_CODE,
     USER_ERROR_CODE,
+    Ended,
     RankFailure,
     read_failures,
+    read_stopped,
     reserve,
 )
+from mopd.launch.node import node_name
+from mopd.launch.nodes import Kind, Nodes
+from mopd.launch.signals import first_sigterm_asks
 from mopd.placement import reaper
 from mopd.text import visible
 
-TERMINATE_TIMEOUT_S = 30
-"""torchrun's own wait between SIGTERM and SIGKILL when it ends ranks after a failure."""
+_LOST_PEER = re.compile(
+    r"Connection (closed|reset|refused)|closed by peer|Broken pipe|Timed out waiting|[Ss]ocket [Tt]imeout|"
+    r"remote process|NCCL (communicator|Error)|failed to (recv|send)|StorageEnded"
+)
+"""In an error of a rank that has lost another one."""
 
 
-def launch(command: Sequence[str], *, world_size: int, shared: str | None = None, cure: str = "") -> int:
-    """Run ``command`` as ``world_size`` ranks and return the exit code of the whole.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Account:
+    """What is told of this node's ranks."""
 
-    0 when every rank ended well; 2 after a rank's user error (its line is printed, nothing else); 1 after any other
-    failure (a traceback, or one line that names the rank and the signal that killed it); 128 + n when this process got
-    signal n. No rank and no child of a rank is left when this returns or when this process is killed.
+    kind: Kind
+    code: int
+    line: str
+    """Without ``mopd: error:``."""
+    elsewhere: str
+    """The same, on other nodes."""
+    above: str = ""
+    """A traceback."""
+
+    def tell(self, nodes: Nodes) -> None:
+        """To the other nodes."""
+        nodes.tell(self.kind, self.elsewhere, code=self.code)
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    num_ranks: int,
+    nodes: Nodes,
+    shared: str | None = None,
+    cure: str = "",
+    ask: Callable[[], None] | None = None,
+) -> Ended:
+    """Run ``command`` as ``num_ranks`` ranks on this node, and tell how they ended.
+
+    The code is 0 when every rank ended well; 75 after a request to stop; 2 after a rank's user error (its line is
+    printed, nothing else); 1 after any other failure (a traceback, or one line that names the rank and the signal that
+    killed it); 128 + n when this process got signal n. No rank and no child of a rank is left when this returns or when
+    this process is killed.
 
     Args:
         command: program and arguments. The program calls ``failure.run_as_rank``.
-        world_size: number of ranks, all on this machine.
-        shared: text for all of them (``sharing.from_launcher``).
+        num_ranks: on this node.
+        nodes: the launchers of the run, which have met.
+        shared: text for all ranks (``sharing.from_launcher``).
         cure: ends the line of a death that says nothing of it.
+        ask: what the first SIGTERM does; without it SIGTERM ends the ranks.
 
     Raises:
         UserError: no temporary folder can be written.
     """
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world_size,
-        run_id=f"mopd-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-    )
-    # The agent's account of a failure would bury ours.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
     with _reaped_folder() as launch_dir:
-        reserve(launch_dir, world_size)
+
+        def account(deaths: Sequence[Death]) -> _Account:
+            where = f" on {node_name()}" if nodes.are_several else ""
+            return _account(deaths, read_failures(launch_dir), where, cure)
+
+        def on_failure(deaths: Sequence[Death]) -> None:
+            if nodes.are_several:  # the others' ranks have lost one, and shall hear why before these are through
+                account(deaths).tell(nodes)
+
+        agent = RankAgent(nodes, command, num_ranks=num_ranks, run_id=f"mopd-{os.getpid()}", on_failure=on_failure)
+        first = nodes.place.node_rank * num_ranks
+        reserve(launch_dir, range(first, first + num_ranks))
         if shared is not None:
             sharing.to_ranks(launch_dir, shared)
-        os.environ.update(_rank_environment(world_size, launch_dir))
+        os.environ.update(_rank_environment(num_ranks, launch_dir, nodes))
+        signal.signal(signal.SIGTERM, terminate)
+        if ask is not None:
+            first_sigterm_asks(ask, then=terminate)
         try:
-            elastic_launch(config, command[0])(*command[1:])
-        except ChildFailedError as error:
-            return _tell(list(error.failures.items()), read_failures(launch_dir), cure)
+            deaths = agent.deaths()
+        except OthersFailedError:
+            return ended_by_others(nodes)
+        except TerminatedError:
+            return _tell_signal(signal.SIGTERM, nodes, cure)
         except SignalException as error:
-            print(f"mopd: ended by {error.sigval.name}{cure}", file=sys.stderr)
-            return 128 + error.sigval
-    return 0
+            return _tell_signal(error.sigval, nodes, cure)
+        if deaths:
+            return _tell(account(deaths), nodes)
+        line = read_stopped(launch_dir)
+        if line is None:
+            return Ended(code=0)
+        if line:
+            print(f"mopd: {line}", file=sys.stderr)
+        return Ended(code=STOPPED_CODE, line=line)
 
 
-def _rank_environment(world_size: int, launch_dir: Path) -> dict[str, str]:
+def ended_by_others(nodes: Nodes) -> Ended:
+    """Tell in one line that another node's end was this one's too."""
+    cause = nodes.cause()
+    if cause.code == STOPPED_CODE:
+        print(f"mopd: {cause.line}", file=sys.stderr)
+    elif cause.kind == "gone":
+        print(f"mopd: error: {cause.line}", file=sys.stderr)
+    else:
+        why = cause.line or "it told no reason"
+        print(f"mopd: error: {node_name()} ends with {cause.name}: {why}", file=sys.stderr)
+    return Ended(code=cause.code, line=cause.line)
+
+
+def _tell_signal(number: signal.Signals, nodes: Nodes, cure: str) -> Ended:
+    line = f"ended by {number.name}{cure}"
+    if nodes.are_several:
+        nodes.tell("signal", f"{line} on {node_name()}", code=128 + number)
+        nodes.cause()
+    print(f"mopd: {line}", file=sys.stderr)
+    return Ended(code=128 + number, line=line)
+
+
+def _rank_environment(num_ranks: int, launch_dir: Path, nodes: Nodes) -> dict[str, str]:
     """What ranks find in their environment besides torchrun's variables; a user's own setting wins."""
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // world_size)),
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's overlap of TP communication relies on one queue
-        "GLOO_SOCKET_IFNAME": "lo",  # one machine: works where the host's name does not resolve
     }
+    if nodes.place.is_on_loopback:
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"  # works where the host's name does not resolve
     chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
     return {**chosen, LAUNCH_DIR: str(launch_dir), LAUNCHER_PID: str(os.getpid())}
 
@@ -116,33 +183,47 @@ def _reaped_folder() -> Iterator[Path]:
             signal.signal(number, handler)
 
 
-def _tell(deaths: Sequence[tuple[int, ProcessFailure]], failures: Sequence[RankFailure], cure: str) -> int:
-    """Print the cause among everything that failed and return the exit code.
+def _tell(own: _Account, nodes: Nodes) -> Ended:
+    """Print the cause of the end, where it happened, and a line elsewhere."""
+    if nodes.are_several:
+        own.tell(nodes)
+        if nodes.cause().node_rank != nodes.place.node_rank:
+            return ended_by_others(nodes)
+    print(f"{own.above}mopd: error: {own.line}", file=sys.stderr)
+    return Ended(code=own.code, line=own.line)
+
+
+def _account(deaths: Sequence[Death], failures: Sequence[RankFailure], where: str, cure: str) -> _Account:
+    """The cause among everything that failed on this node.
 
     A user error explains itself. A rank that died without a word comes before reported exceptions, which are then the
     other ranks' broken collectives; they are still shown unless SIGKILL, which nobody sends to himself, settles it.
 
     Args:
-        deaths: rank and how it ended, in the order in which the agent saw them; the ranks that the agent ended itself
-            are among them.
+        deaths: in the order in which the agent saw them; the ranks that the agent ended itself are among them.
         failures: errors that ranks reported, earliest first.
+        where: follows the rank's number.
         cure: see ``launch``.
     """
     if failures and failures[0].is_user_error:
-        print(f"mopd: error: {failures[0].message}", file=sys.stderr)
-        return USER_ERROR_CODE
+        line = failures[0].message
+        return _Account(kind="user_error", code=USER_ERROR_CODE, line=line, elsewhere=line)
     told = {failure.rank for failure in failures}
-    silent = [(rank, d) for rank, d in deaths if rank not in told and not _was_agents_doing(d, failures)]
+    silent = [death for death in deaths if death.rank not in told and not _was_agents_doing(death, failures)]
     if not silent:
-        rank = failures[0].rank
-        traceback = visible(failures[0].traceback, keep="\n")
-        print(f"{traceback}mopd: error: rank {rank} failed, see the traceback above", file=sys.stderr)
-        return ERROR_CODE
-    rank, death = silent[0]
-    if failures and death.exitcode != -signal.SIGKILL:
-        sys.stderr.write(visible(failures[0].traceback, keep="\n"))
-    print(f"mopd: error: rank {rank} {_how_it_ended(death.exitcode)}{cure}", file=sys.stderr)
-    return ERROR_CODE
+        first = failures[0]
+        rank = f"rank {first.rank}{where} failed"
+        return _Account(
+            kind="peer_lost" if _LOST_PEER.search(first.traceback) else "error",
+            code=ERROR_CODE,
+            line=f"{rank}, see the traceback above",
+            elsewhere=f"{rank}: {first.message}",
+            above=visible(first.traceback, keep="\n"),
+        )
+    death = silent[0]
+    line = f"rank {death.rank}{where} {_how_it_ended(death.exitcode)}{cure}"
+    above = visible(failures[0].traceback, keep="\n") if failures and death.exitcode != -signal.SIGKILL else ""
+    return _Account(kind="died", code=ERROR_CODE, line=line, elsewhere=line, above=above)
 
 
 def _how_it_ended(exitcode: int) -> str:
@@ -152,9 +233,9 @@ def _how_it_ended(exitcode: int) -> str:
     return f"was killed by {name}" + (": often the kernel, out of memory" if name == "SIGKILL" else "")
 
 
-def _was_agents_doing(death: ProcessFailure, failures: Sequence[RankFailure]) -> bool:
-    """Whether the agent sent the signal: SIGTERM, or SIGKILL a while later, after some rank had failed."""
+def _was_agents_doing(death: Death, failures: Sequence[RankFailure]) -> bool:
+    """Whether the agent sent the signal, SIGKILL a while after the others, once some rank had failed."""
     if not failures:
         return False
-    late = death.timestamp >= int(failures[0].time_s) + TERMINATE_TIMEOUT_S
-    return death.exitcode == -signal.SIGTERM or (death.exitcode == -signal.SIGKILL and late)
+    late = death.time_s >= int(failures[0].time_s) + TERMINATE_TIMEOUT_S
+    return -death.exitcode in (signal.SIGINT, signal.SIGTERM) or (death.exitcode == -signal.SIGKILL and late)

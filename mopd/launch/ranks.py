@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mopd.launch.rank_log import StallWatch
 from mopd.student.worker import StudentWorker
 from mopd.types import DomainSums, MicroBatchPlan, SampleMeta, UserError
 from mopd.wire.weights import StagedWeights
@@ -32,9 +33,14 @@ class CommandChannel:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._alone = group is None or dist.get_world_size(group) == 1
+        self.stopped: str | None = None
+        """On rank 0, before the others are released: the line of a run that was asked to stop."""
+        self.watch: StallWatch | None = None
+        """Hears of every command."""
 
     def send(self, command: dict[str, Any]) -> None:
         """Rank 0 only."""
+        self._note()
         if self._alone:
             return
         payload = torch.frombuffer(bytearray(json.dumps(command).encode()), dtype=torch.uint8)
@@ -51,7 +57,12 @@ class CommandChannel:
         payload = torch.empty(num_bytes, dtype=torch.uint8)
         dist.broadcast(payload, src=0, group=self._group)
         command: dict[str, Any] = json.loads(payload.numpy().tobytes())
+        self._note()
         return command
+
+    def _note(self) -> None:
+        if self.watch is not None:
+            self.watch.alive()
 
 
 class Weights(Protocol):
@@ -156,6 +167,10 @@ class StudentGroup:
         """Write the student as a Hugging Face folder."""
         await self._call("save_hf", folder=str(folder))
 
+    async def close(self) -> None:
+        """Returns when the ranks are through with what they were told; nothing more can be asked of them."""
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
+
 
 def _use_device(worker: StudentWorker) -> None:
     """CUDA's current device belongs to a thread."""
@@ -186,7 +201,8 @@ def execute(worker: StudentWorker, name: str, kwargs: dict[str, Any]) -> Any:
     raise RuntimeError(f"unknown command {name!r} from rank 0")
 
 
-def serve(worker: StudentWorker, channel: CommandChannel) -> None:
-    """Follow rank 0 until it says stop."""
+def serve(worker: StudentWorker, channel: CommandChannel) -> bool:
+    """Follow rank 0 until it says stop; whether that is because the run was asked to."""
     while (command := channel.receive())["call"] != "stop":
         execute(worker, command["call"], command["kwargs"])
+    return bool(command["kwargs"]["is_asked"])

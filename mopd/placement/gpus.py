@@ -113,12 +113,12 @@ def share_gpus(groups: Mapping[str, EngineGroupConfig], machine: Machine) -> Sha
     return Shares(groups=shares, rest=rest)
 
 
-def check_gpus(loaded: Loaded, keys: Sequence[str] | None = None) -> None:
-    """``share_gpus`` for the ranks that the recipe asks for and the groups ``keys`` (all), before anything starts."""
+def check_gpus(loaded: Loaded, keys: Sequence[str] | None = None, *, num_nodes: int = 1) -> None:
+    """``share_gpus`` for this node's share of the ranks and the groups ``keys`` (all), before anything starts."""
     recipe = loaded.recipe
     groups = {key: group for key, group in engine_groups(recipe).items() if keys is None or key in keys}
     try:
-        share_gpus(groups, this_machine(num_ranks=recipe.student.parallel.world_size))
+        share_gpus(groups, this_machine(num_ranks=recipe.student.parallel.world_size // num_nodes))
     except UserError as error:
         raise UserError(f"{loaded.path}: {error}") from None
 

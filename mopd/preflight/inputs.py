@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 from mopd.config.load import Loaded
+from mopd.config.placements import LocalConfig
 from mopd.config.rewards import CustomRewardConfig, JsonSchemaConfig
+from mopd.config.schema import Recipe
 from mopd.files.reading import shown_path
+from mopd.placement.gpus import engine_groups
 from mopd.types import UserError
 
 MIN_RANKS, RANKS_PER_CORE = 64, 8
@@ -28,7 +31,7 @@ class Check:
 
 
 def check_inputs(loaded: Loaded) -> None:
-    """Every model folder, data file, chat template and reward file of the recipe is there, and every package.
+    """Every model folder, data file, template, interpreter and reward file of the recipe is there, and every package.
 
     Raises ``UserError`` that names recipe, key and path or package.
     """
@@ -39,6 +42,8 @@ def check_inputs(loaded: Loaded) -> None:
     for split, entries in (("train", recipe.data.train), ("validation", recipe.data.validation)):
         for file in recipe.data.files(entries):
             check_data_file(loaded, file.path, split)
+    for key, python in interpreters(recipe).items():
+        check_interpreter(loaded, key, python)
     check_chat_template(loaded)
     for name in recipe.rewards:
         check_reward_file(loaded, name)
@@ -65,6 +70,21 @@ def check_reward_file(loaded: Loaded, name: str) -> None:
         _check_file(loaded, reward.path, "rewards", name, "path")
 
 
+def interpreters(recipe: Recipe) -> dict[str, str]:
+    """``placement.python`` of the groups that have one, by key of the group."""
+    placements = {key: group.placement for key, group in engine_groups(recipe).items()}
+    return {key: p.python for key, p in placements.items() if isinstance(p, LocalConfig) and p.python is not None}
+
+
+def check_interpreter(loaded: Loaded, key: str, python: str) -> None:
+    """A group's ``placement.python`` is there and can be run."""
+    where = loaded.where(*key.split(".", 1), "placement", "python")
+    if not os.path.isfile(python):
+        raise UserError(f"{where}: file {shown_path(python)!r} does not exist{_seen_from(Path(python))}")
+    if not os.access(python, os.X_OK):
+        raise UserError(f"{where}: {shown_path(python)!r} cannot be run: name a Python interpreter")
+
+
 def check_wandb(loaded: Loaded) -> None:
     """The package is there where the recipe asks for it."""
     if loaded.recipe.metrics.wandb is not None and importlib.util.find_spec("wandb") is None:
@@ -73,14 +93,20 @@ def check_wandb(loaded: Loaded) -> None:
         )
 
 
-def check_machine(loaded: Loaded) -> None:
-    """The ranks that are to start here are a number that one machine can hold."""
-    num_ranks, num_cores = loaded.recipe.student.parallel.world_size, len(os.sched_getaffinity(0))
+def check_machine(loaded: Loaded, num_nodes: int = 1) -> None:
+    """The ranks that are to start here are a number that one machine can hold, and each node has as many."""
+    world_size, num_cores = loaded.recipe.student.parallel.world_size, len(os.sched_getaffinity(0))
+    num_ranks, rest = divmod(world_size, num_nodes)
+    if rest:
+        raise UserError(
+            f"{loaded.where('student', 'parallel')}: {world_size} ranks cannot be shared out evenly over --nnodes "
+            f"{num_nodes}: start on a number of nodes that divides {world_size}, or change the sizes"
+        )
     most = max(MIN_RANKS, RANKS_PER_CORE * num_cores)
     if num_ranks > most:
         raise UserError(
             f"{loaded.where('student', 'parallel')}: {num_ranks} ranks on this machine of {num_cores} cores, where "
-            f"{most} are possible: lower the sizes, or start torchrun on several machines"
+            f"{most} are possible: lower the sizes, or start on several nodes (--nnodes)"
         )
 
 

@@ -55,13 +55,13 @@ class ProducerProcess:
 
     def __init__(self, recipe: Recipe, run: RunDir) -> None:
         self._recipe, self._run = recipe, run
-        self._log = run.logs / "producer.log"
+        self._log = run.logs_here / "producer.log"
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ProducerProcess:
         self._socket, theirs = socket.socketpair()
         with tempfile.NamedTemporaryFile("w", prefix="mopd-recipe-", suffix=".json", delete=False) as file:
-            json.dump({"recipe": to_tree(self._recipe), "logs": str(self._run.logs)}, file)
+            json.dump({"recipe": to_tree(self._recipe), "logs": str(self._run.logs_here)}, file)
         self._file = Path(file.name)
         with writing(self._log):
             self._log.parent.mkdir(parents=True, exist_ok=True)

@@ -13,51 +13,57 @@ from mopd.data.stream import PromptStream
 from mopd.data_plane.interface import Storage
 from mopd.data_plane.queue_plane import QueuePlane
 from mopd.data_plane.reading import open_reader
-from mopd.launch.failure import ending_in_order
 from mopd.launch.ranks import CommandChannel, StudentGroup
+from mopd.launch.signals import ending_in_order
 from mopd.preflight.checks import check_before_training
 from mopd.producer.client import ProducerProcess
 from mopd.replicas.statistics import group_metrics
 from mopd.run.folder import RunDir
 from mopd.run.leading import Opened, joined, lead
+from mopd.run.stopping import watched
 from mopd.run.training import Findings, Led
 from mopd.run.workers import Workers
 from mopd.student.worker import StudentWorker
+from mopd.tasks import Stop, StopAsked
 from mopd.types import SampleMeta
 
-Work = Callable[[Led], Coroutine[Any, Any, None]]
+Work = Callable[[Led, Stop], Coroutine[Any, Any, None]]
 
 
-def lead_training(recipe: Recipe, run: RunDir, work: Work) -> None:
+def lead_training(recipe: Recipe, run: RunDir, work: Work) -> str | None:
     """As ``lead``, with the loop's view of the workers, wherever they are."""
     if not recipe.has_in_process_engines:
         with ending_in_order():
-            _lead_beside(recipe, run, work)
-        return
+            return _lead_beside(recipe, run, work)
 
-    async def here(workers: Workers, student: StudentGroup) -> None:
+    async def here(workers: Workers, student: StudentGroup, stop: Stop) -> None:
         prompts = PromptStream(workers.dataset.rows_by_domain, recipe.data.domain_weights, recipe.seed)
-        await work(Led(student=student, prompts=prompts, maker=Here(recipe, workers, student)))
+        await work(Led(student=student, prompts=prompts, maker=Here(recipe, workers, student)), stop)
 
-    lead(recipe, run, here)
+    return lead(recipe, run, here)
 
 
-def _lead_beside(recipe: Recipe, run: RunDir, work: Work) -> None:
+def _lead_beside(recipe: Recipe, run: RunDir, work: Work) -> str | None:
     with ProducerProcess(recipe, run) as producer:
         hello = producer.hello()
         reader = open_reader(hello.plane, timeout_s=recipe.schedule.wait_timeout_s)
 
         async def beside(worker: StudentWorker, channel: CommandChannel) -> None:
-            async with producer.client(recipe) as client:
+            async with watched(run.path) as stop, producer.client(recipe) as client:
                 student = StudentGroup(worker, channel, client.weights)
                 client.student = student
                 prompts = PromptStream(hello.rows, recipe.data.domain_weights, recipe.seed)
-                await client.unless_ended(client.start())
-                await client.unless_ended(work(Led(student=student, prompts=prompts, maker=client)))
+                try:
+                    await client.unless_ended(stop.unless_asked(client.start()))
+                    await client.unless_ended(work(Led(student=student, prompts=prompts, maker=client), stop))
+                except StopAsked as asked:
+                    await student.close()
+                    channel.stopped = str(asked)
 
-        with joined(recipe, Opened(list(hello.rows), hello.plane, reader)) as rank:
+        with joined(recipe, Opened(list(hello.rows), hello.plane, reader), run.logs_here) as rank:
             asyncio.run(beside(*rank))
         reader.close()
+        return rank[1].stopped
 
 
 class Here:

@@ -35,6 +35,8 @@ class RunFiles:
         self.machine = path / "machine.json"
         self.wandb = path / "wandb_id"
         self.replicas = path / "replicas"
+        self.stop = path / "stop"
+        self.attempts = path / "attempts.json"
         self.report_json = path / "report.json"
         self.report_html = path / "report.html"
 

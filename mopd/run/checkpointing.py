@@ -40,11 +40,16 @@ class Checkpointer:
     samples: SampleSaver
     last_step: int
 
-    async def save_if_due(self, step: int, state: Mapping[str, Any], *, best_step: int | None) -> bool:
-        """Save after ``step`` when the rhythm, the last step or a new best asks for it; returns whether it did."""
+    async def save_if_due(self, step: int, state: Mapping[str, Any], *, best_step: int | None) -> None:
+        """Save after ``step`` when the rhythm, the last step or a new best asks for it."""
         is_new_best = self.cfg.keep_best and best_step == step
-        if step % self.cfg.every_steps and step != self.last_step and not is_new_best:
-            return False
+        if step % self.cfg.every_steps == 0 or step == self.last_step or is_new_best:
+            await self.save(step, state, best_step=best_step)
+
+    async def save(self, step: int, state: Mapping[str, Any], *, best_step: int | None) -> None:
+        """Save after ``step``, unless that is done, and remove what need not be kept."""
+        if step in complete_steps(self.run.checkpoints):
+            return
         target = self.run.checkpoint(step)
         if target.exists():  # left by a run that died before its manifest
             shutil.rmtree(target)
@@ -58,7 +63,6 @@ class Checkpointer:
             (old / MANIFEST).unlink()  # without it a half-removed folder is incomplete, not corrupt
             shutil.rmtree(old)
             shutil.rmtree(old.with_name(f"{old.name}.samples"), ignore_errors=True)
-        return True
 
 
 def complete_steps(folder: Path) -> list[int]:

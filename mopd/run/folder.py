@@ -18,6 +18,7 @@ from mopd.config.load import Loaded, differences, dump, load_recipe
 from mopd.config.tree import split_dotted
 from mopd.files.reading import shown_path
 from mopd.files.writing import PARTIALS, WriteRefusedError, refusal, write_text, writing
+from mopd.launch.node import node_name
 from mopd.report.run_files import RunFiles
 from mopd.run.locating import unpinned
 from mopd.types import UserError
@@ -79,6 +80,8 @@ class RunDir(RunFiles):
         self.hf = self.path / "hf"
         self.tensorboard = self.path / "tensorboard"
         self.logs = self.path / "logs"
+        self.logs_here = self.logs / node_name()
+        """Of what runs on this machine."""
         self.lock_path = self.path / ".lock"
         self._lock: int | None = None
         self._made: list[Path] = []
@@ -212,6 +215,19 @@ class RunDir(RunFiles):
                     os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
         except WriteRefusedError as error:
             raise WriteRefusedError(f"{loaded.where('run_dir')}: {shown_path(self.path)!r}: {error}") from error
+
+    def is_held(self) -> bool:
+        """Whether a process has taken the folder."""
+        if not self.lock_path.is_file():
+            return False
+        lock = os.open(self.lock_path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
 
     def _take(self, lock: int) -> None:
         """Lock the open file; where another process holds it, close it and raise ``UserError``."""

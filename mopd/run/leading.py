@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mopd.config.schema import Recipe
@@ -14,15 +16,18 @@ from mopd.data_plane.interface import Reader, Storage, StorageEnded
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.reading import open_reader
 from mopd.launch.failure import rank_0_host
+from mopd.launch.rank_log import rank_log
 from mopd.launch.ranks import CommandChannel, StudentGroup, serve
 from mopd.placement.gpus import local_rank
 from mopd.placement.groups import Groups
 from mopd.placement.storage import open_storage
 from mopd.replicas.interface import SampleFailed
 from mopd.run.folder import RunDir
+from mopd.run.stopping import watched
 from mopd.run.workers import Workers, build_workers, read_inputs
 from mopd.student import parallel
 from mopd.student.worker import StudentWorker
+from mopd.tasks import Stop, StopAsked
 from mopd.types import UserError
 
 RANK_0_S = 2.0
@@ -31,36 +36,49 @@ Rank = tuple[StudentWorker, CommandChannel]
 
 
 def lead(
-    recipe: Recipe, run: RunDir | None, work: Callable[[Workers, StudentGroup], Coroutine[Any, Any, None]]
-) -> None:
+    recipe: Recipe, run: RunDir | None, work: Callable[[Workers, StudentGroup, Stop], Coroutine[Any, Any, None]]
+) -> str | None:
     """Rank 0 with all workers in its process: start every group, build everything, do ``work``, release the other
-    ranks. ``run`` is the folder to write in, if any."""
+    ranks. ``run`` is the folder to write in and to watch for a request to stop, if any. Returns the line to tell after
+    such a request."""
     inputs = read_inputs(recipe)
-    log_dir = None if run is None else run.logs
+    log_dir = None if run is None else run.logs_here
 
     async def with_groups(plane: Storage, worker: StudentWorker, channel: CommandChannel) -> None:
-        async with Groups(recipe, log_dir=log_dir, device=worker.layout.device) as groups:
+        async with watched(None if run is None else run.path) as stop:
+            groups = Groups(recipe, log_dir=log_dir, device=worker.layout.device)
+            student: StudentGroup | None = None
             try:
+                await stop.unless_asked(groups.start())
                 workers = await build_workers(recipe, inputs, plane, groups, vocab_size=worker.dims.vocab_size)
-                await work(workers, StudentGroup(worker, channel, workers.weights))
+                student = StudentGroup(worker, channel, workers.weights)
+                await work(workers, student, stop)
             except SampleFailed as error:
                 raise UserError(f"{error}: see the replicas' logs") from error
+            except StopAsked as asked:
+                if student is not None:
+                    await student.close()
+                channel.stopped = str(asked)
+            finally:
+                await groups.close()
 
     try:
         with (
             opened_plane(recipe) as (plane, reader),
-            joined(recipe, Opened(list(inputs.train.domain_counts), plane.address, reader)) as rank,
+            joined(recipe, Opened(list(inputs.train.domain_counts), plane.address, reader), log_dir) as rank,
         ):
             asyncio.run(with_groups(plane, *rank))
+            return rank[1].stopped
     finally:
         if inputs.rewards is not None:
             inputs.rewards.close()
 
 
-def follow(recipe: Recipe) -> None:
-    """Every other rank: build its part of the student and do what rank 0 says."""
-    with joined(recipe, None) as (worker, channel):
-        serve(worker, channel)
+def follow(recipe: Recipe, logs: Path | None = None) -> bool:
+    """Every other rank: build its part of the student and do what rank 0 says. Whether the run was asked to stop."""
+    with joined(recipe, None, logs) as (worker, channel):
+        is_asked = serve(worker, channel)
+    return is_asked
 
 
 @contextmanager
@@ -91,25 +109,31 @@ class Opened:
 
 
 @contextmanager
-def joined(recipe: Recipe, opened: Opened | None) -> Iterator[Rank]:
+def joined(recipe: Recipe, opened: Opened | None, logs: Path | None = None) -> Iterator[Rank]:
     """Join the other ranks and build this rank's share of the student. The others stop when rank 0 leaves the block.
-    ``opened`` is rank 0's; the other ranks (``None``) are told."""
+    ``opened`` is rank 0's; the other ranks (``None``) are told. ``logs`` is the folder of this node's logs, if any."""
     timeout_s = recipe.schedule.wait_timeout_s
-    with parallel.joined(
-        recipe.student.parallel, timeout_s=timeout_s, seed=recipe.seed, local_rank=local_rank()
-    ) as layout:
+    with (
+        parallel.joined(
+            recipe.student.parallel, timeout_s=timeout_s, seed=recipe.seed, local_rank=local_rank()
+        ) as layout,
+        contextlib.ExitStack() as log,
+    ):
         channel = CommandChannel(layout.control_group)
         if opened is None:
             told = channel.receive()
+            channel.watch = log.enter_context(rank_log(logs, layout.rank, deadline_s=timeout_s))
             with _rank_0_first():
                 reader = open_reader(told["data_plane"], timeout_s=timeout_s)
                 yield StudentWorker(recipe, reader, told["domains"]), channel
             reader.close()
             return
+        channel.watch = log.enter_context(rank_log(logs, layout.rank, deadline_s=timeout_s))
         domains = list(recipe.assignment.domains_among(opened.domains))
         channel.send({"domains": domains, "data_plane": opened.plane})
         yield StudentWorker(recipe, opened.reader, domains), channel
-        channel.send({"call": "stop", "kwargs": {}})  # after an error nobody listens
+        ending = {"is_asked": channel.stopped is not None}
+        channel.send({"call": "stop", "kwargs": ending})  # after an error nobody listens
 
 
 @contextmanager

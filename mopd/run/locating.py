@@ -15,6 +15,7 @@ from mopd.config.schema import Recipe
 from mopd.config.tree import dotted
 from mopd.hub.names import HubName, hub_data, hub_model
 from mopd.launch import failure, sharing
+from mopd.launch.nodes import Nodes
 from mopd.types import UserError
 
 MAX_NAMES = 500
@@ -49,11 +50,13 @@ class Located:
         return self.paths[model][0] if model in self.paths else model
 
 
-def locate(loaded: Loaded, further_models: Mapping[str, str], *, only: str | None = None) -> Located:
+def locate(
+    loaded: Loaded, further_models: Mapping[str, str], nodes: Nodes | None = None, *, only: str | None = None
+) -> Located:
     """Fetch what the recipe names, or what it names at the key ``only``. ``further_models`` are those of the command
     line, by option.
 
-    Of ranks only the first on each machine fetches, or none where the launcher did.
+    Each node fetches once, the commits that node 0 found: its launcher, one of ``nodes``, or its first rank.
 
     Raises:
         UserError: file, key, both readings of the name and the cure.
@@ -63,14 +66,16 @@ def locate(loaded: Loaded, further_models: Mapping[str, str], *, only: str | Non
         return Located(paths={}, commits={})
     if len(wanted) > MAX_NAMES:
         raise UserError(f"{loaded.path}: names {len(wanted)} models and data sets of the Hub: name at most {MAX_NAMES}")
-    if not failure.is_rank():
-        return _fetch(wanted)
-    text = sharing.from_launcher()
-    if text is None:
-        text = sharing.once_per_machine(
-            lambda: to_json(_fetch(wanted)), lambda first: to_json(_fetch(_pinned(wanted, _from_json(first))))
-        )
-    return _from_json(text)
+
+    def first() -> str:
+        return to_json(_fetch(wanted))
+
+    def others(found: str) -> str:
+        return to_json(_fetch(_pinned(wanted, _from_json(found))))
+
+    if failure.is_rank():
+        return _from_json(sharing.from_launcher() or sharing.once_per_machine(first, others))
+    return _from_json(first() if nodes is None else nodes.once_per_node(first, others))
 
 
 def apply(loaded: Loaded, located: Located) -> Loaded:

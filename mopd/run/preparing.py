@@ -13,28 +13,37 @@ from mopd.config.load import Loaded
 from mopd.files.json_text import read_json_object
 from mopd.hardware import Hardware, this_hardware
 from mopd.launch.failure import is_rank, local_world_size
+from mopd.launch.nodes import Nodes
 from mopd.run.locating import apply, locate
 from mopd.types import UserError
 
 BYTES_OF_A_WEIGHT = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def prepare(loaded: Loaded, further_models: Mapping[str, str] | None = None, *, only: str | None = None) -> Loaded:
+def prepare(
+    loaded: Loaded,
+    further_models: Mapping[str, str] | None = None,
+    nodes: Nodes | None = None,
+    *,
+    only: str | None = None,
+) -> Loaded:
     """The recipe as this machine runs it: no ``auto``, and local paths in the place of names of the Hub, which are
     fetched.
 
     Args:
         further_models: those of the command line, by option; ``Loaded.located`` tells where they are.
+        nodes: the launchers of the run, where this is one of several.
         only: a key of the recipe (``student.model``): no other name is fetched.
 
     Raises:
         UserError: what does not go together, or cannot be fetched.
     """
-    located = locate(loaded, further_models or {}, only=only)
-    return apply(settled(loaded, this_hardware(), located.path), located)
+    located = locate(loaded, further_models or {}, nodes, only=only)
+    num_nodes = 1 if nodes is None else nodes.place.num_nodes
+    return apply(settled(loaded, this_hardware(), located.path, num_nodes=num_nodes), located)
 
 
-def settled(loaded: Loaded, hardware: Hardware, folder: Callable[[str], str] = str) -> Loaded:
+def settled(loaded: Loaded, hardware: Hardware, folder: Callable[[str], str] = str, *, num_nodes: int = 1) -> Loaded:
     """Every ``auto`` made a value (``config/auto.py``), with the reason as its origin. ``folder`` is where a model of
     the recipe lies.
 
@@ -47,7 +56,7 @@ def settled(loaded: Loaded, hardware: Hardware, folder: Callable[[str], str] = s
         made = settle(
             recipe,
             hardware,
-            num_ranks=local_world_size() if is_rank() else recipe.student.parallel.world_size,
+            num_ranks=local_world_size() if is_rank() else recipe.student.parallel.world_size // num_nodes,
             num_weights={key: num_weights(Path(folder(model))) for key, model in models.items()}
             if hardware.num_gpus
             else {},

@@ -10,16 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from mopd.config.schema import Recipe
+from mopd.files.json_text import read_json_object
 from mopd.files.reading import shown_path
+from mopd.files.writing import write_json, writing
 from mopd.run.checkpointing import complete_steps, latest
 from mopd.run.folder import RunDir, folder_name, is_step_name
 from mopd.run.manifests import read_fingerprints
+from mopd.text import one_line
 from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
 
 MAX_NAMED = 10
 ASIDE = ".aside"
+MAX_STARTS = 3
+"""In a row that add no checkpoint: after them ``--resume=auto`` does not try again."""
+MAX_ATTEMPTS_BYTES, MAX_LAST = 2**16, 2**12
+FORGET = "remove the file"
 
 
 def choose(run: RunDir, recipe: Recipe, *, wanted: str | None) -> Path | None:
@@ -119,7 +126,7 @@ def check_layout(run: RunDir) -> None:
     if not run.path.is_dir():
         return
     files = (run.lock_path, run.recipe, run.manifest, run.metrics, run.validation, run.parity, run.headroom)
-    for path in (*files, run.machine, run.report_html, run.report_json, run.wandb):
+    for path in (*files, run.machine, run.report_html, run.report_json, run.wandb, run.attempts):
         if os.path.lexists(path) and not path.is_file():
             raise UserError(f"{shown_path(path)}: not a regular file: remove it, or set another run_dir")
     for path in (run.checkpoints, run.tensorboard, run.logs, run.hf):
@@ -129,6 +136,54 @@ def check_layout(run: RunDir) -> None:
     for path in run.checkpoints.glob("step_*") if run.checkpoints.is_dir() else ():
         if is_step_name(path.name) and (path.is_symlink() or not path.is_dir()):  # the run will write or remove it
             raise UserError(f"{shown_path(path)}: not a folder: move it away, or put a folder there")
+
+
+def read_attempts(run: RunDir) -> tuple[int, str | None, str]:
+    """Starts by ``--resume=auto`` since the newest checkpoint, and how the last one ended.
+
+    Raises:
+        UserError: the file is none that ``count_start`` writes.
+    """
+    record = read_json_object(run.attempts, cure=FORGET, max_bytes=MAX_ATTEMPTS_BYTES)
+    starts, checkpoint, last = (record.get(name) for name in ("starts", "checkpoint", "last"))
+    if type(starts) is not int or not isinstance(checkpoint, (str, type(None))) or not isinstance(last, str):
+        raise UserError(f"{shown_path(run.attempts)}: does not count starts: {FORGET}")
+    return starts if checkpoint == _newest(run) else 0, checkpoint, last
+
+
+def _newest(run: RunDir) -> str | None:
+    steps = complete_steps(run.checkpoints)
+    return folder_name(steps[-1]) if steps else None
+
+
+def count_start(run: RunDir) -> None:
+    """One start more by ``--resume=auto``.
+
+    Raises:
+        UserError: the last ``MAX_STARTS`` have added no checkpoint; says how the last one ended.
+    """
+    starts, newest, last = read_attempts(run) if run.attempts.exists() else (0, None, "")
+    if starts >= MAX_STARTS:
+        raise UserError(
+            f"{shown_path(run.attempts)}: {starts} starts in a row, and no new checkpoint "
+            f"{f'since {newest}' if newest else 'at all'}; the last one: {one_line(last)}: see "
+            f"{shown_path(run.logs)}, cure it and {FORGET}"
+        )
+    with writing(run.path):
+        run.path.mkdir(parents=True, exist_ok=True)
+    _write_attempts(run, starts + 1, "killed, or its machine was lost")
+
+
+def _write_attempts(run: RunDir, starts: int, last: str) -> None:
+    write_json(run.attempts, {"starts": starts, "checkpoint": _newest(run), "last": last[:MAX_LAST]})
+
+
+def note_end(run: RunDir, line: str) -> None:
+    """How the start that ``count_start`` counted has ended; an empty line: well, and nothing is counted any more."""
+    if not line:
+        run.attempts.unlink(missing_ok=True)
+    elif run.attempts.exists():
+        _write_attempts(run, read_attempts(run)[0], line)
 
 
 def _wanted_step(run: RunDir, recipe: Recipe, steps: list[int], wanted: str) -> int:

@@ -30,6 +30,7 @@ from mopd.run.folder import RunDir
 from mopd.run.machine import describe_machine
 from mopd.run.manifests import read_fingerprints, write_manifests
 from mopd.run.validation import append_record, is_due
+from mopd.tasks import Stop, StopAsked
 from mopd.text import json_lines
 from mopd.types import SampleMeta, UserError
 
@@ -145,15 +146,16 @@ async def _read_back(recipe: Recipe, run: RunDir, maker: Maker, ledger: Ledger, 
 
 
 async def begin(
-    loaded: Loaded, run: RunDir, maker: Maker, manifests: Mapping[str, Manifest], *, is_fresh: bool
+    loaded: Loaded, run: RunDir, maker: Maker, manifests: Mapping[str, Manifest], stop: Stop, *, is_fresh: bool
 ) -> None:
     """The checks before the first step; after the last one a fresh run's first files are written.
 
     Raises:
         UserError: the first check that failed; nothing was written.
+        StopAsked: as somebody asked for the end while they went on.
     """
     stored = {} if is_fresh else read_fingerprints(run.manifest)
-    found = await maker.check(manifests, is_fresh=is_fresh, fingerprints=stored)
+    found = await stop.unless_asked(maker.check(manifests, is_fresh=is_fresh, fingerprints=stored))
     if found.failure is not None:
         raise UserError(found.failure)
     run.write_recipe(loaded)
@@ -172,45 +174,39 @@ async def begin(
 
 
 async def train(
-    recipe: Recipe, run: RunDir, led: Led, ledger: Ledger, *, is_fresh: bool, as_json: bool = False
+    recipe: Recipe, run: RunDir, led: Led, ledger: Ledger, stop: Stop, *, is_fresh: bool, as_json: bool = False
 ) -> None:
     """Train from the ledger's step until the last one, then export and report: on standard output, as a table or as
-    the JSON of ``report.json``, in which case the progress goes to standard error."""
+    the JSON of ``report.json``, in which case the progress goes to standard error.
+
+    Raises:
+        StopAsked: somebody asked for the end; says what is saved.
+    """
     resume_step = None if is_fresh else ledger.step
     if resume_step is not None:
         resuming.set_aside(run, after_step=resume_step)
         truncate_jsonl(run.validation, after_step=resume_step)
-    # The best step must be one with a checkpoint where that checkpoint is exported.
-    kept = complete_steps(run.checkpoints) if recipe.checkpoint.keep_best else None
     sinks = Sinks(recipe, run.path, resume_step=resume_step, console=Terminal(stderr=as_json))
     try:
-        observer = RunObserver(
-            recipe=recipe,
-            run=run,
-            maker=led.maker,
-            sinks=sinks,
-            floors=run.floors(),
-            checkpointer=Checkpointer(
-                run=run,
-                cfg=recipe.checkpoint,
+        observer = _observer(recipe, run, led, sinks, stop)
+        try:
+            if resume_step is not None:
+                await observer.catch_up(resume_step)
+            await Controller(
+                recipe=recipe,
+                prompts=led.prompts,
+                rollout=led.maker.rollout,
+                teachers=led.maker.teachers,
+                rewards=led.maker.rewards,
                 student=led.student,
-                samples=led.maker,
-                last_step=recipe.schedule.steps,
-            ),
-            best=best_of(run.validations(), kept=kept),
-        )
-        await Controller(
-            recipe=recipe,
-            prompts=led.prompts,
-            rollout=led.maker.rollout,
-            teachers=led.maker.teachers,
-            rewards=led.maker.rewards,
-            student=led.student,
-            plane=led.maker.plane,
-            observer=observer,
-            ledger=ledger,
-            unit=led.maker.unit,
-        ).run()
+                plane=led.maker.plane,
+                observer=observer,
+                ledger=ledger,
+                stop=stop,
+                unit=led.maker.unit,
+            ).run()
+        except StopAsked as asked:
+            raise StopAsked(asked.by, _stopped(run, recipe, asked.by)) from asked
     finally:
         sinks.close()
     await _export(recipe, run, led.student, observer.best)
@@ -220,6 +216,35 @@ async def train(
         return
     print_summary(report)
     print(f"report: {run.path / 'report.html'}")
+
+
+def _observer(recipe: Recipe, run: RunDir, led: Led, sinks: Sinks, stop: Stop) -> RunObserver:
+    # The best step must be one with a checkpoint where that checkpoint is exported.
+    kept = complete_steps(run.checkpoints) if recipe.checkpoint.keep_best else None
+    return RunObserver(
+        recipe=recipe,
+        run=run,
+        maker=led.maker,
+        sinks=sinks,
+        floors=run.floors(),
+        checkpointer=Checkpointer(
+            run=run,
+            cfg=recipe.checkpoint,
+            student=led.student,
+            samples=led.maker,
+            last_step=recipe.schedule.steps,
+        ),
+        best=best_of(run.validations(), kept=kept),
+        stop=stop,
+    )
+
+
+def _stopped(run: RunDir, recipe: Recipe, by: str) -> str:
+    """The line of a run that was asked to stop, once what it has done is saved."""
+    steps = complete_steps(run.checkpoints)
+    if not steps:
+        return f"stopped before the end of step 1, as {by} asked: start again with --resume"
+    return f"stopped after step {steps[-1]} of {recipe.schedule.steps}, as {by} asked: go on with --resume"
 
 
 @dataclass(kw_only=True)
@@ -239,6 +264,7 @@ class RunObserver:
     """By teacher; a domain with a teacher that could not be compared has no floor."""
     checkpointer: Checkpointer
     best: Best | None
+    stop: Stop
 
     def needs_weights(self, step: int) -> bool:
         """What follows ``step`` asks the rollout for its weights."""
@@ -256,16 +282,32 @@ class RunObserver:
         self.sinks.log(metrics.plus(values))
 
     async def after_step(self, step: int, state: Mapping[str, Any]) -> None:
-        """Validate, then save: a checkpoint never misses the validation of its own step."""
+        """Validate, then save: a checkpoint misses the validation of its own step only where a request to stop came
+        between, and then the resumed run catches up."""
         if is_due(self.recipe, step):
-            record = await self.maker.validate(step)
-            append_record(self.run.validation, record)
-            self.sinks.log_validation(step, record["rewards"])
-            reward = mean(record["rewards"])
-            if self.best is None or reward > self.best.reward:
-                self.best = Best(step=step, reward=reward)
-        best_step = self.best.step if self.best else None
-        await self.checkpointer.save_if_due(step, state, best_step=best_step)
+            await self._validate(step)
+        await self.checkpointer.save_if_due(step, state, best_step=self._best_step)
+
+    async def on_stop(self, step: int, state: Mapping[str, Any]) -> None:
+        """Save what is done, unless that has happened."""
+        await self.checkpointer.save(step, state, best_step=self._best_step)
+
+    async def catch_up(self, step: int) -> None:
+        """Before the first step of a resumed run: the validation of the one before it, if that is missing."""
+        if is_due(self.recipe, step) and all(line["step"] != step for line in self.run.validations()):
+            await self._validate(step)
+
+    @property
+    def _best_step(self) -> int | None:
+        return self.best.step if self.best else None
+
+    async def _validate(self, step: int) -> None:
+        record = await self.stop.unless_asked(self.maker.validate(step))
+        append_record(self.run.validation, record)
+        self.sinks.log_validation(step, record["rewards"])
+        reward = mean(record["rewards"])
+        if self.best is None or reward > self.best.reward:
+            self.best = Best(step=step, reward=reward)
 
 
 async def _export(recipe: Recipe, run: RunDir, student: StudentGroup, best: Best | None) -> None:

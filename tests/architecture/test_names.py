@@ -23,6 +23,7 @@ CALLED_BY_LIBRARIES = {
     "mopd/conversion/torch_dist/description.py": {"find_class"},
     "mopd/conversion/torch_dist/reader.py": {"readable", "seekable"},
     "mopd/engines/vllm/worker.py": {"WorkerExtension", "mopd_watch", "mopd_load_weights"},
+    "mopd/launch/agent.py": {"get_run_id", "is_closed", "next_rendezvous", "num_nodes_waiting", "set_closed"},
     "mopd/serving/server.py": {"capture_signals"},
     "mopd/serving/connections.py": {"eof_received", "data_received", "send_400_response"},
     "mopd/student/checkpoints/restricted.py": {"load_common", "read_metadata", "load_bytes"},

@@ -10,17 +10,20 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from mopd.cli import main
 from mopd.launch import failure, launch
+from mopd.launch.nodes import Nodes
 from mopd.student.worker import StudentWorker
 
 JOURNAL = "MOPD_JOURNAL"
 """Environment variable: folder of the journal."""
 _optim_step = StudentWorker.optim_step
-_elastic_launch = launch.elastic_launch
+_RankAgent = launch.RankAgent
 
 
 def _recorded_step(self: StudentWorker) -> dict[str, float]:
@@ -34,15 +37,15 @@ def _recorded_step(self: StudentWorker) -> dict[str, float]:
     return values
 
 
-def _launch_recorded(config: object, program: str) -> object:
+def _agent_of_recorded(nodes: Nodes, command: Sequence[str], **options: Any) -> launch.RankAgent:
     """Ranks are what this process is."""
-    start = _elastic_launch(config, program)
-    return lambda option, module, *arguments: start(option, __spec__.name, *arguments)
+    python, option, _, *arguments = command
+    return _RankAgent(nodes, [python, option, __spec__.name, *arguments], **options)
 
 
 if __name__ == "__main__":
     if failure.is_rank():
         StudentWorker.optim_step = _recorded_step  # type: ignore[method-assign]
     else:
-        launch.elastic_launch = _launch_recorded  # type: ignore[misc, assignment]
+        launch.RankAgent = _agent_of_recorded  # type: ignore[misc, assignment]
     sys.exit(main(sys.argv[1:]))

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from mopd.launch.failure import STOPPED_CODE
 from mopd.run.checkpointing import complete_steps
 from tests.integration.groups import is_alive
 from tests.integration.under_fire import MAX_STALENESS, Run, check_accounts, recipe_of, trained
@@ -84,6 +85,8 @@ def test_random_kills_lose_nothing_and_repeat_nothing(
         print(json.dumps({"victim": victim, "step": run.num_steps, "s": took, "told": told}), flush=True)
     if not run.is_alive:
         run.start(*(["--resume"] if run.num_steps else []))
+    check_stop(run)
+    run.start("--resume=auto")
     before = run.num_steps
     run.wait_until(lambda: run.num_steps > before + 3, f"step {before + 4}")
     check_order(run)
@@ -119,6 +122,18 @@ def check_metrics(run: Run, *, steps: int) -> None:
             assert row[f"staleness_share/{age}"] == pytest.approx(versions.count(age) / len(versions))
         assert row["response_versions/max"] == max(sample["num_versions"] for sample in samples)
         assert row["tokens"] == sum(sample["prompt_length"] + sample["response_length"] for sample in samples)
+
+
+def check_stop(run: Run) -> None:
+    """SIGTERM asks: the step ends, a checkpoint follows, and no process is left."""
+    before = run.num_steps
+    run.wait_until(lambda: run.num_steps > before + 1, f"step {before + 2}")
+    run.kill("launcher", signal.SIGTERM)
+    assert run.end() == STOPPED_CODE, run.stderr
+    (line,) = [line for line in run.stderr.splitlines() if line.startswith("mopd: ")]
+    assert line.startswith(f"mopd: stopped after step {run.num_steps} of ") and "SIGTERM" in line and "--resume" in line
+    assert complete_steps(run.path / "checkpoints")[-1] == run.num_steps
+    assert "Traceback" not in run.stderr
 
 
 def check_order(run: Run) -> None:

@@ -41,8 +41,8 @@ def overrides(placement: dict[str, Any], *, teacher_replicas: int) -> dict[str, 
 
 def servers(run_dir: Path, key: str) -> list[int]:
     """Processes that have served a replica, by its log: one ready line for each life."""
-    log = run_dir / "logs" / f"{key}.log"
-    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    (log,) = list((run_dir / "logs").glob(f"*/{key}.log")) or [run_dir]
+    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
     return [json.loads(line)["pid"] for line in lines if line.startswith("{")]
 
 
@@ -75,7 +75,7 @@ def test_deaths_in_the_middle_of_a_run(world: World, tmp_path: Path) -> None:
         assert numbers["rollout/samples"] == 8
     assert read_validation(run_dir)[-1]["rewards"] == {"left": 1.0, "right": 1.0}
     assert len(servers(run_dir, "rollout.0")) == 2
-    everyone = [pid for path in (run_dir / "logs").iterdir() for pid in servers(run_dir, path.stem)]
+    everyone = [pid for path in (run_dir / "logs").glob("*/*.log") for pid in servers(run_dir, path.stem)]
     assert len(everyone) >= 5 and not any(is_alive(pid) for pid in everyone)
 
 
@@ -95,7 +95,7 @@ def test_a_group_that_is_gone_stops_the_run_in_one_line(world: World, tmp_path: 
     for part in ("right", "no replica is left (right.0 is gone", f"{model} is not the model any more"):
         assert part in last
     assert "right.0 was killed by SIGKILL" in errors
-    everyone = [pid for path in (run_dir / "logs").iterdir() for pid in servers(run_dir, path.stem)]
+    everyone = [pid for path in (run_dir / "logs").glob("*/*.log") for pid in servers(run_dir, path.stem)]
     assert len(everyone) == 4 and not any(is_alive(pid) for pid in everyone)
 
 

@@ -21,6 +21,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mopd.launch.failure import STOPPED_CODE
+from mopd.run.checkpointing import complete_steps
 from tests.integration.world import World, mopd, read_metrics, read_validation, start_mopd
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
@@ -76,6 +78,55 @@ def test_killed_run_resumes_bit_for_bit(world: World, uninterrupted: Path, tmp_p
 
     assert done.returncode == 0, done.stderr
     assert_same_run(run_dir, uninterrupted)
+
+
+@pytest.mark.parametrize("how", ["command", "signal", "file"])
+def test_stopped_run_resumes_bit_for_bit(world: World, uninterrupted: Path, tmp_path: Path, how: str) -> None:
+    """Asked at any moment: a checkpoint of the last step, exit code 75, and the rest later is the same run."""
+    run_dir = tmp_path / "run"
+    recipe = world.write_recipe(run_dir)
+    process = start_mopd("train", recipe, "--resume=auto")
+    wait_for_step(process, run_dir, random.randint(1, 3))
+    if how == "command":
+        asked = mopd("stop", run_dir)
+        assert asked.returncode == 0 and "asked to stop" in asked.stdout, asked.stderr
+    elif how == "signal":  # as a job that ends does: to every process
+        for one in [psutil.Process(process.pid), *filter(is_rank, descendants(process))]:
+            one.send_signal(signal.SIGTERM)
+    else:
+        (run_dir / "stop").touch()
+    family = descendants(process)
+    _, errors = process.communicate(timeout=60)
+
+    assert process.returncode == STOPPED_CODE, errors
+    assert_all_gone(family)
+    done = len(read_metrics(run_dir))
+    by = {"command": "mopd stop (", "signal": "SIGTERM on ", "file": "the file stop"}[how]
+    (line,) = [line for line in errors.splitlines() if line.startswith("mopd: ")]
+    assert line.startswith(f"mopd: stopped after step {done} of 6, as {by}") and line.endswith("go on with --resume")
+    assert complete_steps(run_dir / "checkpoints")[-1] == done
+    assert "Traceback" not in errors
+
+    finished = mopd("train", recipe, "--resume=auto")
+
+    assert finished.returncode == 0, finished.stderr
+    assert_same_run(run_dir, uninterrupted)
+    assert not (run_dir / "stop").exists() and not (run_dir / "attempts.json").exists()
+
+
+def test_stopped_before_its_first_step(world: World, tmp_path: Path) -> None:
+    """Nothing was trained: nothing is left, and the exit code says that it was asked to."""
+    run_dir = tmp_path / "run"
+    process = start_mopd("train", world.write_recipe(run_dir, schedule__steps=500))
+    deadline = time.monotonic() + 60
+    while not (run_dir / ".lock").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    (run_dir / "stop").touch()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == STOPPED_CODE, errors
+    assert "mopd: stopped before a step was trained, as the file stop asked\n" in errors
+    assert not (run_dir / "metrics.jsonl").exists()
 
 
 def assert_same_run(one: Path, other: Path) -> None:

@@ -31,6 +31,7 @@ from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.rollout.worker import RolloutWorker
 from mopd.run.preparing import settled
+from mopd.tasks import Stop
 from mopd.teachers.worker import TeacherGroup, TeacherWorker
 from mopd.types import LOSS_FIELDS, Batch, UserError
 from tests.fixtures.recipe import RECIPE
@@ -118,6 +119,7 @@ def produce(
         student=SimpleNamespace(dp_size=1),
         plane=plane,
         observer=SimpleNamespace(),
+        stop=Stop(),
         ledger=Ledger(prompts_per_step=8, max_staleness=0, step=0),
         unit=8,
     )

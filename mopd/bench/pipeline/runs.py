@@ -18,6 +18,7 @@ from mopd.ledger import Ledger
 from mopd.metrics import StepMetrics
 from mopd.producer.channel import Channel
 from mopd.producer.samples import FarWorkers
+from mopd.tasks import Stop
 from mopd.types import DomainSums, MicroBatchPlan
 
 
@@ -119,6 +120,9 @@ class _Steps:
     async def after_step(self, step: int, state: Mapping[str, Any]) -> None:
         pass
 
+    async def on_stop(self, step: int, state: Mapping[str, Any]) -> None:
+        """Nobody asks."""
+
 
 def make_stream(seed: int) -> PromptStream:
     """Prompts in the mix of ``SHARES``."""
@@ -144,6 +148,7 @@ def run_controller(scenario: Scenario, *, max_staleness: int, steps: int, warm_u
             plane=far,
             observer=observer,
             ledger=Ledger(prompts_per_step=scenario.num_prompts, max_staleness=max_staleness, step=0),
+            stop=Stop(),
             unit=unit,
         ).run()
         num = len(student.sample_ids)

@@ -132,12 +132,12 @@ def test_bug_shows_the_failing_ranks_traceback(start: Start, behaviour: str, ran
 @pytest.mark.parametrize("place", ["/proc", "/dev/null"])
 def test_room_for_errors_is_needed_before_the_ranks_start(place: str) -> None:
     with pytest.raises(UserError, match=rf"^{place}: cannot be written"):
-        reserve(Path(place), 2)
+        reserve(Path(place), range(2))
 
 
 def test_errors_find_room_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest error fits into what was reserved: the file does not grow."""
-    reserve(tmp_path, 1)
+    reserve(tmp_path, range(1))
     before = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")

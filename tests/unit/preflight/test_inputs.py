@@ -78,6 +78,8 @@ def test_ranks_that_one_machine_cannot_hold(load: Load) -> None:
     check_machine(load("student.parallel.pipeline_model_parallel_size=64"))
     with pytest.raises(UserError, match=r"student\.parallel: 60000 ranks on this machine of \d+ cores, where \d+ are"):
         check_machine(load("student.parallel.pipeline_model_parallel_size=60000"))
+    with pytest.raises(UserError, match=r"student\.parallel: 6 ranks cannot be shared out evenly over --nnodes 4"):
+        check_machine(load("student.parallel.pipeline_model_parallel_size=6"), 4)
 
 
 def test_world_size(load: Load) -> None:

@@ -68,7 +68,7 @@ def test_a_live_run_leaves_other_names_alone(tmp_path: Path, loaded: Loaded) -> 
     cfg = load_recipe(loaded.path, ["checkpoint={every_steps: 1, keep_last: 1}"]).recipe.checkpoint
     writer = checkpointing.Checkpointer(run=run, cfg=cfg, student=Student(), samples=Student(), last_step=9)
     for step in (1, 2, 3):
-        assert asyncio.run(writer.save_if_due(step, {}, best_step=None))
+        asyncio.run(writer.save_if_due(step, {}, best_step=None))
     assert names(run) == ["step_00000002.bak", "step_00000003", "step_00000003.samples"]
 
 
@@ -279,3 +279,28 @@ def test_a_line_that_is_being_written_is_no_damage(tmp_path: Path, content: byte
     steps = [record["step"] for record in read_jsonl(path)]
     JsonlWriter(path).close()
     assert [record["step"] for record in read_jsonl(path)] == steps == [1][: content.count(b"\n")]
+
+
+def test_three_starts_without_a_checkpoint_are_enough(tmp_path: Path) -> None:
+    """A new checkpoint begins the count anew; the refusal says how the last one ended."""
+    run = make_run(tmp_path)
+    for number in range(3):
+        resuming.count_start(run)
+        resuming.note_end(run, f"rank 1 failed, time {number}")
+    with pytest.raises(UserError, match=r"3 starts in a row, and no new checkpoint at all; .*: rank 1 failed, time 2"):
+        resuming.count_start(run)
+    make_run(tmp_path, 7)
+    for _ in range(3):
+        resuming.count_start(run)  # of which nothing more is heard
+    with pytest.raises(UserError, match="no new checkpoint since step_00000007; the last one: killed, or its machine"):
+        resuming.count_start(run)
+    resuming.note_end(run, "")
+    resuming.count_start(run)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"starts": "3", "checkpoint": null}', '{"starts": 1, "checkpoint": 4}'])
+def test_a_count_of_starts_that_is_none(tmp_path: Path, text: str) -> None:
+    run = make_run(tmp_path, 1)
+    run.attempts.write_text(text)
+    with pytest.raises(UserError, match=r"attempts\.json: .*: remove the file"):
+        resuming.count_start(run)

@@ -1,0 +1,158 @@
+"""torchrun's agent, which starts and watches this node's ranks, as our launcher uses it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from torch.distributed import PrefixStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from mopd.launch.nodes import NodeLostError, Nodes
+
+TERMINATE_TIMEOUT_S = 30
+"""torchrun's own wait between the signal and SIGKILL when it ends ranks after a failure."""
+EXIT_S = 120.0
+"""For the other nodes' ranks to end, once this node's have ended well."""
+HANDLED = "SIGINT,SIGHUP,SIGQUIT"
+"""Signals that end the ranks by the agent's own handler; SIGTERM has ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A rank that ended badly."""
+
+    rank: int
+    exitcode: int
+    """-n for signal n."""
+    time_s: float
+    """Seconds since the epoch, when it was seen."""
+
+
+class OthersFailedError(SignalException):
+    """Another node has failed; this node's ranks get SIGINT."""
+
+
+class TerminatedError(SignalException):
+    """SIGTERM is to end the ranks now; they get SIGINT."""
+
+
+class RankAgent(LocalElasticAgent):
+    """Ends ranks by SIGINT: SIGTERM, which a job that ends sends to every process of it, only asks them."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        command: Sequence[str],
+        *,
+        num_ranks: int,
+        run_id: str,
+        on_failure: Callable[[Sequence[Death]], None],
+    ) -> None:
+        """``num_ranks`` are this node's; ``on_failure`` is called as soon as one of them has ended badly."""
+        # The agent's account of a failure would bury ours.
+        names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+        for name in ("torch.distributed.elastic", *names):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = HANDLED
+        self._nodes = nodes
+        self._on_failure, self._has_failed = on_failure, False
+        spec = WorkerSpec(
+            role="trainer",
+            local_world_size=num_ranks,
+            entrypoint=command[0],
+            args=tuple(command[1:]),
+            rdzv_handler=_Met(nodes, run_id),
+            max_restarts=0,
+            monitor_interval=0.1,
+        )
+        super().__init__(
+            spec,
+            DefaultLogsSpecs(log_dir=os.devnull),
+            exit_barrier_timeout=EXIT_S,
+            shutdown_timeout=TERMINATE_TIMEOUT_S,
+        )
+
+    def deaths(self) -> list[Death]:
+        """Start the ranks and wait for their end: those that failed, in the order in which that was seen, also those
+        that this ended because of others.
+
+        Raises:
+            TerminatedError: SIGTERM, by the handler ``terminate``.
+            OthersFailedError: another node has failed.
+            SignalException: another signal asks for the end.
+        """
+        failures = self.run().failures
+        return [Death(rank, failure.exitcode, failure.timestamp) for rank, failure in failures.items()]
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        ranks = {int(worker.id): int(worker.global_rank) for worker in worker_group.workers}
+        ended = [] if self._has_failed else [(pid, code) for pid in ranks if (code := _exitcode(pid))]
+        if ended:
+            self._has_failed = True
+            self._on_failure([Death(ranks[pid], code, time.time()) for pid, code in ended])
+            for pid in ranks:  # before the agent's SIGTERM
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGINT)
+        result = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.HEALTHY:
+            try:
+                self._nodes.check()
+            except NodeLostError as error:
+                raise OthersFailedError("another node has failed", signal.SIGINT) from error
+        return result
+
+
+def _exitcode(pid: int) -> int | None:
+    """Of a child that has ended, which can still be waited for; -n for signal n."""
+    with contextlib.suppress(ChildProcessError):
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None:
+            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    return None
+
+
+class _Met(RendezvousHandler):
+    """The rendezvous of launchers that have met already."""
+
+    def __init__(self, nodes: Nodes, run_id: str) -> None:
+        self._nodes, self._run_id = nodes, run_id
+
+    use_agent_store = True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        place = self._nodes.place
+        address = RendezvousStoreInfo(place.host, self._nodes.port)
+        return RendezvousInfo(PrefixStore("agent", self._nodes.store), place.node_rank, place.num_nodes, address)
+
+    def get_backend(self) -> str:
+        return "mopd"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Nobody asks."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def terminate(number: int, frame: FrameType | None) -> None:
+    """A handler: ``RankAgent.deaths`` raises ``TerminatedError``."""
+    raise TerminatedError("SIGTERM", signal.SIGINT)

@@ -1,0 +1,76 @@
+"""Signals that end a run: the first SIGTERM only asks, and rank 0 ends in order what it started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class _Asking:
+    """A handler of SIGTERM."""
+
+    def __init__(self, ask: Callable[[], None], then: Callable[[int, FrameType | None], Any]) -> None:
+        self._ask: Callable[[], None] | None = ask
+        self.then = then
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        ask, self._ask = self._ask, None
+        if ask is None:
+            self.then(number, frame)
+        else:
+            ask()
+
+
+def first_sigterm_asks(ask: Callable[[], None], then: Callable[[int, FrameType | None], Any] | None = None) -> None:
+    """From now on the first SIGTERM to this process calls ``ask``; the next one does ``then``, or what it would have
+    done. An error of ``ask`` leaves the main thread's work."""
+    signal.signal(signal.SIGTERM, _Asking(ask, _die if then is None else then))
+
+
+def outlive_sigterm() -> None:
+    """For a rank other than 0: a job that ends sends SIGTERM to every process of it, and rank 0 says what becomes of
+    the step. Not ignored, which a child would inherit."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+
+
+@contextlib.contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Have the signals that end a run leave the block as an error does; then the process dies of the signal. On other
+    ranks, which nothing depends on, they keep their effect: at once."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        for one in ENDING:
+            signal.signal(one, signal.SIG_IGN)  # the launcher does not wait for long
+        raise _Ended(number)
+
+    before = {one: signal.getsignal(one) for one in ENDING}
+    asking = before[signal.SIGTERM]
+    for one in ENDING:
+        if isinstance(before[one], _Asking):
+            continue
+        signal.signal(one, leave)
+    if isinstance(asking, _Asking):
+        asking.then = leave
+    try:
+        yield
+    except _Ended as ended:
+        (number,) = ended.args
+        _die(number, None)
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+class _Ended(KeyboardInterrupt):
+    """A signal asks for the end. An event loop lets this kind through."""
+
+
+def _die(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
