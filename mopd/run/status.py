@@ -1,0 +1,102 @@
+"""How a run does, as its folder tells: whether anybody works in it, how far it is, who answers for it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mopd.files.reading import shown_path
+from mopd.run.checkpointing import complete_steps
+from mopd.run.folder import RunDir
+from mopd.run.resuming import read_attempts
+from mopd.run.stopping import stop_requested
+from mopd.serving.registration import read_registrations
+from mopd.types import UserError
+
+SILENT_S = 30.0
+"""A registered server writes its file anew every two seconds."""
+State = Literal["starts", "runs", "stops", "has ended", "is done"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegisteredServer:
+    """A server that has registered with the run."""
+
+    group: str
+    url: str
+    host: str
+    silent_s: float
+    """Since its file was written."""
+
+    @property
+    def is_alive(self) -> bool:
+        """It writes."""
+        return self.silent_s < SILENT_S
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStatus:
+    """What the folder of a run tells."""
+
+    run: str
+    state: State
+    step: int
+    steps: int | None
+    """``schedule.steps``; ``None`` before the run has begun."""
+    last_step_age_s: float | None
+    checkpoints: tuple[int, ...]
+    """Steps of the complete ones."""
+    stop: str | None
+    """Who asked for the end."""
+    starts: int | None
+    """By ``--resume=auto`` since the newest checkpoint."""
+    servers: tuple[RegisteredServer, ...]
+
+
+def status_of(path: Path) -> RunStatus:
+    """Look once. ``UserError`` where no run is or begins, or a file is damaged."""
+    run = RunDir(path)
+    is_held = run.is_held()
+    if not is_held and not run.recipe.is_file() and stop_requested(path) is None and not run.attempts.is_file():
+        raise UserError(f"{shown_path(path)!r} holds no run, and none begins there: name the run_dir of a run")
+    tree: dict[str, Any] = run.recipe_tree() if run.recipe.is_file() else {}
+    records = run.steps() if run.metrics.is_file() else []
+    step, steps = (records[-1]["step"] if records else 0), tree.get("schedule", {}).get("steps")
+    stop = stop_requested(path)
+    if is_held:
+        state: State = "stops" if stop is not None else "runs" if tree else "starts"
+    else:
+        state = "is done" if step == steps and run.report_json.is_file() else "has ended"
+    return RunStatus(
+        run=str(path),
+        state=state,
+        step=step,
+        steps=steps,
+        last_step_age_s=round(time.time() - run.metrics.stat().st_mtime, 1) if records else None,
+        checkpoints=tuple(complete_steps(run.checkpoints)),
+        stop=stop,
+        starts=_starts(run),
+        servers=tuple(_servers(run, tree)),
+    )
+
+
+def _starts(run: RunDir) -> int | None:
+    return read_attempts(run)[0] if run.attempts.is_file() else None
+
+
+def _servers(run: RunDir, tree: dict[str, Any]) -> list[RegisteredServer]:
+    keys = ["rollout", *(f"teachers.{name}" for name in tree.get("teachers", {}))]
+    now = time.time()
+    return [
+        RegisteredServer(
+            group=key,
+            url=server.url,
+            host=server.host,
+            silent_s=round(max(0.0, now - file.stat().st_mtime), 1),
+        )
+        for key in keys
+        for file, server in read_registrations(run.replicas, key).servers.items()
+        if file.is_file()
+    ]

@@ -1,0 +1,77 @@
+"""The one door for the wish to end a run before its last step: a file in its folder, which anybody may write who can.
+
+``mopd stop``, SIGTERM to ``mopd train`` and a job's script write it, on whichever node; rank 0 reads it at the end of
+each step and inside every wait. A start of the run removes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from mopd.files.json_text import read_json_object
+from mopd.files.writing import write_json, writing
+from mopd.report.run_files import RunFiles
+from mopd.tasks import Stop
+from mopd.text import one_line
+from mopd.types import UserError
+
+POLL_S = 0.2
+MAX_BYTES = 4096
+MAX_SHOWN = 200
+
+
+def request_stop(run_path: Path, by: str) -> None:
+    """Ask the run in the folder to end after the step that it is in. Makes the folder where a run only begins.
+
+    Raises:
+        UserError: the request cannot be written.
+    """
+    with writing(run_path):
+        run_path.mkdir(parents=True, exist_ok=True)
+    write_json(RunFiles(run_path).stop, {"by": by, "at": time.time()})
+
+
+def stop_requested(run_path: Path) -> str | None:
+    """Who asks for the run's end; ``None`` when nobody does. Any file of this name is a request, whatever it holds."""
+    path = RunFiles(run_path).stop
+    if not os.path.lexists(path):
+        return None
+    try:
+        by = read_json_object(path, cure="", max_bytes=MAX_BYTES).get("by")
+    except UserError:  # as after ``touch RUN/stop``
+        by = None
+    return one_line(by)[:MAX_SHOWN] if isinstance(by, str) else f"the file {path.name}"
+
+
+def forget_request(run_path: Path) -> None:
+    """Of an earlier run in this folder, before this one begins."""
+    path = RunFiles(run_path).stop
+    with writing(path):
+        path.unlink(missing_ok=True)
+
+
+@contextlib.asynccontextmanager
+async def watched(run_path: Path | None) -> AsyncIterator[Stop]:
+    """The run's request to stop, read again and again while the block lasts. Without a folder nobody can ask."""
+    stop = Stop()
+    if run_path is None:
+        yield stop
+        return
+
+    async def watch() -> None:
+        while (by := stop_requested(run_path)) is None:
+            await asyncio.sleep(POLL_S)
+        stop.ask(by)
+
+    watching = asyncio.create_task(watch())
+    await asyncio.sleep(0)  # a request that is there already is known from the first line on
+    try:
+        yield stop
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
