@@ -22,6 +22,8 @@ ENDED = (
     "TIMEOUT",
 )  # fmt: skip
 """States that a job does not leave by itself."""
+IMPOSSIBLE = "Requested node configuration is not available"
+"""Slurm's words for more nodes, GPUs or CPUs than a partition has at any time."""
 CURE = "remove the file; squeue --me lists your jobs"
 
 
@@ -57,6 +59,9 @@ def submit(script: Path, *, where: str) -> str:
     Raises:
         UserError: sbatch is not here, refuses the job, or does not answer; ``where`` heads the line.
     """
+    tried = _call(["sbatch", "--test-only", str(script)])
+    if IMPOSSIBLE in tried.stderr:  # sbatch would let it wait for ever
+        raise UserError(f"{where}: sbatch refused the job: {one_line(tried.stderr)}")
     done = _call(["sbatch", "--parsable", str(script)])
     found = re.fullmatch(r"(\d{1,18})(;\S+)?\s*", done.stdout)
     if done.returncode != 0 or found is None:

@@ -38,7 +38,7 @@ address_of() {  # NODE: its address, as its name may mean nothing elsewhere
   scontrol show node "$1" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2
 }
 head=$(address_of "${nodes_0[0]}")
-port=$((20000 + SLURM_JOB_ID % 10000))  # jobs that share a node have different ones
+port=$((20000 + SLURM_JOB_ID % 2500 * 4))  # and the next two: jobs that share a node have different ones
 
 # shellcheck disable=SC2317 # steps call it too
 on_gpus() {  # NUMBERS COMMAND…: it sees these of the job's GPUs on its node, and no others
@@ -53,7 +53,7 @@ stopping=
 # shellcheck disable=SC2317 # the trap calls it
 ask_to_stop() {  # the limit comes near, or another job needs the nodes
   stopping=1
-  "${mopd[@]}" stop "$run"
+  "${mopd[@]}" stop "$run" --by "job $SLURM_JOB_ID, whose time is up"
 }
 trap ask_to_stop USR1 TERM
 
@@ -68,9 +68,11 @@ finish() {  # EXIT-CODE: the end of this job, or its way back into the queue
     0 | 2) exit "$1" ;;                   # done, or a line has said what to change: it would come again
     75) [ -n "$stopping" ] || exit 75 ;;  # whoever called `mopd stop` does not want it back
   esac
-  echo "job $SLURM_JOB_ID ends with exit code $1 and goes back into the queue"
   case $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) in
-    RUNNING*) scontrol requeue "$SLURM_JOB_ID" ;;  # not one that is being cancelled
+    RUNNING*)  # and not being cancelled
+      echo "job $SLURM_JOB_ID: exit code $1: back into the queue"
+      scontrol requeue "$SLURM_JOB_ID"
+      ;;
   esac
   exit "$1"
 }
@@ -91,6 +93,10 @@ serve() {  # NODE ROLE GPUS ARGUMENTS…: a replica, which registers with the ru
   "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$node" \
     "${start[@]}" "${mopd[@]}" serve "$recipe" "$@" --register "$run/replicas" --host "$(address_of "$node")" "${own[@]}" \
     >>"$run/logs/$node/$role.log" 2>&1
+  if [ $? -eq 2 ] && [ ! -e "$run/metrics.jsonl" ]; then  # nobody shall wait for it
+    echo "$role has ended with an error: $run/logs/$node/$role.log"
+    while "${mopd[@]}" stop "$run" --by "$role, which has ended with an error"; do sleep 5; done
+  fi
 }
 serve "${nodes_0[0]}" rollout.0 4 --rollout --replica 0 &
 serve "${nodes_0[0]}" rollout.1 5 --rollout --replica 1 &

@@ -32,7 +32,7 @@ address_of() {  # NODE: its address, as its name may mean nothing elsewhere
   scontrol show node "$1" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2
 }
 head=$(address_of "${nodes_0[0]}")
-port=$((20000 + SLURM_JOB_ID % 10000))  # jobs that share a node have different ones
+port=$((20000 + SLURM_JOB_ID % 2500 * 4))  # and the next two: jobs that share a node have different ones
 
 # shellcheck disable=SC2317 # steps call it too
 on_gpus() {  # NUMBERS COMMAND…: it sees these of the job's GPUs on its node, and no others
@@ -47,7 +47,7 @@ stopping=
 # shellcheck disable=SC2317 # the trap calls it
 ask_to_stop() {  # the limit comes near, or another job needs the nodes
   stopping=1
-  "${mopd[@]}" stop "$run"
+  "${mopd[@]}" stop "$run" --by "job $SLURM_JOB_ID, whose time is up"
 }
 trap ask_to_stop USR1 TERM
 
@@ -62,9 +62,11 @@ finish() {  # EXIT-CODE: the end of this job, or its way back into the queue
     0 | 2) exit "$1" ;;                   # done, or a line has said what to change: it would come again
     75) [ -n "$stopping" ] || exit 75 ;;  # whoever called `mopd stop` does not want it back
   esac
-  echo "job $SLURM_JOB_ID ends with exit code $1 and goes back into the queue"
   case $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) in
-    RUNNING*) scontrol requeue "$SLURM_JOB_ID" ;;  # not one that is being cancelled
+    RUNNING*)  # and not being cancelled
+      echo "job $SLURM_JOB_ID: exit code $1: back into the queue"
+      scontrol requeue "$SLURM_JOB_ID"
+      ;;
   esac
   exit "$1"
 }
@@ -78,7 +80,7 @@ await $! || finish $?
 
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_USAGE_STATS_ENABLED=0
-ray_address=$head:$((port + 10000))
+ray_address=$head:$((port + 2))
 own+=(rollout.placement.address="$ray_address" teachers.math.placement.address="$ray_address")
 daemon() {  # NODE GPUS ARGUMENTS…: Ray on one node, until the job ends
   local node=$1

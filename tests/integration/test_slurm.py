@@ -1,0 +1,147 @@
+"""Runs as jobs of a real Slurm, on nodes that share this machine (``tests/fixtures/slurm.py``).
+
+``make slurm`` also runs what takes minutes: other forms, requeues, lost nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fixtures import slurm
+from tests.integration.world import REPOSITORY, World, environment, mopd, read_metrics, read_validation
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.multirank,
+    pytest.mark.skipif(bool(slurm.why_not()), reason=slurm.why_not() or "Slurm is there"),
+]
+long = pytest.mark.skipif("MOPD_SLURM" not in os.environ, reason="takes minutes: make slurm")
+ON_NODES = {
+    "student__parallel": {"tensor_model_parallel_size": 2, "data_parallel_size": 2},
+    "teacher_defaults": {"placement": {"type": "registered"}, "engine": {"type": "torch", "dtype": "float32"}},
+    "schedule__wait_timeout_s": 60,
+}
+"""Overrides of a world's recipe: four ranks, and teachers that register."""
+JOB_S = 240.0
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]:
+    with slurm.running(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+@pytest.fixture
+def nodes(cluster: slurm.Cluster) -> Iterator[slurm.Cluster]:
+    """The cluster, for one test's jobs."""
+    yield cluster
+    cluster.clear()
+
+
+def command(cluster: slurm.Cluster, *arguments: str | Path) -> subprocess.Popen[str]:
+    """``mopd`` where this cluster's commands are."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "mopd", *map(str, arguments)],
+        cwd=REPOSITORY,
+        env=environment() | cluster.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str], *, timeout_s: float = JOB_S) -> tuple[int, str, str]:
+    """Exit code, output and errors."""
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, output, errors
+
+
+def job_logs(run_dir: Path) -> str:
+    return "".join(f"== {path}\n{path.read_text(errors='replace')}" for path in sorted(run_dir.glob("logs/*/*.log")))
+
+
+def assert_trained_as_on_one_machine(run_dir: Path, expected: Path) -> None:
+    assert [line["rewards"] for line in read_validation(run_dir)] == [
+        line["rewards"] for line in read_validation(expected)
+    ]
+    ours, theirs = read_metrics(run_dir), read_metrics(expected)
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def one_machine(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of four ranks on one machine."""
+    run_dir = tmp_path_factory.mktemp("one_machine") / "run"
+    keys: Mapping[str, Any] = {**ON_NODES, "teacher_defaults": {}}
+    done = mopd("train", world.write_recipe(run_dir, **keys))
+    assert done.returncode == 0, done.stderr
+    return run_dir
+
+
+def test_two_nodes_train_as_one_machine(nodes: slurm.Cluster, world: World, one_machine: Path, tmp_path: Path) -> None:
+    """TP2 x DP2 over both, each teacher in a step of its own."""
+    run_dir = tmp_path / "run"
+    recipe = world.write_recipe(run_dir, **ON_NODES, slurm={"nodes": 2, "time": "10"})
+    code, output, errors = ended(command(nodes, "slurm", recipe, "--wait"))
+    assert code == 0, output + errors + job_logs(run_dir)
+    assert_trained_as_on_one_machine(run_dir, one_machine)
+    logs = {path.name for path in (run_dir / "logs").glob("node?/*.log")}
+    assert {"teachers.left.0.log", "teachers.right.0.log"} <= logs
+    assert {path.parent.name for path in (run_dir / "logs").glob("node?/rank_*.log")} <= {"node1", "node2"}
+    assert "COMPLETED" in output and "step 6/6" in output
+    job = json.loads((run_dir / "job" / "job.json").read_text())
+    assert f"job {job['id']} of {run_dir}" in output
+
+
+@pytest.mark.parametrize(
+    ("slurm_keys", "says"),
+    [
+        ({"nodes": 2, "partition": "nowhere"}, "sbatch refused the job: invalid partition specified: nowhere"),
+        ({"nodes": 4}, "slurm: sbatch refused the job: allocation failure: Requested node configuration is not"),
+        (
+            {"student_nodes": 2, "gpus_per_node": 16},
+            "slurm: sbatch refused the job: allocation failure: Requested node configuration is not available",
+        ),
+        ({"nodes": 3}, "slurm.nodes is 3, and the 4 ranks of student.parallel do not divide equally"),
+    ],
+)
+def test_what_is_refused_leaves_nothing(
+    nodes: slurm.Cluster, models: World, tmp_path: Path, slurm_keys: dict[str, Any], says: str
+) -> None:
+    run_dir = tmp_path / "runs" / "one"
+    recipe = models.write_recipe(run_dir, **ON_NODES, slurm=slurm_keys)
+    code, output, errors = ended(command(nodes, "slurm", recipe), timeout_s=30)
+    assert (code, output) == (2, "") and says in errors and errors.count("\n") == 1, errors
+    assert not run_dir.exists() and nodes.jobs() == []
+
+
+def test_a_student_that_its_layout_does_not_divide_is_not_submitted(
+    nodes: slurm.Cluster, models: World, tmp_path: Path
+) -> None:
+    keys = {**ON_NODES, "student__parallel": {"tensor_model_parallel_size": 8}}
+    recipe = models.write_recipe(tmp_path / "run", **keys, slurm={"nodes": 2})
+    code, _, errors = ended(command(nodes, "slurm", recipe), timeout_s=30)
+    assert code == 2 and "student.parallel.tensor_model_parallel_size 8 does not divide" in errors
+    assert nodes.jobs() == []
+
+
+def until(is_so: Callable[[], bool], *, timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
