@@ -25,10 +25,12 @@ from mopd.preflight.inputs import (
     Check,
     check_chat_template,
     check_data_file,
+    check_interpreter,
     check_machine,
     check_model_folder,
     check_reward_file,
     check_wandb,
+    interpreters,
 )
 from mopd.rewards.domains import build_rewards
 from mopd.run.preparing import settled
@@ -95,6 +97,10 @@ class StaticChecks:
     def _files(self) -> Iterator[Check]:
         if self._is_whole(("data",)) and self._recipe.data.chat_template is not None:
             yield from self._try("data.chat_template", [], partial(check_chat_template, self._loaded))
+        if not self._draft.broken:
+            for key, python in interpreters(self._recipe).items():
+                check = partial(check_interpreter, self._loaded, key, python)
+                yield from self._try(f"{key}.placement.python", [], check)
         for name in self._recipe.rewards or {}:
             yield from self._try(
                 f"reward of {name}", [("rewards", name)], partial(check_reward_file, self._loaded, name)

@@ -81,7 +81,7 @@ class Registration:
 
 
 @dataclass(kw_only=True, slots=True)
-class Found:
+class RegisteredServers:
     """What one look into the folder found for one group."""
 
     servers: dict[Path, Registration] = field(default_factory=dict)
@@ -90,14 +90,14 @@ class Found:
     """Files that are no server's, with the reason."""
 
 
-def read_registrations(folder: Path, key: str) -> Found:
+def read_registrations(folder: Path, key: str) -> RegisteredServers:
     """The servers of the group ``key`` that ``folder`` names; none where there is no folder yet.
 
     Raises:
         UserError: others than this user may have written in the folder.
         OSError: it cannot be read now.
     """
-    found = Found()
+    found = RegisteredServers()
     if not _is_there(folder):
         return found
     for path in _files_of(folder, key):

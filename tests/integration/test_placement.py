@@ -9,8 +9,10 @@ import socket
 import subprocess
 import sys
 import textwrap
+import venv
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -126,6 +128,30 @@ def test_a_server_that_cannot_load_its_model(models: World, tmp_path: Path) -> N
     assert message.startswith(f"{LEFT}: left.0 ended with exit code 2 at its start")
     assert "broken" in message and "teachers.left.0.log" in message and "\n" not in message
     assert children() == before
+
+
+def test_servers_of_another_interpreter(models: World, tmp_path: Path) -> None:
+    """An environment of its own has its own packages and none of ours; only mopd itself comes from here."""
+    other = tmp_path / "other"
+    venv.create(other, symlinks=True)
+    python = str(other / "bin" / "python")
+    recipe = make_recipe(models, tmp_path, teachers__left__placement={**LOCAL, "python": python})
+    message = start_error(recipe_groups(recipe, LEFT))
+    assert "left.0 ended with exit code 1 at its start: ModuleNotFoundError: No module named " in message
+    (site,) = (other / "lib").glob("python*/site-packages")
+    (site / "packages.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    tokens, starts = make_samples(4)
+
+    async def work() -> None:
+        async with started(recipe, None, [LEFT]) as (groups, routers):
+            given = await routers[LEFT].score(tokens, starts, top_k=TOP_K, temperature=1.0)
+            assert_same_scores(given, score_here(models.teachers["left"], tokens, starts, top_k=TOP_K))
+            server = psutil.Process(pid_of(groups, LEFT, 0))
+            assert server.cmdline()[0] == python
+            (place,) = server.environ()["PYTHONPATH"].split(os.pathsep)
+            assert [path.name for path in Path(place).iterdir()] == ["mopd"]
+
+    run(work())
 
 
 def test_a_server_that_is_not_ready_in_time(models: World, tmp_path: Path) -> None:
