@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from mopd.types import UserError
 
 SILENT_S = 30.0
 """A registered server writes its file anew every two seconds."""
-State = Literal["starts", "runs", "stops", "has ended", "is done"]
+State = Literal["starts", "runs", "stops", "has ended", "is done", "has not begun"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +60,8 @@ def status_of(path: Path) -> RunStatus:
     """Look once. ``UserError`` where no run is or begins, or a file is damaged."""
     run = RunDir(path)
     is_held = run.is_held()
-    if not is_held and not run.recipe.is_file() and stop_requested(path) is None and not run.attempts.is_file():
+    marks = (run.recipe, run.stop, run.attempts, run.path / "job")
+    if not is_held and not any(map(os.path.lexists, marks)):
         raise UserError(f"{shown_path(path)!r} holds no run, and none begins there: name the run_dir of a run")
     tree: dict[str, Any] = run.recipe_tree() if run.recipe.is_file() else {}
     records = run.steps() if run.metrics.is_file() else []
@@ -69,6 +71,7 @@ def status_of(path: Path) -> RunStatus:
         state: State = "stops" if stop is not None else "runs" if tree else "starts"
     else:
         state = "is done" if step == steps and run.report_json.is_file() else "has ended"
+        state = state if tree else "has not begun"
     return RunStatus(
         run=str(path),
         state=state,

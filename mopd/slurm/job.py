@@ -49,7 +49,7 @@ class JobState:
         states = ", ".join(f"{self.states.count(state)} {state}" for state in dict.fromkeys(self.states))
         shown = self.states[0] if len(self.states) == 1 else states
         why = f" ({self.reason})" if self.reason else ""
-        again = f", queued again {self.restarts} times" if self.restarts else ""
+        again = f", start {self.restarts + 1}" if self.restarts else ""
         return f"job {self.id} {shown}{why}{again}"
 
 
@@ -117,15 +117,26 @@ def kept_id(file: Path) -> str | None:
     return job_id
 
 
-def has_slurm() -> bool:
-    """Whether Slurm's commands are on this machine."""
-    return shutil.which("scontrol") is not None
+def job_of(file: Path) -> str | None:
+    """How the job that ``keep_id`` remembered is, in words, also where Slurm does not tell; ``None`` without one.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    job_id = kept_id(file)
+    if job_id is None:
+        return None
+    try:
+        state = state_of(job_id)
+    except UserError as error:  # the run's own folder has more to tell
+        return f"job {job_id}: {error}"
+    return f"job {job_id} has ended, and Slurm has forgotten it" if state is None else str(state)
 
 
 def _call(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     if shutil.which(command[0]) is None:
         raise UserError(
-            f"{command[0]} is not on this machine: submit where Slurm's commands are; mopd slurm RECIPE --dry-run "
+            f"{command[0]} is not on this machine: call mopd where Slurm's commands are; mopd slurm RECIPE --dry-run "
             "prints the script anywhere"
         )
     try:

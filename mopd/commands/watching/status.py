@@ -26,12 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Look once and print; the exit code. ``UserError`` for a folder that holds no run."""
     from mopd.run.status import status_of
+    from mopd.slurm.job import job_of
 
     status = status_of(args.run)
+    job = job_of(args.run / "job" / "job.json")
     if args.json:
-        print(json_lines(asdict(status)))
+        print(json_lines({**asdict(status), "job": job}))
     else:
-        for name, value in _lines(status):
+        for name, value in [*_lines(status), *([] if job is None else [("slurm", job)])]:
             print(f"{name:<11}{one_line(value)}")
     return 0
 
