@@ -17,6 +17,7 @@ QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,nohe
 QUERY_TIMEOUT_S = 30.0
 """A driver that no process holds awake takes some seconds to answer."""
 DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
+DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 CGROUP = Path("/sys/fs/cgroup")
 MIB = 2**20
 
@@ -55,6 +56,14 @@ def this_hardware() -> Hardware:
         vllm=_vllm(),
         free_memory_bytes=free_memory_bytes(),
     )
+
+
+def driver_version() -> str | None:
+    """Of the NVIDIA kernel module, as in ``570.86.15``; ``None`` without one."""
+    if not DRIVER_VERSION.is_file():
+        return None
+    found = re.search(r"\d+\.\d+(\.\d+)?", DRIVER_VERSION.read_text(errors="replace"))
+    return None if found is None else found[0]
 
 
 def free_memory_bytes() -> int:

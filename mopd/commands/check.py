@@ -44,6 +44,8 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Check what needs no model; then start the ranks and wait for their end; the exit code. In a rank: check."""
     if args.nodes:
         return _check_nodes(args)
+    if args.nnodes > 1:
+        raise UserError(f"--nnodes {args.nnodes} is for the check of several nodes: add --nodes, or leave it out")
     if not is_rank():
         failed = _check_statically(args)
         if args.static or failed:

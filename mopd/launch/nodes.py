@@ -84,7 +84,7 @@ class Nodes:
     def store(self) -> Store:
         """After ``join``, or for a node that is alone."""
         if self._store is None:
-            self._store = _held_store(self.place)
+            self._store = held_store(self.place)
         return self._store
 
     @property
@@ -106,7 +106,7 @@ class Nodes:
         if self._beating is not None:
             self._beating.join(timeout=SILENT_S)
         if self.place.is_first and self._told is not None:  # the store goes with this process
-            self._wait_for(lambda: all(self._has(f"bye/{rank}") for rank in self._others()), REPORT_S)
+            self._wait_for(lambda: all(self._has(f"bye/{rank}") for rank in self._others() if rank in self._names))
 
     def _tell_error(self, error: BaseException) -> None:
         if isinstance(error, UserError):
@@ -156,7 +156,7 @@ class Nodes:
     def cause(self) -> NodeEnd:
         """After ``tell``: the end that explains all others; waits for theirs, but not for long."""
         assert self._told is not None
-        self._wait_for(lambda: all(self._has(f"end/{rank}") for rank in self._others()), REPORT_S)
+        self._wait_for(lambda: all(self._has(f"end/{rank}") for rank in self._others()))
         ends = [self._told, *(self._end_of(rank) for rank in self._others())]
         for kinds in _CAUSES:
             found = [end for end in ends if end.kind in kinds]
@@ -200,16 +200,16 @@ class Nodes:
             return
         place = self.place
         deadline = time.monotonic() + JOIN_S
-        self._store = _held_store(place) if place.is_first else self._connected(deadline)
+        self._store = held_store(place) if place.is_first else self._connected(deadline)
         if self._store.add(f"claim/{place.node_rank}", 1) > 1:
             raise UserError(f"--node-rank {place.node_rank} is taken by another launcher: give each node its own")
         if place.is_first:
             self._store.set("num_nodes", str(place.num_nodes))
-        self._store.set(f"here/{place.node_rank}", node_name())
         self._wait(lambda: self._has("num_nodes"), deadline)
         num_nodes = int(self._store.get("num_nodes"))
         if num_nodes != place.num_nodes:
             raise UserError(f"--nnodes is {place.num_nodes} here and {num_nodes} on node 0: set the same")
+        self._store.set(f"here/{place.node_rank}", node_name())
         self._beating = threading.Thread(target=self._beat, name="nodes", daemon=True)
         self._beating.start()
         for rank in range(place.num_nodes):
@@ -245,9 +245,9 @@ class Nodes:
                 )
             time.sleep(POLL_S)
 
-    def _wait_for(self, is_so: Callable[[], bool], limit_s: float) -> None:
-        """Whether or not it comes true."""
-        deadline = time.monotonic() + limit_s
+    def _wait_for(self, is_so: Callable[[], bool]) -> None:
+        """For what others do at their end, whether or not it comes true."""
+        deadline = time.monotonic() + REPORT_S
         while not is_so() and not self._is_store_gone and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
@@ -277,7 +277,7 @@ class Nodes:
                 store.set("failed", "1")
 
 
-def _held_store(place: Place) -> Store:
+def held_store(place: Place) -> Store:
     """The store, held by this process, on the one address that others know it by."""
     from torch.distributed import TCPStore  # heavy
 

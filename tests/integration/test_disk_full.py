@@ -18,24 +18,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures.mounts import private_mounts
 from tests.integration.world import REPOSITORY, World, environment
 
 pytestmark = pytest.mark.slow
 SHORT_FORM = 2
 TIMEOUT_S = 60.0
 """For each moment, and once for the start."""
-
-
-def private_mounts(folder: Path) -> list[str]:
-    """What a command is prefixed with to mount a tmpfs that nobody else sees; skips where the system allows none."""
-    reasons = []
-    for prefix in (["unshare", "--mount"], ["unshare", "--mount", "--user", "--map-root-user"]):
-        mount = [*prefix, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-        tried = subprocess.run(mount, capture_output=True, text=True, check=False)
-        if tried.returncode == 0:
-            return prefix
-        reasons.append(tried.stderr.strip())
-    pytest.skip(f"a small disk cannot be mounted here: {'; '.join(reasons)}")
 
 
 def test_a_full_disk_costs_one_line_and_nothing_more(world: World, tmp_path: Path) -> None:

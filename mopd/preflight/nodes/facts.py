@@ -1,0 +1,203 @@
+"""What a node says of itself: packages, GPUs, the recipe as it reads it, models, and what it cannot find."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mopd
+from mopd.config.load import Loaded, flatten
+from mopd.conversion.hf.manifest import make_manifest
+from mopd.hardware import driver_version, this_hardware
+from mopd.hub.names import hub_model
+from mopd.launch.node import node_name
+from mopd.launch.slurm_step import gpus_of_step
+from mopd.placement.gpus import Machine, engine_groups, share_gpus
+from mopd.preflight.inputs import check_inputs, check_machine, check_model_folder
+from mopd.run.machine import describe_machine
+from mopd.run.preparing import settled, weights_bytes
+from mopd.slurm.layout import JobComponent, lay_out, slurm_of
+from mopd.types import UserError
+
+SHM = Path("/dev/shm")
+MAX_SHOWN = 60
+"""Characters of a recipe's value that is told to the others; of a longer one its hash."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeFacts:
+    """One node's own account. Plain JSON types, each with a default: another version may not know it."""
+
+    name: str = "?"
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Package -> version; ``mopd`` with a hash of its source, and the GPUs' ``driver``."""
+    gpus: tuple[str, ...] = ()
+    """Their kinds, one each."""
+    recipe: Mapping[str, str] = field(default_factory=dict)
+    """Key -> its value as JSON, or a hash of it."""
+    models: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Key of the recipe -> hashes and size of the folder that it names; none for a name of the Hub."""
+    shm_bytes: int = 0
+    problems: tuple[str, ...] = ()
+    """What is wrong on this node whatever the others say, with file, line and key."""
+    is_complete: bool = False
+    """The recipe could be read."""
+
+    @classmethod
+    def from_json(cls, data: Any) -> NodeFacts:
+        """Inverse of ``dataclasses.asdict``. What is absent has its default, what is unknown is left out.
+
+        Raises:
+            UserError: a value of another type.
+        """
+        names = [one.name for one in dataclasses.fields(cls)]
+        given = {name: data[name] for name in names if name in data} if isinstance(data, dict) else None
+        if given is None or not all(_fits(value, _SHAPES[name]) for name, value in given.items()):
+            raise UserError("what a node told of itself cannot be read: start the same mopd on every node")
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+
+
+_SHAPES: dict[str, Any] = {
+    "name": str,
+    "versions": {"": str},
+    "gpus": [str],
+    "recipe": {"": str},
+    "models": {"": {"": str}},
+    "shm_bytes": int,
+    "problems": [str],
+    "is_complete": bool,
+}
+"""Field -> its type; of what is in a list, or in a mapping with any keys."""
+
+
+def _fits(value: Any, shape: Any) -> bool:
+    if isinstance(shape, type):
+        return type(value) is shape
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(_fits(item, shape[0]) for item in value)
+    return isinstance(value, dict) and all(_fits(item, shape[""]) for item in value.values())
+
+
+def facts_of_this_node(load: Callable[[], Loaded], *, num_nodes: int, node: int) -> tuple[NodeFacts, Loaded | None]:
+    """The account, and the recipe if it can be read. ``load`` raises ``UserError`` where it cannot."""
+    problems: list[str] = []
+    machine = describe_machine()
+    driver = driver_version()
+    facts = NodeFacts(
+        name=node_name(),
+        versions={
+            **machine["packages"],
+            "mopd": f"{mopd.__version__} ({_hash_of_source()})",
+            **({} if driver is None else {"driver": driver}),
+        },
+        gpus=tuple(machine["gpus"]),
+        shm_bytes=shutil.disk_usage(SHM).total if SHM.is_dir() else 0,
+    )
+    try:
+        loaded = load()
+    except UserError as error:
+        return dataclasses.replace(facts, problems=(str(error),)), None
+    models, problems = _models(loaded)
+    for check in (_check_inputs, _check_gpus):
+        try:
+            check(loaded, num_nodes, node)
+        except UserError as error:
+            if str(error) not in problems:
+                problems.append(str(error))
+    recipe = {key: _short(value) for key, value in flatten(loaded.named).items()}
+    whole = dataclasses.replace(facts, models=models, recipe=recipe, problems=tuple(problems), is_complete=True)
+    return whole, loaded
+
+
+def _hash_of_source() -> str:
+    """Two checkouts of one version may differ."""
+    root = Path(mopd.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_SHOWN else f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _models(loaded: Loaded) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """Key -> what identifies its folder, without reading weights; and what is wrong with the others."""
+    recipe = loaded.recipe
+    keys = {("student", "model"): recipe.student.model}
+    keys |= {("teachers", name, "model"): teacher.model for name, teacher in recipe.teachers.items()}
+    models, problems = {}, []
+    for key, model in keys.items():
+        if hub_model(model) is not None:  # each machine fetches the commit that node 0 found
+            continue
+        try:
+            check_model_folder(model, loaded.where(*key))
+            manifest = make_manifest(Path(model), cache_file=None, with_weights=False)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        models[loaded.where(*key)] = {
+            "config.json": manifest.config_sha256[:12],
+            "tokenizer": manifest.tokenizer_sha256[:12],
+            "bytes of weights": str(weights_bytes(Path(model)) or 0),
+        }
+    return models, problems
+
+
+def _check_inputs(loaded: Loaded, num_nodes: int, node: int) -> None:
+    """Every rank looks for them."""
+    if not any(hub_model(model.model) for model in (loaded.recipe.student, *loaded.recipe.teachers.values())):
+        check_inputs(loaded)
+
+
+def _check_gpus(loaded: Loaded, num_nodes: int, node: int) -> None:
+    """This node has the GPUs that its ranks need, node 0 also those of the groups that the trainer starts, and in a job
+    those that it asked for."""
+    component, num_ranks, student_nodes = _share(loaded, num_nodes, node)
+    if component is not None:
+        _check_job_gpus(loaded, component)
+    elif node == 0:
+        check_machine(loaded, num_nodes)
+    hardware = this_hardware()
+    if not hardware.num_gpus:
+        return
+    groups = engine_groups(settled(loaded, hardware, num_nodes=student_nodes).recipe) if node == 0 else {}
+    try:
+        share_gpus(groups, Machine(num_gpus=hardware.num_gpus, num_ranks=num_ranks))
+    except UserError as error:
+        raise UserError(f"{loaded.path}: {error}") from None
+
+
+def _share(loaded: Loaded, num_nodes: int, node: int) -> tuple[JobComponent | None, int, int]:
+    """What the job of ``mopd slurm`` has on this node, if these are its nodes; ranks here; nodes that have ranks."""
+    if loaded.recipe.slurm is not None:
+        layout = lay_out(loaded)
+        places = [(component, i) for component in layout.components for i in range(component.num_nodes)]
+        if len(places) == num_nodes:
+            component, index = places[node]
+            is_students = component is layout.components[0] and index < layout.student_nodes
+            return component, layout.ranks_per_node if is_students else 0, layout.student_nodes
+    return None, loaded.recipe.student.parallel.world_size // num_nodes, num_nodes
+
+
+def _check_job_gpus(loaded: Loaded, component: JobComponent) -> None:
+    """Slurm gives the node what the job asked for."""
+    offered = gpus_of_step()
+    if offered is None or offered >= component.gpus_per_node:
+        return
+    config = slurm_of(loaded)
+    own = config.components.get(component.key)
+    is_own = own is not None and own.gpus_per_node is not None
+    key = ("slurm", "components", component.key, "gpus_per_node") if is_own else ("slurm", "gpus_per_node")
+    raise UserError(
+        f"{loaded.where(*key)}: {component.gpus_per_node} are planned, and Slurm gives {offered} here: set it to what "
+        "the nodes have, or leave this node out"
+    )
