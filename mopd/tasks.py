@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -69,7 +69,9 @@ class StopAsked(Exception):
 class Stop:
     """Whether somebody asked for the end. Belongs to one event loop; what it interrupts is cancelled."""
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[], str | None] = lambda: None) -> None:
+        """``look`` tells who asks, if anybody does; whoever made this calls ``ask`` inside waits."""
+        self._look = look
         self._by: str | None = None
         self._asked = asyncio.Event()
 
@@ -85,9 +87,11 @@ class Stop:
         return self._by is not None
 
     def check(self) -> None:
-        """Raise ``StopAsked`` if somebody did."""
-        if self._by is not None:
-            raise StopAsked(self._by)
+        """Raise ``StopAsked`` if somebody did, up to now."""
+        by = self._by or self._look()
+        if by is not None:
+            self.ask(by)
+            raise StopAsked(by)
 
     async def unless_asked(self, work: Awaitable[T]) -> T:
         """Await ``work``, or raise ``StopAsked`` as soon as somebody asks; what is done by then counts."""

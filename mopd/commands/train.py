@@ -87,10 +87,6 @@ def _launch(args: argparse.Namespace, arguments: Sequence[str], nodes: Nodes) ->
     def checks() -> None:
         if is_first:
             _check_folder(loaded, run_dir, args)
-            if args.resume_auto:
-                resuming.count_start(run_dir)
-
-    from mopd.run import resuming
 
     if is_first:
         forget_request(run_dir.path)
@@ -105,6 +101,8 @@ def _launch(args: argparse.Namespace, arguments: Sequence[str], nodes: Nodes) ->
     )
     if is_first:
         if args.resume_auto:
+            from mopd.run import resuming
+
             resuming.note_end(run_dir, ended.line)
         if ended.code != 0 and is_new:
             run_dir.discard_if_unused()
@@ -122,6 +120,8 @@ def _check_folder(loaded: Loaded, run_dir: RunDir, args: argparse.Namespace) -> 
     if resume and resuming.choose(run_dir, loaded.recipe, wanted=args.from_step) is not None:
         resuming.check_files(run_dir)
         check_commits(run_dir.manifest, loaded.commits)
+    if args.resume_auto:
+        resuming.count_start(run_dir)
 
 
 def _resumes(args: argparse.Namespace, run_dir: RunDir) -> bool:

@@ -58,10 +58,10 @@ def forget_request(run_path: Path) -> None:
 @contextlib.asynccontextmanager
 async def watched(run_path: Path | None) -> AsyncIterator[Stop]:
     """The run's request to stop, read again and again while the block lasts. Without a folder nobody can ask."""
-    stop = Stop()
     if run_path is None:
-        yield stop
+        yield Stop()
         return
+    stop = Stop(lambda: stop_requested(run_path))
 
     async def watch() -> None:
         while (by := stop_requested(run_path)) is None:

@@ -3,7 +3,7 @@
 Invariant: what a run computes is a function of its recipe and its inputs. A SIGKILL at any moment, of the launcher or
 of a rank, followed by ``--resume`` at the same layout gives the same weights and the same metrics, bit for bit (times,
 rates and memory aside). At another layout sums are ordered differently: the next losses agree to 1e-5.
-Not exercised here: several machines, CUDA.
+Two launchers of one machine stand for two nodes. Not exercised here: CUDA.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -21,8 +22,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mopd.cli import main
 from mopd.launch.failure import STOPPED_CODE
+from mopd.launch.node import NODE_NAME
 from mopd.run.checkpointing import complete_steps
+from mopd.run.status import status_of
 from tests.integration.world import World, mopd, read_metrics, read_validation, start_mopd
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
@@ -80,38 +84,61 @@ def test_killed_run_resumes_bit_for_bit(world: World, uninterrupted: Path, tmp_p
     assert_same_run(run_dir, uninterrupted)
 
 
-@pytest.mark.parametrize("how", ["command", "signal", "file"])
-def test_stopped_run_resumes_bit_for_bit(world: World, uninterrupted: Path, tmp_path: Path, how: str) -> None:
-    """Asked at any moment: a checkpoint of the last step, exit code 75, and the rest later is the same run."""
+def start_nodes(recipe: Path, *flags: str) -> list[subprocess.Popen[str]]:
+    """Two launchers, which take this machine for two."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    nodes = ("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    return [
+        start_mopd("train", recipe, *flags, *nodes, "--node-rank", str(rank), **{NODE_NAME: f"node-{rank}"})
+        for rank in range(2)
+    ]
+
+
+def stopped(process: subprocess.Popen[str], run_dir: Path, by: str) -> int:
+    """After how many steps: told in one line, with a checkpoint of the last one."""
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == STOPPED_CODE, errors
+    done = len(read_metrics(run_dir))
+    (line,) = [line for line in errors.splitlines() if line.startswith("mopd: ")]
+    assert line.startswith(f"mopd: stopped after step {done} of 6, as {by}") and line.endswith("go on with --resume")
+    assert "Traceback" not in errors
+    assert complete_steps(run_dir / "checkpoints")[-1] == done
+    return done
+
+
+def test_stopped_run_goes_on_anywhere_bit_for_bit(world: World, uninterrupted: Path, tmp_path: Path) -> None:
+    """Asked on one machine, then on the second of two nodes; then on one again: the same run. ``mopd status`` and
+    ``mopd logs`` know of all."""
     run_dir = tmp_path / "run"
     recipe = world.write_recipe(run_dir)
     process = start_mopd("train", recipe, "--resume=auto")
-    wait_for_step(process, run_dir, random.randint(1, 3))
-    if how == "command":
-        asked = mopd("stop", run_dir)
-        assert asked.returncode == 0 and "asked to stop" in asked.stdout, asked.stderr
-    elif how == "signal":  # as a job that ends does: to every process
-        for one in [psutil.Process(process.pid), *filter(is_rank, descendants(process))]:
-            one.send_signal(signal.SIGTERM)
-    else:
-        (run_dir / "stop").touch()
+    wait_for_step(process, run_dir, 1)
+    assert main(["stop", str(run_dir)]) == 0
     family = descendants(process)
-    _, errors = process.communicate(timeout=60)
-
-    assert process.returncode == STOPPED_CODE, errors
+    done = stopped(process, run_dir, "mopd stop (")
     assert_all_gone(family)
-    done = len(read_metrics(run_dir))
-    by = {"command": "mopd stop (", "signal": "SIGTERM on ", "file": "the file stop"}[how]
-    (line,) = [line for line in errors.splitlines() if line.startswith("mopd: ")]
-    assert line.startswith(f"mopd: stopped after step {done} of 6, as {by}") and line.endswith("go on with --resume")
-    assert complete_steps(run_dir / "checkpoints")[-1] == done
-    assert "Traceback" not in errors
+    assert status_of(run_dir).state == "has ended"
+
+    nodes = start_nodes(recipe, "--resume=auto")
+    wait_for_step(nodes[0], run_dir, done + 1)
+    family = [one for node in nodes for one in descendants(node)]
+    assert status_of(run_dir).state == "runs"
+    for one in (nodes[1], *filter(is_rank, family)):  # as a node that ends does: to every process
+        one.send_signal(signal.SIGTERM)
+    assert done < stopped(nodes[0], run_dir, "SIGTERM on node-")
+    assert (nodes[1].wait(timeout=60), nodes[1].communicate()[1].splitlines()[-1:]) == (STOPPED_CODE, [])
+    assert_all_gone(family)
+    assert {path.name for path in (run_dir / "logs" / "node-1").iterdir()} == {"rank_1.log"}
 
     finished = mopd("train", recipe, "--resume=auto")
 
     assert finished.returncode == 0, finished.stderr
     assert_same_run(run_dir, uninterrupted)
     assert not (run_dir / "stop").exists() and not (run_dir / "attempts.json").exists()
+    assert status_of(run_dir).state == "is done"
+    assert main(["logs", str(run_dir), "--node", "node-1", "--role", "rank_*"]) == 0
 
 
 def test_stopped_before_its_first_step(world: World, tmp_path: Path) -> None:

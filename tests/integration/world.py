@@ -150,12 +150,12 @@ def mopd(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def start_mopd(*arguments: str | Path) -> subprocess.Popen[str]:
-    """Start the command and return at once."""
+def start_mopd(*arguments: str | Path, **variables: str) -> subprocess.Popen[str]:
+    """Start the command, with more in its environment, and return at once."""
     return subprocess.Popen(
         [sys.executable, "-m", "mopd", *map(str, arguments)],
         cwd=REPOSITORY,
-        env=environment(),
+        env=environment() | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
