@@ -1,0 +1,243 @@
+"""Launchers of several nodes, as processes of this machine: who tells what, and that all end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mopd.launch import nodes as module
+from mopd.launch.failure import USER_ERROR_CODE
+from mopd.launch.node import NODE_NAME, Place, add_node_arguments, place_of
+from mopd.launch.nodes import NodeLostError, Nodes
+from mopd.types import UserError
+
+HERE = Path(__file__).parent
+DEADLINE_S = 90.0
+Start = Callable[[str], list["subprocess.Popen[str]"]]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start two launchers of one rank each, ``node-0`` and ``node-1``."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(behaviour: str) -> list[subprocess.Popen[str]]:
+        port = free_port()
+        for rank in range(2):
+            launcher = [str(HERE / "launch_script.py"), f"1,2,{rank},{port}"]
+            free = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, *launcher, str(HERE / "rank_script.py"), behaviour, str(tmp_path)],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env={**free, "PYTHONPATH": str(HERE.parents[2]), NODE_NAME: f"node-{rank}"},
+                    cwd=tmp_path,
+                )
+            )
+        return started
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate(timeout=DEADLINE_S)
+
+
+def wait_for_ranks(folder: Path) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not all((folder / f"{rank}.pid").exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def told(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    return process.returncode, errors
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("behaviour", "code", "there", "here"),
+    [
+        (
+            "bug",
+            1,
+            "mopd: error: rank 1 on node-1 failed, see the traceback above\n",
+            "mopd: error: node-0 ends with node-1: rank 1 on node-1 failed: the bug in rank one\n",
+        ),
+        (
+            "user_error",
+            2,
+            "mopd: error: recipe.yaml:3: student.model: this folder is broken\n",
+            "mopd: error: node-0 ends with node-1: recipe.yaml:3: student.model: this folder is broken\n",
+        ),
+        (
+            "kill_itself",
+            1,
+            "mopd: error: rank 1 on node-1 was killed by SIGKILL: often the kernel, out of memory\n",
+            "mopd: error: node-0 ends with node-1: rank 1 on node-1 was killed by SIGKILL: often the kernel, out of "
+            "memory\n",
+        ),
+    ],
+)
+def test_an_error_is_told_where_it_happened(start: Start, behaviour: str, code: int, there: str, here: str) -> None:
+    first, second = start(behaviour)
+    assert told(first) == (code, here)
+    its_code, its_errors = told(second)
+    assert its_code == code and its_errors.endswith(there)
+    assert its_errors.count("Traceback") == (behaviour == "bug")
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_that_is_gone(start: Start, tmp_path: Path, lost: int) -> None:
+    """Its launcher is killed, and the kernel kills its ranks: the other node ends soon, and says which one it was."""
+    both = start("hang_in_python")
+    wait_for_ranks(tmp_path)
+    both[lost].kill()
+    began = time.monotonic()
+    code, errors = told(both[1 - lost])
+    assert (code, errors) == (
+        1,
+        f"mopd: error: node {lost} (node-{lost}) is gone: its launcher was killed, or its machine is lost\n",
+    )
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.multirank
+def test_one_interrupt_ends_all(start: Start, tmp_path: Path) -> None:
+    first, second = start("hang_in_python")
+    wait_for_ranks(tmp_path)
+    second.send_signal(signal.SIGINT)
+    assert told(second) == (130, "mopd: ended by SIGINT\n")
+    assert told(first) == (130, "mopd: error: node-0 ends with node-1: ended by SIGINT on node-1\n")
+
+
+def meet_as(place: Place, work: Callable[[Nodes], object]) -> Callable[[], object]:
+    """A launcher in a thread; the returned call waits for its end and gives its result, or raises its error."""
+    found: list[object] = []
+
+    def live() -> None:
+        try:
+            with Nodes(place) as nodes:
+                nodes.join()
+                found.append(work(nodes))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=live)
+    thread.start()
+
+    def end() -> object:
+        thread.join(DEADLINE_S)
+        (one,) = found
+        if isinstance(one, Exception):
+            raise one
+        return one
+
+    return end
+
+
+def test_all_meet_and_have_node_0s_text() -> None:
+    port, order = free_port(), list[str]()
+
+    def work(nodes: Nodes) -> str:
+        text = nodes.once_per_node(lambda: "first", lambda first: f"after {first}")
+        order.append("before")
+        nodes.meet("here")
+        order.append("behind")
+        return text
+
+    ends = [meet_as(Place(num_nodes=3, node_rank=rank, port=port), work) for rank in range(3)]
+    assert [end() for end in ends] == ["first", "after first", "after first"]
+    assert order == ["before"] * 3 + ["behind"] * 3
+
+
+def test_an_error_before_the_ranks_ends_the_waits_of_the_others() -> None:
+    port = free_port()
+
+    def fail(nodes: Nodes) -> None:
+        raise UserError("student.model: is not here")
+
+    def wait(nodes: Nodes) -> tuple[str, int]:
+        with pytest.raises(NodeLostError):
+            nodes.meet("the checks")
+        cause = nodes.cause()
+        return cause.line, cause.code
+
+    failing = meet_as(Place(num_nodes=2, node_rank=1, port=port), fail)
+    waiting = meet_as(Place(num_nodes=2, node_rank=0, port=port), wait)
+    assert waiting() == ("student.model: is not here", USER_ERROR_CODE)
+    with pytest.raises(UserError, match="is not here"):
+        failing()
+
+
+@pytest.mark.parametrize(
+    ("other", "line"),
+    [
+        (Place(num_nodes=2, node_rank=0), r"--rdzv-endpoint .*: cannot be listened on here .*Address already in use"),
+        (Place(num_nodes=3, node_rank=1), r"--nnodes is 3 here and 2 on node 0: set the same"),
+    ],
+    ids=["the same rank", "another number"],
+)
+def test_launchers_that_do_not_fit(other: Place, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "JOIN_S", 5.0)
+    port = free_port()
+    first = meet_as(Place(num_nodes=2, node_rank=0, port=port), lambda nodes: None)
+    time.sleep(0.5)
+    second = meet_as(Place(num_nodes=other.num_nodes, node_rank=other.node_rank, port=port), lambda nodes: None)
+    with pytest.raises(UserError, match=line):
+        second()
+    with pytest.raises((UserError, NodeLostError)):
+        first()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_node_that_does_not_come(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "JOIN_S", 1.0)
+    line = "node 1 did not come within 1 s" if rank == 0 else "node 0 does not answer after 1 s"
+    with pytest.raises(UserError, match=line):
+        meet_as(Place(num_nodes=2, node_rank=rank, port=free_port()), lambda nodes: None)()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--nnodes", "0"], "--nnodes is 0"),
+        (["--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "a:1"], "--node-rank is 2: with --nnodes 2 set 0 to"),
+        (["--nnodes", "2"], "needs --rdzv-endpoint HOST:PORT"),
+        (["--nnodes", "2", "--rdzv-endpoint", "host"], "write HOST:PORT"),
+        (["--nnodes", "2", "--rdzv-endpoint", "host:70000"], "a port from 1 to 65535"),
+        (["--nnodes", "2", "--rdzv-endpoint", "::1:29500"], "write HOST:PORT"),
+    ],
+)
+def test_places_that_are_none(words: list[str], line: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_node_arguments(parser)
+    with pytest.raises(UserError, match=line):
+        place_of(parser.parse_args(words))
+
+
+def test_places() -> None:
+    parser = argparse.ArgumentParser()
+    add_node_arguments(parser)
+    place = place_of(parser.parse_args(["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "[::1]:29500"]))
+    assert place == Place(num_nodes=2, node_rank=1, host="::1", port=29500) and place.is_on_loopback
+    assert not Place(num_nodes=2, host="10.0.0.1", port=1).is_on_loopback
