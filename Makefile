@@ -10,7 +10,7 @@ PIP := $(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt
 STAMP := $(VENV)/.installed
 ENGINES_STAMP := $(VENV)/.installed-engines-$(VLLM)
 
-.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz disk-full kills soak docs screenshot image-cpu lint clean
+.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz disk-full kills soak slurm docs screenshot image-cpu lint clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -57,6 +57,9 @@ SOAK_MINUTES ?= 20
 soak: $(ENGINES_STAMP)  ## an asynchronous run with TransferQueue for so long: what grows, and what is left behind
 	$(BIN)/python -m tests.integration.soak --minutes $(SOAK_MINUTES)
 
+slurm: $(ENGINES_STAMP)  ## jobs of every form on four nodes of this machine, interrupted and lost (make test: one job)
+	MOPD_SLURM=all $(BIN)/python -m pytest tests/integration/test_slurm.py --timeout=1200 -rs -s
+
 docs: $(STAMP)  ## the pages of docs/ as a site, in site/: python -m http.server --directory site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
@@ -66,12 +69,13 @@ screenshot: $(STAMP)  ## the README's picture of a report, from the last quickst
 image-cpu:  ## docker/Dockerfile.cpu, built and tried as its user; docker/README.md has its variables
 	docker/image_cpu.sh
 
-lint: $(STAMP)  ## ruff, mypy, import contracts, Dockerfiles
+lint: $(STAMP)  ## ruff, mypy, import contracts, Dockerfiles, scripts of jobs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.gpu
+	$(BIN)/shellcheck --exclude=SC2016 tests/unit/slurm/scripts/*.sh  # names of recipes may have dollars
 
 clean:  ## the environment; runs are left alone
 	rm -rf $(VENV)

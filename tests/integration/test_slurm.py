@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from mopd.report.run_files import RunFiles
 from tests.fixtures import slurm
 from tests.integration.world import REPOSITORY, World, environment, mopd, read_metrics, read_validation
 
@@ -140,8 +141,127 @@ def test_a_student_that_its_layout_does_not_divide_is_not_submitted(
     assert nodes.jobs() == []
 
 
-def until(is_so: Callable[[], bool], *, timeout_s: float = 120.0) -> None:
+def until(is_so: Callable[[], bool], *, timeout_s: float = 150.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not is_so():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, "it did not come true in time"
         time.sleep(0.2)
+
+
+def num_steps(run_dir: Path) -> int:
+    """Steps that the run has done; 0 before it has begun."""
+    return len(RunFiles(run_dir).steps())
+
+
+def job_id(run_dir: Path) -> str:
+    return str(json.loads((run_dir / "job" / "job.json").read_text())["id"])
+
+
+def start_again_at_once(nodes: slurm.Cluster, run_dir: Path) -> None:
+    """Slurm keeps a job that was queued again for two minutes."""
+    until(lambda: "PENDING" in nodes.run("squeue", "--noheader", f"--jobs={job_id(run_dir)}", "--format=%T"))
+    nodes.run("scontrol", "update", f"JobId={job_id(run_dir)}", "StartTime=now", "TimeLimit=10")
+
+
+@long
+def test_each_group_in_a_component_of_its_own(
+    nodes: slurm.Cluster, world: World, one_machine: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    keys = {"form": "heterogeneous", "partition": "wide", "student_nodes": 2, "time": "10"}
+    code, output, errors = ended(command(nodes, "slurm", world.write_recipe(run_dir, **ON_NODES, slurm=keys), "--wait"))
+    assert code == 0, output + errors + job_logs(run_dir)
+    assert_trained_as_on_one_machine(run_dir, one_machine)
+    assert (run_dir / "logs" / "node3" / "teachers.left.0.log").is_file()
+    assert (run_dir / "logs" / "node4" / "teachers.right.0.log").is_file()
+
+
+@long
+@pytest.mark.ray
+def test_ray_inside_the_job(nodes: slurm.Cluster, world: World, one_machine: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    run_dir = tmp_path / "run"
+    engine = {"type": "torch", "dtype": "float32"}
+    keys = {**ON_NODES, "teacher_defaults": {"placement": {"type": "ray"}, "engine": engine}}
+    recipe = world.write_recipe(run_dir, **keys, slurm={"form": "ray", "nodes": 2, "time": "10"})
+    code, output, errors = ended(command(nodes, "slurm", recipe, "--wait"))
+    assert code == 0, output + errors + job_logs(run_dir)
+    assert_trained_as_on_one_machine(run_dir, one_machine)
+    assert {path.parent.name for path in (run_dir / "logs").glob("node?/ray.log")} == {"node1", "node2"}
+
+
+ALL_ON_RANK_0: dict[str, Any] = {
+    **ON_NODES,
+    "teacher_defaults": {},
+    "checkpoint__every_steps": 3,
+    "schedule__steps": 40,
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of four ranks on one machine, engines in rank 0's process."""
+    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    done = mopd("train", world.write_recipe(run_dir, **ALL_ON_RANK_0))
+    assert done.returncode == 0, done.stderr
+    return run_dir
+
+
+def lose_a_step(nodes: slurm.Cluster, run_dir: Path) -> None:
+    nodes.kill_steps("node2")
+
+
+def reach_the_limit(nodes: slurm.Cluster, run_dir: Path) -> None:
+    nodes.run("scontrol", "update", f"JobId={job_id(run_dir)}", "TimeLimit=1")
+
+
+@long
+@pytest.mark.parametrize("interrupt", [lose_a_step, reach_the_limit])
+def test_what_interrupts_a_job_queues_it_again(
+    nodes: slurm.Cluster,
+    world: World,
+    uninterrupted: Path,
+    tmp_path: Path,
+    interrupt: Callable[[slurm.Cluster, Path], None],
+) -> None:
+    run_dir = tmp_path / "run"
+    recipe = world.write_recipe(run_dir, **ALL_ON_RANK_0, slurm={"nodes": 2, "time": "10", "stop_before_s": 30})
+    process = command(nodes, "slurm", recipe, "--wait")
+    until(lambda: num_steps(run_dir) >= 10)
+    interrupt(nodes, run_dir)
+    start_again_at_once(nodes, run_dir)
+    code, output, errors = ended(process)
+    assert code == 0, output + errors + job_logs(run_dir)
+    assert "start 2" in output
+    assert read_metrics(run_dir) == read_metrics(uninterrupted)
+    assert read_validation(run_dir) == read_validation(uninterrupted)
+
+
+@long
+def test_stop_from_another_node(nodes: slurm.Cluster, world: World, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    keys = {**ON_NODES, "schedule__steps": 1000, "checkpoint__every_steps": 1000}
+    process = command(nodes, "slurm", world.write_recipe(run_dir, **keys, slurm={"nodes": 2, "time": "10"}), "--wait")
+    until(lambda: num_steps(run_dir) >= 3)
+    step = ["srun", f"--jobid={job_id(run_dir)}", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist=node2"]
+    before = num_steps(run_dir)
+    began = time.monotonic()
+    nodes.run(*step, sys.executable, "-m", "mopd", "stop", str(run_dir))
+    code, output, _ = ended(process)
+    took_s = time.monotonic() - began
+    print(f"gone {took_s:.1f} s after mopd stop, {num_steps(run_dir) - before} steps later")
+    assert code == 75, output + job_logs(run_dir)
+    steps = num_steps(run_dir)
+    assert [path.name for path in (run_dir / "checkpoints").glob("step_*")] == [f"step_{steps:08d}"]
+    assert "start 2" not in output and nodes.jobs() == [] and took_s < 60
+
+
+@long
+def test_an_array_of_seeds(nodes: slurm.Cluster, world: World, tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs of it"
+    keys = {**ON_NODES, "teacher_defaults": {}, "student__parallel": {}, "schedule__steps": 3}
+    recipe = world.write_recipe(run_dir, **keys, slurm={"seeds": [3, 5], "time": "10"})
+    code, output, errors = ended(command(nodes, "slurm", recipe, "--wait"))
+    assert code == 0, output + errors + job_logs(run_dir)
+    losses = [[line["loss"] for line in read_metrics(run_dir / f"seed_{seed}")] for seed in (3, 5)]
+    assert [len(one) for one in losses] == [3, 3] and losses[0] != losses[1]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from mopd.config.load import Loaded, load_recipe
 from mopd.slurm.submitting import prepare_job
 
 ROOT = Path(__file__).parents[3]
+SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 KEPT = Path(__file__).parent / "scripts"
 MODELS = """\
 student: {model: models/student, parallel: {tensor_model_parallel_size: 4, data_parallel_size: 4}}
@@ -99,10 +99,9 @@ def test_it_is_the_one_that_was_read(script: tuple[str, str], tmp_path: Path) ->
     assert text == kept.read_text(encoding="utf-8")
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck_finds_nothing(script: tuple[str, str]) -> None:
     # SC2016: a name with a dollar stands in single quotes
-    command = ["shellcheck", *(["--exclude=SC2016"] if script[0] == "awkward" else []), "-"]
+    command = [str(SHELLCHECK), *(["--exclude=SC2016"] if script[0] == "awkward" else []), "-"]
     done = subprocess.run(command, input=script[1], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
 

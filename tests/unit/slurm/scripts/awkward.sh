@@ -36,7 +36,7 @@ address_of() {  # NODE: its address, as its name may mean nothing elsewhere
 head=$(address_of "${nodes_0[0]}")
 port=$((20000 + SLURM_JOB_ID % 2500 * 4))  # and the next two: jobs that share a node have different ones
 
-# shellcheck disable=SC2317 # steps call it too
+# shellcheck disable=SC2317,SC2329 # steps call it too
 on_gpus() {  # NUMBERS COMMAND…: it sees these of the job's GPUs on its node, and no others
   local all own=() number
   IFS=, read -ra all <<<"$CUDA_VISIBLE_DEVICES"
@@ -46,7 +46,7 @@ on_gpus() {  # NUMBERS COMMAND…: it sees these of the job's GPUs on its node, 
 export -f on_gpus
 
 stopping=
-# shellcheck disable=SC2317 # the trap calls it
+# shellcheck disable=SC2317,SC2329 # the trap calls it
 ask_to_stop() {  # the limit comes near, or another job needs the nodes
   stopping=1
   "${step[@]}" --nodes=1 --ntasks=1 --nodelist="${nodes_0[0]}" "${mopd[@]}" stop "$run" --by "job $SLURM_JOB_ID, whose time is up"

@@ -33,7 +33,7 @@ head=$(address_of "${nodes_0[0]}")
 port=$((20000 + SLURM_JOB_ID % 2500 * 4))  # and the next two: jobs that share a node have different ones
 
 stopping=
-# shellcheck disable=SC2317 # the trap calls it
+# shellcheck disable=SC2317,SC2329 # the trap calls it
 ask_to_stop() {  # the limit comes near, or another job needs the nodes
   stopping=1
   "${mopd[@]}" stop "$run" --by "job $SLURM_JOB_ID, whose time is up"
