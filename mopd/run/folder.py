@@ -10,7 +10,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,8 @@ class RunDir(RunFiles):
         """Give the folder back, and remove it if nothing was written."""
         if self._lock is not None:
             self.lock_path.unlink()
+        if self._made and not self.recipe.is_file():
+            self._remove_empty_logs()
         for folder in self._made:  # the deepest first, up to one that is gone or holds something
             if not folder.is_dir() or any(folder.iterdir()):
                 break
@@ -174,11 +176,21 @@ class RunDir(RunFiles):
             os.close(self._lock)
             self._lock = None
 
+    def _remove_empty_logs(self) -> None:
+        for path in self.logs.glob("*/*.log"):
+            if path.stat().st_size == 0:
+                path.unlink()
+        for folder in (*self.logs.glob("*"), self.logs):
+            with suppress(OSError):  # it holds something, or is not there
+                folder.rmdir()
+
     def discard_if_unused(self) -> None:
-        """Remove a folder that holds nothing but the lock of a writer that is gone (killed before it could close)."""
-        if not self.path.is_dir() or {entry.name for entry in self.path.iterdir()} - {".lock"}:
+        """Remove a folder that holds nothing but the lock of a writer that is gone (killed before it could close), and a
+        request that nobody heeds any more."""
+        if not self.path.is_dir() or {entry.name for entry in self.path.iterdir()} - {".lock", self.stop.name}:
             return
-        self.lock_path.unlink(missing_ok=True)
+        for path in (self.lock_path, self.stop):
+            path.unlink(missing_ok=True)
         self.path.rmdir()
 
     def __enter__(self) -> RunDir:
