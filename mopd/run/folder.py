@@ -185,8 +185,8 @@ class RunDir(RunFiles):
                 folder.rmdir()
 
     def discard_if_unused(self) -> None:
-        """Remove a folder that holds nothing but the lock of a writer that is gone (killed before it could close), and a
-        request that nobody heeds any more."""
+        """Remove a folder that holds nothing but the lock of a writer that is gone (killed before it could close), and
+        a request that nobody heeds any more."""
         if not self.path.is_dir() or {entry.name for entry in self.path.iterdir()} - {".lock", self.stop.name}:
             return
         for path in (self.lock_path, self.stop):

@@ -45,7 +45,6 @@ FILES = {
         {"gpus": ["H100"], "cpu": "a", "num_cores": 8, "memory_gib": 23.5, "packages": {"torch": "2.13.0"}}, indent=2
     ),
     "attempts.json": json.dumps({"starts": 2, "checkpoint": None, "last": "rank 1 failed"}),
-    "stop": json.dumps({"by": "mopd stop \x1b (me on node-1)", "at": 1e9}),
     "metrics.jsonl": "".join(json.dumps({"step": step, **STEP}) + "\n" for step in (1, 2, 3)),
     "validation.jsonl": "".join(
         json.dumps({"step": step, "rewards": rewards, "wall_s": 2.5, "examples": {"math": [EXAMPLE]}}) + "\n"
