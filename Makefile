@@ -75,6 +75,7 @@ lint: $(STAMP)  ## ruff, mypy, import contracts, Dockerfiles, scripts of jobs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.gpu
+	$(BIN)/shellcheck docker/*.sh
 	$(BIN)/shellcheck --exclude=SC2016 tests/unit/slurm/scripts/*.sh  # names of recipes may have dollars
 
 clean:  ## the environment; runs are left alone

@@ -24,7 +24,7 @@ NAMED = {
     "read_only": ("run_dir", "node2: ", "recipe.yaml:", "run_dir: ", "Read-only file system"),
     "full_disk": ("run_dir", "node2: ", "recipe.yaml:", "run_dir: ", "No space left on device"),
     "not_shared": ("run_dir", "node2: ", "recipe.yaml:", "run_dir: ", "a file that node1 wrote there is not seen"),
-    "gpus": ("node2", "node2: ", "recipe.yaml:", "slurm.gpus_per_node: 8 are planned, and Slurm gives 6 here"),
+    "gpus": ("node2", "node2: ", "recipe.yaml:", "slurm.gpus_per_node: 8 are planned, and this node has 6"),
 }
 """Fault -> the check that fails and what its line holds, in this order."""
 

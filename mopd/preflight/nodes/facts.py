@@ -14,7 +14,7 @@ from typing import Any
 import mopd
 from mopd.config.load import Loaded, flatten
 from mopd.conversion.hf.manifest import make_manifest
-from mopd.hardware import driver_version, this_hardware
+from mopd.hardware import Hardware, driver_version, this_hardware
 from mopd.hub.names import hub_model
 from mopd.launch.node import node_name
 from mopd.launch.slurm_step import gpus_of_step
@@ -162,11 +162,11 @@ def _check_gpus(loaded: Loaded, num_nodes: int, node: int) -> None:
     """This node has the GPUs that its ranks need, node 0 also those of the groups that the trainer starts, and in a job
     those that it asked for."""
     component, num_ranks, student_nodes = _share(loaded, num_nodes, node)
+    hardware = this_hardware()
     if component is not None:
-        _check_job_gpus(loaded, component)
+        _check_job_gpus(loaded, component, hardware)
     elif node == 0:
         check_machine(loaded, num_nodes)
-    hardware = this_hardware()
     if not hardware.num_gpus:
         return
     groups = engine_groups(settled(loaded, hardware, num_nodes=student_nodes).recipe) if node == 0 else {}
@@ -188,16 +188,16 @@ def _share(loaded: Loaded, num_nodes: int, node: int) -> tuple[JobComponent | No
     return None, loaded.recipe.student.parallel.world_size // num_nodes, num_nodes
 
 
-def _check_job_gpus(loaded: Loaded, component: JobComponent) -> None:
-    """Slurm gives the node what the job asked for."""
-    offered = gpus_of_step()
-    if offered is None or offered >= component.gpus_per_node:
+def _check_job_gpus(loaded: Loaded, component: JobComponent, hardware: Hardware) -> None:
+    """Slurm gives the node what the job asked for, and the driver, where there is one, shows it."""
+    told = [count for count in (gpus_of_step(), len(hardware.gpu_memory_bytes) or None) if count is not None]
+    if not told or min(told) >= component.gpus_per_node:
         return
     config = slurm_of(loaded)
     own = config.components.get(component.key)
     is_own = own is not None and own.gpus_per_node is not None
     key = ("slurm", "components", component.key, "gpus_per_node") if is_own else ("slurm", "gpus_per_node")
     raise UserError(
-        f"{loaded.where(*key)}: {component.gpus_per_node} are planned, and Slurm gives {offered} here: set it to what "
+        f"{loaded.where(*key)}: {component.gpus_per_node} are planned, and this node has {min(told)}: set it to what "
         "the nodes have, or leave this node out"
     )
