@@ -105,8 +105,9 @@ def test_two_nodes_train_as_one_machine(nodes: slurm.Cluster, world: World, one_
     assert {"teachers.left.0.log", "teachers.right.0.log"} <= logs
     assert {path.parent.name for path in (run_dir / "logs").glob("node?/rank_*.log")} <= {"node1", "node2"}
     assert "COMPLETED" in output and "step 6/6" in output
-    job = json.loads((run_dir / "job" / "job.json").read_text())
-    assert f"job {job['id']} of {run_dir}" in output
+    assert f"job {job_id(run_dir)} of {run_dir}" in output
+    code, output, _ = ended(command(nodes, "status", run_dir))
+    assert code == 0 and f"job {job_id(run_dir)} COMPLETED" in output
 
 
 @pytest.mark.parametrize(
