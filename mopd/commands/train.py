@@ -99,6 +99,8 @@ def _launch(args: argparse.Namespace, arguments: Sequence[str], nodes: Nodes) ->
         cure="; go on with --resume",
         ask=lambda: request_stop(run_dir.path, f"SIGTERM on {node_name()}"),
     )
+    if ended.line:
+        run_dir.log_launch(ended.line)
     if is_first:
         if args.resume_auto:
             from mopd.run import resuming

@@ -162,6 +162,16 @@ class RunDir(RunFiles):
         """Keep the resolved recipe; from now on the folder holds a run."""
         write_text(self.recipe, dump(loaded))
 
+    def log_launch(self, line: str) -> None:
+        """What this node's launcher has told at its end, for those who do not see its terminal; if there is a run."""
+        if not self.recipe.is_file():
+            return
+        path = self.logs_here / "launcher.log"
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+
     def close(self) -> None:
         """Give the folder back, and remove it if nothing was written."""
         if self._lock is not None:
