@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mopd.commands.ranks import add_recipe, on_students_ranks
 from mopd.config.load import Loaded, draft_recipe, load_recipe
-from mopd.config.tree import STANDARD_INPUT
+from mopd.config.reading.tree import STANDARD_INPUT
 from mopd.launch.failure import is_rank, rank_and_world_size
 from mopd.launch.node import add_node_arguments, place_of
 from mopd.launch.slurm_step import node_of_step

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mopd.config.load import Loaded
-from mopd.config.tree import STANDARD_INPUT
+from mopd.config.reading.tree import STANDARD_INPUT
 from mopd.launch import failure
 from mopd.launch.node import Place
 from mopd.launch.nodes import Nodes

@@ -17,7 +17,7 @@ from mopd.commands.ranks import add_recipe
 from mopd.config.groups import EngineGroupConfig
 from mopd.config.load import Loaded, load_recipe
 from mopd.config.placements import RegisteredConfig
-from mopd.config.tree import dotted
+from mopd.config.reading.tree import dotted
 from mopd.files.reading import shown_path
 from mopd.launch.failure import close_standard_input
 from mopd.launch.node import node_name

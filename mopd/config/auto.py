@@ -22,8 +22,8 @@ from mopd.config.placements import (
     RayConfig,
     RegisteredConfig,
 )
+from mopd.config.reading.tree import AUTO, dotted
 from mopd.config.schema import Recipe
-from mopd.config.tree import AUTO, dotted
 from mopd.hardware import Hardware
 
 Group = TypeVar("Group", bound=EngineGroupConfig)

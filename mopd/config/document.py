@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from mopd.config.reading.tree import field_default, field_types, section_classes, type_values, union_members
 from mopd.config.schema import Recipe
-from mopd.config.tree import field_default, field_types, section_classes, type_values, union_members
 
 INTRODUCTION = """\
 # Recipes: every key

@@ -13,10 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mopd.config.build import Builder, Path_, place
 from mopd.config.groups import EngineGroupConfig, TeacherConfig, TeacherDefaultsConfig
-from mopd.config.schema import Recipe
-from mopd.config.tree import (
+from mopd.config.reading.build import Builder, Path_, place
+from mopd.config.reading.tree import (
     AUTO,
     Leaf,
     Node,
@@ -30,6 +29,7 @@ from mopd.config.tree import (
     shown_key,
     type_values,
 )
+from mopd.config.schema import Recipe
 from mopd.files.reading import shown_path
 from mopd.files.yaml_text import MAX_YAML_BYTES, MAX_YAML_VALUES, comment, dump_inline
 from mopd.types import UserError

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mopd.config.build import build_from_json
 from mopd.config.groups import AutoEngineConfig, SettledEngine, VllmEngineConfig
 from mopd.config.placements import LocalConfig, RayConfig, RegisteredConfig
+from mopd.config.reading.build import build_from_json
+from mopd.config.reading.tree import AUTO
 from mopd.config.schema import Recipe
-from mopd.config.tree import AUTO
 from mopd.config.values import (
     MAX_COUNT,
     MAX_REPLICAS,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mopd.config.columns import DataFileConfig
 from mopd.config.load import Draft
-from mopd.config.tree import dotted
+from mopd.config.reading.tree import dotted
 from mopd.conversion.models.dims import check_layout
 from mopd.conversion.models.reading import read_dims
 from mopd.data.columns import count_domains

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from mopd.config.reading.tree import shown_key
 from mopd.config.rewards import DEFAULT, CustomRewardConfig, ExactMatchConfig, MultipleChoiceConfig, RewardConfig
-from mopd.config.tree import shown_key
 from mopd.rewards.custom import CustomReward
 from mopd.rewards.interface import Graded, Reward, RewardItem
 from mopd.rewards.judged import JudgedReward

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd.config.load import Loaded, differences, dump, load_recipe
-from mopd.config.tree import split_dotted
+from mopd.config.reading.tree import split_dotted
 from mopd.files.reading import shown_path
 from mopd.files.writing import PARTIALS, WriteRefusedError, refusal, write_text, writing
 from mopd.launch.node import node_name

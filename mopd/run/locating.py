@@ -11,8 +11,8 @@ from typing import Any, Literal
 from mopd.config.columns import DataFileConfig
 from mopd.config.load import Loaded
 from mopd.config.placements import ExternalConfig
+from mopd.config.reading.tree import dotted
 from mopd.config.schema import Recipe
-from mopd.config.tree import dotted
 from mopd.hub.names import HubName, hub_data, hub_model
 from mopd.launch import failure, sharing
 from mopd.launch.nodes import Nodes

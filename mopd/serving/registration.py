@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from mopd.config.build import build_from_json
+from mopd.config.reading.build import build_from_json
 from mopd.config.values import check_server_url
 from mopd.files.json_text import parse_json
 from mopd.files.reading import OTHERS_WRITE, read_private, shown_path

@@ -14,8 +14,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from mopd.config.data import TransferQueueConfig
 from mopd.config.load import Loaded
 from mopd.config.placements import RayConfig
+from mopd.config.reading.tree import dotted
 from mopd.config.slurm import SlurmConfig
-from mopd.config.tree import dotted
 from mopd.slurm.layout import JobComponent, JobLayout, JobServer, groups_of, path_of, slurm_of
 from mopd.text import file_name, visible
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mopd.config.load import Loaded, dump
-from mopd.config.tree import STANDARD_INPUT
+from mopd.config.reading.tree import STANDARD_INPUT
 from mopd.conversion.models.dims import check_layout
 from mopd.conversion.models.reading import read_dims
 from mopd.files.writing import write_text, writing

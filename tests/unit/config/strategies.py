@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from hypothesis import strategies as st
 
+from mopd.config.reading.tree import field_types, section_classes, type_values, union_members
 from mopd.config.schema import Recipe
-from mopd.config.tree import field_types, section_classes, type_values, union_members
 
 Field = tuple[tuple[str, ...], type, str]
 """Path of a section, one of its classes, one key."""

@@ -10,7 +10,7 @@ import pytest
 
 from mopd.config import data, groups, losses, schema, student
 from mopd.config.document import field_docs, recipes_page
-from mopd.config.tree import type_values
+from mopd.config.reading.tree import type_values
 
 PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
 SECTIONS = sorted(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mopd.config.load import dump, load_recipe
-from mopd.config.tree import dotted, split_dotted
+from mopd.config.reading.tree import dotted, split_dotted
 from mopd.files.yaml_text import MAX_YAML_BYTES
 from mopd.types import UserError
 from tests.fixtures.recipe import RECIPE

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mopd.config.build import build_from_json
 from mopd.config.data import DataConfig
+from mopd.config.reading.build import build_from_json
 from mopd.data.columns import Fields, RowReader
 from mopd.data.files import MISSING
 from mopd.types import UserError

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from mopd.config.build import build_from_json
 from mopd.config.data import DataConfig
+from mopd.config.reading.build import build_from_json
 from mopd.data import files, prompts
 from mopd.data.prompts import PromptDataset, load_prompts
 from mopd.types import UserError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar
 
-from mopd.config.tree import (
+from mopd.config.reading.tree import (
     OVERRIDE_ORIGIN,
     Leaf,
     Node,
