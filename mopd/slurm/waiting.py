@@ -7,7 +7,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mopd.report.run_files import RunFiles
+from mopd.files.json_text import parse_json
+from mopd.files.reading import shown_path
+from mopd.report.run_files import CURE, RunFiles
 from mopd.slurm.job import JobState, state_of
 from mopd.slurm.submitting import PreparedJob
 from mopd.text import visible
@@ -16,6 +18,7 @@ from mopd.types import UserError
 POLL_S = 2.0
 LINE_EVERY_S = 30.0
 """Where output is no terminal: a line at most so often, unless the job's state changes."""
+MAX_RECORD_BYTES = 2**22
 LOG_LINES = 15
 MAX_LOG_BYTES = 65_536
 
@@ -26,7 +29,7 @@ def wait_for(job: PreparedJob, job_id: str) -> int:
     Raises:
         UserError: Slurm does not answer any more, or has forgotten the job.
     """
-    progress = _Line()
+    progress, has_ended = _Line(), False
     try:
         while True:
             state = state_of(job_id)
@@ -35,9 +38,10 @@ def wait_for(job: PreparedJob, job_id: str) -> int:
                     f"job {job_id}: Slurm has forgotten it: mopd status {job.folder.parent} tells what it left"
                 )
             progress.show(f"{state}{_steps(job.runs)}", key=str(state))
-            if state.has_ended:
+            if state.has_ended and has_ended:  # one that is queued again may pass through such a state
                 progress.end()
                 return _told(job, state)
+            has_ended = state.has_ended
             time.sleep(POLL_S)
     except KeyboardInterrupt:
         progress.end()
@@ -73,11 +77,24 @@ def _steps(runs: Sequence[Path]) -> str:
     for run in runs:
         files = RunFiles(run)
         if files.recipe.is_file():
-            steps = files.steps()
-            done = steps[-1]["step"] if steps else 0
+            done = _last_step(files.metrics)
             name = f"{run.name} " if len(runs) > 1 else ""
             parts.append(f"{name}step {done}/{files.recipe_tree()['schedule']['steps']}")
     return f"  {', '.join(parts)}" if parts else ""
+
+
+def _last_step(metrics: Path) -> int:
+    """Of the newest record, without reading those before it; 0 before the first."""
+    if not metrics.is_file():
+        return 0
+    with metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - MAX_RECORD_BYTES))
+        lines = file.read(MAX_RECORD_BYTES).split(b"\n")
+    try:
+        step = parse_json(lines[-2]).get("step") if len(lines) > 1 else 0
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{shown_path(metrics)}: its last line is no record of a step: {CURE}") from error
+    return step if isinstance(step, int) else 0
 
 
 def _told(job: PreparedJob, state: JobState) -> int:
