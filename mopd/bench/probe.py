@@ -1,115 +1,281 @@
-"""What this machine's CPU does in a second, for a plan (``mopd plan --probe``): a few seconds of small measurements.
+"""What this machine does in a second with models of a recipe's shape, for a plan (``mopd plan --probe``).
 
-Everything runs on one thread, as a rank does where ranks share the cores.
+Measured are the torch engine and the Megatron student, with a few layers of the student's sizes and the plan's batches,
+on as many threads as a rank has; collectives of two ranks over gloo; and weights on their way into messages.
 """
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import json
+import multiprocessing
 import os
-import statistics
+import tempfile
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 
+from mopd.config.groups import TorchEngineConfig
+from mopd.config.schema import Recipe
+from mopd.config.student import MoeConfig, ParallelConfig
+from mopd.conversion.models.dims import ModelDims
+from mopd.data_plane.local import LocalDataPlane
+from mopd.engines.interface import SamplingParams
+from mopd.engines.torch.engine import TorchEngine
 from mopd.planning.devices import Rates
+from mopd.planning.stages import STEP_CALLS, TORCH_CALLS_PER_LAYER, forward_flops, num_tensors
+from mopd.planning.workload import Workload
+from mopd.types import SampleMeta
 from mopd.wire.weights import stage_updates
 
-SIZE = 512
-"""Of the matrices that are multiplied: large enough for the BLAS library, small for a CPU."""
-COPY_BYTES = 2**28
+MOST_LAYERS = 4
+NUM_STEPS = 8
+"""Of decoding."""
+MOST_TOKENS = 16_384
+"""Of a batch that is measured: a rate hardly changes beyond."""
+COPY_BYTES = 2**27
 """More than the caches hold."""
 STAGED_BYTES = 2**26
-ROUNDS = 5
-CALLS = 2000
-COLLECTIVE_CALLS = 25
-"""Calls whose cost a collective of two processes of one machine has: it wakes the other one."""
+LARGE_SUM, SMALL_SUM = 2**18, 16
+"""Elements of collectives."""
+SENT_TO_STAGED, LOADED_TO_STAGED = 1.8, 0.5
+"""How much faster weights are sent, and loaded, than they are packed: measured once (docs/planning.md)."""
+ROUNDS = 7
+SUMS = 20
+TIMEOUT_S = 60.0
 
 
-def probe(*, num_ranks: int) -> Rates:
-    """Rates of one rank of ``num_ranks`` on this machine: where these are more than the cores, each gets its share."""
+def probe(recipe: Recipe, dims: ModelDims, work: Workload) -> Rates:
+    """Rates of one rank of this machine, the others at work too: ranks beyond the cores get their share."""
+    ranks, cores = recipe.student.parallel.world_size, len(os.sched_getaffinity(0))
     threads = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0))
-    share = min(1.0, cores / num_ranks)
-    torch.set_num_threads(max(1, cores // num_ranks))
+    torch.set_num_threads(max(1, cores // ranks))
+    share = min(1.0, cores / ranks)
     try:
-        flops, bandwidth, call_s, train_call_s = (
-            share * _flops(),
-            share * _bandwidth(),
-            _call_s() / share,
-            _train_call_s() / share,
-        )
-        stage = share * _stage()
+        with _engine(dims, tp=1) as engine:
+            prefill, step_s = _scoring(engine, dims, work), _decoding(engine, work)
+        tp = recipe.student.parallel.tensor_model_parallel_size
+        with _engine(dims, tp=tp) as engine, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of packages that a CPU does without
+            train, optimizer_s = _training(engine, recipe, dims, work)
+        bandwidth, stage = _bandwidth(), _staging()
+        sums, collective_s = _collectives()
     finally:
         torch.set_num_threads(threads)
+    call_s = step_s / (_layers(dims).num_layers * TORCH_CALLS_PER_LAYER + STEP_CALLS)
     return Rates(
-        train=flops,
-        train_moe=flops,
-        prefill=flops,
-        bandwidth=bandwidth,
-        link=bandwidth / 2,
-        network=bandwidth / 2,
+        train=share * train,
+        train_moe=share * train,
+        prefill=prefill,
+        bandwidth=share * bandwidth,
+        link=share * sums,
+        network=share * sums,
+        sums=share * sums,
         call_s=call_s,
-        train_call_s=train_call_s,
+        tensor_s=optimizer_s / share,
         decode_step_s=0.0,
-        collective_s=COLLECTIVE_CALLS * call_s,
-        network_collective_s=COLLECTIVE_CALLS * call_s,
+        collective_s=collective_s / share,
+        network_collective_s=collective_s / share,
         stage=stage,
-        send=stage / 2,
-        source=f"measured on this machine, {cores} cores for {num_ranks} ranks",
+        send=stage * SENT_TO_STAGED,
+        receive=stage * LOADED_TO_STAGED,
+        source=f"measured on this machine, {cores} cores for {ranks} ranks",
     )
 
 
-def _median_s(work: Callable[[], object], rounds: int = ROUNDS) -> float:
+@contextmanager
+def _engine(dims: ModelDims, *, tp: int) -> Iterator[TorchEngine]:
+    """Few layers of a plain model with one rank's share of the student's heads and columns."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": dims.hidden_size,
+        "intermediate_size": dims.ffn_hidden_size // tp,
+        "num_hidden_layers": _layers(dims).num_layers,
+        "num_attention_heads": dims.num_attention_heads // tp,
+        "num_key_value_heads": max(1, dims.num_query_groups // tp),
+        "head_dim": dims.head_dim,
+        "max_position_embeddings": dims.max_positions,
+        "rms_norm_eps": dims.norm_epsilon,
+        "vocab_size": dims.vocab_size,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    with tempfile.TemporaryDirectory(prefix="mopd-probe-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        engine = TorchEngine.empty(folder, TorchEngineConfig(dtype="float32"))
+        weights = {name: 0.02 * torch.randn(slot.shape) for name, slot in engine.weight_slots.items()}
+        asyncio.run(engine.load_weights(weights.items(), 0))
+        save_file(weights, Path(folder, "model.safetensors"))
+        yield engine
+
+
+def _least_s(work: Callable[[], object], rounds: int = ROUNDS) -> float:
+    """Of several times, the first of which warms up: others on this machine only ever make it slower."""
     work()
     times = []
     for _ in range(rounds):
         began = time.perf_counter()
         work()
         times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return min(times)
 
 
-def _flops() -> float:
-    """Of a product of two fp32 matrices."""
-    a, b = torch.ones(SIZE, SIZE), torch.ones(SIZE, SIZE)
-    out = torch.empty(SIZE, SIZE)
-    return 2 * SIZE**3 / _median_s(lambda: torch.mm(a, b, out=out), 4 * ROUNDS)
+def _sequences(engine: TorchEngine, count: int, length: int) -> list[torch.Tensor]:
+    return [torch.randint(1, engine.vocab_size, (length,)) for _ in range(count)]
+
+
+def _flops(dims: ModelDims, *, tokens: float, length: float, rows: float) -> float:
+    """Of a forward pass of the few layers."""
+    return forward_flops(_layers(dims), tokens=tokens, context=length / 2, rows=rows)
+
+
+def _scoring(engine: TorchEngine, dims: ModelDims, work: Workload) -> float:
+    """Operations a second while a teacher scores its share of a step."""
+    length, prompt = round(work.length), max(1, round(work.prompt_tokens))
+    share = max(work.teacher_shares.values())
+    count = max(1, min(round(work.samples * share), MOST_TOKENS // length))
+    tokens = _sequences(engine, count, max(length, prompt + 1))
+
+    def score() -> None:
+        asyncio.run(engine.score(tokens, [prompt] * count, top_k=min(16, engine.vocab_size), temperature=1.0))
+
+    rows = count * (len(tokens[0]) - prompt)
+    return _flops(dims, tokens=count * len(tokens[0]), length=length, rows=rows) / _least_s(score)
+
+
+def _decoding(engine: TorchEngine, work: Workload) -> float:
+    """Seconds of a step in which every sequence of a batch draws a token."""
+    prompt = max(1, round(work.prompt_tokens))
+    prompts = [row.tolist() for row in _sequences(engine, max(1, min(work.samples, MOST_TOKENS // prompt)), prompt)]
+    seeds = list(range(len(prompts)))
+
+    def draw(num_tokens: int) -> None:
+        asyncio.run(engine.generate(prompts, SamplingParams(max_new_tokens=num_tokens), seeds))
+
+    return max(0.0, _least_s(lambda: draw(1 + NUM_STEPS)) - _least_s(lambda: draw(1))) / NUM_STEPS
+
+
+def _training(engine: TorchEngine, recipe: Recipe, dims: ModelDims, work: Workload) -> tuple[float, float]:
+    """Operations a second of one rank in a step, and seconds of the optimizer for one tensor: a student of its own, the
+    only rank of its world, with what is a rank's share of heads and columns."""
+    from mopd.data.packing import pack
+    from mopd.student import parallel
+    from mopd.student.worker import StudentWorker
+
+    length, prompt = round(work.length), max(1, round(work.prompt_tokens))
+    share = -(-work.samples // recipe.student.parallel.data_parallel_size)
+    count = max(1, min(share, MOST_TOKENS // length))
+    domain = next(iter(recipe.assignment.by_domain), "others")
+    plane, metas = _filled_plane(recipe, work, count, engine.vocab_size, domain)
+    own = _alone(recipe, engine.name)
+    worker = StudentWorker(own, plane.reader(), [domain])
+    plan = pack(metas, dp_size=1, max_tokens=max(own.student.max_tokens_per_micro_batch, length))
+    steps: list[tuple[float, float]] = []
+    for _ in range(1 + ROUNDS):
+        began = time.perf_counter()
+        worker.forward_backward(plan, diagnostics=False)
+        between = time.perf_counter()
+        worker.optim_step()
+        steps.append((between - began, time.perf_counter() - between))
+    parallel.destroy()
+    torch.distributed.destroy_process_group()
+    forward = _flops(dims, tokens=count * length, length=length, rows=count * (length - prompt))
+    tp = recipe.student.parallel.tensor_model_parallel_size
+    forward_s, optimizer_s = (min(part) for part in zip(*steps[1:], strict=True))
+    return 3 * forward / tp / forward_s, optimizer_s / num_tensors(_layers(dims), 1)
+
+
+def _alone(recipe: Recipe, folder: str) -> Recipe:
+    """One rank without parallelism, of the plain model in ``folder``."""
+    student = dataclasses.replace(
+        recipe.student,
+        model=folder,
+        dtype="float32",
+        parallel=ParallelConfig(),
+        moe=MoeConfig(),
+        megatron_overrides={},
+    )
+    return dataclasses.replace(recipe, student=student)
+
+
+def _filled_plane(
+    recipe: Recipe, work: Workload, count: int, vocab_size: int, domain: str
+) -> tuple[LocalDataPlane, list[SampleMeta]]:
+    """Samples of mean length with every field that a loss reads."""
+    prompt, response = max(1, round(work.prompt_tokens)), max(1, round(work.length) - max(1, round(work.prompt_tokens)))
+    teachers = (work.max_teachers,) if work.max_teachers > 1 else ()
+    shape = (response, *teachers, min(recipe.loss.top_k, vocab_size))
+    one = {
+        "tokens": torch.ones(prompt + response, dtype=torch.int64),
+        "loss_mask": torch.ones(response, dtype=torch.bool),
+        "rollout_logprobs": torch.full((response,), -1.0),
+        "teacher_ids": torch.arange(shape[-1], dtype=torch.int32).expand(shape).contiguous(),
+        "teacher_logprobs": torch.full(shape, -float(shape[-1])),
+        "teacher_token_logprobs": torch.full((response,), -1.0),
+        "task_advantage": torch.zeros(response),
+    }
+    metas = [
+        SampleMeta(
+            sample_id=i,
+            domain=domain,
+            weight_version=0,
+            prompt_length=prompt,
+            response_length=response,
+            num_loss_tokens=response,
+            truncated=False,
+        )
+        for i in range(count)
+    ]
+    plane = LocalDataPlane()
+    asyncio.run(plane.put(metas, {name: [value] * count for name, value in one.items()}))
+    return plane, metas
+
+
+def _layers(dims: ModelDims) -> ModelDims:
+    """The few dense layers that are measured."""
+    return dataclasses.replace(dims, num_layers=min(MOST_LAYERS, dims.num_layers), moe=None, mla=None, family="llama")
 
 
 def _bandwidth() -> float:
     """Bytes read and written by a copy."""
     source, target = torch.ones(COPY_BYTES // 4), torch.zeros(COPY_BYTES // 4)
-    return 2 * COPY_BYTES / _median_s(lambda: target.copy_(source))
+    return 2 * COPY_BYTES / _least_s(lambda: target.copy_(source))
 
 
-def _call_s() -> float:
-    """Of an operation on nearly nothing, without gradients."""
-    one = torch.ones(8, 64)
-
-    def work() -> None:
-        with torch.inference_mode():
-            value = one
-            for _ in range(CALLS):
-                value = value * 1.0
-
-    return _median_s(work) / CALLS
-
-
-def _train_call_s() -> float:
-    """Of an operation on nearly nothing and its way back, half each."""
-    one = torch.ones(8, 64, requires_grad=True)
-
-    def work() -> None:
-        value = one
-        for _ in range(CALLS):
-            value = value * 1.0
-        value.sum().backward()
-
-    return _median_s(work) / (2 * CALLS)
-
-
-def _stage() -> float:
+def _staging() -> float:
     """Bytes of weights a second into messages."""
     weights = [(str(i), torch.ones(STAGED_BYTES // 16)) for i in range(4)]
-    return STAGED_BYTES / _median_s(lambda: stage_updates(weights, 0), 3)
+    return STAGED_BYTES / _least_s(lambda: stage_updates(weights, 0), 3)
+
+
+def _collectives() -> tuple[float, float]:
+    """Bytes a second that a rank sends in a sum of two ranks, and seconds of a sum of nearly nothing."""
+    with tempfile.TemporaryDirectory(prefix="mopd-probe-") as folder:
+        other = multiprocessing.get_context("fork").Process(target=_sums, args=(1, folder), daemon=True)
+        other.start()
+        large, small = _sums(0, folder)
+        other.join(TIMEOUT_S)
+    return 4 * LARGE_SUM / large, small
+
+
+def _sums(number: int, folder: str) -> tuple[float, float]:
+    """Seconds of a large and of a small sum, as one of two processes."""
+    gloo: Any = ProcessGroupGloo  # torch's stubs leave out most of it
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=TIMEOUT_S)
+    options._devices = [gloo.create_device(interface="lo")]
+    group = gloo(FileStore(str(Path(folder, "store")), 2), number, 2, options)
+    large, small = ([torch.ones(size)] for size in (LARGE_SUM, SMALL_SUM))
+    return _least_s(lambda: group.allreduce(large).wait(), SUMS), _least_s(lambda: group.allreduce(small).wait(), SUMS)

@@ -17,7 +17,10 @@ from mopd.text import json_lines
 from mopd.types import UserError
 
 if TYPE_CHECKING:
+    from mopd.config.schema import Recipe
+    from mopd.conversion.models.dims import ModelDims
     from mopd.planning.plan import RunPlan
+    from mopd.planning.workload import Workload
 
 MAX_NODES = 10_000
 ABOUT = "what goes where, whether it fits, and how long a step will take"
@@ -53,7 +56,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         UserError: what cannot fit, by key, after the tables.
     """
     from mopd.planning.measured import beside, slowest
-    from mopd.planning.models import read_models
+    from mopd.planning.models import STUDENT, read_models
     from mopd.planning.plan import check_models, make_plan, settled_for
     from mopd.planning.show import plain, plain_suggestions, show, show_beside, show_suggestions
     from mopd.planning.suggest import suggest
@@ -74,7 +77,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         work = measured(loaded.recipe, steps)
     else:
         work = expected(loaded.recipe, prompt_tokens=args.prompt_length, response_tokens=args.response_length)
-    rates = _rates(args, loaded)
+    rates = _rates(args, loaded.recipe, models[STUDENT], work)
     if args.suggest:
         if rates is None or not cluster.gpus_per_node:
             raise UserError("--suggest shares GPUs out: name them with --gpu")
@@ -114,14 +117,14 @@ def _cluster(args: argparse.Namespace, hardware: Hardware) -> Cluster:
     return Cluster(name="cpu", nodes=1, gpus_per_node=0, memory_bytes=hardware.free_memory_bytes)
 
 
-def _rates(args: argparse.Namespace, loaded: Loaded) -> Rates | None:
+def _rates(args: argparse.Namespace, recipe: Recipe, dims: ModelDims, work: Workload) -> Rates | None:
     if args.gpu is not None:
         return rates_of(args.gpu)
     if not args.probe:
         return None
     from mopd.bench.probe import probe
 
-    return probe(num_ranks=loaded.recipe.student.parallel.world_size)
+    return probe(recipe, dims, work)
 
 
 def _yaml(tree: Mapping[str, Any], depth: int = 0) -> str:

@@ -35,6 +35,9 @@ class StepTimes:
     def seconds(self) -> dict[str, float]:
         """Busy time of each stage in a step."""
         found = {name: time.capacity_s if self.max_staleness else time.step_s for name, time in self.groups.items()}
+        # Teachers in one process work at the same time, and each is busy until all of them are done.
+        shared = [name for name in found if name in self.in_turn and name != ROLLOUT]
+        found |= dict.fromkeys(shared, sum(found[name] for name in shared))
         sync = self.staging_s + self.sending_s
         return {**found, TRAINER: self.trainer_s, **({WEIGHTS: sync} if sync else {})}
 
@@ -44,14 +47,18 @@ class StepTimes:
         busy = self.seconds
         if self.max_staleness:
             return max(self.trainer_s + self.staging_s, self.sending_s, *(busy[name] for name in self.groups))
-        in_turn = sum(busy[name] for name in self.in_turn)
+        in_turn = sum(self.groups[name].step_s for name in self.in_turn)
         beside = [busy[name] for name in self.groups if name not in self.in_turn]
         return in_turn + max(beside, default=0.0) + self.trainer_s + self.staging_s + self.sending_s
 
     @property
     def bound_by(self) -> str:
-        """The stage that is busy longest."""
-        return max(self.seconds, key=self.seconds.__getitem__)
+        """The stage that a step waits for: that is busy longest, or in an asynchronous run the slowest of those that
+        work side by side, where handing weights over is the trainer's work."""
+        busy = dict(self.seconds)
+        if self.max_staleness:
+            busy |= {TRAINER: self.trainer_s + self.staging_s, WEIGHTS: self.sending_s}
+        return max(busy, key=busy.__getitem__)
 
 
 @dataclass(frozen=True, kw_only=True)

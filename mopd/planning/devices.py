@@ -85,15 +85,19 @@ SHARES = {
     "collective_s": Share(value=15e-6, source="all-reduce of a few kilobytes over NVLink, nccl-tests"),
     "network_collective_s": Share(value=40e-6, source="the same between servers"),
     "call_s": Share(value=5e-6, source="launch of a CUDA kernel from Python"),
-    "stage": Share(value=0.9e9, source="bytes a second of one process that packs weights (copy, msgpack, CRC-32): "
-                   "docs/planning.md, measured on a CPU"),
-    "send": Share(value=0.7e9, source="bytes a second of one process that sends and one that takes them over "
-                  "loopback HTTP: docs/planning.md, measured on a CPU"),
+    "stage": Share(value=0.45e9, source="bytes a second of the process that packs weights (copy, msgpack, CRC-32), "
+                   "measured on one core: docs/planning.md"),
+    "send": Share(value=0.8e9, source="bytes a second of the process that sends them, to all together, likewise"),
+    "receive": Share(value=0.23e9, source="bytes a second of a replica that takes, checks and loads them, likewise"),
     "vllm_reserve_bytes": Share(value=4 * GIB, source="CUDA graphs, activations of a step, as vLLM tells at its start"),
     "rank_reserve_bytes": Share(value=3 * GIB, source="CUDA's context, NCCL's buffers, workspaces of cuBLAS"),
     "fragments": Share(value=0.05, source="of what a rank allocates: pieces that the allocator cannot use"),
 }  # fmt: skip
 """Assumptions, each by its name in ``--json``."""
+
+
+OPTIMIZER_CALLS = 5
+"""Kernels of Adam, clipping and copying for one tensor, most of them for many tensors at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,10 +114,12 @@ class Rates:
     """Bytes a second of its memory."""
     link: float
     network: float
+    sums: float | None
+    """Bytes a second of tensor-parallel sums; ``None`` where ``train`` has them in it, as published shares do."""
     call_s: float
     """Of one operation, however small."""
-    train_call_s: float
-    """Of one operation of a training step, the way back and autograd's share included."""
+    tensor_s: float
+    """Of the optimizer for one parameter tensor, however small."""
     decode_step_s: float
     """Of one step of an engine with a scheduler of its own."""
     collective_s: float
@@ -122,7 +128,9 @@ class Rates:
     stage: float
     """Bytes a second of weights into host memory, ready for the wire."""
     send: float
-    """Bytes a second of these into replicas, which share the sender."""
+    """Bytes a second of these to replicas, which share the sender."""
+    receive: float
+    """Bytes a second of these into one replica, beside the others."""
     source: str
 
 
@@ -137,13 +145,15 @@ def rates_of(name: str) -> Rates:
         bandwidth=gpu.bandwidth * share["bandwidth"],
         link=gpu.link * share["link"],
         network=gpu.network * share["link"],
+        sums=None,
         call_s=share["call_s"],
-        train_call_s=3 * share["call_s"],
+        tensor_s=OPTIMIZER_CALLS * share["call_s"],
         decode_step_s=share["decode_step_s"],
         collective_s=share["collective_s"],
         network_collective_s=share["network_collective_s"],
         stage=share["stage"],
         send=share["send"],
+        receive=share["receive"],
         source=f"{name}: {gpu.source}; shares of it are assumptions",
     )
 

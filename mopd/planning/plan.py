@@ -16,7 +16,8 @@ from mopd.hardware import Hardware
 from mopd.placement.gpus import engine_groups
 from mopd.planning.balance import ROLLOUT, GroupLoad, StepTimes, TrainerLoad
 from mopd.planning.devices import GIB, Cluster, Rates
-from mopd.planning.memory.ranks import HeadPlan, RankPlan, head_plans, host_bytes, micro_batch, plan_ranks
+from mopd.planning.memory.activations import micro_batches
+from mopd.planning.memory.ranks import HeadPlan, RankPlan, head_plans, host_bytes, plan_ranks
 from mopd.planning.memory.replicas import ReplicaPlan, plan_replica
 from mopd.planning.memory.shards import whole
 from mopd.planning.models import STUDENT
@@ -128,12 +129,9 @@ def make_plan(
         if not isinstance(group.placement, ExternalConfig)
     }
     ranks = plan_ranks(recipe, dims, work, cluster, replicas)
-    batch = micro_batch(recipe, work)
+    batch = micro_batches(recipe, work)
     hosts = host_bytes(recipe, dims, work)
-    used = min(
-        float(recipe.student.max_tokens_per_micro_batch), work.tokens / recipe.student.parallel.data_parallel_size
-    )
-    moved = links(recipe, groups, dims, work, micro_batches=batch.in_step, micro_batch_tokens=round(used))
+    moved = links(recipe, groups, dims, work, tokens=batch.padded_tokens)
     loads = _loads(recipe, groups, models, work, replicas, rates) if rates is not None else []
     trainer = {} if rates is None else training_time(recipe, dims, work, batch, rates, places.ranks_per_node)
     times = None if rates is None else _times(recipe, dims, groups, loads, trainer, rates)
@@ -158,7 +156,7 @@ def trainer_load(
     recipe: Recipe, dims: ModelDims, work: Workload, rates: Rates, per_node: int, label: str, keys: Mapping[str, int]
 ) -> TrainerLoad:
     """The student's layout of ``recipe`` for the search."""
-    parts = training_time(recipe, dims, work, micro_batch(recipe, work), rates, per_node)
+    parts = training_time(recipe, dims, work, micro_batches(recipe, work), rates, per_node)
     every = recipe.schedule.sync_every_steps
     return TrainerLoad(
         gpus=recipe.student.parallel.world_size,

@@ -6,7 +6,7 @@ forward      2 operations a weight and token, 2 q a token of context and layer f
 scoring      forward, and a pass of fp32 log-probs over [rows, vocabulary]
 drawing      a step of decoding reads the weights once and every sequence's cache; as many steps as the longest
              response has, or as the tokens need at full room
-weights      through one host process, which packs them, and to the replicas, which share it
+weights      through one host process, which packs them, and from it to the replicas, which load them side by side
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ STEP_CALLS = 40
 """Operations of a forward pass outside its layers, of drawing or of looking up log-probs."""
 LOCAL_CALLS_PER_LAYER = 130
 """Operations of one of Megatron's local layers, forward and backward, counted likewise."""
-OPTIMIZER_CALLS = 25
-"""Operations of Adam, clipping and copying for one parameter tensor."""
 TENSORS_PER_LAYER = 8
 COLLECTIVES_PER_LAYER = 4
-"""Tensor-parallel ones, forward and backward."""
+"""Tensor-parallel ones, forward and backward; embedding, head and loss have about as many as a layer."""
+GATHERS = 2
+"""Collectives by which rank 0 gets one tensor of the others."""
 SCORE_PASSES = 3
 """Over the logits, for log-sum-exp, top-k and the look-up of ids."""
 
@@ -65,16 +65,21 @@ def training_time(
     student = recipe.student
     parallel = student.parallel
     tp, pp, dp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.data_parallel_size
-    forward = forward_flops(dims, tokens=work.tokens, context=work.length / 2, rows=work.rows)
+    length = work.length * dp * batch.padded_tokens / work.tokens
+    forward = forward_flops(dims, tokens=dp * batch.padded_tokens, context=length / 2, rows=work.rows)
     repeats = 4 if student.recompute == "full" else 3
     speed = rates.train if dims.moe is None else rates.train_moe
-    layers, tensors = dims.num_layers // pp, _tensors(dims, pp)
-    calls = batch.in_step * (layers * LOCAL_CALLS_PER_LAYER * repeats / 3 + 3 * STEP_CALLS) * rates.train_call_s
+    layers, tensors = dims.num_layers // pp, num_tensors(dims, pp)
+    calls = batch.in_step * layers * LOCAL_CALLS_PER_LAYER * repeats / 3 * rates.call_s
     if tp > 1:
         latency = rates.collective_s if tp <= per_node else rates.network_collective_s
         calls += batch.in_step * layers * COLLECTIVES_PER_LAYER * latency
     parts = {"forward_backward": max(repeats * forward / (parallel.world_size * speed), calls)}
-    parts["bubble"] = parts["forward_backward"] * (pp - 1) / batch.in_step
+    if rates.sums is not None and tp > 1:
+        border = batch.padded_tokens * dims.hidden_size * BYTES[student.dtype]
+        sums = batch.in_step * rates.collective_s + border / rates.sums
+        parts["tensor_parallel"] = COLLECTIVES_PER_LAYER * (layers + 1) * sums
+    parts["bubble"] = sum(parts.values()) * (pp - 1) / batch.in_step
     own = shard(dims, parallel, 0)
     if dp > 1:
         size = BYTES[student.dtype] if student.optimizer.use_distributed_optimizer else GRADIENT_BYTES
@@ -83,7 +88,7 @@ def training_time(
         parts["gradients"] = moved / speed
     sizes = tensor_bytes(own, student)
     passes = 2 * sizes["optimizer"] + 2 * sizes["gradients"] + sizes["weights"]
-    parts["optimizer"] = max(passes / rates.bandwidth, tensors * OPTIMIZER_CALLS * rates.call_s)
+    parts["optimizer"] = max(passes / rates.bandwidth, tensors * rates.tensor_s)
     return parts
 
 
@@ -152,16 +157,19 @@ def scoring_time(
 def staging_s(recipe: Recipe, dims: ModelDims, rates: Rates) -> float:
     """Until the student goes on: its weights are in host memory, or in the engine of its own process."""
     size = whole(dims) * BYTES[recipe.student.dtype]
+    gathered = GATHERS if recipe.student.parallel.tensor_model_parallel_size > 1 else 0
+    each = num_tensors(dims, 1) * (STEP_CALLS * rates.call_s + gathered * rates.collective_s)
     if isinstance(recipe.rollout.placement, InProcessConfig):
-        return size * 3 / rates.bandwidth + _tensors(dims, 1) * STEP_CALLS * rates.call_s
-    return size / rates.stage + _tensors(dims, 1) * STEP_CALLS * rates.call_s
+        return size * 3 / rates.bandwidth + each
+    return size / rates.stage + each
 
 
 def sending_s(recipe: Recipe, dims: ModelDims, replicas: int, rates: Rates) -> float:
     """Until every replica has them."""
     if isinstance(recipe.rollout.placement, InProcessConfig):
         return 0.0
-    return whole(dims) * BYTES[recipe.student.dtype] * replicas / rates.send
+    size = whole(dims) * BYTES[recipe.student.dtype]
+    return max(size * replicas / rates.send, size / rates.receive)
 
 
 def _step_cost(group: EngineGroupConfig, dims: ModelDims, gpus: int, rates: Rates) -> float:
@@ -187,6 +195,6 @@ def _tokens_per_batch(group: EngineGroupConfig) -> int:
     return int(getattr(group.engine, "max_tokens_per_batch", 65_536))
 
 
-def _tensors(dims: ModelDims, stages: int) -> int:
+def num_tensors(dims: ModelDims, stages: int) -> int:
     """Parameter tensors of a rank, about."""
     return dims.num_layers // stages * TENSORS_PER_LAYER + 3

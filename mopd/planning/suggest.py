@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
-from mopd.config.placements import ExternalConfig, LocalConfig, RayConfig
+from mopd.config.placements import ExternalConfig, LocalConfig, RegisteredConfig
 from mopd.config.schema import Recipe
 from mopd.config.student import ParallelConfig
 from mopd.conversion.models.dims import ModelDims, layout_problem
@@ -17,7 +17,7 @@ from mopd.placement.gpus import engine_groups
 from mopd.planning.balance import ROLLOUT, GroupLoad, Split, TrainerLoad, ranked
 from mopd.planning.devices import Cluster, Rates
 from mopd.planning.memory.ranks import plan_ranks
-from mopd.planning.memory.replicas import plan_replica
+from mopd.planning.memory.replicas import ReplicaPlan, plan_replica
 from mopd.planning.models import STUDENT
 from mopd.planning.places import place_all
 from mopd.planning.plan import group_load, trainer_load
@@ -45,21 +45,24 @@ def suggest(
     Raises:
         UserError: nothing fits into so many GPUs.
     """
-    groups = {
-        key: _with_own_gpus(key, group, models, work, cluster)
-        for key, group in engine_groups(recipe).items()
-        if not isinstance(group.placement, ExternalConfig)
+    wanted = {
+        key: group for key, group in engine_groups(recipe).items() if not isinstance(group.placement, ExternalConfig)
     }
-    loads = []
-    for key, group in groups.items():
-        dims = models[STUDENT if key == ROLLOUT else key]
-        own = _plan(key, group, dims, work, cluster)
-        loads.append(group_load(recipe, key, group, dims, work, own, rates))
-    least = sum(load.gpus for load in loads)
+    fitting = {key: _with_own_gpus(key, group, models, work, cluster) for key, group in wanted.items()}
+    # Teachers take as few GPUs as hold them; a rollout that shares its weights over more has more room for sequences.
+    choices = [
+        {key: own[0] for key, own in fitting.items()} | {ROLLOUT: rollout} for rollout in fitting.get(ROLLOUT, [])
+    ]
+    least = sum(own[0].gpus_per_replica for own in fitting.values())
     trainers = list(_trainers(recipe, models[STUDENT], work, cluster, rates, at_most=cluster.num_gpus - least))
-    splits = ranked(cluster.num_gpus, trainers, loads, max_staleness=recipe.schedule.max_staleness)
-    fitting = (split for split in splits if _has_places(split, groups, loads, cluster))
-    found = [Suggestion(split=split, keys=_keys(split, groups, cluster)) for split in itertools.islice(fitting, SHOWN)]
+    splits: list[tuple[Split, Mapping[str, EngineGroupConfig]]] = []
+    for groups in choices or [{key: own[0] for key, own in fitting.items()}]:
+        loads = [_load(recipe, key, group, models, work, cluster, rates) for key, group in groups.items()]
+        best = ranked(cluster.num_gpus, trainers, loads, max_staleness=recipe.schedule.max_staleness)
+        splits += [(split, groups) for split in best]
+    splits.sort(key=lambda one: (float(f"{one[0].times.step_s:.3g}"), *_plainness(one[0])))
+    placed = ((split, groups) for split, groups in splits if _has_places(split, groups, cluster))
+    found = [Suggestion(split=split, keys=_keys(split, groups)) for split, groups in itertools.islice(placed, SHOWN)]
     if not found:
         raise UserError(
             f"--suggest: no layout of the student beside {least} GPUs of engines fits {cluster.nodes} nodes of "
@@ -69,30 +72,55 @@ def suggest(
     return found
 
 
+def _plainness(split: Split) -> tuple[int, ...]:
+    """Of splits that are as fast, the one with fewest stages, least tensor and expert parallelism and fewest GPUs."""
+    keys = split.trainer.keys
+    return (
+        keys["pipeline_model_parallel_size"],
+        keys["tensor_model_parallel_size"],
+        keys["expert_model_parallel_size"],
+        split.trainer.gpus,
+    )
+
+
 def _with_own_gpus(
     key: str, group: EngineGroupConfig, models: Mapping[str, ModelDims], work: Workload, cluster: Cluster
-) -> EngineGroupConfig:
-    """vLLM at the lowest degree at which the model fits, on GPUs of its own."""
+) -> list[EngineGroupConfig]:
+    """vLLM on GPUs of its own, at every degree at which the model fits, the lowest first."""
     dims = models[STUDENT if key == ROLLOUT else key]
     engine = group.engine if isinstance(group.engine, VllmEngineConfig) else VllmEngineConfig(type="vllm")
     if engine.dtype == "auto":
         engine = dataclasses.replace(engine, dtype="bfloat16")
-    tried = []
+    found, problems = [], list[tuple[str, str]]()
     for degree in (degree for degree in DEGREES if degree <= cluster.gpus_per_node):
         own = dataclasses.replace(
             group,
             engine=dataclasses.replace(engine, tensor_parallel_size=degree),
-            placement=LocalConfig(type="local") if cluster.nodes == 1 else RayConfig(type="ray", num_gpus=degree),
+            placement=LocalConfig(type="local") if cluster.nodes == 1 else RegisteredConfig(type="registered"),
             replicas=1,
         )
-        tried = list(_plan(key, own, dims, work, cluster).problems)
-        if not tried:
-            return own
-    below, text = tried[0]
-    raise UserError(f"--suggest: {key}.{below}: {text}")
+        problems = list(_plan(key, own, dims, work, cluster).problems)
+        found += [] if problems else [own]
+    if not found:
+        below, text = problems[0]
+        raise UserError(f"--suggest: {key}.{below}: {text}")
+    return found
 
 
-def _plan(key: str, group: EngineGroupConfig, dims: ModelDims, work: Workload, cluster: Cluster) -> Any:
+def _load(
+    recipe: Recipe,
+    key: str,
+    group: EngineGroupConfig,
+    models: Mapping[str, ModelDims],
+    work: Workload,
+    cluster: Cluster,
+    rates: Rates,
+) -> GroupLoad:
+    dims = models[STUDENT if key == ROLLOUT else key]
+    return group_load(recipe, key, group, dims, work, _plan(key, group, dims, work, cluster), rates)
+
+
+def _plan(key: str, group: EngineGroupConfig, dims: ModelDims, work: Workload, cluster: Cluster) -> ReplicaPlan:
     return plan_replica(
         group, dims, work, memory_bytes=cluster.memory_bytes, scores=key != ROLLOUT, samples=work.samples
     )
@@ -155,15 +183,15 @@ def _layouts(recipe: Recipe, dims: ModelDims, cluster: Cluster, at_most: int) ->
             )
 
 
-def _has_places(
-    split: Split, groups: Mapping[str, EngineGroupConfig], loads: Sequence[GroupLoad], cluster: Cluster
-) -> bool:
-    counts = {key: split.replicas[load.name] for key, load in zip(groups, loads, strict=True)}
-    placed = {key: dataclasses.replace(group, replicas=counts[key]) for key, group in groups.items()}
+def _has_places(split: Split, groups: Mapping[str, EngineGroupConfig], cluster: Cluster) -> bool:
+    placed = {
+        key: dataclasses.replace(group, replicas=split.replicas[key.replace(".", "/", 1)])
+        for key, group in groups.items()
+    }
     return not place_all(placed, split.trainer.gpus, cluster).problems
 
 
-def _keys(split: Split, groups: Mapping[str, EngineGroupConfig], cluster: Cluster) -> dict[str, Any]:
+def _keys(split: Split, groups: Mapping[str, EngineGroupConfig]) -> dict[str, Any]:
     parallel: dict[str, Any] = {key: value for key, value in split.trainer.keys.items() if value > 1}
     if split.trainer.keys["tensor_model_parallel_size"] > 1:
         parallel["sequence_parallel"] = True

@@ -60,17 +60,16 @@ def links(
     dims: ModelDims,
     work: Workload,
     *,
-    micro_batches: int,
-    micro_batch_tokens: int,
+    tokens: int,
 ) -> list[Flow]:
-    """All of a step. ``micro_batches``: of one data-parallel rank, ``micro_batch_tokens`` each with their padding."""
+    """All of a step. ``tokens``: of one data-parallel rank, padding included."""
     found = [*_of_engines(recipe, groups, work), *_of_weights(recipe, dims, groups["rollout"])]
     dp = recipe.student.parallel.data_parallel_size
     first, last = round(TOKEN_BYTES * work.length * work.samples), last_stage_bytes(recipe, work) * work.samples
     if recipe.student.parallel.pipeline_model_parallel_size > 1:
         found.append(Flow(name="fields to first stage", num_bytes=first, each="rank", bytes_each=first // dp))
     found.append(Flow(name="fields to last stage", num_bytes=last, each="rank", bytes_each=last // dp))
-    return found + _between_ranks(recipe, dims, micro_batches=micro_batches, tokens=micro_batch_tokens)
+    return found + _between_ranks(recipe, dims, tokens=tokens)
 
 
 def _of_engines(recipe: Recipe, groups: Mapping[str, EngineGroupConfig], work: Workload) -> list[Flow]:
@@ -111,7 +110,7 @@ def _of_weights(recipe: Recipe, dims: ModelDims, rollout: EngineGroupConfig) -> 
     return [Flow(name="weights to rollout", num_bytes=total, each="replica", bytes_each=per_step)]
 
 
-def _between_ranks(recipe: Recipe, dims: ModelDims, *, micro_batches: int, tokens: int) -> list[Flow]:
+def _between_ranks(recipe: Recipe, dims: ModelDims, *, tokens: int) -> list[Flow]:
     """Collectives of Megatron, sent by the busiest rank: rings move (n - 1) / n of what they reduce or gather."""
     student = recipe.student
     parallel, size = student.parallel, BYTES[student.dtype]
@@ -130,8 +129,8 @@ def _between_ranks(recipe: Recipe, dims: ModelDims, *, micro_batches: int, token
     border = tokens * dims.hidden_size * size
     repeats = 3 if student.recompute == "full" else 2
     # Two all-reduces (or a gather and a scatter each) of the border in each direction of a layer.
-    add("tensor-parallel", 2 * (tp - 1) / tp * border * 2 * repeats * layers * micro_batches)
-    add("pipeline", 2 * border * micro_batches / (tp if parallel.sequence_parallel else 1) if pp > 1 else 0)
+    add("tensor-parallel", 2 * (tp - 1) / tp * border * 2 * repeats * layers)
+    add("pipeline", 2 * border / (tp if parallel.sequence_parallel else 1) if pp > 1 else 0)
     own = shard(dims, parallel, 0)
     if dp > 1:
         gathers = size if student.optimizer.use_distributed_optimizer else GRADIENT_BYTES
@@ -139,7 +138,7 @@ def _between_ranks(recipe: Recipe, dims: ModelDims, *, micro_batches: int, token
     if dims.moe is not None:
         ep, etp = parallel.expert_model_parallel_size, parallel.resolved_expert_tensor_parallel_size
         moe_layers = sum(map(dims.is_moe_layer, range(layers)))
-        exchanged = border / tp * dims.moe.experts_per_token * 2 * repeats * moe_layers * micro_batches
+        exchanged = border / tp * dims.moe.experts_per_token * 2 * repeats * moe_layers
         add("expert-parallel", (ep - 1) / ep * exchanged)
         copies = tp * dp // (ep * etp)
         if copies > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,10 +45,32 @@ class Workload:
         """Response tokens of a step."""
         return self.samples * self.response_tokens
 
+    def response_lengths(self) -> list[int]:
+        """Of a step's samples, ascending: evenly spaced quantiles of the distribution that knows the mean and the
+        longest alone (exponential, cut off at the longest; uniform where the mean is half of it or more)."""
+        mean, longest = self.response_tokens, float(self.longest_response)
+        marks = [(i + 0.5) / self.samples for i in range(self.samples)]
+        if mean >= longest / 2:
+            low = 2 * mean - longest
+            return [max(1, round(low + mark * (longest - low))) for mark in marks]
+        rate = _rate(mean, longest)
+        whole = -math.expm1(-rate * longest)
+        return [max(1, min(round(-math.log1p(-mark * whole) / rate), int(longest))) for mark in marks]
+
     @property
     def length(self) -> float:
         """Mean tokens of a sample."""
         return self.prompt_tokens + self.response_tokens
+
+
+def _rate(mean: float, longest: float) -> float:
+    """Of the exponential distribution on [0, longest] with this mean, which is below the middle."""
+    low, high = 1e-9 / longest, 50 / mean
+    for _ in range(60):
+        rate = (low + high) / 2
+        found = 1 / rate - longest / math.expm1(min(700.0, rate * longest))
+        low, high = (rate, high) if found > mean else (low, rate)
+    return (low + high) / 2
 
 
 def expected(recipe: Recipe, *, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Workload:

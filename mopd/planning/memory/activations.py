@@ -14,40 +14,83 @@ Kernels of TransformerEngine hold no scores; the local attention keeps them in f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
+from mopd.config.schema import Recipe
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.models.dims import ModelDims
+from mopd.data.packing import pack
 from mopd.planning.memory.shards import BYTES
+from mopd.planning.workload import Workload
+from mopd.types import SampleMeta
 
+SCRATCH_ELEMENTS = 1 << 20
+"""Of the largest buffer of a pass over logits on a CPU (``losses/chunked/blocks.py``); kernels on GPUs have none."""
 SUM_BYTES = 4
 """Hidden gradients of the LM head where several ranks add up to them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchSize:
-    """The largest micro-batch of one rank."""
+    """The micro-batches of one data-parallel rank."""
 
     sequences: int
+    """Of the largest, of samples that are all as long as they may be."""
     tokens: int
-    """Padding included."""
+    """Of the largest."""
     in_step: int
-    """Micro-batches of a step on one data-parallel rank."""
+    """Micro-batches of a step with samples of usual lengths."""
+    padded_tokens: int
+    """Of a step, padding included, on the busiest rank."""
 
     @property
     def length(self) -> int:
-        """Of its longest sequence."""
+        """Of the largest one's longest sequence."""
         return self.tokens // self.sequences
 
 
-def largest(student: StudentConfig, *, samples: int, max_tokens: int, mean_tokens: float) -> MicroBatchSize:
-    """Of samples that are all as long as they may be; a step's number of them follows from the mean length."""
-    share = -(-samples // student.parallel.data_parallel_size)
-    fitting = student.micro_batch_size or max(1, student.max_tokens_per_micro_batch // max_tokens)
-    usual = student.micro_batch_size or max(1.0, student.max_tokens_per_micro_batch / mean_tokens)
-    sequences = min(fitting, share)
-    return MicroBatchSize(
-        sequences=sequences, tokens=sequences * max_tokens, in_step=max(1, round(-(-share // min(usual, share))))
+def micro_batches(recipe: Recipe, work: Workload) -> MicroBatchSize:
+    """As a step packs them.
+
+    Raises:
+        UserError: samples of such lengths cannot be shared out evenly.
+    """
+    student = recipe.student
+    dp = student.parallel.data_parallel_size
+    in_step, padded = _packed(
+        tuple(work.response_lengths()),
+        max(1, round(work.prompt_tokens)),
+        dp,
+        student.max_tokens_per_micro_batch,
+        student.micro_batch_size,
     )
+    fitting = student.micro_batch_size or max(1, student.max_tokens_per_micro_batch // work.max_tokens)
+    sequences = min(fitting, -(-work.samples // dp))
+    return MicroBatchSize(
+        sequences=sequences, tokens=sequences * work.max_tokens, in_step=in_step, padded_tokens=padded
+    )
+
+
+@lru_cache(maxsize=256)
+def _packed(
+    lengths: tuple[int, ...], prompt: int, dp_size: int, max_tokens: int, micro_batch_size: int | None
+) -> tuple[int, int]:
+    """Micro-batches of a rank, and padded tokens of the busiest one."""
+    samples = [
+        SampleMeta(
+            sample_id=number,
+            domain="",
+            weight_version=0,
+            prompt_length=prompt,
+            response_length=length,
+            num_loss_tokens=length,
+            truncated=False,
+        )
+        for number, length in enumerate(lengths)
+    ]
+    packed = pack(samples, dp_size=dp_size, max_tokens=max_tokens, micro_batch_size=micro_batch_size).micro_batches
+    padded = max(sum(len(batch) * max(one.length for one in batch) for batch in rank) for rank in packed)
+    return len(packed[0]), padded
 
 
 def layer_elements(dims: ModelDims, parallel: ParallelConfig, *, has_experts: bool) -> float:
@@ -109,6 +152,8 @@ class HeadShape:
     ranks: int
     """That share the vocabulary."""
     splits_sequence: bool
+    copies: bool = False
+    """Logits are no fp32 numbers, padded, or divided by a temperature: what looks at them copies them first."""
 
     def rows_at_once(self, budget: int) -> int:
         """Rows whose logits exist at a time: all, or what ``lm_head_memory_budget_mib`` lets through
@@ -121,7 +166,7 @@ class HeadShape:
     def peak(self, budget: int) -> int:
         """Most bytes at one moment, above what goes in and comes out."""
         at_once = self.rows_at_once(budget)
-        logits = at_once * self.columns * self.element
+        logits = at_once * self.columns * self.element + self._scratch(at_once)
         if at_once < self.rows:
             return logits + self._beside()
         return logits + max(self._gathered(), self._summed())
@@ -129,6 +174,11 @@ class HeadShape:
     def eager(self, bytes_per_logit: float) -> int:
         """Of a loss that needs so many bytes for each of the micro-batch's logits."""
         return round(self.tokens * self.columns * bytes_per_logit)
+
+    def _scratch(self, rows: int) -> int:
+        """Of the passes over the logits: a block in fp32, and one more where they are copied."""
+        block = min(rows, max(1, SCRATCH_ELEMENTS // self.columns)) * self.columns * SUM_BYTES
+        return 2 * block if self.copies else block
 
     @property
     def _sum(self) -> int:

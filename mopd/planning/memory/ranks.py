@@ -11,7 +11,7 @@ from mopd.config.schema import Recipe
 from mopd.conversion.models.dims import ModelDims
 from mopd.placement.gpus import engine_groups
 from mopd.planning.devices import SHARES, Cluster
-from mopd.planning.memory.activations import HeadShape, MicroBatchSize, activation_bytes, largest
+from mopd.planning.memory.activations import HeadShape, MicroBatchSize, activation_bytes, micro_batches
 from mopd.planning.memory.replicas import ReplicaPlan
 from mopd.planning.memory.shards import BYTES, shard, tensor_bytes, whole
 from mopd.planning.workload import Workload, sample_bytes
@@ -51,11 +51,6 @@ class HeadPlan:
     fits_eager: bool
 
 
-def micro_batch(recipe: Recipe, work: Workload) -> MicroBatchSize:
-    """The largest."""
-    return largest(recipe.student, samples=work.samples, max_tokens=work.max_tokens, mean_tokens=work.length)
-
-
 def head_shape(recipe: Recipe, dims: ModelDims, batch: MicroBatchSize) -> HeadShape:
     """Of the largest micro-batch, all of whose tokens may be responses."""
     parallel = recipe.student.parallel
@@ -69,6 +64,7 @@ def head_shape(recipe: Recipe, dims: ModelDims, batch: MicroBatchSize) -> HeadSh
         element=BYTES[recipe.student.dtype],
         ranks=tp,
         splits_sequence=parallel.sequence_parallel,
+        copies=BYTES[recipe.student.dtype] < 4 or recipe.loss.temperature != 1 or dims.vocab_size % tp > 0,
     )
 
 
@@ -77,7 +73,7 @@ def plan_ranks(
 ) -> list[RankPlan]:
     """One for each pipeline stage; the first is rank 0's, whose process some engines may share."""
     groups = engine_groups(recipe)
-    batch, student = micro_batch(recipe, work), recipe.student
+    batch, student = micro_batches(recipe, work), recipe.student
     head = head_shape(recipe, dims, batch)
     stages = student.parallel.pipeline_model_parallel_size
     is_fused = cluster.gpus_per_node > 0 and student.transformer_impl != "local"
@@ -117,7 +113,7 @@ def head_plans(
             sequence_parallel=recipe.student.parallel.sequence_parallel and tp > 1,
         )
         own = replace(recipe, student=replace(recipe.student, parallel=parallel))
-        head = head_shape(own, dims, micro_batch(own, work))
+        head = head_shape(own, dims, micro_batches(own, work))
         rank = max(plan_ranks(own, dims, work, cluster, replicas), key=lambda plan: plan.num_bytes)
         ours = head.peak(recipe.student.lm_head_memory_budget_mib * MIB)
         eager = head.eager(head.element + EAGER_BYTES)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.models import families
@@ -37,6 +38,7 @@ class Shard:
         return self.dense + self.experts
 
 
+@lru_cache(maxsize=4096)
 def shard(dims: ModelDims, parallel: ParallelConfig, stage: int) -> Shard:
     """Of every rank of a pipeline stage (from 0)."""
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size

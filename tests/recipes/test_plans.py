@@ -1,0 +1,135 @@
+"""Every recipe in the repository is planned from ``config.json`` files alone, at once and without torch; recipes for
+real models say in their headers what the plan says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mopd.config.load import load_recipe
+from tests.recipes.test_recipes import RECIPES, ROOT, name
+
+GIB = 2**30
+MAX_S = 2.0
+REAL = [path for path in RECIPES if "\n# command: mopd plan" in path.read_text(encoding="utf-8")]
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 33,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+"""Of the quickstart's models, which are made when they are needed."""
+PROGRAM = """
+import sys
+from mopd.cli import main
+code = main(sys.argv[1:])
+print([name for name in ("torch", "megatron", "transformers", "vllm", "ray") if name in sys.modules], file=sys.stderr)
+sys.exit(code)
+"""
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped configs, and those of the quickstart's models."""
+    folder = tmp_path_factory.mktemp("configs")
+    for shipped in (ROOT / "recipes" / "models").iterdir():
+        (folder / shipped.name).symlink_to(shipped)
+    for model in ("base", "reversal", "sorting", "next_letter"):
+        (folder / model).mkdir()
+        (folder / model / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def command_of(path: Path) -> list[str]:
+    """What the header says to run; for a machine without GPUs where it says nothing."""
+    line = re.search(r"^# command: mopd (plan .*)$", path.read_text(encoding="utf-8"), re.M)
+    return shlex.split(line[1]) if line else ["plan", str(path.relative_to(ROOT))]
+
+
+def planned(path: Path, configs: Path) -> tuple[dict[str, Any], float]:
+    """What ``--json`` prints, and the processor seconds that it took."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-c", PROGRAM, *command_of(path), "--configs", str(configs), "--json"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "[]\n"
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return json.loads(done.stdout), seconds
+
+
+def header_of(plan: dict[str, Any]) -> str:
+    """The line that a recipe's header has: of the fullest rank and each replica, and of a step."""
+    limit = plan["cluster"]["memory_bytes"] / GIB
+    ranks = f"rank {max(rank['num_bytes'] for rank in plan['ranks']) / GIB:.0f}"
+    replicas = [f"{key} {one['num_bytes'] / GIB:.0f}" for key, one in plan["replicas"].items()]
+    times = plan["times"]
+    bound = times["bound_by"].replace("_", " ")
+    what = f"{', '.join([ranks, *replicas])} of {limit:.0f} GiB"
+    return f"# planned: {what}; {times['step_s']:.0f} s a step, bound by {bound}"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name)
+def test_a_plan_takes_no_torch_and_no_time(path: Path, configs: Path) -> None:
+    plan, seconds = planned(path, configs)
+    assert plan["problems"] == []
+    assert seconds < MAX_S
+    if path not in REAL:
+        return
+    text = path.read_text(encoding="utf-8")
+    assert header_of(plan) in text.splitlines(), header_of(plan)
+    hours = load_recipe(path).recipe.schedule.steps * plan["times"]["step_s"] / 3600
+    assert f"# wall time: {hours:.0f} h planned, not measured" in text.splitlines()
+    nodes = plan["cluster"]["nodes"]
+    assert f"# hardware: {nodes} node{'s' if nodes > 1 else ''} of 8 {plan['cluster']['name'].upper()} (80 GB)" in text
+    owned = [(one["node"], gpu) for one in plan["places"] for gpu in one["gpus"]]
+    assert len(owned) == len(set(owned)) <= 8 * nodes
+
+
+def test_there_are_recipes_for_real_models() -> None:
+    assert len(REAL) == 4
+
+
+def test_the_published_case_needs_no_tensor_parallelism(configs: Path) -> None:
+    """A student of 4B and 24,576 tokens a micro-batch over a vocabulary of 151,936, beside a rollout that keeps 0.4 of
+    each GPU (a published run that shares its GPUs so): the eager loss fits at TP 4 and not below, ours at TP 1."""
+    from mopd.conversion.models.reading import read_dims
+    from mopd.planning.devices import GPUS, Cluster
+    from mopd.planning.memory.ranks import head_plans
+    from mopd.planning.workload import expected
+
+    path = next(path for path in REAL if path.stem == "gsm8k_distillation")
+    recipe = load_recipe(path, ["student.dtype=bfloat16", "student.parallel.data_parallel_size=8"]).recipe
+    assert recipe.student.max_tokens_per_micro_batch == 24_576
+    dims = read_dims(ROOT / "recipes" / "models" / "Qwen3-4B")
+    shared = Cluster(name="h100", nodes=1, gpus_per_node=8, memory_bytes=round(0.6 * GPUS["h100"].memory_bytes))
+    heads = {plan.tensor_model_parallel_size: plan for plan in head_plans(recipe, dims, expected(recipe), shared, {})}
+    assert {degree: head.fits_eager for degree, head in heads.items()} == {1: False, 2: False, 4: True, 8: True}
+    assert heads[1].fits
+    whole = head_plans(recipe, dims, expected(recipe), Cluster(**{**vars_of(shared), "memory_bytes": 10**12}), {})
+    assert whole[0].eager_bytes == 24_576 * 151_936 * 14
+    assert whole[0].ours_bytes <= recipe.student.lm_head_memory_budget_mib * 2**20 + 16 * 2**20
+
+
+def vars_of(cluster: Any) -> dict[str, Any]:
+    return {key: getattr(cluster, key) for key in ("name", "nodes", "gpus_per_node", "memory_bytes")}
