@@ -13,6 +13,7 @@ from mopd.run import resuming
 from mopd.run.folder import RunDir
 from mopd.run.manifests import check_unchanged
 from mopd.run.status import status_of
+from mopd.slurm.job import kept_id
 from mopd.types import UserError
 from tests.fuzz.harness import fuzz
 
@@ -45,6 +46,7 @@ FILES = {
         {"gpus": ["H100"], "cpu": "a", "num_cores": 8, "memory_gib": 23.5, "packages": {"torch": "2.13.0"}}, indent=2
     ),
     "attempts.json": json.dumps({"starts": 2, "checkpoint": None, "last": "rank 1 failed"}),
+    "job.json": json.dumps({"id": "1234", "form": "allocation"}),
     "metrics.jsonl": "".join(json.dumps({"step": step, **STEP}) + "\n" for step in (1, 2, 3)),
     "validation.jsonl": "".join(
         json.dumps({"step": step, "rewards": rewards, "wall_s": 2.5, "examples": {"math": [EXAMPLE]}}) + "\n"
@@ -63,6 +65,7 @@ def test_run_files(tmp_path: Path, name: str) -> None:
         (tmp_path / name).write_bytes(content)
         resuming.check_files(run)
         status_of(tmp_path)
+        kept_id(tmp_path / "job.json")
         if name == "manifest.json":
             check_unchanged(run.manifest, MANIFESTS)
         elif name != "parity.json":
