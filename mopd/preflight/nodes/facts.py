@@ -57,10 +57,11 @@ class NodeFacts:
             UserError: a value of another type.
         """
         names = [one.name for one in dataclasses.fields(cls)]
-        given = {name: data[name] for name in names if name in data} if isinstance(data, dict) else None
-        if given is None or not all(_fits(value, _SHAPES[name]) for name, value in given.items()):
+        given: dict[str, Any] = {name: data[name] for name in names if name in data} if isinstance(data, dict) else {}
+        if not isinstance(data, dict) or not all(_fits(value, _SHAPES[name]) for name, value in given.items()):
             raise UserError("what a node told of itself cannot be read: start the same mopd on every node")
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+        lists: dict[str, Any] = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        return cls(**{**given, **lists})
 
 
 _SHAPES: dict[str, Any] = {
@@ -132,7 +133,7 @@ def _short(value: Any) -> str:
 def _models(loaded: Loaded) -> tuple[dict[str, dict[str, str]], list[str]]:
     """Key -> what identifies its folder, without reading weights; and what is wrong with the others."""
     recipe = loaded.recipe
-    keys = {("student", "model"): recipe.student.model}
+    keys: dict[tuple[str, ...], str] = {("student", "model"): recipe.student.model}
     keys |= {("teachers", name, "model"): teacher.model for name, teacher in recipe.teachers.items()}
     models, problems = {}, []
     for key, model in keys.items():
@@ -154,7 +155,8 @@ def _models(loaded: Loaded) -> tuple[dict[str, dict[str, str]], list[str]]:
 
 def _check_inputs(loaded: Loaded, num_nodes: int, node: int) -> None:
     """Every rank looks for them."""
-    if not any(hub_model(model.model) for model in (loaded.recipe.student, *loaded.recipe.teachers.values())):
+    models = [loaded.recipe.student.model, *(teacher.model for teacher in loaded.recipe.teachers.values())]
+    if not any(map(hub_model, models)):
         check_inputs(loaded)
 
 
