@@ -19,7 +19,7 @@ from mopd.launch.failure import (
 )
 from mopd.launch.node import add_node_arguments, node_name, place_of
 from mopd.launch.nodes import NodeLostError, Nodes
-from mopd.launch.signals import first_sigterm_asks, outlive_sigterm
+from mopd.launch.signals import asked_by_sigterm, first_sigterm_asks, outlive_sigterm
 from mopd.run.folder import RunDir
 from mopd.run.preparing import prepare
 from mopd.run.stopping import forget_request, request_stop
@@ -58,9 +58,8 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         run_dir = RunDir(loaded.recipe.run_dir)
         return on_students_ranks(loaded, arguments, lambda: _train(loaded, run_dir, args)).code
     place = place_of(args)
-    first_sigterm_asks(_stop_now)
     try:
-        with Nodes(place) as nodes:
+        with asked_by_sigterm(_stop_now), Nodes(place) as nodes:
             try:
                 nodes.join()
                 return _launch(args, arguments, nodes).code

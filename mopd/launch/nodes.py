@@ -4,12 +4,16 @@ Node 0's launcher holds torch's store, which the ranks use too. In it each launc
 
     here/R    its name, once             beat/R    a count that goes on, whatever its main thread does
     end/R     how its ranks ended        failed    there as soon as anybody's have, or somebody is silent
+    silent/R  its beat has stopped, as node 0 sees it
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +41,8 @@ SILENT_S = 20.0
 """A launcher that does nothing for so long has lost its machine; a dead one's connection ends at once."""
 REPORT_S = 10.0
 """For all launchers to say how their ranks ended, once one has failed."""
+CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+"""Environment variable."""
 Kind = Literal["user_error", "died", "error", "signal", "peer_lost", "gone", "ended"]
 _CAUSES: tuple[tuple[Kind, ...], ...] = (("user_error", "died", "error", "signal"), ("gone",), ("peer_lost",))
 """Which end explains the others: one by itself, a node that is gone, a rank that has lost another; ``ended`` never."""
@@ -126,8 +132,8 @@ class Nodes:
     def meet(self, where: str) -> None:
         """Returns when all launchers have come to ``where``."""
         if self.are_several:
-            self.store.add(f"met/{where}", 1)
-            self._wait(lambda: int(self.store.add(f"met/{where}", 0)) >= self.place.num_nodes)
+            self._ask(lambda: self.store.add(f"met/{where}", 1), 0)
+            self._wait(lambda: self._ask(lambda: self.store.add(f"met/{where}", 0), 0) >= self.place.num_nodes)
 
     def once_per_node(self, first: Callable[[], str], others: Callable[[str], str]) -> str:
         """The text of this node: ``first()`` on node 0, elsewhere ``others`` of node 0's text."""
@@ -156,7 +162,7 @@ class Nodes:
     def cause(self) -> NodeEnd:
         """After ``tell``: the end that explains all others; waits for theirs, but not for long."""
         assert self._told is not None
-        self._wait_for(lambda: all(self._has(f"end/{rank}") for rank in self._others()))
+        self._wait_for(lambda: all(self._has(f"end/{r}") or self._has(f"silent/{r}") for r in self._others()))
         ends = [self._told, *(self._end_of(rank) for rank in self._others())]
         for kinds in _CAUSES:
             found = [end for end in ends if end.kind in kinds]
@@ -198,6 +204,7 @@ class Nodes:
         """Returns when all launchers are there. ``UserError`` when one does not come, or does not fit."""
         if not self.are_several:
             return
+        _quieten_torch()
         place = self.place
         deadline = time.monotonic() + JOIN_S
         self._store = held_store(place) if place.is_first else self._connected(deadline)
@@ -274,7 +281,17 @@ class Nodes:
             if rank not in seen or seen[rank][0] != beat:
                 seen[rank] = (beat, now)
             elif now - seen[rank][1] > SILENT_S and store.check([f"here/{rank}"]):
+                store.set(f"silent/{rank}", "1")
                 store.set("failed", "1")
+
+
+def _quieten_torch() -> None:
+    """Its store warns on the terminal, with a stack, of a connection that has ended; this module tells why it has.
+    The ranks keep their warnings."""
+    if CPP_LOG_LEVEL not in os.environ and "torch" not in sys.modules:  # read once, at its import
+        os.environ[CPP_LOG_LEVEL] = "ERROR"
+        importlib.import_module("torch")
+        del os.environ[CPP_LOG_LEVEL]
 
 
 def held_store(place: Place) -> Store:

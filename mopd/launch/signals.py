@@ -33,6 +33,17 @@ def first_sigterm_asks(ask: Callable[[], None], then: Callable[[int, FrameType |
     signal.signal(signal.SIGTERM, _Asking(ask, _die if then is None else then))
 
 
+@contextlib.contextmanager
+def asked_by_sigterm(ask: Callable[[], None]) -> Iterator[None]:
+    """``first_sigterm_asks`` while the block lasts."""
+    before = signal.getsignal(signal.SIGTERM)
+    first_sigterm_asks(ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def outlive_sigterm() -> None:
     """For a rank other than 0: a job that ends sends SIGTERM to every process of it, and rank 0 says what becomes of
     the step. Not ignored, which a child would inherit."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 
-from mopd.launch.launch import ended_by_others, launch
 from mopd.launch.node import Place
 from mopd.launch.nodes import NodeLostError, Nodes
 
@@ -14,6 +13,8 @@ place = Place(num_nodes=where[0], node_rank=where[1], port=where[2]) if where el
 with Nodes(place) as nodes:
     try:
         nodes.join()
+        from mopd.launch.launch import ended_by_others, launch
+
         ended = launch([sys.executable, *sys.argv[2:]], num_ranks=num_ranks, nodes=nodes)
     except NodeLostError:
         ended = ended_by_others(nodes)
