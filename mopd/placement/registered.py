@@ -31,7 +31,7 @@ from mopd.placement.interface import GroupPlan
 from mopd.replicas.identity import fingerprint, fingerprint_difference, problems_of
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
-from mopd.serving.registration import Registration, read_registrations, read_server_token
+from mopd.serving.registration import Registration, read_registrations, read_server_token, remove_registration
 from mopd.text import one_line
 from mopd.types import UserError
 
@@ -44,6 +44,8 @@ GONE_S = 1.0
 """Without its file a server has left: one look may miss a file that is just being replaced."""
 SILENT_S = 30.0
 """Without a higher count a server is dead; network file systems show what was written several seconds late."""
+REMOVE_S = 600.0
+"""Then its file is removed, so that those of many starts do not gather; a server that comes back writes it anew."""
 HEALTH_EVERY_S = 2.0
 HEALTH_FAILURES = 2
 ASK_TIMEOUT_S = 10.0
@@ -97,6 +99,11 @@ class Sightings:
     def silent(self) -> list[Registration]:
         """Those whose files nobody rewrites."""
         return [sight.server for server_id, sight in self._sights.items() if self.loss(server_id) is not None]
+
+    @property
+    def dead(self) -> list[Path]:
+        """Files that nobody has rewritten for very long."""
+        return [sight.path for sight in self._sights.values() if sight.still_s > REMOVE_S]
 
     def has_left(self, server_id: str) -> bool:
         """It has taken its file away."""
@@ -220,6 +227,8 @@ class RegisteredGroup:
             for path, problem in found.problems.items():
                 self._tell(path, f"ignored: {problem}")
             self._sightings.note(found.servers, passed_s)
+            for path in self._sightings.dead:
+                remove_registration(path)
         for server_id, member in list(self._members.items()):
             loss = self._sightings.loss(server_id)
             if loss is not None:
@@ -288,7 +297,7 @@ class RegisteredGroup:
             info = await engine.info()
         except EngineRejected as error:
             raise Refused(str(error)) from error
-        if dict(info.manifest or {}) != dict(server.manifest):
+        if info.manifest is None or dict(info.manifest) != dict(server.manifest):
             raise Refused("another server answers there than the one that registered")
         replica = Replica(name=name, engine=engine, limits=info.limits)
         async with self._checking:  # one after another: the first sets the standards

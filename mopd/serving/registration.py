@@ -125,6 +125,12 @@ def read_server_token(path: Path) -> str:
     return check_token(read_private(file, cure=_CURE, max_bytes=MAX_TOKEN_BYTES).decode("ascii", "replace"), file)
 
 
+def remove_registration(path: Path) -> None:
+    """Take a server's files away, the one that names it first; ``OSError`` where the system refuses."""
+    for file in (path, path.with_suffix(".token")):
+        file.unlink(missing_ok=True)
+
+
 def _is_there(folder: Path) -> bool:
     """Whether there is such a folder; ``UserError`` if it is not this user's alone."""
     try:
@@ -204,8 +210,8 @@ class Registrar:
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(BEAT_S)
-        for path in (self._path, self._token_path):
-            path.unlink(missing_ok=True)
+        with writing(self._path):
+            remove_registration(self._path)
 
     def _write(self) -> None:
         assert self._mine is not None

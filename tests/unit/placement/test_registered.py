@@ -67,6 +67,15 @@ def test_a_silent_server_is_lost_and_comes_back() -> None:
     assert sightings.loss("0" * 16) is None
 
 
+def test_files_of_dead_servers_do_not_gather() -> None:
+    sightings = Sightings()
+    for _ in range(601):
+        sightings.note(seen(9), 1.0)
+        assert not sightings.dead
+    sightings.note(seen(9), 1.0)
+    assert sightings.dead == [PATH]
+
+
 def test_one_look_that_misses_a_file_is_no_loss() -> None:
     sightings = Sightings()
     for servers in (seen(1), seen(2), {}, seen(3), {}):
@@ -244,9 +253,7 @@ def test_a_killed_server_is_let_go_and_its_samples_go_elsewhere(place: Place) ->
     run(work())
 
 
-def test_requests_wait_for_another_server_and_then_end_in_one_line(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_wait_for_another_server_and_then_end_in_one_line(place: Place) -> None:
     async def work() -> None:
         place.start("a")
         async with working(place, startup_timeout_s=20.0) as (_, router):
@@ -272,7 +279,7 @@ def test_requests_wait_for_another_server_and_then_end_in_one_line(
     run(work())
 
 
-def test_a_group_that_never_comes_is_one_line(place: Place, model: Path, tmp_path: Path) -> None:
+def test_a_group_that_never_comes_is_one_line(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which says what it met: nothing, a server that is not one of its own, a file that a dead server left."""
 
     async def start() -> None:
@@ -286,9 +293,13 @@ def test_a_group_that_never_comes_is_one_line(place: Place, model: Path, tmp_pat
     place.start("liar", told=HASHES | {"weights_sha256": "x"})
     with pytest.raises(UserError) as caught:
         run(start())
+    monkeypatch.setattr(registered, "REMOVE_S", 0.2)
     line = str(caught.value)
     assert "\n" not in line and "on liar, process" in line and "another server answers there" in line
     assert "on dead, process" in line and "silent" in line
+    with pytest.raises(UserError):
+        run(start())
+    assert {path.name.split(".")[2] for path in place.folder.iterdir()} == {"liar"}
 
 
 @pytest.mark.parametrize("what", ["weights", "scores"])
