@@ -161,6 +161,7 @@ def job_id(run_dir: Path) -> str:
 def start_again_at_once(nodes: slurm.Cluster, run_dir: Path) -> None:
     """Slurm keeps a job that was queued again for two minutes."""
     until(lambda: "PENDING" in nodes.run("squeue", "--noheader", f"--jobs={job_id(run_dir)}", "--format=%T"))
+    time.sleep(5.0)  # within the same second the nodes would refuse it, as a job that has been ended
     nodes.run("scontrol", "update", f"JobId={job_id(run_dir)}", "StartTime=now", "TimeLimit=10")
 
 
