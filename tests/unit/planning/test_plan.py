@@ -1,0 +1,146 @@
+"""What a plan refuses, by key; what a suggestion is worth; where everybody is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mopd.cli import main
+from mopd.config.load import load_recipe
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = str(ROOT / "recipes" / "models")
+ONE_NODE, FOUR_NODES, SIXTEEN_NODES = (
+    str(ROOT / "recipes" / f"{name}.yaml")
+    for name in ("qwen3_8b_math_code_h100", "qwen3_8b_three_32b_4_nodes", "qwen3_30b_a3b_235b_16_nodes")
+)
+
+
+def plan(recipe: str, *arguments: str, gpu: str = "h100") -> int:
+    return main(["plan", recipe, "--gpu", gpu, "--configs", CONFIGS, *arguments])
+
+
+def as_json(capsys: pytest.CaptureFixture[str], recipe: str, *arguments: str) -> Any:
+    assert plan(recipe, "--json", *arguments) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "line"),
+    [
+        (ONE_NODE, ["student.parallel.data_parallel_size=8"], "student.parallel: 16 trainer ranks do not fill whole"),
+        (
+            ONE_NODE,
+            ["student.parallel.data_parallel_size=4"],
+            "rollout.placement: local: 1 replicas of 2 GPUs, and 0 of",
+        ),
+        (ONE_NODE, ["student.recompute=none", "student.max_tokens_per_micro_batch=65536"], "every rank needs"),
+        (
+            ONE_NODE,
+            ["student.parallel.tensor_model_parallel_size=3"],
+            "3 does not divide the model's 8",
+        ),
+        (ONE_NODE, ["student.parallel.pipeline_model_parallel_size=5"], "5 does not divide the model's 36 layers"),
+        (ONE_NODE, ["teachers.math.engine.gpu_memory_utilization=0.95"], "teachers.math.engine.gpu_memory_utilization"),
+        (ONE_NODE, ["rollout.max_response_length=60000"], "exceeds the 40960 positions of student.model"),
+        (ONE_NODE, ["student.max_tokens_per_micro_batch=4096"], "is less than the 5120 tokens of the longest sample"),
+        (ONE_NODE, ["teachers.math.model=experts/math/none"], "no such folder 'experts/math/none'"),
+        (ONE_NODE, ["--nodes", "0"], "--nodes is 0: set 1 to"),
+        (ONE_NODE, ["--prompt-length", "5000"], "--prompt-length is 5000: set 1 to data.max_prompt_length 1024"),
+        (ONE_NODE, ["--probe"], "give one of them"),
+        (FOUR_NODES, ["--nodes", "2"], "rollout.replicas: 2 replicas of 4 GPUs, and no node has 4 free"),
+        (SIXTEEN_NODES, ["--nodes", "16", "student.parallel.expert_model_parallel_size=24"], "does not divide"),
+        (
+            SIXTEEN_NODES,
+            ["--nodes", "16", "teachers.large.engine.tensor_parallel_size=16"],
+            "teachers.large.engine.tensor_parallel_size: 16: a replica does not straddle nodes of 8 GPUs",
+        ),
+        (
+            SIXTEEN_NODES,
+            ["--nodes", "16", "teachers.large.engine.tensor_parallel_size=4"],
+            "teachers.large.engine.tensor_parallel_size: 4: weights",
+        ),
+        (SIXTEEN_NODES, ["--nodes", "2", "--suggest"], "--suggest: no layout of the student"),
+    ],
+)
+def test_what_cannot_work_is_one_line_with_its_key(
+    recipe: str, arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(recipe, *arguments) == 2
+    error = capsys.readouterr().err
+    assert line in error and error.count("\n") == 1 and error.startswith("mopd: error: ")
+
+
+def test_a_refused_plan_shows_its_parts_first(capsys: pytest.CaptureFixture[str]) -> None:
+    degrees = ("tensor_model_parallel_size=1", "sequence_parallel=false")
+    assert plan(ONE_NODE, *(f"student.parallel.{degree}" for degree in degrees)) == 2
+    printed = capsys.readouterr()
+    assert "each rank" in printed.out and "optimizer" in printed.out
+    assert "student.parallel.tensor_model_parallel_size: every rank needs" in printed.err
+    assert ONE_NODE in printed.err
+
+
+def test_a_smaller_gpu_refuses_what_a_larger_one_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(ONE_NODE, "student.recompute=none", gpu="h100") == 2
+    assert plan(ONE_NODE, "student.recompute=none", gpu="b200") == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(("recipe", "nodes"), [(ONE_NODE, 1), (FOUR_NODES, 4)])
+def test_a_suggestion_is_a_recipe_that_fits_and_is_no_slower(
+    recipe: str, nodes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its keys in the recipe give a plan whose step takes what the search said."""
+    first, *rest = as_json(capsys, recipe, "--nodes", str(nodes), "--suggest")
+    assert all(one["step_s"] >= first["step_s"] * 0.99 for one in rest)
+    keys = first["keys"]
+    parallel = {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "data_parallel_size": 1,
+        "sequence_parallel": False,
+        **keys["student"]["parallel"],
+    }
+    overrides = [f"student.parallel.{key}={str(value).lower()}" for key, value in parallel.items()]
+    groups = {"rollout": keys["rollout"], **{f"teachers.{name}": own for name, own in keys["teachers"].items()}}
+    for key, own in groups.items():
+        overrides += [f"{key}.replicas={own['replicas']}"]
+        overrides += [f"{key}.engine.tensor_parallel_size={own['engine']['tensor_parallel_size']}"]
+        overrides += [f"{key}.placement.min_replicas=1"] if nodes > 1 else []
+    own = as_json(capsys, recipe, "--nodes", str(nodes), *overrides)
+    assert own["problems"] == []
+    assert own["times"]["step_s"] == pytest.approx(first["step_s"], rel=0.05)
+    shipped = as_json(capsys, recipe, "--nodes", str(nodes))
+    assert own["times"]["step_s"] <= 1.01 * shipped["times"]["step_s"]
+
+
+def test_replicas_that_keep_up_do(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the number of a group that the plan names for balance, the group is as fast as the trainer; with one less it
+    is not."""
+    first = as_json(capsys, FOUR_NODES, "--nodes", "16")
+    wanted = first["times"]["balanced_replicas"]["rollout"]
+    for count, keeps_up in ((wanted, True), (wanted - 1, False)):
+        own = as_json(capsys, FOUR_NODES, "--nodes", "16", f"rollout.replicas={count}")
+        assert (own["times"]["stages"]["rollout"] <= own["times"]["stages"]["trainer"]) == keeps_up
+
+
+def test_lengths_that_are_given_are_planned_with(capsys: pytest.CaptureFixture[str]) -> None:
+    long = as_json(capsys, ONE_NODE, "--response-length", "4000")
+    short = as_json(capsys, ONE_NODE, "--response-length", "400")
+    assert (short["samples"]["response_tokens"], long["samples"]["response_tokens"]) == (400, 4000)
+    for stage in ("rollout", "teachers/math", "trainer"):
+        assert long["times"]["stages"][stage] > 3 * short["times"]["stages"][stage]
+    assert long["ranks"] == short["ranks"]  # memory is that of the longest
+
+
+def test_response_lengths_have_the_mean_that_they_are_given() -> None:
+    from mopd.planning.workload import expected
+
+    recipe = load_recipe(ONE_NODE).recipe
+    for mean in (40.0, 400.0, 2048.0, 3500.0, 4096.0):
+        lengths = expected(recipe, response_tokens=mean).response_lengths()
+        assert len(lengths) == recipe.samples_per_step and lengths == sorted(lengths)
+        assert sum(lengths) / len(lengths) == pytest.approx(mean, rel=0.03) and max(lengths) <= 4096

@@ -1,0 +1,97 @@
+"""Planned bytes beside those that the real client counts on its way to a real server, and the data plane's tensors."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from mopd.config.groups import TorchEngineConfig
+from mopd.config.load import load_recipe
+from mopd.engines.clients.remote import RemoteEngine
+from mopd.engines.interface import SamplingParams
+from mopd.engines.torch.engine import TorchEngine
+from mopd.planning.traffic import draw_bytes, score_bytes
+from mopd.planning.workload import Workload, sample_bytes
+from mopd.teachers.worker import merge
+from tests.fixtures.recipe import RECIPE
+from tests.fixtures.servers import running_server
+from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
+
+PROMPTS, RESPONSES = (5, 9, 16, 30), (40, 12, 25, 3)
+TOP_K = 16
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
+    folder = tmp_path_factory.mktemp("model")
+    make_tokenizer(folder)
+    return TorchEngine.from_pretrained(make_hf_model(folder), TorchEngineConfig(dtype="float32"))
+
+
+def workload(*, responses: tuple[int, ...] = RESPONSES) -> Workload:
+    num = len(PROMPTS)
+    return Workload(
+        samples=num,
+        prompt_tokens=sum(PROMPTS) / num,
+        response_tokens=sum(responses) / num,
+        longest_response=max(responses),
+        max_tokens=100,
+        teacher_shares={"math": 1.0},
+        max_teachers=1,
+        source="",
+    )
+
+
+@pytest.mark.parametrize("per_request", [1, 4])
+def test_scores_weigh_what_is_planned(engine: TorchEngine, per_request: int) -> None:
+    tokens = [torch.ones(a + b, dtype=torch.int64) for a, b in zip(PROMPTS, RESPONSES, strict=True)]
+
+    async def work(url: str) -> int:
+        client = RemoteEngine(url, timeout_s=30)
+        for low in range(0, len(tokens), per_request):
+            part = slice(low, low + per_request)
+            await client.score(tokens[part], PROMPTS[part], top_k=TOP_K, temperature=1.0)
+        await client.close()
+        return client.bytes_sent + client.bytes_received
+
+    with running_server(engine) as server:
+        payload_bytes = asyncio.run(work(server.url))
+    planned = score_bytes(len(tokens), workload(), TOP_K, samples_per_request=per_request)
+    assert planned == pytest.approx(payload_bytes, rel=0.05)
+
+
+def test_responses_weigh_what_is_planned(engine: TorchEngine) -> None:
+    prompts = [[3] * length for length in PROMPTS]
+
+    async def work(url: str) -> tuple[int, tuple[int, ...]]:
+        client = RemoteEngine(url, timeout_s=30)
+        await client.load_weights([(name, slot.clone()) for name, slot in engine.weight_slots.items()], 0)
+        before = client.bytes_sent + client.bytes_received
+        drawn = await client.generate(prompts, SamplingParams(max_new_tokens=60), [1, 2, 3, 4])
+        await client.close()
+        return client.bytes_sent + client.bytes_received - before, tuple(len(one.tokens) for one in drawn)
+
+    with running_server(engine, "rollout") as server:
+        payload_bytes, lengths = asyncio.run(work(server.url))
+    planned = draw_bytes(len(prompts), workload(responses=lengths), samples_per_request=len(prompts))
+    assert planned == pytest.approx(payload_bytes, rel=0.05)
+
+
+def test_a_sample_weighs_what_its_tensors_do(engine: TorchEngine, tmp_path: Path) -> None:
+    """The fields that the rollout and the teacher worker write."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    recipe = load_recipe(path, [f"loss.top_k={TOP_K}"]).recipe
+    tokens = [torch.ones(a + b, dtype=torch.int64) for a, b in zip(PROMPTS, RESPONSES, strict=True)]
+    scores = asyncio.run(engine.score(tokens, PROMPTS, top_k=TOP_K, temperature=1.0))
+    total = 0
+    for own, score, length in zip(tokens, scores, RESPONSES, strict=True):
+        fields = merge([score], (1.0,), num_teachers=1)
+        fields |= {"tokens": own, "loss_mask": torch.ones(length, dtype=torch.bool)}
+        fields |= {"rollout_logprobs": torch.ones(length), "token_versions": torch.ones(length, dtype=torch.int32)}
+        total += sum(value.nbytes for value in fields.values())
+    assert not recipe.needs_task_advantage
+    assert len(tokens) * sample_bytes(recipe, workload()) == pytest.approx(total, rel=1e-3)
