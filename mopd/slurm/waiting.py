@@ -12,10 +12,11 @@ from mopd.files.reading import shown_path
 from mopd.report.run_files import CURE, RunFiles
 from mopd.slurm.job import JobState, state_of
 from mopd.slurm.submitting import PreparedJob
-from mopd.text import visible
+from mopd.text import one_line, visible
 from mopd.types import UserError
 
 POLL_S = 2.0
+PATIENCE_S = 600.0
 LINE_EVERY_S = 30.0
 """Where output is no terminal: a line at most so often, unless the job's state changes."""
 MAX_RECORD_BYTES = 2**22
@@ -27,12 +28,20 @@ def wait_for(job: PreparedJob, job_id: str) -> int:
     """Show how far the job is until it has ended; its exit code. Ctrl-C leaves the job alone.
 
     Raises:
-        UserError: Slurm does not answer any more, or has forgotten the job.
+        UserError: Slurm has not answered for ``PATIENCE_S``, or has forgotten the job.
     """
-    progress, has_ended = _Line(), False
+    progress, has_ended, answered = _Line(), False, time.monotonic()
     try:
         while True:
-            state = state_of(job_id)
+            try:
+                state = state_of(job_id)
+            except UserError as error:  # a controller that restarts; a job may take days
+                if time.monotonic() - answered > PATIENCE_S:
+                    raise
+                progress.show(f"job {job_id}: {one_line(error)}", key=str(error))
+                time.sleep(POLL_S)
+                continue
+            answered = time.monotonic()
             if state is None:
                 raise UserError(
                     f"job {job_id}: Slurm has forgotten it: mopd status {job.folder.parent} tells what it left"
@@ -72,15 +81,13 @@ class _Line:
 
 
 def _steps(runs: Sequence[Path]) -> str:
-    """How far each run is."""
-    parts = []
-    for run in runs:
-        files = RunFiles(run)
-        if files.recipe.is_file():
-            done = _last_step(files.metrics)
-            name = f"{run.name} " if len(runs) > 1 else ""
-            parts.append(f"{name}step {done}/{files.recipe_tree()['schedule']['steps']}")
-    return f"  {', '.join(parts)}" if parts else ""
+    """How far they are, together; empty before the first has begun."""
+    begun = [files for files in map(RunFiles, runs) if files.recipe.is_file()]
+    if not begun:
+        return ""
+    done = sum(_last_step(files.metrics) for files in begun)
+    planned = len(runs) * begun[0].recipe_tree()["schedule"]["steps"]
+    return f"  step {done}/{planned}" + (f" of {len(runs)} runs" if len(runs) > 1 else "")
 
 
 def _last_step(metrics: Path) -> int:

@@ -95,15 +95,15 @@ def one_machine(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_nodes_train_as_one_machine(nodes: slurm.Cluster, world: World, one_machine: Path, tmp_path: Path) -> None:
-    """TP2 x DP2 over both, each teacher in a step of its own."""
+    """TP2 x DP2 over both, each teacher in a step of its own, on the GPU of its node that the ranks leave."""
     run_dir = tmp_path / "run"
-    recipe = world.write_recipe(run_dir, **ON_NODES, slurm={"nodes": 2, "time": "10"})
+    recipe = world.write_recipe(run_dir, **ON_NODES, slurm={"student_nodes": 2, "gpus_per_node": 3, "time": "10"})
     code, output, errors = ended(command(nodes, "slurm", recipe, "--wait"))
     assert code == 0, output + errors + job_logs(run_dir)
     assert_trained_as_on_one_machine(run_dir, one_machine)
-    logs = {path.name for path in (run_dir / "logs").glob("node?/*.log")}
-    assert {"teachers.left.0.log", "teachers.right.0.log"} <= logs
-    assert {path.parent.name for path in (run_dir / "logs").glob("node?/rank_*.log")} <= {"node1", "node2"}
+    assert (run_dir / "logs" / "node1" / "teachers.left.0.log").is_file()
+    assert (run_dir / "logs" / "node2" / "teachers.right.0.log").is_file()
+    assert {path.parent.name for path in (run_dir / "logs").glob("node?/rank_*.log")} == {"node1", "node2"}
     assert "COMPLETED" in output and "step 6/6" in output
     assert f"job {job_id(run_dir)} of {run_dir}" in output
     code, output, _ = ended(command(nodes, "status", run_dir))
