@@ -15,7 +15,7 @@ from mopd.planning.plan import RunPlan
 from mopd.planning.suggest import Suggestion
 from mopd.report.terminal import Terminal
 
-UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def plain(plan: RunPlan, rates: Rates | None) -> dict[str, Any]:

@@ -110,6 +110,18 @@ def test_there_are_recipes_for_real_models() -> None:
     assert len(REAL) == 4
 
 
+def test_the_readme_shows_a_plan() -> None:
+    """As it is printed: where somebody changes what a plan says, the page is made anew."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```text\n(┏.*?)```", text, re.S)
+    path = next(path for path in REAL if path.stem == "qwen3_8b_math_code_h100")
+    command = [sys.executable, "-m", "mopd", *command_of(path)]
+    environment = os.environ | {"COLUMNS": "110"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert f"mopd {' '.join(command_of(path))}" in text
+    assert [line for line in block.splitlines() if line not in done.stdout.splitlines()] == []
+
+
 def test_the_published_case_needs_no_tensor_parallelism(configs: Path) -> None:
     """A student of 4B and 24,576 tokens a micro-batch over a vocabulary of 151,936, beside a rollout that keeps 0.4 of
     each GPU (a published run that shares its GPUs so): the eager loss fits at TP 4 and not below, ours at TP 1."""
