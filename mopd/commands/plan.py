@@ -109,6 +109,8 @@ def _cluster(args: argparse.Namespace, hardware: Hardware) -> Cluster:
             raise UserError("--gpu plans for other machines and --probe measures this one: give one of them")
         memory = GPUS[args.gpu].memory_bytes
         return Cluster(name=args.gpu, nodes=args.nodes, gpus_per_node=args.gpus_per_node, memory_bytes=memory)
+    if hardware.num_gpus and args.probe:
+        raise UserError("--probe measures a CPU, and this machine has GPUs: name them with --gpu")
     if hardware.num_gpus:
         memory = min(hardware.gpu_memory_bytes)
         return Cluster(name="gpu", nodes=args.nodes, gpus_per_node=hardware.num_gpus, memory_bytes=memory)

@@ -139,7 +139,7 @@ def scoring_time(
     samples = work.samples * share / replicas
     rows = samples * work.response_tokens
     flops = forward_flops(dims, tokens=samples * work.length, context=work.length / 2, rows=rows)
-    logits = rows * dims.vocab_size * (VLLM_BYTES_PER_LOGIT if own.gpus > 1 else 4)
+    logits = rows * dims.vocab_size * (VLLM_BYTES_PER_LOGIT if isinstance(group.engine, VllmEngineConfig) else 4)
     batches = max(1.0, samples * work.length / _tokens_per_batch(group))
     times = {
         "operations": flops / (own.gpus * rates.prefill) + SCORE_PASSES * logits / rates.bandwidth,
