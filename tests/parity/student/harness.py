@@ -12,13 +12,15 @@ from typing import Any
 SCRIPT = Path(__file__).with_name("ranks.py")
 
 
-def run_ranks(num_ranks: int, job: dict[str, Any], folder: Path, *, timeout_s: float = 300) -> dict[str, Any]:
-    """Run ``ranks.py`` with ``job`` (JSON) on ``num_ranks`` processes; returns its results by case name."""
+def run_ranks(
+    num_ranks: int, job: dict[str, Any], folder: Path, *, timeout_s: float = 300, script: Path = SCRIPT
+) -> dict[str, Any]:
+    """Run ``script`` with ``job`` (JSON) on ``num_ranks`` processes; returns its results by case name."""
     folder.mkdir(parents=True, exist_ok=True)
     job_path, out_path = folder / "job.json", folder / "out.json"
     job_path.write_text(json.dumps({**job, "out": str(out_path)}))
     torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node", str(num_ranks), str(SCRIPT), str(job_path)]
+    command = [*torchrun, "--nproc-per-node", str(num_ranks), str(script), str(job_path)]
     root = Path(__file__).parents[3]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": str(root)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)

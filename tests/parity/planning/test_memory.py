@@ -1,0 +1,89 @@
+"""What a plan says of the trainer's memory beside what real Megatron students hold, rank by rank, at seven layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mopd.conversion.models.reading import read_dims
+from mopd.planning.memory.activations import HeadShape
+from mopd.planning.memory.shards import BYTES, shard, tensor_bytes
+from tests.fixtures.tiny_models import make_hf_model
+from tests.parity.student.harness import run_ranks
+from tests.parity.student.ranks import make_recipe
+
+SIZES: dict[str, Any] = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "ffn_size": 256}
+VOCAB_SIZE = 24_001
+"""So large that logits outweigh everything else in the head, and no multiple of a tensor-parallel degree."""
+MODELS = {
+    "dense": {"family": "qwen3", "num_layers": 4, "tie_word_embeddings": False},
+    "tied": {"family": "qwen3", "num_layers": 4, "tie_word_embeddings": True},
+    "experts": {"family": "qwen3_moe", "num_layers": 2, "tie_word_embeddings": False},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP2": {"model": "dense", "tp": 2, "pp": 1, "dp": 2, "sp": False, "distributed_optimizer": False},
+    "PP2": {"model": "dense", "tp": 1, "pp": 2, "dp": 2, "sp": False, "dtype": "bfloat16"},
+    "DP4 distributed optimizer": {"model": "dense", "tp": 1, "pp": 1, "dp": 4, "sp": False, "head_mib": 1},
+    "TP2xPP2": {"model": "dense", "tp": 2, "pp": 2, "dp": 1, "sp": True},
+    "EP2": {"model": "experts", "tp": 1, "pp": 1, "dp": 4, "sp": False, "ep": 2},
+    "tied": {"model": "tied", "tp": 1, "pp": 2, "dp": 2, "sp": False},
+    "recompute": {"model": "dense", "tp": 1, "pp": 1, "dp": 4, "sp": False, "dtype": "bfloat16", "recompute": "full"},
+}
+CASES = {name: {"micro_batch_size": 16, **case} for name, case in LAYOUTS.items()}
+PARTS = ("weights", "gradients", "optimizer")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: str(make_hf_model(root / name, vocab_size=VOCAB_SIZE, **{**SIZES, **model}))
+        for name, model in MODELS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def measured(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    job = {"models": folders, "cases": CASES}
+    return run_ranks(4, job, tmp_path_factory.mktemp("job"), script=Path(__file__).with_name("ranks.py"))
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_of_tensors_are_those_of_every_rank(name: str, measured: dict[str, Any], folders: dict[str, str]) -> None:
+    case = CASES[name]
+    student = make_recipe(folders[case["model"]], case).student
+    dims = read_dims(Path(student.model))
+    assert len(measured[name]) == 4
+    for rank in measured[name]:
+        planned = tensor_bytes(shard(dims, student.parallel, rank["stage"]), student)
+        for part in PARTS:
+            assert planned[part] == pytest.approx(rank[part], rel=0.05), (name, rank["rank"], part)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("name", CASES)
+def test_the_head_takes_what_is_planned(name: str, measured: dict[str, Any], folders: dict[str, str]) -> None:
+    case = CASES[name]
+    student = make_recipe(folders[case["model"]], case).student
+    dims = read_dims(Path(student.model))
+    heads = {rank["rank"]: rank["head"] for rank in measured[name] if rank["head"] is not None}
+    assert len(heads) == 4 // case["pp"]
+    for rank, head in heads.items():
+        # The vocabulary is odd, and the last of the ranks that share it has the padding.
+        is_padded = case["tp"] > 1 and rank % case["tp"] == case["tp"] - 1
+        shape = HeadShape(
+            rows=head["rows"],
+            tokens=head["tokens"],
+            hidden=dims.hidden_size,
+            columns=dims.padded_vocab_size(case["tp"]) // case["tp"],
+            element=BYTES[student.dtype],
+            ranks=case["tp"],
+            splits_sequence=case["sp"],
+            copies=student.dtype == "bfloat16" or is_padded,
+        )
+        budget = student.lm_head_memory_budget_mib * 2**20
+        assert (shape.rows_at_once(budget) < head["rows"]) == ("head_mib" in case)
+        assert shape.peak(budget) == pytest.approx(head["peak"], rel=0.1), (name, head)
