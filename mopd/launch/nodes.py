@@ -76,6 +76,8 @@ class Nodes:
         self._store: Store | None = None
         self._told: NodeEnd | None = None
         self._names: dict[int, str] = {}
+        self._gone: set[int] = set()
+        """Nodes of which nothing more is heard."""
         self._trouble = False
         self._is_store_gone = False
         self._closing = threading.Event()
@@ -112,7 +114,8 @@ class Nodes:
         if self._beating is not None:
             self._beating.join(timeout=SILENT_S)
         if self.place.is_first and self._told is not None:  # the store goes with this process
-            self._wait_for(lambda: all(self._has(f"bye/{rank}") for rank in self._others() if rank in self._names))
+            left = [rank for rank in self._others() if rank in self._names and rank not in self._gone]
+            self._wait_for(lambda: all(self._has(f"bye/{rank}") for rank in left))
 
     def _tell_error(self, error: BaseException) -> None:
         if isinstance(error, UserError):
@@ -175,6 +178,7 @@ class Nodes:
             told = self._ask(lambda: self.store.get(f"end/{rank}"), b"")
             if told:
                 return NodeEnd(**json.loads(told))
+        self._gone.add(rank)
         name = self._names.get(rank, "which did not come")
         return NodeEnd(
             node_rank=rank,
