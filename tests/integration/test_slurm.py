@@ -195,8 +195,9 @@ def test_ray_inside_the_job(nodes: slurm.Cluster, world: World, one_machine: Pat
 ALL_ON_RANK_0: dict[str, Any] = {
     **ON_NODES,
     "teacher_defaults": {},
-    "checkpoint__every_steps": 3,
-    "schedule__steps": 40,
+    "schedule__steps": 400,  # a minute: Slurm counts limits in minutes
+    "validation__every_steps": 40,
+    "checkpoint__every_steps": 20,
 }
 
 
@@ -229,7 +230,7 @@ def test_what_interrupts_a_job_queues_it_again(
     run_dir = tmp_path / "run"
     recipe = world.write_recipe(run_dir, **ALL_ON_RANK_0, slurm={"nodes": 2, "time": "10", "stop_before_s": 30})
     process = command(nodes, "slurm", recipe, "--wait")
-    until(lambda: num_steps(run_dir) >= 10)
+    until(lambda: num_steps(run_dir) >= 30)
     interrupt(nodes, run_dir)
     start_again_at_once(nodes, run_dir)
     code, output, errors = ended(process)
