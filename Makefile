@@ -42,7 +42,7 @@ quickstart: $(STAMP)  ## three tiny teachers, one student; a run that was cut of
 	$(BIN)/mopd train recipes/quickstart.yaml $(if $(wildcard runs/quickstart/recipe.yaml),--resume)
 
 test: $(ENGINES_STAMP)  ## everything that runs on this machine, two files at a time: many tests wait for processes
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -rs
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -rs
 
 fuzz: $(STAMP)  ## 10,000 mutations of every kind of file that is read (make test runs a short form)
 	MOPD_FUZZ_MUTATIONS=10000 $(BIN)/python -m pytest tests/fuzz --timeout=3600 --numprocesses 2 -rP
@@ -50,7 +50,7 @@ fuzz: $(STAMP)  ## 10,000 mutations of every kind of file that is read (make tes
 disk-full: $(STAMP)  ## 30 runs on a disk that fills up at random moments (make test runs two)
 	MOPD_DISK_FULL_MOMENTS=30 $(BIN)/python -m pytest tests/integration/test_disk_full.py --timeout=3600 -s
 
-kills: $(ENGINES_STAMP)  ## an asynchronous run, killed 20 times at random moments and places (make test: twice)
+kills: $(ENGINES_STAMP)  ## an asynchronous run, killed 20 times at random moments and places (make test: once)
 	MOPD_KILLS=20 $(BIN)/python -m pytest tests/integration/test_async.py --timeout=3600 -s
 
 SOAK_MINUTES ?= 20

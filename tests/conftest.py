@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 # Before torch and its OpenMP are there: several processes with a thread for each core would wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,8 +19,22 @@ if not torch.cuda.is_available():
     # Triton reads this when a kernel is decorated: it must stand before any test imports the Triton layer.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 warm.install()
+SHARING = ("tests/parity/student/",)
+"""Their sessions' fixtures are starts of ranks."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     warm.state.kind = "mopd" if item.get_closest_marker("vllm") is None else "vllm"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One worker for a file, and for folders whose files share what takes long to make."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return next((folder for folder in SHARING if nodeid.startswith(folder)), super()._split_scope(nodeid))
+
+    return Scheduling(config, log)

@@ -2,9 +2,8 @@
 
 Invariant: whichever process dies, and whenever, the run ends in one line within seconds and leaves no process behind
 (or starts a server again and goes on), and with ``--resume`` each prompt of the stream is trained on exactly once.
-``MOPD_KILLS`` sets how many random kills are tried (``make kills``: 20), and has the other tests take their long form;
-``MOPD_KILLS_SEED`` sets which. Not exercised here:
-several machines, CUDA.
+``MOPD_KILLS`` sets how many random kills are tried (``make kills``: 20; else one), and has the other tests take their
+long form; ``MOPD_KILLS_SEED`` sets which. Not exercised here: several machines, CUDA.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tests.integration.under_fire import MAX_STALENESS, Run, check_accounts, rec
 from tests.integration.world import World, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
-SHORT_FORM = 2
+SHORT_FORM = 1
 IS_LONG = "MOPD_KILLS" in os.environ
 VICTIMS = ("rank 0", "launcher", "producer", "rollout.0", "teachers.left.0")
 SERVERS = ("rollout.0", "teachers.left.0")

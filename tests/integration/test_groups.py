@@ -164,8 +164,9 @@ def test_the_vllm_recipe(world: World, tmp_path: Path, placement: str) -> None:
     if placement != "local":
         keys = ("teacher_defaults.placement", "rollout.placement")
         sets |= dict.fromkeys(keys, f"{{type: {placement}}}")
-    if placement == "in_process":  # one vLLM teacher is the point: each more would only take time
+    if placement != "local":  # one vLLM teacher is the point: each more would only take time
         sets |= dict.fromkeys(("rollout.engine", "teachers.sorting.engine"), "{type: torch}")
+    if placement == "in_process":
         sets["preflight.compare_with_transformers"] = "false"
     arguments = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
     done = mopd("train", "recipes/two_teachers_vllm_cpu.yaml", *arguments)
