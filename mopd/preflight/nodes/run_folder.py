@@ -86,7 +86,7 @@ class RunFolderTrials:
         problems: list[str] = []
         for node, answer in self._answers(answers, problems):
             if answer["refused"]:
-                problems.append(f"{self._names[node]}: {self._where}: {answer['refused']}")
+                problems.append(f"{self._names[node]}: {self._loaded.where('run_dir')}: {answer['refused']}")
             elif begun["word"] is not None and answer["seen_s"] is None:
                 problems.append(
                     f"{self._names[node]}: {self._where}: a file that {self._names[0]} wrote there is not seen: name a "
