@@ -58,7 +58,7 @@ soak: $(ENGINES_STAMP)  ## an asynchronous run with TransferQueue for so long: w
 	$(BIN)/python -m tests.integration.soak --minutes $(SOAK_MINUTES)
 
 slurm: $(ENGINES_STAMP)  ## jobs of every form on four nodes of this machine, interrupted and lost (make test: one job)
-	MOPD_SLURM=all $(BIN)/python -m pytest tests/integration/test_slurm.py --timeout=1200 -rs -s
+	MOPD_SLURM=all $(BIN)/python -m pytest tests/integration/test_slurm.py tests/integration/test_check_nodes_slurm.py --timeout=1200 -rs -s
 
 docs: $(STAMP)  ## the pages of docs/ as a site, in site/: python -m http.server --directory site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
