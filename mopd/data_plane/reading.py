@@ -62,6 +62,8 @@ class SocketReader:
         self._pid: int = address["pid"]
         self._timeout_s = timeout_s
         self._number = 0
+        self._has_ended = False
+        """ZeroMQ tells it once, and may take questions for a moment longer."""
         self._turn = threading.Lock()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -89,6 +91,8 @@ class SocketReader:
     def fetch(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
         """See ``Reader.fetch``."""
         with self._turn:
+            if self._has_ended:
+                raise self._ended()
             self._number += 1
             request = {"number": self._number, "sample_ids": list(sample_ids), "fields": list(fields)}
             deadline = time.monotonic() + self._timeout_s
@@ -141,6 +145,7 @@ class SocketReader:
     def _require_no_end(self) -> None:
         """Of the event that waits."""
         if not recv_monitor_message(self._monitor)["event"] & CONNECTED:
+            self._has_ended = True
             raise self._ended()
 
     def _ended(self) -> StorageEnded:

@@ -25,7 +25,7 @@ from mopd.run.validation import ValidationResult
 from tests.fixtures.runs import DOMAINS, make_run, step_record
 
 WIDTH = 80
-WITHOUT_TABLES = {"serve", "init"}
+WITHOUT_TABLES = {"serve", "init", "logs", "slurm", "stop"}
 DOMAIN = DOMAINS[1]
 
 
