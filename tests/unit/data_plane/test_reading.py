@@ -154,6 +154,7 @@ def test_a_stranger_s_bytes_stop_nobody(caplog: pytest.LogCaptureFixture) -> Non
         plane.serve(host=None)
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
+        socket.linger = 0  # else a failure below waits for ever
         socket.connect(plane.address["url"])
         good = {"number": 1, "sample_ids": [1], "fields": ["tokens"]}
         for parts in (
