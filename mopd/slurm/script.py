@@ -57,7 +57,7 @@ def render_script(loaded: Loaded, layout: JobLayout, *, run: Path, recipe: Path,
         head_step=_head_step(config),
         train_step=_head_step(config, layout.student_gpus),
         student_gpus=_numbers(layout.student_gpus),
-        ray=str(Path(sys.executable).with_name("ray")) if config.container is None else "ray",
+        ray=_ray(config),
         ray_keys=_ray_keys(loaded),
         ray_gpus=_ray_gpus(layout) if config.form == "ray" else [],
         table=_table(layout),
@@ -119,6 +119,13 @@ def _ray_gpus(layout: JobLayout) -> list[list[int]]:
     (component,) = layout.components
     owned = [layout.student_gpus if node < layout.student_nodes else () for node in range(component.num_nodes)]
     return [[gpu for gpu in range(component.gpus_per_node) if gpu not in own] for own in owned]
+
+
+def _ray(config: SlurmConfig) -> str:
+    """Ray's command, as a step or the script calls it."""
+    if config.container is None:
+        return shlex.quote(str(Path(sys.executable).with_name("ray")))
+    return '"${inside[@]}" ray' if config.container.type == "apptainer" else "ray"
 
 
 def _ray_keys(loaded: Loaded) -> list[str]:

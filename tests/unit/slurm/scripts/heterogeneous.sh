@@ -39,7 +39,8 @@ mapfile -t nodes_0 < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0"
 mapfile -t nodes_1 < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1")
 mapfile -t nodes_2 < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_2")
 
-mopd=(apptainer exec --nv --pwd "$PWD" --bind "$PWD" --bind /models:/models:ro /images/mopd.sif mopd)
+inside=(apptainer exec --nv --pwd "$PWD" --bind "$PWD" --bind /models:/models:ro /images/mopd.sif)
+mopd=("${inside[@]}" mopd)
 step=(srun --overlap --cpu-bind=none --mem=0)  # beside others: cores and memory are shared
 
 address_of() {  # NODE: its address, as its name may mean nothing elsewhere

@@ -96,6 +96,10 @@ daemon "${nodes_0[0]}" '4 5 6 7' --num-gpus=4 --head --include-dashboard=false -
 daemon "${nodes_0[1]}" '4 5 6 7' --num-gpus=4 --address="$ray_address" &
 daemon "${nodes_0[2]}" '4 5 6 7' --num-gpus=4 --address="$ray_address" &
 daemon "${nodes_0[3]}" '4 5 6 7' --num-gpus=4 --address="$ray_address" &
+for _ in {1..60}; do  # until all are there; the run itself says which group has no room
+  [ "$(/environment/bin/ray status --address="$ray_address" 2>/dev/null | grep -c '^ 1 node_')" -ge 4 ] && break
+  sleep 2
+done
 
 # The trainer: a launcher on each of the student's nodes. The first one's exit code is the run's.
 train=("${mopd[@]}" train "$recipe" --resume=auto --nnodes 4 --rdzv-endpoint "$head:$port" "${own[@]}")
