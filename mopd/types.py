@@ -10,12 +10,13 @@ One sample's life, with small numbers::
         teacher_ids [R, K] int32 · teacher_logprobs [R, K] fp32 · teacher_token_logprobs [R] fp32
 
 A recipe with an ensemble (D = most teachers of any domain > 1) has ``teacher_ids`` and ``teacher_logprobs`` [R, D, K]
-in all domains; what stands beyond a domain's own teachers has weight 0.
+in all domains; what stands beyond a domain's own teachers has weight 0. Where the student's family has vision, every
+sample has ``images`` [N, 8] int64 as well, a row for each image of its prompt (``data/image_refs.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,6 +38,34 @@ class NonFiniteError(UserError):
 
 class StaleBatchError(RuntimeError):
     """A claimed batch is further behind the student's weights than ``schedule.max_staleness`` allows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageRef:
+    """Where an image of a prompt is found again. References travel, pixels do not."""
+
+    file: int
+    """Index of the data file in the list that the prompts were loaded from."""
+    row: int
+    """Row number in that file."""
+    number: int
+    """Place among the images of the row."""
+    digest: bytes
+    """First 16 bytes of SHA-256 over the encoded file."""
+    grid: tuple[int, int, int]
+    """(1, height, width) in patches, before they are merged: it has ``height * width / merge_size**2`` tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptImage:
+    """An image of a prompt, as an engine is given it."""
+
+    digest: bytes
+    """As ``ImageRef.digest``: equal images are loaded and sent once."""
+    grid: tuple[int, int, int]
+    """As ``ImageRef.grid``."""
+    load: Callable[[], bytes]
+    """The encoded file, checked against the digest by who made this. ``UserError`` names file and row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

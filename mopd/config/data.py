@@ -15,6 +15,8 @@ TEMPLATE_ARGUMENTS = frozenset(
 )
 """What every chat template gets from mopd."""
 MAX_STORAGE_UNITS = 1024
+MAX_IMAGE_PIXELS = 2**26
+"""Of one image, as its header tells: 8,192 x 8,192. Decoded it has 200 MB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +35,13 @@ class DataConfig:
     """Jinja file that replaces the tokenizer's own chat template."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template (for example ``enable_thinking: false``)."""
+    image_key: str = "images"
+    """Column that holds a row's images, a list of ``{bytes: …}`` or ``{path: …}``; ``<image>`` in the prompt marks the
+    place of each."""
+    max_pixels: int | None = None
+    """Larger images are scaled down to so many pixels; absent: what the processor of ``student.model`` says."""
     max_prompt_length: int = 1024
-    """Longest prompt in tokens."""
+    """Longest prompt in tokens, those of its images included."""
     overlong_prompts: Literal["filter", "error", "truncate"] = "error"
     """What happens to a longer prompt: dropped with a count, refused, or cut from the left."""
     domain_weights: Mapping[str, float] = field(default_factory=dict)
@@ -42,6 +49,10 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require_at_least("max_prompt_length", self.max_prompt_length, 1, MAX_TOKENS)
+        if not self.image_key:
+            raise ValueError("image_key is empty: name the column of the images")
+        if self.max_pixels is not None:
+            require_at_least("max_pixels", self.max_pixels, 1, MAX_IMAGE_PIXELS)
         for name in sorted(TEMPLATE_ARGUMENTS & self.chat_template_kwargs.keys()):
             raise ValueError(f"chat_template_kwargs.{name} is set by mopd itself: remove it")
         if not self.train:
