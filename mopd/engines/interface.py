@@ -14,6 +14,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from mopd.types import PromptImage
+
 DEFAULT_RETRY_AFTER_S = 1.0
 """Of a full queue that does not say when to come back, or says it in a way that cannot be meant."""
 MAX_RETRY_AFTER_S = 30.0
@@ -96,6 +98,8 @@ class EngineInfo:
     owner hashed it (``mopd.conversion.hf.manifest``)."""
     max_logprobs: int | None = None
     """Largest ``top_k`` of ``score``; ``None`` is the vocabulary."""
+    image_processing: str | None = None
+    """``ImageProcessing.fingerprint`` of how it turns images into patches; ``None``: it sees no images."""
     limits: EngineLimits = EngineLimits()
 
 
@@ -125,6 +129,9 @@ class Generation:
     token_versions: Tensor
     """[R] int32 ``weight_version`` of the weights that drew each token; it never falls."""
 
+
+Images = Sequence[Sequence[PromptImage]] | None
+"""The images of each sequence of a request, in the order of their places in it; ``None``: no sequence has one."""
 
 Told = Callable[[int, Generation], None]
 """``told(i, generation)``: response i of a call is complete."""
@@ -159,12 +166,16 @@ class Generator(Protocol):
         seeds: Sequence[int],
         *,
         told: Told | None = None,
+        images: Images = None,
     ) -> list[Generation]:
         """One response per prompt. A response depends on its prompt, its seed and the weights, not on its neighbours'
         seeds. ``seeds`` are non-negative and below 2**63.
 
         ``told`` is called on the caller's event loop for each response as soon as it is complete, at most once each;
         an engine that cannot tell before the end never calls it. The list holds them all.
+
+        A prompt holds one placeholder for each token of its ``images``. ``EngineRejected`` for images that the engine
+        cannot see; placeholders and other tokens that only an image may stand for are never drawn.
         """
         ...
 
@@ -186,9 +197,18 @@ class Scorer(Protocol):
     """Scores given responses with fixed weights."""
 
     async def score(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
+        self,
+        tokens: Sequence[Tensor],
+        prompt_lengths: Sequence[int],
+        *,
+        top_k: int,
+        temperature: float,
+        images: Images = None,
     ) -> list[Scores]:
-        """Score the response part of each sequence (``tokens[i][prompt_lengths[i]:]``)."""
+        """Score the response part of each sequence (``tokens[i][prompt_lengths[i]:]``).
+
+        ``tokens`` hold one placeholder for each token of an image (after merging), as for ``Generator.generate``.
+        ``EngineRejected`` for images that the engine cannot see."""
         ...
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mopd.config.groups import RoutingConfig
 from mopd.engines.concurrency import all_or_none, cancel
+from mopd.engines.images import join
 from mopd.engines.interface import (
     EngineBusy,
     EngineLimits,
@@ -29,6 +30,7 @@ from mopd.engines.interface import (
     EngineUnavailable,
     Generation,
     Generator,
+    Images,
     SamplingParams,
     Scorer,
     Scores,
@@ -92,6 +94,7 @@ class Router:
         *,
         top_k: int,
         temperature: float,
+        images: Images = None,
         stop_at_failure: bool = True,
     ) -> list[Scores | SampleFailed]:
         """See ``Scorer.score``. The first ``SampleFailed`` ends it; with ``stop_at_failure`` false a sample that cannot
@@ -99,7 +102,7 @@ class Router:
         if len(tokens) != len(prompt_lengths):
             raise ValueError(f"{len(tokens)} sequences but {len(prompt_lengths)} prompt lengths")
         work = Scoring(top_k=top_k, temperature=temperature, vocab_size=self.vocab_size)
-        call = Call[Scores](work=work, items=list(zip(tokens, prompt_lengths, strict=True)))
+        call = Call[Scores](work=work, items=join(tokens, prompt_lengths, images))
         return await self._run(call, stop_at_failure=stop_at_failure)
 
     async def generate(
@@ -109,13 +112,14 @@ class Router:
         seeds: Sequence[int],
         *,
         told: Told | None = None,
+        images: Images = None,
     ) -> list[Generation]:
         """See ``Generator.generate``, with the weights of ``weight_version`` or newer ones. The first ``SampleFailed``
         ends it."""
         if len(prompts) != len(seeds):
             raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds")
         work = Generating(sampling=sampling, vocab_size=self.vocab_size)
-        call = Call[Generation](work=work, items=list(zip(prompts, seeds, strict=True)), told=told)
+        call = Call[Generation](work=work, items=join(prompts, seeds, images), told=told)
         return cast("list[Generation]", await self._run(call, stop_at_failure=True))
 
     def set_weight_version(self, weight_version: int) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from mopd.engines.checks import check_generations, check_scores
+from mopd.engines.images import Item, split
 from mopd.engines.interface import Generation, Generator, SamplingParams, Scorer, Scores
 from mopd.replicas.members import Room
 
@@ -45,36 +46,36 @@ class Work(Protocol[EngineT, ItemT, ResultT]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scoring:
-    """``Work`` of scorers; an item is a sequence and the length of its prompt."""
+    """``Work`` of scorers; an item is a sequence, the length of its prompt, and its images."""
 
     top_k: int
     temperature: float
     vocab_size: int | None
 
     async def ask(
-        self, engine: Scorer, items: Sequence[tuple[Tensor, int]], told: Callable[[int, Scores], None] | None
+        self, engine: Scorer, items: Sequence[Item[Tensor]], told: Callable[[int, Scores], None] | None
     ) -> Sequence[Scores]:
         """See ``Work.ask``. Scorers answer at once for all."""
-        tokens, starts = [sequence for sequence, _ in items], [start for _, start in items]
-        return await engine.score(tokens, starts, top_k=self.top_k, temperature=self.temperature)
+        tokens, starts, images = split(items)
+        return await engine.score(tokens, starts, top_k=self.top_k, temperature=self.temperature, images=images)
 
-    def check(self, items: Sequence[tuple[Tensor, int]], results: Sequence[Scores]) -> None:
+    def check(self, items: Sequence[Item[Tensor]], results: Sequence[Scores]) -> None:
         """See ``Work.check``."""
-        tokens, starts = [sequence for sequence, _ in items], [start for _, start in items]
+        tokens, starts, _ = split(items)
         check_scores(results, tokens, starts, top_k=self.top_k, vocab_size=self.vocab_size)
 
-    def room(self, item: tuple[Tensor, int]) -> Room:
+    def room(self, item: Item[Tensor]) -> Room:
         """See ``Work.room``."""
         return Room(len(item[0]), 0, len(item[0]))
 
-    def count(self, item: tuple[Tensor, int], result: Scores) -> int:
+    def count(self, item: Item[Tensor], result: Scores) -> int:
         """See ``Work.count``."""
         return len(item[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generating:
-    """``Work`` of generators; an item is a prompt and its seed."""
+    """``Work`` of generators; an item is a prompt, its seed, and its images."""
 
     sampling: SamplingParams
     vocab_size: int | None
@@ -82,22 +83,22 @@ class Generating:
     async def ask(
         self,
         engine: Generator,
-        items: Sequence[tuple[Sequence[int], int]],
+        items: Sequence[Item[Sequence[int]]],
         told: Callable[[int, Generation], None] | None,
     ) -> Sequence[Generation]:
         """See ``Work.ask``."""
-        prompts, seeds = [prompt for prompt, _ in items], [seed for _, seed in items]
-        return await engine.generate(prompts, self.sampling, seeds, told=told)
+        prompts, seeds, images = split(items)
+        return await engine.generate(prompts, self.sampling, seeds, told=told, images=images)
 
-    def check(self, items: Sequence[tuple[Sequence[int], int]], results: Sequence[Generation]) -> None:
+    def check(self, items: Sequence[Item[Sequence[int]]], results: Sequence[Generation]) -> None:
         """See ``Work.check``."""
         check_generations(results, max_new_tokens=self.sampling.max_new_tokens, vocab_size=self.vocab_size)
 
-    def room(self, item: tuple[Sequence[int], int]) -> Room:
+    def room(self, item: Item[Sequence[int]]) -> Room:
         """See ``Work.room``. How long a response gets is not known before: the engine makes room for it as it grows."""
         length = len(item[0])
         return Room(length, 1, length + self.sampling.max_new_tokens)
 
-    def count(self, item: tuple[Sequence[int], int], result: Generation) -> int:
+    def count(self, item: Item[Sequence[int]], result: Generation) -> int:
         """See ``Work.count``."""
         return len(item[0]) + len(result.tokens)

@@ -27,7 +27,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from mopd.engines.interface import EngineInfo, EngineUnavailable, Generation, SamplingParams, Told
+from mopd.engines.interface import EngineInfo, EngineRejected, EngineUnavailable, Generation, SamplingParams, Told
 from mopd.serving.admission import Admission, ServerLimits
 from mopd.serving.bodies import ARRIVING_BYTES, BodyReader, SlicedResponse, read_deadline, while_wanted
 from mopd.serving.errors import Refusal, bad_request, stale_weights
@@ -302,7 +302,7 @@ class EngineServer:
         """The engine's errors as refusals. A dead engine ends the server: its supervisor starts another."""
         try:
             return await call
-        except (ValueError, UserError) as error:
+        except (ValueError, UserError, EngineRejected) as error:
             raise bad_request(one_line(error)) from error
         except EngineUnavailable as error:
             message = one_line(error)

@@ -15,10 +15,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from mopd.engines.images import Item, join, split
 from mopd.engines.interface import (
     Described,
     Generation,
     Generator,
+    Images,
     OnRunning,
     SamplingParams,
     Scorer,
@@ -92,10 +94,16 @@ class EngineHost:
         """After the last call; waiting work is cancelled."""
 
     async def score(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
+        self,
+        tokens: Sequence[Tensor],
+        prompt_lengths: Sequence[int],
+        *,
+        top_k: int,
+        temperature: float,
+        images: Images = None,
     ) -> list[Scores]:
         """See ``Scorer.score``."""
-        return await self.engine.score(tokens, prompt_lengths, top_k=top_k, temperature=temperature)
+        return await self.engine.score(tokens, prompt_lengths, top_k=top_k, temperature=temperature, images=images)
 
     async def generate(
         self,
@@ -104,9 +112,10 @@ class EngineHost:
         seeds: Sequence[int],
         *,
         told: Told | None = None,
+        images: Images = None,
     ) -> list[Generation]:
         """See ``Generator.generate``."""
-        return await self.engine.generate(prompts, sampling, seeds, told=told)
+        return await self.engine.generate(prompts, sampling, seeds, told=told, images=images)
 
     async def swap_weights(self, prepared: Any, weight_version: int, *, on_running: OnRunning) -> None:
         """See ``HostedEngine.swap_weights``. With ``finish`` no other call may be running."""
@@ -169,15 +178,21 @@ class ThreadHost(EngineHost):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def score(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
+        self,
+        tokens: Sequence[Tensor],
+        prompt_lengths: Sequence[int],
+        *,
+        top_k: int,
+        temperature: float,
+        images: Images = None,
     ) -> list[Scores]:
         """See ``Scorer.score``."""
 
-        async def call(items: list[tuple[Tensor, int]], _: Any) -> list[Scores]:
-            sequences, starts = zip(*items, strict=True)
-            return await self.engine.score(sequences, starts, top_k=top_k, temperature=temperature)
+        async def call(items: list[Item[Tensor]], _: Any) -> list[Scores]:
+            sequences, starts, own = split(items)
+            return await self.engine.score(sequences, starts, top_k=top_k, temperature=temperature, images=own)
 
-        items = list(zip(tokens, prompt_lengths, strict=True))
+        items = join(tokens, prompt_lengths, images)
         return await self._submit(("score", top_k, temperature), items, sum(map(len, tokens)), call)
 
     async def generate(
@@ -187,14 +202,15 @@ class ThreadHost(EngineHost):
         seeds: Sequence[int],
         *,
         told: Told | None = None,
+        images: Images = None,
     ) -> list[Generation]:
         """See ``Generator.generate``."""
 
-        async def call(items: list[tuple[Sequence[int], int]], tell: Told) -> list[Generation]:
-            texts, numbers = zip(*items, strict=True)
-            return await self.engine.generate(texts, sampling, numbers, told=tell)
+        async def call(items: list[Item[Sequence[int]]], tell: Told) -> list[Generation]:
+            texts, numbers, own = split(items)
+            return await self.engine.generate(texts, sampling, numbers, told=tell, images=own)
 
-        items = list(zip(prompts, seeds, strict=True))
+        items = join(prompts, seeds, images)
         num_tokens = sum(map(len, prompts)) + len(prompts) * sampling.max_new_tokens
         return await self._submit(("generate", sampling), items, num_tokens, call, told)
 

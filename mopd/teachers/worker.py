@@ -15,7 +15,7 @@ from torch import Tensor
 from mopd.config.groups import Assignment
 from mopd.data_plane.interface import Storage
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.interface import CorruptAnswer, Scores
+from mopd.engines.interface import CorruptAnswer, Images, Scores
 from mopd.replicas.interface import NoReplica, SampleFailed
 from mopd.replicas.router import Router
 from mopd.text import one_line
@@ -45,6 +45,7 @@ class TeacherGroup:
         *,
         top_k: int,
         temperature: float,
+        images: Images = None,
         stop_at_failure: bool = True,
     ) -> list[Scores | SampleFailed]:
         """See ``Scorer.score``; results in the order of the request.
@@ -54,7 +55,12 @@ class TeacherGroup:
         """
         async with self.kept_awake():
             return await self.router.score(
-                tokens, prompt_lengths, top_k=top_k, temperature=temperature, stop_at_failure=stop_at_failure
+                tokens,
+                prompt_lengths,
+                top_k=top_k,
+                temperature=temperature,
+                images=images,
+                stop_at_failure=stop_at_failure,
             )
 
 

@@ -23,7 +23,7 @@ from mopd.controller import Controller
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data.stream import PromptStream
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import EngineRejected, SamplingParams, Scores
+from mopd.engines.interface import EngineRejected, Images, SamplingParams, Scores
 from mopd.engines.torch.engine import TorchEngine
 from mopd.hardware import Hardware
 from mopd.ledger import Ledger
@@ -48,7 +48,13 @@ class Picky:
         self.engine, self.bad_token = engine, bad_token
 
     async def score(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
+        self,
+        tokens: Sequence[Tensor],
+        prompt_lengths: Sequence[int],
+        *,
+        top_k: int,
+        temperature: float,
+        images: Images = None,
     ) -> list[Scores]:
         if any(int(sequence[0]) == self.bad_token for sequence in tokens):
             raise EngineRejected("math.0: I do not like it")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.interface import Generation, SamplingParams, Scores, Told
+from mopd.engines.interface import Generation, Images, SamplingParams, Scores, Told
 
 VOCAB_SIZE = 1024
 LOGPROB = -20.0
@@ -70,6 +70,7 @@ class SleepingGenerator:
         seeds: Sequence[int],
         *,
         told: Told | None = None,
+        images: Images = None,
     ) -> list[Generation]:
         """See ``Generator.generate``."""
 
@@ -121,7 +122,13 @@ class SleepingScorer:
         self._free_at = 0.0
 
     async def score(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
+        self,
+        tokens: Sequence[Tensor],
+        prompt_lengths: Sequence[int],
+        *,
+        top_k: int,
+        temperature: float,
+        images: Images = None,
     ) -> list[Scores]:
         """See ``Scorer.score``."""
         loop = asyncio.get_running_loop()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mopd.config.groups import RoutingConfig
-from mopd.engines.interface import Scores
+from mopd.engines.interface import Images, Scores
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 
@@ -138,7 +138,13 @@ class TokenClockEngine:
         """When its last request ended."""
 
     async def score(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
+        self,
+        tokens: Sequence[Tensor],
+        prompt_lengths: Sequence[int],
+        *,
+        top_k: int,
+        temperature: float,
+        images: Images = None,
     ) -> list[Scores]:
         """See ``Scorer.score``."""
         async with self._turn:

@@ -18,7 +18,8 @@ from torch import Tensor
 from mopd.engines.checks import check_scoring
 from mopd.engines.clients.http import HttpClient
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.interface import EngineInfo, EngineRejected, Generation, SamplingParams, Scores, Told
+from mopd.engines.images import refuse_images
+from mopd.engines.interface import EngineInfo, EngineRejected, Generation, Images, SamplingParams, Scores, Told
 from mopd.files.json_text import parse_json
 from mopd.metrics import is_counted
 from mopd.types import UserError
@@ -40,6 +41,9 @@ ANSWER_HEAD_BYTES = 65536
 """What an answer may have beside its log-probs, and how long others may be."""
 
 _log = logging.getLogger(__name__)
+
+
+NO_IMAGES = "token prompts of the OpenAI interface hold no images: serve the model with `mopd serve`"
 
 
 class OpenAIScorer:
@@ -81,9 +85,16 @@ class OpenAIScorer:
         self._warned = False
 
     async def score(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
+        self,
+        tokens: Sequence[Tensor],
+        prompt_lengths: Sequence[int],
+        *,
+        top_k: int,
+        temperature: float,
+        images: Images = None,
     ) -> list[Scores]:
         """See ``Scorer.score``: one HTTP request per sequence. ``UserError`` for a temperature other than 1."""
+        refuse_images(images, self.name, because=NO_IMAGES)
         self._check_score(tokens, prompt_lengths, top_k, temperature)
         if not self._warned:
             self._warned = True
@@ -122,8 +133,10 @@ class OpenAIScorer:
         seeds: Sequence[int],
         *,
         told: Told | None = None,
+        images: Images = None,
     ) -> list[Generation]:
         """See ``Generator.generate``, greedily alone: how such a server draws is not ours to say."""
+        refuse_images(images, self.name, because=NO_IMAGES)
         if sampling.temperature != 0 or len(seeds) != len(prompts):
             raise ValueError(
                 f"{self.name}: temperature {sampling.temperature}, {len(seeds)} seeds: only 0, one a prompt"

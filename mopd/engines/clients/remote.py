@@ -19,11 +19,13 @@ from torch import Tensor
 
 from mopd.conversion.hf.manifest import HASHES
 from mopd.engines.clients.http import MAX_SMALL_BYTES, HttpClient
+from mopd.engines.images import refuse_images
 from mopd.engines.interface import (
     EngineInfo,
     EngineLimits,
     EngineRejected,
     Generation,
+    Images,
     OnRunning,
     SamplingParams,
     Scores,
@@ -93,9 +95,16 @@ class RemoteEngine:
         """Payload bytes of all msgpack requests and answers so far."""
 
     async def score(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
+        self,
+        tokens: Sequence[Tensor],
+        prompt_lengths: Sequence[int],
+        *,
+        top_k: int,
+        temperature: float,
+        images: Images = None,
     ) -> list[Scores]:
         """See ``Scorer.score``."""
+        refuse_images(images, self.name)
         if not tokens:
             return []
         request = ScoreRequest(
@@ -121,8 +130,10 @@ class RemoteEngine:
         seeds: Sequence[int],
         *,
         told: Told | None = None,
+        images: Images = None,
     ) -> list[Generation]:
         """See ``Generator.generate``; ``StaleWeights`` if the server has older weights than ``self.weight_version``."""
+        refuse_images(images, self.name)
         if not prompts:
             return []
         request = GenerateRequest(
@@ -343,6 +354,8 @@ def read_engine(description: dict[str, Any]) -> EngineInfo:
     for name, least in (("vocab_size", 1), ("max_positions", 1), ("weight_version", -1)):
         _require_count(name, told[name], least)
     _require_count("max_logprobs", told["max_logprobs"], 1, is_optional=True)
+    if told["image_processing"] is not None:
+        _require_text("image_processing", told["image_processing"])
     hashes = told["manifest"]
     if hashes is not None:
         if not isinstance(hashes, dict) or set(hashes) != set(HASHES):

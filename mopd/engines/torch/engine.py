@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.checks import check_length, check_sampling, check_scoring
-from mopd.engines.interface import EngineInfo, EngineLimits, Generation, SamplingParams, Scores, Told
+from mopd.engines.images import refuse_images
+from mopd.engines.interface import EngineInfo, EngineLimits, Generation, Images, SamplingParams, Scores, Told
 from mopd.engines.staging import hold_weights
 from mopd.engines.torch.decoding import decode, uniforms
 from mopd.engines.torch.loading import build_empty_model, load_model, read_stop_ids, weight_slots
@@ -102,8 +103,10 @@ class TorchEngine:
         seeds: Sequence[int],
         *,
         told: Told | None = None,
+        images: Images = None,
     ) -> list[Generation]:
         """See ``Generator.generate``. ``UserError`` when a prompt and its response do not fit the model."""
+        refuse_images(images, self.name)
         self._require_weights()
         check_sampling(prompts, sampling, seeds, self.stop_ids, name=self.name)
         longest = max(map(len, prompts), default=0)
@@ -192,9 +195,16 @@ class TorchEngine:
         self._has_weights, self.weight_version = True, weight_version
 
     async def score(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
+        self,
+        tokens: Sequence[Tensor],
+        prompt_lengths: Sequence[int],
+        *,
+        top_k: int,
+        temperature: float,
+        images: Images = None,
     ) -> list[Scores]:
         """See ``Scorer.score``. ``ValueError`` for ``top_k`` above the vocabulary or an empty prompt."""
+        refuse_images(images, self.name)
         self._check_score(tokens, prompt_lengths, top_k, temperature)
         results: dict[int, Scores] = {}
         for batch in token_budget_batches([len(t) for t in tokens], self._cfg.max_tokens_per_batch):

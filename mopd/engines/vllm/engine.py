@@ -20,7 +20,17 @@ from torch import Tensor
 from mopd.config.groups import VllmEngineConfig
 from mopd.engines.checks import check_length, check_sampling, check_scoring
 from mopd.engines.concurrency import TokenBudget, all_or_none
-from mopd.engines.interface import EngineInfo, EngineLimits, EngineUnavailable, Generation, SamplingParams, Scores, Told
+from mopd.engines.images import refuse_images
+from mopd.engines.interface import (
+    EngineInfo,
+    EngineLimits,
+    EngineUnavailable,
+    Generation,
+    Images,
+    SamplingParams,
+    Scores,
+    Told,
+)
 from mopd.engines.staging import stage_weights
 from mopd.engines.torch.loading import build_empty_model, read_config, read_stop_ids, weight_slots
 from mopd.engines.vllm.reading import last_output, no_scores, read_generation, read_scores
@@ -173,7 +183,13 @@ class VllmEngine:
         self._asleep = False
 
     async def score(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
+        self,
+        tokens: Sequence[Tensor],
+        prompt_lengths: Sequence[int],
+        *,
+        top_k: int,
+        temperature: float,
+        images: Images = None,
     ) -> list[Scores]:
         """See ``Scorer.score``. Sequences are submitted one by one, at most ``max_scoring_tokens`` at a time.
 
@@ -182,6 +198,7 @@ class VllmEngine:
             ValueError: ``top_k`` above ``max_logprobs``, an empty prompt, an id outside the vocabulary.
             EngineUnavailable: vLLM has died or answered for other tokens.
         """
+        refuse_images(images, self.name)
         self._check_score(tokens, prompt_lengths, top_k, temperature)
         params = VllmSamplingParams(
             max_tokens=1,
@@ -209,6 +226,7 @@ class VllmEngine:
         seeds: Sequence[int],
         *,
         told: Told | None = None,
+        images: Images = None,
     ) -> list[Generation]:
         """See ``Generator.generate``. vLLM's rounding depends on the batch: equal up to ties within rounding.
 
@@ -216,6 +234,7 @@ class VllmEngine:
             UserError: a prompt and its response do not fit, or vLLM cannot report the log-probs of this ``sampling``.
             EngineUnavailable: vLLM has died.
         """
+        refuse_images(images, self.name)
         self._check_generate(prompts, sampling, seeds)
         cuts = sampling if sampling.temperature else SamplingParams(max_new_tokens=1)  # no cut matters to greedy
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mopd.bench.teachers.makespan import run_on_token_clock
 from mopd.config.groups import RoutingConfig
-from mopd.engines.interface import EngineLimits, Generation, SamplingParams, Scores, Told
+from mopd.engines.interface import EngineLimits, Generation, Images, SamplingParams, Scores, Told
 from mopd.replicas.interface import Replica, RouterLimits
 from mopd.replicas.router import Router
 
@@ -38,7 +38,13 @@ class StandIn:
         self.bytes_sent = self.bytes_received = 0
 
     async def score(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
+        self,
+        tokens: Sequence[Tensor],
+        prompt_lengths: Sequence[int],
+        *,
+        top_k: int,
+        temperature: float,
+        images: Images = None,
     ) -> list[Scores]:
         firsts = [int(sequence[0]) for sequence in tokens]
         await self._work(firsts, sum(map(len, tokens)))
@@ -58,6 +64,7 @@ class StandIn:
         seeds: Sequence[int],
         *,
         told: Told | None = None,
+        images: Images = None,
     ) -> list[Generation]:
         await self._work([prompt[0] for prompt in prompts], sum(map(len, prompts)) + sampling.max_new_tokens)
         return [
@@ -154,6 +161,7 @@ class Teller(StandIn):
         seeds: Sequence[int],
         *,
         told: Told | None = None,
+        images: Images = None,
     ) -> list[Generation]:
         trouble = self.plan(len(self.calls))
         late_s = trouble if isinstance(trouble, float) else 0.0

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mopd.engines.interface import EngineBusy, EngineUnavailable, Generation, SamplingParams, Told
+from mopd.engines.interface import EngineBusy, EngineUnavailable, Generation, Images, SamplingParams, Told
 from mopd.metrics import apart, is_counted
 from mopd.replicas.members import NO_ROOM
 from tests.unit.replicas.stand_in import (
@@ -38,7 +38,9 @@ class Held(Teller):
         self.requests: list[tuple[Told, list[Generation], asyncio.Future[None]]] = []
         self.are_counted: list[bool] = []
 
-    async def generate(self, prompts: Any, sampling: Any, seeds: Any, *, told: Told | None = None) -> list[Generation]:
+    async def generate(
+        self, prompts: Any, sampling: Any, seeds: Any, *, told: Told | None = None, images: Images = None
+    ) -> list[Generation]:
         assert told is not None
         self.are_counted.append(is_counted())
         drawn = [self._draw(prompt, sampling, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
@@ -189,7 +191,9 @@ class Silent:
         self.engine = engine
         self.weight_version = 0
 
-    async def generate(self, prompts: Any, sampling: Any, seeds: Any, *, told: Told | None = None) -> list[Generation]:
+    async def generate(
+        self, prompts: Any, sampling: Any, seeds: Any, *, told: Told | None = None, images: Images = None
+    ) -> list[Generation]:
         return await self.engine.generate(prompts, sampling, seeds)
 
 

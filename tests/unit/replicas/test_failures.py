@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, Scores
+from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, Images, Scores
 from mopd.replicas.interface import SampleFailed
 from mopd.replicas.members import NO_ROOM
 from mopd.replicas.router import Router
@@ -166,7 +166,9 @@ def test_a_full_queue_leaves_the_request_to_another_replica() -> None:
 class Picky(StandIn):
     """Refuses any request that holds the sample 1003."""
 
-    async def score(self, tokens: Any, prompt_lengths: Any, *, top_k: int, temperature: float) -> list[Scores]:
+    async def score(
+        self, tokens: Any, prompt_lengths: Any, *, top_k: int, temperature: float, images: Images = None
+    ) -> list[Scores]:
         if any(int(sequence[0]) == 1003 for sequence in tokens):
             raise EngineRejected("sequence longer than the model")
         return await super().score(tokens, prompt_lengths, top_k=top_k, temperature=temperature)
@@ -192,7 +194,9 @@ def test_a_refused_request_fails_its_bad_sample_alone() -> None:
 class Forgetful(StandIn):
     """Leaves out the last sample of its first request."""
 
-    async def score(self, tokens: Any, prompt_lengths: Any, *, top_k: int, temperature: float) -> list[Scores]:
+    async def score(
+        self, tokens: Any, prompt_lengths: Any, *, top_k: int, temperature: float, images: Images = None
+    ) -> list[Scores]:
         scores = await super().score(tokens, prompt_lengths, top_k=top_k, temperature=temperature)
         return scores[:-1] if len(self.calls) == 1 else scores
 

@@ -16,6 +16,7 @@ from mopd.engines.interface import (
     EngineRejected,
     EngineUnavailable,
     Generation,
+    Images,
     SamplingParams,
     Scores,
     Told,
@@ -146,7 +147,9 @@ class Refuser(Teller):
         super().__init__()
         self.error = error
 
-    async def generate(self, prompts: Any, sampling: Any, seeds: Any, *, told: Told | None = None) -> list[Generation]:
+    async def generate(
+        self, prompts: Any, sampling: Any, seeds: Any, *, told: Told | None = None, images: Images = None
+    ) -> list[Generation]:
         if any(prompt[0] == 13 for prompt in prompts):
             self.calls.append([prompt[0] for prompt in prompts])
             raise self.error
@@ -174,7 +177,9 @@ def test_a_refused_joint_request_fails_its_bad_caller_alone(error: Exception) ->
 class Picky(StandIn):
     """Refuses any request that holds the sample 1003."""
 
-    async def score(self, tokens: Any, prompt_lengths: Any, *, top_k: int, temperature: float) -> list[Scores]:
+    async def score(
+        self, tokens: Any, prompt_lengths: Any, *, top_k: int, temperature: float, images: Images = None
+    ) -> list[Scores]:
         if any(int(sequence[0]) == 1003 for sequence in tokens):
             raise EngineRejected("sequence longer than the model")
         return await super().score(tokens, prompt_lengths, top_k=top_k, temperature=temperature)

@@ -18,7 +18,7 @@ from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.config.rewards import CustomRewardConfig, ExactMatchConfig
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import Generation, Generator, SamplingParams
+from mopd.engines.interface import Generation, Generator, Images, SamplingParams
 from mopd.engines.torch.engine import TorchEngine
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
@@ -130,7 +130,12 @@ class HandsBack:
         self.asked: list[tuple[int, ...]] = []
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        *,
+        images: Images = None,
     ) -> list[Generation]:
         self.asked += map(tuple, prompts)
         whole = await self.engine.generate(prompts, sampling, seeds)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mopd.config.groups import Assignment, RoutingConfig, TeacherConfig, TorchEngineConfig
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import EngineRejected, EngineUnavailable, Scores
+from mopd.engines.interface import EngineRejected, EngineUnavailable, Images, Scores
 from mopd.engines.torch.engine import TorchEngine
 from mopd.replicas.interface import Replica, RouterLimits
 from mopd.replicas.router import Router
@@ -52,7 +52,13 @@ class Altered:
         self.requests = 0
 
     async def score(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, temperature: float
+        self,
+        tokens: Sequence[Tensor],
+        prompt_lengths: Sequence[int],
+        *,
+        top_k: int,
+        temperature: float,
+        images: Images = None,
     ) -> list[Scores]:
         self.requests += 1
         await asyncio.sleep(0)
