@@ -124,6 +124,15 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VisionConfig:
+    """The vision tower of a vision-language student; unread for a text model."""
+
+    freeze: Literal["tower", "tower_and_merger", "none"] = "tower"
+    """What keeps its weights: the tower but not the layers that merge its features into the student's embeddings,
+    all of it, or nothing. What is frozen costs no gradient, no optimizer states and no backward pass."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StudentConfig:
     """The model that learns: a Hugging Face checkpoint that becomes a Megatron-Core ``GPTModel``."""
 
@@ -136,6 +145,8 @@ class StudentConfig:
     """Optimizer and learning-rate schedule."""
     moe: MoeConfig = MoeConfig()
     """Experts, where the model has them."""
+    vision: VisionConfig = VisionConfig()
+    """Vision tower, where the model has one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Parameter and activation dtype, ``auto``: bfloat16 on CUDA, float32 without. With bfloat16 the optimizer keeps
     fp32 main weights."""
