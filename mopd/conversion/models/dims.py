@@ -77,6 +77,56 @@ class MoeDims:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VisionDims:
+    """Sizes of the vision tower, and how images stand among the tokens.
+
+    Example (Qwen2.5-VL-3B): ``patch_size=14, depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16,
+    out_hidden_size=2048, window_size=112, full_attention_blocks=(7, 15, 23, 31), mrope_section=(16, 24, 24)``.
+    """
+
+    naming: Literal["flat", "nested"]
+    """How the Hugging Face checkpoint names its tensors: ``visual.*`` and ``model.*``, or ``model.visual.*`` and
+    ``model.language_model.*``. The head is ``lm_head`` in both."""
+    image_token_id: int
+    """Stands once for each merged patch of an image."""
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+    patch_size: int
+    """Pixels of a patch's side."""
+    temporal_patch_size: int
+    """Frames of a patch; an image is repeated to fill it."""
+    spatial_merge_size: int
+    """Patches of a merged patch's side."""
+    in_channels: int
+    depth: int
+    """Blocks of the tower."""
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    """Width of a block's MLP."""
+    out_hidden_size: int
+    """Channels of a feature: the language model's."""
+    window_size: int | None = None
+    """Pixels of the side of an attention window; None where every block sees the whole image."""
+    full_attention_blocks: tuple[int, ...] = ()
+    """Blocks that see the whole image in spite of ``window_size``."""
+    num_position_embeddings: int | None = None
+    """Learned positions, a square; None for rotary ones alone."""
+    deepstack_layers: tuple[int, ...] = ()
+    """Blocks whose features are also added after the language model's first layers, in this order."""
+    mrope_section: tuple[int, int, int]
+    """Rotary frequencies of time, height and width; together half of ``head_dim``."""
+    mrope_interleaved: bool
+    """The three kinds of frequencies alternate; else they follow one another."""
+
+    @property
+    def token_ids(self) -> tuple[int, int, int, int]:
+        """Ids that stand for vision, never for text."""
+        return self.image_token_id, self.video_token_id, self.vision_start_token_id, self.vision_end_token_id
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelDims:
     """Sizes and switches of one decoder-only model, the same on every rank.
 
@@ -114,6 +164,8 @@ class ModelDims:
     """Experts; None for a dense model."""
     rope_scaling: Llama3Rope | YarnRope | None = None
     """Scaled rotary embedding; None for the plain one."""
+    vision: VisionDims | None = None
+    """The vision tower; None for a model of text."""
 
     @property
     def heads_per_group(self) -> int:

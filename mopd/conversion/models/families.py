@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.towers import TOWER_PREFIX, named_as_read, tower_sizes, tower_tensors
 
 Merge = Literal["replicated", "rows", "columns", "vocab", "qkv", "gate_up"]
 """How a parameter is cut over tensor-parallel ranks (expert-tensor-parallel ranks for experts): ``rows`` = dimension 0
@@ -49,6 +50,11 @@ class Param:
     def is_expert(self) -> bool:
         """One such parameter per expert."""
         return "{expert}" in self.megatron[0]
+
+    @property
+    def is_vision(self) -> bool:
+        """It belongs to the vision tower."""
+        return self.megatron[0].startswith(TOWER_PREFIX)
 
     @property
     def stays_fp32(self) -> bool:
@@ -186,14 +192,18 @@ MIXTRAL_EXPERTS = _experts("block_sparse_moe.experts.{expert}", "w1", "w3", "w2"
 MIXTRAL_ROUTER = (_one("mlp.router.weight", "replicated", "block_sparse_moe.gate.weight", "experts", "hidden"),)
 
 _LLAMA = Family(dense=ATTENTION + MLP)
+_QWEN2 = Family(dense=ATTENTION + QKV_BIAS + MLP)
+_QWEN3 = Family(dense=ATTENTION + QK_NORM + MLP)
 _DEEPSEEK = Family(
     dense=LATENT_ATTENTION + MLP, moe=LATENT_ATTENTION + PRE_MOE_NORM + ROUTER + SHARED_EXPERTS + EXPERTS
 )
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
-    "qwen2": Family(dense=ATTENTION + QKV_BIAS + MLP),
-    "qwen3": Family(dense=ATTENTION + QK_NORM + MLP),
+    "qwen2": _QWEN2,
+    "qwen2_5_vl": _QWEN2,
+    "qwen3": _QWEN3,
+    "qwen3_vl": _QWEN3,
     "qwen3_moe": Family(
         dense=ATTENTION + QK_NORM + MLP, moe=ATTENTION + QK_NORM + PRE_MOE_NORM + ROUTER + EXPERTS
     ),
@@ -201,9 +211,10 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
 }  # fmt: skip
-"""``model_type`` -> the parameters of its layers."""
+"""``model_type`` -> the parameters of its layers. Names are spelled without ``language_model``; towers are
+``towers.py``'s."""
 
-IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+IGNORED = re.compile(r"model\.(language_model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Tensors of old checkpoints that follow from the config."""
 
 
@@ -221,12 +232,15 @@ class Placed:
     expert: int | None = None
     """Global expert number from 0; None outside the experts."""
 
-    def stage(self, dims: ModelDims, *, stages: int, chunks: int = 1) -> int:
+    def stage(self, dims: ModelDims, *, stages: int, chunks: int = 1, first_stage_layers: int | None = None) -> int:
         """Pipeline stage of ``stages`` with ``chunks`` model chunks each that holds it (the first one where tied stages
-        both do)."""
-        if self.layer is not None:
+        both do). ``first_stage_layers`` is ``student.parallel.num_layers_in_first_pipeline_stage``."""
+        if self.layer is None:
+            return 0 if self.param is EMBEDDING or self.param.is_vision else stages - 1
+        if first_stage_layers is None or stages == 1:
             return self.layer // (dims.num_layers // (stages * chunks)) % stages
-        return 0 if self.param is EMBEDDING else stages - 1
+        others = (dims.num_layers - first_stage_layers) // (stages - 1)
+        return 0 if self.layer < first_stage_layers else 1 + (self.layer - first_stage_layers) // others
 
     def owner(self, dims: ModelDims, *, ranks: int) -> int:
         """Expert-parallel rank of ``ranks`` that holds an expert's: they own equally many consecutive ones."""
@@ -262,7 +276,7 @@ def sizes(dims: ModelDims) -> dict[str, int]:
             "moe_ffn": moe.ffn_hidden_size,
             "shared_ffn": moe.shared_ffn_hidden_size,
         }
-    return values
+    return values if dims.vision is None else values | tower_sizes(dims.vision)
 
 
 def switches(dims: ModelDims) -> set[Switch]:
@@ -292,7 +306,7 @@ def place(param: Param, dims: ModelDims, layer: int | None = None, expert: int |
         param=param,
         layer=layer,
         megatron=names(param, layer, expert),
-        hf_names=tuple(tensor.name.format(layer=layer, expert=expert) for tensor in param.hf),
+        hf_names=tuple(named_as_read(tensor.name.format(layer=layer, expert=expert), dims) for tensor in param.hf),
         hf_shapes=tuple(tuple(size[name] for name in tensor.shape) for tensor in param.hf),
         expert=expert,
     )
@@ -316,8 +330,17 @@ def place_layer(dims: ModelDims, layer: int) -> Iterator[Placed]:
                 yield place(param, dims, layer, expert)
 
 
+def tower_params(dims: ModelDims) -> Iterator[Placed]:
+    """All parameters of the vision tower; none in a model of text."""
+    if dims.vision is not None:
+        for name, shape in tower_tensors(dims.family, dims.vision):
+            yield place(Param((TOWER_PREFIX + name,), "replicated", (HfTensor(f"visual.{name}", shape),)), dims)
+
+
 def all_params(dims: ModelDims) -> Iterator[Placed]:
-    """Every distinct parameter of the model in checkpoint order: embedding, layers, final norm, head unless tied."""
+    """Every distinct parameter of the model in checkpoint order: vision tower, embedding, layers, final norm, head
+    unless tied."""
+    yield from tower_params(dims)
     yield place(EMBEDDING, dims)
     for layer in range(dims.num_layers):
         yield from place_layer(dims, layer)

@@ -13,6 +13,7 @@ from typing import Any
 
 from mopd.conversion.models.config_keys import CONFIG_FILE, Keys, read_config
 from mopd.conversion.models.dims import Llama3Rope, MlaDims, ModelDims, MoeDims, YarnRope
+from mopd.conversion.models.vision_config import MROPE_KEYS, is_tied, read_vision, refuse_quantised, text_keys
 
 MAX_LAYERS = 2_000
 """The deepest published models have some hundreds."""
@@ -45,10 +46,11 @@ def read_dims(folder: Path) -> ModelDims:
 
 def dims_from_config(config: Mapping[str, Any], path: Path) -> ModelDims:
     """``ModelDims`` of a parsed config; ``path`` is only for messages. Raises as ``read_dims`` does."""
-    keys = Keys(config, path)
-    family = keys.one_of("model_type", tuple(_FORMATS), "a model family with a name table")
-    format_ = _FORMATS[family]
-    _refuse_unsupported(keys, family)
+    whole = Keys(config, path)
+    family = whole.one_of("model_type", tuple(_FORMATS), "a model family with a name table")
+    format_, keys = _FORMATS[family], text_keys(whole, family)
+    _refuse_unsupported(whole, family)
+    _refuse_unsupported_layers(keys, family)
     heads = keys.count("num_attention_heads")
     mla = _latent_attention(keys, family, heads) if format_.is_latent else None
     # Absent keys whose meaning the family's format defines; every other key is required.
@@ -59,6 +61,7 @@ def dims_from_config(config: Mapping[str, Any], path: Path) -> ModelDims:
     if keys.count("num_hidden_layers") > MAX_LAYERS:
         raise keys.error("num_hidden_layers", f"{keys.count('num_hidden_layers')} is more than {MAX_LAYERS}, the limit")
     rotary_base, rope_scaling = _rope(keys, format_)
+    head_dim = _head_dim(keys, format_, mla)
     return ModelDims(
         family=family,
         num_layers=keys.count("num_hidden_layers"),
@@ -66,25 +69,24 @@ def dims_from_config(config: Mapping[str, Any], path: Path) -> ModelDims:
         ffn_hidden_size=keys.count("intermediate_size"),
         num_attention_heads=heads,
         num_query_groups=kv_heads,
-        head_dim=_head_dim(keys, format_, mla),
+        head_dim=head_dim,
         vocab_size=keys.count("vocab_size"),
         max_positions=keys.count("max_position_embeddings"),
         rotary_base=rotary_base,
         norm_epsilon=keys.positive("rms_norm_eps"),
-        tied_embeddings=not keys.absent("tie_word_embeddings") and keys.flag("tie_word_embeddings"),
+        tied_embeddings=is_tied(whole, keys, family),
         qk_norm=format_.qk_norm,
         qkv_bias=format_.qkv_bias,
         mla=mla,
         moe=None if format_.experts is None else _checked_experts(keys, format_.experts(keys)),
         rope_scaling=rope_scaling,
+        vision=read_vision(whole, keys, family, head_dim=head_dim) if format_.has_vision else None,
     )
 
 
 def _refuse_unsupported(keys: Keys, family: str) -> None:
-    """Names the first feature of the config that the tables or Megatron-Core cannot carry."""
-    for key in ("quantization_config", "compression_config"):
-        if not keys.absent(key):
-            raise keys.error(key, "quantised weights are not supported; use the unquantised checkpoint")
+    """Names the first thing about the whole checkpoint that cannot be carried."""
+    refuse_quantised(keys)
     architecture = _FORMATS[family].architecture
     if not keys.absent("architectures") and architecture not in keys.container("architectures", list):
         raise keys.error("architectures", f"{keys.config['architectures']!r} is not supported; {architecture} is")
@@ -93,6 +95,11 @@ def _refuse_unsupported(keys: Keys, family: str) -> None:
         published = f"modeling_deepseek.{architecture}" if _FORMATS[family].is_latent else None
         if keys.config["auto_map"]["AutoModelForCausalLM"] != published:
             raise keys.error("auto_map", "custom modelling code is not supported; use a plain checkpoint")
+
+
+def _refuse_unsupported_layers(keys: Keys, family: str) -> None:
+    """Names the first feature of the language model that the tables or Megatron-Core cannot carry."""
+    refuse_quantised(keys)
     for key in ("attention_bias", "mlp_bias"):
         if not keys.absent(key) and keys.flag(key):
             raise keys.error(key, f"true is not supported for model_type {family}")
@@ -163,7 +170,7 @@ def _rope(keys: Keys, format_: _Format) -> tuple[float, Llama3Rope | YarnRope | 
         _require_full_rotation(rope)
         if not rope.absent("rope_theta"):
             bases[f"{section}.rope_theta"] = rope.positive("rope_theta")
-        scaling[section] = _rope_scaling(rope, scaled="yarn" if format_.is_latent else "llama3")
+        scaling[section] = _rope_scaling(rope, format_)
     if len(set(bases.values())) > 1:
         raise keys.error(next(iter(bases)), f"the rope bases disagree: {bases}; keep one")
     if len(set(scaling.values())) > 1:
@@ -180,17 +187,23 @@ def _require_full_rotation(keys: Keys) -> None:
         raise keys.error(key, "other values than 1 are not supported")
 
 
-def _rope_scaling(rope: Keys, *, scaled: str) -> Llama3Rope | YarnRope | None:
-    """Kinds that Megatron-Core computes otherwise than transformers are refused: ``scaled`` is the one beside the plain
-    rope that it has for this kind of attention."""
+def _rope_scaling(rope: Keys, format_: _Format) -> Llama3Rope | YarnRope | None:
+    """Kinds that Megatron-Core computes otherwise than transformers are refused: it has one beside the plain rope for
+    each kind of attention, and none where positions have three parts."""
     kinds = {str(rope.config[key]) for key in ("rope_type", "type") if not rope.absent(key)}
+    if format_.has_vision:  # older configs call the plain rope of three parts a kind
+        kinds = {"default" if kind == "mrope" else kind for kind in kinds}
     if len(kinds) > 1:
         raise rope.error("rope_type", f"disagrees with type: {sorted(kinds)}; keep one")
     kind = kinds.pop() if kinds else "default"
-    if kind not in ("default", scaled):
+    known = ("default",) if format_.has_vision else ("default", "yarn" if format_.is_latent else "llama3")
+    if kind not in known:
         label = "rope_type" if not rope.absent("rope_type") else "type"
-        raise rope.error(label, f"{kind!r} is not supported; only 'default' and '{scaled}' are")
-    extra = sorted(set(rope.config) - _COMMON_ROPE_KEYS - _ROPE_KEYS[kind])
+        only = "only 'default' is" if format_.has_vision else f"only 'default' and '{known[-1]}' are"
+        raise rope.error(label, f"{kind!r} is not supported; {only}")
+    extra = sorted(
+        set(rope.config) - _COMMON_ROPE_KEYS - _ROPE_KEYS[kind] - (MROPE_KEYS if format_.has_vision else set())
+    )
     if extra:
         raise rope.error(extra[0], f"is not supported for the {kind!r} rope")
     if kind == "llama3":
@@ -323,6 +336,7 @@ class _Format:
     """The attention is latent, and the checkpoints' own code may be named."""
     qk_norm: bool = False
     qkv_bias: bool = False
+    has_vision: bool = False
     experts: Callable[[Keys], MoeDims] | None = None
     """Reads experts and router; None for a dense model."""
 
@@ -334,7 +348,12 @@ _FORMATS = {
     ),
     "mistral": _Format(architecture="MistralForCausalLM", head_dim_defaults_to_share=True),
     "qwen2": _Format(architecture="Qwen2ForCausalLM", head_dim_defaults_to_share=True, qkv_bias=True),
+    "qwen2_5_vl": _Format(
+        architecture="Qwen2_5_VLForConditionalGeneration", head_dim_defaults_to_share=True, qkv_bias=True,
+        has_vision=True,
+    ),
     "qwen3": _Format(architecture="Qwen3ForCausalLM", qk_norm=True),
+    "qwen3_vl": _Format(architecture="Qwen3VLForConditionalGeneration", qk_norm=True, has_vision=True),
     "qwen3_moe": _Format(architecture="Qwen3MoeForCausalLM", qk_norm=True, experts=_qwen3_moe),
     "mixtral": _Format(architecture="MixtralForCausalLM", head_dim_defaults_to_share=True, experts=_mixtral),
     "deepseek_v2": _Format(
