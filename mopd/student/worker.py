@@ -18,9 +18,8 @@ from torch import Tensor
 
 from mopd import cpu_shim
 from mopd.config.schema import Recipe
-from mopd.conversion.hf.reader import HfReader, check_names, kept_files
+from mopd.conversion.hf.reader import kept_files, open_model
 from mopd.conversion.hf.writer import require_exportable, write_folder
-from mopd.conversion.models.reading import read_dims
 from mopd.data.packing import pack
 from mopd.data_plane.interface import Reader
 from mopd.student import parallel
@@ -60,8 +59,7 @@ class StudentWorker:
         self.recipe = recipe
         self.domains = tuple(domains)
         self.weight_version = 0
-        source, self.dims = HfReader(Path(student.model)), read_dims(Path(student.model))
-        check_names(source, self.dims)  # before a model of the config's size is built
+        source, self.dims = open_model(Path(student.model))  # before a model of the config's size is built
         kept_files(Path(student.model))  # which ``save_hf`` would find after the last step
         _check_lengths(recipe, self.dims.max_positions)
         self.layout = parallel.initialize(student.parallel, timeout_s=recipe.schedule.wait_timeout_s, seed=recipe.seed)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd.conversion.hf.header import TensorInfo, read_header
-from mopd.conversion.hf.reader import TOKENIZER_PATTERNS, matching_files, weight_files
+from mopd.conversion.hf.reader import PROCESSOR_PATTERNS, TOKENIZER_PATTERNS, matching_files, weight_files
 from mopd.conversion.models.config_keys import CONFIG_FILE, read_config
 from mopd.files.json_text import read_json_object
 from mopd.files.reading import shown_path
@@ -45,7 +45,8 @@ class Manifest:
     """Names, dtypes, shapes and bytes of all tensors; empty when they were not hashed (a teacher whose weights only
     somebody else's server has)."""
     tokenizer_sha256: str
-    """Names and bytes of the tokenizer files, chat template included."""
+    """Names and bytes of the files that turn prompts into what the model reads: tokenizer, chat template, image
+    processor."""
 
     def to_json(self) -> dict[str, str]:
         """Plain JSON types."""
@@ -72,7 +73,7 @@ def make_manifest(folder: Path, *, cache_file: Path | None, with_weights: bool =
         path=str(folder),
         config_sha256=_hash_files(folder, [folder / CONFIG_FILE]),
         weights_sha256=_hash_weights(folder, cache_file) if with_weights else "",
-        tokenizer_sha256=_hash_files(folder, matching_files(folder, TOKENIZER_PATTERNS)),
+        tokenizer_sha256=_hash_files(folder, matching_files(folder, (*TOKENIZER_PATTERNS, *PROCESSOR_PATTERNS))),
     )
 
 

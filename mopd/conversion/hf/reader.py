@@ -16,6 +16,8 @@ from mopd.conversion.mapped import DTYPE_NAMES, TORCH_DTYPES, map_tensor
 from mopd.conversion.models import families
 from mopd.conversion.models.config_keys import CONFIG_FILE
 from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.reading import read_dims
+from mopd.conversion.models.towers import naming_of, with_naming
 from mopd.conversion.torch_dist.pickled import load_pickled
 from mopd.files.json_text import read_json_object
 from mopd.files.reading import shown_path
@@ -30,10 +32,14 @@ TOKENIZER_PATTERNS = (
     "chat_template*", "additional_chat_templates/*", "*.model", "*.tiktoken",
 )  # fmt: skip
 """Files that make up a tokenizer, chat template included."""
+PROCESSOR_PATTERNS = ("preprocessor_config.json", "processor_config.json")
+"""Files that say how an image becomes patches."""
 KEPT_PATTERNS = (
     "config.json",
     "generation_config.json",
     *TOKENIZER_PATTERNS,
+    *PROCESSOR_PATTERNS,
+    "video_preprocessor_config.json",
     "README.md",
     "LICENSE*",
     "LICENCE*",
@@ -247,6 +253,23 @@ def require_finite(name: str, tensor: Tensor, where: Path) -> Tensor:
     return tensor
 
 
+def open_model(folder: Path, *, allow_pickle: bool = False) -> tuple[HfReader, ModelDims]:
+    """The reader of a folder and the sizes of its model, which name tensors as the folder does.
+
+    Raises:
+        UserError: config or weights are unsound or do not belong together.
+    """
+    config, reader = read_dims(folder), HfReader(folder, allow_pickle=allow_pickle)
+    dims = named_as_in(reader, config)
+    check_names(reader, dims)
+    return reader, dims
+
+
+def named_as_in(reader: HfReader, dims: ModelDims) -> ModelDims:
+    """``dims`` with the checkpoint's own way of naming tensors, which no config tells."""
+    return with_naming(dims, naming_of(reader.names))
+
+
 def check_names(reader: HfReader, dims: ModelDims) -> None:
     """Refuses a checkpoint that lacks a tensor, has one more than the family's table knows, or one of another shape.
     A tied checkpoint may repeat the embedding as its head; a different head would be lost, so it is refused.
@@ -260,15 +283,15 @@ def check_names(reader: HfReader, dims: ModelDims) -> None:
             reader.require_shape(name, shape)
             expected[name] = shape
     extra = {name for name in reader.names - expected.keys() if not families.IGNORED.fullmatch(name)}
-    (head,), (embedding,) = families.LM_HEAD.hf, families.EMBEDDING.hf
-    if dims.tied_embeddings and head.name in extra:
-        extra.discard(head.name)
-        reader.require_shape(head.name, expected[embedding.name])
-        one, other = reader.read(head.name), reader.read(embedding.name)
+    head, embedding = families.vocabulary_names(dims)
+    if dims.tied_embeddings and head in extra:
+        extra.discard(head)
+        reader.require_shape(head, expected[embedding])
+        one, other = reader.read(head), reader.read(embedding)
         if not all(torch.equal(a, b) for a, b in zip(one.split(_BLOCK_ROWS), other.split(_BLOCK_ROWS), strict=True)):
             raise UserError(
-                f"{reader.folder / CONFIG_FILE}: 'tie_word_embeddings' is true but tensor '{head.name}' differs from "
-                f"'{embedding.name}'; set it to false or fix the weights"
+                f"{reader.folder / CONFIG_FILE}: 'tie_word_embeddings' is true but tensor '{head}' differs from "
+                f"'{embedding}'; set it to false or fix the weights"
             )
     if extra:
         raise UserError(

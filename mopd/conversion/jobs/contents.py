@@ -13,16 +13,20 @@ from typing import Any
 
 from torch import Tensor
 
-from mopd.conversion.hf.reader import HfReader, kept_files
-from mopd.conversion.jobs.streaming import read_row, side_files_of
+from mopd.conversion.hf.reader import HfReader, kept_files, named_as_in
+from mopd.conversion.jobs.streaming import origin_of, read_row
 from mopd.conversion.mapped import as_bytes
 from mopd.conversion.models import families
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.families import Placed
 from mopd.conversion.models.reading import read_dims
+from mopd.conversion.models.towers import TOWER_PREFIX
 from mopd.conversion.torch_dist.plan import sharded_key
 from mopd.conversion.torch_dist.reader import FORMAT_FILE, TorchDistReader
 from mopd.types import UserError
+
+_WEIGHTS = ("decoder.", "embedding.", "output_layer.", TOWER_PREFIX)
+"""What the keys of weights begin with in a distributed checkpoint."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,11 +65,11 @@ class Contents:
         """Names of weights that the config has no place for. Optimizer states are not weights."""
         if isinstance(self.reader, TorchDistReader):
             known = {sharded_key(row, self.dims).key for row in self.rows()}
-            found = {key for key in self.reader.keys if key.startswith(("decoder.", "embedding.", "output_layer."))}
+            found = {key for key in self.reader.keys if key.startswith(_WEIGHTS)}
             return sorted(found - known)
         known = set(families.hf_tensors(self.dims))
         if self.dims.tied_embeddings:
-            known.add(families.LM_HEAD.hf[0].name)
+            known.add(families.vocabulary_names(self.dims)[0])
         return sorted(name for name in self.reader.names - known if not families.IGNORED.fullmatch(name))
 
 
@@ -77,11 +81,12 @@ def open_checkpoint(folder: Path, *, allow_pickle: bool = False) -> Contents:
     """
     if (folder / FORMAT_FILE).is_file():
         reader = TorchDistReader(folder, allow_pickle=allow_pickle)
-        origin = side_files_of(folder, None)
-        return Contents(folder, origin, read_dims(origin), reader)
+        origin, dims = origin_of(folder, None)
+        return Contents(folder, origin, dims, reader)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give a Hugging Face folder or a distributed checkpoint")
-    return Contents(folder, folder, read_dims(folder), HfReader(folder, allow_pickle=allow_pickle))
+    config, hf = read_dims(folder), HfReader(folder, allow_pickle=allow_pickle)
+    return Contents(folder, folder, named_as_in(hf, config), hf)
 
 
 def fingerprint(tensor: Tensor) -> dict[str, Any]:

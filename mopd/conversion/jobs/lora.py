@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from mopd.conversion.hf.header import TensorInfo, read_header
-from mopd.conversion.hf.reader import HfReader, check_names, require_finite
+from mopd.conversion.hf.reader import HfReader, open_model, require_finite
 from mopd.conversion.hf.writer import MAX_SHARD_BYTES
 from mopd.conversion.job import Job, sha256_of
 from mopd.conversion.jobs.rewriting import rewritten
 from mopd.conversion.mapped import TORCH_DTYPES, map_tensor
-from mopd.conversion.models.reading import read_dims
+from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.towers import named_as_read
 from mopd.files.json_text import read_json_object
 from mopd.types import UserError
 
@@ -63,9 +64,8 @@ def merge_lora(source: Path, adapter: Path, target: Path, *, max_shard_bytes: in
     Raises:
         UserError: an adapter of another kind, for another model, or with a part that cannot be merged.
     """
-    reader = HfReader(source)
-    check_names(reader, read_dims(source))
-    parts = _read_adapter(adapter, reader)
+    reader, dims = open_model(source)
+    parts = _read_adapter(adapter, reader, dims)
 
     made_from = {"adapter": [sha256_of(adapter / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]}
     return rewritten(
@@ -84,7 +84,7 @@ def _merged(name: str, reader: HfReader, parts: _Adapter) -> Tensor:
     return torch.addmm(weight.float(), up, down, alpha=parts.scale[name]).to(weight.dtype)
 
 
-def _read_adapter(folder: Path, reader: HfReader) -> _Adapter:
+def _read_adapter(folder: Path, reader: HfReader, dims: ModelDims) -> _Adapter:
     config = _read_config(folder / ADAPTER_CONFIG)
     path = folder / ADAPTER_WEIGHTS
     entries = read_header(path)
@@ -98,7 +98,7 @@ def _read_adapter(folder: Path, reader: HfReader) -> _Adapter:
                 f"{path}: '{key}' has dtype {info.dtype}, which is no dtype of weights: fetch the file again"
             )
         found = re.fullmatch(re.escape(_PREFIX) + r"(.+?)(\.lora_([AB])|\.modules_to_save)?\.weight", key)
-        name = f"{found[1]}.weight" if found else ""
+        name = named_as_read(f"{found[1]}.weight", dims) if found else ""
         if found is None or name not in reader.names:
             raise UserError(f"{path}: '{key}' has no place in {reader.folder}: use the base model of this adapter")
         if found[3]:

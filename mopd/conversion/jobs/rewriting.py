@@ -14,20 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mopd.conversion.hf.reader import HfReader, check_names, identity, read_tokenizer_json
+from mopd.conversion.hf.reader import HfReader, check_names, identity, named_as_in, open_model, read_tokenizer_json
 from mopd.conversion.hf.writer import MAX_SHARD_BYTES, Group, hf_job
 from mopd.conversion.job import Job
 from mopd.conversion.models import families
 from mopd.conversion.models.config_keys import CONFIG_FILE, read_config
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.mapping import pad_rows
-from mopd.conversion.models.reading import read_dims
+from mopd.conversion.models.reading import dims_from_config, read_dims
 from mopd.files.reading import shown_path
 from mopd.types import UserError
 
 _BLOCK_ELEMENTS = 2**24
 """Elements that are widened at a time."""
-_VOCABULARY = tuple(row.hf[0].name for row in (families.EMBEDDING, families.LM_HEAD))
 
 
 def rewritten(
@@ -118,10 +117,10 @@ def pad(source: Path, target: Path, *, multiple: int, max_shard_bytes: int = MAX
     """
     if multiple < 1:
         raise UserError(f"--multiple is {multiple}: set 1 or more")
-    reader, dims = _open(source)
+    reader, dims = open_model(source)
     rows = -(-dims.vocab_size // multiple) * multiple
     return _resized(
-        reader, target, rows, lambda tensor: pad_rows(tensor, rows), {"multiple": multiple}, max_shard_bytes
+        reader, dims, target, rows, lambda tensor: pad_rows(tensor, rows), {"multiple": multiple}, max_shard_bytes
     )
 
 
@@ -131,7 +130,7 @@ def unpad(source: Path, target: Path, *, vocab_size: int, max_shard_bytes: int =
     Raises:
         UserError: there are fewer rows, or a row that would be lost is not zero.
     """
-    reader, dims = _open(source)
+    reader, dims = open_model(source)
     if not 1 <= vocab_size <= dims.vocab_size:
         raise UserError(f"--vocab-size is {vocab_size}: set 1 to {dims.vocab_size}, the rows of {source}")
 
@@ -142,7 +141,7 @@ def unpad(source: Path, target: Path, *, vocab_size: int, max_shard_bytes: int =
             )
         return tensor[:vocab_size]
 
-    return _resized(reader, target, vocab_size, cut, {"vocab_size": vocab_size}, max_shard_bytes)
+    return _resized(reader, dims, target, vocab_size, cut, {"vocab_size": vocab_size}, max_shard_bytes)
 
 
 def extract_head(source: Path, target: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Job:
@@ -151,34 +150,34 @@ def extract_head(source: Path, target: Path, *, max_shard_bytes: int = MAX_SHARD
     Raises:
         UserError: the folder is unsound.
     """
-    reader, dims = _open(source)
-    (head,), (embedding,) = families.LM_HEAD.hf, families.EMBEDDING.hf
-    names = {head.name: embedding.name if dims.tied_embeddings else head.name}
+    reader, dims = open_model(source)
+    head, embedding = families.vocabulary_names(dims)
+    names = {head: embedding if dims.tied_embeddings else head}
     return rewritten("extract-head", reader, target, reader.read_finite, names=names, max_shard_bytes=max_shard_bytes)
-
-
-def _open(source: Path) -> tuple[HfReader, ModelDims]:
-    reader, dims = HfReader(source), read_dims(source)
-    check_names(reader, dims)
-    return reader, dims
 
 
 def _resized(
     reader: HfReader,
+    dims: ModelDims,
     target: Path,
     rows: int,
     change: Callable[[Tensor], Tensor],
     options: Mapping[str, int],
     max_shard_bytes: int,
 ) -> Job:
+    vocabulary = families.vocabulary_names(dims)
+    config = read_config(reader.folder)
+    text = config["text_config"] if dims.vision is not None and "text_config" in config else config
+    text["vocab_size"] = rows
+    dims_from_config(config, reader.folder / CONFIG_FILE)  # refuses to cut off the ids of vision
+
     def read(name: str) -> Tensor:
         tensor = reader.read_finite(name)
-        return change(tensor) if name in _VOCABULARY else tensor
+        return change(tensor) if name in vocabulary else tensor
 
-    config = {**read_config(reader.folder), "vocab_size": rows}
     return rewritten(
         "resize-vocab", reader, target, read,
-        options=options, rows=dict.fromkeys(_VOCABULARY, rows), config=config, max_shard_bytes=max_shard_bytes,
+        options=options, rows=dict.fromkeys(vocabulary, rows), config=config, max_shard_bytes=max_shard_bytes,
     )  # fmt: skip
 
 
@@ -203,13 +202,14 @@ def _combine(name: str, readers: Sequence[HfReader], factors: Sequence[float]) -
 
 def _require_alike(readers: Sequence[HfReader]) -> None:
     first, *others = readers
-    dims = read_dims(first.folder)
+    dims = named_as_in(first, read_dims(first.folder))
     check_names(first, dims)
     vocabulary = _vocabulary(first.folder)
     for other in others:
-        if read_dims(other.folder) != dims:
+        if named_as_in(other, read_dims(other.folder)) != dims:
             raise UserError(
-                f"{other.folder / CONFIG_FILE}: another architecture than {first.folder}: merge like models"
+                f"{other.folder / CONFIG_FILE}: another architecture than {first.folder}, or other names of tensors: "
+                "merge like models"
             )
         for name in sorted(first.names ^ other.names):
             holder = first if name in first.names else other

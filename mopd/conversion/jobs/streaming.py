@@ -10,21 +10,22 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from mopd.conversion.hf.reader import HfReader, check_names, hash_side_files, identity, require_finite
+from mopd.conversion.hf.reader import HfReader, hash_side_files, identity, named_as_in, open_model, require_finite
 from mopd.conversion.hf.writer import MAX_SHARD_BYTES, Group, copy_side_files, hf_job
 from mopd.conversion.job import CheckInputs, Job, Written, check_nothing, sha256_of
 from mopd.conversion.mapped import WEIGHT_DTYPES
 from mopd.conversion.models import families
 from mopd.conversion.models.config_keys import CONFIG_FILE, read_config
-from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.dims import ModelDims, Naming
 from mopd.conversion.models.families import Placed
 from mopd.conversion.models.mapping import pad_rows, read_box, split_whole, whole_shape
 from mopd.conversion.models.reading import read_dims
+from mopd.conversion.models.towers import with_naming
 from mopd.conversion.torch_dist.plan import Piece, TargetLayout, files, one_dtype_per_key, pieces, sharded_key
 from mopd.conversion.torch_dist.reader import MANIFEST_FILE, STATE_FILE, TorchDistReader
 from mopd.conversion.torch_dist.writer import SIDE_FILES, data_file, extra_state_file, write_rest
@@ -53,9 +54,8 @@ def hf_to_megatron(
     Raises:
         UserError: the folder cannot be read or carried, or the layout does not fit.
     """
-    dims, reader = read_dims(source), HfReader(source, allow_pickle=allow_pickle)
+    reader, dims = open_model(source, allow_pickle=allow_pickle)
     layout.check(dims)
-    check_names(reader, dims)
     rows = list(families.all_params(dims))
     dtypes = {name: _wanted(row, reader.dtype(name), dtype) for row in rows for name in row.hf_names}
 
@@ -93,8 +93,7 @@ def megatron_to_hf(
         UserError: the checkpoint is incomplete, changed or lacks a tensor, or there is no config.
     """
     reader = TorchDistReader(source, allow_pickle=allow_pickle)
-    origin = side_files_of(source, side_files)
-    dims = read_dims(origin)
+    origin, dims = origin_of(source, side_files)
     check_keys(reader, dims)
     rows = list(families.all_params(dims))
     groups = [
@@ -134,8 +133,7 @@ def reshard(
         UserError: as ``megatron_to_hf`` does, or the layout does not fit.
     """
     reader = TorchDistReader(source, allow_pickle=allow_pickle)
-    origin = side_files_of(source, side_files)
-    dims = read_dims(origin)
+    origin, dims = origin_of(source, side_files)
     layout.check(dims)
     check_keys(reader, dims)
     rows = list(families.all_params(dims))
@@ -192,13 +190,27 @@ def check_keys(reader: TorchDistReader, dims: ModelDims) -> None:
             )
 
 
-def side_files_of(source: Path, given: Path | None) -> Path:
-    """The folder with config, tokenizer and so on of a distributed checkpoint.
+def origin_of(source: Path, given: Path | None) -> tuple[Path, ModelDims]:
+    """The folder with config, tokenizer and so on of a distributed checkpoint, and the sizes of its model, which name
+    tensors as the folder's own weights do, else as those that the checkpoint was made from did.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such folder, or its config is unsound.
     """
     state = _read_state(source)
+    folder = _side_files_of(source, state, given)
+    dims = read_dims(folder)
+    if dims.vision is None:
+        return folder, dims
+    if any(folder.glob("*.safetensors")):
+        return folder, named_as_in(HfReader(folder), dims)
+    naming = state.get("naming", dims.vision.naming)
+    if naming not in get_args(Naming):
+        raise UserError(f"{source / STATE_FILE}: 'naming' is {naming!a:.100}; restore the folder")
+    return folder, with_naming(dims, naming)
+
+
+def _side_files_of(source: Path, state: Mapping[str, Any], given: Path | None) -> Path:
     for folder in (given,) if given is not None else (source / SIDE_FILES, Path(str(state.get("source", "")))):
         if (folder / CONFIG_FILE).is_file():
             return folder
@@ -216,7 +228,12 @@ def config_with_dtype(folder: Path, dtype: str | None) -> dict[str, Any] | None:
         return None
     config = read_config(folder)
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-    return {**config, key: dtype}
+    nested = {  # a model with vision repeats it
+        name: {**part, inner: dtype}
+        for name, part in config.items() if name in ("text_config", "vision_config") and isinstance(part, dict)
+        for inner in ("torch_dtype", "dtype") if inner in part
+    }  # fmt: skip
+    return {**config, **nested, key: dtype}
 
 
 def _identity(reader: TorchDistReader, origin: Path) -> dict[str, Any]:
@@ -252,6 +269,8 @@ def _megatron_job(
         "dtype": str(main_dtype).removeprefix("torch."),
         "layout": {**dataclasses.asdict(layout), "data_parallel_size": 1},
     }
+    if dims.vision is not None:
+        state["naming"] = dims.vision.naming
     cut = list(pieces(dims, layout))
     dtypes = one_dtype_per_key(cut, dtype_of)
     itemsize = {key: dtype.itemsize for key, dtype in dtypes.items()}

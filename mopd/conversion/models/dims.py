@@ -7,6 +7,10 @@ from typing import Literal
 
 from mopd.types import UserError
 
+Naming = Literal["flat", "nested"]
+"""Of a Hugging Face checkpoint with vision: ``visual.*`` and ``model.*``, or ``model.visual.*`` and
+``model.language_model.*``; the head is ``lm_head`` in both."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Llama3Rope:
@@ -84,9 +88,8 @@ class VisionDims:
     out_hidden_size=2048, window_size=112, full_attention_blocks=(7, 15, 23, 31), mrope_section=(16, 24, 24)``.
     """
 
-    naming: Literal["flat", "nested"]
-    """How the Hugging Face checkpoint names its tensors: ``visual.*`` and ``model.*``, or ``model.visual.*`` and
-    ``model.language_model.*``. The head is ``lm_head`` in both."""
+    naming: Naming
+    """How its checkpoint names tensors."""
     image_token_id: int
     """Stands once for each merged patch of an image."""
     video_token_id: int

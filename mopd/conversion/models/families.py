@@ -312,6 +312,11 @@ def place(param: Param, dims: ModelDims, layer: int | None = None, expert: int |
     )
 
 
+def vocabulary_names(dims: ModelDims) -> tuple[str, str]:
+    """Hugging Face names of the head and of the embedding; with tied embeddings the head has none of its own."""
+    return place(LM_HEAD, dims).hf_names[0], place(EMBEDDING, dims).hf_names[0]
+
+
 def names(param: Param, layer: int | None, expert: int | None) -> tuple[str, ...]:
     """Megatron names of a row with the numbers that a model chunk gives its own layers and experts."""
     return tuple(name.format(layer=layer, expert=expert) for name in param.megatron)

@@ -199,11 +199,10 @@ def _rope_scaling(rope: Keys, format_: _Format) -> Llama3Rope | YarnRope | None:
     known = ("default",) if format_.has_vision else ("default", "yarn" if format_.is_latent else "llama3")
     if kind not in known:
         label = "rope_type" if not rope.absent("rope_type") else "type"
-        only = "only 'default' is" if format_.has_vision else f"only 'default' and '{known[-1]}' are"
-        raise rope.error(label, f"{kind!r} is not supported; {only}")
-    extra = sorted(
-        set(rope.config) - _COMMON_ROPE_KEYS - _ROPE_KEYS[kind] - (MROPE_KEYS if format_.has_vision else set())
-    )
+        supported = "only 'default' is" if format_.has_vision else f"only 'default' and '{known[-1]}' are"
+        raise rope.error(label, f"{kind!r} is not supported; {supported}")
+    parts = MROPE_KEYS if format_.has_vision else frozenset[str]()
+    extra = sorted(set(rope.config) - _COMMON_ROPE_KEYS - _ROPE_KEYS[kind] - parts)
     if extra:
         raise rope.error(extra[0], f"is not supported for the {kind!r} rope")
     if kind == "llama3":

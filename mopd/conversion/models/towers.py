@@ -6,10 +6,11 @@ the same on both sides but for a prefix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
-from mopd.conversion.models.dims import ModelDims, VisionDims
+from mopd.conversion.models.dims import ModelDims, Naming, VisionDims
 
 TOWER_PREFIX = "vision_model."
 """Of the Megatron names."""
@@ -112,10 +113,25 @@ def is_merger(name: str) -> bool:
     return name.removeprefix(TOWER_PREFIX).startswith(("merger.", "deepstack_merger_list."))
 
 
+_FLAT = {"visual.": "visual.", "language_model.": "model."}
+_NESTED = {"visual": "model.visual.", "model": "model.language_model."}
+
+
+def with_naming(dims: ModelDims, naming: Naming) -> ModelDims:
+    """The same model, whose checkpoint names its tensors so; a model of text has one way."""
+    return dims if dims.vision is None else replace(dims, vision=replace(dims.vision, naming=naming))
+
+
+def naming_of(names: Iterable[str]) -> Naming:
+    """How a checkpoint of a model that sees images names its tensors, by one that only one naming has."""
+    return "nested" if any(name.startswith(("model.visual.", "model.language_model.")) for name in names) else "flat"
+
+
 def named_as_read(name: str, dims: ModelDims) -> str:
-    """A Hugging Face name of the tables as this model's checkpoint spells it."""
-    if dims.vision is None or dims.vision.naming == "flat":
+    """A Hugging Face name, of the tables or of another naming, as this model's checkpoint spells it."""
+    if dims.vision is None:
         return name
-    if name.startswith("visual."):
-        return f"model.{name}"
-    return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
+    flat = re.sub(r"^model\.(visual\.|language_model\.)", lambda found: _FLAT[found[1]], name)
+    if dims.vision.naming == "flat":
+        return flat
+    return re.sub(r"^(visual|model)\.", lambda found: _NESTED[found[1]], flat)

@@ -7,10 +7,9 @@ Two forms are read: Qwen2.5-VL's published one, whose text keys stand at the top
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from mopd.conversion.models.config_keys import Keys
-from mopd.conversion.models.dims import VisionDims
+from mopd.conversion.models.dims import Naming, VisionDims
 
 MAX_BLOCKS = 1_000
 """Of a tower; published ones have some dozens."""
@@ -25,7 +24,7 @@ MROPE_KEYS = frozenset({"mrope_section", "mrope_interleaved"})
 class VisionFormat:
     """How one ``model_type`` writes its vision, where families differ."""
 
-    naming: Literal["flat", "nested"]
+    naming: Naming
     """How its published checkpoints name tensors."""
     activation: str
     """``hidden_act`` of the tower, which has no other."""

@@ -23,6 +23,7 @@ from mopd.conversion.models import families
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.families import Placed
 from mopd.conversion.models.mapping import CUT_DIM, boxes, whole_shape
+from mopd.conversion.models.towers import TOWER_PREFIX
 from mopd.types import UserError
 
 _LAYER_NUMBER = re.compile(r"(?<=^decoder\.layers)\.\d+")
@@ -197,7 +198,7 @@ def extra_state_keys(places: Sequence[ShardedKey]) -> list[str]:
     keys: dict[str, None] = {}
     for place in places:
         found = _LINEAR.fullmatch(place.key)
-        if found is None:
+        if found is None or place.key.startswith(TOWER_PREFIX):  # a tower's layers are not Megatron's
             continue
         names = [found[1]]
         if found[1].endswith(".self_attention.linear_proj"):

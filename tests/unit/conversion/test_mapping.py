@@ -21,7 +21,7 @@ from mopd.conversion.models.mapping import (
     whole_shape,
 )
 from mopd.conversion.models.reading import read_dims
-from tests.fixtures.tiny_models import make_hf_model
+from tests.fixtures.tiny_models import FAMILIES, make_hf_model
 
 DIMS = ModelDims(
     family="qwen2", num_layers=2, hidden_size=3, ffn_hidden_size=4, num_attention_heads=4, num_query_groups=2,
@@ -139,7 +139,7 @@ NAMES_TE = {
 them."""
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_last_names_are_those_of_transformer_engine(family: str, tmp_path: Path):
     keys = {"q_lora_rank": 48} if family == "deepseek_v2" else {}
     dims = read_dims(make_hf_model(tmp_path, family, **keys))
@@ -167,7 +167,7 @@ def test_split_undoes_load_with_experts(family: str, tmp_path: Path):
 
 def test_table_lists_what_transformers_saves(tmp_path: Path):
     """Names and shapes of each family, tied and untied, are exactly those of a saved checkpoint."""
-    for family in families.FAMILIES:
+    for family in FAMILIES:
         for tied in (True, False):
             folder = make_hf_model(tmp_path / f"{family}-{tied}", family, tie_word_embeddings=tied, vocab_size=61)
             reader = HfReader(folder)
