@@ -218,7 +218,8 @@ def _examples(
         for place, example in enumerate(examples):
             prompt = _prompt_text(example["prompt"])
             empty = {"prompt": prompt, "truth": example["ground_truth"], **dict.fromkeys((*sides, "teacher"))}
-            row = rows.setdefault((place, prompt), empty)
+            row = rows.setdefault((place, prompt), {**empty, "images": []})
+            row["images"] = row["images"] or example.get("images", [])
             row[side] = {"response": example["response"], "reward": example["reward"]}
 
     for side, step in sides.items():

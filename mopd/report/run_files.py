@@ -13,6 +13,7 @@ from mopd.files.json_text import read_json_object
 from mopd.files.reading import read_text, shown_path
 from mopd.files.yaml_text import read_yaml_object
 from mopd.metrics import MAX_STEP, read_jsonl
+from mopd.report.thumbnails import are_thumbnails
 from mopd.types import UserError
 
 MAX_NUMBER = 1e150
@@ -197,7 +198,10 @@ def _is_example(row: Any) -> bool:
     prompt = row.get("prompt")
     is_chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
     return (
-        (isinstance(prompt, str) or is_chat) and isinstance(row.get("response"), str) and _is_number(row.get("reward"))
+        (isinstance(prompt, str) or is_chat)
+        and isinstance(row.get("response"), str)
+        and _is_number(row.get("reward"))
+        and are_thumbnails(row.get("images", []))
     )
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from mopd.report.build import build_report
+from mopd.report.thumbnails import thumbnail
+from mopd.types import UserError
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -107,6 +113,46 @@ def test_a_prompt_that_stands_in_the_data_twice_is_shown_twice(run_dir: Path) ->
     line = {"step": 0, "rewards": {"code": 0.5}, "examples": {"code": [example, example]}, "wall_s": 1.0}
     (run_dir / "validation.jsonl").write_text(json.dumps(line) + "\n")
     assert page_of(run_dir).text.count("twice?") == 2
+
+
+def _run_with_images(run_dir: Path, images: object) -> None:
+    row = {"prompt": "<image>read", "response": "a", "ground_truth": "ab", "reward": 0.0}
+    lines = [
+        {"step": 0, "rewards": {"code": 0.5}, "examples": {"code": [row | {"images": images}, row]}, "wall_s": 1.0},
+        {"step": 20, "rewards": {"code": 0.9}, "examples": {"code": [row, row]}, "wall_s": 1.0},
+    ]
+    (run_dir / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_images_stand_beside_their_prompt_in_the_one_file(run_dir: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
+    small = thumbnail(Image.fromarray(noise))
+    _run_with_images(run_dir, [small, small])
+    html = _html(run_dir)
+    sources = [attributes["src"] for tag, attributes in Page(html).tags if tag == "img"]
+    assert sources == [small, small]  # once, whatever step's answers stand beside it
+    assert html.count("&lt;image&gt;read") == 2
+    shown = Image.open(io.BytesIO(base64.b64decode(small.partition(",")[2])))
+    assert (shown.format, shown.size) == ("JPEG", (160, 120))
+    assert thumbnail(Image.fromarray(noise[:20, :30])).startswith("data:image/jpeg;base64,")
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        "data:image/jpeg;base64,AAAA",
+        ["https://example.org/a.jpg"],
+        ["data:image/svg+xml;base64,AAAA"],
+        ['data:image/jpeg;base64,AA" onload="alert(1)'],
+        ["data:image/jpeg;base64,AAAA"] * 5,
+        ["data:image/jpeg;base64," + "A" * 65536],
+        [7],
+    ],
+)
+def test_what_is_no_thumbnail_is_refused(run_dir: Path, images: object) -> None:
+    _run_with_images(run_dir, images)
+    with pytest.raises(UserError, match=r"validation.jsonl: step 0 has examples of 'code' without"):
+        build_report(run_dir)
 
 
 @pytest.mark.parametrize("steps", [1, 2000])
