@@ -28,17 +28,24 @@ class Fields:
     ground_truth: Any
     domain: Any
     extra_info: Any
+    images: Any
 
 
 class RowReader:
     """Reads the rows of one file as its columns are mapped."""
 
-    def __init__(self, file: DataFileConfig) -> None:
-        """``file`` as ``DataConfig.files`` gives it."""
+    def __init__(self, file: DataFileConfig, *, image_key: str | None = None) -> None:
+        """``file`` as ``DataConfig.files`` gives it; without ``image_key`` images are not read."""
         assert file.columns is not None, "an entry as DataConfig.files gives it"
         self.mapping = mapping_of(file.columns)
         self._name = file.columns if isinstance(file.columns, str) else None
         self._domain = file.domain
+        self._image_key = image_key
+
+    @property
+    def image_column(self) -> str | None:
+        """Top-level column of the images."""
+        return None if self._image_key is None else self._image_key.split(".")[0]
 
     @property
     def holds_questions(self) -> bool:
@@ -50,7 +57,8 @@ class RowReader:
         """Top-level columns that are read."""
         own = (self.mapping.prompt, self.mapping.ground_truth, self.mapping.domain, self.mapping.extra_info)
         keys = [key.split(".")[0] for key in own if key is not None]
-        return [*keys, *_FURTHER.get(self._name or "", ())]
+        images = [] if self.image_column is None else [self.image_column]
+        return [*keys, *_FURTHER.get(self._name or "", ()), *images]
 
     def read(self, row: Mapping[str, Any], place: str) -> Fields:
         """The fields of a row.
@@ -72,6 +80,7 @@ class RowReader:
             ground_truth=truth,
             domain=domain,
             extra_info=self._optional(row, self.mapping.extra_info),
+            images=self._optional(row, self._image_key),
         )
 
     def _cure(self, what: str) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+from array import array
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,26 +26,33 @@ MAX_ROW_BYTES = 16 * 2**20
 MAX_FOOTER_BYTES = 64 * 2**20
 """Description of a parquet file's row groups and columns: a terabyte has less."""
 BATCH_ROWS = 64
+HEAVY_BATCH_ROWS = 4
+"""Of a file with a heavy column."""
 MAX_BATCH_BYTES = 64 * 2**20
 """``BATCH_ROWS`` rows of a parquet file in memory: a few bytes on disk may stand for gigabytes."""
+MAX_GROUP_BYTES = 512 * 2**20
+"""A row group of a parquet file from which single rows are read: the group is the least that can be read."""
 CURE = "correct data.train or data.validation"
 _READ_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError)
 """What pyarrow raises; a conversion to Python may also overflow."""
 
 
-def read_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """``(row number from 0, row)`` of a file; parquet reads only the named top-level columns.
+def read_rows(
+    path: Path, columns: Sequence[str], *, heavy: str | None = None
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """``(row number from 0, row)`` of a file; parquet reads only the named top-level columns, few rows at a time where
+    it has the column ``heavy``, which is one of them.
 
     ``UserError`` that names file and row, for a missing, unreadable or empty file, a file that is neither ``.parquet``
     nor ``.jsonl``, a repeated column or key, and a value that Python cannot hold.
     """
-    readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl}
-    if path.suffix not in readers:
+    if path.suffix not in (".parquet", ".jsonl"):
         raise UserError(
             f"{shown_path(path)}: unknown kind {path.suffix!r}: data.train and data.validation take .parquet and .jsonl"
         )
     number = -1
-    for number, row in enumerate(readers[path.suffix](path, columns)):
+    rows = _read_parquet(path, columns, heavy) if path.suffix == ".parquet" else _read_jsonl(path)
+    for number, row in enumerate(rows):
         yield number, row
     if number == -1:
         raise UserError(
@@ -73,7 +83,83 @@ def lookup(row: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _read_jsonl(path: Path, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+class ColumnReader:
+    """Values of one top-level column by row number, for a few rows at a time in any order. Any thread may ask."""
+
+    def __init__(self, path: Path, column: str) -> None:
+        """Looks at where rows begin. ``UserError`` as ``read_rows``; for a row group that is too large to be read for
+        a single row."""
+        self._path, self._column = path, column
+        self._lock = threading.Lock()
+        self._group: tuple[int, pa.ChunkedArray] | None = None
+        """The one that was read last."""
+        self._starts = self._group_starts() if path.suffix == ".parquet" else _line_starts(path)
+        """Of each row group its first row and, last, the number of rows; of each JSON line its place in the file."""
+
+    def value(self, row: int) -> Any:
+        """The value, or ``MISSING`` where the row has no such column.
+
+        Raises:
+            UserError: the file cannot be read, or has no such row any more.
+        """
+        with self._lock:
+            if self._path.suffix == ".parquet":
+                return self._of_group(row)
+            if row >= len(self._starts):
+                raise self._changed(row)
+            with open_regular(self._path, cure=CURE) as file:
+                file.seek(self._starts[row])
+                line = file.readline(MAX_ROW_BYTES + 1)
+            return _parse_row(line, f"{shown_path(self._path)}: row {row}").get(self._column, MISSING)
+
+    def _of_group(self, row: int) -> Any:
+        group = bisect_right(self._starts, row) - 1
+        if group >= len(self._starts) - 1:
+            raise self._changed(row)
+        try:
+            if self._group is None or self._group[0] != group:
+                self._group = None  # before the next: two groups may be more than there is room for
+                with _open_parquet(self._path) as file:
+                    if self._column not in file.schema_arrow.names:
+                        return MISSING
+                    self._group = group, file.read_row_group(group, columns=[self._column]).column(0)
+            return self._group[1][row - self._starts[group]].as_py()
+        except _READ_ERRORS as error:
+            raise _unreadable(self._path, row, error) from error
+
+    def _group_starts(self) -> array[int]:
+        _check_frame(self._path)
+        starts = array("q", [0])
+        try:
+            with _open_parquet(self._path) as file:
+                for i in range(file.metadata.num_row_groups):
+                    group = file.metadata.row_group(i)
+                    if group.total_byte_size > MAX_GROUP_BYTES:
+                        raise UserError(
+                            f"{shown_path(self._path)}: row group {i} has {group.total_byte_size} bytes; to read one "
+                            f"image of it at most {MAX_GROUP_BYTES} are taken: write it again with row_group_size=100"
+                        )
+                    starts.append(starts[-1] + group.num_rows)
+        except _READ_ERRORS as error:
+            raise _unreadable(self._path, 0, error) from error
+        return starts
+
+    def _changed(self, row: int) -> UserError:
+        return UserError(f"{shown_path(self._path)}: row {row} is not there any more: restore the file, or start again")
+
+
+def _line_starts(path: Path) -> array[int]:
+    """Places of the lines that are no blank ones."""
+    starts, place = array("q"), 0
+    with open_regular(path, cure=CURE) as file:
+        while line := file.readline(MAX_ROW_BYTES + 1):
+            if line.strip():
+                starts.append(place)
+            place += len(line)
+    return starts
+
+
+def _read_jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
     with open_regular(path, cure=CURE) as file:
         number = 0
         while line := file.readline(MAX_ROW_BYTES + 1):
@@ -81,27 +167,31 @@ def _read_jsonl(path: Path, columns: Sequence[str]) -> Iterator[Mapping[str, Any
             where = f"{shown_path(path)}: line {number}"
             if len(line) > MAX_ROW_BYTES:
                 raise UserError(f"{where} is longer than {MAX_ROW_BYTES} bytes: shorten or remove it")
-            if not line.strip():
-                continue
-            try:
-                row = parse_json(line)
-            except UnicodeDecodeError as error:
-                raise UserError(f"{where} is not UTF-8 text ({error.reason}): save the file as UTF-8") from error
-            except ValueError as error:
-                at = f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else error
-                raise UserError(f"{where} is not JSON: {at}: correct or remove it") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{where} is {type(row).__name__}, not an object with columns: correct or remove it")
-            yield row
+            if line.strip():
+                yield _parse_row(line, where)
 
 
-def _read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+def _parse_row(line: bytes, where: str) -> Mapping[str, Any]:
+    try:
+        row = parse_json(line)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where} is not UTF-8 text ({error.reason}): save the file as UTF-8") from error
+    except ValueError as error:
+        at = f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else error
+        raise UserError(f"{where} is not JSON: {at}: correct or remove it") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{where} is {type(row).__name__}, not an object with columns: correct or remove it")
+    return row
+
+
+def _read_parquet(path: Path, columns: Sequence[str], heavy: str | None) -> Iterator[Mapping[str, Any]]:
     _check_frame(path)
     number = 0
     try:
         with _open_parquet(path) as file:
             present = _chosen_columns(path, file, columns)
-            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=present):
+            batch_rows = HEAVY_BATCH_ROWS if heavy in present else BATCH_ROWS
+            for batch in file.iter_batches(batch_size=batch_rows, columns=present):
                 if batch.nbytes > MAX_BATCH_BYTES:
                     raise UserError(
                         f"{shown_path(path)}: rows {number} to {number + batch.num_rows - 1} hold "

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import reprlib
-import signal
-import threading
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,21 +16,23 @@ from mopd.config.columns import DataFileConfig
 from mopd.config.data import DataConfig
 from mopd.data.columns import RowReader
 from mopd.data.files import MISSING, listed, quoted, read_rows
+from mopd.data.images import ImageStore, holds_images
+from mopd.data.rendering import render
+from mopd.data.vision_prompts import OTHER_MEDIA, VisionPrompts
 from mopd.files.reading import read_text, shown_path
-from mopd.text import one_line
-from mopd.types import UserError
+from mopd.types import ImageRef, PromptImage, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 MAX_PROMPT_CHARACTERS = 4 * 2**20
 """A prompt beyond this is a mistake in the data, and some tokenizers take minutes to say how many tokens it has."""
 MAX_DOMAIN_CHARACTERS = 200
 MAX_LISTED = 10
 MAX_TEMPLATE_BYTES = 2**20
-MAX_RENDER_S = 10.0
-"""Processor time for one row; a template, which is somebody's program, takes well under a millisecond. Its sandbox
-bounds each ``range``, but not loops within loops."""
+TELL_EVERY_S = 10.0
+"""While a file with images is read, which takes as long as its bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,14 +41,17 @@ class PromptRow:
 
     domain: str
     text: str
-    """Rendered prompt, before any truncation."""
+    """Rendered prompt, before any truncation; of an image the one token that stands for it."""
     tokens: tuple[int, ...]
+    """With as many tokens for each image as the model sees."""
     ground_truth: Any
     """``None`` when the column is absent."""
     extra_info: Any
     """``None`` when the column is absent."""
     place: str
     """File and row number, for messages."""
+    images: tuple[ImageRef, ...] = ()
+    """In the order of their places."""
 
 
 class PromptDataset:
@@ -59,8 +63,11 @@ class PromptDataset:
         *,
         num_filtered: Mapping[str, int] | None = None,
         num_truncated: Mapping[str, int] | None = None,
+        images: ImageStore | None = None,
     ) -> None:
         self.rows = tuple(rows)
+        self.images = images
+        """Where the rows' images are; ``None`` for a student that sees none."""
         self.num_filtered = dict(num_filtered or {})
         """Domain -> rows dropped for their length."""
         self.num_truncated = dict(num_truncated or {})
@@ -73,10 +80,21 @@ class PromptDataset:
         """Row by the number that ``Prompt.row`` holds."""
         return self.rows[index]
 
+    def prompt_images(self, index: int) -> tuple[PromptImage, ...]:
+        """Images of a row's prompt, as an engine is given them."""
+        found = self.rows[index].images
+        assert self.images is not None or not found, "references come with their store"
+        return tuple(self.images.prompt_image(ref) for ref in found) if self.images is not None else ()
+
     @property
     def domain_counts(self) -> dict[str, int]:
         """Rows per domain, in alphabetical order."""
         return dict(sorted(Counter(row.domain for row in self.rows).items()))
+
+    @property
+    def image_counts(self) -> dict[str, int]:
+        """Rows with images per domain that has some, in alphabetical order."""
+        return dict(sorted(Counter(row.domain for row in self.rows if row.images).items()))
 
     @property
     def rows_by_domain(self) -> dict[str, list[int]]:
@@ -87,36 +105,71 @@ class PromptDataset:
         return dict(sorted(found.items()))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Reading:
+    """What makes tokens of prompts."""
+
+    cfg: DataConfig
+    tokenizer: PreTrainedTokenizerBase
+    template: str | None
+    """In place of the tokenizer's own."""
+    vision: VisionPrompts | None
+    images: ImageStore | None
+
+    @classmethod
+    def of(
+        cls,
+        cfg: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        vision: VisionPrompts | None = None,
+        images: ImageStore | None = None,
+    ) -> _Reading:
+        template = None
+        if cfg.chat_template is not None:
+            template = read_text(cfg.chat_template, cure="correct data.chat_template", max_bytes=MAX_TEMPLATE_BYTES)
+        return cls(cfg=cfg, tokenizer=tokenizer, template=template, vision=vision, images=images)
+
+
 def load_prompts(
-    entries: Sequence[str | DataFileConfig], cfg: DataConfig, tokenizer: PreTrainedTokenizerBase
+    entries: Sequence[str | DataFileConfig],
+    cfg: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vision: VisionPrompts | None = None,
 ) -> PromptDataset:
     """Read, render and tokenize the files of ``entries``, which are those of ``cfg``.
 
     Chat messages go through the chat template with a generation prompt and no further special tokens; a text prompt is
-    tokenized plainly, with the special tokens that the tokenizer adds by itself. ``UserError`` names file, row, column
-    and key for whatever cannot be used. Whether a ground truth is one is for its reward to say.
+    tokenized plainly, with the special tokens that the tokenizer adds by itself. ``vision`` is the student's, who sees
+    no images without. ``UserError`` names file, row, column and key for whatever cannot be used. Whether a ground truth
+    is one is for its reward to say.
     """
-    template = _template(cfg)
-    files = cfg.files(entries)
-    rows = [row for file in files for row in _load_file(file, cfg, tokenizer, template)]
-    return _limit_length(rows, cfg)
+    images = None if vision is None else ImageStore(entries, cfg)
+    reading = _Reading.of(cfg, tokenizer, vision, images)
+    unseen: Counter[str] = Counter()
+    rows = [row for i, file in enumerate(cfg.files(entries)) for row in _load_file(file, i, reading, unseen)]
+    if unseen:
+        raise UserError(
+            f"rows with images, of domain {_counted(unseen)}, for a student that sees none: set student.model to a "
+            "vision-language model, or remove these rows"
+        )
+    return _limit_length(rows, cfg, images)
 
 
 def encode_prompt(
-    prompt: str | list[dict[str, str]], cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, place: str
+    prompt: str | list[dict[str, str]],
+    cfg: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vision: VisionPrompts | None = None,
+    *,
+    place: str,
 ) -> tuple[int, ...]:
-    """Token ids of a prompt that stands in no file, by the rules of ``load_prompts``; ``place`` names it in errors."""
-    template = _template(cfg)
-    (ids,) = _tokenize([_text(prompt, place, cfg, tokenizer, template)], [not isinstance(prompt, str)], tokenizer)
+    """Token ids of a prompt without images that stands in no file, by the rules of ``load_prompts``; ``place`` names it
+    in errors."""
+    reading = _Reading.of(cfg, tokenizer, vision)
+    (ids,) = _tokenize([_text(prompt, place, reading)], [not isinstance(prompt, str)], tokenizer)
     if not ids:
         raise UserError(f"{place} has no tokens: fill it")
-    return ids
-
-
-def _template(cfg: DataConfig) -> str | None:
-    if cfg.chat_template is None:
-        return None
-    return read_text(cfg.chat_template, cure="correct data.chat_template", max_bytes=MAX_TEMPLATE_BYTES)
+    return ids if vision is None else vision.expanded(ids, (), place)
 
 
 def check_domains_have_teachers(
@@ -128,11 +181,10 @@ def check_domains_have_teachers(
     """``UserError`` with the counts if rows have no teacher; returns warnings for teachers' domains without rows."""
     orphans = {domain: count for domain, count in domain_counts.items() if domain not in teachers_by_domain}
     if orphans and default_teacher is None:
-        shown = ", ".join(f"{quoted(domain)} ({count} rows)" for domain, count in sorted(orphans.items())[:MAX_LISTED])
-        more = f" and {len(orphans) - MAX_LISTED} more" if len(orphans) > MAX_LISTED else ""
         raise UserError(
-            f"no teacher answers for domain {shown}{more}; teachers answer for {listed(sorted(teachers_by_domain))}: "
-            "add the domain to teachers.<name>.domains, set default: true for one teacher, or remove the rows"
+            f"no teacher answers for domain {_counted(orphans)}; teachers answer for "
+            f"{listed(sorted(teachers_by_domain))}: add "
+            "the domain to teachers.<name>.domains, set default: true for one teacher, or remove the rows"
         )
     return [
         f"teachers.{teacher}.domains names {domain!r}, but the data has no row of it"
@@ -142,19 +194,26 @@ def check_domains_have_teachers(
     ]
 
 
-def _load_file(
-    file: DataFileConfig, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, template: str | None
-) -> list[PromptRow]:
-    reader, path = RowReader(file), Path(file.path)
+def _counted(domains: Mapping[str, int]) -> str:
+    """Domains with their rows, for a message."""
+    shown = ", ".join(f"{quoted(domain)} ({count} rows)" for domain, count in sorted(domains.items())[:MAX_LISTED])
+    return shown + (f" and {len(domains) - MAX_LISTED} more" if len(domains) > MAX_LISTED else "")
+
+
+def _load_file(file: DataFileConfig, index: int, reading: _Reading, unseen: Counter[str]) -> list[PromptRow]:
+    """Rows of one file, the one with ``index`` in the list; counts rows with images that nobody sees, by domain."""
+    reader, path, vision = RowReader(file, image_key=reading.cfg.image_key), Path(file.path), reading.vision
     key = reader.mapping
     rows: list[PromptRow] = []
     is_chat: list[bool] = []
-    is_asked = reader.holds_questions and (template is not None or tokenizer.chat_template is not None)
-    for number, columns in read_rows(path, reader.columns):
+    has_template = reading.template is not None or reading.tokenizer.chat_template is not None
+    columns = [*reader.columns, *(OTHER_MEDIA if vision is not None else ())]
+    told = time.monotonic()
+    for number, row in read_rows(path, columns, heavy=reader.image_column):
         place = f"{shown_path(path)}: row {number}"
-        found = reader.read(columns, place)
+        found = reader.read(row, place)
         prompt = found.prompt
-        if is_asked and isinstance(prompt, str):
+        if reader.holds_questions and has_template and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         is_chat.append(not isinstance(prompt, str))
         if not _is_finite(found.ground_truth):
@@ -162,20 +221,39 @@ def _load_file(
                 f"{place}: {key.ground_truth!r} (data.columns.ground_truth) holds a number that is not finite: "
                 "store it as text, or null"
             )
+        domain = _domain(found.domain, place, key.domain)
+        images: tuple[ImageRef, ...] = ()
+        if vision is not None:
+            vision.refuse_other_media(row, place)
+            images = vision.refs(found.images, path, file=index, row=number, place=place)
+        elif holds_images(found.images):
+            unseen[domain] += 1
         rows.append(
             PromptRow(
-                domain=_domain(found.domain, place, key.domain),
-                text=_text(prompt, place, cfg, tokenizer, template, column=key.prompt),
+                domain=domain,
+                text=_text(prompt, place, reading, column=key.prompt, num_images=len(images)),
                 tokens=(),
                 ground_truth=None if found.ground_truth is MISSING else found.ground_truth,
                 extra_info=None if found.extra_info is MISSING else found.extra_info,
                 place=place,
+                images=images,
             )
         )
-    tokens = _tokenize([row.text for row in rows], is_chat, tokenizer)
+        if images and time.monotonic() > told + TELL_EVERY_S:
+            told = time.monotonic()
+            logger.info("%s: images of %d rows read", shown_path(path), number + 1)
+    if reading.images is not None and any(row.images for row in rows):
+        reading.images.prepare(index)
+    return _with_tokens(rows, is_chat, reading, key.prompt)
+
+
+def _with_tokens(rows: Sequence[PromptRow], is_chat: Sequence[bool], reading: _Reading, column: str) -> list[PromptRow]:
+    tokens = _tokenize([row.text for row in rows], is_chat, reading.tokenizer)
     for row, ids in zip(rows, tokens, strict=True):
         if not ids:
-            raise UserError(f"{row.place}: the prompt in {key.prompt!r} (data.columns.prompt) has no tokens: fill it")
+            raise UserError(f"{row.place}: the prompt in {column!r} (data.columns.prompt) has no tokens: fill it")
+    if reading.vision is not None:
+        tokens = [reading.vision.expanded(ids, row.images, row.place) for row, ids in zip(rows, tokens, strict=True)]
     return [replace(row, tokens=ids) for row, ids in zip(rows, tokens, strict=True)]
 
 
@@ -191,15 +269,11 @@ def _tokenize(
     return [ids[i] for i in range(len(texts))]
 
 
-def _text(
-    prompt: Any,
-    place: str,
-    cfg: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    template: str | None,
-    column: str | None = None,
-) -> str:
-    text = prompt if isinstance(prompt, str) else _render(prompt, place, cfg, tokenizer, template, column)
+def _text(prompt: Any, place: str, reading: _Reading, column: str | None = None, num_images: int = 0) -> str:
+    if not isinstance(prompt, str):
+        text = _render(prompt, place, reading, column, num_images)
+    else:
+        text = prompt if reading.vision is None else reading.vision.placed_in_text(prompt, num_images, place)
     if len(text) > MAX_PROMPT_CHARACTERS:
         raise UserError(
             f"{place}: the prompt{'' if column is None else f' in {column!r} (data.columns.prompt)'} has {len(text)} "
@@ -208,14 +282,7 @@ def _text(
     return text
 
 
-def _render(
-    prompt: Any,
-    place: str,
-    cfg: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    template: str | None,
-    column: str | None,
-) -> str:
+def _render(prompt: Any, place: str, reading: _Reading, column: str | None, num_images: int) -> str:
     where = place if column is None else f"{place}: column {column!r} (data.columns.prompt)"
     if not isinstance(prompt, list) or not prompt or not all(isinstance(message, Mapping) for message in prompt):
         raise UserError(f"{where} is {_kind(prompt)}, not text or a list of chat messages")
@@ -224,42 +291,12 @@ def _render(
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise UserError(f"{where} has a message whose {key!r} is {_kind(message.get(key))}, not text")
+    cfg, tokenizer, template = reading.cfg, reading.tokenizer, reading.template
     if template is None and tokenizer.chat_template is None:
         raise UserError(f"{where} holds chat messages but the tokenizer has no chat template: set data.chat_template")
-    try:
-        with _time_limit(MAX_RENDER_S):
-            rendered = tokenizer.apply_chat_template(
-                messages, chat_template=template, add_generation_prompt=True, tokenize=False, **cfg.chat_template_kwargs
-            )
-        if not isinstance(rendered, str):
-            raise TypeError(f"it gives {type(rendered).__name__}, not text")
-        rendered.encode("utf-8")
-    except Exception as error:  # templates are user code: they raise what they like
-        source = "the tokenizer's" if template is None else f"data.chat_template {cfg.chat_template!r}"
-        raise UserError(
-            f"{place}: the chat template failed: {one_line(error):.200}: correct the row or the template, {source}"
-        ) from error
-    return rendered
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """``TimeoutError`` in the block after so much processor time of this process. Python delivers signals to its main
-    thread alone: elsewhere there is no limit."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: object) -> None:
-        raise TimeoutError(f"it ran for {seconds:g} s on one row: does a loop of it end?")
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+    if reading.vision is not None:
+        messages = reading.vision.placed_in_chat(messages, num_images, place)
+    return render(messages, cfg, tokenizer, template, place)
 
 
 def _is_finite(value: Any) -> bool:
@@ -282,17 +319,19 @@ def _domain(domain: Any, place: str, key: str | None) -> str:
     return domain
 
 
-def _limit_length(rows: Sequence[PromptRow], cfg: DataConfig) -> PromptDataset:
+def _limit_length(rows: Sequence[PromptRow], cfg: DataConfig, images: ImageStore | None) -> PromptDataset:
     limit, kept = cfg.max_prompt_length, []
     filtered: Counter[str] = Counter()
     truncated: Counter[str] = Counter()
     for row in rows:
         if len(row.tokens) <= limit:
             kept.append(row)
-        elif cfg.overlong_prompts == "error":
+        elif cfg.overlong_prompts == "error" or (row.images and cfg.overlong_prompts == "truncate"):
+            cure = "filter" if row.images else "filter or truncate"
+            inside = "" if not row.images else f", {len(row.images)} images included, which cannot be cut"
             raise UserError(
-                f"{row.place}: the prompt has {len(row.tokens)} tokens, data.max_prompt_length is {limit}: "
-                "raise it or set data.overlong_prompts: filter or truncate"
+                f"{row.place}: the prompt has {len(row.tokens)} tokens{inside}, data.max_prompt_length is {limit}: "
+                f"raise it or set data.overlong_prompts: {cure}"
             )
         elif cfg.overlong_prompts == "filter":
             filtered[row.domain] += 1
@@ -305,7 +344,7 @@ def _limit_length(rows: Sequence[PromptRow], cfg: DataConfig) -> PromptDataset:
             f"every prompt of domain {', '.join(f'{d!r} ({filtered[d]} rows)' for d in gone)} is longer than "
             f"data.max_prompt_length {limit} and filtered: raise it or set data.overlong_prompts: truncate"
         )
-    return PromptDataset(kept, num_filtered=filtered, num_truncated=truncated)
+    return PromptDataset(kept, num_filtered=filtered, num_truncated=truncated, images=images)
 
 
 def _kind(value: Any) -> str:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mopd.config.data import DataConfig
 from mopd.config.reading.build import build_from_json
-from mopd.data import files, prompts
+from mopd.data import files, rendering
 from mopd.data.prompts import PromptDataset, load_prompts
 from mopd.types import UserError
 from tests.fixtures.tiny_models import make_tokenizer
@@ -263,7 +263,7 @@ BAD_TEMPLATES = {
 
 @pytest.mark.parametrize("case", BAD_TEMPLATES)
 def test_bad_templates(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    monkeypatch.setattr(prompts, "MAX_RENDER_S", 0.2)
+    monkeypatch.setattr(rendering, "MAX_RENDER_S", 0.2)
     content, expected = BAD_TEMPLATES[case]
     path = tmp_path / "template.jinja"
     path.write_bytes(content)

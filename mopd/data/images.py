@@ -1,0 +1,149 @@
+"""Images of data files: what a row's column holds, and the encoded bytes behind a reference."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mopd.config.data import DataConfig, DataFileConfig
+from mopd.data.files import MISSING, ColumnReader, lookup, quoted
+from mopd.data.image_files import MAX_IMAGE_BYTES, MAX_IMAGES, digest_of, read_rgb
+from mopd.files.reading import read_bytes, shown_path
+from mopd.types import ImageRef, PromptImage, UserError
+
+
+@dataclass(frozen=True, slots=True)
+class StoredImage:
+    """An image as its row has it: encoded bytes, or a path below the folder of the data file."""
+
+    content: bytes | None
+    path: str | None
+    folder: Path
+    """Of the data file."""
+    place: str
+    """File, row and number, for messages."""
+
+    def read(self) -> bytes:
+        """The encoded file.
+
+        Raises:
+            UserError: there is no such file, it is too large, or it lies outside the folder.
+        """
+        if self.content is not None:
+            if len(self.content) > MAX_IMAGE_BYTES:
+                size = f"{len(self.content)} bytes, the limit is {MAX_IMAGE_BYTES}"
+                raise UserError(f"{self.place}: the image has {size}: scale it down")
+            return self.content
+        assert self.path is not None, "one of the two"
+        where = f"{self.place}: path {quoted(self.path)}"
+        if "\0" in self.path:
+            raise UserError(f"{where} is not a possible file name: correct it")
+        folder = os.path.realpath(self.folder)
+        real = os.path.realpath(os.path.join(folder, self.path))
+        if os.path.commonpath([folder, real]) != folder:
+            raise UserError(
+                f"{where} leads out of the folder of the data file: put the image below {shown_path(folder)}"
+            )
+        if not os.path.isfile(real):
+            raise UserError(f"{where}: no such file in {shown_path(folder)}: put it there or remove the row")
+        return read_bytes(real, cure=f"it is an image of {self.place}: scale it down", max_bytes=MAX_IMAGE_BYTES)
+
+
+def stored_images(value: Any, path: Path, place: str) -> list[StoredImage]:
+    """What the image column of a row of the data file ``path`` holds; none where it is absent or null.
+
+    Raises:
+        UserError: it is no list of ``{bytes: …}`` and ``{path: …}``, or too long a one.
+    """
+    if value is MISSING or value is None:
+        return []
+    items = [value] if isinstance(value, Mapping) else value
+    if not isinstance(items, list):
+        raise UserError(
+            f"{place}: the images (data.image_key) are {type(value).__name__} {quoted(value)}, not a list of "
+            "{bytes: …} or {path: …}: correct the row, or set data.image_key"
+        )
+    if len(items) > MAX_IMAGES:
+        raise UserError(f"{place}: {len(items)} images, at most {MAX_IMAGES} are taken: remove some")
+    found = []
+    for number, item in enumerate(items):
+        content, name = (item.get("bytes"), item.get("path")) if isinstance(item, Mapping) else (None, None)
+        if isinstance(content, bytes):
+            name = None  # where the bytes came from
+        elif content is not None or not isinstance(name, str) or not name:
+            raise UserError(
+                f"{place}: image {number} (data.image_key) is {type(item).__name__} {quoted(item)}, not "
+                "{bytes: …} with the encoded file or {path: …} with a name: correct the row"
+            )
+        found.append(StoredImage(content, name, path.parent, f"{place}: image {number}"))
+    return found
+
+
+def holds_images(value: Any) -> bool:
+    """What an image column of a row holds looks like images, well or badly written."""
+    items = value if isinstance(value, list) else [value]
+    return any(isinstance(item, Mapping) and ("bytes" in item or "path" in item) for item in items)
+
+
+class ImageStore:
+    """The images of some data files. Files are opened when they are asked for; any thread may ask."""
+
+    def __init__(self, entries: Sequence[str | DataFileConfig], cfg: DataConfig) -> None:
+        """``entries`` are ``cfg.train`` or ``cfg.validation``, whichever the references were made from."""
+        self._paths = [Path(file.path) for file in cfg.files(entries)]
+        self._key = cfg.image_key
+        self._readers: dict[int, ColumnReader] = {}
+        self._lock = threading.Lock()
+        self._sound: set[bytes] = set()
+        """Digests of files that could be decoded."""
+
+    def read(self, ref: ImageRef) -> bytes:
+        """The encoded file.
+
+        Raises:
+            UserError: it cannot be read, or is another than the reference was made from; names file and row.
+        """
+        path = self._paths[ref.file]
+        place = f"{shown_path(path)}: row {ref.row}"
+        _, _, below = self._key.partition(".")
+        value = self._reader(ref.file).value(ref.row)
+        if below and isinstance(value, Mapping):
+            value = lookup(value, below)
+        images = stored_images(value, path, place)
+        content = images[ref.number].read() if ref.number < len(images) else b""
+        if digest_of(content) != ref.digest:
+            raise UserError(
+                f"{place}: image {ref.number} has changed since the prompts were loaded: restore it, or start again"
+            )
+        return content
+
+    def prompt_image(self, ref: ImageRef) -> PromptImage:
+        """For an engine. What ``load`` gives can be decoded: a damaged image ends here, by its file and row, and not
+        somewhere in a server."""
+        return PromptImage(digest=ref.digest, grid=ref.grid, load=partial(self._load, ref))
+
+    def prepare(self, file: int) -> None:
+        """Looks at a data file that has images: ``UserError`` where single rows of it cannot be read."""
+        self._reader(file)
+
+    def place(self, ref: ImageRef) -> str:
+        """File, row and number, for messages."""
+        return f"{shown_path(self._paths[ref.file])}: row {ref.row}: image {ref.number}"
+
+    def _load(self, ref: ImageRef) -> bytes:
+        content = self.read(ref)
+        if ref.digest not in self._sound:
+            read_rgb(content, self.place(ref))
+            self._sound.add(ref.digest)
+        return content
+
+    def _reader(self, file: int) -> ColumnReader:
+        with self._lock:
+            if file not in self._readers:
+                self._readers[file] = ColumnReader(self._paths[file], self._key.partition(".")[0])
+            return self._readers[file]

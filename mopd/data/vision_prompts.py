@@ -1,0 +1,152 @@
+"""Prompts with images: where each stands in the text, and how many tokens it takes there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mopd.conversion.models.dims import VisionDims
+from mopd.conversion.models.reading import read_dims
+from mopd.data.files import MISSING, quoted
+from mopd.data.image_files import digest_of, image_size
+from mopd.data.image_processing import ImageProcessing, read_image_processing
+from mopd.data.images import stored_images
+from mopd.types import ImageRef, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MARK = "<image>"
+"""Place of an image in a prompt's text."""
+OTHER_MEDIA = {"videos": "<video>", "audios": "<audio>"}
+"""Columns and marks of what no family takes here."""
+Messages = list[dict[str, Any]]
+
+
+def read_vision(folder: str | Path, max_pixels: int | None, tokenizer: PreTrainedTokenizerBase) -> VisionPrompts | None:
+    """How the student in ``folder`` reads images; ``None`` where it sees none.
+
+    Raises:
+        UserError: its files cannot be used or do not belong together; ``max_pixels`` for a student without vision.
+    """
+    dims = read_dims(Path(folder)).vision
+    if dims is not None:
+        return VisionPrompts(dims, read_image_processing(folder, max_pixels), tokenizer)
+    if max_pixels is not None:
+        raise UserError("data.max_pixels is set but student.model sees no images: remove the key or name another")
+    return None
+
+
+class VisionPrompts:
+    """How a vision-language student reads the images of its prompts."""
+
+    def __init__(self, dims: VisionDims, processing: ImageProcessing, tokenizer: PreTrainedTokenizerBase) -> None:
+        """``UserError`` where the three do not belong together."""
+        self.processing = processing
+        for name in ("patch_size", "temporal_patch_size"):
+            _require_equal(name, getattr(dims, name), getattr(processing, name))
+        _require_equal("spatial_merge_size", dims.spatial_merge_size, processing.merge_size)
+        tokens = tokenizer.convert_ids_to_tokens([*dims.token_ids])
+        if not all(isinstance(token, str) and token for token in tokens):
+            raise UserError(
+                f"student.model: its tokenizer has no tokens for the ids {dims.token_ids} of images and videos, which "
+                "its config.json names: take the tokenizer that belongs to the model"
+            )
+        self._image_id, self._video_id = dims.image_token_id, dims.video_token_id
+        image, _, start, end = self._tokens = tuple(tokens)
+        self._spelled = f"{start}{image}{end}"
+
+    def refs(self, value: Any, path: Path, *, file: int, row: int, place: str) -> tuple[ImageRef, ...]:
+        """References to what the image column of a row holds. Reads each file once, of its pixels only how many.
+
+        Raises:
+            UserError: names file, row and image of what cannot be used.
+        """
+        made = []
+        for number, image in enumerate(stored_images(value, path, place)):
+            content = image.read()
+            grid = self.processing.grid(*image_size(content, image.place))
+            made.append(ImageRef(file=file, row=row, number=number, digest=digest_of(content), grid=grid))
+        return tuple(made)
+
+    def refuse_other_media(self, row: Mapping[str, Any], place: str) -> None:
+        """``UserError`` for a row with videos or audio."""
+        for column in OTHER_MEDIA:
+            if row.get(column, MISSING) not in (MISSING, None, []):
+                raise UserError(f"{place}: column {column!r}: {column} are not supported: remove the row")
+
+    def placed_in_text(self, text: str, num_images: int, place: str) -> str:
+        """``text`` with the tokens of an image in place of each mark. Raises ``UserError`` as ``placed_in_chat``."""
+        self._check_marks([text], num_images, place)
+        return text.replace(MARK, self._spelled) if num_images else text
+
+    def placed_in_chat(self, messages: Messages, num_images: int, place: str) -> Messages:
+        """The messages, where there are marks with a list of texts and images for a content, as chat templates take it.
+
+        Raises:
+            UserError: there are more or fewer marks than images, they stand in several messages or not in a user's, a
+                text holds a token that stands for images, or marks a video or audio.
+        """
+        self._check_marks([message["content"] for message in messages], num_images, place)
+        marked = [message for message in messages if num_images and MARK in message["content"]]
+        if len(marked) > 1:
+            raise UserError(f"{place}: {MARK} in {len(marked)} messages: images in several turns are not supported")
+        for message in marked:
+            if message["role"] != "user":
+                raise UserError(
+                    f"{place}: {MARK} in a message of role {quoted(message['role'])}: move it to the user's"
+                )
+        return [
+            message | {"content": _parts(message["content"])} if message in marked else message for message in messages
+        ]
+
+    def _check_marks(self, texts: Sequence[str], num_images: int, place: str) -> None:
+        for text in texts:
+            for token in self._tokens:
+                if token in text:
+                    raise UserError(
+                        f"{place}: the prompt holds {quoted(token)}, which stands for an image: write {MARK}"
+                    )
+            for column, mark in OTHER_MEDIA.items():
+                if num_images and mark in text:
+                    raise UserError(f"{place}: the prompt holds {mark}: {column} are not supported: remove the row")
+        num_marks = sum(text.count(MARK) for text in texts)
+        if num_marks != num_images:
+            raise UserError(
+                f"{place}: the prompt has {num_marks} {MARK} for {num_images} images: correct the row, or set "
+                "data.image_key to the column of the images"
+            )
+
+    def expanded(self, ids: Sequence[int], images: Sequence[ImageRef], place: str) -> tuple[int, ...]:
+        """``ids`` with the token that stands for an image as often as each has merged patches.
+
+        Raises:
+            UserError: there are more or fewer of these tokens than images.
+        """
+        num_places = sum(id_ == self._image_id for id_ in ids)
+        if num_places != len(images) or self._video_id in ids:
+            raise UserError(
+                f"{place}: {num_places} places for {len(images)} images in the tokens of the prompt: the chat template "
+                f"drops or repeats them: correct it, or set data.chat_template"
+            )
+        if not images:
+            return tuple(ids)
+        left = iter(images)
+        parts = [[id_] * (self.processing.num_tokens(next(left).grid) if id_ == self._image_id else 1) for id_ in ids]
+        return tuple(id_ for part in parts for id_ in part)
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    """``"a <image> b"`` as a text, an image and a text."""
+    pieces = [piece for piece in re.split(f"({MARK})", text) if piece]
+    return [{"type": "image"} if piece == MARK else {"type": "text", "text": piece} for piece in pieces]
+
+
+def _require_equal(name: str, config: int, processor: int) -> None:
+    if config != processor:
+        raise UserError(
+            f"student.model: vision_config.{name} of config.json is {config}, its processor has {processor}: take both "
+            "files of one model"
+        )
