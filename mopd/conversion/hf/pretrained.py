@@ -14,6 +14,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -23,6 +24,7 @@ from transformers.initialization import no_init_weights
 
 from mopd.conversion.hf.reader import HfReader, read_tokenizer_json
 from mopd.conversion.models.config_keys import CONFIG_FILE, Keys, read_config
+from mopd.conversion.models.vision_config import VISION_FORMATS
 from mopd.files.json_text import read_json_object
 from mopd.files.reading import read_bytes, shown_path
 from mopd.text import one_line
@@ -64,7 +66,7 @@ def load_weights(folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]
     require_weights_fit(folder, config)
     _read_generation_config(folder)
     with _refusing(folder, "cannot load the model"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _auto_class(config).from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation="sdpa",
@@ -84,11 +86,16 @@ def build_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTr
     if any(folder.glob("*.safetensors")):
         require_weights_fit(folder, config)
     with _refusing(folder / CONFIG_FILE, "cannot be built"), no_init_weights(), device:
-        model = AutoModelForCausalLM.from_config(
+        model = _auto_class(config).from_config(
             config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
         )
         model.tie_weights()
     return cast(PreTrainedModel, model)
+
+
+def _auto_class(config: PretrainedConfig) -> Any:
+    """Where transformers looks for the model's class; models that see images are no plain causal ones to it."""
+    return AutoModelForImageTextToText if config.model_type in VISION_FORMATS else AutoModelForCausalLM
 
 
 def require_computes(folder: Path, model: PreTrainedModel) -> None:
@@ -165,7 +172,7 @@ def require_weights_fit(folder: Path, config: PretrainedConfig) -> None:
     if getattr(config, "quantization_config", None) is not None:
         return  # several weights in one stored number
     with _refusing(path, "cannot be built"), no_init_weights(), torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model: nn.Module = _auto_class(config).from_config(config, trust_remote_code=False)
     asked = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     stored = sum(prod(reader.shape(name)) for name in reader.names)
     if asked > 2 * stored + _SPARE_WEIGHTS:
