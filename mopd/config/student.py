@@ -26,6 +26,9 @@ class ParallelConfig:
     """Ranks that share each expert's matrices; null for ``tensor_model_parallel_size``."""
     sequence_parallel: bool = False
     """Split activations between the tensor-parallel regions along the sequence; needs tensor parallelism."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the first stage, which also holds the embedding and a vision tower; the other stages share the rest
+    evenly. null: all stages have equally many."""
 
     def __post_init__(self) -> None:
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
@@ -48,6 +51,13 @@ class ParallelConfig:
             raise ValueError(
                 "sequence_parallel is true but tensor_model_parallel_size is 1: set tensor_model_parallel_size >= 2"
             )
+        if self.num_layers_in_first_pipeline_stage is not None:
+            require_at_least("num_layers_in_first_pipeline_stage", self.num_layers_in_first_pipeline_stage, 1)
+            if self.pipeline_model_parallel_size == 1:
+                raise ValueError(
+                    f"num_layers_in_first_pipeline_stage is {self.num_layers_in_first_pipeline_stage} but "
+                    "pipeline_model_parallel_size is 1: set pipeline_model_parallel_size >= 2, or leave the key out"
+                )
 
     @property
     def resolved_expert_tensor_parallel_size(self) -> int:

@@ -98,6 +98,7 @@ def check_models(loaded: Loaded, models: Mapping[str, ModelDims], *, with_layout
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
     )
     if problem and with_layout:
         raise UserError(f"{loaded.path}: {problem}")

@@ -118,6 +118,7 @@ class StaticChecks:
             pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
             expert_model_parallel_size=parallel.expert_model_parallel_size,
             expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+            num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
         )
         return f"{parallel.world_size} ranks for {dims.num_layers} layers of {dims.family}"
 

@@ -113,6 +113,7 @@ def _check_student(loaded: Loaded) -> None:
             pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
             expert_model_parallel_size=parallel.expert_model_parallel_size,
             expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+            num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
         )
     except UserError as error:
         raise UserError(f"{loaded.path}: {error}") from error

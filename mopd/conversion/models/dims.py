@@ -189,6 +189,18 @@ class ModelDims:
         return -(-self.vocab_size // tensor_model_parallel_size) * tensor_model_parallel_size
 
 
+def stage_layers(num_layers: int, stage: int, *, stages: int, first_stage_layers: int | None = None) -> range:
+    """Layers of one pipeline stage. ``first_stage_layers``: ``student.parallel.num_layers_in_first_pipeline_stage``."""
+    if first_stage_layers is None or stages == 1:
+        each = num_layers // stages
+        return range(stage * each, (stage + 1) * each)
+    if stage == 0:
+        return range(first_stage_layers)
+    each = (num_layers - first_stage_layers) // (stages - 1)
+    start = first_stage_layers + (stage - 1) * each
+    return range(start, start + each)
+
+
 def check_layout(
     dims: ModelDims,
     *,
@@ -196,6 +208,7 @@ def check_layout(
     pipeline_model_parallel_size: int,
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int | None = None,
+    num_layers_in_first_pipeline_stage: int | None = None,
 ) -> None:
     """Refuses a parallel layout that would split a head group, a row of an MLP, an expert's share or a layer.
 
@@ -210,6 +223,7 @@ def check_layout(
         pipeline_model_parallel_size=pipeline_model_parallel_size,
         expert_model_parallel_size=expert_model_parallel_size,
         expert_tensor_parallel_size=expert_tensor_parallel_size,
+        num_layers_in_first_pipeline_stage=num_layers_in_first_pipeline_stage,
     )
     if problem:
         raise UserError(problem)
@@ -222,6 +236,7 @@ def layout_problem(
     pipeline_model_parallel_size: int,
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int | None = None,
+    num_layers_in_first_pipeline_stage: int | None = None,
 ) -> str:
     """Why ``check_layout`` refuses; empty for a layout that divides the model."""
     tp = tensor_model_parallel_size
@@ -231,8 +246,9 @@ def layout_problem(
         ("tensor_model_parallel_size", tp, "key/value heads", dims.num_query_groups),
         ("tensor_model_parallel_size", tp, "attention heads", dims.num_attention_heads),
         ("tensor_model_parallel_size", tp, "MLP columns", dims.ffn_hidden_size if has_dense_layers else tp),
-        ("pipeline_model_parallel_size", pipeline_model_parallel_size, "layers", dims.num_layers),
     ]
+    if num_layers_in_first_pipeline_stage is None:
+        needs.append(("pipeline_model_parallel_size", pipeline_model_parallel_size, "layers", dims.num_layers))
     if dims.moe is not None:
         needs += [
             ("tensor_model_parallel_size", tp, "columns of the shared experts", dims.moe.shared_ffn_hidden_size),
@@ -250,4 +266,24 @@ def layout_problem(
                 f"student.parallel.{key} {degree} does not divide the model's {size} {what}: "
                 f"set it to a divisor of {size}"
             )
+    return _first_stage_problem(dims, pipeline_model_parallel_size, num_layers_in_first_pipeline_stage)
+
+
+def _first_stage_problem(dims: ModelDims, stages: int, first: int | None) -> str:
+    """``first``: layers of the first of ``stages``; None where all have equally many, which divide the model."""
+    key = "student.parallel.num_layers_in_first_pipeline_stage"
+    if first is not None:
+        rest = dims.num_layers - first
+        if stages < 2 or rest < stages - 1 or rest % (stages - 1):
+            return (
+                f"{key} {first} leaves {rest} of the model's {dims.num_layers} layers, which the other {stages - 1} "
+                "stages do not share evenly: set another number, or leave the key out"
+            )
+    deepstack = 0 if dims.vision is None else len(dims.vision.deepstack_layers)
+    on_first = len(stage_layers(dims.num_layers, 0, stages=stages, first_stage_layers=first))
+    if on_first < deepstack:
+        return (
+            f"{key}: the first of {stages} stages has {on_first} layers, and features of the vision tower are added "
+            f"after {deepstack}, which only that stage has: set {deepstack} or more"
+        )
     return ""

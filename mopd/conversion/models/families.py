@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.dims import ModelDims, stage_layers
 from mopd.conversion.models.towers import TOWER_PREFIX, named_as_read, tower_sizes, tower_tensors
 
 Merge = Literal["replicated", "rows", "columns", "vocab", "qkv", "gate_up"]
@@ -237,10 +237,11 @@ class Placed:
         both do). ``first_stage_layers`` is ``student.parallel.num_layers_in_first_pipeline_stage``."""
         if self.layer is None:
             return 0 if self.param is EMBEDDING or self.param.is_vision else stages - 1
-        if first_stage_layers is None or stages == 1:
+        if first_stage_layers is None:
             return self.layer // (dims.num_layers // (stages * chunks)) % stages
-        others = (dims.num_layers - first_stage_layers) // (stages - 1)
-        return 0 if self.layer < first_stage_layers else 1 + (self.layer - first_stage_layers) // others
+        first = first_stage_layers
+        owns = (stage_layers(dims.num_layers, s, stages=stages, first_stage_layers=first) for s in range(stages))
+        return next(stage for stage, layers in enumerate(owns) if self.layer in layers)
 
     def owner(self, dims: ModelDims, *, ranks: int) -> int:
         """Expert-parallel rank of ``ranks`` that holds an expert's: they own equally many consecutive ones."""
