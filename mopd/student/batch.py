@@ -25,7 +25,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mopd.losses import choose_rows
+from mopd.student.images import StudentImages
 from mopd.student.model.gpt import HeadHook
+from mopd.student.vision import ImageInput
 from mopd.types import SampleMeta
 
 Fields = Mapping[str, Mapping[int, Tensor]]
@@ -61,13 +63,15 @@ class MicroBatch:
     tokens: Tensor
     """[B, S] int64."""
     position_ids: Tensor
-    """[B, S] int64."""
+    """[B, S] int64; [3, B, S] (time, height, width) of a vision-language model."""
     attention_mask: Tensor | None
     """[1, 1, S, S] bool, True = masked, for the local attention; ``None`` where the kernel is causal by itself.
     Right padding needs no more: a real token never looks at what follows it."""
     padding_mask: Tensor
     """[B, S] bool, True = padding, for routers of experts, which balance the load of real tokens."""
     rows: LossRows
+    images: ImageInput | None = None
+    """On the first stage of a vision-language model, where a prompt has any."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -79,7 +83,8 @@ class MicroBatch:
         own = (self.tokens, self.position_ids, self.attention_mask, self.padding_mask)
         rows = self.rows
         read = (rows.loss_mask, rows.loss_rows, rows.targets, rows.domains, rows.sample_positions)
-        return [tensor for tensor in (*own, *read, *rows.fields.values()) if tensor is not None]
+        seen = () if self.images is None else self.images.tensors()
+        return [tensor for tensor in (*own, *read, *rows.fields.values(), *seen) if tensor is not None]
 
 
 HookFor = Callable[[MicroBatch], HeadHook]
@@ -96,14 +101,16 @@ def build_micro_batch(
     needs_mask: bool,
     device: torch.device,
     at_least: tuple[int, int] = (1, 1),
+    vision: StudentImages | None = None,
 ) -> MicroBatch:
     """Pad ``samples`` into one micro-batch on ``device``, with filler sequences without loss up to ``at_least`` (B, S).
 
-    ``fields`` are those that the pipeline stage reads; what is not among them stays zero. Copies to a GPU are queued on
-    the current stream.
+    ``fields`` are those that the pipeline stage reads; what is not among them stays zero. ``vision`` is given where the
+    model sees images. Copies to a GPU are queued on the current stream.
 
     Raises:
         ValueError: a field's length does not fit the sample's lengths, or a prompt is empty.
+        UserError: see ``StudentImages.read``.
     """
     size = max(len(samples), at_least[0])
     longest = max([at_least[1], *(sample.length for sample in samples)])
@@ -137,12 +144,18 @@ def build_micro_batch(
         sample_positions=to(torch.tensor([positions[s.sample_id] for s in samples] + [-1] * num_filler)),
         fields={name: to(values) for name, values in row_fields.items()},
     )
+    position_ids, images = torch.arange(length, device=device).expand(size, length), None
+    if vision is not None:
+        own_images = [(fields["tokens"][s.sample_id], fields["images"][s.sample_id]) for s in samples]
+        position_ids = to(vision.position_ids(own_images, (size, length)))
+        images = vision.read(own_images, size)
     return MicroBatch(
         tokens=to(tokens),
-        position_ids=torch.arange(length, device=device).expand(size, length),
+        position_ids=position_ids,
         attention_mask=mask,
         padding_mask=to(padding),
         rows=rows,
+        images=None if images is None else ImageInput(**{name: to(value) for name, value in vars(images).items()}),
     )
 
 
@@ -165,6 +178,8 @@ def _check(sample: SampleMeta, fields: Fields) -> None:
     if sample.prompt_length < 1:
         raise ValueError(f"sample {sample.sample_id} has an empty prompt: no row could score its first response token")
     for name, values in fields.items():
+        if name == "images":
+            continue  # one row for each image
         expected = sample.length if name == "tokens" else sample.response_length
         actual = values[sample.sample_id].shape[0]
         if actual != expected:
@@ -189,7 +204,9 @@ def run_schedule(
 
     def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = next(batches)
-        options = {"padding_mask": batch.padding_mask} if has_experts else {}
+        options: dict[str, Any] = {"padding_mask": batch.padding_mask} if has_experts else {}
+        if batch.images is not None:
+            options["images"] = batch.images
         output = model(
             input_ids=batch.tokens,
             position_ids=batch.position_ids,

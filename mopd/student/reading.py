@@ -6,6 +6,7 @@ stage                 reads
 first                 ``tokens``
 between               nothing: lengths are in the plan
 last                  ``tokens`` and what the loss reads
+all that see images   ``tokens`` and ``images``, for positions
 ====================  ============================================
 
 The first rank of a tensor-parallel group reads, the others get the same bytes from it.
@@ -33,8 +34,10 @@ T = TypeVar("T")
 class StageReader:
     """Fields of samples for one rank. ``fetch`` is collective over the rank's tensor-parallel group."""
 
-    def __init__(self, reader: Reader, layout: Layout) -> None:
+    def __init__(self, reader: Reader, layout: Layout, *, has_images: bool = False) -> None:
+        """``has_images``: the student's family has vision."""
         self._reader = reader
+        self._has_images = has_images
         self._layout = layout
         self._group = layout.tp_cpu_group
         self._bytes_shared = 0
@@ -53,6 +56,8 @@ class StageReader:
         names: Sequence[str] = ("tokens",) if self._layout.is_first_stage else ()
         if self._layout.is_last_stage:
             names = loss_fields
+        if self._has_images:
+            names = tuple(dict.fromkeys(("tokens", *names, "images")))
         if not names or not samples:
             return {name: {} for name in names}
         ids = [sample.sample_id for sample in samples]

@@ -75,7 +75,7 @@ def iter_hf_weights(
     config: Any = _unwrap(model_chunks[0]).config
     for placed in families.all_params(dims):
         dtype = torch.float32 if placed.param.stays_fp32 else config.params_dtype
-        stage = placed.stage(dims, stages=layout.pp_size)
+        stage = placed.stage(dims, stages=layout.pp_size, first_stage_layers=config.num_layers_in_first_pipeline_stage)
         if placed.expert is None:
             if layout.dp_rank == 0:
                 yield from _export_shared(placed, stage, dtype, owned, dims, layout)
@@ -168,7 +168,8 @@ def _rows_by_local_name(model: torch.nn.Module, dims: ModelDims, layout: Layout)
         families.FINAL_NORM,
         families.TIED_HEAD if dims.tied_embeddings else families.LM_HEAD,
     )
-    rows = {name: placed for placed in (families.place(param, dims) for param in outside) for name in placed.megatron}
+    whole = [*families.tower_params(dims), *(families.place(param, dims) for param in outside)]
+    rows = {name: placed for placed in whole for name in placed.megatron}
     num_experts = 0 if dims.moe is None else dims.moe.num_experts // layout.ep_size
     layers: Any = model.get_submodule("decoder.layers")
     for local, layer in enumerate(layers):

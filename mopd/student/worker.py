@@ -8,7 +8,8 @@ import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from mopd.data_plane.interface import Reader
 from mopd.student import parallel
 from mopd.student.batch import HookFor, MicroBatch, build_micro_batch, run_schedule
 from mopd.student.checkpoints import checkpoint
+from mopd.student.images import StudentImages
 from mopd.student.model.attention_memory import check_scores, largest_scores
 from mopd.student.model.balance import Balance
 from mopd.student.model.config import uses_transformer_engine
@@ -32,6 +34,7 @@ from mopd.student.model.gpt import HeadHook, LMHead, build_model
 from mopd.student.objective import Objective
 from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel
 from mopd.student.reading import StageReader, one_ahead
+from mopd.student.vision import clock_of
 from mopd.student.weights import iter_hf_weights, load_hf_into
 from mopd.types import DomainSums, MicroBatchPlan, NonFiniteError, SampleMeta, UserError
 
@@ -63,7 +66,11 @@ class StudentWorker:
         kept_files(Path(student.model))  # which ``save_hf`` would find after the last step
         _check_lengths(recipe, self.dims.max_positions)
         self.layout = parallel.initialize(student.parallel, timeout_s=recipe.schedule.wait_timeout_s, seed=recipe.seed)
-        self.reader = StageReader(reader, self.layout)
+        vision = self.dims.vision
+        self.reader = StageReader(reader, self.layout, has_images=vision is not None)
+        self._images = None
+        if vision is not None:
+            self._images = StudentImages(recipe, vision, has_tower=self.layout.is_first_stage)
         with cpu_shim.activate():
             model = build_model(student, self.dims, self.layout)
             load_hf_into([model], source, self.dims, self.layout)
@@ -71,6 +78,7 @@ class StudentWorker:
             self._model = wrap_data_parallel(
                 model, use_distributed_optimizer=student.optimizer.use_distributed_optimizer
             )
+            self._clock = None if vision is None else clock_of(model, self.layout)
             self._balance = None if self.dims.moe is None else Balance(model, student.moe, self.dims.moe, self.layout)
             self._optimizer, self._scheduler = build_optimizer(
                 student.optimizer, self._model, num_steps=recipe.schedule.steps
@@ -126,6 +134,8 @@ class StudentWorker:
         self._optimizer.zero_grad()
         if self._balance is not None:
             self._balance.begin(len(plan.micro_batches[self.layout.dp_rank]))
+        if self._clock is not None:
+            self._clock.begin()
         self._run(plan, self._objective.field_names, positions, hook_for, forward_only=False)
         result, bad = sums.reduce(self.domains, self.layout)
         if bad:
@@ -158,7 +168,8 @@ class StudentWorker:
         self._scheduler.step(1)
         self._plan = None
         self.weight_version += 1
-        return {"grad_norm": norm, "lr": lr} | ({} if self._balance is None else self._balance.metrics())
+        watched = [part.metrics() for part in (self._balance, self._clock) if part is not None]
+        return reduce(or_, watched, {"grad_norm": norm, "lr": lr})
 
     @cpu_shim.activate()
     @torch.no_grad()
@@ -278,6 +289,7 @@ class StudentWorker:
                 needs_mask=self._needs_mask,
                 device=self.layout.device,
                 at_least=self._common_shape(plan, number),
+                vision=self._images,
             )
 
         run_schedule(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
@@ -91,6 +92,20 @@ def build_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTr
         )
         model.tie_weights()
     return cast(PreTrainedModel, model)
+
+
+def build_tower(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The vision tower of ``config.json`` on the CPU with undefined weights.
+
+    Raises:
+        UserError: as ``load_config`` does, or the tower cannot be built.
+    """
+    config = load_config(folder)
+    with _refusing(folder / CONFIG_FILE, "its vision tower cannot be built"), no_init_weights():
+        tower = AutoModel.from_config(
+            config.vision_config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+        )
+    return cast(PreTrainedModel, tower)
 
 
 def _auto_class(config: PretrainedConfig) -> Any:

@@ -8,7 +8,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from mopd.config.student import MoeConfig, StudentConfig
+from mopd.config.student import MoeConfig, StudentConfig, VisionConfig
 from mopd.conversion.models.dims import ModelDims, YarnRope, check_layout
 from mopd.student.model.overrides import check_overrides
 from mopd.student.parallel import Layout
@@ -46,11 +46,17 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
         pipeline_model_parallel_size=layout.pp_size,
         expert_model_parallel_size=layout.ep_size,
         expert_tensor_parallel_size=layout.etp_size,
+        num_layers_in_first_pipeline_stage=student.parallel.num_layers_in_first_pipeline_stage,
     )
     _check_sequence_parallel(dims, layout)
     _check_experts(student, dims)
     fields = {**_model_fields(dims), **_layout_fields(layout), **_execution_fields(student)}
-    fields |= _moe_fields(student.moe, dims) | _mla_fields(dims, is_fused=fields["apply_rope_fusion"])
+    fields["num_layers_in_first_pipeline_stage"] = student.parallel.num_layers_in_first_pipeline_stage
+    fields |= (
+        _moe_fields(student.moe, dims)
+        | _vision_fields(student, dims)
+        | _mla_fields(dims, is_fused=fields["apply_rope_fusion"])
+    )
     has_engine = uses_transformer_engine(student)
     overrides = check_overrides(student.megatron_overrides, owned=fields.keys(), has_transformer_engine=has_engine)
     config_class = TransformerConfig if dims.mla is None else MLATransformerConfig
@@ -92,8 +98,11 @@ def _check_recompute(config: TransformerConfig) -> None:
         UserError: one line with the key to set.
     """
     chunk = config.recompute_num_layers
-    on_stage = config.num_layers // config.pipeline_model_parallel_size
-    if config.recompute_method == "uniform" and chunk is not None and on_stage % chunk:
+    stages, first = config.pipeline_model_parallel_size, config.num_layers_in_first_pipeline_stage
+    per_stage = {config.num_layers // stages} if first is None else {first, (config.num_layers - first) // (stages - 1)}
+    for on_stage in sorted(per_stage):
+        if config.recompute_method != "uniform" or chunk is None or not on_stage % chunk:
+            continue
         raise UserError(
             f"student.megatron_overrides.recompute_num_layers: {chunk} does not divide the {on_stage} layers of a "
             "pipeline stage; set a divisor"
@@ -156,6 +165,16 @@ def _moe_fields(moe: MoeConfig, dims: ModelDims) -> dict[str, Any]:
         "moe_router_bias_update_rate": moe.moe_router_bias_update_rate,
         "moe_grouped_gemm": moe.moe_grouped_gemm,
     }
+
+
+def _vision_fields(student: StudentConfig, dims: ModelDims) -> dict[str, Any]:
+    """Raises ``UserError`` where the recipe freezes a tower that is not there."""
+    if dims.vision is None:
+        if student.vision != VisionConfig():
+            raise UserError(f"student.vision is set but model_type {dims.family} has no vision: remove the section")
+        return {}
+    # Positions differ between the sequences of a micro-batch, which TransformerEngine's fused rope does not take.
+    return {"mrope_section": list(dims.vision.mrope_section), "apply_rope_fusion": False}
 
 
 def _mla_fields(dims: ModelDims, *, is_fused: bool) -> dict[str, Any]:

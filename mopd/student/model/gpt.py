@@ -39,7 +39,9 @@ from torch import Tensor
 from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import Llama3Rope, ModelDims
 from mopd.student.model.config import rotary_base, transformer_config, uses_transformer_engine
+from mopd.student.model.multimodal import InterleavedRotary, add_deepstack, with_images
 from mopd.student.parallel import Layout
+from mopd.student.vision import ImageInput, make_tower
 
 _FUSED_INPUT_NORM = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _FUSED_MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
@@ -91,6 +93,43 @@ class StudentModel(GPTModel):
         return labels(LMHead(hidden_states, weight))
 
 
+class VisionStudentModel(StudentModel):
+    """A ``StudentModel`` with three axes of positions, whose first stage has a vision tower.
+
+    It is built with ``scatter_embedding_sequence_parallel=False``: features go into whole sequences, which are split
+    afterwards.
+    """
+
+    vision_model: torch.nn.Module
+    """On the first stage."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        labels: HeadHook | None = None,
+        images: ImageInput | None = None,
+    ) -> Tensor:
+        """``GPTModel.forward`` with ``position_ids`` [3, B, S] and, read on the first stage alone, ``images``."""
+        decoder_input, context = None, None
+        if self.pre_process:
+            embedded = self.embedding(input_ids=input_ids, position_ids=None)
+            decoder_input, context = with_images(
+                embedded, self.vision_model, images, sequence_parallel=self.config.sequence_parallel
+            )
+        output: Tensor = super().forward(
+            input_ids,
+            position_ids,
+            attention_mask,
+            decoder_input=decoder_input,
+            labels=labels,
+            extra_block_kwargs={"context": context},
+        )
+        return output
+
+
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm of the local layer spec. Megatron's own wrapper refuses sequence parallelism.
 
@@ -118,7 +157,8 @@ def build_model(student: StudentConfig, dims: ModelDims, layout: Layout) -> Stud
         UserError: see ``transformer_config``.
     """
     config = transformer_config(student, dims, layout)
-    model = StudentModel(
+    model_class = StudentModel if dims.vision is None else VisionStudentModel
+    model = model_class(
         config=config,
         transformer_layer_spec=_layer_specs(student, dims, config),
         vocab_size=dims.padded_vocab_size(layout.tp_size),
@@ -127,15 +167,30 @@ def build_model(student: StudentConfig, dims: ModelDims, layout: Layout) -> Stud
         post_process=layout.is_last_stage,
         parallel_output=True,
         share_embeddings_and_output_weights=dims.tied_embeddings,
-        position_embedding_type="rope",
+        position_embedding_type="rope" if dims.vision is None else "mrope",
+        scatter_embedding_sequence_parallel=dims.vision is None,
         rotary_base=rotary_base(dims),
         **_rope_options(dims),
     )
+    if dims.vision is not None:
+        _add_vision(model, student, dims, layout)
     model.to(device=layout.device)
     _mark_shards(model)
     if dims.moe is not None:
         _hand_on_padding_mask(model)
     return model
+
+
+def _add_vision(model: StudentModel, student: StudentConfig, dims: ModelDims, layout: Layout) -> None:
+    """Complete a model of a family with vision."""
+    assert dims.vision is not None
+    if dims.vision.mrope_interleaved:
+        model.rotary_pos_emb = InterleavedRotary(
+            kv_channels=dims.head_dim, rotary_percent=1.0, rotary_base=rotary_base(dims)
+        )
+    if layout.is_first_stage:
+        model.vision_model = make_tower(student, model.config.params_dtype)
+        add_deepstack(model.get_submodule("decoder.layers"), len(dims.vision.deepstack_layers))
 
 
 def _mark_shards(model: StudentModel) -> None:

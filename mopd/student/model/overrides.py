@@ -64,9 +64,10 @@ OWNED: dict[str, str] = {
         original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim num_moe_experts moe_ffn_hidden_size
         moe_shared_expert_intermediate_size moe_layer_freq moe_router_topk moe_router_score_function
         moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk
-        moe_router_enable_expert_bias moe_router_dtype""",
+        moe_router_enable_expert_bias moe_router_dtype mrope_section""",
     "student.parallel.tensor_model_parallel_size": "tensor_model_parallel_size",
     "student.parallel.pipeline_model_parallel_size": "pipeline_model_parallel_size",
+    "student.parallel.num_layers_in_first_pipeline_stage": "num_layers_in_first_pipeline_stage",
     "student.parallel.sequence_parallel": "sequence_parallel",
     "student.parallel.expert_model_parallel_size": "expert_model_parallel_size",
     "student.parallel.expert_tensor_parallel_size": "expert_tensor_parallel_size moe_extended_tp",
@@ -85,7 +86,7 @@ OWNED: dict[str, str] = {
 REFUSED: dict[str, str] = {
     "it makes another function of the same weights": """
         softmax_scale softmax_type apply_query_key_layer_scaling rotary_interleaved rotary_percent no_rope_freq
-        mrope_section window_size window_attn_skip_freq layernorm_zero_centered_gamma qk_l2_norm qk_clip qk_clip_alpha
+        window_size window_attn_skip_freq layernorm_zero_centered_gamma qk_l2_norm qk_clip qk_clip_alpha
         qk_clip_threshold attention_output_gate apply_residual_connection_post_layernorm glu_linear_offset
         activation_func_clamp_value experimental_attention_variant dsa_indexer_n_heads dsa_indexer_head_dim
         dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss linear_attention_freq linear_conv_kernel_dim
@@ -109,9 +110,9 @@ REFUSED: dict[str, str] = {
     "sequences are not split over ranks: use student.parallel.sequence_parallel": """
         context_parallel_size hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel
         cp_comm_type""",
-    "a pipeline stage is one run of equally many layers": """
+    "a pipeline stage is one run of layers": """
         virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage overlap_p2p_comm
-        overlap_p2p_comm_warmup_flush num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+        overlap_p2p_comm_warmup_flush num_layers_in_last_pipeline_stage
         pipeline_model_parallel_layout account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
         overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release
         num_microbatches_with_partial_activation_checkpoints""",

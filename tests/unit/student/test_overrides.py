@@ -47,9 +47,9 @@ def test_what_is_not_allowed_is_one_line(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("virtual_pipeline_model_parallel_size", "a pipeline stage is one run of equally many layers"),
+        ("virtual_pipeline_model_parallel_size", "a pipeline stage is one run of layers"),
         ("context_parallel_size", "use student.parallel.sequence_parallel"),
-        ("num_layers_in_first_pipeline_stage", "equally many layers"),
+        ("num_layers_in_first_pipeline_stage", "from student.parallel.num_layers_in_first_pipeline_stage"),
         ("activation_func", "from student.model"),
         ("normalization", "from student.model"),
         ("rotary_interleaved", "another function"),

@@ -1,0 +1,91 @@
+"""From references to the images of one micro-batch: positions on every rank, patches on those of the first stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mopd.config.schema import Recipe
+from mopd.conversion.models.dims import VisionDims
+from mopd.data.image_processing import read_image_processing
+from mopd.data.image_processor import ImageProcessor
+from mopd.data.image_refs import refs_from_tensor
+from mopd.data.images import ImageStore
+from mopd.data.mrope import image_starts, mrope_positions
+from mopd.student.vision import ImageInput
+from mopd.types import ImageRef
+
+Sequences = Sequence[tuple[Tensor, Tensor]]
+"""Of each sample its fields ``tokens`` [L] and ``images`` [N, 8]."""
+
+
+class StudentImages:
+    """What a rank of a vision-language student does with its samples' images. Any thread may call it."""
+
+    def __init__(self, recipe: Recipe, vision: VisionDims, *, has_tower: bool) -> None:
+        """With the tower the rank also reads files.
+
+        Raises:
+            UserError: it does, and the processor's settings or torchvision are missing.
+        """
+        self._ids = {"image_token_id": vision.image_token_id, "merge_size": vision.spatial_merge_size}
+        self._reads: tuple[ImageStore, ImageProcessor] | None = None
+        if has_tower:
+            processing = read_image_processing(Path(recipe.student.model), recipe.data.max_pixels)
+            self._reads = ImageStore(recipe.data.train, recipe.data), ImageProcessor(processing)
+
+    def position_ids(self, samples: Sequences, shape: tuple[int, int]) -> Tensor:
+        """[3, B, S] for right-padded ``samples``, a text's where none is.
+
+        Raises:
+            ValueError: a sample's image tokens are not its images'.
+        """
+        size, length = shape
+        positions = torch.arange(length).expand(3, size, length).contiguous()
+        for b, (tokens, images) in enumerate(samples):
+            grids = [ref.grid for ref in refs_from_tensor(images)]
+            own = mrope_positions(tokens.numpy(), grids, **self._ids)
+            positions[:, b, : len(tokens)] = torch.from_numpy(own)
+        return positions
+
+    def read(self, samples: Sequences, num_sequences: int) -> ImageInput | None:
+        """The images of ``samples``, each file once, on the CPU; ``None`` without any, and on ranks without the tower.
+
+        Raises:
+            UserError: a file is another than when its prompt was loaded, or damaged; names file and row.
+        """
+        if self._reads is None:
+            return None
+        store, processor = self._reads
+        offsets: dict[tuple[bytes, tuple[int, int, int]], int] = {}
+        files, rows, sources, total = [], [], [], 0
+        for b, (tokens, images) in enumerate(samples):
+            refs = refs_from_tensor(images)
+            starts = image_starts(tokens.numpy(), [ref.grid for ref in refs], **self._ids)
+            for ref, start in zip(refs, starts, strict=True):
+                num_tokens, key = self._num_tokens(ref), (ref.digest, ref.grid)
+                if key not in offsets:
+                    offsets[key] = total
+                    total += num_tokens
+                    files.append(store.read(ref))
+                rows.append((start + np.arange(num_tokens)) * num_sequences + b)
+                sources.append(offsets[key] + np.arange(num_tokens))
+        if not files:
+            return None
+        patches, grids = processor.patches(files)
+        if [tuple(grid) for grid in grids.tolist()] != [grid for _, grid in offsets]:
+            raise RuntimeError(f"the processor makes grids {grids.tolist()} where the prompts have {list(offsets)}")
+        return ImageInput(
+            patches=patches,
+            grids=grids,
+            rows=torch.from_numpy(np.concatenate(rows)),
+            sources=torch.from_numpy(np.concatenate(sources)),
+        )
+
+    def _num_tokens(self, ref: ImageRef) -> int:
+        _, height, width = ref.grid
+        return height * width // self._ids["merge_size"] ** 2

@@ -1,0 +1,87 @@
+"""The vision tower of a vision-language student: transformers' own module on every rank of the first pipeline stage.
+
+Each tensor-parallel rank computes all of it, on the images of its data-parallel rank, without a word to the others: a
+micro-batch without images leaves it out. What is frozen has no gradient and so no place in Megatron's buffers.
+
+Letters: P patches of all images, N tokens of them (merged patches), H channels of the language model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mopd.config.student import StudentConfig
+from mopd.conversion.hf.pretrained import build_tower
+from mopd.conversion.models.towers import is_merger
+from mopd.student.clock import TOWER, Span, StageClock
+from mopd.student.parallel import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageInput:
+    """The images of one micro-batch; of equal ones the first."""
+
+    patches: Tensor
+    """[P, channels x frames x side x side] fp32."""
+    grids: Tensor
+    """[images, 3] int64: (1, height, width) of each in patches."""
+    rows: Tensor
+    """[N] int64: flat numbers among [S, B] of the tokens that stand for images, ascending in each sequence."""
+    sources: Tensor
+    """[N] int64: whose feature each of them gets."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it holds."""
+        return tuple(vars(self).values())
+
+
+def make_tower(student: StudentConfig, dtype: torch.dtype) -> nn.Module:
+    """The tower on the CPU with undefined weights, frozen as ``student.vision.freeze`` says."""
+    tower: Any = build_tower(Path(student.model), dtype)
+    freeze = student.vision.freeze
+    for name, parameter in tower.named_parameters():
+        parameter.requires_grad_(freeze == "none" or (freeze == "tower" and is_merger(name)))
+        # Tensor-parallel ranks compute the same gradient; where kernels do not add in a fixed order, copies would part.
+        parameter.average_gradients_across_tp_domain = True
+    if student.recompute == "full" and freeze == "none":
+        tower.gradient_checkpointing_enable({"use_reentrant": False})
+    return tower
+
+
+def clock_of(model: Any, layout: Layout) -> StageClock:
+    """Measures the passes of the model and, on the first stage, those of its tower."""
+    clock = StageClock(layout)
+    model.config.timers = clock
+    if layout.is_first_stage:
+        _watch(model.vision_model, clock(TOWER))
+    return clock
+
+
+def _watch(tower: nn.Module, span: Span) -> None:
+    """Let ``span`` measure the tower forward and, where something is trained, backward."""
+
+    def begin_backward(module: Any, inputs: Any, made: Any) -> None:
+        span.stop()
+        if made.pooler_output.requires_grad:
+            made.pooler_output.register_hook(lambda grad: span.start())
+
+    tower.register_forward_pre_hook(lambda module, inputs: span.start())
+    tower.register_forward_hook(begin_backward)
+    trained = [(name, parameter) for name, parameter in tower.named_parameters() if parameter.requires_grad]
+    if trained:
+        # Whose gradient is complete last: backward runs against the order of the forward pass, in which blocks come
+        # first, then DeepStack's mergers.
+        _, last = min(trained, key=lambda item: (is_merger(item[0]), item[0].startswith("merger.")))
+        last.register_post_accumulate_grad_hook(lambda parameter: span.stop())
+
+
+def image_features(tower: nn.Module, images: ImageInput) -> tuple[Tensor, list[Tensor]]:
+    """[N, H] for the tokens of ``images.rows``, and DeepStack's [N, H] for the language model's first layers."""
+    made = tower(images.patches, grid_thw=images.grids, return_dict=True)
+    deeper = getattr(made, "deepstack_features", None) or []
+    return made.pooler_output[images.sources], [features[images.sources] for features in deeper]
