@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,6 +31,18 @@ class Decoded:
     finish_reasons: list[Literal["stop", "length", "handed_back"]]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeenBatch:
+    """What a forward of sequences takes beside their tokens."""
+
+    position_ids: Tensor
+    """[3, B, S] int64; [B, S] where the model sees none."""
+    extra: dict[str, Any]
+    """Keyword arguments of the model: the images' features."""
+    barred: Tensor | None
+    """[n] int64 ids that are never drawn."""
+
+
 def decode(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
@@ -38,6 +50,7 @@ def decode(
     uniform_BN: Tensor,
     stop_ids: Tensor,
     *,
+    seen: SeenBatch | None = None,
     told: Callable[[int, Tensor, Tensor], None] | None = None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Decoded:
@@ -47,15 +60,16 @@ def decode(
     each removal copies the cache, so it must pay.
 
     Args:
+        uniform_BN: on the model's device.
+        seen: the prompts' images, where the model sees some; for prompts that are padded as here.
         told: ``told(row, tokens [R], logprobs [R])`` is called on the CPU's side for a row that stops while others run.
         interrupted: asked before each step; rows that run when it says yes are handed back with what they have.
     """
     device, num_steps = model.device, sampling.max_new_tokens
-    prompt_ids, visible = _pad_left(prompts, num_steps)
-    input_ids, visible = prompt_ids.to(device), visible.to(device)
+    input_ids, visible = _pad_left(prompts, num_steps, device)
     width = input_ids.shape[1]
-    positions = (visible[:, :width].cumsum(-1) - 1).clamp_(min=0)
-    uniform_BN = uniform_BN.to(device)
+    seen = seen or _without_images(visible[:, :width])
+    positions = seen.position_ids
     tokens = torch.zeros(len(prompts), num_steps, dtype=torch.int64, device=device)
     logprobs = torch.zeros(len(prompts), num_steps, dtype=torch.float32, device=device)
     lengths = torch.full((len(prompts),), num_steps, device=device)
@@ -73,8 +87,9 @@ def decode(
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **(seen.extra if step == 0 else {}),
         )
-        drawn, drawn_logprobs = draw(output.logits[:, -1].float(), sampling, uniform_BN[rows, step])
+        drawn, drawn_logprobs = draw(output.logits[:, -1].float(), sampling, uniform_BN[rows, step], seen.barred)
         tokens[rows, step], logprobs[rows, step] = drawn, drawn_logprobs
         num_done = step + 1
         ends = torch.isin(drawn, stop_ids) & ~stopped[rows]
@@ -87,11 +102,11 @@ def decode(
             for row in rows[ends].tolist():
                 told(row, tokens[row, :num_done].cpu(), logprobs[row, :num_done].cpu())
         num_running = len(running)
-        input_ids, positions = drawn[:, None], positions[:, -1:] + 1
+        input_ids, positions = drawn[:, None], _next(positions)
         if 2 * len(running) <= len(rows):
             cache.batch_select_indices(running)
             rows, visible = rows[running], visible[running]
-            input_ids, positions = input_ids[running], positions[running]
+            input_ids, positions = input_ids[running], positions[..., running, :]
     rest: Literal["length", "handed_back"] = "length" if num_done == num_steps else "handed_back"
     return Decoded(
         tokens=tokens.cpu(),
@@ -101,7 +116,17 @@ def decode(
     )
 
 
-def _pad_left(prompts: Sequence[Sequence[int]], num_new: int) -> tuple[Tensor, Tensor]:
+def _without_images(visible_BS: Tensor) -> SeenBatch:
+    return SeenBatch(position_ids=(visible_BS.cumsum(-1) - 1).clamp_(min=0), extra={}, barred=None)
+
+
+def _next(positions: Tensor) -> Tensor:
+    """[B, 1] or [3, B, 1] after ``positions`` [B, S] or [3, B, S]: after the last token's largest coordinate."""
+    last = positions[..., -1:]
+    return last + 1 if last.dim() == 2 else (last.amax(0, keepdim=True) + 1).expand_as(last)
+
+
+def _pad_left(prompts: Sequence[Sequence[int]], num_new: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """``(token ids [B, P] int64, visibility [B, P + num_new] int64)``: padding is 0 in both."""
     width = max(len(prompt) for prompt in prompts)
     ids = np.zeros((len(prompts), width), dtype=np.int64)
@@ -109,7 +134,7 @@ def _pad_left(prompts: Sequence[Sequence[int]], num_new: int) -> tuple[Tensor, T
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = prompt
         visible[row, : width - len(prompt)] = 0
-    return torch.from_numpy(ids), torch.from_numpy(visible)
+    return torch.from_numpy(ids).to(device), torch.from_numpy(visible).to(device)
 
 
 def uniforms(seeds: Sequence[int], num_steps: int) -> Tensor:
@@ -123,23 +148,29 @@ def uniforms(seeds: Sequence[int], num_steps: int) -> Tensor:
     return torch.from_numpy(values)
 
 
-def draw(logits_BV: Tensor, sampling: SamplingParams, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+def draw(
+    logits_BV: Tensor, sampling: SamplingParams, uniform_B: Tensor, barred: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """One token per row: ``(tokens [B] int64, logprobs [B] fp32)``.
 
     ``logits_BV`` is fp32 and not changed. Log-probs are those of softmax(logits / temperature) over the whole
     vocabulary, before the cuts; greedy decoding (temperature 0) reports temperature 1. ``top_k`` cuts first, ``top_p``
-    then keeps the smallest set of the renormalised rest whose mass reaches it.
+    then keeps the smallest set of the renormalised rest whose mass reaches it. ``barred`` ids are cut first of all.
     """
     if sampling.temperature == 0:
-        tokens = logits_BV.argmax(-1)
+        tokens = _without(logits_BV, barred).argmax(-1)
         return tokens, _gather(logits_BV, tokens) - logits_BV.logsumexp(-1)
     scaled = logits_BV if sampling.temperature == 1 else logits_BV / sampling.temperature
     normaliser = scaled.logsumexp(-1)
     if sampling.top_k == -1 and sampling.top_p == 1:
-        tokens = _inverse_cdf((scaled - normaliser[:, None]).exp_(), uniform_B)
+        tokens = _inverse_cdf((_without(scaled, barred) - normaliser[:, None]).exp_(), uniform_B)
     else:
-        tokens = _draw_from_top(scaled, sampling, uniform_B)
+        tokens = _draw_from_top(_without(scaled, barred), sampling, uniform_B)
     return tokens, _gather(scaled, tokens) - normaliser
+
+
+def _without(logits_BV: Tensor, barred: Tensor | None) -> Tensor:
+    return logits_BV if barred is None else logits_BV.index_fill(-1, barred, -torch.inf)
 
 
 def _draw_from_top(scaled_BV: Tensor, sampling: SamplingParams, uniform_B: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -19,13 +19,16 @@ from transformers import PreTrainedModel
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.checks import check_length, check_sampling, check_scoring
-from mopd.engines.images import refuse_images
 from mopd.engines.interface import EngineInfo, EngineLimits, Generation, Images, SamplingParams, Scores, Told
 from mopd.engines.staging import hold_weights
-from mopd.engines.torch.decoding import decode, uniforms
+from mopd.engines.torch.decoding import SeenBatch, decode, uniforms
 from mopd.engines.torch.loading import build_empty_model, load_model, read_stop_ids, weight_slots
+from mopd.engines.vision import EngineSight, check_images, read_sight
 from mopd.losses.teacher_topk import chunked_topk_logprobs
 from mopd.types import UserError
+
+if TYPE_CHECKING:
+    from mopd.engines.torch.sight import Eyes
 
 PreparedWeights = Collection[tuple[str, Tensor]]
 LENGTH_KEY = "max_position_embeddings"
@@ -37,7 +40,14 @@ class TorchEngine:
     """Implements ``Generator``, ``Scorer`` and ``Described`` (``mopd.engines.interface``)."""
 
     def __init__(
-        self, model: PreTrainedModel, cfg: TorchEngineConfig, *, name: str, stop_ids: Sequence[int], has_weights: bool
+        self,
+        model: PreTrainedModel,
+        cfg: TorchEngineConfig,
+        *,
+        name: str,
+        stop_ids: Sequence[int],
+        has_weights: bool,
+        sight: EngineSight | None = None,
     ) -> None:
         """``name`` stands in error messages (the checkpoint folder)."""
         self.model = model.eval().requires_grad_(False)
@@ -48,22 +58,56 @@ class TorchEngine:
         self._has_weights = has_weights
         self._head_checked = False
         self._interrupted = threading.Event()
+        self._sight = sight
+        self._eyes = None if sight is None else _open_eyes(self.model, sight)
         self.max_sequence = self.max_positions
         """Tokens of the longest sequence that will come; it decides how many a batch is said to hold."""
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, cfg: TorchEngineConfig, device: torch.device | str = "cpu"
+        cls,
+        folder: str | Path,
+        cfg: TorchEngineConfig,
+        device: torch.device | str = "cpu",
+        *,
+        max_pixels: int | None = None,
     ) -> TorchEngine:
-        """A local Hugging Face folder with safetensors. ``UserError`` if anything in it is missing or unreadable."""
-        model = load_model(Path(folder), cfg.dtype, torch.device(device))
-        return cls(model, cfg, name=str(folder), stop_ids=read_stop_ids(Path(folder), model.config), has_weights=True)
+        """A local Hugging Face folder with safetensors. ``max_pixels`` as in ``read_sight``.
+
+        Raises:
+            UserError: anything in the folder is missing or unreadable.
+        """
+        path = Path(folder)
+        model = load_model(path, cfg.dtype, torch.device(device))
+        return cls(
+            model,
+            cfg,
+            name=str(folder),
+            stop_ids=read_stop_ids(path, model.config),
+            has_weights=True,
+            sight=read_sight(path, max_pixels),
+        )
 
     @classmethod
-    def empty(cls, folder: str | Path, cfg: TorchEngineConfig, device: torch.device | str = "cpu") -> TorchEngine:
+    def empty(
+        cls,
+        folder: str | Path,
+        cfg: TorchEngineConfig,
+        device: torch.device | str = "cpu",
+        *,
+        max_pixels: int | None = None,
+    ) -> TorchEngine:
         """The architecture of ``folder`` without its weights, which arrive by ``load_weights``."""
-        model = build_empty_model(Path(folder), cfg.dtype, torch.device(device))
-        return cls(model, cfg, name=str(folder), stop_ids=read_stop_ids(Path(folder), model.config), has_weights=False)
+        path = Path(folder)
+        model = build_empty_model(path, cfg.dtype, torch.device(device))
+        return cls(
+            model,
+            cfg,
+            name=str(folder),
+            stop_ids=read_stop_ids(path, model.config),
+            has_weights=False,
+            sight=read_sight(path, max_pixels),
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -84,6 +128,7 @@ class TorchEngine:
             max_positions=self.max_positions,
             dtype=self._cfg.dtype,
             weight_version=self.weight_version,
+            image_processing=None if self._sight is None else self._sight.processing.fingerprint,
             limits=EngineLimits(
                 max_sequences=max(1, self._cfg.max_tokens_per_batch // self.max_sequence),
                 max_running_tokens=self._cfg.max_tokens_per_batch,
@@ -106,8 +151,8 @@ class TorchEngine:
         images: Images = None,
     ) -> list[Generation]:
         """See ``Generator.generate``. ``UserError`` when a prompt and its response do not fit the model."""
-        refuse_images(images, self.name)
         self._require_weights()
+        check_images(self._sight, prompts, images, name=self.name)
         check_sampling(prompts, sampling, seeds, self.stop_ids, name=self.name)
         longest = max(map(len, prompts), default=0)
         check_length(longest, sampling.max_new_tokens, self.max_positions, LENGTH_KEY, name=self.name)
@@ -127,7 +172,10 @@ class TorchEngine:
         lengths = [len(prompt) + sampling.max_new_tokens for prompt in prompts]
         try:
             for batch in token_budget_batches(lengths, self._cfg.max_tokens_per_batch):
-                self._generate_batch(batch, prompts, sampling, seeds, note, tells=told is not None)
+                own = [prompts[i] for i in batch]
+                with torch.inference_mode():
+                    seen = self._see(own, batch, images, pad_left=True)
+                self._generate_batch(batch, own, seen, sampling, seeds, note, tells=told is not None)
         finally:
             self._interrupted.clear()
         return [results[i] for i in range(len(prompts))]
@@ -136,14 +184,15 @@ class TorchEngine:
         self,
         batch: Sequence[int],
         prompts: Sequence[Sequence[int]],
+        seen: SeenBatch | None,
         sampling: SamplingParams,
         seeds: Sequence[int],
         note: Callable[[int, Tensor, Tensor, Any], None],
         *,
         tells: bool,
     ) -> None:
-        """``note(i, tokens, logprobs, finish_reason)`` for each sample i of the batch; if somebody is told (``tells``),
-        as soon as it stops."""
+        """``note(i, tokens, logprobs, finish_reason)`` for each sample i of the batch, whose own prompts these are; if
+        somebody is told (``tells``), as soon as it stops."""
         noted: set[int] = set()
 
         def early(row: int, tokens: Tensor, logprobs: Tensor) -> None:
@@ -153,10 +202,11 @@ class TorchEngine:
         with torch.inference_mode():
             decoded = decode(
                 self.model,
-                [prompts[i] for i in batch],
+                prompts,
                 sampling,
-                uniforms([seeds[i] for i in batch], sampling.max_new_tokens),
+                uniforms([seeds[i] for i in batch], sampling.max_new_tokens).to(self.model.device),
                 torch.tensor(self.stop_ids, device=self.model.device),
+                seen=seen,
                 told=early if tells else None,
                 interrupted=self._interrupted.is_set,
             )
@@ -173,7 +223,7 @@ class TorchEngine:
     @property
     def weight_slots(self) -> dict[str, Tensor]:
         """See ``Generator.weight_slots``."""
-        return weight_slots(self.model)
+        return weight_slots(self.model, None if self._sight is None else self._sight.dims.naming)
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """See ``TakesWeights.load_weights``. Tied weights arrive once; a stream is held whole before it is loaded."""
@@ -192,6 +242,8 @@ class TorchEngine:
         with torch.no_grad():
             for name, tensor in prepared:
                 slots[name].copy_(tensor)
+        if self._eyes is not None:
+            self._eyes.forget()
         self._has_weights, self.weight_version = True, weight_version
 
     async def score(
@@ -204,13 +256,15 @@ class TorchEngine:
         images: Images = None,
     ) -> list[Scores]:
         """See ``Scorer.score``. ``ValueError`` for ``top_k`` above the vocabulary or an empty prompt."""
-        refuse_images(images, self.name)
         self._check_score(tokens, prompt_lengths, top_k, temperature)
+        check_images(self._sight, tokens, images, name=self.name)
         results: dict[int, Scores] = {}
         for batch in token_budget_batches([len(t) for t in tokens], self._cfg.max_tokens_per_batch):
             batch_lengths = [prompt_lengths[i] for i in batch]
+            own = [tokens[i] for i in batch]
             with torch.inference_mode():
-                fields = self._score_batch([tokens[i] for i in batch], batch_lengths, top_k, temperature)
+                seen = self._see(own, batch, images, pad_left=False)
+                fields = self._score_batch(own, seen, batch_lengths, top_k, temperature)
             counts = [len(tokens[i]) - prompt_lengths[i] for i in batch]
             rows = [field.clone().split(counts) for field in fields]  # clones: see generate
             for i, ids, logprobs, token_logprobs in zip(batch, *rows, strict=True):
@@ -218,7 +272,12 @@ class TorchEngine:
         return [results[i] for i in range(len(tokens))]
 
     def _score_batch(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], top_k: int, temperature: float
+        self,
+        tokens: Sequence[Tensor],
+        seen: SeenBatch | None,
+        prompt_lengths: Sequence[int],
+        top_k: int,
+        temperature: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``(ids [R, K] int32, logprobs [R, K] fp32, token_logprobs [R] fp32)`` of all responses end to end, on CPU.
 
@@ -233,7 +292,7 @@ class TorchEngine:
         ]
         places_R = torch.cat(places)  # the hidden state before each response token
         targets_R = input_ids.view(-1)[places_R + 1].to(device)
-        hidden_BSH = self._hidden(input_ids.to(device))
+        hidden_BSH = self._hidden(input_ids.to(device), seen)
         hidden_RH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1])[places_R.to(device)]
         del hidden_BSH
         head = self.model.get_output_embeddings()
@@ -248,8 +307,22 @@ class TorchEngine:
         )
         return scored.ids.cpu(), scored.logprobs.cpu(), cast(Tensor, scored.target_logprobs).cpu()
 
-    def _hidden(self, input_ids_BS: Tensor) -> Tensor:
+    def _see(
+        self, sequences: Sequence[Any], batch: Sequence[int], images: Images, *, pad_left: bool
+    ) -> SeenBatch | None:
+        """Of the ``batch`` of a request's ``images``; ``None`` where the model sees none."""
+        if self._eyes is None:
+            return None
+        own = [() if images is None else images[i] for i in batch]
+        return self._eyes.see(sequences, own, width=max(map(len, sequences)), pad_left=pad_left)
+
+    def _hidden(self, input_ids_BS: Tensor, seen: SeenBatch | None = None) -> Tensor:
         """Last hidden states, [B, S, H]."""
+        if seen is not None:
+            given = self.model.base_model(
+                input_ids=input_ids_BS, position_ids=seen.position_ids, use_cache=False, **seen.extra
+            )
+            return cast(Tensor, given.last_hidden_state)
         return cast(Tensor, self.model.get_decoder()(input_ids=input_ids_BS, use_cache=False).last_hidden_state)
 
     def _check_head(self, tokens: Tensor) -> None:
@@ -283,6 +356,12 @@ class TorchEngine:
     def _require_weights(self) -> None:
         if not self._has_weights:
             raise RuntimeError(f"the engine of {self.name} has no weights: call load_weights first")
+
+
+def _open_eyes(model: PreTrainedModel, sight: EngineSight) -> Eyes:
+    from mopd.engines.torch.sight import Eyes  # and with it what reads images, which models of text never need
+
+    return Eyes(model, sight)
 
 
 def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

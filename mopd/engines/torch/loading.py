@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ __all__ = ["build_empty_model", "load_model", "read_config", "read_stop_ids", "w
 
 _FUSED_GATE_UP = ".mlp.experts.gate_up_proj"
 _FUSED_DOWN = ".mlp.experts.down_proj"
+_FLAT = {"model.visual.": "visual.", "model.language_model.": "model."}
 _MIXTRAL_BLOCK = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -82,9 +83,11 @@ def _frozen_random_state(device: torch.device) -> Iterator[None]:
         yield
 
 
-def weight_slots(model: PreTrainedModel) -> dict[str, Tensor]:
+def weight_slots(model: PreTrainedModel, naming: Literal["flat", "nested"] | None = None) -> dict[str, Tensor]:
     """Checkpoint name -> the memory of its values, in the checkpoint's shape: writing there loads the tensor. Every
-    weight of the model occurs once (tied ones under their first name)."""
+    weight of the model occurs once (tied ones under their first name).
+
+    ``naming`` is the checkpoint's (``VisionDims``), where the model sees images; transformers' own is nested."""
     persistent = model.state_dict().keys()
     slots: dict[str, Tensor] = dict(model.named_parameters())
     slots |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
@@ -93,6 +96,8 @@ def weight_slots(model: PreTrainedModel) -> dict[str, Tensor]:
         split |= _split_experts(name, tensor)
     if model.config.model_type == "mixtral":
         return {_mixtral_name(name): tensor for name, tensor in split.items()}
+    if naming == "flat":
+        return {_flat_name(name): tensor for name, tensor in split.items()}
     return split
 
 
@@ -116,4 +121,11 @@ def _mixtral_name(name: str) -> str:
         return name
     for new, old in _MIXTRAL_BLOCK.items():
         name = name.replace(new, old)
+    return name
+
+
+def _flat_name(name: str) -> str:
+    for nested, flat in _FLAT.items():
+        if name.startswith(nested):
+            return flat + name.removeprefix(nested)
     return name
