@@ -16,6 +16,7 @@ from torch import Tensor
 from mopd import cpu_shim
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.jobs.contents import Contents, fingerprint, open_checkpoint
+from mopd.conversion.models.towers import with_naming
 from mopd.conversion.torch_dist.reader import MANIFEST_FILE
 from mopd.data.tokenizer import load_tokenizer
 from mopd.engines.torch.loading import load_model as load_transformers
@@ -68,10 +69,11 @@ def verify(
 
 
 def _config_differences(one: Contents, other: Contents) -> list[dict[str, str]]:
+    first, second = (with_naming(contents.dims, "flat") for contents in (one, other))
     return [
-        {"name": f"config: {key}", "problem": f"{getattr(one.dims, key)!r} and {getattr(other.dims, key)!r}"}
-        for key in type(one.dims).__dataclass_fields__
-        if getattr(one.dims, key) != getattr(other.dims, key)
+        {"name": f"config: {key}", "problem": f"{getattr(first, key)!r} and {getattr(second, key)!r}"}
+        for key in type(first).__dataclass_fields__
+        if getattr(first, key) != getattr(second, key)
     ]
 
 
@@ -80,28 +82,29 @@ def _unexpected(contents: Contents) -> list[dict[str, str]]:
 
 
 def _tensor_differences(one: Contents, other: Contents) -> tuple[list[dict[str, str]], int]:
-    """Parameter by parameter, in the order of the model with more of them."""
-    rows = {row.hf_names: row for contents in (one, other) for row in contents.rows()}
+    """Parameter by parameter, in the order of the model with more of them; the first one's names are told."""
+    owned = [{row.megatron[0]: row for row in contents.rows()} for contents in (one, other)]
+    rows = owned[1] | owned[0]
     differences: list[dict[str, str]] = []
     num_tensors = 0
-    for row in rows.values():
+    for key, row in rows.items():
         if len(differences) >= MAX_DIFFERENCES:
             differences.append({"name": row.hf_names[0], "problem": "this tensor and what follows are not compared"})
             break
         prints = []
-        for contents in (one, other):
+        for contents, own in zip((one, other), owned, strict=True):
             try:
-                prints.append({name: fingerprint(tensor) for name, tensor in contents.read(row)})
+                prints.append([fingerprint(tensor) for _, tensor in contents.read(own.get(key, row))])
             except UserError as error:  # a finding, and what this command is for
                 differences.append({"name": row.hf_names[0], "problem": f"{_UNREADABLE}: {error}"})
         if len(prints) < 2:
             continue
-        for name in row.hf_names:
+        for name, first, second in zip(row.hf_names, *prints, strict=True):
             num_tensors += 1
-            for key in ("dtype", "shape", "sha256"):
-                a, b = (printed[name][key] for printed in prints)
+            for what in ("dtype", "shape", "sha256"):
+                a, b = first[what], second[what]
                 if a != b:
-                    problem = "other values" if key == "sha256" else f"{key} {a} and {b}"
+                    problem = "other values" if what == "sha256" else f"{what} {a} and {b}"
                     differences.append({"name": name, "problem": problem})
                     break
     return differences, num_tensors
