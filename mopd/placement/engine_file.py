@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mopd.config.data import MAX_IMAGE_PIXELS
 from mopd.config.groups import AutoEngineConfig, SettledEngine, VllmEngineConfig
 from mopd.config.placements import LocalConfig, RayConfig, RegisteredConfig
 from mopd.config.reading.build import build_from_json
@@ -53,6 +54,8 @@ class EngineFile:
     top_k: int
     longest_sequence: int
     """Tokens of the longest prompt with its response."""
+    max_pixels: int | None
+    """As ``data.max_pixels``: of an image that the model is shown."""
     max_tokens_per_request: int
     """Tokens of one request (to generate: of its prompts)."""
     max_queued_tokens: int
@@ -70,6 +73,8 @@ class EngineFile:
         require_at_least("replica", self.replica, 0, MAX_REPLICAS)
         for name in ("max_logprobs", "longest_sequence", "max_tokens_per_request"):
             require_at_least(name, getattr(self, name), 1)
+        if self.max_pixels is not None:
+            require_at_least("max_pixels", self.max_pixels, 1, MAX_IMAGE_PIXELS)
         require_at_least("max_queued_tokens", self.max_queued_tokens, 1, 2 * MAX_COUNT)
         require_positive("temperature", self.temperature)
         require_fraction("top_p", self.top_p, low_open=True)
@@ -128,6 +133,7 @@ def _file(
         top_p=recipe.rollout.top_p,
         top_k=recipe.rollout.top_k,
         longest_sequence=longest,
+        max_pixels=recipe.data.max_pixels,
         max_tokens_per_request=max(routing.max_tokens_per_request, longest),  # one sample is never cut
         max_queued_tokens=2 * routing.max_inflight_tokens,  # a router and whoever else looks at the teacher
         request_timeout_s=routing.request_timeout_s,

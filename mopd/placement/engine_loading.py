@@ -25,7 +25,7 @@ async def load_engine(file: EngineFile, device: torch.device | str) -> Any:
     """
     if isinstance(file.engine, TorchEngineConfig):
         load = TorchEngine.from_pretrained if file.role == "teacher" else TorchEngine.empty
-        engine = load(file.model, file.engine, device)
+        engine = load(file.model, file.engine, device, max_pixels=file.max_pixels)
         engine.max_sequence = min(engine.max_sequence, file.longest_sequence)
         return engine
     return await _start_vllm(file, file.engine)
