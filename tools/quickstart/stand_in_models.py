@@ -19,7 +19,7 @@ from mopd.conversion.hf.pretrained import load_weights
 from tools.make_stand_ins import KINDS, Exercise, exercises
 from tools.quickstart.models import progress
 from tools.quickstart.tokenizer import CHAT_TEMPLATE, SPECIAL
-from tools.quickstart.training import fit, new_model, pad_rows, prompt_ids
+from tools.quickstart.training import as_inputs, fit, new_model, pad_rows, prompt_ids
 
 TEXTS = 2000
 """Exercises from which the tokenizer learns its words."""
@@ -104,7 +104,8 @@ class StandInMaker:
         else:
             model, _ = load_weights(start, torch.float32)
         with progress(out.name.removeprefix(".building-models-"), steps) as report:
-            fit(model, self._batches(domains, steps, is_base=start is None), steps=steps, lr=self._lr, report=report)
+            batches = map(as_inputs, self._batches(domains, steps, is_base=start is None))
+            fit(model, batches, steps=steps, lr=self._lr, report=report)
         model.save_pretrained(out)
         self._tokenizer.save_pretrained(out)
         return {"right": {domain: self._share(model, made) for domain, made in self._validation.items()}}

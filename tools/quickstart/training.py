@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tools.quickstart.tasks import Question, questions
@@ -105,26 +105,32 @@ def train(
     """Train ``model`` in place; ``report(step, loss)`` is called after each step. Returns seconds taken."""
     stream = _mixed(phase, held_out)
     batches = (encode(tokenizer, list(itertools.islice(stream, phase.batch_size))) for _ in range(phase.steps))
-    return fit(model, batches, steps=phase.steps, lr=phase.lr, report=report)
+    return fit(model, map(as_inputs, batches), steps=phase.steps, lr=phase.lr, report=report)
+
+
+def as_inputs(batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """What ``pad_rows`` made, as ``fit`` takes it."""
+    tokens_BS, labels_BS = batch
+    return {"input_ids": tokens_BS}, labels_BS
 
 
 def fit(
-    model: Qwen3ForCausalLM,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    model: nn.Module,
+    batches: Iterable[tuple[Mapping[str, Tensor], Tensor]],
     *,
     steps: int,
     lr: float,
     report: Callable[[int, float], None],
 ) -> float:
-    """``train`` on ``steps`` batches of ``pad_rows``."""
+    """``train`` on ``steps`` batches: arguments of the model's forward, and labels as those of ``pad_rows``."""
     started = time.monotonic()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     model.train()
-    for step, (tokens_BS, labels_BS) in enumerate(batches):
+    for step, (inputs, labels_BS) in enumerate(batches):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, lr)
         # Right padding and a causal mask: no answer token can see the padding, so no attention mask is needed.
-        logits_BSV = model(input_ids=tokens_BS, use_cache=False).logits
+        logits_BSV = model(**inputs, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), ignore_index=IGNORED)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
