@@ -11,14 +11,12 @@ import warnings
 
 from PIL import Image, ImageFile
 
-from mopd.config.data import MAX_IMAGE_PIXELS
+from mopd.config.data import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from mopd.text import one_line
 from mopd.types import UserError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
-MAX_IMAGE_BYTES = 16 * 2**20
-"""Of one encoded file."""
 MAX_IMAGES = 16
 """Of one prompt."""
 MAX_ASPECT_RATIO = 200

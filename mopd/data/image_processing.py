@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mopd.config.data import MAX_IMAGE_PIXELS
+from mopd.conversion.models.config_keys import read_config
+from mopd.conversion.models.vision_config import VISION_FORMATS
 from mopd.files.json_text import read_json_object
 from mopd.files.reading import shown_path
 from mopd.types import UserError
@@ -74,6 +76,11 @@ class ImageProcessing:
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
         """Tokens that an image of ``grid`` takes in a prompt."""
         return math.prod(grid) // self.merge_size**2
+
+
+def sees_images(folder: str | Path) -> bool:
+    """Whether the model of a folder takes images, by its ``config.json``. ``UserError`` where that is damaged."""
+    return read_config(Path(folder)).get("model_type") in VISION_FORMATS
 
 
 def read_image_processing(folder: str | Path, max_pixels: int | None) -> ImageProcessing:

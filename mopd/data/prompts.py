@@ -7,13 +7,14 @@ import math
 import reprlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mopd.config.columns import DataFileConfig
 from mopd.config.data import DataConfig
+from mopd.config.groups import Assignment
 from mopd.data.columns import RowReader
 from mopd.data.files import MISSING, listed, quoted, read_rows
 from mopd.data.images import ImageStore, holds_images
@@ -80,11 +81,11 @@ class PromptDataset:
         """Row by the number that ``Prompt.row`` holds."""
         return self.rows[index]
 
-    def prompt_images(self, index: int) -> tuple[PromptImage, ...]:
-        """Images of a row's prompt, as an engine is given them."""
-        found = self.rows[index].images
-        assert self.images is not None or not found, "references come with their store"
-        return tuple(self.images.prompt_image(ref) for ref in found) if self.images is not None else ()
+    def images_of(self, indices: Sequence[int]) -> list[tuple[PromptImage, ...]] | None:
+        """Images of some rows' prompts, as an engine is given them; ``None`` for a student that sees none."""
+        if self.images is None:
+            return None
+        return [tuple(self.images.prompt_image(ref) for ref in self.rows[index].images) for index in indices]
 
     @property
     def domain_counts(self) -> dict[str, int]:
@@ -192,6 +193,23 @@ def check_domains_have_teachers(
         for teacher in teachers
         if domain not in domain_counts
     ]
+
+
+def check_teachers_see_images(
+    image_counts: Mapping[str, int], assignment: Assignment, sighted: Collection[str]
+) -> None:
+    """``UserError`` with the counts if rows with images are some teacher's who is not among ``sighted``."""
+    blind: dict[str, dict[str, int]] = defaultdict(dict)
+    for domain, count in image_counts.items():
+        for name in assignment.teachers_of(domain):
+            if name not in sighted:
+                blind[name][domain] = count
+    if blind:
+        shown = "; ".join(f"teachers.{name} for domain {_counted(counts)}" for name, counts in blind.items())
+        raise UserError(
+            f"rows with images have a teacher that sees none: {shown}: give these domains a vision-language teacher, "
+            "or remove the rows"
+        )
 
 
 def _counted(domains: Mapping[str, int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ loops within loops."""
 
 
 def render(
-    messages: Sequence[Mapping[str, Any]],
+    messages: list[dict[str, Any]],
     cfg: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     template: str | None,

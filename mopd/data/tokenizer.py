@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -20,15 +21,21 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def compare_tokenizers(
-    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, student_vocab_size: int
+    student: PreTrainedTokenizerBase,
+    teacher: PreTrainedTokenizerBase,
+    student_vocab_size: int,
+    unasked: Collection[int] = (),
 ) -> list[str]:
     """Differences that matter to the teacher's scores, one sentence each; empty when there are none.
 
     Compared: the token of every id that the student can emit (below ``student_vocab_size``, the rows of its output
     matrix) and the ids of eos, bos and pad. A larger teacher vocabulary, and ids that only pad the student's matrix,
-    are fine. A special token that one side does not define is not a difference, except eos.
+    are fine. A special token that one side does not define is not a difference, except eos. Ids of ``unasked`` never
+    reach the teacher.
     """
-    student_tokens = {i: token for token, i in student.get_vocab().items() if i < student_vocab_size}
+    student_tokens = {
+        i: token for token, i in student.get_vocab().items() if i < student_vocab_size and i not in unasked
+    }
     teacher_tokens = {i: token for token, i in teacher.get_vocab().items()}
     differences = []
     unlike = sorted(i for i, token in student_tokens.items() if teacher_tokens.get(i) != token)

@@ -54,6 +54,8 @@ class VisionPrompts:
                 f"student.model: its tokenizer has no tokens for the ids {dims.token_ids} of images and videos, which "
                 "its config.json names: take the tokenizer that belongs to the model"
             )
+        self.token_ids = dims.token_ids
+        """Ids that stand for vision, never for text."""
         self._image_id, self._video_id = dims.image_token_id, dims.video_token_id
         image, _, start, end = self._tokens = tuple(tokens)
         self._spelled = f"{start}{image}{end}"

@@ -51,13 +51,14 @@ def plan_groups(recipe: Recipe, only: Sequence[str] | None = None) -> dict[str, 
         count = 0 if isinstance(group.placement, (ExternalConfig, RegisteredConfig)) else group.replicas
         is_rollout = key == ROLLOUT
         name = key.removeprefix("teachers.")
+        model = recipe.student.model if is_rollout else recipe.teachers[name].model
         plans[key] = GroupPlan(
             key=key,
             kind="rollout" if is_rollout else "teacher",
             name=name,
-            model=recipe.student.model if is_rollout else recipe.teachers[name].model,
+            model=model,
             group=group,
-            needs=Needs.of(recipe, is_rollout=is_rollout),
+            needs=Needs.of(recipe, model=model, is_rollout=is_rollout),
             files=tuple(rollout_file(recipe, i) if is_rollout else teacher_file(recipe, name, i) for i in range(count)),
         )
     return plans

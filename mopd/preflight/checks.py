@@ -7,7 +7,7 @@ swapped. Scores take the way that they take in training: router, wire, engine. T
 
 from __future__ import annotations
 
-import itertools
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from mopd.config.placements import ExternalConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
 from mopd.data.prompts import encode_prompt
-from mopd.data.tokenizer import compare_tokenizers, load_tokenizer
+from mopd.data.tokenizer import load_tokenizer
 from mopd.engines.interface import EngineInfo
 from mopd.files.reading import MAX_TEXT_BYTES
 from mopd.metrics import apart
@@ -30,6 +30,7 @@ from mopd.preflight.inputs import Check
 from mopd.preflight.parity import Parity
 from mopd.preflight.rewards import why_not_better
 from mopd.preflight.scores import ScoresCheck
+from mopd.preflight.vision import check_images, probe_rows, tokenizer_differences
 from mopd.replicas.identity import Needs, fingerprint, fingerprint_difference, largest_difference, problems_of
 from mopd.replicas.interface import info_of
 from mopd.run.training import Findings
@@ -105,7 +106,9 @@ class Preflight:
                 return
 
     async def _same_models(self) -> AsyncIterator[Check]:
-        """Every group is the recipe's model, with the student's tokenizer and weights of its own."""
+        """Every group is the recipe's model, with the student's tokenizer and weights of its own; images are sound."""
+        if self.workers.dataset.images is not None:
+            yield await asyncio.to_thread(check_images, self.workers.inputs)
         yield await self._identity(ROLLOUT)
         for name in self.recipe.teachers:
             yield self._tokenizers(name)
@@ -133,7 +136,7 @@ class Preflight:
     def _tokenizers(self, name: str) -> Check:
         teacher = self.recipe.teachers[name]
         title = f"tokenizer of {name}"
-        differences = compare_tokenizers(self.workers.tokenizer, load_tokenizer(teacher.model), self.student.vocab_size)
+        differences = tokenizer_differences(self.workers.inputs, teacher.model, self.student.vocab_size)
         if not differences:
             return Check(title, "ok", "same ids mean the same tokens")
         return Check(
@@ -174,7 +177,8 @@ class Preflight:
         infos = [await info_of(replica) for replica in replicas]
         self._infos[key] = infos
         manifest = self.manifests["student" if is_rollout else key]
-        needs = Needs.of(recipe, is_rollout=is_rollout)
+        model = recipe.student.model if is_rollout else recipe.teachers[key.removeprefix("teachers.")].model
+        needs = Needs.of(recipe, model=model, is_rollout=is_rollout)
         for replica, info in zip(replicas, infos, strict=True):
             problems = problems_of(info, manifest, needs, key=key, is_rollout=is_rollout)
             if problems:
@@ -304,13 +308,11 @@ class Preflight:
 
     async def _probe(self) -> list[SampleMeta]:
         """Student responses to the first prompts of every teacher's domains, put into the data plane."""
-        rows_by_domain = self.workers.dataset.rows_by_domain
+        dataset = self.workers.dataset
         rows = [
-            (domain, row)
+            place
             for name in self.recipe.teachers
-            for domain, row in itertools.islice(
-                ((d, r) for d in self._domains_in_data(name) for r in rows_by_domain[d]), NUM_PROBE_SAMPLES
-            )
+            for place in probe_rows(dataset, self._domains_in_data(name), NUM_PROBE_SAMPLES)
         ]
         start = PROBE_IDS // self.recipe.rollout.samples_per_prompt
         prompts = [Prompt(sample_id=start + i, domain=domain, row=row) for i, (domain, row) in enumerate(rows)]

@@ -11,6 +11,7 @@ import torch
 
 from mopd.config.schema import PreflightConfig, Recipe
 from mopd.conversion.hf.manifest import HASHES, Manifest
+from mopd.data.image_processing import read_image_processing, sees_images
 from mopd.engines.interface import EngineError, EngineInfo
 from mopd.replicas.interface import Replica
 from mopd.types import UserError
@@ -31,15 +32,21 @@ class Needs:
     """Of scores."""
     preflight: PreflightConfig = PreflightConfig()
     """How far two replicas of one model may differ."""
+    image_processing: str | None = None
+    """``ImageProcessing.fingerprint`` of the student's, where both see images."""
 
     @classmethod
-    def of(cls, recipe: Recipe, *, is_rollout: bool) -> Needs:
-        """Those of a teacher, or of the rollout."""
+    def of(cls, recipe: Recipe, *, model: str, is_rollout: bool) -> Needs:
+        """Those of a teacher, or of the rollout, with its ``model``."""
+        student, processing = recipe.student.model, None
+        if sees_images(student) and sees_images(model):
+            processing = read_image_processing(student, recipe.data.max_pixels).fingerprint
         return cls(
             length=recipe.data.max_prompt_length + recipe.rollout.max_response_length,
             top_k=0 if is_rollout else recipe.loss.top_k,
             temperature=recipe.loss.temperature,
             preflight=recipe.preflight,
+            image_processing=processing,
         )
 
 
@@ -60,6 +67,12 @@ def problems_of(info: EngineInfo, manifest: Manifest, needs: Needs, *, key: str,
     most = info.vocab_size if info.max_logprobs is None else min(info.vocab_size, info.max_logprobs)
     if needs.top_k > most:
         found.append(f"it gives at most {most} log-probs per position, loss.top_k is {needs.top_k}: lower loss.top_k")
+    if needs.image_processing is not None and needs.image_processing != info.image_processing:
+        other = "makes other pixels of an image than the student" if info.image_processing else "sees no images"
+        found.append(
+            f"it {other}: the image processors of {info.model} and student.model need the same settings, its server "
+            "this recipe's data.max_pixels"
+        )
     return [f"{key}: {problem}" for problem in found]
 
 

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 
+from mopd.data.image_refs import refs_to_tensor
 from mopd.data.prompts import PromptDataset
 from mopd.data_plane.interface import Storage
 from mopd.engines.concurrency import all_or_none
@@ -33,7 +34,8 @@ class RolloutWorker:
     samples_per_prompt: int = 1
 
     async def generate(self, prompts: Sequence[Prompt]) -> list[SampleMeta]:
-        """Sample, put ``ROLLOUT_FIELDS`` and ``token_versions`` [R] int32, return the samples, prompt after prompt.
+        """Sample, put ``ROLLOUT_FIELDS`` and ``token_versions`` [R] int32, return the samples, prompt after prompt. For
+        a student that sees images also ``images``, see ``refs_to_tensor``.
 
         Response j of a prompt has sample id ``prompt.sample_id * samples_per_prompt + j`` and a seed derived from it.
         ``UserError`` with samples, domains and the last error when no replica gives a response.
@@ -58,13 +60,17 @@ class RolloutWorker:
             "rollout_logprobs": [response.logprobs for response in responses],
             "token_versions": [response.token_versions for response in responses],
         }
+        if self.dataset.images is not None:
+            fields["images"] = [refs_to_tensor(self.dataset.row(prompt.row).images) for prompt in repeated]
         await self.plane.put(metas, fields)
         return metas
 
     async def _responses(self, prompts: Sequence[Prompt], sample_ids: Sequence[int]) -> list[Generation]:
         """One complete response per sample."""
         seeds = [self._seed(prompt, sample_id, 0) for prompt, sample_id in zip(prompts, sample_ids, strict=True)]
-        drawn = await self.generator.generate([self._tokens(prompt) for prompt in prompts], self.sampling, seeds)
+        images = self.dataset.images_of([prompt.row for prompt in prompts])
+        tokens = [self._tokens(prompt) for prompt in prompts]
+        drawn = await self.generator.generate(tokens, self.sampling, seeds, images=images)
         return await all_or_none(
             self._finished(prompt, sample_id, part)
             for prompt, sample_id, part in zip(prompts, sample_ids, drawn, strict=True)
@@ -78,7 +84,9 @@ class RolloutWorker:
             prefix = torch.cat([own.tokens for own in parts])
             sampling = replace(self.sampling, max_new_tokens=self.sampling.max_new_tokens - len(prefix))
             start = (*self._tokens(prompt), *prefix.tolist())
-            parts += await self.generator.generate([start], sampling, [self._seed(prompt, sample_id, len(parts))])
+            seed = self._seed(prompt, sample_id, len(parts))
+            images = self.dataset.images_of([prompt.row])
+            parts += await self.generator.generate([start], sampling, [seed], images=images)
         if len(parts) == 1:
             return part
         return Generation(

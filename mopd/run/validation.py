@@ -17,9 +17,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mopd.config.schema import Recipe
+from mopd.data.image_files import read_rgb
 from mopd.data.prompts import PromptDataset
 from mopd.engines.interface import Generator, SamplingParams
 from mopd.metrics import MAX_LINE_BYTES, JsonlWriter, apart
+from mopd.report.thumbnails import MAX_THUMBNAILS, thumbnail
 from mopd.rewards.domains import DomainRewards
 from mopd.rewards.interface import Graded, RewardItem
 from mopd.rollout.worker import derive_seed, reward_item
@@ -43,7 +45,7 @@ class ValidationResult:
     """Share of responses in which the reward found something to judge."""
     examples: dict[str, list[dict[str, Any]]]
     """The first rows' ``{prompt, response, ground_truth, reward, extracted, problem}``: what of the response the reward
-    judged (``None``: nothing), and why its value is no higher."""
+    judged (``None``: nothing), and why its value is no higher. Those with images have ``images``, see ``thumbnail``."""
 
 
 class Validator:
@@ -81,24 +83,31 @@ class Validator:
             max_new_tokens=self._recipe.rollout.max_response_length, temperature=self._cfg.temperature
         )
         with apart():
-            generations = await generator.generate(prompts, sampling, seeds)
+            generations = await generator.generate(prompts, sampling, seeds, images=self._dataset.images_of(order))
         texts = self._tokenizer.batch_decode([g.tokens.tolist() for g in generations], skip_special_tokens=True)
         items = [reward_item(self._dataset, row, text) for row, text in zip(order, texts, strict=True)]
-        finished = list(zip(items, await self._rewards.score(items), generations, strict=True))
+        finished = list(zip(items, await self._rewards.score(items), generations, order, strict=True))
         by_domain = {domain: [entry for entry in finished if entry[0].domain == domain] for domain in chosen}
         return ValidationResult(
-            rewards={d: sum(g.value for _, g, _ in entries) / len(entries) for d, entries in by_domain.items()},
+            rewards={d: sum(g.value for _, g, *_ in entries) / len(entries) for d, entries in by_domain.items()},
             num_samples={d: len(entries) for d, entries in by_domain.items()},
             truncated_share={
-                d: sum(made.finish_reason == "length" for _, _, made in entries) / len(entries)
+                d: sum(made.finish_reason == "length" for _, _, made, _ in entries) / len(entries)
                 for d, entries in by_domain.items()
             },
             extracted_share={
-                d: sum(g.extracted is not None for _, g, _ in entries) / len(entries)
+                d: sum(g.extracted is not None for _, g, *_ in entries) / len(entries)
                 for d, entries in by_domain.items()
             },
-            examples={d: [_example(i, g) for i, g, _ in entries[:NUM_EXAMPLES]] for d, entries in by_domain.items()},
+            examples={
+                d: [_example(i, g, self._thumbnails(row)) for i, g, _, row in entries[:NUM_EXAMPLES]]
+                for d, entries in by_domain.items()
+            },
         )
+
+    def _thumbnails(self, row: int) -> list[str]:
+        images, refs = self._dataset.images, self._dataset.row(row).images[:MAX_THUMBNAILS]
+        return [] if images is None else [thumbnail(read_rgb(images.read(ref), images.place(ref))) for ref in refs]
 
     async def record(self, generator: Generator, step: int) -> dict[str, Any]:
         """``run`` as a line of ``validation.jsonl``."""
@@ -114,12 +123,18 @@ def is_due(recipe: Recipe, step: int) -> bool:
 
 
 def record_of(step: int, result: ValidationResult, *, wall_s: float) -> dict[str, Any]:
-    """A line of ``validation.jsonl``, plain JSON."""
+    """A line of ``validation.jsonl``, plain JSON. The images are in that of step 0, whose rows are those of all."""
+    examples = result.examples
+    if step > 0:
+        examples = {
+            domain: [{key: value for key, value in row.items() if key != "images"} for row in rows]
+            for domain, rows in examples.items()
+        }
     return {
         "step": step,
         "rewards": result.rewards,
         "truncated_share": result.truncated_share,
-        "examples": plain_examples(result.examples, "validation.jsonl", MAX_LINE_BYTES),
+        "examples": plain_examples(examples, "validation.jsonl", MAX_LINE_BYTES),
         "wall_s": wall_s,
     }
 
@@ -130,8 +145,9 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
         writer.write(record)
 
 
-def _example(item: RewardItem, graded: Graded) -> dict[str, Any]:
+def _example(item: RewardItem, graded: Graded, thumbnails: list[str]) -> dict[str, Any]:
     return {
+        **({"images": thumbnails} if thumbnails else {}),
         "prompt": item.prompt,
         "response": item.response,
         "ground_truth": item.ground_truth,

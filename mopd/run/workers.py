@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from mopd.config.schema import Recipe
-from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts
+from mopd.data.image_processing import sees_images
+from mopd.data.prompts import PromptDataset, check_domains_have_teachers, check_teachers_see_images, load_prompts
 from mopd.data.tokenizer import load_tokenizer
+from mopd.data.vision_prompts import VisionPrompts, read_vision
 from mopd.data_plane.interface import Storage
 from mopd.engines.interface import SamplingParams
 from mopd.placement.groups import Groups
@@ -38,6 +40,8 @@ class Inputs:
     train: PromptDataset
     validation: PromptDataset | None
     rewards: DomainRewards | None
+    vision: VisionPrompts | None
+    """How the student reads images, where it sees any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,8 @@ def read_inputs(recipe: Recipe) -> Inputs:
     """
     tokenizer = load_tokenizer(recipe.student.model)
     rewards = build_rewards(recipe.rewards) if recipe.needs_rewards else None
-    train = load_prompts(recipe.data.train, recipe.data, tokenizer)
+    vision = read_vision(recipe.student.model, recipe.data.max_pixels, tokenizer)
+    train = load_prompts(recipe.data.train, recipe.data, tokenizer, vision)
     assignment = recipe.assignment
     for warning in check_domains_have_teachers(
         train.domain_counts, assignment.by_domain, default_teacher=assignment.default
@@ -92,15 +97,19 @@ def read_inputs(recipe: Recipe) -> Inputs:
         logger.warning("data.overlong_prompts %s: %d prompts of %s", recipe.data.overlong_prompts, count, domain)
     validation = None
     if recipe.validation is not None:
-        validation = load_prompts(recipe.data.validation, recipe.data, tokenizer)
+        validation = load_prompts(recipe.data.validation, recipe.data, tokenizer, vision)
         _check_validation_domains(recipe, train, validation)
+    sighted = [name for name, teacher in recipe.teachers.items() if vision is not None and sees_images(teacher.model)]
+    for dataset in (train, validation):
+        if dataset is not None:
+            check_teachers_see_images(dataset.image_counts, assignment, sighted)
     if rewards is not None:
         for dataset in (train if recipe.needs_task_advantage else None, validation):
             if dataset is not None:
                 _check_ground_truths(dataset, rewards)
         for name in rewards.unused(list(train.domain_counts)):
             logger.warning("rewards names %r, but the data has no row of it", name)
-    return Inputs(tokenizer=tokenizer, train=train, validation=validation, rewards=rewards)
+    return Inputs(tokenizer=tokenizer, train=train, validation=validation, rewards=rewards, vision=vision)
 
 
 def build_routers(groups: Groups) -> dict[str, Router]:
@@ -149,6 +158,7 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
             plane,
             top_k=recipe.loss.top_k,
             temperature=recipe.loss.temperature,
+            images=inputs.train.images,
             keep_going=recipe.on_failure == "replace",
         ),
         validator=build_validator(recipe, inputs),
@@ -159,7 +169,11 @@ async def _teacher_group(name: str, routers: Mapping[str, Router], groups: Group
     key = f"teachers.{name}"
     info = await info_of(groups.replicas(key)[0])
     return TeacherGroup(
-        name, routers[key], vocab_size=info.vocab_size, kept_awake=functools.partial(groups.kept_awake, key)
+        name,
+        routers[key],
+        vocab_size=info.vocab_size,
+        sees_images=info.image_processing is not None,
+        kept_awake=functools.partial(groups.kept_awake, key),
     )
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from mopd.config.groups import Assignment
+from mopd.data.image_refs import refs_from_tensor
+from mopd.data.images import ImageStore
 from mopd.data_plane.interface import Storage
 from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import CorruptAnswer, Images, Scores
@@ -31,9 +33,18 @@ KeptAwake = Callable[[], AbstractAsyncContextManager[object]]
 class TeacherGroup:
     """Replicas of one teacher."""
 
-    def __init__(self, name: str, router: Router, *, vocab_size: int, kept_awake: KeptAwake = nullcontext) -> None:
+    def __init__(
+        self,
+        name: str,
+        router: Router,
+        *,
+        vocab_size: int,
+        sees_images: bool = False,
+        kept_awake: KeptAwake = nullcontext,
+    ) -> None:
         """``vocab_size`` is the teacher's own: no answer may name an id beyond it."""
         self.name = name
+        self.sees_images = sees_images
         self.router = router
         self.router.vocab_size = vocab_size
         self.kept_awake = kept_awake
@@ -75,11 +86,14 @@ class TeacherWorker:
         *,
         top_k: int,
         temperature: float,
+        images: ImageStore | None = None,
         keep_going: bool = False,
     ) -> None:
-        """``keep_going``: samples that cannot be scored are returned (``on_failure: replace``) instead of an end."""
+        """``images``: where those of samples with a field ``images`` are found. ``keep_going``: samples that cannot be
+        scored are returned (``on_failure: replace``) instead of an end."""
         self._groups, self._assignment, self._plane = dict(groups), assignment, plane
         self._top_k, self._temperature = top_k, temperature
+        self._images = images
         self._keep_going = keep_going
 
     async def score(self, metas: Sequence[SampleMeta]) -> list[FailedSample]:
@@ -115,13 +129,19 @@ class TeacherWorker:
         return [*failed.values()]
 
     async def _ask(self, group: TeacherGroup, metas: Sequence[SampleMeta]) -> Answers:
-        tokens = (await self._plane.get([meta.sample_id for meta in metas], ["tokens"]))["tokens"]
+        store = self._images if group.sees_images else None
+        names = ["tokens"] if store is None else ["tokens", "images"]
+        fields = await self._plane.get([meta.sample_id for meta in metas], names)
+        images = None
+        if store is not None:
+            images = [[store.prompt_image(ref) for ref in refs_from_tensor(own)] for own in fields["images"]]
         try:
             scores = await group.score(
-                tokens,
+                fields["tokens"],
                 [meta.prompt_length for meta in metas],
                 top_k=self._top_k,
                 temperature=self._temperature,
+                images=images,
                 stop_at_failure=not self._keep_going,
             )
         except SampleFailed as error:
