@@ -11,7 +11,7 @@ from mopd.conversion.models.dims import VisionDims
 from mopd.conversion.models.reading import read_dims
 from mopd.data.files import MISSING, quoted
 from mopd.data.image_files import digest_of, image_size
-from mopd.data.image_processing import ImageProcessing, read_image_processing
+from mopd.data.image_processing import ImageProcessing, read_image_processing, sees_images
 from mopd.data.images import stored_images
 from mopd.types import ImageRef, UserError
 
@@ -31,8 +31,9 @@ def read_vision(folder: str | Path, max_pixels: int | None, tokenizer: PreTraine
     Raises:
         UserError: its files cannot be used or do not belong together; ``max_pixels`` for a student without vision.
     """
-    dims = read_dims(Path(folder)).vision
-    if dims is not None:
+    if sees_images(folder):
+        dims = read_dims(Path(folder)).vision
+        assert dims is not None, "its family has vision"
         return VisionPrompts(dims, read_image_processing(folder, max_pixels), tokenizer)
     if max_pixels is not None:
         raise UserError("data.max_pixels is set but student.model sees no images: remove the key or name another")

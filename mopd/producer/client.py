@@ -98,8 +98,11 @@ class ProducerProcess:
         """Wait until it has read the data. ``UserError`` for what is wrong with its inputs."""
         self._socket.settimeout(self._recipe.schedule.wait_timeout_s)
         try:
-            size = int.from_bytes(self._receive(8), "little")
-            said = unpacked(self._receive(size))
+            said = self._said()
+            while "log" in said:  # the wait is for the next sign of it
+                name, level, message = said["log"]
+                logging.getLogger(name).log(level, "%s", message)
+                said = self._said()
         except TimeoutError as error:
             limit = self._recipe.schedule.wait_timeout_s
             raise UserError(
@@ -129,6 +132,11 @@ class ProducerProcess:
             return f"{NAME} (rollout, teachers, data) closed its connection and still runs (log: {self._log})"
         ended = how_it_ended(128 - code if code < 0 else code)
         return f"{NAME} (rollout, teachers, data) {ended}: go on with --resume (log: {self._log})"
+
+    def _said(self) -> dict[str, Any]:
+        size = int.from_bytes(self._receive(8), "little")
+        said: dict[str, Any] = unpacked(self._receive(size))
+        return said
 
     def _receive(self, size: int) -> bytes:
         parts = bytearray()

@@ -54,7 +54,8 @@ def run(file: Path, descriptor: int) -> int:
     logging.getLogger("mopd").setLevel(logging.INFO)
     try:
         recipe = load_recipe_of(told["recipe"], file)
-        inputs = read_inputs(recipe)
+        with forwarding.told_at_once(end):
+            inputs = read_inputs(recipe)
         plane = open_storage(recipe, host=rank_0_host())
     except UserError as error:
         _say(end, {"error": str(error)})
@@ -191,11 +192,23 @@ class _Forwarding(logging.Handler):
         self.setFormatter(logging.Formatter("%(message)s"))
         self._records: asyncio.Queue[tuple[str, int, str]] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: socket.socket | None = None
+
+    @contextmanager
+    def told_at_once(self, end: socket.socket) -> Iterator[None]:
+        """In the block, before there is a channel: what is logged while the inputs are read, which may take long."""
+        self._end = end
+        try:
+            yield
+        finally:
+            self._end = None
 
     def emit(self, record: logging.LogRecord) -> None:
         """From any thread."""
         told = (record.name, record.levelno, self.format(record))
-        if self._loop is None:
+        if self._end is not None:
+            _say(self._end, {"log": told})
+        elif self._loop is None:
             self._records.put_nowait(told)
         else:
             self._loop.call_soon_threadsafe(self._records.put_nowait, told)

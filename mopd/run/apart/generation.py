@@ -17,6 +17,7 @@ from mopd.config.load import load_recipe
 from mopd.conversion.jobs.streaming import megatron_to_hf
 from mopd.data.prompts import encode_prompt
 from mopd.data.tokenizer import load_tokenizer
+from mopd.data.vision_prompts import read_vision
 from mopd.engines.interface import SamplingParams
 from mopd.engines.torch.engine import TorchEngine
 from mopd.files.reading import shown_path
@@ -124,9 +125,14 @@ def generate(
         cfg = data or DataConfig(train=("-",))  # its files are not read
         if not is_raw and cfg.chat_template is None and tokenizer.chat_template is None:
             raise UserError(f"generate: the tokenizer of {shown_path(folder)!r} has no chat template: add --raw")
+        vision = read_vision(folder, None, tokenizer)
         encoded = [
             encode_prompt(
-                text if is_raw else [{"role": "user", "content": text}], cfg, tokenizer, place=f"prompt {number}"
+                text if is_raw else [{"role": "user", "content": text}],
+                cfg,
+                tokenizer,
+                vision,
+                place=f"prompt {number}",
             )
             for number, text in enumerate(prompts, start=1)
         ]
