@@ -71,7 +71,7 @@ class StudentImages:
                 if key not in offsets:
                     offsets[key] = total
                     total += num_tokens
-                    files.append(store.read(ref))
+                    files.append(store.prompt_image(ref).load())  # a damaged one is told by file and row
                 rows.append((start + np.arange(num_tokens)) * num_sequences + b)
                 sources.append(offsets[key] + np.arange(num_tokens))
         if not files:

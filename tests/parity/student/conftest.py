@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures.tiny_models import make_hf_model
+from tests.parity.student import vision_cases
 from tests.parity.student.harness import run_ranks
 
 Results = dict[str, Any]
@@ -63,6 +64,12 @@ def untied_model(student_folder: Path) -> Path:
     return make_hf_model(student_folder / "hf_untied", "qwen2", seed=1, tie_word_embeddings=False)
 
 
+@pytest.fixture(scope="session")
+def vision_folder(student_folder: Path) -> Path:
+    """Models that see images, and a data file that has some."""
+    return vision_cases.make_vision_inputs(student_folder / "vision")
+
+
 def _ensemble(case: str) -> Results:
     return {"ensemble": True, "loss": ENSEMBLES[case], "steps": 1}
 
@@ -100,7 +107,9 @@ def _size_cases(layouts: dict[str, Results]) -> dict[str, Results]:
 
 
 @pytest.fixture(scope="session")
-def two_ranks(hf_model: Path, untied_model: Path, wide_models: dict[str, str], student_folder: Path) -> Results:
+def two_ranks(
+    hf_model: Path, untied_model: Path, wide_models: dict[str, str], student_folder: Path, vision_folder: Path
+) -> Results:
     tp2, tp2_sp, pp2, dp2 = TWO_RANK_LAYOUTS.values()
     cases = _size_cases(TWO_RANK_LAYOUTS)
     for name in ("tp2", "pp2", "dp2"):
@@ -135,12 +144,13 @@ def two_ranks(hf_model: Path, untied_model: Path, wide_models: dict[str, str], s
     cases |= _head_cases(TWO_RANK_LAYOUTS, wide_models, head_mib=1)
     for name in ("tp2", "pp2", "dp2"):
         cases[f"poison/{name}"] = {**TWO_RANK_LAYOUTS[name], "poison": True}
+    cases |= vision_cases.on_two_ranks(vision_folder, TWO_RANK_LAYOUTS)
     return run_ranks(2, {"model": str(hf_model), "cases": cases}, student_folder / "two")
 
 
 @pytest.fixture(scope="session")
-def four_ranks(two_ranks: Results, hf_model: Path, student_folder: Path) -> Results:
-    cases = _size_cases(FOUR_RANK_LAYOUTS)
+def four_ranks(two_ranks: Results, hf_model: Path, student_folder: Path, vision_folder: Path) -> Results:
+    cases = _size_cases(FOUR_RANK_LAYOUTS) | vision_cases.on_four_ranks(vision_folder, FOUR_RANK_LAYOUTS)
     layout = FOUR_RANK_LAYOUTS["tp2_pp2"]
     cases["load/tp2/tp2_pp2"] = {**layout, "load": str(student_folder / "saved_tp2"), "steps_after": 2}
     return run_ranks(4, {"model": str(hf_model), "cases": cases}, student_folder / "four")
@@ -148,9 +158,14 @@ def four_ranks(two_ranks: Results, hf_model: Path, student_folder: Path) -> Resu
 
 @pytest.fixture(scope="session")
 def one_rank(
-    two_ranks: Results, hf_model: Path, untied_model: Path, wide_models: dict[str, str], student_folder: Path
+    two_ranks: Results,
+    hf_model: Path,
+    untied_model: Path,
+    wide_models: dict[str, str],
+    student_folder: Path,
+    vision_folder: Path,
 ) -> Results:
-    cases = _size_cases({"one": ONE})
+    cases = _size_cases({"one": ONE}) | vision_cases.on_one_rank(vision_folder, ONE)
     cases |= _head_cases({"one": ONE}, wide_models, head_mib=1024) | _head_cases(
         {"small": ONE}, wide_models, head_mib=1
     )

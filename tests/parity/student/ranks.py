@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from mopd import cpu_shim
 from mopd.config.data import DataConfig, ValidationConfig
@@ -29,7 +30,7 @@ from mopd.config.losses import (
 )
 from mopd.config.rewards import ExactMatchConfig
 from mopd.config.schema import Recipe, RolloutConfig, ScheduleConfig
-from mopd.config.student import MoeConfig, OptimizerConfig, ParallelConfig, StudentConfig
+from mopd.config.student import MoeConfig, OptimizerConfig, ParallelConfig, StudentConfig, VisionConfig
 from mopd.conversion.models import reading
 from mopd.data.packing import pack
 from mopd.data_plane.interface import Reader
@@ -38,7 +39,8 @@ from mopd.data_plane.reading import SocketReader
 from mopd.launch.ranks import CommandChannel
 from mopd.student import parallel
 from mopd.student.worker import StudentWorker
-from mopd.types import MicroBatchPlan, UserError
+from mopd.types import MicroBatchPlan, SampleMeta, UserError
+from tests.parity.student.pictures import make_seen_samples
 from tests.parity.student.samples import DOMAINS, ENSEMBLE, make_samples
 
 TOP_K = 8
@@ -77,7 +79,7 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
             dtype=case.get("dtype", "float32"),
             recompute=case.get("recompute", "none"),
             micro_batch_size=case.get("micro_batch_size"),
-            max_tokens_per_micro_batch=64,
+            max_tokens_per_micro_batch=128 if "data" in case else 64,
             lm_head_memory_budget_mib=case.get("head_mib", 1024),
             parallel=ParallelConfig(
                 tensor_model_parallel_size=case["tp"],
@@ -86,7 +88,9 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
                 sequence_parallel=case["sp"],
                 expert_model_parallel_size=case.get("ep", 1),
                 expert_tensor_parallel_size=case.get("etp"),
+                num_layers_in_first_pipeline_stage=case.get("first_stage_layers"),
             ),
+            vision=VisionConfig(**({"freeze": case["freeze"]} if "freeze" in case else {})),
             moe=MoeConfig(**case.get("moe", {})),
             megatron_overrides=case.get("overrides", {}),
             optimizer=OptimizerConfig(
@@ -98,7 +102,7 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
             ),
         ),
         teachers=TEACHERS["ensemble" if "ensemble" in case else "one"],
-        data=DataConfig(train=("unused",), validation=("unused",), max_prompt_length=16),
+        data=DataConfig(train=(case.get("data", "unused"),), validation=("unused",), max_prompt_length=16),
         rollout=RolloutConfig(max_response_length=16, samples_per_prompt=2),
         loss=LOSSES[case.get("loss", "default")],
         schedule=ScheduleConfig(steps=10, prompts_per_step=NUM_SAMPLES, wait_timeout_s=120),
@@ -137,14 +141,7 @@ class Case:
             asyncio.run(self.plane.close())
 
     def plan(self, step: int, **poison: Any) -> MicroBatchPlan:
-        metas, fields = make_samples(
-            NUM_SAMPLES,
-            vocab_size=self.worker.dims.vocab_size,
-            top_k=TOP_K,
-            seed=step,
-            first_id=100 * step,
-            weights=ENSEMBLE if "ensemble" in self.case else None,
-        )
+        metas, fields = self._samples(step)
         if poison:
             fields["teacher_logprobs"][poison["sample"]][-1, 0] = float("nan")
         if self.plane is not None:
@@ -156,6 +153,27 @@ class Case:
             max_tokens=self.worker.recipe.student.max_tokens_per_micro_batch,
             micro_batch_size=self.worker.recipe.student.micro_batch_size,
         )
+
+    def _samples(self, step: int) -> tuple[list[SampleMeta], dict[str, list[Tensor]]]:
+        drawn: dict[str, Any] = {"top_k": TOP_K, "seed": step, "first_id": 100 * step}
+        if "data" not in self.case:
+            weights = ENSEMBLE if "ensemble" in self.case else None
+            return make_samples(NUM_SAMPLES, vocab_size=self.worker.dims.vocab_size, weights=weights, **drawn)
+        model, seen = Path(self.case["processor"]), self.case.get("with_images", True)
+        metas, fields = make_seen_samples(NUM_SAMPLES, model, Path(self.case["data"]), with_images=seen, **drawn)
+        if self.worker.dims.vision is None:
+            del fields["images"]
+        return metas, fields
+
+    def tower_hashes(self) -> list[str]:
+        """Of the weights of every rank's tower, without ranks that have none."""
+        tower = getattr(self.worker._model.module, "vision_model", None)
+        digest = hashlib.sha256()
+        for parameter in () if tower is None else tower.parameters():
+            digest.update(parameter.detach().view(torch.uint8).numpy().tobytes())
+        found: list[str | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, None if tower is None else digest.hexdigest())
+        return [one for one in found if one is not None]
 
     def train(self, num_steps: int) -> list[dict[str, Any]]:
         """Per step: sums by domain and metric, gradient norm, lr."""
@@ -186,10 +204,12 @@ class Case:
         torch.distributed.all_reduce(total)
         return bool(total)
 
-    def weights_hash(self) -> str:
-        """Of all weights, bit by bit (rank 0)."""
+    def weights_hash(self, without: str = " ") -> str:
+        """Of all weights whose names do not begin so, bit by bit (rank 0)."""
         digest = hashlib.sha256()
         for name, tensor in self.worker.weights():
+            if name.startswith(without):
+                continue
             digest.update(name.encode() + tensor.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
@@ -218,6 +238,10 @@ def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
         result["saved_hash"] = it.weights_hash()
     result["steps_after"] = it.train(case.get("steps_after", 0))
     result["hash"] = it.weights_hash()
+    if "data" in case:
+        result["towers"] = it.tower_hashes()
+        result["num_trained"] = sum(p.numel() for buffer in it.worker._model.buffers for p in buffer.params)
+        result["text_hash"] = it.weights_hash(without="visual.")
     if "save_hf" in case:
         result |= export(it, Path(case["save_hf"]))
     if "poison" in case:

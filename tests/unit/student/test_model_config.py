@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mopd.config.student import MoeConfig, ParallelConfig, StudentConfig
+from mopd.config.student import MoeConfig, ParallelConfig, StudentConfig, VisionConfig
 from mopd.conversion.models.dims import MlaDims, ModelDims, MoeDims
 from mopd.student.model.config import transformer_config, uses_transformer_engine
 from mopd.student.parallel import Layout
@@ -138,3 +138,17 @@ def test_experts_must_fit_the_ranks_of_a_stage() -> None:
         ValueError, match="expert_model_parallel_size 2 x expert_tensor_parallel_size 2 does not divide"
     ):
         ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=2)
+
+
+def test_a_section_about_vision_needs_a_tower(layout: Layout) -> None:
+    with pytest.raises(UserError, match=r"student.vision is set but model_type qwen3 has no vision"):
+        transformer_config(student(vision=VisionConfig(freeze="none")), DIMS, layout)
+
+
+def test_stages_of_unequal_length(layout: Layout) -> None:
+    given = {"parallel": ParallelConfig(pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=1)}
+    config = transformer_config(student(**given), DIMS, replace(layout, pp_size=2))
+    assert config.num_layers_in_first_pipeline_stage == 1
+    overrides = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3}
+    with pytest.raises(UserError, match=r"recompute_num_layers: 3 does not divide the 1 layers"):
+        transformer_config(student(**given, megatron_overrides=overrides), DIMS, replace(layout, pp_size=2))

@@ -1,0 +1,103 @@
+"""References become positions and patches of a micro-batch: each file once, each token its feature."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mopd.config.load import load_recipe
+from mopd.conversion.models.reading import read_dims
+from mopd.data.image_files import digest_of
+from mopd.data.image_refs import refs_to_tensor
+from mopd.student.images import StudentImages
+from mopd.types import ImageRef, UserError
+from tests.fixtures.recipe import RECIPE
+from tests.fixtures.vision import IMAGE_TOKEN_ID, image_bytes, make_vision_model
+
+FILES = {"a.png": image_bytes(56, 84), "b.png": image_bytes(56, 56, 1)}
+GRIDS = [(1, 4, 6), (1, 4, 4)]
+SIZES = [6, 4]
+"""Tokens of each."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and a data file with two images in its only row."""
+    folder = make_vision_model(tmp_path_factory.mktemp("images"))
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    (folder / "rows.jsonl").write_text(json.dumps({"images": [{"path": name} for name in FILES]}) + "\n")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+def _images(folder: Path, *, has_tower: bool) -> StudentImages:
+    paths = [f"student.model={folder}", f"data.train=[{folder}/rows.jsonl]"]
+    recipe = load_recipe(folder / "recipe.yaml", paths).recipe
+    vision = read_dims(folder).vision
+    assert vision is not None
+    return StudentImages(recipe, vision, has_tower=has_tower)
+
+
+def _refs(*numbers: int) -> Tensor:
+    digests = [digest_of(content) for content in FILES.values()]
+    return refs_to_tensor([ImageRef(file=0, row=0, number=n, digest=digests[n], grid=GRIDS[n]) for n in numbers])
+
+
+def _tokens(*numbers: int) -> Tensor:
+    """A text token before each image and one behind the last."""
+    return torch.tensor([token for n in numbers for token in [3, *[IMAGE_TOKEN_ID] * SIZES[n]]] + [4])
+
+
+def _sample(*numbers: int) -> tuple[Tensor, Tensor]:
+    return _tokens(*numbers), _refs(*numbers)
+
+
+def test_each_file_is_read_once_and_each_token_has_its_feature(folder: Path) -> None:
+    samples = [_sample(1), _sample(), _sample(0, 1)]
+    made = _images(folder, has_tower=True).read(samples, num_sequences=3)
+    assert made is not None
+    assert made.grids.tolist() == [list(GRIDS[1]), list(GRIDS[0])]  # in the order of their first use
+    assert len(made.patches) == sum(4 * size for size in SIZES)
+    padded = torch.nn.utils.rnn.pad_sequence([tokens for tokens, _ in samples])  # [S, B]
+    assert sorted(made.rows.tolist()) == (padded.flatten() == IMAGE_TOKEN_ID).nonzero()[:, 0].tolist()
+    first, second, third = list(range(4)), list(range(4, 10)), list(range(4))
+    assert made.sources.tolist() == [*first, *second, *third]
+    assert made.rows.tolist() == [
+        3 * s + b
+        for b, starts in ((0, [(1, 4)]), (2, [(1, 6), (8, 4)]))
+        for start, size in starts
+        for s in range(start, start + size)
+    ]
+
+
+def test_ranks_without_the_tower_read_nothing(folder: Path) -> None:
+    samples = [_sample(0), _sample()]
+    blind, seeing = (_images(folder, has_tower=has_tower) for has_tower in (False, True))
+    assert blind.read(samples, 2) is None
+    assert seeing.read([_sample()], 1) is None
+    positions = blind.position_ids(samples, (3, 9))
+    assert torch.equal(positions, seeing.position_ids(samples, (3, 9)))
+    assert positions[:, 0].tolist() == [
+        [0, 1, 1, 1, 1, 1, 1, 4, 8],
+        [0, 1, 1, 1, 2, 2, 2, 4, 8],
+        [0, 1, 2, 3, 1, 2, 3, 4, 8],
+    ]
+    assert (positions[:, 1:] == torch.arange(9)).all()
+
+
+def test_other_tokens_and_changed_files_are_refused(folder: Path) -> None:
+    images = _images(folder, has_tower=True)
+    with pytest.raises(ValueError, match="4 image tokens for 1 images that have 6"):
+        images.position_ids([(_tokens(1), _refs(0))], (1, 6))
+    changed = _refs(0)
+    changed[0, 3] += 1  # of the digest
+    with pytest.raises(UserError, match=r"rows.jsonl: row 0: image 0 has changed"):
+        images.read([(_tokens(0), changed)], 1)
+    other_grid = refs_to_tensor([ImageRef(file=0, row=0, number=0, digest=digest_of(FILES["a.png"]), grid=GRIDS[1])])
+    with pytest.raises(RuntimeError, match="the processor makes grids"):
+        images.read([(_tokens(1), other_grid)], 1)
