@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--configs", type=Path, metavar="DIR", help="where DIR/NAME/config.json stands for models that are not here")
     add("--prompt-length", type=float, metavar="MEAN", help="tokens (default: half of data.max_prompt_length)")
     add("--response-length", type=float, metavar="MEAN", help="tokens (default: half of rollout.max_response_length)")
+    add("--image-length", type=float, default=0.0, metavar="MEAN", help="image tokens of a prompt (default: none)")
     add("--suggest", action="store_true", help="find the fastest layout and split of these GPUs")
     add("--measured", type=Path, metavar="RUN", help="take lengths from a run, and show the plan beside it")
     add("--probe", action="store_true", help="measure what this machine can do (some seconds; imports torch)")
@@ -74,9 +75,21 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         files = RunFiles(args.measured)
         files.require_run()
         steps = files.steps()
-        work = measured(loaded.recipe, steps)
+        work = measured(loaded.recipe, steps, image_tokens=args.image_length)
     else:
-        work = expected(loaded.recipe, prompt_tokens=args.prompt_length, response_tokens=args.response_length)
+        work = expected(
+            loaded.recipe,
+            prompt_tokens=args.prompt_length,
+            response_tokens=args.response_length,
+            image_tokens=args.image_length,
+        )
+    if not 0 <= work.image_tokens <= work.prompt_tokens:
+        raise UserError(
+            f"--image-length is {work.image_tokens:g}: set 0 to the {work.prompt_tokens:g} tokens of a prompt, which "
+            "they are part of"
+        )
+    if work.image_tokens and models[STUDENT].vision is None:
+        raise UserError("--image-length: the student sees no images: leave it out")
     rates = _rates(args, loaded.recipe, models[STUDENT], work)
     if args.suggest:
         if rates is None or not cluster.gpus_per_node:

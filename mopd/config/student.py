@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from mopd.config.values import MAX_BYTES, MAX_PROCESSES, require_at_least, require_fraction, require_positive
 
+Freeze = Literal["tower", "tower_and_merger", "none"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
@@ -137,7 +139,7 @@ class MoeConfig:
 class VisionConfig:
     """The vision tower of a vision-language student; unread for a text model."""
 
-    freeze: Literal["tower", "tower_and_merger", "none"] = "tower"
+    freeze: Freeze = "tower"
     """What keeps its weights: the tower but not the layers that merge its features into the student's embeddings,
     all of it, or nothing. What is frozen costs no gradient, no optimizer states and no backward pass."""
 

@@ -24,6 +24,7 @@ from mopd.planning.models import STUDENT
 from mopd.planning.places import Places, place_all
 from mopd.planning.stages import drawing_time, scoring_time, sending_s, staging_s, training_time
 from mopd.planning.traffic import Flow, links
+from mopd.planning.vision import TowerPlan, plan_tower
 from mopd.planning.workload import Workload
 from mopd.types import UserError
 
@@ -61,6 +62,8 @@ class RunPlan:
     alternatives: Sequence[Alternative]
     problems: Sequence[tuple[str, str]]
     """Key of the recipe, and what is wrong with it."""
+    tower: TowerPlan | None
+    """The student's vision tower."""
 
 
 def settled_for(loaded: Loaded, models: Mapping[str, ModelDims], cluster: Cluster, hardware: Hardware) -> Loaded:
@@ -150,6 +153,7 @@ def make_plan(
         balanced={} if times is None else {load.name: load.replicas_within(times.trainer_s) for load in loads},
         alternatives=[] if times is None or rates is None else _alternatives(recipe, dims, groups, loads, times, rates),
         problems=[*places.problems, *_too_large(ranks, replicas, hosts, places, cluster)],
+        tower=plan_tower(recipe.student, dims, work.image_tokens),
     )
 
 

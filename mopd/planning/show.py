@@ -13,6 +13,7 @@ from mopd.planning.measured import Beside
 from mopd.planning.places import RANKS, Places
 from mopd.planning.plan import RunPlan
 from mopd.planning.suggest import Suggestion
+from mopd.planning.vision import TowerPlan
 from mopd.report.terminal import Terminal
 
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -31,6 +32,7 @@ def plain(plan: RunPlan, rates: Rates | None) -> dict[str, Any]:
         },
         "host_bytes": dict(plan.hosts),
         "links": [dataclasses.asdict(link) for link in plan.links],
+        "vision_tower": None if plan.tower is None else dataclasses.asdict(plan.tower),
         "lm_head": [dataclasses.asdict(head) for head in plan.heads],
         "rates": None if rates is None else dataclasses.asdict(rates),
         "shares": {name: dataclasses.asdict(share) for name, share in SHARES.items()},
@@ -76,6 +78,8 @@ def show(plan: RunPlan, rates: Rates | None) -> None:
         f"({work.source})",
         highlight=False,
     )
+    if plan.tower is not None:
+        console.print(_tower_line(plan.tower, work.image_tokens), highlight=False)
     console.print(_places_table(plan.places))
     console.print(_memory_table(plan))
     console.print(_links_table(plan))
@@ -89,6 +93,14 @@ def show(plan: RunPlan, rates: Rates | None) -> None:
         console.print(line, highlight=False)
     if rates is not None:
         console.print(f"rates  {rates.source}", highlight=False)
+
+
+def _tower_line(tower: TowerPlan, image_tokens: float) -> str:
+    told = f"{image_tokens:.0f} image tokens a sample" if image_tokens else "no images counted: give --image-length"
+    return (
+        f"vision tower: {tower.weights / 1e6:.4g} M weights, {tower.trained / 1e6:.4g} M of them trained, "
+        f"{tower.flops_per_token / 1e9:.3g} GFLOP an image token ({told})"
+    )
 
 
 def _places_table(places: Places) -> Table:

@@ -21,7 +21,17 @@ from mopd.conversion.models.dims import ModelDims
 from mopd.planning.devices import Rates
 from mopd.planning.memory.activations import MicroBatchSize
 from mopd.planning.memory.replicas import VLLM_BYTES_PER_LOGIT, ReplicaPlan, kv_bytes
-from mopd.planning.memory.shards import BYTES, GRADIENT_BYTES, active, expert_weights, shard, tensor_bytes, whole
+from mopd.planning.memory.shards import (
+    BYTES,
+    GRADIENT_BYTES,
+    active,
+    expert_weights,
+    shard,
+    tensor_bytes,
+    tower_weights,
+    whole,
+)
+from mopd.planning.vision import layers_of_slowest, tower_flops, trained_tower_flops
 from mopd.planning.workload import Workload
 
 TORCH_CALLS_PER_LAYER = 60
@@ -69,12 +79,18 @@ def training_time(
     forward = forward_flops(dims, tokens=dp * batch.padded_tokens, context=length / 2, rows=work.rows)
     repeats = 4 if student.recompute == "full" else 3
     speed = rates.train if dims.moe is None else rates.train_moe
-    layers, tensors = dims.num_layers // pp, num_tensors(dims, pp)
+    seen = trained_tower_flops(student, dims, work.image_tokens, repeats=repeats) * work.samples
+    # Tensor-parallel ranks share a layer, not the tower.
+    layers, beside = layers_of_slowest(dims, parallel, seen * tp * dims.num_layers / (repeats * forward))
+    tensors = num_tensors(dims, pp)
     calls = batch.in_step * layers * LOCAL_CALLS_PER_LAYER * repeats / 3 * rates.call_s
     if tp > 1:
         latency = rates.collective_s if tp <= per_node else rates.network_collective_s
         calls += batch.in_step * layers * COLLECTIVES_PER_LAYER * latency
-    parts = {"forward_backward": max(repeats * forward / (parallel.world_size * speed), calls)}
+    each = repeats * forward / dims.num_layers / (tp * dp * speed)
+    parts = {"forward_backward": max(layers * each, calls)}
+    if beside:
+        parts["vision_tower"] = beside * each
     if rates.sums is not None and tp > 1:
         border = batch.padded_tokens * dims.hidden_size * BYTES[student.dtype]
         sums = batch.in_step * rates.collective_s + border / rates.sums
@@ -115,6 +131,7 @@ def drawing_time(
 
     full, bound = step_s(at_once)
     prompt = forward_flops(dims, tokens=samples * work.prompt_tokens, context=work.prompt_tokens / 2, rows=samples)
+    prompt += samples * tower_flops(dims, work.image_tokens)
     prefill = prompt / (own.gpus * rates.prefill)
     if isinstance(group.engine, VllmEngineConfig):
         capacity = samples * work.response_tokens / at_once * full
@@ -139,6 +156,7 @@ def scoring_time(
     samples = work.samples * share / replicas
     rows = samples * work.response_tokens
     flops = forward_flops(dims, tokens=samples * work.length, context=work.length / 2, rows=rows)
+    flops += samples * tower_flops(dims, work.image_tokens)
     logits = rows * dims.vocab_size * (VLLM_BYTES_PER_LOGIT if isinstance(group.engine, VllmEngineConfig) else 4)
     batches = max(1.0, samples * work.length / _tokens_per_batch(group))
     times = {
@@ -180,8 +198,9 @@ def _step_cost(group: EngineGroupConfig, dims: ModelDims, gpus: int, rates: Rate
 
 
 def _read_weights(dims: ModelDims, tokens: float) -> float:
-    """Weights that a pass over ``tokens`` reads: of experts those that some token goes to, if they choose evenly."""
-    total = whole(dims)
+    """Weights that a pass over ``tokens`` of text reads: of experts those that some token goes to, if they choose
+    evenly."""
+    total = whole(dims) - tower_weights(dims)
     if dims.moe is None:
         return float(total)
     experts = expert_weights(dims)

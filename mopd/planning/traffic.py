@@ -10,7 +10,7 @@ from mopd.config.groups import EngineGroupConfig
 from mopd.config.placements import InProcessConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.models.dims import ModelDims
-from mopd.planning.memory.shards import BYTES, GRADIENT_BYTES, shard, whole
+from mopd.planning.memory.shards import BYTES, GRADIENT_BYTES, own_layers, shard, whole
 from mopd.planning.workload import ID_BYTES, LOGPROB_BYTES, TOKEN_BYTES, Workload, sample_bytes
 
 REQUEST_HEAD, ANSWER_HEAD = 180, 170
@@ -119,7 +119,7 @@ def _between_ranks(recipe: Recipe, dims: ModelDims, *, tokens: int) -> list[Flow
         parallel.pipeline_model_parallel_size,
         parallel.data_parallel_size,
     )
-    world, layers = parallel.world_size, dims.num_layers // pp
+    world, layers = parallel.world_size, max(map(len, own_layers(dims, parallel)))
     found = []
 
     def add(name: str, each: float) -> None:
@@ -134,7 +134,8 @@ def _between_ranks(recipe: Recipe, dims: ModelDims, *, tokens: int) -> list[Flow
     own = shard(dims, parallel, 0)
     if dp > 1:
         gathers = size if student.optimizer.use_distributed_optimizer else GRADIENT_BYTES
-        add("data-parallel", (dp - 1) / dp * own.dense * (GRADIENT_BYTES + gathers))
+        trained = own.trained_dense(student.vision.freeze)
+        add("data-parallel", (dp - 1) / dp * trained * (GRADIENT_BYTES + gathers))
     if dims.moe is not None:
         ep, etp = parallel.expert_model_parallel_size, parallel.resolved_expert_tensor_parallel_size
         moe_layers = sum(map(dims.is_moe_layer, range(layers)))

@@ -34,6 +34,8 @@ class Workload:
     max_teachers: int
     """D: most teachers of one domain."""
     source: str
+    image_tokens: float
+    """Mean of a sample, among its prompt's."""
 
     @property
     def tokens(self) -> float:
@@ -73,7 +75,13 @@ def _rate(mean: float, longest: float) -> float:
     return (low + high) / 2
 
 
-def expected(recipe: Recipe, *, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Workload:
+def expected(
+    recipe: Recipe,
+    *,
+    prompt_tokens: float | None = None,
+    response_tokens: float | None = None,
+    image_tokens: float = 0.0,
+) -> Workload:
     """From the recipe, with mean lengths that the user gives or that are assumed. Domains share the stream by
     ``data.domain_weights``, else equally.
 
@@ -99,11 +107,12 @@ def expected(recipe: Recipe, *, prompt_tokens: float | None = None, response_tok
         teacher_shares=_shares(recipe, domain_shares(recipe)),
         max_teachers=recipe.assignment.max_teachers,
         source="; ".join(texts),
+        image_tokens=image_tokens,
     )
 
 
-def measured(recipe: Recipe, steps: Sequence[Mapping[str, Any]]) -> Workload:
-    """As the records of a run's steps say.
+def measured(recipe: Recipe, steps: Sequence[Mapping[str, Any]], *, image_tokens: float = 0.0) -> Workload:
+    """As the records of a run's steps say, but ``image_tokens``, which they do not tell.
 
     Raises:
         UserError: no record tells lengths.
@@ -129,6 +138,7 @@ def measured(recipe: Recipe, steps: Sequence[Mapping[str, Any]]) -> Workload:
         teacher_shares=_shares(recipe, {domain: count / total for domain, count in samples.items()}),
         max_teachers=recipe.assignment.max_teachers,
         source="lengths and domains of the measured run",
+        image_tokens=image_tokens,
     )
 
 

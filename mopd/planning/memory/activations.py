@@ -20,7 +20,7 @@ from mopd.config.schema import Recipe
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.data.packing import pack
-from mopd.planning.memory.shards import BYTES
+from mopd.planning.memory.shards import BYTES, own_layers
 from mopd.planning.workload import Workload
 from mopd.types import SampleMeta
 
@@ -120,8 +120,8 @@ def activation_bytes(
     back. ``is_fused``: TransformerEngine's attention, which holds no scores."""
     parallel, size = student.parallel, BYTES[student.dtype]
     pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
-    layers = dims.num_layers // pp
-    own = [dims.is_moe_layer(layer) for layer in range(stage * layers, (stage + 1) * layers)]
+    own = [dims.is_moe_layer(layer) for layer in own_layers(dims, parallel)[stage]]
+    layers = len(own)
     each = {kind: layer_elements(dims, parallel, has_experts=kind) * batch.tokens * size for kind in set(own)}
     scores = 0.0
     if not is_fused:

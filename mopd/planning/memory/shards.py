@@ -6,13 +6,15 @@ Ranks of one pipeline stage hold equally much. What Megatron's buffers add to al
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mopd.config.student import ParallelConfig, StudentConfig
+from mopd.config.student import Freeze, ParallelConfig, StudentConfig
 from mopd.conversion.models import families
-from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.dims import ModelDims, stage_layers
 from mopd.conversion.models.families import Param
+from mopd.conversion.models.towers import is_merger
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GRADIENT_BYTES = 4
@@ -32,21 +34,34 @@ class Shard:
     experts: int
     constants: int
     """Kept in fp32 and not trained by gradients (the routers' biases)."""
+    tower: int
+    """Of the vision tower without its mergers, on the first stage, whole on each of its ranks."""
+    mergers: int
+    """Of what turns its features into embeddings, likewise."""
+
+    def trained_dense(self, freeze: Freeze) -> int:
+        """Outside the experts, with what ``student.vision.freeze`` leaves of the vision tower."""
+        tower = {"none": self.tower + self.mergers, "tower": self.mergers, "tower_and_merger": 0}
+        return self.dense + tower[freeze]
 
     @property
-    def trained(self) -> int:
-        return self.dense + self.experts
+    def num_weights(self) -> int:
+        """In the model's dtype."""
+        return self.dense + self.experts + self.tower + self.mergers
 
 
 @lru_cache(maxsize=4096)
 def shard(dims: ModelDims, parallel: ParallelConfig, stage: int) -> Shard:
     """Of every rank of a pipeline stage (from 0)."""
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    tp, pp, layers = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        own_layers(dims, parallel),
+    )
     etp, ep = parallel.resolved_expert_tensor_parallel_size, parallel.expert_model_parallel_size
     sizes = families.sizes(dims)
-    per_stage = dims.num_layers // pp
     dense = experts = constants = 0
-    for is_moe, count in _layers(dims, stage * per_stage, (stage + 1) * per_stage).items():
+    for is_moe, count in Counter(map(dims.is_moe_layer, layers[stage])).items():
         example = next(layer for layer in range(dims.num_layers) if dims.is_moe_layer(layer) == is_moe)
         for param in families.layer_params(dims, example):
             numel = _numel(param, sizes)
@@ -60,15 +75,31 @@ def shard(dims: ModelDims, parallel: ParallelConfig, stage: int) -> Shard:
     vocabulary = dims.padded_vocab_size(tp) // tp * dims.hidden_size
     is_first, is_last = stage == 0, stage == pp - 1
     tables = int(is_first) + int(is_last) - int(is_first and is_last and dims.tied_embeddings)
+    mergers, tower = _tower(dims) if is_first else (0, 0)
     return Shard(
-        dense=dense + tables * vocabulary + (dims.hidden_size if is_last else 0), experts=experts, constants=constants
+        dense=dense + tables * vocabulary + (dims.hidden_size if is_last else 0),
+        experts=experts,
+        constants=constants,
+        tower=tower,
+        mergers=mergers,
     )
+
+
+def own_layers(dims: ModelDims, parallel: ParallelConfig) -> list[range]:
+    """The layers of every pipeline stage."""
+    stages, first = parallel.pipeline_model_parallel_size, parallel.num_layers_in_first_pipeline_stage
+    return [stage_layers(dims.num_layers, i, stages=stages, first_stage_layers=first) for i in range(stages)]
 
 
 def whole(dims: ModelDims) -> int:
     """Weights of the model, each once."""
     one = shard(dims, ParallelConfig(), 0)
-    return one.dense + one.experts + one.constants
+    return one.num_weights + one.constants
+
+
+def tower_weights(dims: ModelDims) -> int:
+    """Of the vision tower, mergers included; 0 for a model of text."""
+    return sum(_tower(dims))
 
 
 def expert_weights(dims: ModelDims) -> int:
@@ -90,23 +121,25 @@ def tensor_bytes(own: Shard, student: StudentConfig) -> dict[str, int]:
     With the distributed optimizer each rank keeps the states of its share of the weights alone: over the data-parallel
     ranks, and for experts over the ranks that hold copies of them.
     """
-    parallel, size = student.parallel, BYTES[student.dtype]
+    parallel, size, dense = student.parallel, BYTES[student.dtype], own.trained_dense(student.vision.freeze)
     state = MOMENT_BYTES + (MAIN_BYTES if size < 4 else 0)
     copies, expert_copies = 1, 1
     if student.optimizer.use_distributed_optimizer:
         copies = parallel.data_parallel_size
         expert_copies = parallel.tensor_model_parallel_size * copies // parallel.expert_ranks
     return {
-        "weights": own.trained * size + own.constants * 4,
-        "gradients": own.trained * GRADIENT_BYTES,
-        "optimizer": own.dense * state // copies + own.experts * state // expert_copies,
+        "weights": own.num_weights * size + own.constants * 4,
+        "gradients": (dense + own.experts) * GRADIENT_BYTES,
+        "optimizer": dense * state // copies + own.experts * state // expert_copies,
     }
 
 
-def _layers(dims: ModelDims, low: int, high: int) -> dict[bool, int]:
-    """Whether a layer has experts -> how many of the layers ``low`` to ``high`` are so."""
-    kinds = [dims.is_moe_layer(layer) for layer in range(low, high)]
-    return {kind: kinds.count(kind) for kind in set(kinds)}
+def _tower(dims: ModelDims) -> tuple[int, int]:
+    """Weights of the vision tower's mergers, and of the rest of it."""
+    found = [0, 0]
+    for placed in families.tower_params(dims):
+        found[not is_merger(placed.megatron[0])] += math.prod(placed.hf_shapes[0])
+    return found[0], found[1]
 
 
 def _numel(param: Param, sizes: dict[str, int]) -> int:

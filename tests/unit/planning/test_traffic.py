@@ -42,6 +42,7 @@ def workload(*, responses: tuple[int, ...] = RESPONSES) -> Workload:
         teacher_shares={"math": 1.0},
         max_teachers=1,
         source="",
+        image_tokens=0.0,
     )
 
 

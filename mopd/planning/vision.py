@@ -1,0 +1,73 @@
+"""What images cost: operations of a vision tower, and what it adds to the first pipeline stage.
+
+forward      2 operations a weight for every patch (mergers: every merged patch, which is an image token), 4 h a patch
+             of context for attention: those of a window, or of the image; a sample's tokens are one image's
+training     once where it is frozen, as often as any layer where it is trained; no tensor-parallel rank is spared
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mopd.config.student import ParallelConfig, StudentConfig
+from mopd.conversion.models.dims import ModelDims, VisionDims
+from mopd.planning.memory.shards import own_layers, shard
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerPlan:
+    """The student's vision tower."""
+
+    weights: int
+    trained: int
+    """Of them."""
+    flops_per_token: float
+    """Of a forward pass, for each image token."""
+
+
+def plan_tower(student: StudentConfig, dims: ModelDims, image_tokens: float) -> TowerPlan | None:
+    """None for a model of text. ``image_tokens``: mean of a sample, 0 where nobody tells."""
+    if dims.vision is None:
+        return None
+    own = shard(dims, ParallelConfig(), 0)
+    return TowerPlan(
+        weights=own.tower + own.mergers,
+        trained=own.trained_dense(student.vision.freeze) - own.dense,
+        flops_per_token=sum(_flops_per_token(dims, dims.vision, image_tokens)),
+    )
+
+
+def tower_flops(dims: ModelDims, image_tokens: float) -> float:
+    """Operations of a forward pass over one sample's images."""
+    return 0.0 if dims.vision is None else sum(_flops_per_token(dims, dims.vision, image_tokens)) * image_tokens
+
+
+def trained_tower_flops(student: StudentConfig, dims: ModelDims, image_tokens: float, *, repeats: int) -> float:
+    """Operations of a step for one sample's images; what is trained runs ``repeats`` forward passes' worth."""
+    if dims.vision is None:
+        return 0.0
+    tower, mergers = _flops_per_token(dims, dims.vision, image_tokens)
+    freeze = student.vision.freeze
+    times = {"none": (repeats, repeats), "tower": (1, repeats), "tower_and_merger": (1, 1)}[freeze]
+    return (tower * times[0] + mergers * times[1]) * image_tokens
+
+
+def layers_of_slowest(dims: ModelDims, parallel: ParallelConfig, tower_layers: float) -> tuple[int, float]:
+    """Layers of the pipeline stage with most work, and the work beside them, where a tower takes as long as
+    ``tower_layers`` layers of the first stage."""
+    first, *others = (len(layers) for layers in own_layers(dims, parallel))
+    longest = max(others, default=0)
+    return (longest, 0.0) if longest > first + tower_layers else (first, tower_layers)
+
+
+def _flops_per_token(dims: ModelDims, vision: VisionDims, image_tokens: float) -> tuple[float, float]:
+    """Of tower and mergers."""
+    own, patches = shard(dims, ParallelConfig(), 0), vision.spatial_merge_size**2
+    whole = image_tokens * patches
+    contexts = [whole] * vision.depth
+    if vision.window_size is not None:
+        window = float((vision.window_size // vision.patch_size) ** 2)
+        full = set(vision.full_attention_blocks)
+        contexts = [whole if block in full else min(whole, window) for block in range(vision.depth)]
+    looked_up = (vision.num_position_embeddings or 0) * vision.hidden_size
+    return patches * (2.0 * (own.tower - looked_up) + 4.0 * vision.hidden_size * sum(contexts)), 2.0 * own.mergers
