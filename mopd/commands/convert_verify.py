@@ -2,28 +2,33 @@
 
 Tensors are compared one by one, then both models compute logits in fp32: a Hugging Face folder through transformers, a
 distributed checkpoint through Megatron's ``GPTModel``. Tensors alone cannot see a mistake that a conversion and its
-inverse share; logits can.
+inverse share; logits can. A model that sees images gets one among the probe's text.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mopd import cpu_shim
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.jobs.contents import Contents, fingerprint, open_checkpoint
+from mopd.conversion.models.dims import VisionDims
 from mopd.conversion.models.towers import with_naming
 from mopd.conversion.torch_dist.reader import MANIFEST_FILE
+from mopd.data.mrope import mrope_positions
 from mopd.data.tokenizer import load_tokenizer
 from mopd.engines.torch.loading import load_model as load_transformers
 from mopd.launch import failure
 from mopd.student import parallel
 from mopd.student.checkpoints import checkpoint
 from mopd.student.model.gpt import build_model
+from mopd.student.vision import ImageInput
 from mopd.types import UserError
 
 PROBE_TEXT = (
@@ -35,6 +40,20 @@ MAX_DIFFERENCES = 1000
 """After so many a comparison ends."""
 TIMEOUT_S = 600.0
 _UNREADABLE = "unreadable"
+_IMAGE_SIDES = (2, 3)
+"""Height and width of the probe's image in merged patches: unequal, so that they cannot be mixed up unseen."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogitsProbe:
+    """What both models compute logits of."""
+
+    tokens: Tensor
+    """[1, T] int64."""
+    patches: Tensor | None = None
+    """[P, numbers of a patch] fp32 of one image; None for a model of text."""
+    grids: Tensor | None = None
+    """[1, 3] int64: its grid."""
 
 
 def verify(
@@ -60,9 +79,9 @@ def verify(
     report: dict[str, Any] = {"first": str(first), "second": str(second), "tensors": num_tensors}
     is_complete = not any(entry["problem"].startswith(_UNREADABLE) for entry in differences)
     if compares_logits and is_complete and one.dims.vocab_size == other.dims.vocab_size:
-        tokens = _probe(one, text)
-        gap = float((logits_of(one, tokens) - logits_of(other, tokens)).abs().max())
-        report |= {"probe_tokens": tokens.shape[1], "largest_logit_difference": gap}
+        probe = _probe(one, text)
+        gap = float((logits_of(one, probe) - logits_of(other, probe)).abs().max())
+        report |= {"probe_tokens": probe.tokens.shape[1], "largest_logit_difference": gap}
         if not gap <= tolerance:  # NaN differs
             differences.append({"name": "logits", "problem": f"differ by {gap:.3g}, tolerance {tolerance:g}"})
     return report | {"same": not differences, "differences": differences}
@@ -110,8 +129,22 @@ def _tensor_differences(one: Contents, other: Contents) -> tuple[list[dict[str, 
     return differences, num_tensors
 
 
-def _probe(contents: Contents, text: str | None) -> Tensor:
-    """Token ids [1, T] int64 below the vocabulary's size."""
+def _probe(contents: Contents, text: str | None) -> LogitsProbe:
+    """Token ids below the vocabulary's size, and an image of noise in their middle where the model sees any."""
+    vision, ids = contents.dims.vision, _text_ids(contents, text)
+    if vision is None:
+        return LogitsProbe(tokens=torch.tensor([ids[: contents.dims.max_positions]]))
+    height, width = (vision.spatial_merge_size * side for side in _IMAGE_SIDES)
+    image = [vision.image_token_id] * (height * width // vision.spatial_merge_size**2)
+    ids = [token for token in ids if token not in vision.token_ids][: contents.dims.max_positions - len(image) - 2]
+    middle = len(ids) // 2
+    ids[middle:middle] = [vision.vision_start_token_id, *image, vision.vision_end_token_id]
+    numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    noise = torch.randn(height * width, numbers, generator=torch.Generator().manual_seed(0))
+    return LogitsProbe(tokens=torch.tensor([ids]), patches=noise, grids=torch.tensor([[1, height, width]]))
+
+
+def _text_ids(contents: Contents, text: str | None) -> list[int]:
     if (contents.origin / "tokenizer_config.json").is_file():
         ids = load_tokenizer(contents.origin)(text or PROBE_TEXT)["input_ids"][:MAX_PROBE_TOKENS]
         if len(ids) < 2:
@@ -123,15 +156,20 @@ def _probe(contents: Contents, text: str | None) -> Tensor:
             )
     else:
         ids = [(7 + 31 * position) % contents.dims.vocab_size for position in range(MAX_PROBE_TOKENS)]
-    return torch.tensor([ids[: contents.dims.max_positions]])
+    return list(ids)
 
 
 @torch.no_grad()
-def logits_of(contents: Contents, tokens: Tensor) -> Tensor:
-    """fp32 logits [1, T, V] of one checkpoint, on CPU, for token ids [1, T]."""
+def logits_of(contents: Contents, probe: LogitsProbe) -> Tensor:
+    """fp32 logits [1, T, V] of one checkpoint, on CPU."""
+    vision, tokens = contents.dims.vision, probe.tokens
     if not contents.is_megatron:
         model = load_transformers(contents.folder, "float32", torch.device("cpu"))
-        logits: Tensor = model(tokens).logits
+        images = {}
+        if vision is not None:
+            is_image = (tokens == vision.image_token_id).int()
+            images = {"pixel_values": probe.patches, "image_grid_thw": probe.grids, "mm_token_type_ids": is_image}
+        logits: Tensor = model(tokens, **images).logits
         return logits.float()
     if not (contents.folder / MANIFEST_FILE).is_file():
         raise UserError(
@@ -146,6 +184,31 @@ def logits_of(contents: Contents, tokens: Tensor) -> Tensor:
         model = build_model(student, contents.dims, layout)
         checkpoint.load_weights(contents.folder, model)
         model.eval()
-        inputs = (tokens, torch.arange(length)[None], is_hidden)
-        logits = model(*(tensor.to(layout.device) for tensor in inputs))
+        positions, seen = torch.arange(length)[None], {}
+        if vision is not None:
+            positions, seen = _positions(probe, vision), {"images": _image_input(probe, vision, layout.device)}
+        logits = model(*(tensor.to(layout.device) for tensor in (tokens, positions, is_hidden)), **seen)
         return logits[..., : contents.dims.vocab_size].float().cpu()
+
+
+def _positions(probe: LogitsProbe, vision: VisionDims) -> Tensor:
+    """[3, 1, T] int64."""
+    assert probe.grids is not None
+    ((_, height, width),) = probe.grids.tolist()
+    (tokens,) = probe.tokens.numpy().astype(np.int64)
+    positions = mrope_positions(
+        tokens, [(1, height, width)], image_token_id=vision.image_token_id, merge_size=vision.spatial_merge_size
+    )
+    return torch.from_numpy(positions)[:, None]
+
+
+def _image_input(probe: LogitsProbe, vision: VisionDims, device: torch.device) -> ImageInput:
+    """The probe's image as a micro-batch has it: flat places of its tokens, and whose feature each gets."""
+    assert probe.patches is not None and probe.grids is not None
+    rows = (probe.tokens[0] == vision.image_token_id).nonzero().flatten()
+    return ImageInput(
+        patches=probe.patches.to(device),
+        grids=probe.grids.to(device),
+        rows=rows.to(device),
+        sources=torch.arange(len(rows), device=device),
+    )

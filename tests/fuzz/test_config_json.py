@@ -15,6 +15,7 @@ from mopd.conversion.models.reading import read_dims
 from mopd.types import UserError
 from tests.fixtures.tiny_models import FAMILIES, FAMILY_KEYS, make_tokenizer
 from tests.fuzz.harness import fuzz
+from tests.unit.conversion.test_vision_dims import QWEN2_5_VL_3B, QWEN3_VL_4B, changed
 
 COMMON = {
     "vocab_size": 48, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -30,6 +31,12 @@ def config_of(family: str) -> bytes:
     return json.dumps(config.to_dict() | {"architectures": keys["architectures"]}).encode()
 
 
+def vision_configs() -> list[bytes]:
+    """Flat and nested."""
+    configs = [changed(QWEN2_5_VL_3B, {"num_hidden_layers": 2}), changed(QWEN3_VL_4B, {"vision_config.depth": 18})]
+    return [json.dumps(config).encode() for config in configs]
+
+
 def test_configs(tmp_path: Path) -> None:
     """Names are made as well: a config may not ask for more of them than fit in memory."""
 
@@ -38,7 +45,7 @@ def test_configs(tmp_path: Path) -> None:
         for _ in families.all_params(read_dims(tmp_path)):
             pass
 
-    fuzz("config.json", [config_of(family) for family in FAMILIES], read, (UserError,))
+    fuzz("config.json", [*(config_of(family) for family in FAMILIES), *vision_configs()], read, (UserError,))
 
 
 def test_configs_of_transformers(tmp_path: Path) -> None:
@@ -46,7 +53,8 @@ def test_configs_of_transformers(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_bytes(content)
         read_stop_ids(tmp_path, load_config(tmp_path))
 
-    fuzz("config.json of transformers", [config_of(family) for family in FAMILIES], read, (UserError,))
+    configs = [*(config_of(family) for family in FAMILIES), *vision_configs()]
+    fuzz("config.json of transformers", configs, read, (UserError,))
 
 
 def test_generation_configs(tmp_path: Path) -> None:

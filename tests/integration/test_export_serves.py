@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.commands.convert_verify import logits_of
+from mopd.commands.convert_verify import LogitsProbe, logits_of
 from mopd.conversion.jobs import streaming
 from mopd.conversion.jobs.contents import open_checkpoint
 from mopd.conversion.torch_dist.plan import TargetLayout
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def megatron_logprobs(folder: Path, family: str) -> Tensor:
     """Log-prob of each token but the first."""
-    return chosen(logits_of(open_checkpoint(folder / f"{family}-megatron"), TOKENS))
+    return chosen(logits_of(open_checkpoint(folder / f"{family}-megatron"), LogitsProbe(tokens=TOKENS)))
 
 
 def chosen(logits: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def chosen(logits: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers(folder: Path, family: str) -> None:
-    served = chosen(logits_of(open_checkpoint(folder / family), TOKENS))
+    served = chosen(logits_of(open_checkpoint(folder / family), LogitsProbe(tokens=TOKENS)))
     torch.testing.assert_close(served, megatron_logprobs(folder, family), atol=1e-4, rtol=0)
 
 

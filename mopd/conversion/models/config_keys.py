@@ -105,3 +105,10 @@ class Keys:
         if not self.absent(key) and self.config[key] != value:
             because = f" ({reason})" if reason else ""
             raise self.error(key, f"{self.config[key]!r:.200} is not supported, only {value!r} is{because}")
+
+
+def refuse_quantised(keys: Keys) -> None:
+    """Raises ``UserError`` for an object of a config, whole or nested, that tells of quantised weights."""
+    for key in ("quantization_config", "compression_config"):
+        if not keys.absent(key):
+            raise keys.error(key, "quantised weights are not supported; use the unquantised checkpoint")

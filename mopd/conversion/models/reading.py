@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mopd.conversion.models.config_keys import CONFIG_FILE, Keys, read_config
+from mopd.conversion.models.config_keys import CONFIG_FILE, Keys, read_config, refuse_quantised
 from mopd.conversion.models.dims import Llama3Rope, MlaDims, ModelDims, MoeDims, YarnRope
-from mopd.conversion.models.vision_config import MROPE_KEYS, is_tied, read_vision, refuse_quantised, text_keys
+from mopd.conversion.models.vision_config import MROPE_KEYS, is_tied, read_vision, text_keys
 
 MAX_LAYERS = 2_000
 """The deepest published models have some hundreds."""

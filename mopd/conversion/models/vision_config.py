@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mopd.conversion.models.config_keys import Keys
+from mopd.conversion.models.config_keys import Keys, refuse_quantised
 from mopd.conversion.models.dims import Naming, VisionDims
 
 MAX_BLOCKS = 1_000
@@ -51,13 +51,6 @@ def text_keys(keys: Keys, family: str) -> Keys:
     text = keys.section("text_config")
     text.only("model_type", f"{family}_text")
     return text
-
-
-def refuse_quantised(keys: Keys) -> None:
-    """Raises ``UserError`` for an object of a config, whole or nested, that tells of quantised weights."""
-    for key in ("quantization_config", "compression_config"):
-        if not keys.absent(key):
-            raise keys.error(key, "quantised weights are not supported; use the unquantised checkpoint")
 
 
 def is_tied(keys: Keys, text: Keys, family: str) -> bool:
