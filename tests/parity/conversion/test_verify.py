@@ -20,6 +20,7 @@ from mopd.cli import main
 from mopd.conversion.jobs import streaming
 from mopd.conversion.torch_dist.plan import TargetLayout
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
+from tests.fixtures.vision import VISION_FAMILIES, make_vision_model
 from tests.unit.conversion.jobs import run_job
 
 EXPERT = "model.layers.1.mlp.experts.{}.{}_proj.weight"
@@ -166,6 +167,19 @@ def test_extra_tensor_and_other_dtype(model: Path, tmp_path: Path, capsys: pytes
     code, report = verify(model, tmp_path / "bf16", capsys, "--no-logits")
     problems = {entry["problem"] for entry in report["differences"]}
     assert code == 1 and problems == {"dtype float32 and bfloat16"}
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_a_tower_is_seen_in_logits(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The probe has an image: what its tower makes of it reaches the logits on both sides."""
+    model = make_vision_model(tmp_path / "model", family)
+    code, report = verify(model, to_megatron(model), capsys)
+    assert code == 0 and report["differences"] == [] and report["largest_logit_difference"] <= 1e-4
+    prefix = "model.visual" if family == "qwen3_vl" else "visual"
+    name = f"{prefix}.blocks.0.attn.proj.bias"
+    code, report = verify(model, to_megatron(spoiled(model, lambda weights: weights[name][0].add_(2))), capsys)
+    assert code == 1 and {entry["name"] for entry in report["differences"]} == {name, "logits"}
+    assert report["largest_logit_difference"] > 1e-2
 
 
 def test_inspect(model: Path, capsys: pytest.CaptureFixture[str]):
