@@ -11,11 +11,15 @@ from typing import Any
 
 from mopd.config.columns import SHIPPED, DataFileConfig, mapping_of
 from mopd.data.files import MISSING, listed, lookup, quoted, read_rows
+from mopd.data.image_files import read_rgb
+from mopd.data.images import holds_images, stored_images
 from mopd.files.reading import shown_path
 from mopd.types import UserError
 
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
 """Of ShareGPT's ``from``; others are roles already."""
+MAX_IMAGE_ROWS = 64
+"""Rows of a file whose images are decoded to look into it."""
 _ASK_FOR_TESTS = "{task}\n\nYour code should pass these tests:\n\n{tests}"
 """The form in which MBPP is asked: only its tests say what the function is called."""
 
@@ -97,22 +101,40 @@ class RowReader:
         return MISSING if key is None else lookup(row, key)
 
 
-def count_domains(file: DataFileConfig, max_rows: int) -> tuple[Counter[str], bool]:
-    """Rows by domain among the first ``max_rows``, and whether these are all.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Survey:
+    """The first rows of a file."""
+
+    counts: Counter[str]
+    """Rows by domain."""
+    with_images: Counter[str]
+    """Rows with images by domain."""
+    is_whole: bool
+    """The file has no others."""
+
+
+def survey(file: DataFileConfig, max_rows: int, *, image_key: str | None = None, student_sees: bool = False) -> Survey:
+    """Up to ``max_rows`` rows. For a student that sees images those of some rows are decoded.
 
     Raises:
-        UserError: file, row and column of what cannot be read.
+        UserError: file, row and column of what cannot be read, and of images that cannot be used.
     """
-    reader, counts = RowReader(file), Counter[str]()
+    reader, counts, with_images = RowReader(file, image_key=image_key), Counter[str](), Counter[str]()
     path = Path(file.path)
-    rows = read_rows(path, reader.columns)
+    rows = read_rows(path, reader.columns, heavy=reader.image_column)
     for number, row in itertools.islice(rows, max_rows):
         place = f"{shown_path(path)}: row {number}"
-        domain = reader.read(row, place).domain
-        if not isinstance(domain, str) or not domain:
-            raise UserError(f"{place}: the domain is {quoted(domain)}, no name: store domains as text")
-        counts[domain] += 1
-    return counts, next(rows, None) is None
+        found = reader.read(row, place)
+        if not isinstance(found.domain, str) or not found.domain:
+            raise UserError(f"{place}: the domain is {quoted(found.domain)}, no name: store domains as text")
+        counts[found.domain] += 1
+        if student_sees:
+            images = stored_images(found.images, path, place)
+            for image in images if with_images.total() < MAX_IMAGE_ROWS else ():
+                read_rgb(image.read(), image.place)
+        if holds_images(found.images):
+            with_images[found.domain] += 1
+    return Survey(counts=counts, with_images=with_images, is_whole=next(rows, None) is None)
 
 
 def _gsm8k(row: Mapping[str, Any], prompt: Any, truth: Any, place: str) -> tuple[Any, Any]:

@@ -148,11 +148,7 @@ def load_prompts(
     reading = _Reading.of(cfg, tokenizer, vision, images)
     unseen: Counter[str] = Counter()
     rows = [row for i, file in enumerate(cfg.files(entries)) for row in _load_file(file, i, reading, unseen)]
-    if unseen:
-        raise UserError(
-            f"rows with images, of domain {_counted(unseen)}, for a student that sees none: set student.model to a "
-            "vision-language model, or remove these rows"
-        )
+    check_student_sees_images(unseen)
     return _limit_length(rows, cfg, images)
 
 
@@ -193,6 +189,15 @@ def check_domains_have_teachers(
         for teacher in teachers
         if domain not in domain_counts
     ]
+
+
+def check_student_sees_images(unseen: Mapping[str, int]) -> None:
+    """``UserError`` with the counts if there are rows with images that the student cannot see."""
+    if unseen:
+        raise UserError(
+            f"rows with images, of domain {_counted(unseen)}, for a student that sees none: set student.model to a "
+            "vision-language model, or remove these rows"
+        )
 
 
 def check_teachers_see_images(

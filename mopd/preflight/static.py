@@ -6,6 +6,7 @@ speak of the same mistake again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,10 @@ from mopd.config.load import Draft
 from mopd.config.reading.tree import dotted
 from mopd.conversion.models.dims import check_layout
 from mopd.conversion.models.reading import read_dims
-from mopd.data.columns import count_domains
+from mopd.data.columns import survey
 from mopd.data.files import quoted
-from mopd.data.prompts import check_domains_have_teachers
+from mopd.data.image_processing import read_image_processing, sees_images
+from mopd.data.prompts import check_domains_have_teachers, check_student_sees_images, check_teachers_see_images
 from mopd.hardware import Hardware
 from mopd.hub.names import hub_data, hub_model
 from mopd.placement.gpus import Machine, engine_groups, share_gpus
@@ -53,6 +55,10 @@ class StaticChecks:
         """Models that are not here, whatever the reason."""
         self._domains: dict[str, int] = {}
         """Rows by domain, of the training data where it has some."""
+        self._with_images: Counter[str] = Counter()
+        """Rows with images by domain, among those looked at."""
+        self._student_sees: bool | None = None
+        """Images; ``None`` where its config is not known."""
         self._are_all_read = True
 
     def run(self) -> Iterator[Check]:
@@ -73,6 +79,9 @@ class StaticChecks:
         if not self._domains:
             return
         yield from self._try("teachers of the domains", [("data",), *domains], self._routes)
+        if self._with_images and not self._no_folder and self._student_sees is not None:
+            models = [("teachers", name, "model") for name in self._recipe.teachers or {}]
+            yield from self._try("images", [("data",), *models, *domains], self._images)
         if self._is_whole(("validation",)) and self._is_whole(("loss",)) and self._recipe.needs_rewards:
             yield from self._try("rewards of the domains", [("data",), ("rewards",)], self._rewards)
 
@@ -112,6 +121,7 @@ class StaticChecks:
         check_machine(self._loaded)
         parallel = self._recipe.student.parallel
         dims = read_dims(Path(self._recipe.student.model))
+        self._student_sees = dims.vision is not None
         check_layout(
             dims,
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -146,15 +156,28 @@ class StaticChecks:
     def _read(self, file: DataFileConfig, split: str) -> str:
         try:
             check_data_file(self._loaded, file.path, split)
-            counts, is_whole = count_domains(file, MAX_ROWS)
+            sees = bool(self._student_sees)
+            found = survey(file, MAX_ROWS, image_key=self._recipe.data.image_key, student_sees=sees)
         except UserError:
             self._are_all_read = False
             raise
-        for domain, count in counts.items():
+        for domain, count in found.counts.items():
             before = self._domains.get(domain, 0)
             self._domains[domain] = before + count if split == "train" else before or count
-        shown = ", ".join(f"{quoted(domain)} {count}" for domain, count in sorted(counts.items())[:10])
-        return f"rows by domain: {shown}" + ("" if is_whole else f" (of the first {MAX_ROWS})")
+        self._with_images += found.with_images
+        shown = ", ".join(f"{quoted(domain)} {count}" for domain, count in sorted(found.counts.items())[:10])
+        seen = f", {found.with_images.total()} of them with images" if found.with_images else ""
+        return f"rows by domain: {shown}{seen}" + ("" if found.is_whole else f" (of the first {MAX_ROWS})")
+
+    def _images(self) -> str:
+        """Rows with images are their teachers', who see them, and the student's."""
+        if not self._student_sees:
+            check_student_sees_images(self._with_images)
+        teachers = self._recipe.teachers.items()
+        sighted = [name for name, teacher in teachers if sees_images(teacher.model)]
+        check_teachers_see_images(self._with_images, self._recipe.assignment, sighted)
+        read_image_processing(self._recipe.student.model, self._recipe.data.max_pixels)
+        return f"student and {len(sighted)} of {len(teachers)} teachers see them"
 
     def _routes(self) -> str:
         assignment = self._recipe.assignment

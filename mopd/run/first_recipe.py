@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mopd.config.columns import DEFAULT_COLUMNS, SHIPPED, DataFileConfig, ShippedColumns
 from mopd.config.values import check_name
-from mopd.data.columns import count_domains
+from mopd.data.columns import survey
 from mopd.data.files import listed, read_first
 from mopd.files.reading import shown_path
 from mopd.files.yaml_text import dump_inline
@@ -118,7 +118,7 @@ def look_into(text: str) -> Found:
     file = DataFileConfig(path=text, columns=columns, domain=domain)
     counts = Counter[str]()
     for path in paths:
-        counts += count_domains(dataclasses.replace(file, path=path), MAX_ROWS)[0]
+        counts += survey(dataclasses.replace(file, path=path), MAX_ROWS).counts
     return Found(file=file, counts=counts)
 
 
