@@ -17,7 +17,7 @@ import torch
 
 from mopd import cpu_shim
 from mopd.config.student import ParallelConfig, StudentConfig
-from mopd.conversion.hf.reader import HfReader
+from mopd.conversion.hf.reader import open_model
 from mopd.conversion.models.reading import read_dims
 from mopd.conversion.torch_dist.writer import CONTENT
 from mopd.student import parallel
@@ -45,8 +45,8 @@ def main(folder: Path, layouts: list[str], names: list[str], world_size: int) ->
 
 
 def compare_and_save(folder: Path, name: str, text: str, layout: parallel.Layout) -> None:
-    dims, reader = read_dims(folder / name), HfReader(folder / name)
-    dtype = "bfloat16" if reader.dtype("model.norm.weight") == torch.bfloat16 else "float32"
+    reader, dims = open_model(folder / name)
+    dtype = "bfloat16" if reader.dtype(min(reader.names)) == torch.bfloat16 else "float32"
     expected, loaded = (
         build_model(StudentConfig(model=str(folder / name), dtype=dtype), dims, layout) for _ in range(2)
     )

@@ -26,11 +26,13 @@ from mopd.conversion.jobs import streaming
 from mopd.conversion.models.reading import read_dims
 from mopd.conversion.torch_dist.plan import TargetLayout
 from tests.fixtures.tiny_models import FAMILIES, make_hf_model, make_tokenizer
+from tests.fixtures.vision import VISION_FAMILIES, make_vision_model
 
 LAYOUTS = ("1x1x1", "2x1x1", "1x2x1", "1x1x2", "2x1x2")
 """TP x PP x EP."""
 ODD_VOCAB = 61
 NAMES = [f"{family}-{head}" for family in FAMILIES for head in ("tied", "untied")] + ["qwen3_moe-mixed", "qwen3-bf16"]
+NAMES += ["qwen2_5_vl-tied", "qwen3_vl-untied"]
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 
@@ -63,6 +65,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         family, kind = name.split("-")
         mixed = {"decoder_sparse_step": 2} if kind == "mixed" else {}
         tied = kind == "tied"
+        if family in VISION_FAMILIES:
+            make_vision_model(folder / name, family, seed, num_layers=4, tie_word_embeddings=tied)
+            continue
         make_hf_model(folder / name, family, seed, vocab_size=ODD_VOCAB, tie_word_embeddings=tied, **mixed)
         make_tokenizer(folder / name)
     path = folder / "qwen3-bf16" / "model.safetensors"
