@@ -19,9 +19,10 @@ from mopd.conversion.torch_dist.writer import CONTENT
 from mopd.student.model.gpt import build_model
 from mopd.student.parallel import Layout
 from tests.fixtures.tiny_models import FAMILIES, make_hf_model
+from tests.fixtures.vision import VISION_FAMILIES, make_vision_model
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    *((family, {}) for family in FAMILIES),
+    *((family, {}) for family in (*FAMILIES, *VISION_FAMILIES)),
     ("qwen3_moe", {"decoder_sparse_step": 2}),
     ("deepseek_v2", {"first_k_dense_replace": 0, "q_lora_rank": 48}),
 ]
@@ -29,7 +30,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("family", "keys"), VARIANTS)
 def test_keys_and_shapes_are_megatrons(family: str, keys: dict[str, Any], layout: Layout, tmp_path: Path) -> None:
-    folder = make_hf_model(tmp_path, family, tie_word_embeddings=False, **keys)
+    make = make_vision_model if family in VISION_FAMILIES else make_hf_model
+    folder = make(tmp_path, family, tie_word_embeddings=False, **keys)
     dims = read_dims(folder)
     with cpu_shim.activate():
         model = build_model(StudentConfig(model=str(folder), dtype="float32"), dims, layout)
