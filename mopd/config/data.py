@@ -17,6 +17,8 @@ TEMPLATE_ARGUMENTS = frozenset(
 MAX_STORAGE_UNITS = 1024
 MAX_IMAGE_PIXELS = 2**26
 """Of one image, as its header tells: 8,192 x 8,192. Decoded it has 200 MB."""
+MAX_IMAGE_BYTES = 2**24
+"""Of one encoded image."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
