@@ -61,6 +61,10 @@ class Report:
     """Prompt and response tokens trained on, per second of the steps (rollout and scoring included)."""
     phases: Mapping[str, Phase]
     """What the trainer does one after another, by name; ``other`` is what is left. Empty before the first step."""
+    vision_tower_share: float | None
+    """Of the first pipeline stage's passes, mean over steps; ``None`` for a student without vision."""
+    pipeline_bubble_share: float | None
+    """Of a step's passes, time in which ranks do not compute, mean over steps; ``None`` for a student without vision."""
     pipeline: PipelineResult | None
     """Who worked and who waited."""
     samples: AgeResult | None
@@ -128,10 +132,18 @@ def summarise(
         wall_s=step_s + sum(record.get("wall_s", 0.0) for record in validations),
         train_tokens_per_s=tokens / step_s if step_s else None,
         phases=phases(steps),
+        vision_tower_share=_mean(steps, "rate/vision_tower_share"),
+        pipeline_bubble_share=_mean(steps, "rate/pipeline_bubble_share"),
         pipeline=summarise_pipeline(steps),
         samples=summarise_ages(steps),
         groups=summarise_groups(steps),
     )
+
+
+def _mean(steps: Sequence[Mapping[str, Any]], metric: str) -> float | None:
+    """Over the steps that have it."""
+    values = [record[metric] for record in steps if record.get(metric) is not None]
+    return sum(values) / len(values) if values else None
 
 
 def headroom_recovery(before: float | None, after: float | None, teacher: float | None) -> float | None:
@@ -163,6 +175,10 @@ def print_summary(report: Report, console: Terminal | None = None) -> None:
         shown = percents([phase.share for phase in report.phases.values()])
         parts = (f"{phase_name(name).lower()} {text}" for name, text in zip(report.phases, shown, strict=True))
         console.print(f"time of the steps: {', '.join(parts)}", highlight=False)
+    if report.vision_tower_share is not None:
+        bubble = cell(report.pipeline_bubble_share, "{:.1%}")
+        line = f"vision tower: {report.vision_tower_share:.1%} of the first pipeline stage's passes; bubble {bubble}"
+        console.print(line, highlight=False)
     if report.pipeline is not None:
         console.print(_stage_table(report.pipeline))
     if report.samples is not None and (line := ages_line(report.samples)):

@@ -112,6 +112,12 @@ PANELS = {
     "replaced_samples": Panel(
         title="Replaced samples", text="Discarded because a teacher could not score them.", is_noisy=False
     ),
+    "rate/vision_tower_share": Panel(
+        title="Vision tower", text="Its part of the first pipeline stage's forward and backward passes."
+    ),
+    "rate/pipeline_bubble_share": Panel(
+        title="Pipeline bubble", text="Part of the passes of a step in which ranks do not compute."
+    ),
     "moe/load_max_over_mean": Panel(
         title="Load of the busiest expert", text="Over the mean of its layer's experts, mean over layers. 1: even."
     ),

@@ -31,6 +31,20 @@ def test_the_best_validation_is_after_and_step_zero_is_before(run_dir: Path) -> 
     assert stored["train_tokens_per_s"] == pytest.approx(150)
 
 
+def test_the_shares_of_tower_and_bubble_are_means_over_the_steps_that_have_them(run_dir: Path) -> None:
+    tower, bubble = "rate/vision_tower_share", "rate/pipeline_bubble_share"
+    records = [{"step": 1, tower: 0.5, bubble: 0.25}, {"step": 2, tower: 0.25, bubble: 0.15}, {"step": 3}]
+    records = [{**record, "timing/step_s": 1.0, "timing/forward_backward_s": 0.5} for record in records]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    report = build_report(run_dir)
+    assert (report.vision_tower_share, report.pipeline_bubble_share) == pytest.approx((0.375, 0.2))
+    shown = io.StringIO()
+    print_summary(report, Terminal(file=shown, width=100))
+    assert "vision tower: 37.5% of the first pipeline stage's passes; bubble 20.0%" in " ".join(shown.getvalue().split())
+    page = " ".join((run_dir / "report.html").read_text().split())
+    assert "The vision tower takes 38% of the first pipeline stage’s passes; in 20% of" in page
+
+
 def test_of_equally_good_validations_the_earliest_is_the_result(run_dir: Path) -> None:
     lines = [{"step": step, "rewards": {"code": reward}} for step, reward in ((0, 0.9), (20, 0.5), (40, 0.5))]
     (run_dir / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
