@@ -3,8 +3,8 @@ teacher, and prompts of which half have an image. About three minutes on two cor
 
 The images are 56 x 84 pixels and show two glyphs, shifted, in two colours, under noise. Domain *read* asks for the
 letters, domain *sort* for those of a text in order. The base, a Qwen2.5-VL of a million weights, sees every glyph but
-has learnt wrong names for seven of sixteen, and to sort short inputs alone: it has a third of each domain. The teacher
-of *read* is a copy of it that has learnt the right names and forgot to sort; that of *sort* is a plain Qwen2 with
+has learnt wrong names for half of them, and to sort short inputs alone: it has a third of each domain. The teacher
+of *read* is a copy of it that has learnt the right names and forgot to sort; that of *sort* is a plain Qwen3 with
 the same tokenizer that sees no images. No data or weights are downloaded.
 
     python tools/make_vision_toy.py                               # --out FOLDER for another place; again: at once
@@ -39,7 +39,7 @@ TEXT_SHAPE: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+    "head_dim": 32,
 }
 TOWER_SHAPE: dict[str, Any] = {
     "depth": 3,
@@ -53,7 +53,7 @@ TOWER_SHAPE: dict[str, Any] = {
 }
 BASE, TEACHERS = "vision-base", {"read": "reader", "sort": "sorter"}
 """Folders of the student, and of each domain's teacher."""
-STEPS = {"tower": 150, "base": 400, "read": 100, "sort": 300}
+STEPS = {"tower": 150, "base": 400, "read": 100, "short": 200, "sort": 400}
 BATCH_SIZE = 64
 LR = 2e-3
 TRAIN_ROWS = 2000
@@ -110,7 +110,7 @@ def build(folder: PartsFolder, *, threads: int) -> dict[str, dict[str, Any]]:
         makers: dict[str, Callable[[Path], dict[str, Any]]] = {
             BASE: lambda out: maker.make_base(out, tower_steps=STEPS["tower"], steps=STEPS["base"]),
             TEACHERS["read"]: lambda out: maker.make_reader(out, start, steps=STEPS["read"]),
-            TEACHERS["sort"]: lambda out: maker.make_sorter(out, start, steps=STEPS["sort"]),
+            TEACHERS["sort"]: lambda out: maker.make_sorter(out, short_steps=STEPS["short"], steps=STEPS["sort"]),
         }
         for name, make in makers.items():
             found[f"models/{name}"] = folder.build(f"models/{name}", models[name], make)

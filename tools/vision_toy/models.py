@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from mopd.conversion.hf.pretrained import load_weights
 from mopd.data.image_processing import PREPROCESSOR_FILE, read_image_processing
@@ -24,7 +24,7 @@ from mopd.data.image_processor import ImageProcessor
 from mopd.files.writing import write_json
 from tools.quickstart.models import progress
 from tools.quickstart.tasks import LETTERS
-from tools.quickstart.training import fit, pad_rows
+from tools.quickstart.training import fit, new_model, pad_rows
 from tools.vision_toy.glyphs import HEIGHT, WIDTH, encoded
 from tools.vision_toy.tasks import IMAGE_MARK, Exercise, exercises
 from tools.vision_toy.tokenizer import build_tokenizer
@@ -93,13 +93,12 @@ class ToyMaker:
             fit(model, self._batches(("read",), steps), steps=steps, lr=self._lr, report=report)
         return self._save(model, out)
 
-    def make_sorter(self, out: Path, base: Path, *, steps: int) -> dict[str, Any]:
-        """The text teacher: a plain Qwen2 with the base's language model to begin with, which sees no images."""
-        whole, _ = load_weights(base, torch.float32)
-        model = Qwen2ForCausalLM(Qwen2Config(**self._text_config()))
-        model.model.load_state_dict(whole.model.language_model.state_dict())
-        with progress("teacher of sort", steps) as report:
-            fit(model, self._batches(("sort",), steps), steps=steps, lr=self._lr, report=report)
+    def make_sorter(self, out: Path, *, short_steps: int, steps: int) -> dict[str, Any]:
+        """The text teacher: a plain Qwen3 that sees no images; it learns short inputs first, then all."""
+        model = new_model(self._tokenizer, self._text_shape, self._seed)
+        for count, is_short in ((short_steps, True), (steps, False)):
+            with progress("teacher of sort", count) as report:
+                fit(model, self._batches(("sort",), count, is_base=is_short), steps=count, lr=self._lr, report=report)
         return self._save(model, out)
 
     def _new_model(self) -> Qwen2_5_VLForConditionalGeneration:
@@ -114,24 +113,21 @@ class ToyMaker:
             )
         }
         tower = {"patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 2, **self._tower_shape}
-        config = Qwen2_5_VLConfig(
-            text_config=self._text_config(), vision_config=tower, tie_word_embeddings=True, dtype="float32", **ids
-        )
-        return Qwen2_5_VLForConditionalGeneration(config)
-
-    def _text_config(self) -> dict[str, Any]:
-        tokenizer = self._tokenizer
-        return {
-            "vocab_size": len(tokenizer),
+        text = {
+            "vocab_size": len(self._tokenizer),
             "tie_word_embeddings": True,
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": self._tokenizer.bos_token_id,
+            "eos_token_id": self._tokenizer.eos_token_id,
+            "pad_token_id": self._tokenizer.pad_token_id,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
             "initializer_range": 0.05,
-            "dtype": "float32",
             "max_position_embeddings": 128,
             **self._text_shape,
         }
+        config = Qwen2_5_VLConfig(
+            text_config=text, vision_config=tower, tie_word_embeddings=True, dtype="float32", **ids
+        )
+        return Qwen2_5_VLForConditionalGeneration(config)
 
     def _images(self, steps: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         """Batches of images alone, labelled with their letters [N, 2]."""

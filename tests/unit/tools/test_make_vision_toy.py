@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration, Qwen2ForCausalLM
+from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration, Qwen3ForCausalLM
 
 from tools import make_vision_toy
 from tools.quickstart.cache import PartsFolder
@@ -45,7 +45,7 @@ def test_the_models_are_two_of_vision_and_one_of_text_with_one_vocabulary(assets
     for name, kind in (
         ("vision-base", Qwen2_5_VLForConditionalGeneration),
         ("reader", Qwen2_5_VLForConditionalGeneration),
-        ("sorter", Qwen2ForCausalLM),
+        ("sorter", Qwen3ForCausalLM),
     ):
         model = kind.from_pretrained(assets / "models" / name)
         tokenizer = AutoTokenizer.from_pretrained(assets / "models" / name)
@@ -82,8 +82,8 @@ def test_other_images_for_the_same_questions(assets: Path) -> None:
     assert sorted(a[0]["bytes"] for a, _ in pairs) == sorted(b[0]["bytes"] for _, b in pairs)
 
 
-def test_a_third_of_the_images_is_known_to_the_base() -> None:
+def test_a_quarter_of_the_pairs_is_known_to_the_base() -> None:
     made = list(islice(exercises("read", "some"), 2000))
     share = sum(one.answer == one.mistaken for one in made) / len(made)
-    assert 0.28 < share < 0.35
+    assert 0.22 < share < 0.28
     assert len({one.letters for one in made}) == 256
