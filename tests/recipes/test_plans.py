@@ -17,6 +17,7 @@ import pytest
 
 from mopd.config.load import load_recipe
 from tests.recipes.test_recipes import RECIPES, ROOT, name
+from tests.unit.conversion.test_vision_dims import QWEN2_5_VL_3B, changed
 
 GIB = 2**30
 MAX_S = 2.0
@@ -38,6 +39,16 @@ CONFIG = {
     "tie_word_embeddings": True,
 }
 """Of the quickstart's models, which are made when they are needed."""
+VISION_CONFIG = changed(
+    QWEN2_5_VL_3B,
+    {
+        "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "max_position_embeddings": 128, "rope_scaling.mrope_section": [4, 6, 6], "vision_config.depth": 8,
+        "vision_config.hidden_size": 64, "vision_config.intermediate_size": 96, "vision_config.num_heads": 4,
+        "vision_config.out_hidden_size": 128, "vision_config.fullatt_block_indexes": [7],
+    },
+)  # fmt: skip
+"""Of the toy's models that see images."""
 PROGRAM = """
 import sys
 from mopd.cli import main
@@ -53,9 +64,10 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("configs")
     for shipped in (ROOT / "recipes" / "models").iterdir():
         (folder / shipped.name).symlink_to(shipped)
-    for model in ("base", "reversal", "sorting", "next_letter"):
+    text = dict.fromkeys(("base", "reversal", "sorting", "next_letter", "sorter"), CONFIG)
+    for model, config in {**text, "vision-base": VISION_CONFIG, "reader": VISION_CONFIG}.items():
         (folder / model).mkdir()
-        (folder / model / "config.json").write_text(json.dumps(CONFIG))
+        (folder / model / "config.json").write_text(json.dumps(config))
     return folder
 
 
