@@ -32,12 +32,15 @@ from mopd.serving.admission import Admission, ServerLimits
 from mopd.serving.bodies import ARRIVING_BYTES, BodyReader, SlicedResponse, read_deadline, while_wanted
 from mopd.serving.errors import Refusal, bad_request, stale_weights
 from mopd.serving.host import CanSleep, EngineHost
+from mopd.serving.images import KeptImages
 from mopd.serving.metrics import ServerMetrics
 from mopd.serving.request_checks import LOOPBACK_NAMES, add_request_checks
 from mopd.serving.streaming import StreamedResponse, frames_of
 from mopd.serving.updates import WeightUpdates
 from mopd.text import one_line
 from mopd.types import UserError
+from mopd.wire.images import MAX_BODY_BYTES as MAX_IMAGES_BODY_BYTES
+from mopd.wire.images import ImageFiles, ImagesKept
 from mopd.wire.limits import CONTENT_TYPE, MAX_CHUNK_BYTES
 from mopd.wire.messages import (
     VERSION,
@@ -93,6 +96,8 @@ class EngineServer:
         limits = served.limits
         self._bodies = BodyReader(limits, max_arriving_bytes=max(ARRIVING_BYTES, limits.max_body_bytes))
         self._chunks = BodyReader(limits, max_arriving_bytes=MAX_CHUNK_BYTES)
+        self._image_bodies = BodyReader(limits, max_arriving_bytes=2 * MAX_IMAGES_BODY_BYTES)
+        self.images = KeptImages(served.host.engine.sight, served.name)
         self._info: EngineInfo | None = None
         self._is_asleep = False
 
@@ -113,7 +118,7 @@ class EngineServer:
         """Let nothing new in, nor what has not arrived completely; what runs may end."""
         if self.admission.closed_kind is None:
             self.admission.close("draining", "the server is about to end")
-        for bodies in (self._bodies, self._chunks):
+        for bodies in (self._bodies, self._chunks, self._image_bodies):
             bodies.close(Refusal(503, "draining", "the server is about to end"))
 
     @property
@@ -157,13 +162,16 @@ class EngineServer:
         deadline = read_deadline(request, self.served.limits.request_timeout_s)
         asked = await self._read(request, ScoreRequest, self.served.limits.max_body_bytes)
         check_score(asked, self.info)
+        sequences = list(torch.from_numpy(asked.tokens.astype(np.int64)).split(asked.lengths.tolist()))
+        images = self.images.of(asked.images, sequences)
 
         async def call() -> ScoreAnswer:
             scores = await self.served.host.score(
-                list(torch.from_numpy(asked.tokens.astype(np.int64)).split(asked.lengths.tolist())),
+                sequences,
                 asked.prompt_lengths.tolist(),
                 top_k=asked.top_k,
                 temperature=asked.temperature,
+                images=images,
             )
             self.updates.require(asked.weight_version)  # they may have changed under it
             self.metrics.scored_tokens.inc(asked.num_rows)
@@ -192,11 +200,13 @@ class EngineServer:
             top_k=min(asked.top_k, info.vocab_size),
         )
         prompts = [prompt.tolist() for prompt in np.split(asked.tokens, split_points(asked.lengths))]
+        images = self.images.of(asked.images, prompts)
 
         async def draw(told: Told) -> list[Generation]:
             with self.admission.running():
                 seeds = asked.seeds.tolist()
-                return await self._engine_call(self.served.host.generate(prompts, sampling, seeds, told=told))
+                call = self.served.host.generate(prompts, sampling, seeds, told=told, images=images)
+                return await self._engine_call(call)
 
         reservation = self.admission.admit(len(asked.tokens), num_sequences=len(prompts))
         try:
@@ -209,6 +219,13 @@ class EngineServer:
             reservation.release()
             raise
         return StreamedResponse(first, frames, asked.checksum, self.metrics)
+
+    async def keep_images(self, request: Request) -> Response:
+        """Keep image files for the requests that name them."""
+        self.images.require_sight()
+        files = (await self._read(request, ImageFiles, MAX_IMAGES_BODY_BYTES, self._image_bodies)).files
+        await self.images.add(files)
+        return Response(encode(ImagesKept(num_files=len(files))), media_type=CONTENT_TYPE)
 
     async def weights_begin(self, request: Request) -> Response:
         """First message of a weight update."""
@@ -333,6 +350,7 @@ def create_app(server: EngineServer) -> FastAPI:
     for path, handler in (
         ("/v1/score", server.score),
         ("/v1/generate", server.generate),
+        ("/v1/images", server.keep_images),
         ("/v1/sleep", server.sleep),
         ("/v1/wake", server.wake),
         ("/v1/weights/begin", server.weights_begin),

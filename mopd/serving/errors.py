@@ -9,6 +9,7 @@
 411  length_required         no Content-Length, or a Transfer-Encoding
 409  stale_weights           another weight version is served, or an update runs
 413  too_large               body or request above the server's limit
+428  unknown_images          image files are not here; the body names them
 429  busy                    queue full; Retry-After says when to come back
 431  too_large               the head of the request is too long
 499  client_gone             for the statistics only: nobody reads it

@@ -27,10 +27,14 @@ from mopd.engines.interface import (
     Scores,
     Told,
 )
+from mopd.engines.vision import EngineSight
 
 
 class HostedEngine(Scorer, Generator, Described, Protocol):
     """What a server needs of an engine."""
+
+    sight: EngineSight | None
+    """Of its model; ``None`` for one of text."""
 
     @property
     def weight_slots(self) -> Mapping[str, Tensor]:

@@ -10,7 +10,7 @@ Sequences lie end to end in flat arrays, with their lengths beside them.
 
 A score request for two sequences, of 5 and 4 tokens with 3 and 2 prompt tokens, at K = 8::
 
-    tokens [9] int32 = 1 5 9 7 7 | 1 4 4 6        lengths [2] = 5 4        prompt_lengths [2] = 3 2
+    tokens [9] int32 = 1 5 9 7 7 | 1 4 4 6        lengths [2] = 5 4        prompt_lengths [2] = 3 2        images [0]
 
 and its answer (2 + 2 response rows; nothing for the prompt)::
 
@@ -36,9 +36,10 @@ import msgpack
 import numpy as np
 
 from mopd.text import visible
+from mopd.wire.image_table import from_table
 from mopd.wire.limits import MAX_HEAD_BYTES, MAX_SAMPLES, MAX_TEMPERATURE, MIN_TEMPERATURE
 
-VERSION = 3
+VERSION = 4
 """Version of the wire format; the two ends must agree."""
 LARGE_BYTES = 2**18
 """Bodies above this are coded in a thread, so that the event loop hears others meanwhile."""
@@ -203,6 +204,8 @@ class ScoreRequest(Message):
     """[N] int32, tokens of each sequence."""
     prompt_lengths: Array = array_field("<i4")
     """[N] int32, at least 1 each."""
+    images: Array = array_field("<i4")
+    """[8 * M] int32, their names (``mopd.wire.image_table``)."""
     top_k: int
     temperature: float
     weight_version: int
@@ -211,6 +214,7 @@ class ScoreRequest(Message):
     def check(self) -> None:
         """See ``Message.check``."""
         _check_sequences(self.tokens, self.lengths, "lengths")
+        _check_images(self.images, len(self.lengths))
         if self.prompt_lengths.shape != self.lengths.shape:
             raise WireError(f"{len(self.lengths)} lengths but {len(self.prompt_lengths)} prompt_lengths")
         if ((self.prompt_lengths < 1) | (self.prompt_lengths > self.lengths)).any():
@@ -224,8 +228,8 @@ class ScoreRequest(Message):
 
     @property
     def checksum(self) -> bytes:
-        """16 bytes over the token ids and their split into sequences; the answer repeats them."""
-        return _checksum(self.tokens, self.lengths, self.prompt_lengths)
+        """16 bytes over the token ids, their split into sequences and the images; the answer repeats them."""
+        return _checksum(self.tokens, self.lengths, self.prompt_lengths, self.images)
 
     @property
     def num_rows(self) -> int:
@@ -274,6 +278,8 @@ class GenerateRequest(Message):
     """[N] int32."""
     seeds: Array = array_field("<i8")
     """[N] int64, not negative."""
+    images: Array = array_field("<i4")
+    """As in ``ScoreRequest``."""
     max_new_tokens: int
     temperature: float
     top_p: float
@@ -284,6 +290,7 @@ class GenerateRequest(Message):
     def check(self) -> None:
         """See ``Message.check``."""
         _check_sequences(self.tokens, self.lengths, "lengths")
+        _check_images(self.images, len(self.lengths))
         if self.seeds.shape != self.lengths.shape or (self.seeds < 0).any():
             raise WireError(f"{len(self.lengths)} prompts need as many seeds, none negative; got {len(self.seeds)}")
         if self.max_new_tokens < 1:
@@ -297,8 +304,8 @@ class GenerateRequest(Message):
 
     @property
     def checksum(self) -> bytes:
-        """16 bytes over prompts and seeds; the answer repeats them."""
-        return _checksum(self.tokens, self.lengths, self.seeds)
+        """16 bytes over prompts, seeds and images; the answer repeats them."""
+        return _checksum(self.tokens, self.lengths, self.seeds, self.images)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,6 +377,13 @@ def _check_sequences(flat: Array, lengths: Array, name: str, at_least: int = 1) 
         raise WireError(f"{name} add up to {total} but {len(flat)} values came")
     if flat.dtype.kind == "i" and len(flat) and flat.min() < 0:
         raise WireError("a token id is negative")
+
+
+def _check_images(table: Array, num_sequences: int) -> None:
+    try:
+        from_table(table, num_sequences)
+    except ValueError as error:
+        raise WireError(str(error)) from error
 
 
 def _checksum(*arrays: Array) -> bytes:

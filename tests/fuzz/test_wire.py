@@ -14,6 +14,7 @@ from mopd.engines.interface import EngineInfo, EngineLimits
 from mopd.serving.app import check_generate, check_score
 from mopd.serving.errors import Refusal
 from mopd.wire.frames import FrameReader, frame
+from mopd.wire.images import ImageFiles
 from mopd.wire.messages import (
     VERSION,
     GenerateAnswer,
@@ -49,6 +50,7 @@ SCORE = ScoreRequest(
     tokens=ints(1, 5, 9, 7, 7, 1, 4),
     lengths=ints(5, 2),
     prompt_lengths=ints(3, 1),
+    images=ints(0, 1, 2, 3, 4, 1, 2, 2, 1, 5, 6, 7, 8, 1, 4, 2),
     top_k=2,
     temperature=1.0,
     weight_version=0,
@@ -57,6 +59,7 @@ GENERATE = GenerateRequest(
     tokens=ints(1, 2, 3),
     lengths=ints(2, 1),
     seeds=np.array([0, 2**62], dtype=np.int64),
+    images=ints(),
     max_new_tokens=4,
     temperature=0.5,
     top_p=0.9,
@@ -119,6 +122,10 @@ def both(name: str, message: Any, use: Callable[[Any], object]) -> None:
 def test_requests() -> None:
     both("wire score", SCORE, lambda request: check_score(request, INFO))
     both("wire generate", GENERATE, lambda request: check_generate(request, INFO))
+
+
+def test_image_files() -> None:
+    both("wire images", ImageFiles.of([b"one", b"and two"]), lambda message: message.files)
 
 
 def test_answers() -> None:

@@ -7,12 +7,14 @@ deadline with the body of a 200 or an ``EngineError``. Messages hold neither the
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 
 import httpx
 
 from mopd.config.values import check_server_url, shown_url
+from mopd.engines.clients.images import UnknownImages
 from mopd.engines.interface import (
     CorruptAnswer,
     EngineBusy,
@@ -164,7 +166,9 @@ class HttpClient:
                     parts.append(part)
         if is_good:
             return b"".join(parts)
-        said, retry_after_s = _read_refusal(b"".join(parts))
+        said, retry_after_s, digests = _read_refusal(b"".join(parts))
+        if response.status_code == httpx.codes.PRECONDITION_REQUIRED and digests:
+            raise UnknownImages(f"{self.name}: {path}: HTTP 428: {self.shown(said)}", digests)
         header = response.headers.get("retry-after", "")  # its other form, a date, is not read
         if retry_after_s is None and header.isascii() and header.isdecimal() and len(header) < 20:
             retry_after_s = int(header)
@@ -182,13 +186,20 @@ class HttpClient:
         return EngineUnavailable(message)
 
 
-def _read_refusal(body: bytes) -> tuple[object, object]:
-    """``(message, retry_after_s)`` of an error's JSON body, ours or OpenAI's, or what can be shown of another body."""
+def _read_refusal(body: bytes) -> tuple[object, object, list[bytes]]:
+    """``(message, retry_after_s, digests)`` of an error's JSON body, ours or OpenAI's, or what can be shown of another
+    body."""
     try:
         said = parse_json(body, max_values=10_000)
     except ValueError:
-        return repr(body[:200]), None
+        return repr(body[:200]), None, []
     error = said.get("error", said) if isinstance(said, dict) else None
     if not isinstance(error, dict) or "message" not in error:
-        return repr(body[:200]), None
-    return error["message"], error.get("retry_after_s")
+        return repr(body[:200]), None, []
+    named = error.get("digests")
+    digests = [bytes.fromhex(text) for text in named if _is_digest(text)] if isinstance(named, list) else []
+    return error["message"], error.get("retry_after_s"), digests
+
+
+def _is_digest(text: object) -> bool:
+    return isinstance(text, str) and re.fullmatch("[0-9a-f]{32}", text) is not None

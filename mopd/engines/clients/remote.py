@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mopd.conversion.hf.manifest import HASHES
 from mopd.engines.clients.http import MAX_SMALL_BYTES, HttpClient
-from mopd.engines.images import refuse_images
+from mopd.engines.clients.images import ImageSender
 from mopd.engines.interface import (
     EngineInfo,
     EngineLimits,
@@ -35,6 +35,8 @@ from mopd.engines.interface import (
 from mopd.files.json_text import parse_json
 from mopd.metrics import is_counted
 from mopd.wire.frames import FrameReader
+from mopd.wire.image_table import to_table
+from mopd.wire.images import ImagesKept
 from mopd.wire.limits import CONTENT_TYPE, DEADLINE_HEADER
 from mopd.wire.messages import (
     VERSION,
@@ -83,6 +85,7 @@ class RemoteEngine:
             deadline_header=DEADLINE_HEADER,
         )
         self._timeout_s = timeout_s
+        self._images = ImageSender(self._send_images, self._http.name)
         self.url = url
         self.name = self._http.name
         self.weight_version = -1
@@ -104,20 +107,21 @@ class RemoteEngine:
         images: Images = None,
     ) -> list[Scores]:
         """See ``Scorer.score``."""
-        refuse_images(images, self.name)
         if not tokens:
             return []
         request = ScoreRequest(
             tokens=torch.cat([sequence.to(torch.int32) for sequence in tokens]).cpu().numpy(),
             lengths=np.array([len(sequence) for sequence in tokens], dtype=np.int32),
             prompt_lengths=np.array(prompt_lengths, dtype=np.int32),
+            images=to_table(images),
             top_k=top_k,
             temperature=temperature,
             weight_version=self.weight_version,
         )
         request.check()
         longest = request.num_rows * (8 * top_k + 4) + 4 * len(tokens) + ANSWER_HEAD_BYTES
-        answer = await self._post("/v1/score", await encode_aside(request), ScoreAnswer, longest)
+        body = await encode_aside(request)
+        answer = await self._images.asked(images, lambda: self._post("/v1/score", body, ScoreAnswer, longest))
         self._require_echo(answer, request)
         if answer.top_k != top_k or not np.array_equal(answer.lengths, request.lengths - request.prompt_lengths):
             raise self._http.corrupt(f"top_k {answer.top_k} and rows of another request than the one that was sent")
@@ -133,13 +137,13 @@ class RemoteEngine:
         images: Images = None,
     ) -> list[Generation]:
         """See ``Generator.generate``; ``StaleWeights`` if the server has older weights than ``self.weight_version``."""
-        refuse_images(images, self.name)
         if not prompts:
             return []
         request = GenerateRequest(
             tokens=np.concatenate([np.asarray(prompt, dtype=np.int32) for prompt in prompts]),
             lengths=np.array([len(prompt) for prompt in prompts], dtype=np.int32),
             seeds=np.array(seeds, dtype=np.int64),
+            images=to_table(images),
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -149,10 +153,14 @@ class RemoteEngine:
         request.check()
         responses = _Responses(request, self._http, newest=lambda: self._newest_version, told=told)
         body = await encode_aside(request)
-        if is_counted():
-            self.bytes_sent += len(body)
-        try:
+
+        async def ask() -> None:
+            if is_counted():
+                self.bytes_sent += len(body)
             await self._http.call("POST", "/v1/generate", body, responses.longest, take=responses.take)
+
+        try:
+            await self._images.asked(images, ask)
         finally:
             if is_counted():
                 self.bytes_received += responses.num_bytes
@@ -203,7 +211,11 @@ class RemoteEngine:
 
     async def close(self) -> None:
         """Close the connections."""
+        await self._images.close()
         await self._http.close()
+
+    async def _send_images(self, body: bytes) -> None:
+        await self._post("/v1/images", body, ImagesKept, MAX_SMALL_BYTES)
 
     async def _post(
         self, path: str, body: bytes, answer: type[MessageT], longest: int, *, timeout_s: float | None = None

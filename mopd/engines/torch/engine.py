@@ -58,7 +58,7 @@ class TorchEngine:
         self._has_weights = has_weights
         self._head_checked = False
         self._interrupted = threading.Event()
-        self._sight = sight
+        self.sight = sight
         self._eyes = None if sight is None else _open_eyes(self.model, sight)
         self.max_sequence = self.max_positions
         """Tokens of the longest sequence that will come; it decides how many a batch is said to hold."""
@@ -128,7 +128,7 @@ class TorchEngine:
             max_positions=self.max_positions,
             dtype=self._cfg.dtype,
             weight_version=self.weight_version,
-            image_processing=None if self._sight is None else self._sight.processing.fingerprint,
+            image_processing=None if self.sight is None else self.sight.processing.fingerprint,
             limits=EngineLimits(
                 max_sequences=max(1, self._cfg.max_tokens_per_batch // self.max_sequence),
                 max_running_tokens=self._cfg.max_tokens_per_batch,
@@ -152,7 +152,7 @@ class TorchEngine:
     ) -> list[Generation]:
         """See ``Generator.generate``. ``UserError`` when a prompt and its response do not fit the model."""
         self._require_weights()
-        check_images(self._sight, prompts, images, name=self.name)
+        check_images(self.sight, prompts, images, name=self.name)
         check_sampling(prompts, sampling, seeds, self.stop_ids, name=self.name)
         longest = max(map(len, prompts), default=0)
         check_length(longest, sampling.max_new_tokens, self.max_positions, LENGTH_KEY, name=self.name)
@@ -223,7 +223,7 @@ class TorchEngine:
     @property
     def weight_slots(self) -> dict[str, Tensor]:
         """See ``Generator.weight_slots``."""
-        return weight_slots(self.model, None if self._sight is None else self._sight.dims.naming)
+        return weight_slots(self.model, None if self.sight is None else self.sight.dims.naming)
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """See ``TakesWeights.load_weights``. Tied weights arrive once; a stream is held whole before it is loaded."""
@@ -257,7 +257,7 @@ class TorchEngine:
     ) -> list[Scores]:
         """See ``Scorer.score``. ``ValueError`` for ``top_k`` above the vocabulary or an empty prompt."""
         self._check_score(tokens, prompt_lengths, top_k, temperature)
-        check_images(self._sight, tokens, images, name=self.name)
+        check_images(self.sight, tokens, images, name=self.name)
         results: dict[int, Scores] = {}
         for batch in token_budget_batches([len(t) for t in tokens], self._cfg.max_tokens_per_batch):
             batch_lengths = [prompt_lengths[i] for i in batch]

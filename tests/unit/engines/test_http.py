@@ -222,6 +222,7 @@ GOOD_INFO = {
     "weight_version": -1,
     "manifest": None,
     "max_logprobs": None,
+    "image_processing": None,
     "limits": {
         "max_tokens_per_request": None,
         "max_queued_tokens": 9,
@@ -241,6 +242,7 @@ BAD_INFO: dict[str, Any] = {
     "version -2": {"weight_version": -2},
     "a kind of its own": {"kind": "gpt"},
     "hashes of its own": {"manifest": {"sha": "x"}},
+    "processing as a number": {"image_processing": 3},
     "hashes of numbers": {"manifest": {"config_sha256": 1, "weights_sha256": 2, "tokenizer_sha256": 3}},
     "a long name": {"model": "x" * 10**5},
     "no sequence at a time": {"limits": {**GOOD_INFO["limits"], "max_sequences": 0}},
@@ -275,7 +277,7 @@ def test_a_description_is_of_its_types_or_not_believed(name: str) -> None:
     is_whole = name in ("no object", "no engine")
     with pytest.raises(EngineUnavailable, match=r"math\.0: corrupt answer: /info is not an engine server's"):
         info_of(change if is_whole else {"wire_version": VERSION, "engine": {**GOOD_INFO, **change}})
-    with pytest.raises(EngineRejected, match="speaks wire version 1, not 3"):
+    with pytest.raises(EngineRejected, match=f"speaks wire version 1, not {VERSION}"):
         info_of({"wire_version": 1, "engine": {"of": "another mopd"}})
 
 

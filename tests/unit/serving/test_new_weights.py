@@ -13,7 +13,7 @@ import torch
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine, push_staged
-from mopd.engines.interface import EngineBusy, EngineUnavailable, Generation, SamplingParams, StaleWeights, Told
+from mopd.engines.interface import EngineBusy, EngineUnavailable, Generation, Images, SamplingParams, StaleWeights, Told
 from mopd.engines.torch.engine import TorchEngine
 from mopd.wire.weights import stage_updates
 from tests.fixtures.servers import WAIT_S, RunningServer, running_server
@@ -214,7 +214,7 @@ def test_a_client_that_goes_away_in_mid_stream(rollout: RunningServer, models: l
 def test_a_failure_after_the_first_response_is_told_in_the_stream(
     rollout: RunningServer, models: list[TorchEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def break_off(*_: object, told: Told) -> list[Generation]:
+    async def break_off(*_: object, told: Told, images: Images) -> list[Generation]:
         told(3, drawn)
         raise EngineUnavailable("the core process ended")
 

@@ -11,7 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mopd.types import PromptImage
 from mopd.wire.frames import FrameReader, frame
+from mopd.wire.image_table import from_table, to_table
+from mopd.wire.images import ImageFiles, ImagesKept
 from mopd.wire.messages import (
     GenerateAnswer,
     GenerateFailure,
@@ -37,6 +40,7 @@ def score_request(**changes: Any) -> ScoreRequest:
         "tokens": ints(1, 5, 9, 7, 7, 1, 4, 4, 6),
         "lengths": ints(5, 4),
         "prompt_lengths": ints(3, 2),
+        "images": ints(),
         "top_k": 8,
         "temperature": 1.0,
         "weight_version": -1,
@@ -64,6 +68,7 @@ def generate_request(**changes: Any) -> GenerateRequest:
         "tokens": ints(1, 2, 3),
         "lengths": ints(2, 1),
         "seeds": np.array([0, 2**62], dtype=np.int64),
+        "images": ints(),
         "max_new_tokens": 4,
         "temperature": 0.5,
         "top_p": 0.9,
@@ -98,14 +103,23 @@ def chunk() -> WeightChunk:
     )
 
 
+def named(fill: int, *grid: int) -> PromptImage:
+    return PromptImage(digest=bytes([fill]) * 16, grid=grid, load=bytes)  # type: ignore[arg-type]
+
+
+FAILURE = GenerateFailure(request_checksum=b"y" * 16, status=503, message="the engine is dead")
+IMAGES = [[named(200, 1, 4, 6), named(0, 1, 2, 2)], [named(200, 1, 4, 6)]]
 MESSAGES = [
     score_request(),
+    score_request(images=to_table(IMAGES)),
     score_answer(),
     score_answer(rows=0),
     generate_request(),
+    ImageFiles.of([b"one", b"and two"]),
+    ImagesKept(num_files=2),
     generate_answer(),
     generate_answer(finish_reason="handed_back", **NOTHING),
-    GenerateFailure(request_checksum=b"y" * 16, status=503, message="the engine is dead"),
+    FAILURE,
     WeightBegin(update_id="u", weight_version=3),
     chunk(),
     WeightCommit(update_id="u", num_tensors=2, digest=b"d", on_running="continue"),
@@ -147,6 +161,22 @@ def test_the_checksum_of_a_request_is_of_its_tokens_and_their_split() -> None:
     assert checksum != score_request(tokens=ints(1, 5, 9, 7, 7, 1, 4, 4, 7)).checksum
     assert checksum != score_request(lengths=ints(4, 5)).checksum
     assert checksum != score_request(prompt_lengths=ints(3, 3)).checksum
+    seen = score_request(images=to_table(IMAGES)).checksum
+    assert checksum != seen != score_request(images=to_table([IMAGES[0], [named(1, 1, 4, 6)]])).checksum
+
+
+def test_images_by_name() -> None:
+    assert from_table(to_table(IMAGES), 2) == [[(image.digest, image.grid) for image in own] for own in IMAGES]
+    assert to_table(None).shape == to_table([[], []]).shape == (0,)
+    assert from_table(to_table(None), 2) == [[], []]
+    assert ImageFiles.of([b"one", b"and two"]).files == [b"one", b"and two"]
+    extra = len(encode(score_request(images=to_table([IMAGES[0], []])))) - len(encode(score_request()))
+    assert extra <= 2 * 32 + 4
+    file = np.random.default_rng(0).bytes(10_000)
+    assert len(encode(ImageFiles.of([file] * 3))) <= 3 * 1.05 * len(file)
+    for lengths, problem in ((ints(), "0 files"), (ints(0, 3), "has not 1 to"), (ints(2), "add up to 2 but 3")):
+        with pytest.raises(WireError, match=problem):
+            decode(encode(ImageFiles(lengths=lengths, content=np.zeros(3, dtype=np.uint8))), ImageFiles)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +189,13 @@ def test_the_checksum_of_a_request_is_of_its_tokens_and_their_split() -> None:
         ({"prompt_lengths": ints(0, 2)}, "between 1 and"),
         ({"prompt_lengths": ints(6, 2)}, "between 1 and"),
         ({"tokens": ints(1, 5, 9, 7, 7, 1, 4, 4, -6)}, "negative"),
+        ({"images": ints(0, 1, 2, 3, 4, 1, 2)}, "7 numbers of images"),
+        ({"images": ints(2, 1, 2, 3, 4, 1, 2, 2)}, "other sequences than the 2"),
+        ({"images": ints(-1, 1, 2, 3, 4, 1, 2, 2)}, "other sequences than the 2"),
+        ({"images": ints(1, 1, 2, 3, 4, 1, 2, 2, 0, 1, 2, 3, 4, 1, 2, 2)}, "not in order"),
+        ({"images": ints(0, 1, 2, 3, 4, 2, 2, 2)}, "grid is not one frame"),
+        ({"images": ints(0, 1, 2, 3, 4, 1, 0, 2)}, "grid is not one frame"),
+        ({"images": ints(0, 1, 2, 3, 4, 1, 2, 2**15 + 1)}, "grid is not one frame"),
         ({"top_k": 0}, "top_k is 0"),
         ({"temperature": 0.0}, "temperature is 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
@@ -210,7 +247,7 @@ def test_a_response_that_cannot_be(changes: dict[str, Any], problem: str) -> Non
 
 
 def test_one_of_several_kinds() -> None:
-    for message in (generate_answer(), MESSAGES[6]):
+    for message in (generate_answer(), FAILURE):
         back = decode_one_of(encode(message), GenerateAnswer, GenerateFailure)
         assert_equal(message, back)
     with pytest.raises(WireError, match="expected kind 'response'"):
@@ -258,8 +295,11 @@ def reframed(**changes: Any) -> bytes:
         (reframed(head=None), "head"),
         (reframed(head="text"), "head is not a buffer"),
         (reframed(head=b"\x01"), "checksum"),
-        (reframed(arrays={"tokens": b""}), "lengths, prompt_lengths"),
-        (reframed(arrays={"tokens": 1, "lengths": b"", "prompt_lengths": b""}), "'tokens' is not a buffer"),
+        (reframed(arrays={"tokens": b""}), "images, lengths, prompt_lengths"),
+        (
+            reframed(arrays={"tokens": 1, "lengths": b"", "prompt_lengths": b"", "images": b""}),
+            "'tokens' is not a buffer",
+        ),
         (reframed(crc=1), "checksum"),
         (reframed(crc=True), "checksum"),
     ],
@@ -304,7 +344,7 @@ def test_any_head_is_a_message_or_a_wire_error(data: st.DataObject) -> None:
     """Well-framed messages with wrong scalars: the checks behind the frame hold too."""
     import zlib
 
-    message = data.draw(st.sampled_from(MESSAGES))
+    message = data.draw(st.sampled_from([own for own in MESSAGES if own.kind != "images"]))  # that one has no scalars
     outer = msgpack.unpackb(encode(message))
     head = msgpack.unpackb(outer["head"])
     head[data.draw(st.sampled_from(sorted(head)))] = data.draw(values)

@@ -1,0 +1,92 @@
+"""Image files on their way to one server: each is sent once, whoever asks about it, and again where the server asks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import TypeVar
+
+from mopd.config.data import MAX_IMAGE_BYTES
+from mopd.engines.concurrency import cancel
+from mopd.engines.interface import EngineRejected, EngineUnavailable, Images
+from mopd.types import PromptImage
+from mopd.wire.images import MAX_FILES, ImageFiles
+from mopd.wire.messages import encode_aside
+
+MAX_KNOWN = 2**18
+"""Digests that are remembered as sent, 16 bytes each."""
+MAX_ROUNDS = 4
+"""A server that still misses images after being sent them so often has no room for those of one request."""
+
+T = TypeVar("T")
+
+
+class UnknownImages(EngineRejected):
+    """The server (HTTP 428) has not, or no longer, the files of these ``digests``."""
+
+    def __init__(self, message: str, digests: Collection[bytes]) -> None:
+        super().__init__(message)
+        self.digests = digests
+
+
+class ImageSender:
+    """Knows what one server was sent. Belongs to the event loop of its first call."""
+
+    def __init__(self, post: Callable[[bytes], Awaitable[object]], name: str) -> None:
+        """``post`` sends the body of one message, ``ImageFiles``; ``name`` is the server's in errors."""
+        self._post, self._name = post, name
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._under_way: dict[bytes, asyncio.Task[None]] = {}
+
+    async def asked(self, images: Images, ask: Callable[[], Awaitable[T]]) -> T:
+        """``ask()``, when the server has the ``images``. Raises what sending them and ``ask`` raise."""
+        wanted = {image.digest: image for own in images or () for image in own}
+        if not wanted:
+            return await ask()
+        for _ in range(MAX_ROUNDS):
+            await self._provide(wanted)
+            try:
+                return await ask()
+            except UnknownImages as unknown:
+                for digest in unknown.digests:
+                    self._known.pop(digest, None)
+        raise EngineUnavailable(f"{self._name}: misses images that it was sent {MAX_ROUNDS} times: it has no room")
+
+    async def close(self) -> None:
+        """Send nothing more."""
+        await cancel([*self._under_way.values()])
+
+    async def _provide(self, wanted: Mapping[bytes, PromptImage]) -> None:
+        missing = {digest: image for digest, image in wanted.items() if digest not in self._known}
+        mine = [image for digest, image in missing.items() if digest not in self._under_way]
+        if mine:
+            task = asyncio.create_task(self._send(mine))
+            self._under_way.update({image.digest: task for image in mine})
+        tasks = {self._under_way[digest] for digest in missing}
+        # shielded: others may wait for the same file when this caller goes
+        await asyncio.gather(*(asyncio.shield(task) for task in tasks))
+
+    async def _send(self, images: Collection[PromptImage]) -> None:
+        try:
+            files: dict[bytes, bytes] = {}
+            for image in images:
+                content = await asyncio.to_thread(image.load)
+                if files and (len(files) == MAX_FILES or _size(files) + len(content) > MAX_IMAGE_BYTES):
+                    await self._send_files(files)
+                    files = {}
+                files[image.digest] = content
+            await self._send_files(files)
+        finally:
+            for image in images:
+                del self._under_way[image.digest]
+
+    async def _send_files(self, files: Mapping[bytes, bytes]) -> None:
+        await self._post(await encode_aside(ImageFiles.of([*files.values()])))
+        self._known.update(dict.fromkeys(files))
+        while len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+
+
+def _size(files: Mapping[bytes, bytes]) -> int:
+    return sum(map(len, files.values()))

@@ -1,0 +1,107 @@
+"""Encoded images that clients have sent, by their hashes: at hand for as long as there is room.
+
+What is kept can be used: a file that is damaged, or no image that is taken, is refused when it comes. A request holds
+the files that it names, whatever comes after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from mopd.engines.images import NO_VISION
+from mopd.engines.interface import EngineRejected, Images
+from mopd.engines.vision import EngineSight, check_images
+from mopd.serving.errors import Refusal, bad_request
+from mopd.text import one_line
+from mopd.types import PromptImage, UserError
+from mopd.wire.image_table import Array, from_table
+
+MAX_KEPT_BYTES = 2**29
+"""The images that were asked about the longest time ago go first."""
+
+_Kept = tuple[bytes, int, int]
+"""File, height and width."""
+
+
+class KeptImages:
+    """The images of one server. Belongs to one event loop."""
+
+    def __init__(self, sight: EngineSight | None, name: str, *, max_bytes: int = MAX_KEPT_BYTES) -> None:
+        """``sight`` is the engine's, ``name`` its model's."""
+        self._sight, self._name, self._max_bytes = sight, name, max_bytes
+        self._files: OrderedDict[bytes, _Kept] = OrderedDict()
+        self._turn = asyncio.Lock()
+        self.num_bytes = 0
+
+    def require_sight(self) -> None:
+        """``Refusal`` 400 where the engine's model sees no images."""
+        if self._sight is None:
+            raise bad_request(f"{self._name}: {NO_VISION}")
+
+    async def add(self, files: Sequence[bytes]) -> None:
+        """Keep these. ``Refusal`` 400 for the first one that is no good; those before it are kept."""
+        self.require_sight()
+        from mopd.data.image_files import digest_of, image_size, read_rgb  # Pillow, which models of text never need
+
+        for content in files:
+            digest = digest_of(content)
+            if digest in self._files:
+                self._files.move_to_end(digest)
+                continue
+            place = f"image {digest.hex()}"
+            try:
+                async with self._turn:  # one decoded image at a time
+                    await asyncio.to_thread(read_rgb, content, place)
+                height, width = image_size(content, place)
+            except UserError as error:
+                raise bad_request(one_line(error)) from error
+            self._files[digest] = (content, height, width)
+            self.num_bytes += len(content)
+            self._make_room()
+
+    def of(self, table: Array, sequences: Sequence[Any]) -> Images:
+        """The images that a request's ``table`` names; all of its ``sequences`` [L] fit theirs.
+
+        Raises:
+            Refusal: 428 with the digests of files that are not here; 400 for what can never be answered.
+        """
+        named = from_table(table, len(sequences))
+        if not any(named):
+            self._check(sequences, None)
+            return None
+        self.require_sight()
+        unknown = {digest for own in named for digest, _ in own if digest not in self._files}
+        if unknown:
+            message = f"{len(unknown)} images are not here: send them to /v1/images and ask again"
+            raise Refusal(428, "unknown_images", message, digests=[digest.hex() for digest in sorted(unknown)])
+        images = [[self._image(digest, grid) for digest, grid in own] for own in named]
+        self._check(sequences, images)
+        return images
+
+    def _image(self, digest: bytes, grid: tuple[int, int, int]) -> PromptImage:
+        assert self._sight is not None
+        content, height, width = self._files[digest]
+        self._files.move_to_end(digest)
+        own = self._sight.processing.grid(height, width)
+        if own != grid:
+            raise bad_request(
+                f"image {digest.hex()} has the grid {list(own)} here, {list(grid)} for who asks: give both sides one "
+                "processor and one data.max_pixels"
+            )
+        return PromptImage(digest=digest, grid=grid, load=partial(bytes, content))
+
+    def _check(self, sequences: Sequence[Any], images: Images) -> None:
+        if self._sight is not None:  # a bad request must not spoil the call that it shares
+            try:
+                check_images(self._sight, sequences, images, name=self._name)
+            except (ValueError, EngineRejected) as error:
+                raise bad_request(one_line(error)) from error
+
+    def _make_room(self) -> None:
+        while self.num_bytes > self._max_bytes and len(self._files) > 1:
+            _, (content, _, _) = self._files.popitem(last=False)
+            self.num_bytes -= len(content)
