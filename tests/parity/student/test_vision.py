@@ -122,3 +122,9 @@ def test_a_frozen_tower_is_exported_as_it_was(two_ranks: Results, vision_folder:
 def test_checkpoints_hold_the_tower(two_ranks: Results) -> None:
     """Saved under tensor and sequence parallelism, loaded by a pipeline of uneven stages."""
     assert two_ranks["vision/qwen3_vl/pp2/loaded"]["loaded_hash"] == two_ranks["vision/qwen3_vl/tp2_sp"]["saved_hash"]
+
+
+def test_a_resumed_step_is_the_same_bit_for_bit(two_ranks: Results) -> None:
+    """The optimizer's states of a trained tower included."""
+    resumed, straight = (two_ranks[f"vision/qwen3_vl/tp2_sp{name}"] for name in ("/resumed", ""))
+    assert resumed["hash"] == straight["hash"] != straight["saved_hash"]

@@ -60,7 +60,12 @@ def on_two_ranks(folder: Path, layouts: Cases) -> Cases:
         "qwen2_5_vl/pp2": _case(
             folder, "qwen2_5_vl", layouts["pp2"], freeze="tower", save_hf=str(folder / "exported"), **uneven
         ),
-        "qwen3_vl/tp2_sp": _case(folder, "qwen3_vl", layouts["tp2_sp"], freeze="none", micro_batch_size=2, save=saved),
+        "qwen3_vl/tp2_sp": _case(
+            folder, "qwen3_vl", layouts["tp2_sp"], freeze="none", micro_batch_size=2, save=saved, steps_after=1
+        ),
+        "qwen3_vl/tp2_sp/resumed": _case(
+            folder, "qwen3_vl", layouts["tp2_sp"], freeze="none", micro_batch_size=2, load=saved, steps=0, steps_after=1
+        ),
         "qwen3_vl/tp2_sp/full": _case(folder, "qwen3_vl", layouts["tp2_sp"], freeze="none", recompute="full"),
         "qwen3_vl/pp2": _case(folder, "qwen3_vl", layouts["pp2"], freeze="none"),
         "qwen3_vl/pp2/loaded": _case(
