@@ -13,9 +13,12 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from mopd.config.data import DataConfig
+from mopd.data.image_files import image_size, read_rgb
+from mopd.data.image_processing import read_image_processing
 from mopd.data.prompts import load_prompts
 from mopd.types import UserError
 from tests.fixtures.tiny_models import make_tokenizer
+from tests.fixtures.vision import image_bytes, write_image_processing
 from tests.fuzz.harness import fuzz
 
 ROWS: list[dict[str, Any]] = [
@@ -74,6 +77,34 @@ def test_parquet_inside_its_frame(tmp_path: Path, tokenizer: PreTrainedTokenizer
         load_prompts(cfg.train, cfg, tokenizer)
 
     fuzz("parquet inside", [whole[:-8]], read, (UserError,))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP"])
+def test_images(kind: str) -> None:
+    """From the header to the pixels."""
+
+    def read(content: bytes) -> None:
+        size = image_size(content, "here")
+        image = read_rgb(content, "here")
+        assert (image.height, image.width, image.mode) == (*size, "RGB")
+
+    modes = ("RGB", "L") if kind == "JPEG" else ("RGB", "RGBA", "P") if kind == "PNG" else ("RGB",)
+    fuzz(f"image {kind}", [image_bytes(kind=kind, mode=mode) for mode in modes], read, (UserError,))
+
+
+def test_image_processing(tmp_path: Path) -> None:
+    write_image_processing(tmp_path, "qwen2_5_vl")
+    path = tmp_path / "preprocessor_config.json"
+    valid = [path.read_bytes()]
+    write_image_processing(tmp_path, "qwen3_vl")
+    valid.append(path.read_bytes())
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        processing = read_image_processing(tmp_path, None)
+        assert min(processing.grid(300, 500)) >= 1 and processing.fingerprint
+
+    fuzz("image processing", valid, read, (UserError,))
 
 
 def test_chat_templates(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
