@@ -1,4 +1,5 @@
-"""What a plan says of the trainer's memory beside what real Megatron students hold, rank by rank, at seven layouts."""
+"""What a plan says of the trainer's memory beside what real Megatron students hold, rank by rank, at seven layouts, and
+with a vision tower frozen and trained beside fewer layers."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from mopd.conversion.models.reading import read_dims
 from mopd.planning.memory.activations import HeadShape
 from mopd.planning.memory.shards import BYTES, shard, tensor_bytes
 from tests.fixtures.tiny_models import make_hf_model
+from tests.fixtures.vision import make_vision_model
 from tests.parity.student.harness import run_ranks
 from tests.parity.student.ranks import make_recipe
 
@@ -32,29 +34,37 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "recompute": {"model": "dense", "tp": 1, "pp": 1, "dp": 4, "sp": False, "dtype": "bfloat16", "recompute": "full"},
 }
 CASES = {name: {"micro_batch_size": 16, **case} for name, case in LAYOUTS.items()}
+TOWERS: dict[str, dict[str, Any]] = {
+    "tower frozen": {"tp": 2, "pp": 2, "dp": 1, "sp": True, "freeze": "tower_and_merger"},
+    "tower trained": {"tp": 1, "pp": 2, "dp": 2, "sp": False, "freeze": "none", "first_stage_layers": 1},
+}
 PARTS = ("weights", "gradients", "optimizer")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    return {
+    made = {
         name: str(make_hf_model(root / name, vocab_size=VOCAB_SIZE, **{**SIZES, **model}))
         for name, model in MODELS.items()
     }
+    (root / "rows.jsonl").write_text('{"prompt": "a", "answer": "b", "domain": "math"}\n')
+    return {**made, "vision": str(make_vision_model(root / "vision", num_layers=4))}
 
 
 @pytest.fixture(scope="module")
 def measured(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    job = {"models": folders, "cases": CASES}
+    sight = {"model": "vision", "with_images": False, "processor": folders["vision"]}
+    data = {"data": str(Path(folders["vision"]).parent / "rows.jsonl")}
+    job = {"models": folders, "cases": CASES | {name: {**case, **sight, **data} for name, case in TOWERS.items()}}
     return run_ranks(4, job, tmp_path_factory.mktemp("job"), script=Path(__file__).with_name("ranks.py"))
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *TOWERS])
 def test_bytes_of_tensors_are_those_of_every_rank(name: str, measured: dict[str, Any], folders: dict[str, str]) -> None:
-    case = CASES[name]
-    student = make_recipe(folders[case["model"]], case).student
+    case = {**CASES, **TOWERS}[name]
+    student = make_recipe(folders[case.get("model", "vision")], case).student
     dims = read_dims(Path(student.model))
     assert len(measured[name]) == 4
     for rank in measured[name]:
