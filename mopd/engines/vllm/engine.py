@@ -20,7 +20,7 @@ from torch import Tensor
 from mopd.config.groups import VllmEngineConfig
 from mopd.engines.checks import check_length, check_sampling, check_scoring
 from mopd.engines.concurrency import TokenBudget, all_or_none
-from mopd.engines.images import refuse_images
+from mopd.engines.images import join
 from mopd.engines.interface import (
     EngineInfo,
     EngineLimits,
@@ -33,13 +33,14 @@ from mopd.engines.interface import (
 )
 from mopd.engines.staging import stage_weights
 from mopd.engines.torch.loading import build_empty_model, read_config, read_stop_ids, weight_slots
+from mopd.engines.vision import EngineSight, check_images, read_sight
+from mopd.engines.vllm.prompts import drawing_params, make_prompt, require_same_expansion, scoring_params, sight_options
 from mopd.engines.vllm.reading import last_output, no_scores, read_generation, read_scores
 from mopd.engines.vllm.start import (
     AsyncLLM,
     EngineDeadError,
     EngineGenerateError,
     RequestOutput,
-    RequestOutputKind,
     VllmSamplingParams,
     cache_tokens,
     check_temperature,
@@ -48,10 +49,9 @@ from mopd.engines.vllm.start import (
     sequence_limit,
     start_llm,
     stop_llm,
-    tokens_input,
 )
 from mopd.text import one_line
-from mopd.types import UserError
+from mopd.types import PromptImage, UserError
 
 T = TypeVar("T")
 _WEIGHT_UPDATE_TIMEOUT_S = 600.0
@@ -60,7 +60,16 @@ _WEIGHT_UPDATE_TIMEOUT_S = 600.0
 class VllmEngine:
     """Implements ``Scorer``, ``Generator`` and ``Described`` (``mopd.engines.interface``)."""
 
-    def __init__(self, llm: AsyncLLM, folder: Path, cfg: VllmEngineConfig, *, max_sequence: int, fixed: bool) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        folder: Path,
+        cfg: VllmEngineConfig,
+        *,
+        sight: EngineSight | None,
+        max_sequence: int,
+        fixed: bool,
+    ) -> None:
         """Use ``start_teacher`` or ``start_rollout``. ``fixed``: the weights are the checkpoint's and stay."""
         config = read_config(folder)
         self.name = str(folder)
@@ -68,12 +77,15 @@ class VllmEngine:
         self.vocab_size = int(config.get_text_config().vocab_size)
         self.max_positions = max_sequence
         self.stop_ids = read_stop_ids(folder, config)
+        self.sight = sight
         self._llm, self._folder, self._cfg, self._fixed = llm, folder, cfg, fixed
         self._max_logprobs = int(llm.model_config.max_logprobs)
         self._before_cut = llm.model_config.logprobs_mode == "raw_logprobs"
         self._can_sleep = bool(llm.model_config.enable_sleep_mode)
         model = build_empty_model(folder, cfg.dtype, torch.device("meta"))
-        self.weight_slots: dict[str, Tensor] = {} if fixed else weight_slots(model)
+        self.weight_slots: dict[str, Tensor] = (
+            {} if fixed else weight_slots(model, None if sight is None else sight.dims.naming)
+        )
         self._has_weights = fixed
         self._budget = TokenBudget(cfg.max_scoring_tokens)
         self._num_requests = self._num_running = 0
@@ -88,6 +100,7 @@ class VllmEngine:
         *,
         max_logprobs: int,
         startup_timeout_s: float,
+        max_pixels: int | None = None,
         enable_sleep_mode: bool = False,
     ) -> VllmEngine:
         """An engine with the weights of ``folder`` that scores with ``top_k`` up to ``max_logprobs``.
@@ -95,13 +108,14 @@ class VllmEngine:
         Raises:
             UserError: the folder or the configuration cannot work, or the engine did not start in time.
         """
+        sight = read_sight(Path(folder), max_pixels)
         options = {
             "max_logprobs": max_logprobs,
             "logprobs_mode": "processed_logprobs",
             "enable_prefix_caching": False,  # vLLM does not use it where it scores
             "enable_sleep_mode": enable_sleep_mode,
         }
-        return await cls._start(Path(folder), cfg, options, startup_timeout_s, fixed=True)
+        return await cls._start(Path(folder), cfg, options, startup_timeout_s, sight, fixed=True)
 
     @classmethod
     async def start_rollout(
@@ -111,29 +125,39 @@ class VllmEngine:
         *,
         sampling: SamplingParams,
         startup_timeout_s: float,
+        max_pixels: int | None = None,
         enable_sleep_mode: bool = False,
     ) -> VllmEngine:
         """An engine with the architecture of ``folder`` that refuses to work until ``load_weights``.
 
         ``sampling`` is what most requests will ask for: it decides which log-probs vLLM reports (``generate``).
         """
-        cuts = has_cut(sampling)
-        check_temperature(sampling, before_cut=cuts)
+        cuts, sight = has_cut(sampling), read_sight(Path(folder), max_pixels)
+        check_temperature(sampling, before_cut=cuts or sight is not None, sees=sight is not None)
         options = {
             "logprobs_mode": "raw_logprobs" if cuts else "processed_logprobs",
             "enable_prefix_caching": True,
             "enable_sleep_mode": enable_sleep_mode,
         }
-        return await cls._start(Path(folder), cfg, options, startup_timeout_s, fixed=False)
+        return await cls._start(Path(folder), cfg, options, startup_timeout_s, sight, fixed=False)
 
     @classmethod
     async def _start(
-        cls, folder: Path, cfg: VllmEngineConfig, options: dict[str, Any], startup_timeout_s: float, *, fixed: bool
+        cls,
+        folder: Path,
+        cfg: VllmEngineConfig,
+        options: dict[str, Any],
+        startup_timeout_s: float,
+        sight: EngineSight | None,
+        *,
+        fixed: bool,
     ) -> VllmEngine:
+        if sight is not None:
+            options = {**options, **sight_options(sight)}
         max_sequence = sequence_limit(folder, cfg)
         args = engine_args(folder, cfg, max_sequence, options)
         llm = await asyncio.to_thread(start_llm, folder, args, startup_timeout_s)
-        engine = cls(llm, folder, cfg, max_sequence=max_sequence, fixed=fixed)
+        engine = cls(llm, folder, cfg, sight=sight, max_sequence=max_sequence, fixed=fixed)
         try:
             await engine._call(llm.collective_rpc("mopd_watch", timeout=startup_timeout_s, args=(os.getpid(),)))
         except BaseException:
@@ -152,6 +176,7 @@ class VllmEngine:
             dtype=self._cfg.dtype,
             weight_version=self.weight_version,
             max_logprobs=min(self._max_logprobs, self.vocab_size),
+            image_processing=None if self.sight is None else self.sight.processing.fingerprint,
             limits=EngineLimits(max_sequences=self._cfg.max_num_seqs, max_running_tokens=cache_tokens(self._llm)),
         )
 
@@ -198,26 +223,19 @@ class VllmEngine:
             ValueError: ``top_k`` above ``max_logprobs``, an empty prompt, an id outside the vocabulary.
             EngineUnavailable: vLLM has died or answered for other tokens.
         """
-        refuse_images(images, self.name)
         self._check_score(tokens, prompt_lengths, top_k, temperature)
-        params = VllmSamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            prompt_logprobs=top_k,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        check_images(self.sight, tokens, images, name=self.name)
+        params = scoring_params(top_k)
 
-        async def score_one(sequence: Tensor, start: int) -> Scores:
+        async def score_one(sequence: Tensor, start: int, own: Sequence[PromptImage]) -> Scores:
             if start == len(sequence):
                 return no_scores(top_k)
             ids = sequence.tolist()
             async with self._budget.hold(len(ids)):
-                output = await self._request(ids, params)
+                output = await self._request(ids, own, params)
             return read_scores(output, ids, start, top_k, name=self.name)
 
-        return await all_or_none(score_one(t, start) for t, start in zip(tokens, prompt_lengths, strict=True))
+        return await all_or_none(score_one(*item) for item in join(tokens, prompt_lengths, images))
 
     async def generate(
         self,
@@ -234,32 +252,18 @@ class VllmEngine:
             UserError: a prompt and its response do not fit, or vLLM cannot report the log-probs of this ``sampling``.
             EngineUnavailable: vLLM has died.
         """
-        refuse_images(images, self.name)
         self._check_generate(prompts, sampling, seeds)
-        cuts = sampling if sampling.temperature else SamplingParams(max_new_tokens=1)  # no cut matters to greedy
+        check_images(self.sight, prompts, images, name=self.name)
 
-        async def generate_one(i: int, prompt: Sequence[int], seed: int) -> Generation:
-            params = VllmSamplingParams(
-                max_tokens=sampling.max_new_tokens,
-                temperature=sampling.temperature,
-                top_p=cuts.top_p,
-                top_k=cuts.top_k,
-                seed=seed,
-                stop_token_ids=list(self.stop_ids),
-                ignore_eos=True,  # the stop ids are those of the torch engine, not vLLM's reading of the config
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            output = await self._request(list(prompt), params)
+        async def generate_one(i: int, prompt: Sequence[int], seed: int, own: Sequence[PromptImage]) -> Generation:
+            params = drawing_params(sampling, seed, self.stop_ids, self.sight)
+            output = await self._request(list(prompt), own, params)
             generation = read_generation(output, self.stop_ids, name=self.name)
             if told is not None:
                 told(i, generation)
             return generation
 
-        asked = enumerate(zip(prompts, seeds, strict=True))
-        return await all_or_none(generate_one(i, prompt, seed) for i, (prompt, seed) in asked)
+        return await all_or_none(generate_one(i, *item) for i, item in enumerate(join(prompts, seeds, images)))
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """See ``TakesWeights.load_weights``: checked and staged as files first, then swapped in at one go. No request
@@ -306,18 +310,25 @@ class VllmEngine:
             raise RuntimeError(f"vLLM's workers read {counts} of {len(self.weight_slots)} tensors")
         if not await self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache")
+        await self._llm.reset_encoder_cache()  # of features that the old weights made
         await self._llm.update_weight_version(label)
         await self._llm.resume_generation()
 
-    async def _request(self, prompt: list[int], params: VllmSamplingParams) -> RequestOutput:
+    async def _request(
+        self, tokens: list[int], images: Sequence[PromptImage], params: VllmSamplingParams
+    ) -> RequestOutput:
         """One request through vLLM; cancelling it aborts it there."""
         self._num_requests += 1
         self._num_running += 1
-        stream = self._llm.generate(tokens_input(prompt), params, f"mopd-{self._num_requests}")
+        name = f"mopd-{self._num_requests}"
         try:
-            return await self._call(last_output(stream))
+            stream = self._llm.generate(await make_prompt(tokens, images, self.sight), params, name)
+            output = await self._call(last_output(stream))
         finally:
             self._num_running -= 1
+        if images:
+            require_same_expansion(output, tokens, name=self.name)
+        return output
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Await vLLM; its failures become ``EngineUnavailable``."""
@@ -333,7 +344,7 @@ class VllmEngine:
     def _check_generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]) -> None:
         self._require_weights()
         check_sampling(prompts, sampling, seeds, self.stop_ids, name=self.name)
-        check_temperature(sampling, before_cut=self._before_cut)
+        check_temperature(sampling, before_cut=self._before_cut, sees=self.sight is not None)
         for i, prompt in enumerate(prompts):
             self._check_ids("prompt", i, min(prompt), max(prompt))
         longest = max(map(len, prompts), default=0)

@@ -29,6 +29,7 @@ os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard out
 
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import TokensPrompt
 from vllm.inputs.engine import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput, WeightVersionSpan
@@ -50,6 +51,7 @@ __all__ = [
     "FlatLogprobs",
     "RequestOutput",
     "RequestOutputKind",
+    "TokensPrompt",
     "VllmSamplingParams",
     "WeightVersionSpan",
     "cache_tokens",
@@ -105,13 +107,19 @@ def has_cut(sampling: SamplingParams) -> bool:
     return sampling.temperature > 0 and (sampling.top_p != 1 or sampling.top_k != -1)
 
 
-def check_temperature(sampling: SamplingParams, *, before_cut: bool) -> None:
-    """vLLM reports log-probs either before temperature and cuts (``before_cut``), or after both."""
+def check_temperature(sampling: SamplingParams, *, before_cut: bool, sees: bool = False) -> None:
+    """vLLM reports log-probs either before temperature and cuts (``before_cut``), or after both. Of a model that
+    ``sees`` images those before: ids of vision are cut."""
     temperature = sampling.temperature
     if 0 < temperature < _MIN_TEMPERATURE:
         raise UserError(
             f"temperature is {temperature}: vLLM draws at {_MIN_TEMPERATURE} or more, or greedily: set 0 or "
             f"{_MIN_TEMPERATURE} or more"
+        )
+    if sees and temperature not in (0, 1):
+        raise UserError(
+            f"temperature is {temperature}: vLLM reports the log-probs of a model that sees images at temperature 1 "
+            "alone: set 1.0, or 0, or engine: {type: torch}"
         )
     if (before_cut and temperature not in (0, 1)) or (not before_cut and has_cut(sampling)):
         raise UserError(
@@ -126,7 +134,6 @@ def engine_args(folder: Path, cfg: VllmEngineConfig, max_sequence: int, options:
     return AsyncEngineArgs(
         model=str(folder),
         load_format="safetensors",
-        skip_tokenizer_init=True,
         trust_remote_code=False,
         generation_config="vllm",
         dtype=cfg.dtype,
@@ -142,7 +149,7 @@ def engine_args(folder: Path, cfg: VllmEngineConfig, max_sequence: int, options:
         enable_chunked_prefill=not current_platform.is_cpu(),
         worker_extension_cls="mopd.engines.vllm.worker.WorkerExtension",
         disable_log_stats=True,
-        **options,
+        **{"skip_tokenizer_init": True, **options},
     )
 
 

@@ -50,6 +50,7 @@ class WorkerExtension:
         """A tied output matrix receives no tensor of its own, so that vLLM's reload leaves what it derived from the old
         one (on a CPU a packed copy, from which it would go on computing logits)."""
         model = self.model_runner.get_model()
+        model = getattr(model, "language_model", model)  # of a model that sees images
         if model.config.get_text_config().tie_word_embeddings:
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 

@@ -1,0 +1,103 @@
+"""Requests as vLLM takes them. A prompt has ONE placeholder for each image, which vLLM expands.
+
+An expanded prompt would be expanded once more, silently, and a placeholder too many bound to another image: after each
+answer vLLM's expansion is compared with ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from mopd.engines.interface import EngineUnavailable, SamplingParams
+from mopd.engines.vision import EngineSight
+from mopd.engines.vllm.start import RequestOutput, RequestOutputKind, TokensPrompt, VllmSamplingParams, tokens_input
+from mopd.types import PromptImage
+
+MAX_IMAGES = 64
+"""Of one prompt; no memory is kept for them before they come."""
+BARRED_BIAS = -100.0
+"""Added to the logits of ids that are never drawn; the lowest that vLLM takes."""
+
+
+def sight_options(sight: EngineSight) -> dict[str, Any]:
+    """vLLM's arguments for a model that sees images."""
+    edges = {"shortest_edge": sight.processing.min_pixels, "longest_edge": sight.processing.max_pixels}
+    return {
+        "skip_tokenizer_init": False,  # it finds placeholders by their text
+        "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0},
+        "mm_processor_kwargs": {"size": edges},
+        "mm_processor_cache_gb": 0,  # its two halves disagree after a pause, which empties one of them
+        # Those before ids are barred; processed ones are of what is left.
+        "logprobs_mode": "raw_logprobs",
+    }
+
+
+def scoring_params(top_k: int) -> VllmSamplingParams:
+    """Of a request whose prompt is scored."""
+    return VllmSamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=top_k,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def drawing_params(
+    sampling: SamplingParams, seed: int, stop_ids: Sequence[int], sight: EngineSight | None
+) -> VllmSamplingParams:
+    """Of a request for a response."""
+    cuts = sampling if sampling.temperature else SamplingParams(max_new_tokens=1)  # no cut matters to greedy
+    return VllmSamplingParams(
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=cuts.top_p,
+        top_k=cuts.top_k,
+        seed=seed,
+        stop_token_ids=list(stop_ids),
+        ignore_eos=True,  # the stop ids are those of the torch engine, not vLLM's reading of the config
+        logit_bias=None if sight is None else dict.fromkeys(sight.dims.token_ids, BARRED_BIAS),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+async def make_prompt(tokens: list[int], images: Sequence[PromptImage], sight: EngineSight | None) -> Any:
+    """What vLLM's ``generate`` takes for ``tokens``. ``UserError`` for an image that cannot be read."""
+    if not images or sight is None:
+        return tokens_input(tokens)
+    from mopd.data.image_files import read_rgb  # Pillow, which models of text never need
+
+    pictures = [
+        await asyncio.to_thread(read_rgb, await asyncio.to_thread(image.load), f"image {image.digest.hex()}")
+        for image in images
+    ]
+    return TokensPrompt(
+        prompt_token_ids=collapsed(tokens, images, sight),
+        multi_modal_data={"image": pictures},
+        multi_modal_uuids={"image": [image.digest.hex() for image in images]},
+    )
+
+
+def collapsed(tokens: list[int], images: Sequence[PromptImage], sight: EngineSight) -> list[int]:
+    """``tokens`` with one placeholder for each image; ``ValueError`` where they are not those of ``images``."""
+    kept, done = list[int](), 0
+    for start, image in zip(sight.starts(tokens, images), images, strict=True):
+        kept += tokens[done : start + 1]
+        done = start + sight.processing.num_tokens(image.grid)
+    return kept + tokens[done:]
+
+
+def require_same_expansion(output: RequestOutput, tokens: list[int], *, name: str) -> None:
+    """``EngineUnavailable`` where vLLM of ``name`` saw another prompt than ``tokens``."""
+    seen = list(output.prompt_token_ids or ())
+    if seen != tokens:
+        raise EngineUnavailable(
+            f"vLLM of {name} read {len(seen)} tokens where {len(tokens)} were asked about: its processor makes other "
+            "patches of the images"
+        )
