@@ -16,8 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mopd.data.image_processor import ImageProcessor
 from mopd.engines.torch.loading import load_model
+from mopd.engines.vision import read_sight
 from mopd.losses.api import parallel_topk_distill
+from mopd.types import PromptImage
 
 MAX_PROBE_POSITIONS = 8
 REFERENCE_DTYPES = ("float32", "bfloat16", "float16")
@@ -36,6 +39,8 @@ class Probe:
     """[R, K] fp32."""
     token_logprobs: Tensor | None
     """[R] fp32; ``None`` where an ensemble has merged them."""
+    images: Sequence[PromptImage] = ()
+    """Of the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,16 +58,27 @@ class Parity:
 class Reference:
     """A teacher's folder under transformers, on the CPU."""
 
-    def __init__(self, folder: str, dtype: str) -> None:
-        """``dtype`` is the engine's, so that rounding of weights is no difference; ``UserError`` if it cannot load."""
+    def __init__(self, folder: str, dtype: str, max_pixels: int | None = None) -> None:
+        """``dtype`` is the engine's, so that rounding of weights is no difference; ``max_pixels`` of an image as in
+        ``read_image_processing``. ``UserError`` if it cannot load."""
         chosen = dtype if dtype in REFERENCE_DTYPES else "float32"
         self._model = load_model(Path(folder), chosen, torch.device("cpu")).eval()
+        self._sight = read_sight(Path(folder), max_pixels)
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """[V] fp32 logits of what follows ``tokens`` [L]."""
+    def logits(self, tokens: Tensor, images: Sequence[PromptImage] = ()) -> Tensor:
+        """[V] fp32 logits of what follows ``tokens`` [L], in which the placeholders of ``images`` stand."""
+        seen = self._seen(tokens, images) if images else {}
         with torch.inference_mode():
-            logits: Tensor = self._model(input_ids=tokens[None], use_cache=False).logits[0, -1]
+            logits: Tensor = self._model(input_ids=tokens[None], use_cache=False, **seen).logits[0, -1]
         return logits.float().clone()
+
+    def _seen(self, tokens: Tensor, images: Sequence[PromptImage]) -> dict[str, Tensor]:
+        """As transformers takes images; it finds their places and positions itself."""
+        assert self._sight is not None, "a teacher without vision gets no images"
+        patches, grids = ImageProcessor(self._sight.processing).patches([image.load() for image in images])
+        is_image = (tokens == self._sight.dims.image_token_id).long()
+        patches = patches.to(self._model.dtype)
+        return {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": is_image[None]}
 
     def compare(self, probes: Sequence[Probe], *, temperature: float) -> Parity:
         """All probes, at up to ``MAX_PROBE_POSITIONS`` response positions each, the first and the last among them."""
@@ -79,7 +95,7 @@ class Reference:
         """KL [P] and all |differences|, flat."""
         last = len(probe.tokens) - probe.prompt_length - 1
         positions = sorted({round(i * last / (MAX_PROBE_POSITIONS - 1)) for i in range(MAX_PROBE_POSITIONS)})
-        logits_PV = torch.stack([self.logits(probe.tokens[: probe.prompt_length + p]) for p in positions])
+        logits_PV = torch.stack([self.logits(probe.tokens[: probe.prompt_length + p], probe.images) for p in positions])
         ids_PK, logprobs_PK = probe.ids[positions].long(), probe.logprobs[positions]
         kl_P, _ = parallel_topk_distill(
             logits_PV, ids_PK, logprobs_PK, loss="forward_kl", tail="bucket", temperature=temperature

@@ -15,6 +15,7 @@ from typing import Literal
 from mopd.config.auto import compares_with_transformers
 from mopd.config.schema import Recipe
 from mopd.conversion.models.families import FAMILIES
+from mopd.data.image_refs import refs_from_tensor
 from mopd.engines.interface import EngineInfo
 from mopd.engines.torch.loading import read_config
 from mopd.hardware import free_memory_bytes
@@ -61,7 +62,7 @@ class ScoresCheck:
     async def _against_folder(self, name: str, samples: Sequence[SampleMeta], dtype: str) -> Judgement:
         cfg, folder = self._recipe.preflight, self._recipe.teachers[name].model
         probes = await self._probes_of(name, samples)
-        parity = await asyncio.to_thread(_compare, folder, dtype, probes, self._recipe.loss.temperature)
+        parity = await asyncio.to_thread(_compare, folder, dtype, probes, self._recipe)
         kl_limit, limit = cfg.self_kl_limit(dtype), cfg.logprob_limit(dtype)
         detail = (
             f"mean KL to a transformers forward {parity.kl:.2e} nats over {parity.num_positions} tokens (limit "
@@ -103,11 +104,15 @@ class ScoresCheck:
         return Judgement(status="ok", detail=detail)
 
     async def _probes_of(self, name: str, samples: Sequence[SampleMeta]) -> list[Probe]:
-        names = ("tokens", "teacher_ids", "teacher_logprobs", "teacher_token_logprobs")
+        names = ["tokens", "teacher_ids", "teacher_logprobs", "teacher_token_logprobs"]
+        store = self._workers.dataset.images if self._workers.teacher_groups[name].sees_images else None
+        if store is not None:
+            names.append("images")
         fields = await self._workers.plane.get([sample.sample_id for sample in samples], names)
         probes = []
         for i, sample in enumerate(samples):
             ids, logprobs = fields["teacher_ids"][i], fields["teacher_logprobs"][i]
+            images = [] if store is None else map(store.prompt_image, refs_from_tensor(fields["images"][i]))
             teachers = self._recipe.assignment.teachers_of(sample.domain)
             if self._recipe.assignment.max_teachers > 1:
                 place = teachers.index(name)
@@ -119,10 +124,11 @@ class ScoresCheck:
                     ids=ids,
                     logprobs=logprobs,
                     token_logprobs=fields["teacher_token_logprobs"][i] if len(teachers) == 1 else None,
+                    images=tuple(images),
                 )
             )
         return probes
 
 
-def _compare(folder: str, dtype: str, probes: Sequence[Probe], temperature: float) -> Parity:
-    return Reference(folder, dtype).compare(probes, temperature=temperature)
+def _compare(folder: str, dtype: str, probes: Sequence[Probe], recipe: Recipe) -> Parity:
+    return Reference(folder, dtype, recipe.data.max_pixels).compare(probes, temperature=recipe.loss.temperature)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,10 @@ from mopd.config.groups import TorchEngineConfig
 from mopd.config.schema import PreflightConfig
 from mopd.engines.torch.engine import TorchEngine
 from mopd.preflight.parity import Parity, Probe, Reference
+from mopd.types import PromptImage
 from tests.fixtures.mistakes import MISTAKES, MistakenEngine
 from tests.fixtures.tiny_models import BOS_ID, VOCAB_SIZE, make_hf_model
+from tests.fixtures.vision import IMAGE_TOKEN_ID, image_bytes, make_vision_model
 
 TOP_K = 8
 
@@ -72,3 +77,31 @@ def test_limits_follow_the_dtype_unless_they_are_set() -> None:
     )
     assert PreflightConfig(max_self_kl=0.5).self_kl_limit("float32") == 0.5
     assert PreflightConfig(max_logprob_difference=0.25).logprob_limit("float32") == 0.25
+
+
+def test_a_reference_sees_the_images_of_a_prompt(tmp_path: Path) -> None:
+    """Two of unequal size in one prompt, none in the other. With the wrong image the scores are another's."""
+    folder = make_vision_model(tmp_path / "own")
+    grids = ((1, 4, 6), (1, 6, 4))
+    files = [image_bytes(28 * rows // 2, 28 * columns // 2, seed=rows) for _, rows, columns in grids]
+    images = tuple(
+        PromptImage(digest=bytes([i]) * 16, grid=grid, load=partial(bytes, file))
+        for i, (grid, file) in enumerate(zip(grids, files, strict=True))
+    )
+    text = torch.tensor([BOS_ID, 5, 6, 7, 8, 9, 10, 11])
+    places = [torch.full((rows * columns // 4,), IMAGE_TOKEN_ID) for _, rows, columns in grids]
+    tokens = [torch.cat([text[:3], places[0], text[3:4], places[1], text[4:]]), text]
+    starts, seen = [len(tokens[0]) - 3, 4], [images, ()]
+    scores = asyncio.run(load(folder).score(tokens, starts, top_k=TOP_K, temperature=1.0, images=seen))
+
+    def parity(shown: Sequence[Sequence[PromptImage]]) -> Parity:
+        probes = [
+            Probe(tokens=t, prompt_length=n, ids=s.ids, logprobs=s.logprobs, token_logprobs=s.token_logprobs, images=i)
+            for t, n, s, i in zip(tokens, starts, scores, shown, strict=True)
+        ]
+        return Reference(str(folder), "float32").compare(probes, temperature=1.0)
+
+    right = parity(seen)
+    assert abs(right.kl) < 1e-7 and right.max_difference < 1e-4
+    other = replace(images[0], load=partial(image_bytes, 56, 84, 77))
+    assert parity([(other, images[1]), ()]).mean_difference > 0.01
