@@ -28,8 +28,8 @@ class EngineSight:
     processing: ImageProcessing
 
     def starts(self, tokens: Any, images: Sequence[PromptImage]) -> list[int]:
-        """Where each image's placeholders begin among ``tokens`` [L], of any kind; ``ValueError`` where they are not those
-        of ``images``."""
+        """Where each image's placeholders begin among ``tokens`` [L], of any kind of integers; ``ValueError`` where
+        they are not those of ``images``."""
         return image_starts(
             np.asarray(tokens, dtype=np.int64),
             [image.grid for image in images],
