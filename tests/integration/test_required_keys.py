@@ -12,7 +12,7 @@ from tests.fixtures.tiny_models import CHAT_TEMPLATE, make_hf_model, make_tokeni
 from tests.integration.world import mopd, read_metrics, write_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
-STEPS = 5
+STEPS = 2
 
 
 @pytest.fixture(scope="module")
