@@ -263,7 +263,7 @@ def _staging() -> float:
 def _collectives() -> tuple[float, float]:
     """Bytes a second that a rank sends in a sum of two ranks, and seconds of a sum of nearly nothing."""
     with tempfile.TemporaryDirectory(prefix="mopd-probe-") as folder:
-        other = multiprocessing.get_context("fork").Process(target=_sums, args=(1, folder), daemon=True)
+        other = multiprocessing.get_context("spawn").Process(target=_sums, args=(1, folder), daemon=True)
         other.start()
         large, small = _sums(0, folder)
         other.join(TIMEOUT_S)

@@ -41,13 +41,13 @@ class TokenBudget:
                 self._changed.notify_all()
 
 
-async def cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel those that are not done, wait for their end, and take note of errors that nobody will ask for."""
+async def cancel(tasks: Sequence[asyncio.Future[Any]], *, grace_s: float = CANCEL_GRACE_S) -> None:
+    """Cancel those that are not done, wait so long for their end, and take note of errors that nobody will ask for."""
     for task in tasks:
         task.cancel()
     pending = [task for task in tasks if not task.done()]
     if pending:
-        await asyncio.wait(pending, timeout=CANCEL_GRACE_S)
+        await asyncio.wait(pending, timeout=grace_s)
     for task in tasks:
         if task.done() and not task.cancelled():
             task.exception()

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from mopd.config.placements import LocalConfig, RayConfig
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.concurrency import all_or_none, cancel
+from mopd.engines.concurrency import CANCEL_GRACE_S, all_or_none, cancel
 from mopd.engines.interface import EngineError, EngineInfo, EngineUnavailable
 from mopd.placement.interface import GroupPlan
 from mopd.placement.process import ServerState, how_it_ended
@@ -143,9 +143,11 @@ class ServerGroup:
 
     async def close(self) -> None:
         """See ``Placement.close``."""
-        await cancel(self._watchers)
+        await cancel(self._watchers, grace_s=CANCEL_GRACE_S + KILL_WAIT_S)  # one may be ending a server
         for task in self._watchers:
-            if not task.cancelled() and task.exception() is not None:
+            if not task.done():
+                logger.error("%s: a watcher did not end", self.plan.key)
+            elif not task.cancelled() and task.exception() is not None:
                 logger.error("%s: a watcher failed", self.plan.key, exc_info=task.exception())
         self._watchers = []
         for engine in (*self.engines, *self._former):

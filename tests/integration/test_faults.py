@@ -243,7 +243,6 @@ def test_a_replica_killed_in_mid_response_loses_and_doubles_none_of_many_callers
             numbers = router.take_numbers()
             assert sorted(told) == list(range(160))
             assert sum(replica.num_samples for replica in numbers.replicas) == 160 and numbers.retries > 0
-            assert sum(replica.num_requests for replica in numbers.replicas) < 80
         for one, other in zip(drawn, right, strict=True):
             assert one.tokens.tolist() == other.tokens.tolist()
             assert set(one.token_versions.tolist()) == {1}

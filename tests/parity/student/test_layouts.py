@@ -21,7 +21,7 @@ from mopd.student.model.overrides import ALLOWED
 from tests.parity.student.conftest import (
     ENSEMBLES,
     FOUR_RANK_LAYOUTS,
-    HEAD_LOSSES,
+    HEAD_CASES,
     MICRO_BATCH_SIZES,
     OTHER_LOSSES,
     OVERRIDES,
@@ -84,8 +84,7 @@ def test_every_allowed_override_is_tried() -> None:
     assert {field for given in OVERRIDES.values() for field in given} == set(ALLOWED) - {"attention_backend"}
 
 
-@pytest.mark.parametrize("tied", ["tied", "untied"])
-@pytest.mark.parametrize("loss", HEAD_LOSSES)
+@pytest.mark.parametrize(("loss", "tied"), HEAD_CASES)
 @pytest.mark.parametrize("layout", ["small", *TWO_RANK_LAYOUTS])
 def test_lm_head_in_chunks_equals_all_logits_at_once(
     two_ranks: Results, one_rank: Results, layout: str, loss: str, tied: str

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -124,3 +126,15 @@ def test_a_cache_that_cannot_be_written_is_warned_of(
 def test_folder_that_is_no_checkpoint(tmp_path: Path, cache: Path):
     with pytest.raises(UserError, match=r"config\.json: missing"):
         make_manifest(tmp_path, cache_file=cache)
+
+
+def test_the_cache_forgets_files_that_are_gone_or_changed(tmp_path: Path, model: Path, cache: Path):
+    gone = shutil.copytree(model, tmp_path / "gone")
+    make_manifest(gone, cache_file=cache)
+    make_manifest(model, cache_file=cache)
+    before = json.loads(cache.read_text())
+    shutil.rmtree(gone)
+    (model / "model.safetensors").touch()
+    make_manifest(model, cache_file=cache)
+    after = json.loads(cache.read_text())
+    assert len(before) == 2 and len(after) == 1 and not before.keys() & after.keys()

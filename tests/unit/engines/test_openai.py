@@ -1,4 +1,4 @@
-"""OpenAIScorer against answers that are wrong in one place each; the real server stands in test_openai_vllm.py."""
+"""OpenAIScorer against answers that are wrong in one place each. The real one: tests/integration/test_stock_vllm.py."""
 
 from __future__ import annotations
 

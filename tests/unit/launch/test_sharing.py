@@ -30,13 +30,14 @@ def rank(number: int, machine: int, local: int, port: int, folder: Path) -> None
 
 def test_one_rank_of_each_machine_makes_the_text(tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     # The last one starts first: it has to wait.
     children = [context.Process(target=rank, args=(*one, store.port, tmp_path)) for one in reversed(RANKS)]
     for child in children:
         child.start()
     for child in children:
         child.join(60)
+    assert [child.exitcode for child in children] == [0] * len(RANKS)
     texts = [(tmp_path / str(number)).read_text() for number, _, _ in RANKS]
     assert texts == ["first of 0", "first of 0", "2 after first of 0", "2 after first of 0"]
 
