@@ -314,7 +314,12 @@ class RegisteredGroup:
             raise Refused("; ".join(problems))
         scores: Mapping[str, Any] = {}
         if not is_rollout:  # which has no weights yet
-            scores = await fingerprint(replica, vocab_size=info.vocab_size, temperature=plan.needs.temperature)
+            scores = await fingerprint(
+                replica,
+                vocab_size=info.vocab_size,
+                temperature=plan.needs.temperature,
+                sees_images=info.image_processing is not None,
+            )
         if self._standards is None:
             self._standards = info, scores
             return

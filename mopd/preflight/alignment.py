@@ -10,20 +10,27 @@ Two more looks catch what both ways would do alike. Another first token has to c
 the left. And one token repeated gives the same distribution at every place (attention over equal values is that value),
 in every model whose positions are rotary: something put before each prompt shows as a difference.
 
+A teacher that sees images is asked about prompts that hold some; a black image in their place has to change its scores.
+
 Shapes: N tokens of a continuation, K top-k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
+from PIL import Image
 from torch import Tensor
 
-from mopd.engines.interface import Generation, SamplingParams, Scores
+from mopd.data.image_files import digest_of
+from mopd.engines.interface import Generation, Images, SamplingParams, Scores
+from mopd.engines.vision import EngineSight
 from mopd.replicas.interface import SampleFailed
 from mopd.teachers.worker import TeacherGroup
+from mopd.types import PromptImage
 
 NUM_TOKENS = 8
 """Of a continuation."""
@@ -47,6 +54,8 @@ MAX_REPEATED_SHARE = 0.2
 NUM_BEST = 4
 """Most probable tokens of a row that are compared."""
 
+Context = tuple[tuple[int, ...], tuple[PromptImage, ...]]
+"""Tokens, and the images whose placeholders are among them."""
 OTHER_READINGS = {
     "later": "rows that stand one place too late",
     "earlier": "rows that stand one place too early",
@@ -75,6 +84,8 @@ class Text:
 
     tokens: tuple[int, ...]
     prompt_length: int
+    images: tuple[PromptImage, ...] = ()
+    """Those of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +94,7 @@ class Continued:
 
     context: tuple[int, ...]
     drawn: Generation
+    images: tuple[PromptImage, ...] = ()
 
     def scored_after(self, context: Sequence[int]) -> tuple[Tensor, int]:
         """What to score, and where the response begins, were ``context`` the prompt."""
@@ -92,26 +104,40 @@ class Continued:
 class AlignmentCheck:
     """Asks one teacher. Scores travel through its router; nothing is kept."""
 
-    def __init__(self, group: TeacherGroup, *, top_k: int, longest: int, limit: float, dtype: str) -> None:
+    def __init__(
+        self,
+        group: TeacherGroup,
+        *,
+        top_k: int,
+        longest: int,
+        limit: float,
+        dtype: str,
+        sight: EngineSight | None = None,
+    ) -> None:
         """``longest`` is the longest sequence that a replica need take, ``limit`` the largest mean difference between
-        the log-probs of scoring and generating, ``dtype`` the engine's."""
-        self._group = group
+        the log-probs of scoring and generating, ``dtype`` the engine's, ``sight`` the teacher's where probes may have
+        images."""
+        self._group, self._sight = group, sight
+        self._vision_ids = frozenset(() if sight is None else sight.dims.token_ids)
         self._top_k, self._longest, self._limit, self._dtype = top_k, longest, limit, dtype
 
     async def run(self, probes: Sequence[Text], *, has_rotary_positions: bool) -> Alignment:
         """``has_rotary_positions``: the teacher's positions are rotary and its attention plain, so that a repeated
         token is a test. ``SampleFailed`` where a replica does not answer."""
         size = max(1, min(NUM_PIECE_TOKENS, self._longest - 4))
-        short = await self._continue(_short_contexts(probes, size), room=1)
-        long = await self._continue(_long_contexts(probes, self._longest - 1), room=0)
+        texts = [self._without_images(probe) for probe in probes]
+        short = await self._continue(_short_contexts(texts, size), room=1)
+        long = await self._continue(self._long_contexts(probes), room=0)
         right = [await self._score([(one, one.context) for one in kind]) for kind in (short, long)]
-        difference = max(_difference(kind, rows) for kind, rows in zip((short, long), right, strict=True))
+        kinds = zip((short, long), right, strict=True)
+        difference = max(_difference(kind, rows, self._vision_ids) for kind, rows in kinds)
         others = await self._others(short, long, right)
         problem = (
             self._wrong(difference, others)
             or await self._deaf(short, right[0], difference)
             or await self._deaf_on_the_left(probes)
-            or (await self._prefixed(probes) if has_rotary_positions else "")
+            or await self._blind(probes)
+            or (await self._prefixed(texts) if has_rotary_positions else "")
         )
         return Alignment(
             difference=difference,
@@ -135,7 +161,9 @@ class AlignmentCheck:
         asked = {
             "dropped": [(one, one.context[1:]) for one in short],
             "doubled": [(one, (one.context[0], *one.context)) for one in short],
-            "cut": [(one, one.context[len(one.context) // 2 :]) for one in long if len(one.context) > 1],
+            "cut": [
+                (one, one.context[len(one.context) // 2 :]) for one in long if len(one.context) > 1 and not one.images
+            ],
         }
         known = {one.context: rows for one, rows in zip([*short, *long], [*right[0], *right[1]], strict=True)}
         for name, questions in asked.items():
@@ -180,8 +208,11 @@ class AlignmentCheck:
         texts = [probe.tokens[: min(self._longest, probe.prompt_length + NUM_TEXT_TOKENS)] for probe in probes]
         starts = [probe.prompt_length for probe in probes]
         plain = [(torch.tensor(text), start) for text, start in zip(texts, starts, strict=True)]
-        other = [(torch.tensor(_other_first(text)), start) for text, start in zip(texts, starts, strict=True)]
-        first, again, changed = await self._ask(plain), await self._ask(plain), await self._ask(other)
+        barred = self._vision_ids
+        other = [(torch.tensor(_other_first(text, barred)), start) for text, start in zip(texts, starts, strict=True)]
+        images = [probe.images for probe in probes]
+        first, again = await self._ask(plain, images), await self._ask(plain, images)
+        changed = await self._ask(other, images)
         least = MIN_EFFECT.get(self._dtype, LEAST_EFFECT)
         for start, one, same, unlike in zip(starts, first, again, changed, strict=True):
             effect = _change(one, unlike)
@@ -191,6 +222,55 @@ class AlignmentCheck:
                     "the server cut prompts on the left?"
                 )
         return ""
+
+    async def _blind(self, probes: Sequence[Text]) -> str:
+        """A black image in place of a prompt's has to be seen, above the engine's own noise."""
+        seen = [probe for probe in probes if probe.images]
+        if not seen:
+            return ""
+        texts = [(torch.tensor(probe.tokens[: self._longest]), probe.prompt_length) for probe in seen]
+        images = [probe.images for probe in seen]
+        black = [[self._black(image) for image in own] for own in images]
+        first, again = await self._ask(texts, images), await self._ask(texts, images)
+        changed = await self._ask(texts, black)
+        least = MIN_EFFECT.get(self._dtype, LEAST_EFFECT)
+        effect = max(_change(one, unlike) for one, unlike in zip(first, changed, strict=True))
+        if effect > max(least, NOISE * max(_change(one, same) for one, same in zip(first, again, strict=True))):
+            return ""
+        return f"another image does not change them (by {effect:.1e}): does the server drop images?"
+
+    def _black(self, image: PromptImage) -> PromptImage:
+        """Of the same grid."""
+        assert self._sight is not None, "a probe has images where the teacher sees them"
+        side, (_, height, width) = self._sight.processing.patch_size, image.grid
+        stream = io.BytesIO()
+        Image.new("RGB", (width * side, height * side)).save(stream, format="PNG")
+        content = stream.getvalue()
+        return PromptImage(digest=digest_of(content), grid=image.grid, load=lambda: content)
+
+    def _without_images(self, probe: Text) -> Text:
+        """Its text alone."""
+        if not self._vision_ids:
+            return probe
+        kept = [place for place, token in enumerate(probe.tokens) if token not in self._vision_ids]
+        length = sum(place < probe.prompt_length for place in kept)
+        return Text(tuple(probe.tokens[place] for place in kept), length)
+
+    def _long_contexts(self, probes: Sequence[Text]) -> list[Context]:
+        """Most of each prompt, where few teachers are certain of what comes next; all of it; and half of the response.
+        No image is cut: contexts begin after the last."""
+        contexts: dict[Hashable, Context] = {}
+        for probe in probes:
+            seen = [place + 1 for place, token in enumerate(probe.tokens) if token in self._vision_ids]
+            least = seen[-1] if seen else 1
+            for end in (
+                3 * probe.prompt_length // 4,
+                probe.prompt_length,
+                (probe.prompt_length + len(probe.tokens)) // 2,
+            ):
+                context = probe.tokens[: min(max(end, least), self._longest - 1)]
+                contexts[context, tuple(image.digest for image in probe.images)] = context, probe.images
+        return [*contexts.values()]
 
     async def _prefixed(self, probes: Sequence[Text]) -> str:
         """A token repeated has to give one distribution at every place."""
@@ -214,52 +294,41 @@ class AlignmentCheck:
             "something before each prompt, such as another <bos> or a chat template?"
         )
 
-    async def _continue(self, contexts: Sequence[tuple[int, ...]], *, room: int) -> list[Continued]:
+    async def _continue(self, contexts: Sequence[Context], *, room: int) -> list[Continued]:
         """With their greedy continuations; ``room`` tokens stay free for longer prompts."""
-        count = max(1, min(NUM_TOKENS, self._longest - room - max(map(len, contexts))))
+        tokens, images = [context for context, _ in contexts], [own for _, own in contexts]
+        count = max(1, min(NUM_TOKENS, self._longest - room - max(map(len, tokens))))
         sampling = SamplingParams(max_new_tokens=count, temperature=0.0)
         async with self._group.kept_awake():
-            drawn = await self._group.router.generate(contexts, sampling, [0] * len(contexts))
-        return [Continued(context, own) for context, own in zip(contexts, drawn, strict=True)]
+            drawn = await self._group.router.generate(tokens, sampling, [0] * len(tokens), images=images)
+        return [Continued(context, given, own) for (context, own), given in zip(contexts, drawn, strict=True)]
 
     async def _score(self, questions: Sequence[tuple[Continued, Sequence[int]]]) -> list[Scores]:
-        return await self._ask([one.scored_after(context) for one, context in questions])
+        asked = [one.scored_after(context) for one, context in questions]
+        return await self._ask(asked, [one.images for one, _ in questions])
 
-    async def _ask(self, sequences: Sequence[tuple[Tensor, int]]) -> list[Scores]:
+    async def _ask(self, sequences: Sequence[tuple[Tensor, int]], images: Images = None) -> list[Scores]:
         tokens, starts = [tokens for tokens, _ in sequences], [start for _, start in sequences]
-        answers = await self._group.score(tokens, starts, top_k=self._top_k, temperature=1.0)
+        answers = await self._group.score(tokens, starts, top_k=self._top_k, temperature=1.0, images=images)
         return [answer for answer in answers if not isinstance(answer, SampleFailed)]  # the first of these was raised
 
 
-def _short_contexts(probes: Sequence[Text], size: int) -> list[tuple[int, ...]]:
+def _short_contexts(probes: Sequence[Text], size: int) -> list[Context]:
     """A prompt's first token and ``size`` tokens of its text."""
-    contexts = []
+    contexts: list[Context] = []
     for probe in probes:
         text = probe.tokens[1:]
         for place in range(PIECES_PER_PROBE):
             start = (place + 1) * max(0, len(text) - size) // (PIECES_PER_PROBE + 1)
-            contexts.append((probe.tokens[0], *text[start : start + size]))
+            contexts.append(((probe.tokens[0], *text[start : start + size]), ()))
     return contexts
 
 
-def _long_contexts(probes: Sequence[Text], longest: int) -> list[tuple[int, ...]]:
-    """Most of each prompt, where few teachers are certain of what comes next; all of it; and half of the response."""
-    contexts = {
-        probe.tokens[: min(end, longest)]: None
-        for probe in probes
-        for end in (
-            max(1, 3 * probe.prompt_length // 4),
-            probe.prompt_length,
-            (probe.prompt_length + len(probe.tokens)) // 2,
-        )
-    }
-    return [*contexts]
-
-
-def _other_first(context: tuple[int, ...]) -> tuple[int, ...]:
-    """With another token in the first place: one of its own, which every vocabulary has."""
+def _other_first(context: tuple[int, ...], barred: Collection[int] = ()) -> tuple[int, ...]:
+    """With another token in the first place: one of its own, which every vocabulary has, and none that is barred."""
     first = context[0]
-    other = next((token for token in reversed(context) if token != first), first - 1 if first else 1)
+    own = (token for token in reversed(context) if token != first and token not in barred)
+    other = next(own, first - 1 if first else 1)
     return (other, *context[1:])
 
 
@@ -270,12 +339,19 @@ def _change(one: Scores, other: Scores) -> float:
     return torch.cat([tokens, listed.flatten()]).mean().item()
 
 
-def _difference(continued: Sequence[Continued], scores: Sequence[Scores]) -> float:
+def _best(rows: Scores, barred: Collection[int], *, otherwise: Tensor) -> Tensor:
+    """[N] largest log-prob of each row but those of ``barred`` ids, or ``otherwise`` where a row lists nothing else."""
+    is_barred = torch.isin(rows.ids, torch.tensor([*barred], dtype=rows.ids.dtype))
+    return torch.where(is_barred.all(1), otherwise, rows.logprobs.masked_fill(is_barred, -torch.inf).amax(1))
+
+
+def _difference(continued: Sequence[Continued], scores: Sequence[Scores], barred: Collection[int]) -> float:
     """Mean distance between scored and generated, by whichever says more: the tokens' own log-probs, the rows' best (a
-    greedy token is it), or how far below its best a row has the token."""
+    greedy token is it, where ``barred`` ids are left out), or how far below its best a row has the token."""
     distances = []
     for one, rows in zip(continued, scores, strict=True):
-        expected, best = one.drawn.logprobs, rows.logprobs[:, 0]
+        expected = one.drawn.logprobs
+        best = _best(rows, barred, otherwise=expected) if barred else rows.logprobs[:, 0]
         listed = _listed(rows, one.drawn.tokens, otherwise=rows.logprobs[:, -1])
         distances.append(torch.stack([(rows.token_logprobs - expected).abs(), (best - expected).abs(), best - listed]))
     return torch.cat(distances, dim=1).mean(1).max().item()

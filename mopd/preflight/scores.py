@@ -7,17 +7,21 @@ or the folder holds no weights, the teacher is held against its own greedy conti
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from torch import Tensor
 
 from mopd.config.auto import compares_with_transformers
 from mopd.config.schema import Recipe
 from mopd.conversion.models.families import FAMILIES
 from mopd.data.image_refs import refs_from_tensor
+from mopd.data.images import ImageStore
 from mopd.engines.interface import EngineInfo
 from mopd.engines.torch.loading import read_config
+from mopd.engines.vision import read_sight
 from mopd.hardware import free_memory_bytes
 from mopd.preflight.alignment import AlignmentCheck, Text
 from mopd.preflight.parity import Parity, Probe, Reference
@@ -26,7 +30,7 @@ from mopd.run.manifests import has_own_weights
 from mopd.run.preparing import weights_bytes
 from mopd.run.workers import Workers
 from mopd.text import one_line
-from mopd.types import SampleMeta
+from mopd.types import PromptImage, SampleMeta
 
 CURE = "the scores are not this teacher's; check teachers.{name}.engine and placement, or widen {keys}"
 
@@ -76,10 +80,12 @@ class ScoresCheck:
 
     async def _against_itself(self, name: str, samples: Sequence[SampleMeta], dtype: str, why: str) -> Judgement:
         recipe = self._recipe
-        fields = await self._workers.plane.get([sample.sample_id for sample in samples], ("tokens",))
+        folder = Path(recipe.teachers[name].model)
+        names = ("tokens", "images") if self._store(name) is not None else ("tokens",)
+        fields = await self._workers.plane.get([sample.sample_id for sample in samples], names)
         texts = [
-            Text(tuple(tokens.tolist()), sample.prompt_length)
-            for tokens, sample in zip(fields["tokens"], samples, strict=True)
+            Text(tuple(fields["tokens"][i].tolist()), sample.prompt_length, self._images(name, fields, i))
+            for i, sample in enumerate(samples)
         ]
         check = AlignmentCheck(
             self._workers.teacher_groups[name],
@@ -87,8 +93,9 @@ class ScoresCheck:
             longest=recipe.data.max_prompt_length + recipe.rollout.max_response_length,
             limit=recipe.preflight.logprob_limit(dtype),
             dtype=dtype,
+            sight=None if self._store(name) is None else read_sight(folder, recipe.data.max_pixels),
         )
-        config = read_config(Path(recipe.teachers[name].model))
+        config = read_config(folder)
         try:
             found = await check.run(texts, has_rotary_positions=config.model_type in FAMILIES)
         except SampleFailed as error:
@@ -105,14 +112,12 @@ class ScoresCheck:
 
     async def _probes_of(self, name: str, samples: Sequence[SampleMeta]) -> list[Probe]:
         names = ["tokens", "teacher_ids", "teacher_logprobs", "teacher_token_logprobs"]
-        store = self._workers.dataset.images if self._workers.teacher_groups[name].sees_images else None
-        if store is not None:
+        if self._store(name) is not None:
             names.append("images")
         fields = await self._workers.plane.get([sample.sample_id for sample in samples], names)
         probes = []
         for i, sample in enumerate(samples):
             ids, logprobs = fields["teacher_ids"][i], fields["teacher_logprobs"][i]
-            images = [] if store is None else map(store.prompt_image, refs_from_tensor(fields["images"][i]))
             teachers = self._recipe.assignment.teachers_of(sample.domain)
             if self._recipe.assignment.max_teachers > 1:
                 place = teachers.index(name)
@@ -124,10 +129,18 @@ class ScoresCheck:
                     ids=ids,
                     logprobs=logprobs,
                     token_logprobs=fields["teacher_token_logprobs"][i] if len(teachers) == 1 else None,
-                    images=tuple(images),
+                    images=self._images(name, fields, i),
                 )
             )
         return probes
+
+    def _store(self, name: str) -> ImageStore | None:
+        return self._workers.dataset.images if self._workers.teacher_groups[name].sees_images else None
+
+    def _images(self, name: str, fields: Mapping[str, Sequence[Tensor]], i: int) -> tuple[PromptImage, ...]:
+        """Those of sample ``i``, as far as the teacher ``name`` sees them."""
+        store = self._store(name)
+        return () if store is None else tuple(map(store.prompt_image, refs_from_tensor(fields["images"][i])))
 
 
 def _compare(folder: str, dtype: str, probes: Sequence[Probe], recipe: Recipe) -> Parity:

@@ -82,9 +82,12 @@ def fingerprint_tokens(vocab_size: int) -> list[int]:
     return [int.from_bytes(digest[:8], "little") % vocab_size for digest in digests]
 
 
-async def fingerprint(replica: Replica, *, vocab_size: int, temperature: float) -> dict[str, Any]:
-    """A teacher replica's log-probs of the probe's tokens, as plain JSON."""
-    tokens = fingerprint_tokens(vocab_size)
+async def fingerprint(
+    replica: Replica, *, vocab_size: int, temperature: float, sees_images: bool = False
+) -> dict[str, Any]:
+    """A teacher replica's log-probs of the probe's tokens, as plain JSON. Where it ``sees_images`` those are of the
+    lower half of the vocabulary: ids that stand for images, of which the probe has none, are among the last."""
+    tokens = fingerprint_tokens(vocab_size // 2 if sees_images else vocab_size)
     scorer: Any = replica.engine
     try:
         (scores,) = await scorer.score([torch.tensor(tokens)], [1], top_k=1, temperature=temperature)

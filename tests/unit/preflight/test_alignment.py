@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +15,16 @@ import torch
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.config.schema import PreflightConfig
 from mopd.engines.torch.engine import TorchEngine
+from mopd.engines.torch.sight import Eyes
+from mopd.engines.vision import read_sight
 from mopd.preflight.alignment import Alignment, AlignmentCheck, Text
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.teachers.worker import TeacherGroup
 from tests.fixtures.misreadings import PROMPTS, SHIFTS, Misread
+from tests.fixtures.seen import placeholders, prompt_image, prompts_with_images
 from tests.fixtures.tiny_models import BOS_ID, VOCAB_SIZE, make_hf_model
+from tests.fixtures.vision import VISION_VOCAB_SIZE, image_bytes, make_vision_model
 
 NUM_TEACHERS = 20
 FAMILIES = ("qwen3", "llama", "qwen2", "mistral", "deepseek_v3")
@@ -130,3 +135,44 @@ def test_one_wrong_replica_of_several(teacher: Make) -> None:
 
 def test_another_model_on_one_replica(teacher: Make) -> None:
     assert look(teacher(3), teacher(8)).problem
+
+
+def test_a_teacher_that_sees_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes hold images, first, last and between; scores of others, or of none, are noticed."""
+    folder = make_vision_model(tmp_path)
+    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
+    generator = torch.Generator().manual_seed(0)
+    texts = [
+        Text((*prompt, *torch.randint(3, 40, (12,), generator=generator).tolist()), len(prompt), tuple(images))
+        for prompt, images in zip(*prompts_with_images(folder), strict=True)
+    ]
+    text = Text((*placeholders(texts[0].images[0]), *range(3, 20)), 20, texts[0].images)
+
+    def run() -> Alignment:
+        router = Router("t", [Replica(name="t.0", engine=engine)], RoutingConfig(), kind="teacher")
+        check = AlignmentCheck(
+            TeacherGroup("t", router, vocab_size=VISION_VOCAB_SIZE, sees_images=True),
+            top_k=8,
+            longest=64,
+            limit=PreflightConfig().logprob_limit("float32"),
+            dtype="float32",
+            sight=read_sight(folder, None),
+        )
+        return asyncio.run(check.run([*texts, text], has_rotary_positions=True))
+
+    right = run()
+    assert right.problem == "" and right.nearest > 100 * right.difference
+    features = Eyes._features
+    monkeypatch.setattr(Eyes, "_features", lambda self, image: tuple(map(torch.zeros_like, features(self, image))))
+    assert "another image does not change them" in run().problem
+    monkeypatch.undo()
+    score, wrong = engine.score, image_bytes(56, 84, 5)
+
+    async def of_another(*given: Any, images: Any = None, **keys: Any) -> Any:
+        """Every image is one and the same, where its grid allows."""
+        one = prompt_image(folder, wrong)
+        changed = [[one if own.grid == one.grid else own for own in seen] for seen in images or ()]
+        return await score(*given, images=changed or None, **keys)
+
+    monkeypatch.setattr(engine, "score", of_another)
+    assert "they differ from what its own generation reports" in run().problem
