@@ -22,6 +22,7 @@ from mopd.replicas.identity import (
 )
 from mopd.replicas.interface import Replica
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model, make_tokenizer
+from tests.fixtures.vision import VISION_VOCAB_SIZE, make_vision_model
 
 NEEDS = Needs(length=256, top_k=VOCAB_SIZE)
 
@@ -87,6 +88,18 @@ def test_a_fingerprint_tells_models_apart_and_knows_its_own(folder: Path, tmp_pa
     assert largest_difference([own]) == 0
     assert largest_difference([own, again, other]) > 0.1
     assert fingerprint_difference(own, {**own, "vocab_size": 7}) == float("inf")
+
+
+def test_the_probe_of_a_model_that_sees_images_has_no_place_of_one(tmp_path: Path) -> None:
+    engine = TorchEngine.from_pretrained(make_vision_model(tmp_path), TorchEngineConfig(dtype="float32"))
+
+    def take(*, sees_images: bool) -> dict[str, object]:
+        replica = Replica(name="math.0", engine=engine)
+        return asyncio.run(fingerprint(replica, vocab_size=VISION_VOCAB_SIZE, temperature=1.0, sees_images=sees_images))
+
+    assert fingerprint_difference(take(sees_images=True), take(sees_images=True)) == 0
+    with pytest.raises(ValueError, match="image tokens for 0 images"):
+        take(sees_images=False)
 
 
 def test_the_probe_is_the_same_everywhere() -> None:
