@@ -139,7 +139,8 @@ def test_servers_of_another_interpreter(models: World, tmp_path: Path) -> None:
     message = start_error(recipe_groups(recipe, LEFT))
     assert "left.0 ended with exit code 1 at its start: ModuleNotFoundError: No module named " in message
     (site,) = (other / "lib").glob("python*/site-packages")
-    (site / "packages.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    ours = [f"import site; site.addsitedir({path!r})" for path in sys.path if path.endswith("site-packages")]
+    (site / "packages.pth").write_text("\n".join(ours))
     tokens, starts = make_samples(4)
 
     async def work() -> None:
