@@ -64,7 +64,7 @@ class Report:
     vision_tower_share: float | None
     """Of the first pipeline stage's passes, mean over steps; ``None`` for a student without vision."""
     pipeline_bubble_share: float | None
-    """Of a step's passes, time in which ranks do not compute, mean over steps; ``None`` for a student without vision."""
+    """Of a step's passes, time in which ranks do not compute, mean over steps; ``None`` without vision."""
     pipeline: PipelineResult | None
     """Who worked and who waited."""
     samples: AgeResult | None

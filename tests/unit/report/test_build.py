@@ -40,7 +40,8 @@ def test_the_shares_of_tower_and_bubble_are_means_over_the_steps_that_have_them(
     assert (report.vision_tower_share, report.pipeline_bubble_share) == pytest.approx((0.375, 0.2))
     shown = io.StringIO()
     print_summary(report, Terminal(file=shown, width=100))
-    assert "vision tower: 37.5% of the first pipeline stage's passes; bubble 20.0%" in " ".join(shown.getvalue().split())
+    told = " ".join(shown.getvalue().split())
+    assert "vision tower: 37.5% of the first pipeline stage's passes; bubble 20.0%" in told
     page = " ".join((run_dir / "report.html").read_text().split())
     assert "The vision tower takes 38% of the first pipeline stage’s passes; in 20% of" in page
 
