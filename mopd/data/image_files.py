@@ -9,7 +9,7 @@ import hashlib
 import io
 import warnings
 
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, UnidentifiedImageError
 
 from mopd.config.data import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from mopd.text import one_line
@@ -83,6 +83,8 @@ def _open(content: bytes, place: str) -> tuple[ImageFile.ImageFile, int]:
             is_animated = bool(getattr(image, "is_animated", False))
     except Image.DecompressionBombError as error:
         raise UserError(f"{place}: {_too_large(one_line(error))}") from error
+    except UnidentifiedImageError as error:  # whose text is the name of an object
+        raise UserError(f"{place}: no image of the formats {', '.join(FORMATS)}: convert it") from error
     except Exception as error:
         raise UserError(
             f"{place}: no image of the formats {', '.join(FORMATS)}: {one_line(error):.200}: convert it"

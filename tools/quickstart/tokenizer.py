@@ -15,9 +15,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, plus pad, bos, eos, unk and the two roles of the chat template."""
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL, " ", *string.ascii_lowercase))}
+def build_tokenizer(more: tuple[str, ...] = (), chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token per character, plus pad, bos, eos, unk, two roles of the chat template and ``more`` special ones."""
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, " ", *string.ascii_lowercase, *more))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
@@ -27,9 +27,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         bos_token="<bos>",
         eos_token="<eos>",
         unk_token="<unk>",
-        additional_special_tokens=["<user>", "<assistant>"],
+        additional_special_tokens=["<user>", "<assistant>", *more],
         clean_up_tokenization_spaces=False,
         model_max_length=128,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = chat_template
     return tokenizer

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import string
-
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tools.quickstart.tokenizer import SPECIAL
+from tools.quickstart import tokenizer
 
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CHAT_TEMPLATE = (
@@ -20,20 +17,5 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, plus pad, bos, eos, unk, two roles and four of vision."""
-    vocabulary = {token: i for i, token in enumerate((*SPECIAL, " ", *string.ascii_lowercase, *VISION))}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        extra_special_tokens=["<user>", "<assistant>", *VISION],
-        clean_up_tokenization_spaces=False,
-        model_max_length=128,
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    """The quickstart's, with four tokens of vision more."""
+    return tokenizer.build_tokenizer(VISION, CHAT_TEMPLATE)

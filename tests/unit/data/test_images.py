@@ -222,7 +222,7 @@ def claimed(width: int, height: int) -> bytes:
 PICTURE = Image.new("RGB", (60, 40), "red")
 BAD_FILES: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "no image of the formats PNG, JPEG, WEBP, BMP"),
-    "a text": (b"an image", "no image of the formats"),
+    "a text": (b"an image", "no image of the formats PNG, JPEG, WEBP, BMP: convert it"),
     "another format": (encoded("GIF", PICTURE), "no image of the formats"),
     "a TIFF": (encoded("TIFF", PICTURE), "no image of the formats"),
     "an animated PNG": (encoded("PNG", PICTURE, Image.new("RGB", (60, 40))), "the image is animated: keep one frame"),
