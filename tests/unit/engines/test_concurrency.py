@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from mopd.engines.concurrency import TokenBudget, all_or_none
+from mopd.engines.concurrency import TokenBudget, all_or_none, cancel
 
 
 def test_budget_is_never_exceeded_and_large_work_is_not_overtaken() -> None:
@@ -79,3 +79,19 @@ def test_first_failure_ends_the_others() -> None:
         assert len(ended) == 3
 
     asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_cancelled_work_has_its_time_to_end() -> None:
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.2)
+
+    async def run(grace_s: float) -> bool:
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        await cancel([task], grace_s=grace_s)
+        return task.done()
+
+    assert not asyncio.run(run(0.0)) and asyncio.run(run(30.0))
