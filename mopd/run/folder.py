@@ -195,9 +195,12 @@ class RunDir(RunFiles):
                 folder.rmdir()
 
     def discard_if_unused(self) -> None:
-        """Remove a folder that holds nothing but the lock of a writer that is gone (killed before it could close), and
-        a request that nobody heeds any more."""
-        if not self.path.is_dir() or {entry.name for entry in self.path.iterdir()} - {".lock", self.stop.name}:
+        """Remove a folder that holds nothing but the lock of a writer that is gone (killed before it could close),
+        empty logs of ranks that began them after rank 0 had closed, and a request that nobody heeds any more."""
+        if not self.path.is_dir() or self.recipe.is_file():
+            return
+        self._remove_empty_logs()
+        if {entry.name for entry in self.path.iterdir()} - {".lock", self.stop.name}:
             return
         for path in (self.lock_path, self.stop):
             path.unlink(missing_ok=True)

@@ -176,6 +176,23 @@ def test_folder_of_a_killed_writer_is_discarded_unless_it_holds_something(load: 
     assert Path("runs/one/recipe.yaml").is_file()
 
 
+def test_logs_that_ranks_began_after_the_end_are_discarded_while_empty(load: Load) -> None:
+    run = RunDir(load().recipe.run_dir)
+    run.logs_here.mkdir(parents=True)
+    (run.logs_here / "rank_1.log").touch()
+    (run.logs_here / "rank_2.log").write_text("a word")
+    run.discard_if_unused()
+    assert [path.name for path in run.logs_here.iterdir()] == ["rank_2.log"]
+    (run.logs_here / "rank_2.log").write_text("")
+    run.discard_if_unused()
+    assert not run.path.exists()
+    run.logs_here.mkdir(parents=True)
+    (run.logs_here / "rank_1.log").touch()
+    run.recipe.touch()  # a run has begun: what it left is for its user to see
+    run.discard_if_unused()
+    assert (run.logs_here / "rank_1.log").is_file()
+
+
 def test_paths(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert run.checkpoint(50) == tmp_path / "checkpoints" / "step_00000050"
