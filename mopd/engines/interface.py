@@ -8,7 +8,7 @@ Shapes: R response tokens of one sample, K = top-k.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -186,10 +186,13 @@ class TakesWeights(Protocol):
     weight_version: int
     """Of the last ``load_weights``."""
 
-    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """Replace all weights by ``(hf_name, tensor)`` pairs. Before the first one is replaced it raises, and the old
-        ones answer on: ``ValueError`` if a name or shape does not match or a weight is missing, ``NonFiniteError`` for
-        NaN or infinite values, also such as do not fit the engine's dtype."""
+    async def load_weights(
+        self, weights: Iterable[tuple[str, Tensor]], weight_version: int, *, kept: Set[str] = frozenset()
+    ) -> None:
+        """Replace all weights by ``(hf_name, tensor)`` pairs, but those named in ``kept``, which an engine that has
+        weights keeps. Before the first one is replaced it raises, and the old ones answer on: ``ValueError`` if a name
+        or shape does not match or a weight is missing, ``NonFiniteError`` for NaN or infinite values, also such as do
+        not fit the engine's dtype."""
         ...
 
 

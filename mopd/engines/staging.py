@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -21,21 +22,24 @@ _FILE_BYTES = 2**28
 
 
 def checked_weights(
-    weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], *, name: str
+    weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], *, kept: Set[str] = frozenset(), name: str
 ) -> Iterator[tuple[str, Tensor]]:
     """The stream itself, looked at as it passes. ``slots`` say which weights there are, with their shapes and dtypes;
-    ``name`` (the model) stands in messages.
+    those of ``kept`` stay as they are; ``name`` (the model) stands in messages.
 
     Raises:
-        ValueError: the stream is not exactly the weights of ``slots``; for a missing one at the end.
+        ValueError: the stream is not exactly the weights of ``slots`` without ``kept``; for a missing one at the end.
         NonFiniteError: a value is NaN or infinite, or becomes so in the slot's dtype: every answer would be NaN.
     """
-    waiting = set(slots)
+    if kept - slots.keys():
+        raise ValueError(f"weight {min(kept - slots.keys())!r} cannot be kept: it does not exist in {name}")
+    waiting = slots.keys() - kept
     for weight, tensor in weights:
         if weight not in slots:
             raise ValueError(f"weight {weight!r} does not exist in {name}")
         if weight not in waiting:
-            raise ValueError(f"weight {weight!r} arrives twice for {name}")
+            fault = "arrives though it is kept in" if weight in kept else "arrives twice for"
+            raise ValueError(f"weight {weight!r} {fault} {name}")
         if tensor.shape != slots[weight].shape:
             shapes = f"has shape {list(tensor.shape)}, {name} needs {list(slots[weight].shape)}"
             raise ValueError(f"weight {weight!r} {shapes}")
@@ -47,11 +51,11 @@ def checked_weights(
 
 
 def hold_weights(
-    weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], *, name: str
+    weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], *, kept: Set[str] = frozenset(), name: str
 ) -> Collection[tuple[str, Tensor]]:
-    """All weights, checked. A stream is kept as copies in the slots' dtypes, as its sender may reuse its memory; a
-    collection, whose tensors are all there, is only looked at. Raises as ``checked_weights`` does."""
-    checked = checked_weights(weights, slots, name=name)
+    """All weights but the ``kept`` ones, checked. A stream is held as copies in the slots' dtypes, as its sender may
+    reuse its memory; a collection, whose tensors are all there, is only looked at. Raises as ``checked_weights``."""
+    checked = checked_weights(weights, slots, kept=kept, name=name)
     if isinstance(weights, Collection):
         for _ in checked:
             pass
@@ -59,15 +63,23 @@ def hold_weights(
     return [(weight, tensor.detach().to(slots[weight].dtype, copy=True)) for weight, tensor in checked]
 
 
+class StagedFiles(NamedTuple):
+    """New weights on their way to an engine's processes."""
+
+    paths: list[str]
+    num_tensors: int
+
+
 async def stage_weights(
     weights: Iterable[tuple[str, Tensor]],
     slots: Mapping[str, Tensor],
     folder: Path,
     *,
+    kept: Set[str],
     name: str,
-) -> list[str]:
+) -> StagedFiles:
     """Write checked ``weights`` into ``folder`` as files of about 256 MiB, for engines whose model lives in other
-    processes; returns their paths. Raises as ``checked_weights`` does."""
+    processes. Raises as ``checked_weights`` does."""
     paths: list[str] = []
     part: dict[str, Tensor] = {}
 
@@ -77,7 +89,7 @@ async def stage_weights(
             await asyncio.to_thread(save_file, part, paths[-1])
         part.clear()
 
-    checked = checked_weights(weights, slots, name=name)
+    checked = checked_weights(weights, slots, kept=kept, name=name)
     while passed := await asyncio.to_thread(lambda: list(itertools.islice(checked, 1))):
         ((weight, tensor),) = passed
         # a copy: the file format refuses tensors that share memory, and the sender may reuse its buffer
@@ -86,7 +98,7 @@ async def stage_weights(
             await write()
     if part:
         await write()
-    return paths
+    return StagedFiles(paths, len(slots) - len(kept))
 
 
 def _require_finite(weight: str, tensor: Tensor, dtype: torch.dtype, name: str) -> None:

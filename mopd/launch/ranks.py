@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mopd.launch.rank_log import StallWatch
-from mopd.student.worker import StudentWorker
+from mopd.student.worker import StudentWorker, WeightPart
 from mopd.types import DomainSums, MicroBatchPlan, SampleMeta, UserError
-from mopd.wire.weights import StagedWeights
+from mopd.wire.weights import StagedConstants, StagedWeights, stage_constants
 
 T = TypeVar("T")
 
@@ -73,8 +73,10 @@ class Weights(Protocol):
         """The engines are in this process: only ``publish`` is used."""
         ...
 
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None: ...
-    def stage(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> StagedWeights: ...
+    async def publish(self, weights: Iterable[tuple[str, Tensor]], weight_version: int, *, kept: Set[str]) -> None: ...
+    def stage(
+        self, weights: Iterable[tuple[str, Tensor]], weight_version: int, constants: StagedConstants | None
+    ) -> StagedWeights: ...
     async def send(self, staged: StagedWeights) -> None: ...
 
 
@@ -91,6 +93,10 @@ class StudentGroup:
         self._channel = channel
         self._weights = weights
         self._staged: StagedWeights | None = None
+        self._constants: StagedConstants | None = None
+        """For servers: staged once, part of all that is."""
+        self._has_given_constants = False
+        """To engines of this process."""
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="student", initializer=_use_device, initargs=(worker,))
 
@@ -137,15 +143,21 @@ class StudentGroup:
         then."""
         async with self._turn:
             if self._weights.loads_directly:
-                self._channel.send({"call": "weights", "kwargs": {}})
-                await self._weights.publish(self.worker.weights(), weight_version)
-                self._staged = None
+                kept = self.worker.constants if self._has_given_constants else frozenset()
+                weights = self._read("trained" if kept else "all")
+                await self._weights.publish(weights, weight_version, kept=kept)
+                self._has_given_constants, self._staged = True, None
             else:
                 self._staged = await self._in_thread(lambda: self._stage(weight_version))
 
     def _stage(self, weight_version: int) -> StagedWeights:
-        self._channel.send({"call": "weights", "kwargs": {}})
-        return self._weights.stage(self.worker.weights(), weight_version)
+        if self._constants is None and self.worker.constants:
+            self._constants = stage_constants(self._read("constants"))
+        return self._weights.stage(self._read("trained"), weight_version, self._constants)
+
+    def _read(self, part: WeightPart) -> Iterator[tuple[str, Tensor]]:
+        self._channel.send({"call": "weights", "kwargs": {"part": part}})
+        return self.worker.weights(part)
 
     async def send(self) -> None:
         """Returns when every rollout replica that can has the staged weights. The student may work meanwhile."""
@@ -161,6 +173,7 @@ class StudentGroup:
         """Read what ``save`` wrote, at this run's layout; returns its ``state``. ``cure`` ends the line of an error, on
         every rank."""
         state: dict[str, Any] = await self._call("load", folder=str(folder), cure=cure)
+        self._constants, self._has_given_constants = None, False
         return state
 
     async def save_hf(self, folder: Path) -> None:
@@ -188,7 +201,7 @@ def execute(worker: StudentWorker, name: str, kwargs: dict[str, Any]) -> Any:
         samples = [SampleMeta(**meta) for meta in kwargs["samples"]]
         return worker.logprobs(samples, temperature=kwargs["temperature"])
     if name == "weights":
-        return sum(1 for _ in worker.weights())
+        return sum(1 for _ in worker.weights(kwargs["part"]))
     if name == "save":
         return worker.save(Path(kwargs["folder"]), kwargs["state"])
     if name == "load":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, Protocol, cast
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from mopd.engines.clients.remote import RemoteEngine, push_staged
 from mopd.engines.interface import EngineRejected, EngineUnavailable, OnRunning, TakesWeights
 from mopd.replicas.router import Router
 from mopd.types import UserError
-from mopd.wire.weights import StagedWeights, stage_updates
+from mopd.wire.weights import StagedConstants, StagedWeights, stage_updates
 
 logger = logging.getLogger(__name__)
 
@@ -49,17 +49,22 @@ class GroupWeightSync:
         """The replicas are in this process: ``publish`` gives them the stream itself."""
         return not all(isinstance(replica.engine, RemoteEngine) for replica in self._router.replicas)
 
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """``stage`` and ``send``, or where it ``loads_directly`` that."""
+    async def publish(
+        self, weights: Iterable[tuple[str, Tensor]], weight_version: int, *, kept: Set[str] = frozenset()
+    ) -> None:
+        """``stage`` and ``send``, or where it ``loads_directly`` that. ``kept`` names weights that such engines have
+        since the last ``publish`` and the stream lacks."""
         if self.loads_directly:
-            await self._load(weights, weight_version)
+            await self._load(weights, weight_version, kept)
         else:
             await self.send(self.stage(weights, weight_version))
 
-    def stage(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> StagedWeights:
+    def stage(
+        self, weights: Iterable[tuple[str, Tensor]], weight_version: int, constants: StagedConstants | None = None
+    ) -> StagedWeights:
         """Read the stream to its end, into host memory: its owner is free then. Blocks; any process can do it
         (``stage_updates``)."""
-        return stage_updates(weights, weight_version)
+        return stage_updates(weights, weight_version, constants=constants)
 
     async def send(self, staged: StagedWeights) -> None:
         """Returns when every replica that can answer has these weights; until then the others answer with theirs.
@@ -81,12 +86,12 @@ class GroupWeightSync:
             self._router.set_weight_version(self._sent.weight_version)
             return lacking
 
-    async def _load(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+    async def _load(self, weights: Iterable[tuple[str, Tensor]], weight_version: int, kept: Set[str]) -> None:
         engines = [cast(TakesWeights, replica.engine) for replica in self._router.replicas]
         # Each holds the whole set before it replaces a weight; several share one, as a stream is read once.
         source = weights if len(engines) == 1 else list(weights)
         for engine in engines:
-            await engine.load_weights(source, weight_version)
+            await engine.load_weights(source, weight_version, kept=kept)
             if engine.weight_version != weight_version:
                 raise RuntimeError(
                     f"a rollout replica answers with weights {engine.weight_version} after {weight_version} was sent"

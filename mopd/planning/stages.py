@@ -29,6 +29,7 @@ from mopd.planning.memory.shards import (
     shard,
     tensor_bytes,
     tower_weights,
+    update_bytes,
     whole,
 )
 from mopd.planning.vision import layers_of_slowest, tower_flops, trained_tower_flops
@@ -174,7 +175,7 @@ def scoring_time(
 
 def staging_s(recipe: Recipe, dims: ModelDims, rates: Rates) -> float:
     """Until the student goes on: its weights are in host memory, or in the engine of its own process."""
-    size = whole(dims) * BYTES[recipe.student.dtype]
+    size = update_bytes(dims, recipe.student)
     gathered = GATHERS if recipe.student.parallel.tensor_model_parallel_size > 1 else 0
     each = num_tensors(dims, 1) * (STEP_CALLS * rates.call_s + gathered * rates.collective_s)
     if isinstance(recipe.rollout.placement, InProcessConfig):
@@ -186,7 +187,7 @@ def sending_s(recipe: Recipe, dims: ModelDims, replicas: int, rates: Rates) -> f
     """Until every replica has them."""
     if isinstance(recipe.rollout.placement, InProcessConfig):
         return 0.0
-    size = whole(dims) * BYTES[recipe.student.dtype]
+    size = update_bytes(dims, recipe.student)
     return max(size * replicas / rates.send, size / rates.receive)
 
 

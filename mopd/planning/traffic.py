@@ -10,7 +10,7 @@ from mopd.config.groups import EngineGroupConfig
 from mopd.config.placements import InProcessConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.models.dims import ModelDims
-from mopd.planning.memory.shards import BYTES, GRADIENT_BYTES, own_layers, shard, whole
+from mopd.planning.memory.shards import BYTES, GRADIENT_BYTES, own_layers, shard, update_bytes
 from mopd.planning.workload import ID_BYTES, LOGPROB_BYTES, TOKEN_BYTES, Workload, sample_bytes
 
 REQUEST_HEAD, ANSWER_HEAD = 180, 170
@@ -101,9 +101,7 @@ def _of_engines(recipe: Recipe, groups: Mapping[str, EngineGroupConfig], work: W
 
 
 def _of_weights(recipe: Recipe, dims: ModelDims, rollout: EngineGroupConfig) -> list[Flow]:
-    model = whole(dims) * BYTES[recipe.student.dtype]
-    every = recipe.schedule.sync_every_steps
-    per_step = model // every
+    per_step = update_bytes(dims, recipe.student) // recipe.schedule.sync_every_steps
     if isinstance(rollout.placement, InProcessConfig):
         return [Flow(name="weights to rollout", num_bytes=per_step, each="replica", bytes_each=per_step)]
     total = per_step * rollout.num_replicas

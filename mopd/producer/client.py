@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from mopd.run.folder import RunDir
 from mopd.run.training import Findings
 from mopd.tasks import Tasks
 from mopd.types import SampleMeta, UserError
-from mopd.wire.weights import StagedWeights, stage_updates
+from mopd.wire.weights import StagedConstants, StagedWeights, stage_updates
 
 T = TypeVar("T")
 
@@ -211,23 +211,36 @@ class ProducerClient:
 
 class FarWeights:
     """The way of the student's weights to the rollout, through the process: it keeps them, sends them, and sends them
-    again to a replica that comes back."""
+    again to a replica that comes back. Constants come to it once."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self._given: StagedConstants | None = None
 
     loads_directly = False
 
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """``stage`` and ``send``."""
+    async def publish(
+        self, weights: Iterable[tuple[str, Tensor]], weight_version: int, *, kept: Set[str] = frozenset()
+    ) -> None:
+        """``stage`` and ``send``. Servers refuse a stream that lacks ``kept``."""
         await self.send(self.stage(weights, weight_version))
 
-    def stage(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> StagedWeights:
+    def stage(
+        self, weights: Iterable[tuple[str, Tensor]], weight_version: int, constants: StagedConstants | None = None
+    ) -> StagedWeights:
         """Read the stream to its end, into host memory. Blocks."""
-        return stage_updates(weights, weight_version)
+        return stage_updates(weights, weight_version, constants=constants)
 
     async def send(self, staged: StagedWeights) -> None:
         """Returns when every replica that can answer has the weights."""
+        constants = staged.constants
+        if constants is not self._given:
+            if constants is None:
+                await self._channel.call("constants", None)
+            else:
+                names = {"constants_id": constants.constants_id, "digest": constants.digest}
+                await self._channel.call("constants", names, frames=constants.bodies)
+            self._given = constants
         head = {
             "weight_version": staged.weight_version,
             "update_id": staged.update_id,

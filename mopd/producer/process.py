@@ -38,7 +38,7 @@ from mopd.replicas.interface import SampleFailed
 from mopd.run.workers import Inputs, Workers, build_workers, read_inputs
 from mopd.tasks import Tasks
 from mopd.types import SampleMeta, UserError
-from mopd.wire.weights import StagedWeights
+from mopd.wire.weights import StagedConstants, StagedWeights
 
 
 def run(file: Path, descriptor: int) -> int:
@@ -94,9 +94,11 @@ class _Process:
         self._groups = Groups(recipe, log_dir=logs, device=torch.device("cpu"))
         self._forwarding = forwarding
         self._workers: Workers | None = None
+        self._staged_constants: StagedConstants | None = None
         self._vocab_size = read_dims(Path(recipe.student.model)).vocab_size
         handlers: dict[str, Handler] = {
             "start": self._start,
+            "constants": self._constants,
             "weights": self._weights,
             "check": self._check,
             "numbers": self._numbers,
@@ -134,8 +136,13 @@ class _Process:
         workers = self._workers
         self._channel.answer(SampleAnswers(workers.rollout, workers.teachers, workers.rewards, workers.plane).handlers)
 
+    async def _constants(self, head: dict[str, Any] | None, frames: Sequence[bytes] = ()) -> None:
+        """Those of all weights that come from now on."""
+        self._staged_constants = None if head is None else StagedConstants(**head, bodies=tuple(frames))
+
     async def _weights(self, head: dict[str, Any], frames: Sequence[bytes]) -> None:
-        await self.workers.weights.send(StagedWeights(**head, bodies=tuple(frames)))
+        staged = StagedWeights(**head, bodies=tuple(frames), constants=self._staged_constants)
+        await self.workers.weights.send(staged)
 
     async def _check(self, manifests: dict[str, Any], is_fresh: bool, fingerprints: dict[str, Any]) -> dict[str, Any]:
         with _naming_logs():

@@ -245,7 +245,8 @@ class EngineServer:
         return self._version()
 
     def _version(self) -> Response:
-        return Response(encode(WeightVersion(weight_version=self.updates.weight_version)), media_type=CONTENT_TYPE)
+        now = WeightVersion(weight_version=self.updates.weight_version, constants=self.updates.constants)
+        return Response(encode(now), media_type=CONTENT_TYPE)
 
     async def sleep(self, request: Request) -> Response:
         """Give the engine's memory back until ``wake``; what runs may end. Asleep already is fine."""

@@ -7,7 +7,7 @@ import asyncio
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -41,9 +41,12 @@ class HostedEngine(Scorer, Generator, Described, Protocol):
         """Where new weights go, by ``hf_name``: their shapes and dtypes."""
         ...
 
-    def prepared_weights(self, weights: Collection[tuple[str, Tensor]]) -> AbstractAsyncContextManager[Any]:
+    def prepared_weights(
+        self, weights: Collection[tuple[str, Tensor]], *, kept: Set[str]
+    ) -> AbstractAsyncContextManager[Any]:
         """Everything about new weights that can be done while the engine works; gives what ``swap_weights`` takes, for
-        as long as the block lasts. Raises as ``TakesWeights.load_weights`` does before it replaces a weight."""
+        as long as the block lasts. Raises as ``TakesWeights.load_weights``, which see, does before it replaces a
+        weight."""
         ...
 
     async def swap_weights(self, prepared: Any, weight_version: int) -> None:

@@ -24,7 +24,7 @@ from mopd.serving.admission import Admission
 from mopd.serving.errors import Refusal, bad_request, busy, stale_weights
 from mopd.serving.host import EngineHost
 from mopd.wire.messages import WireError
-from mopd.wire.weights import Staging, WeightBegin, WeightChunk, WeightCommit
+from mopd.wire.weights import NO_CONSTANTS, Staging, WeightBegin, WeightChunk, WeightCommit
 
 RETRY_AFTER_S = 0.2
 """Of requests that are turned away while what runs ends."""
@@ -48,6 +48,7 @@ class WeightUpdates:
         self._host, self._admission = host, admission
         self._has_weights, self._fixed = has_weights, fixed
         self._weight_version = -1
+        self._constants = NO_CONSTANTS
         self._update: _Update | None = None
         self._is_loading = False
 
@@ -60,6 +61,11 @@ class WeightUpdates:
     def weight_version(self) -> int:
         """Version of the weights that answer; -1 for the checkpoint's, or none."""
         return self._weight_version
+
+    @property
+    def constants(self) -> bytes:
+        """Digest of those in the weights that answer; empty for none. An update need not bring them again."""
+        return self._constants.digest
 
     def require(self, weight_version: int) -> None:
         """``Refusal`` 409 unless the engine answers with exactly this version."""
@@ -88,13 +94,13 @@ class WeightUpdates:
         self._update = _Update(
             update_id=message.update_id,
             weight_version=message.weight_version,
-            staging=Staging(self._host.engine.weight_slots),
+            staging=Staging(self._host.engine.weight_slots, message, self._constants),
             silence=self._alarm(),
         )
 
     def add(self, chunk: WeightChunk) -> None:
         """Keep a chunk aside. A bad one ends the update (400)."""
-        update = self._current(chunk.update_id)
+        update = self._current(chunk.update_id, of_chunk=True)
         try:
             update.staging.add(chunk)
         except WireError as error:
@@ -115,28 +121,30 @@ class WeightUpdates:
         self._update = None
         self._is_loading = True
         try:
-            async with self._host.engine.prepared_weights(tensors.items()) as prepared:
+            kept = update.staging.kept
+            async with self._host.engine.prepared_weights(tensors.items(), kept=kept) as prepared:
                 on_running: OnRunning = "continue" if message.on_running == "continue" else "finish"
                 if on_running == "continue" or self._host.swaps_between_calls:
                     self._admission.require_open()
-                    await self._swap(prepared, update.weight_version, on_running)
+                    await self._swap(prepared, update, on_running)
                 else:
-                    await self._swap_when_idle(prepared, update.weight_version)
+                    await self._swap_when_idle(prepared, update)
         finally:
             self._is_loading = False
 
-    async def _swap_when_idle(self, prepared: Any, weight_version: int) -> None:
-        reason = busy(f"weights {weight_version} wait for what runs", retry_after_s=RETRY_AFTER_S)
+    async def _swap_when_idle(self, prepared: Any, update: _Update) -> None:
+        reason = busy(f"weights {update.weight_version} wait for what runs", retry_after_s=RETRY_AFTER_S)
         self._admission.pause(reason)
         try:
             await self._admission.wait_idle(self._admission.limits.request_timeout_s)
-            await self._swap(prepared, weight_version, "finish")
+            await self._swap(prepared, update, "finish")
         finally:
             self._admission.resume()
 
-    async def _swap(self, prepared: Any, weight_version: int, on_running: OnRunning) -> None:
+    async def _swap(self, prepared: Any, update: _Update, on_running: OnRunning) -> None:
         """Requests that come meanwhile wait for the engine, and are answered with the new weights. A failure leaves
-        none: half of them may be new."""
+        none, constants neither: half of them may be new."""
+        weight_version = update.weight_version
         try:
             await self._host.swap_weights(prepared, weight_version, on_running=on_running)
             if self._host.engine.weight_version != weight_version:
@@ -144,9 +152,9 @@ class WeightUpdates:
                     f"the engine has weights {self._host.engine.weight_version} after {weight_version} were loaded"
                 )
         except BaseException:
-            self._has_weights, self._weight_version = False, -1
+            self._has_weights, self._weight_version, self._constants = False, -1, NO_CONSTANTS
             raise
-        self._has_weights, self._weight_version = True, weight_version
+        self._has_weights, self._weight_version, self._constants = True, weight_version, update.staging.constants
 
     def _require_updatable(self) -> None:
         if self._fixed:
@@ -154,11 +162,12 @@ class WeightUpdates:
         if self._is_loading:
             raise stale_weights("an update is being loaded")
 
-    def _current(self, update_id: str) -> _Update:
+    def _current(self, update_id: str, *, of_chunk: bool = False) -> _Update:
         self._require_updatable()
-        if self._update is None or self._update.update_id != update_id:
+        update = self._update
+        if update is None or not (update_id == update.update_id or (of_chunk and update_id in update.staging.ids)):
             raise stale_weights(_NO_UPDATE)
-        return self._update
+        return update
 
     def _alarm(self) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(self._admission.limits.update_timeout_s, self.drop)

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mopd.config.student import StudentConfig
+from mopd.config.student import Freeze, StudentConfig
 from mopd.conversion.hf.pretrained import build_tower
+from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.families import tower_params
 from mopd.conversion.models.towers import is_merger
 from mopd.student.clock import TOWER, Span, StageClock
 from mopd.student.parallel import Layout
@@ -40,12 +42,23 @@ class ImageInput:
         return tuple(vars(self).values())
 
 
+def is_trained(name: str, freeze: Freeze) -> bool:
+    """Whether a tensor of the tower, named as in it or in the Megatron model, is trained under ``freeze``."""
+    return freeze == "none" or (freeze == "tower" and is_merger(name))
+
+
+def constant_names(dims: ModelDims, freeze: Freeze) -> frozenset[str]:
+    """Hugging Face names of the tensors that training leaves as they are, on every rank the same."""
+    frozen = (placed for placed in tower_params(dims) if not is_trained(placed.megatron[0], freeze))
+    return frozenset(name for placed in frozen for name in placed.hf_names)
+
+
 def make_tower(student: StudentConfig, dtype: torch.dtype) -> nn.Module:
     """The tower on the CPU with undefined weights, frozen as ``student.vision.freeze`` says."""
     tower: Any = build_tower(Path(student.model), dtype)
     freeze = student.vision.freeze
     for name, parameter in tower.named_parameters():
-        parameter.requires_grad_(freeze == "none" or (freeze == "tower" and is_merger(name)))
+        parameter.requires_grad_(is_trained(name, freeze))
         # Tensor-parallel ranks compute the same gradient; where kernels do not add in a fixed order, copies would part.
         parameter.average_gradients_across_tp_domain = True
     if student.recompute == "full" and freeze == "none":

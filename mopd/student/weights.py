@@ -8,7 +8,7 @@ its own shard. Names and merges are ``mopd.conversion``'s; the parameters are fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -55,12 +55,18 @@ def load_hf_into(model_chunks: Sequence[torch.nn.Module], reader: HfReader, dims
 
 @torch.no_grad()
 def iter_hf_weights(
-    model_chunks: Sequence[torch.nn.Module], dims: ModelDims, layout: Layout
+    model_chunks: Sequence[torch.nn.Module],
+    dims: ModelDims,
+    layout: Layout,
+    *,
+    takes: Callable[[Placed], bool] = lambda placed: True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The whole model as ``(hf_name, tensor)`` in checkpoint order, on rank 0 of the job.
+    """The whole model, or what ``takes`` chooses of it, as ``(hf_name, tensor)`` in checkpoint order, on rank 0 of the
+    job.
 
-    Collective: every rank must exhaust the iterator, though only rank 0 gets items. Ranks that hold second copies of
-    everything they hold do not communicate. Vocabulary padding is stripped; tied embeddings come once.
+    Collective: every rank must exhaust the iterator with the same choice, though only rank 0 gets items. Ranks that
+    hold second copies of everything they hold do not communicate. Vocabulary padding is stripped; tied embeddings come
+    once.
 
     Yields:
         Contiguous CPU tensors with memory of their own, in their parameters' dtypes: load and export are a bit-exact
@@ -73,7 +79,7 @@ def iter_hf_weights(
         return
     owned = {placed.megatron[0]: param for placed, param in _owned_params(model_chunks, dims, layout)}
     config: Any = _unwrap(model_chunks[0]).config
-    for placed in families.all_params(dims):
+    for placed in filter(takes, families.all_params(dims)):
         dtype = torch.float32 if placed.param.stays_fp32 else config.params_dtype
         stage = placed.stage(dims, stages=layout.pp_size, first_stage_layers=config.num_layers_in_first_pipeline_stage)
         if placed.expert is None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial, reduce
 from operator import or_
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from mopd import cpu_shim
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.reader import kept_files, open_model
 from mopd.conversion.hf.writer import require_exportable, write_folder
+from mopd.conversion.models.families import Placed
 from mopd.data.packing import pack
 from mopd.data_plane.interface import Reader
 from mopd.student import parallel
@@ -34,13 +35,15 @@ from mopd.student.model.gpt import HeadHook, LMHead, build_model
 from mopd.student.objective import Objective
 from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel
 from mopd.student.reading import StageReader, one_ahead
-from mopd.student.vision import clock_of
+from mopd.student.vision import clock_of, constant_names
 from mopd.student.weights import iter_hf_weights, load_hf_into
 from mopd.types import DomainSums, MicroBatchPlan, NonFiniteError, SampleMeta, UserError
 
 logger = logging.getLogger(__name__)
 
 _MAX_NAMED_SAMPLES = 8
+
+WeightPart = Literal["all", "constants", "trained"]
 
 
 class StudentWorker:
@@ -63,6 +66,8 @@ class StudentWorker:
         self.domains = tuple(domains)
         self.weight_version = 0
         source, self.dims = open_model(Path(student.model))  # before a model of the config's size is built
+        self.constants = constant_names(self.dims, student.vision.freeze)
+        """``hf_name`` of what no step changes."""
         kept_files(Path(student.model))  # which ``save_hf`` would find after the last step
         _check_lengths(recipe, self.dims.max_positions)
         self.layout = parallel.initialize(student.parallel, timeout_s=recipe.schedule.wait_timeout_s, seed=recipe.seed)
@@ -202,9 +207,14 @@ class StudentWorker:
         by_id = dict(zip(ids, torch.split(flat.cpu(), lengths), strict=True))
         return [by_id[sample.sample_id] for sample in samples]
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights as ``(hf_name, CPU tensor)`` on rank 0; other ranks get nothing but must exhaust the iterator."""
-        items = iter_hf_weights([self._model], self.dims, self.layout)
+    def weights(self, part: WeightPart = "all") -> Iterator[tuple[str, Tensor]]:
+        """Weights as ``(hf_name, CPU tensor)`` on rank 0: all, the ``constants`` or the others; other ranks get nothing
+        but must exhaust the iterator."""
+
+        def takes(placed: Placed) -> bool:
+            return part == "all" or (placed.hf_names[0] in self.constants) == (part == "constants")
+
+        items = iter_hf_weights([self._model], self.dims, self.layout, takes=takes)
         while True:
             # The consumer between two items must not run under the shim.
             with cpu_shim.activate():

@@ -3,7 +3,7 @@
 A message is a frozen dataclass with a class attribute ``kind``; fields made by ``array_field`` are one-dimensional
 numpy arrays, all others scalars. On the wire::
 
-    {"kind": "score", "version": 3, "head": <msgpack map of the scalars>,
+    {"kind": "score", "version": 5, "head": <msgpack map of the scalars>,
      "arrays": {"tokens": <4 bytes per id>, ...}, "crc": CRC-32 of head and arrays in order}
 
 Sequences lie end to end in flat arrays, with their lengths beside them.
@@ -39,7 +39,7 @@ from mopd.text import visible
 from mopd.wire.image_table import from_table
 from mopd.wire.limits import MAX_HEAD_BYTES, MAX_SAMPLES, MAX_TEMPERATURE, MIN_TEMPERATURE
 
-VERSION = 4
+VERSION = 5
 """Version of the wire format; the two ends must agree."""
 LARGE_BYTES = 2**18
 """Bodies above this are coded in a thread, so that the event loop hears others meanwhile."""

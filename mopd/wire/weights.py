@@ -3,13 +3,17 @@
 A chunk holds whole tensors and parts of tensors, in the order of the stream; a tensor larger than a chunk is cut. The
 receiver keeps everything aside until the commit, which says how many tensors there were and a digest of their names,
 dtypes and shapes: what did not arrive completely is never used.
+
+Constants are tensors that no training changes (a frozen vision tower). Begin says their digest, over names and values:
+a receiver that has them answers with the same digest and gets the other tensors alone. Every other one gets them too,
+in chunks of their own, and computes the digest itself.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -28,6 +32,7 @@ DTYPES = {
 """Dtypes of weights on the wire, by name: raw little-endian bytes."""
 MAX_ELEMENTS = 2**48
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DIGEST_BYTES = 16
 DATA_BYTES = MAX_CHUNK_BYTES - MAX_HEAD_BYTES - 4096
 """Tensor bytes of one chunk: the body, msgpack frame and head included, stays within ``MAX_CHUNK_BYTES``."""
 
@@ -40,6 +45,10 @@ class WeightBegin(Message):
     update_id: str
     """Drawn by the sender; stands in everything that follows."""
     weight_version: int
+    constants_id: str = ""
+    """Stands in chunks of constants in the place of ``update_id``; empty where there are none."""
+    constants: bytes = b""
+    """``TensorLedger.digest`` of the constants, data included; empty where there are none."""
 
     def check(self) -> None:
         """See ``Message.check``."""
@@ -47,6 +56,10 @@ class WeightBegin(Message):
             raise WireError(f"weight_version is {self.weight_version}: set 0 or more")
         if not 1 <= len(self.update_id) <= 64:
             raise WireError("update_id is not text of 1 to 64 characters")
+        if len(self.constants) != (DIGEST_BYTES if self.constants_id else 0):
+            raise WireError(f"constants is not a digest of {DIGEST_BYTES} bytes beside a constants_id")
+        if len(self.constants_id) > 64 or self.constants_id == self.update_id:
+            raise WireError("constants_id is not text of at most 64 characters, other than update_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +68,9 @@ class WeightChunk(Message):
 
     kind: ClassVar[str] = "weight_chunk"
     update_id: str
+    """Or ``constants_id``."""
     index: int
-    """0, 1, 2, …: a chunk out of turn is refused."""
+    """0, 1, 2, …, of constants too: a chunk out of turn is refused."""
     pieces: tuple[Any, ...]
     """``(name, dtype, shape, first byte within the tensor, bytes)`` each."""
     data: Array = array_field("|u1")
@@ -81,7 +95,7 @@ class WeightCommit(Message):
     update_id: str
     num_tensors: int
     digest: bytes
-    """``TensorLedger.digest`` of what was sent."""
+    """``TensorLedger.digest`` of what was sent; both without constants."""
     on_running: str
     """``finish`` or ``continue``: see ``mopd.engines.interface.OnRunning``."""
 
@@ -97,23 +111,32 @@ class WeightVersion(Message):
 
     kind: ClassVar[str] = "weight_version"
     weight_version: int
+    constants: bytes
+    """Digest of the constants in these weights; empty where there are none."""
 
 
 class TensorLedger:
     """Count and digest of tensors in order; both ends keep one and compare at the commit."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_data: bool = False) -> None:
+        """``with_data``: the digest is over values too."""
         self.num_tensors = 0
-        self._digest = hashlib.blake2b(digest_size=16)
+        self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self._with_data = with_data
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
         """One more tensor."""
         self.num_tensors += 1
         self._digest.update(f"{name}\0{dtype}\0{list(shape)}\n".encode())
 
+    def add_data(self, data: Array) -> None:
+        """The next bytes of the last tensor."""
+        if self._with_data:
+            self._digest.update(data.data)
+
     @property
     def digest(self) -> bytes:
-        """16 bytes."""
+        """``DIGEST_BYTES`` long."""
         return self._digest.digest()
 
 
@@ -139,6 +162,7 @@ def cut(
         ledger.add(name, dtype, shape)
         # one copy, into memory of our own: the stream may reuse its tensor while a part of it waits here
         raw = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8).numpy()
+        ledger.add_data(raw)
         start = 0
         while True:
             stop = min(len(raw), start + free)
@@ -156,6 +180,17 @@ def cut(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StagedConstants:
+    """Tensors that no update changes, ready for the wire: part of every version."""
+
+    constants_id: str
+    bodies: tuple[bytes, ...]
+    """The chunks, encoded."""
+    digest: bytes
+    """See ``WeightBegin.constants``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StagedWeights:
     """One version of the weights, ready for the wire: made once, sent as often as a replica needs it, by any
     process."""
@@ -163,15 +198,27 @@ class StagedWeights:
     weight_version: int
     update_id: str
     bodies: tuple[bytes, ...]
-    """The chunks, encoded, at most ``MAX_CHUNK_BYTES`` each. They hold the whole model."""
+    """The chunks, encoded, at most ``MAX_CHUNK_BYTES`` each. They hold the whole model but its constants."""
     num_tensors: int
     digest: bytes
     """See ``WeightCommit``."""
+    constants: StagedConstants | None
 
     @property
     def begin(self) -> WeightBegin:
         """The message before the chunks."""
-        return WeightBegin(update_id=self.update_id, weight_version=self.weight_version)
+        return WeightBegin(
+            update_id=self.update_id,
+            weight_version=self.weight_version,
+            constants_id="" if self.constants is None else self.constants.constants_id,
+            constants=b"" if self.constants is None else self.constants.digest,
+        )
+
+    def bodies_for(self, constants: bytes) -> Iterator[bytes]:
+        """The chunks for a receiver that has the constants of this digest."""
+        if self.constants is not None and self.constants.digest != constants:
+            yield from self.constants.bodies
+        yield from self.bodies
 
     def commit(self, on_running: str) -> WeightCommit:
         """The message after them."""
@@ -180,63 +227,121 @@ class StagedWeights:
         )
 
 
-def stage_updates(weights: Iterable[tuple[str, Tensor]], weight_version: int) -> StagedWeights:
-    """Read the stream to its end, into host memory. ``ValueError`` for a dtype or name that does not travel."""
+def stage_updates(
+    weights: Iterable[tuple[str, Tensor]], weight_version: int, *, constants: StagedConstants | None = None
+) -> StagedWeights:
+    """Read the stream to its end, into host memory; it lacks the ``constants``. ``ValueError`` for a dtype or name that
+    does not travel."""
     update_id, ledger = secrets.token_hex(8), TensorLedger()
-    bodies = tuple(
-        encode(WeightChunk(update_id=update_id, index=index, pieces=pieces, data=data))
-        for index, (pieces, data) in enumerate(cut(weights, ledger))
-    )
     return StagedWeights(
         weight_version=weight_version,
         update_id=update_id,
-        bodies=bodies,
+        bodies=_encoded(weights, update_id, ledger),
         num_tensors=ledger.num_tensors,
         digest=ledger.digest,
+        constants=constants,
     )
+
+
+def stage_constants(weights: Iterable[tuple[str, Tensor]]) -> StagedConstants | None:
+    """Read the stream to its end, into host memory; ``None`` if it is empty. Raises as ``stage_updates``."""
+    constants_id, ledger = secrets.token_hex(8), TensorLedger(with_data=True)
+    bodies = _encoded(weights, constants_id, ledger)
+    return StagedConstants(constants_id=constants_id, bodies=bodies, digest=ledger.digest) if bodies else None
+
+
+def _encoded(weights: Iterable[tuple[str, Tensor]], update_id: str, ledger: TensorLedger) -> tuple[bytes, ...]:
+    return tuple(
+        encode(WeightChunk(update_id=update_id, index=index, pieces=pieces, data=data))
+        for index, (pieces, data) in enumerate(cut(weights, ledger))
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldConstants:
+    """What a receiver has of the weights that it works with, and need not be sent again."""
+
+    digest: bytes
+    names: frozenset[str]
+
+
+NO_CONSTANTS = HeldConstants(digest=b"", names=frozenset())
+
+
+class _Arrived:
+    """What has arrived of one series of chunks."""
+
+    def __init__(self, *, with_data: bool) -> None:
+        self.next_index = 0
+        self.ledger = TensorLedger(with_data=with_data)
+        self.tensors: dict[str, Tensor] = {}
+        self.open: tuple[str, Array, int] | None = None
+        """Name, buffer and filled bytes of the tensor that is not complete."""
 
 
 class Staging:
     """Collects the tensors of one update on the receiving side."""
 
-    def __init__(self, slots: Mapping[str, Tensor]) -> None:
-        """``slots``: the weights that can arrive, with their shapes and kinds of dtype. Nothing else takes memory."""
+    def __init__(self, slots: Mapping[str, Tensor], begin: WeightBegin, held: HeldConstants = NO_CONSTANTS) -> None:
+        """``slots``: the weights that can arrive, with their shapes and kinds of dtype. Nothing else takes memory.
+        ``held``: what need not arrive if ``begin`` agrees on it."""
         self._slots = slots
-        self._next_index = 0
-        self._ledger = TensorLedger()
-        self._tensors: dict[str, Tensor] = {}
-        self._open: tuple[str, Array, int] | None = None
-        """Name, buffer and filled bytes of the tensor that is not complete."""
+        self._weights = _Arrived(with_data=False)
+        self._constants = _Arrived(with_data=True)
+        self._parts = {begin.update_id: self._weights}
+        if begin.constants:
+            self._parts[begin.constants_id] = self._constants
+        self._announced = begin.constants
+        self.kept = held.names if begin.constants == held.digest else frozenset()
+        """Weights that the receiver keeps as they are."""
+
+    @property
+    def ids(self) -> Set[str]:
+        """``update_id`` of the chunks that belong here."""
+        return self._parts.keys()
+
+    @property
+    def constants(self) -> HeldConstants:
+        """What the receiver has once it uses these weights."""
+        return HeldConstants(digest=self._announced, names=self.kept | self._constants.tensors.keys())
 
     def add(self, chunk: WeightChunk) -> None:
         """Take the next chunk. ``WireError`` for one out of turn, or a tensor that comes twice, in disorder or that is
         none of the model's."""
-        if chunk.index != self._next_index:
-            raise WireError(f"chunk {chunk.index} came when {self._next_index} was due")
-        self._next_index += 1
+        part = self._parts.get(chunk.update_id)
+        if part is None:
+            raise WireError(f"a chunk of {chunk.update_id[:64]!r} came, which is another update")
+        if chunk.index != part.next_index:
+            raise WireError(f"chunk {chunk.index} came when {part.next_index} was due")
+        part.next_index += 1
         start = 0
         for name, dtype, shape, offset, num_bytes in chunk.pieces:
-            self._add_piece(name, dtype, shape, offset, chunk.data[start : start + num_bytes])
+            self._add_piece(part, name, dtype, shape, offset, chunk.data[start : start + num_bytes])
             start += num_bytes
 
-    def _add_piece(self, name: str, dtype: str, shape: tuple[int, ...], offset: int, data: Array) -> None:
-        if self._open is None:
-            if name in self._tensors:
-                raise WireError(f"weight {name!r} arrives twice")
+    def _add_piece(
+        self, part: _Arrived, name: str, dtype: str, shape: tuple[int, ...], offset: int, data: Array
+    ) -> None:
+        if part.open is None:
             self._require_slot(name, dtype, shape)
-            self._tensors[name] = torch.empty(shape, dtype=DTYPES[dtype])
-            buffer = self._tensors[name].reshape(-1).view(torch.uint8).numpy()
-            self._ledger.add(name, dtype, shape)
-            self._open = (name, buffer, 0)
-        open_name, buffer, filled = self._open
-        tensor = self._tensors[open_name]
+            part.tensors[name] = torch.empty(shape, dtype=DTYPES[dtype])
+            buffer = part.tensors[name].reshape(-1).view(torch.uint8).numpy()
+            part.ledger.add(name, dtype, shape)
+            part.open = (name, buffer, 0)
+        open_name, buffer, filled = part.open
+        tensor = part.tensors[open_name]
         if name != open_name or offset != filled or DTYPES[dtype] != tensor.dtype or shape != tuple(tensor.shape):
             raise WireError(f"weight {name!r} at byte {offset} came when byte {filled} of {open_name!r} was due")
         buffer[filled : filled + len(data)] = data
+        part.ledger.add_data(data)
         filled += len(data)
-        self._open = None if filled == len(buffer) else (open_name, buffer, filled)
+        part.open = None if filled == len(buffer) else (open_name, buffer, filled)
 
     def _require_slot(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        if any(name in part.tensors for part in self._parts.values()):
+            raise WireError(f"weight {name!r} arrives twice")
+        if name in self.kept:
+            raise WireError(f"weight {name!r} arrives though it is a constant that is here")
         if name not in self._slots:
             raise WireError(f"weight {name!r} does not exist in this model")
         slot = self._slots[name]
@@ -247,12 +352,16 @@ class Staging:
 
     def finish(self, commit: WeightCommit) -> dict[str, Tensor]:
         """All tensors by name. ``WireError`` if what arrived is not all that was sent."""
-        if self._open is not None:
-            name, buffer, filled = self._open
-            raise WireError(f"weight {name!r} is incomplete: {filled} of {len(buffer)} bytes arrived")
-        if (commit.num_tensors, commit.digest) != (self._ledger.num_tensors, self._ledger.digest):
-            raise WireError(f"{commit.num_tensors} weights were sent but {self._ledger.num_tensors} arrived, or others")
-        return self._tensors
+        for part in self._parts.values():
+            if part.open is not None:
+                name, buffer, filled = part.open
+                raise WireError(f"weight {name!r} is incomplete: {filled} of {len(buffer)} bytes arrived")
+        ledger = self._weights.ledger
+        if (commit.num_tensors, commit.digest) != (ledger.num_tensors, ledger.digest):
+            raise WireError(f"{commit.num_tensors} weights were sent but {ledger.num_tensors} arrived, or others")
+        if self._announced and not self.kept and self._constants.ledger.digest != self._announced:
+            raise WireError(f"{len(self._constants.tensors)} constants arrived that are not those that were announced")
+        return self._constants.tensors | self._weights.tensors
 
 
 def _check_piece(piece: Any) -> None:

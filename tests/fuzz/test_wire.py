@@ -156,11 +156,12 @@ def test_weight_push() -> None:
         for i, (pieces, data) in enumerate(cut(SLOTS.items(), ledger, data_bytes=50))
     ]
     commit = WeightCommit(update_id="u", num_tensors=3, digest=ledger.digest, on_running="continue")
-    for message in (WeightBegin(update_id="u", weight_version=1), commit):
+    begin = WeightBegin(update_id="u", weight_version=1, constants_id="c", constants=b"d" * 16)
+    for message in (begin, commit):
         both(f"wire {message.kind}", message, lambda message: None)
 
     def stage(chunk: WeightChunk) -> None:
-        staging = Staging(SLOTS)
+        staging = Staging(SLOTS, begin)
         for before in bodies[: min(chunk.index, 1)]:
             staging.add(before)
         staging.add(chunk)

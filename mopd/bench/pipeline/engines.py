@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,7 +55,9 @@ class SleepingGenerator:
         self._swapped_at = -math.inf
         self.weight_version = -1
 
-    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+    async def load_weights(
+        self, weights: Iterable[tuple[str, Tensor]], weight_version: int, *, kept: Set[str] = frozenset()
+    ) -> None:
         """See ``TakesWeights``; there are none."""
         self._works.clear()
         await asyncio.sleep(self._swap_s)

@@ -93,6 +93,8 @@ class RemoteEngine:
         version, one for responses for no older one."""
         self._newest_version = -1
         """Of the pushes that were begun: nothing newer can answer."""
+        self.constants = b""
+        """Digest of those that the server has, as it said last."""
         self.bytes_sent = 0
         self.bytes_received = 0
         """Payload bytes of all msgpack requests and answers so far."""
@@ -178,6 +180,7 @@ class RemoteEngine:
         if step == "commit":  # the server may wait for what runs, which has as long as any call, and load then
             timeout_s *= 2
         answer = await self._post(f"/v1/weights/{step}", body, WeightVersion, MAX_SMALL_BYTES, timeout_s=timeout_s)
+        self.constants = answer.constants
         return answer.weight_version
 
     def allow(self, weight_version: int) -> None:
@@ -251,7 +254,7 @@ async def push_staged(
 
     async def push_to(target: RemoteEngine) -> None:
         await target.push("begin", encode(staged.begin))
-        for body in staged.bodies:
+        for body in staged.bodies_for(target.constants):
             await target.push("chunk", body)
         target.allow(staged.weight_version)
         given = await target.push("commit", encode(staged.commit(on_running)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence, Set
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -225,14 +225,22 @@ class TorchEngine:
         """See ``Generator.weight_slots``."""
         return weight_slots(self.model, None if self.sight is None else self.sight.dims.naming)
 
-    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+    async def load_weights(
+        self, weights: Iterable[tuple[str, Tensor]], weight_version: int, *, kept: Set[str] = frozenset()
+    ) -> None:
         """See ``TakesWeights.load_weights``. Tied weights arrive once; a stream is held whole before it is loaded."""
-        await self.swap_weights(hold_weights(weights, self.weight_slots, name=self.name), weight_version)
+        if kept:
+            self._require_weights()
+        await self.swap_weights(hold_weights(weights, self.weight_slots, kept=kept, name=self.name), weight_version)
 
     @asynccontextmanager
-    async def prepared_weights(self, weights: Collection[tuple[str, Tensor]]) -> AsyncIterator[PreparedWeights]:
+    async def prepared_weights(
+        self, weights: Collection[tuple[str, Tensor]], *, kept: Set[str] = frozenset()
+    ) -> AsyncIterator[PreparedWeights]:
         """Look at the weights, in another thread, while the engine works. Raises as ``load_weights`` does."""
-        yield await asyncio.to_thread(hold_weights, weights, self.weight_slots, name=self.name)
+        if kept:
+            self._require_weights()
+        yield await asyncio.to_thread(hold_weights, weights, self.weight_slots, kept=kept, name=self.name)
 
     async def swap_weights(self, prepared: PreparedWeights, weight_version: int) -> None:
         """Answer with what ``prepared_weights`` gave from now on. A failure leaves the engine without weights."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence, Set
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ from mopd.engines.interface import (
     Scores,
     Told,
 )
-from mopd.engines.staging import stage_weights
+from mopd.engines.staging import StagedFiles, stage_weights
 from mopd.engines.torch.loading import build_empty_model, read_config, read_stop_ids, weight_slots
 from mopd.engines.vision import EngineSight, check_images, read_sight
 from mopd.engines.vllm.prompts import drawing_params, make_prompt, require_same_expansion, scoring_params, sight_options
@@ -265,27 +265,33 @@ class VllmEngine:
 
         return await all_or_none(generate_one(i, *item) for i, item in enumerate(join(prompts, seeds, images)))
 
-    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+    async def load_weights(
+        self, weights: Iterable[tuple[str, Tensor]], weight_version: int, *, kept: Set[str] = frozenset()
+    ) -> None:
         """See ``TakesWeights.load_weights``: checked and staged as files first, then swapped in at one go. No request
         may run. Tied weights arrive once."""
         self._require_idle("load_weights")
         self._num_running += 1  # nobody puts it to sleep
         try:
-            async with self.prepared_weights(weights) as paths:
-                await self.swap_weights(paths, weight_version)
+            async with self.prepared_weights(weights, kept=kept) as prepared:
+                await self.swap_weights(prepared, weight_version)
         finally:
             self._num_running -= 1
 
     @asynccontextmanager
-    async def prepared_weights(self, weights: Iterable[tuple[str, Tensor]]) -> AsyncIterator[list[str]]:
-        """Check the weights and write them to files, while the engine works; gives their paths. The files stand in the
-        system's folder for temporary files, which must hold the whole model. Raises as ``load_weights`` does."""
+    async def prepared_weights(
+        self, weights: Iterable[tuple[str, Tensor]], *, kept: Set[str] = frozenset()
+    ) -> AsyncIterator[StagedFiles]:
+        """Check the weights and write them to files, while the engine works. The files stand in the system's folder for
+        temporary files, which must hold the whole model. Raises as ``load_weights`` does."""
         if self._fixed:
             raise RuntimeError(f"the engine of {self.name} is a teacher's: its weights are fixed")
+        if kept:
+            self._require_weights()
         with tempfile.TemporaryDirectory(prefix="mopd_weights_") as folder:
-            yield await stage_weights(weights, self.weight_slots, Path(folder), name=self.name)
+            yield await stage_weights(weights, self.weight_slots, Path(folder), kept=kept, name=self.name)
 
-    async def swap_weights(self, prepared: list[str], weight_version: int) -> None:
+    async def swap_weights(self, prepared: StagedFiles, weight_version: int) -> None:
         """Answer with the weights of these files from now on. Requests that run are frozen, and go on under the new
         weights with their tokens computed anew. However this ends short of success, the engine never answers again:
         half of its weights may be new."""
@@ -302,12 +308,13 @@ class VllmEngine:
                 raise EngineUnavailable(f"the vLLM engine of {self.name} is gone: {self._failure}") from error
             raise
 
-    async def _swap(self, paths: list[str], label: str) -> None:
+    async def _swap(self, files: StagedFiles, label: str) -> None:
         """Let the workers read the weights while nothing runs; tokens that are drawn after it get the ``label``."""
         await self._llm.pause_generation(mode="keep", clear_cache=True)
-        counts = await self._llm.collective_rpc("mopd_load_weights", timeout=_WEIGHT_UPDATE_TIMEOUT_S, args=(paths,))
-        if any(count != len(self.weight_slots) for count in counts):
-            raise RuntimeError(f"vLLM's workers read {counts} of {len(self.weight_slots)} tensors")
+        args = (files.paths, files.num_tensors < len(self.weight_slots))
+        counts = await self._llm.collective_rpc("mopd_load_weights", timeout=_WEIGHT_UPDATE_TIMEOUT_S, args=args)
+        if any(count != files.num_tensors for count in counts):
+            raise RuntimeError(f"vLLM's workers read {counts} of {files.num_tensors} tensors")
         if not await self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache")
         await self._llm.reset_encoder_cache()  # of features that the old weights made

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
+
+_RELOADING = "vllm.model_executor.model_loader.reload"
+"""Its modules warn of every layer that gets no weights."""
 
 
 class WorkerExtension:
@@ -30,8 +35,9 @@ class WorkerExtension:
         descriptor = os.pidfd_open(owner_pid)
         threading.Thread(target=_kill_after, args=(descriptor, core_pid), daemon=True, name="mopd-watch").start()
 
-    def mopd_load_weights(self, paths: Sequence[str]) -> int:
-        """Replace all weights by the tensors of these safetensors files; returns how many tensors were read."""
+    def mopd_load_weights(self, paths: Sequence[str], some_stay: bool) -> int:
+        """Replace the weights by the tensors of these safetensors files, all or (``some_stay``) those of whole layers;
+        returns how many tensors were read."""
         count = 0
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -42,7 +48,8 @@ class WorkerExtension:
                         count += 1
                         yield name, file.get_tensor(name)
 
-        self.reload_weights(weights_iterator=tensors())
+        with _without_warnings(_RELOADING) if some_stay else nullcontext():
+            self.reload_weights(weights_iterator=tensors())
         self._refresh_tied_head()
         return count
 
@@ -53,6 +60,17 @@ class WorkerExtension:
         model = getattr(model, "language_model", model)  # of a model that sees images
         if model.config.get_text_config().tie_word_embeddings:
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
+
+@contextmanager
+def _without_warnings(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _kill_after(owner_descriptor: int, core_pid: int) -> None:

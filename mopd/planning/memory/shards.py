@@ -97,6 +97,13 @@ def whole(dims: ModelDims) -> int:
     return one.num_weights + one.constants
 
 
+def update_bytes(dims: ModelDims, student: StudentConfig) -> int:
+    """What a rollout replica that is up gets of a version of the weights: all but a frozen tower."""
+    one = shard(dims, ParallelConfig(), 0)
+    moving = whole(dims) - tower_weights(dims) + one.trained_dense(student.vision.freeze) - one.dense
+    return moving * BYTES[student.dtype]
+
+
 def tower_weights(dims: ModelDims) -> int:
     """Of the vision tower, mergers included; 0 for a model of text."""
     return sum(_tower(dims))

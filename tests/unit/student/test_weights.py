@@ -12,15 +12,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mopd import cpu_shim
-from mopd.config.student import ParallelConfig, StudentConfig
+from mopd.config.student import ParallelConfig, StudentConfig, VisionConfig
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.reading import read_dims
 from mopd.student import parallel
 from mopd.student.model.gpt import build_model
+from mopd.student.vision import constant_names
 from mopd.student.weights import iter_hf_weights, load_hf_into
 from mopd.types import UserError
 from tests.fixtures.tiny_models import make_hf_model
+from tests.fixtures.vision import VISION_FAMILIES, make_vision_model
 
 Tensors = dict[str, Tensor]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -115,6 +117,30 @@ def test_grouped_experts_load_and_export(layout: parallel.Layout, tmp_path: Path
     expected = load_file(checkpoint / "model.safetensors")
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_constants_are_what_has_no_gradient(family: str, layout: parallel.Layout, tmp_path: Path):
+    """By the names of the checkpoint, and exported apart from the others."""
+    checkpoint = make_vision_model(tmp_path, family)
+    dims, expected = read_dims(checkpoint), load_file(checkpoint / "model.safetensors")
+    for freeze in ("tower", "tower_and_merger", "none"):
+        student = StudentConfig(model=str(checkpoint), dtype="float32", vision=VisionConfig(freeze=freeze))
+        with cpu_shim.activate():
+            model = build_model(student, dims, layout)
+        load(model, checkpoint, layout)
+        constants = constant_names(dims, freeze)
+        frozen = [param for param in model.parameters() if not param.requires_grad]
+        assert len(constants) == len(frozen) and bool(frozen) == (freeze != "none")
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data.fill_(7.0)
+        apart, rest = (
+            dict(iter_hf_weights([model], dims, layout, takes=lambda row, part=part: row.hf_names[0] in part))
+            for part in (constants, expected.keys() - constants)
+        )
+        assert apart.keys() == constants and all(torch.equal(apart[name], expected[name]) for name in constants)
+        assert rest.keys() == expected.keys() - constants and all((tensor == 7.0).all() for tensor in rest.values())
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,7 @@ MESSAGES = [
     generate_answer(finish_reason="handed_back", **NOTHING),
     FAILURE,
     WeightBegin(update_id="u", weight_version=3),
+    WeightBegin(update_id="u", weight_version=3, constants_id="c", constants=b"d" * 16),
     chunk(),
     WeightCommit(update_id="u", num_tensors=2, digest=b"d", on_running="continue"),
 ]
