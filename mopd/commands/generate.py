@@ -21,6 +21,7 @@ examples:
   mopd generate runs/quickstart "sort cab" --samples 4
   mopd generate runs/mine/checkpoints/step_00000100 "What is 12 x 12?" --samples 4 --temperature 0.7
   mopd generate models/student - --raw < prompt.txt
+  mopd generate runs/vision "<image>Which letters?" --image one.png
 """
 STDIN = "-"
 MAX_PROMPTS = MAX_SAMPLES = 1000
@@ -35,6 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face folder or name on the Hub, run folder (its export), checkpoint folder",
     )
     add("prompts", nargs="+", metavar="PROMPT", help="text of a user's message; - reads it from standard input")
+    add(
+        "--image",
+        dest="images",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="for the next <image> of the prompts, in order; once for each",
+    )
     add("--raw", action="store_true", help="continue the text as it is, without the chat template")
     add("--samples", type=int, default=1, metavar="N", help="responses to each prompt (default: %(default)s)")
     add("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default: %(default)s)")
@@ -61,6 +70,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     answers = generate(
         args.model,
         prompts,
+        images=args.images,
         is_raw=args.raw,
         num_samples=args.samples,
         max_new_tokens=args.max_new_tokens,

@@ -157,16 +157,17 @@ def encode_prompt(
     cfg: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     vision: VisionPrompts | None = None,
+    images: Sequence[ImageRef] = (),
     *,
     place: str,
 ) -> tuple[int, ...]:
-    """Token ids of a prompt without images that stands in no file, by the rules of ``load_prompts``; ``place`` names it
-    in errors."""
+    """Token ids of a prompt that stands in no file, by the rules of ``load_prompts``; ``place`` names it in errors."""
     reading = _Reading.of(cfg, tokenizer, vision)
-    (ids,) = _tokenize([_text(prompt, place, reading)], [not isinstance(prompt, str)], tokenizer)
+    text = _text(prompt, place, reading, num_images=len(images))
+    (ids,) = _tokenize([text], [not isinstance(prompt, str)], tokenizer)
     if not ids:
         raise UserError(f"{place} has no tokens: fill it")
-    return ids if vision is None else vision.expanded(ids, (), place)
+    return ids if vision is None else vision.expanded(ids, images, place)
 
 
 def check_domains_have_teachers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,22 +12,23 @@ from pathlib import Path
 
 import torch
 
-from mopd.config.data import DataConfig
+from mopd.config.data import MAX_IMAGE_BYTES, DataConfig
 from mopd.config.groups import TorchEngineConfig
 from mopd.config.load import load_recipe
 from mopd.conversion.jobs.streaming import megatron_to_hf
+from mopd.data.image_files import MAX_IMAGES, digest_of, image_size, read_rgb
 from mopd.data.prompts import encode_prompt
 from mopd.data.tokenizer import load_tokenizer
-from mopd.data.vision_prompts import read_vision
+from mopd.data.vision_prompts import MARK, VisionPrompts, read_vision
 from mopd.engines.interface import SamplingParams
 from mopd.engines.torch.engine import TorchEngine
-from mopd.files.reading import shown_path
+from mopd.files.reading import read_bytes, shown_path
 from mopd.hub.fetch import fetch_model
 from mopd.hub.names import HubName, hub_model
 from mopd.rollout.worker import derive_seed
 from mopd.run.checkpointing import complete_steps
 from mopd.run.folder import RunDir
-from mopd.types import UserError
+from mopd.types import ImageRef, PromptImage, UserError
 
 SAMPLES_OF_A_PROMPT = 2**20
 """Seeds: a response does not depend on how many others are asked for."""
@@ -103,6 +105,7 @@ def generate(
     model: str,
     prompts: Sequence[str],
     *,
+    images: Sequence[str] = (),
     is_raw: bool,
     num_samples: int,
     max_new_tokens: int | None,
@@ -111,34 +114,38 @@ def generate(
 ) -> list[Answer]:
     """Sample ``num_samples`` responses to each prompt, prompt after prompt, on a GPU where there is one.
 
-    A response depends on model, prompt, temperature, seed and its number alone.
+    A response depends on model, prompt, images, temperature, seed and its number alone.
 
     Args:
+        images: image files, in the order of their marks in the prompts.
         is_raw: prompts are tokenized as they are; otherwise each is a user's message in the chat template.
         max_new_tokens: None takes ``USUAL_TOKENS``, or fewer where the model has no room for as many.
 
     Raises:
-        UserError: see ``model_folder``; no chat template, or a prompt that the model cannot take.
+        UserError: see ``model_folder``; no chat template, or a prompt or image that the model cannot take.
     """
     with model_folder(model) as (folder, data):
         tokenizer = load_tokenizer(folder)
         cfg = data or DataConfig(train=("-",))  # its files are not read
         if not is_raw and cfg.chat_template is None and tokenizer.chat_template is None:
             raise UserError(f"generate: the tokenizer of {shown_path(folder)!r} has no chat template: add --raw")
-        vision = read_vision(folder, None, tokenizer)
+        vision = read_vision(folder, cfg.max_pixels, tokenizer)
+        shown = _images_of(prompts, images, vision, shown_path(folder))
         encoded = [
             encode_prompt(
                 text if is_raw else [{"role": "user", "content": text}],
                 cfg,
                 tokenizer,
                 vision,
+                [ref for ref, _ in own],
                 place=f"prompt {number}",
             )
-            for number, text in enumerate(prompts, start=1)
+            for number, (text, own) in enumerate(zip(prompts, shown, strict=True), start=1)
         ]
         is_cuda = torch.cuda.is_available()
+        device = torch.device("cuda" if is_cuda else "cpu")
         engine_cfg = TorchEngineConfig(dtype="bfloat16" if is_cuda else "float32")
-        engine = TorchEngine.from_pretrained(folder, engine_cfg, torch.device("cuda" if is_cuda else "cpu"))
+        engine = TorchEngine.from_pretrained(folder, engine_cfg, device, max_pixels=cfg.max_pixels)
         room = engine.max_positions - max(map(len, encoded))
         if room < (max_new_tokens or 1):
             raise UserError(
@@ -148,7 +155,8 @@ def generate(
         sampling = SamplingParams(max_new_tokens=max_new_tokens or min(USUAL_TOKENS, room), temperature=temperature)
         places = [(row, number) for row in range(len(prompts)) for number in range(num_samples)]
         seeds = [derive_seed(seed, row * SAMPLES_OF_A_PROMPT + number, "generate") for row, number in places]
-        made = asyncio.run(engine.generate([encoded[row] for row, _ in places], sampling, seeds))
+        seen = [[image for _, image in shown[row]] for row, _ in places] if images else None
+        made = asyncio.run(engine.generate([encoded[row] for row, _ in places], sampling, seeds, images=seen))
     return [
         Answer(
             prompt=prompts[row],
@@ -159,3 +167,32 @@ def generate(
         )
         for (row, _), one in zip(places, made, strict=True)
     ]
+
+
+def _images_of(
+    prompts: Sequence[str], files: Sequence[str], vision: VisionPrompts | None, model: str
+) -> list[list[tuple[ImageRef, PromptImage]]]:
+    """The images of each prompt, by its marks."""
+    if vision is None:
+        if files:
+            raise UserError(f"generate: {model!r} sees no images: name a vision-language model, or remove --image")
+        return [[] for _ in prompts]
+    counts = [text.count(MARK) for text in prompts]
+    if sum(counts) != len(files):
+        raise UserError(
+            f"generate: the prompts have {sum(counts)} {MARK} for {len(files)} --image: write {MARK} where each image "
+            "is to stand"
+        )
+    if max(counts) > MAX_IMAGES:
+        raise UserError(f"generate: a prompt has {max(counts)} images: at most {MAX_IMAGES} are taken")
+    left = iter([_image(file, vision) for file in files])
+    return [list(itertools.islice(left, count)) for count in counts]
+
+
+def _image(file: str, vision: VisionPrompts) -> tuple[ImageRef, PromptImage]:
+    place = f"--image {shown_path(file)}"
+    content = read_bytes(file, cure="it is an image: scale it down", max_bytes=MAX_IMAGE_BYTES)
+    grid, digest = vision.processing.grid(*image_size(content, place)), digest_of(content)
+    read_rgb(content, place)  # a damaged one ends here
+    ref = ImageRef(file=0, row=0, number=0, digest=digest, grid=grid)
+    return ref, PromptImage(digest=digest, grid=grid, load=lambda: content)

@@ -16,7 +16,9 @@ from mopd.conversion.jobs.streaming import hf_to_megatron
 from mopd.conversion.torch_dist.plan import TargetLayout
 from mopd.data.tokenizer import load_tokenizer
 from mopd.engines.torch.loading import load_model
-from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
+from tests.fixtures.seen import Transformers, placeholders, prompt_image
+from tests.fixtures.tiny_models import EOS_ID, make_hf_model, make_tokenizer
+from tests.fixtures.vision import image_bytes, make_vision_model
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +27,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_hf_model(folder, "qwen3", seed=5)
     make_tokenizer(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision_model(tmp_path_factory.mktemp("models") / "seeing")
 
 
 def answers(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> list[dict[str, Any]]:
@@ -89,6 +96,66 @@ def test_a_prompt_from_standard_input_and_text_for_a_pipe(
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith(">>> ")] == [">>> a", ">>> b"]
     assert sum(line.startswith("--- ") for line in lines) == 4
+
+
+def greedy_of_images(folder: Path, ids: list[int], images: list[bytes], num_tokens: int) -> str:
+    """By transformers alone, one token after another."""
+    reference, shown = Transformers(folder), [prompt_image(folder, image) for image in images]
+    prompt, made = list(ids), []
+    for _ in range(num_tokens):
+        rows = reference.logprobs([*prompt, *made, 0], len(prompt) + len(made), shown)
+        made.append(int(rows.argmax()))
+        if made[-1] == EOS_ID:
+            break
+    return str(load_tokenizer(folder).decode(made, skip_special_tokens=True))
+
+
+def test_images_stand_where_their_marks_are(seeing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the order of the marks, over all prompts; a prompt without any beside them."""
+    contents = [image_bytes(56, 84), image_bytes(75, 101, 1, kind="JPEG"), image_bytes(56, 56, 2)]
+    files = [tmp_path / f"{number}.img" for number in range(3)]
+    for file, content in zip(files, contents, strict=True):
+        file.write_bytes(content)
+    named = [part for file in files for part in ("--image", file)]
+    texts = ["<image>a<image>", "b", "c <image>"]
+    options = ("--raw", "--temperature", "0", "--max-new-tokens", "5")
+    given = answers(capsys, seeing, *texts, *named, *options)
+    encode = load_tokenizer(seeing).encode
+    spelled = [placeholders(prompt_image(seeing, content)) for content in contents]
+    ids = [
+        [*spelled[0], *encode("a", add_special_tokens=False), *spelled[1]],
+        encode("b", add_special_tokens=False),
+        [*encode("c ", add_special_tokens=False), *spelled[2]],
+    ]
+    for one, own, shown in zip(given, ids, (contents[:2], [], contents[2:]), strict=True):
+        assert one["response"] == greedy_of_images(seeing, own, shown, 5), one["prompt"]
+    assert [one["prompt"] for one in given] == texts
+    (chat,) = answers(capsys, seeing, "<image>a", "--image", files[0], "--temperature", "0", "--max-new-tokens", "5")
+    assert chat["mean_logprob"] < 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["{model}", "<image>a", "--image", "{one}"], "sees no images: name a vision-language model, or remove"),
+        (["{seeing}", "a", "--image", "{one}"], "the prompts have 0 <image> for 1 --image: write <image> where"),
+        (["{seeing}", "<image>a"], "the prompts have 1 <image> for 0 --image"),
+        (["{seeing}", "<image>a", "--image", "{nowhere}"], "nowhere"),
+        (["{seeing}", "<image>a", "--image", "{text}"], "text: no image of the formats PNG, JPEG, WEBP, BMP"),
+        (["{seeing}", "<image>a", "--image", "{cut}"], "cut: the image is damaged"),
+        (["{seeing}", "<image>" * 17, *["--image", "{one}"] * 17], "a prompt has 17 images: at most 16 are taken"),
+    ],
+)
+def test_images_that_cannot_be_shown_are_one_line(
+    model: Path, seeing: Path, tmp_path: Path, arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"model": model, "seeing": seeing, **{name: tmp_path / name for name in ("one", "text", "cut", "nowhere")}}
+    (tmp_path / "one").write_bytes(image_bytes(56, 84))
+    (tmp_path / "cut").write_bytes(image_bytes(56, 84)[:-400])
+    (tmp_path / "text").write_text("no image")
+    assert main(["generate", *(argument.format(**names) for argument in arguments)]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and line in told.err and told.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
