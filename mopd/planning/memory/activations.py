@@ -9,6 +9,16 @@ tensor by tensor for our layers: gated MLP, grouped queries, no dropout, a bias 
     gate and up, their product           3 f
 
 Kernels of TransformerEngine hold no scores; the local attention keeps them in fp32 and once more in the model's dtype.
+
+A vision tower's block keeps for each patch, h and f being its own widths:
+
+    norm in, norm out, twice             4 h                RMSNorm: in as fp32, and once more before its weight
+    qkv, q and k after the rope          5 h                the values are a view of qkv, which stays whole
+    attention's answer, and its copy     2 h
+    MLP                                  2 f                gated: 4 f
+
+A merger keeps its norm's in and out, and the in and out of its activation, 4 h a patch. Where blocks are frozen they
+keep nothing, and of RMSNorm's in the normed form alone; where they are trained, a DeepStack merger's in is a block's.
 """
 
 from __future__ import annotations
@@ -19,6 +29,7 @@ from functools import lru_cache
 from mopd.config.schema import Recipe
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.towers import TOWERS
 from mopd.data.packing import pack
 from mopd.planning.memory.shards import BYTES, own_layers
 from mopd.planning.workload import Workload
@@ -26,6 +37,7 @@ from mopd.types import SampleMeta
 
 SCRATCH_ELEMENTS = 1 << 20
 """Of the largest buffer of a pass over logits on a CPU (``losses/chunked/blocks.py``); kernels on GPUs have none."""
+_BLOCK = "blocks.{number}."
 SUM_BYTES = 4
 """Hidden gradients of the LM head where several ranks add up to them."""
 
@@ -42,6 +54,8 @@ class MicroBatchSize:
     """Micro-batches of a step with samples of usual lengths."""
     padded_tokens: int
     """Of a step, padding included, on the busiest rank."""
+    image_tokens: float
+    """Of the largest, whose prompts have as large a part of them as all have."""
 
     @property
     def length(self) -> int:
@@ -67,7 +81,11 @@ def micro_batches(recipe: Recipe, work: Workload) -> MicroBatchSize:
     fitting = student.micro_batch_size or max(1, student.max_tokens_per_micro_batch // work.max_tokens)
     sequences = min(fitting, -(-work.samples // dp))
     return MicroBatchSize(
-        sequences=sequences, tokens=sequences * work.max_tokens, in_step=in_step, padded_tokens=padded
+        sequences=sequences,
+        tokens=sequences * work.max_tokens,
+        in_step=in_step,
+        padded_tokens=padded,
+        image_tokens=sequences * recipe.data.max_prompt_length * work.image_tokens / work.prompt_tokens,
     )
 
 
@@ -113,6 +131,25 @@ def layer_elements(dims: ModelDims, parallel: ParallelConfig, *, has_experts: bo
     return 4 * hidden + attention + 3 * moe.shared_ffn_hidden_size / tp + copies + moe.num_experts
 
 
+def tower_bytes(dims: ModelDims, student: StudentConfig, image_tokens: float) -> float:
+    """What a trained part of the vision tower keeps of a micro-batch with so many image tokens."""
+    vision, freeze, size = dims.vision, student.vision.freeze, BYTES[student.dtype]
+    if vision is None or freeze == "tower_and_merger":
+        return 0.0
+    hidden, names = vision.hidden_size, {name for name, _ in TOWERS[dims.family].block}
+    is_rms, is_gated = _BLOCK + "norm1.bias" not in names, _BLOCK + "mlp.gate_proj.weight" in names
+    norm_in = 1 + 4 / size if is_rms else 1
+    merging = 3 * hidden * (1 + len(vision.deepstack_layers))
+    if freeze == "tower":
+        elements = merging + hidden * len({vision.depth - 1, *vision.deepstack_layers})
+    else:
+        block = hidden * (2 * norm_in + 9) + vision.intermediate_size * (4 if is_gated else 2)
+        blocks = vision.depth * hidden + block if student.recompute == "full" else vision.depth * block
+        patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        elements = patch + blocks + norm_in * hidden + merging
+    return image_tokens * vision.spatial_merge_size**2 * elements * size
+
+
 def activation_bytes(
     dims: ModelDims, student: StudentConfig, batch: MicroBatchSize, *, stage: int, is_fused: bool
 ) -> int:
@@ -129,11 +166,12 @@ def activation_bytes(
         scores = batch.sequences * heads * float(batch.length) ** 2 * (4 + size)
     border = dims.hidden_size / (tp if parallel.sequence_parallel else 1) * batch.tokens * size
     under_way = min(pp - stage, batch.in_step)
+    seen = tower_bytes(dims, student, batch.image_tokens) if stage == 0 else 0.0
     if student.recompute == "full":
-        return round(under_way * layers * border + max(each.values()) + scores)
+        return round(under_way * (layers * border + seen) + max(each.values()) + scores)
     kept_scores = 0.0 if student.recompute == "selective" else layers * scores
     beside = scores if student.recompute == "selective" else 0.0
-    return round(under_way * (sum(each[kind] for kind in own) + kept_scores + border) + beside)
+    return round(under_way * (sum(each[kind] for kind in own) + kept_scores + border + seen) + beside)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

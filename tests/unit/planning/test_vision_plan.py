@@ -15,14 +15,16 @@ from mopd.cli import main
 from mopd.config.student import Freeze, ParallelConfig, StudentConfig, VisionConfig
 from mopd.conversion.hf.pretrained import build_tower
 from mopd.conversion.models.reading import read_dims
-from mopd.planning.memory.shards import shard, tensor_bytes, update_bytes
+from mopd.planning.memory.activations import tower_bytes
+from mopd.planning.memory.shards import BYTES, shard, tensor_bytes, update_bytes
 from mopd.planning.vision import plan_tower
-from mopd.student.vision import constant_names
+from mopd.student.vision import constant_names, make_tower
 from tests.fixtures.vision import VISION_FAMILIES, make_vision_model
 from tests.unit.conversion.test_vision_dims import QWEN2_5_VL_7B
 
 ROOT = Path(__file__).parents[3]
 RECIPE = str(ROOT / "recipes" / "qwen3_8b_math_code_h100.yaml")
+FREEZES: tuple[Freeze, ...] = ("tower", "tower_and_merger", "none")
 PIPELINE = (
     "student.parallel.tensor_model_parallel_size=1", "student.parallel.sequence_parallel=false",
     "student.parallel.pipeline_model_parallel_size=2", "student.parallel.data_parallel_size=2",
@@ -52,7 +54,7 @@ def test_operations_are_those_of_the_tower(folder: Path) -> None:
     assert plan.flops_per_token * tokens == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
-@pytest.mark.parametrize("freeze", ["tower", "tower_and_merger", "none"])
+@pytest.mark.parametrize("freeze", FREEZES)
 def test_what_is_frozen_has_weights_alone(folder: Path, freeze: Freeze) -> None:
     tower: Any = build_tower(folder, torch.float32)
     merging = [p.numel() for name, p in tower.named_parameters() if "merger" in name]
@@ -69,6 +71,43 @@ def test_what_is_frozen_has_weights_alone(folder: Path, freeze: Freeze) -> None:
     constants = constant_names(dims, freeze)
     sent = sum(t.nbytes for name, t in load_file(folder / "model.safetensors").items() if name not in constants)
     assert update_bytes(dims, student) == sent
+
+
+def kept_bytes(tower: Any, patches: torch.Tensor, grid: torch.Tensor) -> int:
+    """What autograd keeps of a forward pass, each piece of memory once, weights left out."""
+    seen = {parameter.untyped_storage().data_ptr(): 0 for parameter in tower.parameters()}
+    kept = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        seen.setdefault(storage.data_ptr(), storage.nbytes())
+        kept.append(tensor)  # so that no other gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        tower(patches, grid_thw=grid)
+    return sum(seen.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_are_what_a_trained_tower_keeps(folder: Path, dtype: str) -> None:
+    """One image of 16 x 24 patches, whole windows. Angles, sums of norms and the like, which the plan leaves out, are
+    below 5 % of so narrow a tower."""
+    dims = read_dims(folder)
+    assert dims.vision is not None
+    numbers = dims.vision.in_channels * dims.vision.temporal_patch_size * dims.vision.patch_size**2
+    patches, grid = torch.randn(16 * 24, numbers), torch.tensor([[1, 16, 24]])
+    kept: dict[str, int] = {}
+    for freeze in FREEZES:
+        student = StudentConfig(model=str(folder), dtype=dtype, vision=VisionConfig(freeze=freeze))
+        kept[freeze] = kept_bytes(make_tower(student, getattr(torch, dtype)).train(), patches, grid)
+        assert tower_bytes(dims, student, 16 * 24 / 4) == pytest.approx(kept[freeze], rel=0.05), freeze
+    student = StudentConfig(model=str(folder), dtype=dtype, recompute="full", vision=VisionConfig(freeze="none"))
+    again = kept_bytes(make_tower(student, getattr(torch, dtype)).train(), patches, grid)
+    assert dims.vision.depth == 2
+    one_block = (kept["none"] - again) / 2 + 16 * 24 * dims.vision.hidden_size * BYTES[dtype]  # with its input
+    assert tower_bytes(dims, student, 16 * 24 / 4) == pytest.approx(again + one_block, rel=0.05)
+    assert kept["tower_and_merger"] == 0 < kept["tower"] < again < kept["none"]
 
 
 def plan(tmp_path: Path, *arguments: str) -> int:
@@ -97,6 +136,8 @@ def test_fewer_layers_beside_a_tower_save_time(tmp_path: Path, capsys: pytest.Ca
     assert busy[0] < busy[2] < busy[1]
     assert uneven["ranks"][0]["parts"]["weights"] < even["ranks"][0]["parts"]["weights"]
     assert uneven["ranks"][1]["parts"]["weights"] > even["ranks"][1]["parts"]["weights"]
+    kept = [[rank["parts"]["activations"] for rank in one["ranks"]] for one in (blind, even)]
+    assert kept[0][0] < kept[1][0] and kept[0][1] == kept[1][1]
 
 
 def test_what_is_told_and_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
