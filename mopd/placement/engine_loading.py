@@ -24,8 +24,9 @@ async def load_engine(file: EngineFile, device: torch.device | str) -> Any:
     ``device`` is for ``torch`` engines; vLLM takes what it sees. ``UserError`` for a model that cannot be loaded.
     """
     if isinstance(file.engine, TorchEngineConfig):
-        load = TorchEngine.from_pretrained if file.role == "teacher" else TorchEngine.empty
-        engine = load(file.model, file.engine, device, max_pixels=file.max_pixels)
+        engine = TorchEngine.from_pretrained(
+            file.model, file.engine, device, max_pixels=file.max_pixels, has_weights=file.role == "teacher"
+        )
         engine.max_sequence = min(engine.max_sequence, file.longest_sequence)
         return engine
     return await _start_vllm(file, file.engine)

@@ -71,43 +71,29 @@ class TorchEngine:
         device: torch.device | str = "cpu",
         *,
         max_pixels: int | None = None,
+        has_weights: bool = True,
     ) -> TorchEngine:
-        """A local Hugging Face folder with safetensors. ``max_pixels`` as in ``read_sight``.
+        """A local Hugging Face folder with safetensors; without ``has_weights`` its architecture alone, whose weights
+        arrive by ``load_weights``. ``max_pixels`` as in ``read_sight``.
 
         Raises:
             UserError: anything in the folder is missing or unreadable.
         """
-        path = Path(folder)
-        model = load_model(path, cfg.dtype, torch.device(device))
+        path, make = Path(folder), load_model if has_weights else build_empty_model
+        model = make(path, cfg.dtype, torch.device(device))
         return cls(
             model,
             cfg,
             name=str(folder),
             stop_ids=read_stop_ids(path, model.config),
-            has_weights=True,
+            has_weights=has_weights,
             sight=read_sight(path, max_pixels),
         )
 
     @classmethod
-    def empty(
-        cls,
-        folder: str | Path,
-        cfg: TorchEngineConfig,
-        device: torch.device | str = "cpu",
-        *,
-        max_pixels: int | None = None,
-    ) -> TorchEngine:
-        """The architecture of ``folder`` without its weights, which arrive by ``load_weights``."""
-        path = Path(folder)
-        model = build_empty_model(path, cfg.dtype, torch.device(device))
-        return cls(
-            model,
-            cfg,
-            name=str(folder),
-            stop_ids=read_stop_ids(path, model.config),
-            has_weights=False,
-            sight=read_sight(path, max_pixels),
-        )
+    def empty(cls, folder: str | Path, cfg: TorchEngineConfig, device: torch.device | str = "cpu") -> TorchEngine:
+        """``from_pretrained`` without weights."""
+        return cls.from_pretrained(folder, cfg, device, has_weights=False)
 
     @property
     def vocab_size(self) -> int:

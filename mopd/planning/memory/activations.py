@@ -139,7 +139,7 @@ def tower_bytes(dims: ModelDims, student: StudentConfig, image_tokens: float) ->
     hidden, names = vision.hidden_size, {name for name, _ in TOWERS[dims.family].block}
     is_rms, is_gated = _BLOCK + "norm1.bias" not in names, _BLOCK + "mlp.gate_proj.weight" in names
     norm_in = 1 + 4 / size if is_rms else 1
-    merging = 3 * hidden * (1 + len(vision.deepstack_layers))
+    merging = 3.0 * hidden * (1 + len(vision.deepstack_layers))
     if freeze == "tower":
         elements = merging + hidden * len({vision.depth - 1, *vision.deepstack_layers})
     else:

@@ -56,7 +56,8 @@ async def _evaluate_folder(loaded: Loaded, inputs: Inputs, folder: str) -> Valid
     rollout = recipe.rollout
     if isinstance(rollout.engine, TorchEngineConfig) and isinstance(rollout.placement, InProcessConfig):
         # transformers renames what older checkpoints call otherwise; the other engines take the student's names only.
-        return await validator.run(TorchEngine.from_pretrained(folder, rollout.engine, device))
+        engine = TorchEngine.from_pretrained(folder, rollout.engine, device, max_pixels=recipe.data.max_pixels)
+        return await validator.run(engine)
 
     async def work(router: Router) -> ValidationResult:
         await GroupWeightSync(router).publish(_read_weights(Path(folder)), 0)
