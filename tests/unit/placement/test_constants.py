@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from mopd.conversion.models.reading import read_dims
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineRejected, OnRunning
 from mopd.engines.torch.engine import TorchEngine
+from mopd.launch.ranks import CommandChannel, StudentGroup
 from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
@@ -107,7 +109,7 @@ def run(servers: list[RunningServer], action: Callable[[Group], Awaitable[None]]
     asyncio.run(work())
 
 
-async def assert_sees(engine: RemoteEngine, student: Student) -> None:
+async def assert_sees(engine: RemoteEngine | TorchEngine, student: Student) -> None:
     """Scores of prompts with images are those of an engine that was given all weights of the moment."""
     prompts, images = prompts_with_images(student.folder)
     tokens, starts = [torch.tensor([*prompt, 7, 8, 9]) for prompt in prompts], [len(prompt) for prompt in prompts]
@@ -248,3 +250,58 @@ def test_an_engine_of_this_process_keeps_what_it_has(one: Path) -> None:
     slots = engine.weight_slots
     assert engine.weight_version == 2 and slots.keys() == student.weights.keys()
     assert all(torch.equal(slots[name], tensor) for name, tensor in student.weights.items())
+
+
+class Worker:
+    """What ``StudentGroup`` asks of the student on this rank."""
+
+    dp_size = 1
+    layout = SimpleNamespace(device=torch.device("cpu"))
+
+    def __init__(self, student: Student) -> None:
+        self.student, self.constants = student, student.names
+        self.read: list[str] = []
+
+    def weights(self, part: str) -> Iterator[tuple[str, Tensor]]:
+        self.read.append(part)
+        for name, tensor in self.student.weights.items():
+            if part == "all" or (name in self.constants) == (part == "constants"):
+                yield name, tensor
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """A checkpoint whose tower is another."""
+        self.student.weights = load_file(folder / "model.safetensors")
+        return {}
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+def test_a_student_reads_its_constants_once_and_again_after_a_checkpoint(
+    one: Path, is_served: bool, tmp_path: Path
+) -> None:
+    student, other = Student(one, "tower"), make_vision_model(tmp_path, seed=1)
+    worker: Any = Worker(student)
+
+    async def work(stack: ExitStack) -> None:
+        engine: Any = TorchEngine.empty(one, CONFIG)
+        if is_served:
+            engine = RemoteEngine(empty(stack, one).url, timeout_s=30.0, name="r0")
+        router = Router("rollout", [Replica(name="r0", engine=engine)], RoutingConfig(), kind="rollout")
+        group = StudentGroup(worker, CommandChannel(None), GroupWeightSync(router))
+        whole = ["constants", "trained"] if is_served else ["all"]
+        for version, expected in enumerate((whole, ["trained"], ["trained"]), 1):
+            await group.publish(version)
+            assert worker.read == expected
+            await assert_sees(engine, student)
+            student.step()
+            worker.read.clear()
+        await group.load(other)
+        await group.publish(4)
+        assert worker.read == whole
+        await assert_sees(engine, student)
+        await group.close()
+        await router.close()
+        if is_served:
+            await engine.close()
+
+    with ExitStack() as stack:
+        asyncio.run(work(stack))
