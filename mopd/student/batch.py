@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mopd.losses import choose_rows
+from mopd.student.attention import PackedSequences
 from mopd.student.images import StudentImages
 from mopd.student.model.gpt import HeadHook
 from mopd.student.vision import ImageInput
@@ -58,18 +59,18 @@ class LossRows:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Input of one forward pass: right-padded sequences. Packed sequences will be a second form of this type."""
+    """Input of one forward pass: right-padded sequences, or packed ones. Attention is causal, so a real token never
+    looks at the padding behind it."""
 
     tokens: Tensor
     """[B, S] int64."""
     position_ids: Tensor
     """[B, S] int64; [3, B, S] (time, height, width) of a vision-language model."""
-    attention_mask: Tensor | None
-    """[1, 1, S, S] bool, True = masked, for the local attention; ``None`` where the kernel is causal by itself.
-    Right padding needs no more: a real token never looks at what follows it."""
     padding_mask: Tensor
     """[B, S] bool, True = padding, for routers of experts, which balance the load of real tokens."""
     rows: LossRows
+    packed: PackedSequences | None = None
+    """Where sequences begin, if they stand end to end ([1, T] instead of [B, S])."""
     images: ImageInput | None = None
     """On the first stage of a vision-language model, where a prompt has any."""
 
@@ -80,7 +81,8 @@ class MicroBatch:
 
     def tensors(self) -> list[Tensor]:
         """All that it holds."""
-        own = (self.tokens, self.position_ids, self.attention_mask, self.padding_mask)
+        starts = None if self.packed is None else self.packed.cu_seqlens
+        own = (self.tokens, self.position_ids, self.padding_mask, starts)
         rows = self.rows
         read = (rows.loss_mask, rows.loss_rows, rows.targets, rows.domains, rows.sample_positions)
         seen = () if self.images is None else self.images.tensors()
@@ -98,7 +100,6 @@ def build_micro_batch(
     domains: Sequence[str],
     positions: Mapping[int, int],
     pad_to_multiple_of: int,
-    needs_mask: bool,
     device: torch.device,
     at_least: tuple[int, int] = (1, 1),
     vision: StudentImages | None = None,
@@ -132,7 +133,6 @@ def build_micro_batch(
             loss_mask[scored, b] = fields["loss_mask"][sample.sample_id]
         for name, values in row_fields.items():
             values[scored, b] = fields[name][sample.sample_id]
-    mask = torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)[None, None] if needs_mask else None
     chosen = choose_rows(loss_mask) if "loss_mask" in fields else None
     num_filler = size - len(samples)
     to = partial(_sent, device=device)
@@ -152,7 +152,6 @@ def build_micro_batch(
     return MicroBatch(
         tokens=to(tokens),
         position_ids=position_ids,
-        attention_mask=mask,
         padding_mask=to(padding),
         rows=rows,
         images=None if images is None else ImageInput(**{name: to(value) for name, value in vars(images).items()}),
@@ -210,7 +209,7 @@ def run_schedule(
         output = model(
             input_ids=batch.tokens,
             position_ids=batch.position_ids,
-            attention_mask=batch.attention_mask,
+            packed=batch.packed,
             labels=hook_for(batch),
             **options,
         )

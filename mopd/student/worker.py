@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import resource
 import sys
@@ -27,9 +26,7 @@ from mopd.student import parallel
 from mopd.student.batch import HookFor, MicroBatch, build_micro_batch, run_schedule
 from mopd.student.checkpoints import checkpoint
 from mopd.student.images import StudentImages
-from mopd.student.model.attention_memory import check_scores, largest_scores
 from mopd.student.model.balance import Balance
-from mopd.student.model.config import uses_transformer_engine
 from mopd.student.model.gpt import HeadHook, LMHead, build_model
 from mopd.student.objective import Objective
 from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel
@@ -37,8 +34,6 @@ from mopd.student.reading import StageReader, one_ahead
 from mopd.student.vision import clock_of
 from mopd.student.weights import iter_hf_weights, load_hf_into
 from mopd.types import DomainSums, MicroBatchPlan, NonFiniteError, SampleMeta, UserError
-
-logger = logging.getLogger(__name__)
 
 _MAX_NAMED_SAMPLES = 8
 
@@ -90,11 +85,6 @@ class StudentWorker:
             teacher_weights=self._teacher_weights(),
             lm_head_memory_budget_mib=student.lm_head_memory_budget_mib,
         )
-        self._needs_mask = not uses_transformer_engine(student)
-        if self._needs_mask and self.layout.device.type == "cuda":
-            told = check_scores(largest_scores(recipe, self.dims), free_bytes=torch.cuda.mem_get_info()[0])
-            if self.layout.rank == 0:
-                logger.warning("%s", told)
         self._plan: MicroBatchPlan | None = None
 
     @property
@@ -286,7 +276,6 @@ class StudentWorker:
                 domains=self.domains,
                 positions=positions,
                 pad_to_multiple_of=self.layout.tp_size if self.layout.sequence_parallel else 1,
-                needs_mask=self._needs_mask,
                 device=self.layout.device,
                 at_least=self._common_shape(plan, number),
                 vision=self._images,

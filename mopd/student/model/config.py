@@ -251,6 +251,7 @@ def _execution_fields(student: StudentConfig) -> dict[str, Any]:
         "bias_dropout_fusion": is_fused,
         "apply_rope_fusion": is_fused,
         "gradient_accumulation_fusion": False,
+        "transformer_impl": "transformer_engine" if is_fused else "local",
     }
     if student.recompute == "selective":
         fields |= {"recompute_granularity": "selective"}

@@ -19,6 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -28,7 +29,6 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -38,6 +38,7 @@ from torch import Tensor
 
 from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import Llama3Rope, ModelDims
+from mopd.student.attention import CoreAttention, PackedSequences, RowParams, RowRotary
 from mopd.student.model.config import rotary_base, transformer_config, uses_transformer_engine
 from mopd.student.model.multimodal import InterleavedRotary, add_deepstack, with_images
 from mopd.student.parallel import Layout
@@ -73,6 +74,29 @@ class StudentModel(GPTModel):
     around this model (it would upcast what the model returns); its parameters already have the dtype.
     """
 
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, *, packed: PackedSequences | None = None, **options: Any
+    ) -> Tensor:
+        """``GPTModel.forward`` of right-padded sequences [B, S], or of ``packed`` ones [1, T]."""
+        params = self._sequences(input_ids, position_ids, packed)
+        output: Tensor = super().forward(input_ids, position_ids, None, packed_seq_params=params, **options)
+        return output
+
+    def _sequences(
+        self, input_ids: Tensor, position_ids: Tensor, packed: PackedSequences | None
+    ) -> PackedSeqParams | None:
+        if self.config.transformer_impl == "transformer_engine":
+            return None if packed is None else packed.megatron_params()
+        cp_group = self.pg_collection.cp
+        return RowParams(
+            # Right-padded sequences have the same positions, and a rope of three axes reads its own.
+            position_ids.flatten(0, -2)[0],
+            (input_ids.shape[1] * cp_group.size(),) if packed is None else packed.lengths,
+            is_packed=packed is not None or input_ids.shape[0] == 1,
+            cp_size=cp_group.size(),
+            cp_rank=cp_group.rank(),
+        )
+
     def _preprocess(self, *, padding_mask: Tensor | None = None, **rest: Any) -> Any:
         """Megatron splits the padding mask along the sequence on the first stage only."""
         if padding_mask is not None and not self.pre_process and self.config.sequence_parallel:
@@ -107,10 +131,9 @@ class VisionStudentModel(StudentModel):
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        attention_mask: Tensor | None,
         *,
-        labels: HeadHook | None = None,
         images: ImageInput | None = None,
+        **options: Any,
     ) -> Tensor:
         """``GPTModel.forward`` with ``position_ids`` [3, B, S] and, read on the first stage alone, ``images``."""
         decoder_input, context = None, None
@@ -120,12 +143,7 @@ class VisionStudentModel(StudentModel):
                 embedded, self.vision_model, images, sequence_parallel=self.config.sequence_parallel
             )
         output: Tensor = super().forward(
-            input_ids,
-            position_ids,
-            attention_mask,
-            decoder_input=decoder_input,
-            labels=labels,
-            extra_block_kwargs={"context": context},
+            input_ids, position_ids, decoder_input=decoder_input, extra_block_kwargs={"context": context}, **options
         )
         return output
 
@@ -140,14 +158,6 @@ class RMSNorm(torch.nn.RMSNorm):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
-class LatentDotProductAttention(DotProductAttention):
-    """Megatron's local attention, which takes its sizes from the tensors, but not the arguments that latent attention
-    announces them with (its base class builds a first one without)."""
-
-    def __init__(self, *, k_channels: int | None = None, v_channels: int | None = None, **options: Any) -> None:
-        super().__init__(**options)
 
 
 def build_model(student: StudentConfig, dims: ModelDims, layout: Layout) -> StudentModel:
@@ -174,6 +184,8 @@ def build_model(student: StudentConfig, dims: ModelDims, layout: Layout) -> Stud
     )
     if dims.vision is not None:
         _add_vision(model, student, dims, layout)
+    if not uses_transformer_engine(student):
+        _turn_by_position(model, dims)
     model.to(device=layout.device)
     _mark_shards(model)
     if dims.moe is not None:
@@ -191,6 +203,16 @@ def _add_vision(model: StudentModel, student: StudentConfig, dims: ModelDims, la
     if layout.is_first_stage:
         model.vision_model = make_tower(student, model.config.params_dtype)
         add_deepstack(model.get_submodule("decoder.layers"), len(dims.vision.deepstack_layers))
+
+
+def _turn_by_position(model: StudentModel, dims: ModelDims) -> None:
+    """Give the ropes of local layers the rows' positions; one of three axes has them already."""
+    if dims.mla is not None:
+        layers: Any = model.get_submodule("decoder.layers")
+        for layer in layers:
+            layer.self_attention.rotary_pos_emb = RowRotary(layer.self_attention.rotary_pos_emb, is_latent=True)
+    elif dims.vision is None:
+        model.rotary_pos_emb = RowRotary(model.rotary_pos_emb, is_latent=False)
 
 
 def _mark_shards(model: StudentModel) -> None:
@@ -263,6 +285,7 @@ def _local_spec(dims: ModelDims, *, has_experts: bool) -> ModuleSpec:
     submodules, attention = layer.submodules, layer.submodules.self_attention.submodules
     submodules.input_layernorm = RMSNorm
     submodules.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = CoreAttention
     keys = {} if has_experts else dict(_FUSED_MLP_NORM)
     if is_latent:
         attention.q_layernorm = RMSNorm
@@ -271,7 +294,6 @@ def _local_spec(dims: ModelDims, *, has_experts: bool) -> ModuleSpec:
         # the other ranks' heads in Megatron 0.16.1.
         attention.linear_q_down_proj = Linear
         attention.linear_kv_down_proj = Linear
-        attention.core_attention = LatentDotProductAttention
         keys |= _FUSED_LATENT_NORMS
     else:
         keys |= _FUSED_INPUT_NORM

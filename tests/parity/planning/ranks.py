@@ -56,7 +56,6 @@ def head_peak(it: Case) -> dict[str, int] | None:
         domains=DOMAINS,
         positions={sample_id: i for i, sample_id in enumerate(plan.sample_ids)},
         pad_to_multiple_of=layout.tp_size if layout.sequence_parallel else 1,
-        needs_mask=True,
         device=layout.device,
     )
     model: Any = worker._model.module

@@ -45,9 +45,8 @@ def gradients(
         balance = Balance(model, moe, EXPERTS, layout)
         balance.begin(1)
         tokens = torch.randint(1, DIMS.vocab_size, (NUM, LENGTH), generator=torch.Generator().manual_seed(1))
-        hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
         options = {} if mask is None else {"padding_mask": mask}
-        logits = model(tokens, torch.arange(LENGTH).expand(NUM, LENGTH), hidden, **options)
+        logits = model(tokens, torch.arange(LENGTH).expand(NUM, LENGTH), **options)
         (logits * 0.0).sum().backward()
         named = {name: p.grad for name, p in model.named_parameters() if "router" in name and p.grad is not None}
         return named, balance.metrics()

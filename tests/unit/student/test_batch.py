@@ -22,7 +22,6 @@ def build(
     samples: list[SampleMeta],
     fields: dict = FIELDS,
     pad_to_multiple_of: int = 1,
-    needs_mask: bool = True,
     at_least: tuple[int, int] = (1, 1),
 ) -> MicroBatch:
     return build_micro_batch(
@@ -31,7 +30,6 @@ def build(
         domains=("math", "code"),
         positions={7: 0, 9: 1},
         pad_to_multiple_of=pad_to_multiple_of,
-        needs_mask=needs_mask,
         device=torch.device("cpu"),
         at_least=at_least,
     )
@@ -51,14 +49,6 @@ def test_rows_score_the_next_token() -> None:
     assert rows.fields["teacher_token_logprobs"][0].tolist() == [0.0, -4.0]
     assert rows.domains.tolist() == [0, 1]
     assert rows.sample_positions.tolist() == [0, 1]
-
-
-def test_mask_hides_the_future_only() -> None:
-    mask = build([META_A]).attention_mask
-    assert mask is not None
-    assert mask.shape == (1, 1, 5, 5)
-    assert mask[0, 0].tolist() == [[column > row for column in range(5)] for row in range(5)]
-    assert build([META_A], needs_mask=False).attention_mask is None
 
 
 def test_no_samples_give_filler_without_loss() -> None:
