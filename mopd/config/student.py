@@ -19,6 +19,9 @@ class ParallelConfig:
     """Ranks that share each layer's matrices and the vocabulary."""
     pipeline_model_parallel_size: int = 1
     """Consecutive stages that the layers are split into."""
+    virtual_pipeline_model_parallel_size: int = 1
+    """Model chunks of each stage: layers go round the stages as often, which shortens the pipeline's bubble and sends
+    more between stages. Each rank's number of micro-batches is rounded up to a multiple of the stages."""
     data_parallel_size: int = 1
     """Copies of the student, each computing its share of the batch."""
     expert_model_parallel_size: int = 1
@@ -30,7 +33,9 @@ class ParallelConfig:
     """Split activations between the tensor-parallel regions along the sequence; needs tensor parallelism."""
     num_layers_in_first_pipeline_stage: int | None = None
     """Layers of the first stage, which also holds the embedding and a vision tower; the other stages share the rest
-    evenly. null: all stages have equally many."""
+    evenly. null: as many as the others."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the last stage, which also computes logits and loss; likewise."""
 
     def __post_init__(self) -> None:
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
@@ -53,13 +58,28 @@ class ParallelConfig:
             raise ValueError(
                 "sequence_parallel is true but tensor_model_parallel_size is 1: set tensor_model_parallel_size >= 2"
             )
-        if self.num_layers_in_first_pipeline_stage is not None:
-            require_at_least("num_layers_in_first_pipeline_stage", self.num_layers_in_first_pipeline_stage, 1)
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        """What needs a pipeline, and what two stages cannot both be given."""
+        require_at_least("virtual_pipeline_model_parallel_size", self.virtual_pipeline_model_parallel_size, 1)
+        names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        for name, number in given.items():
+            require_at_least(name, number, 1)
+        if self.virtual_pipeline_model_parallel_size > 1:
+            given["virtual_pipeline_model_parallel_size"] = self.virtual_pipeline_model_parallel_size
+        for name, number in given.items():
             if self.pipeline_model_parallel_size == 1:
                 raise ValueError(
-                    f"num_layers_in_first_pipeline_stage is {self.num_layers_in_first_pipeline_stage} but "
-                    "pipeline_model_parallel_size is 1: set pipeline_model_parallel_size >= 2, or leave the key out"
+                    f"{name} is {number} but pipeline_model_parallel_size is 1: set pipeline_model_parallel_size >= 2, "
+                    "or leave the key out"
                 )
+        if self.pipeline_model_parallel_size == 2 and all(name in given for name in names):
+            raise ValueError(
+                f"{names[0]} and {names[1]} are both set but pipeline_model_parallel_size is 2, so that each follows "
+                "from the other: leave one of them out"
+            )
 
     @property
     def resolved_expert_tensor_parallel_size(self) -> int:

@@ -13,6 +13,7 @@ from mopd.config.placements import ExternalConfig, LocalConfig, RegisteredConfig
 from mopd.config.schema import Recipe
 from mopd.config.student import ParallelConfig
 from mopd.conversion.models.dims import ModelDims, layout_problem
+from mopd.conversion.models.stages import Stages
 from mopd.placement.gpus import engine_groups
 from mopd.planning.balance import ROLLOUT, GroupLoad, Split, TrainerLoad, ranked
 from mopd.planning.devices import Cluster, Rates
@@ -167,7 +168,7 @@ def _layouts(recipe: Recipe, dims: ModelDims, cluster: Cluster, at_most: int) ->
             problem = layout_problem(
                 dims,
                 tensor_model_parallel_size=tp,
-                pipeline_model_parallel_size=pp,
+                stages=Stages(pipeline_model_parallel_size=pp),
                 expert_model_parallel_size=ep,
                 expert_tensor_parallel_size=1 if dims.moe is not None else None,
             )

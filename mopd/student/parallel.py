@@ -29,6 +29,8 @@ class Layout:
     tp_size: int
     pp_rank: int
     pp_size: int
+    vp_size: int
+    """Model chunks of every pipeline stage."""
     dp_rank: int
     dp_size: int
     ep_rank: int
@@ -52,12 +54,12 @@ class Layout:
 
     @property
     def is_first_stage(self) -> bool:
-        """This rank holds the embedding."""
+        """This rank holds the embedding, in its first chunk."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """This rank computes logits and the loss."""
+        """This rank computes logits and the loss, in its last chunk."""
         return self.pp_rank == self.pp_size - 1
 
     @property
@@ -108,9 +110,11 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_r
         return _layout
     _init_distributed(timeout_s, local_rank)
     check_world_size(parallel, dist.get_world_size())
+    chunks = parallel.virtual_pipeline_model_parallel_size
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.resolved_expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
@@ -123,6 +127,7 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_r
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        vp_size=chunks,
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
@@ -157,11 +162,13 @@ def _is_same(layout: Layout, parallel: ParallelConfig) -> bool:
     asked = (
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
         parallel.expert_model_parallel_size,
         parallel.resolved_expert_tensor_parallel_size,
         parallel.sequence_parallel,
     )
-    return asked == (layout.tp_size, layout.pp_size, layout.ep_size, layout.etp_size, layout.sequence_parallel)
+    degrees = (layout.tp_size, layout.pp_size, layout.vp_size, layout.ep_size, layout.etp_size)
+    return asked == (*degrees, layout.sequence_parallel)
 
 
 def raise_together(layout: Layout, check: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from mopd.config.student import MoeConfig, StudentConfig, VisionConfig
 from mopd.conversion.models.dims import ModelDims, YarnRope, check_layout
+from mopd.conversion.models.stages import Stages, stages_of
 from mopd.student.model.overrides import check_overrides
 from mopd.student.parallel import Layout
 from mopd.text import one_line
@@ -40,18 +42,24 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
         UserError: the layout does not divide the model, or an override is unknown, owned by another recipe key, or
             refused by Megatron.
     """
+    stages = replace(
+        stages_of(student.parallel),
+        pipeline_model_parallel_size=layout.pp_size,
+        virtual_pipeline_model_parallel_size=layout.vp_size,
+    )
     check_layout(
         dims,
         tensor_model_parallel_size=layout.tp_size,
-        pipeline_model_parallel_size=layout.pp_size,
+        stages=stages,
         expert_model_parallel_size=layout.ep_size,
         expert_tensor_parallel_size=layout.etp_size,
-        num_layers_in_first_pipeline_stage=student.parallel.num_layers_in_first_pipeline_stage,
     )
     _check_sequence_parallel(dims, layout)
     _check_experts(student, dims)
     fields = {**_model_fields(dims), **_layout_fields(layout), **_execution_fields(student)}
-    fields["num_layers_in_first_pipeline_stage"] = student.parallel.num_layers_in_first_pipeline_stage
+    fields |= asdict(stages)
+    if layout.vp_size == 1:
+        fields["virtual_pipeline_model_parallel_size"] = None
     fields |= (
         _moe_fields(student.moe, dims)
         | _vision_fields(student, dims)
@@ -67,7 +75,7 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
             raise
         named = dict(student.megatron_overrides)
         raise UserError(f"student.megatron_overrides {named}: Megatron refuses: {one_line(error)}") from error
-    _check_recompute(config)
+    _check_recompute(config, stages)
     # Micro-batches are padded to their own longest sequence; pipeline stages announce shapes to each other. Megatron
     # refuses this beside the all-gather dispatcher, whose ranks must bring equally many tokens: the batches do.
     config.variable_seq_lengths = layout.pp_size > 1
@@ -91,21 +99,20 @@ def _check_sequence_parallel(dims: ModelDims, layout: Layout) -> None:
         )
 
 
-def _check_recompute(config: TransformerConfig) -> None:
-    """Megatron runs past the last layer of a stage whose layers are no multiple of the recomputed chunks.
+def _check_recompute(config: TransformerConfig, stages: Stages) -> None:
+    """Megatron runs past the last layer of a stage whose layers are no multiple of the recomputed runs of layers.
 
     Raises:
         UserError: one line with the key to set.
     """
-    chunk = config.recompute_num_layers
-    stages, first = config.pipeline_model_parallel_size, config.num_layers_in_first_pipeline_stage
-    per_stage = {config.num_layers // stages} if first is None else {first, (config.num_layers - first) // (stages - 1)}
-    for on_stage in sorted(per_stage):
-        if config.recompute_method != "uniform" or chunk is None or not on_stage % chunk:
+    run = config.recompute_num_layers
+    for chunk in sorted({len(chunk) for chunks in stages.layers(config.num_layers) for chunk in chunks}):
+        if config.recompute_method != "uniform" or run is None or not chunk % run:
             continue
+        what = "a pipeline stage" if stages.virtual_pipeline_model_parallel_size == 1 else "a chunk of a pipeline stage"
         raise UserError(
-            f"student.megatron_overrides.recompute_num_layers: {chunk} does not divide the {on_stage} layers of a "
-            "pipeline stage; set a divisor"
+            f"student.megatron_overrides.recompute_num_layers: {run} does not divide the {chunk} layers of {what}; set "
+            "a divisor"
         )
 
 
@@ -220,7 +227,6 @@ def rotary_base(dims: ModelDims) -> float:
 def _layout_fields(layout: Layout) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": layout.tp_size,
-        "pipeline_model_parallel_size": layout.pp_size,
         "sequence_parallel": layout.sequence_parallel,
         "expert_model_parallel_size": layout.ep_size,
         "expert_tensor_parallel_size": layout.etp_size,

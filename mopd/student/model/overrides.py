@@ -67,7 +67,10 @@ OWNED: dict[str, str] = {
         moe_router_enable_expert_bias moe_router_dtype mrope_section""",
     "student.parallel.tensor_model_parallel_size": "tensor_model_parallel_size",
     "student.parallel.pipeline_model_parallel_size": "pipeline_model_parallel_size",
+    "student.parallel.virtual_pipeline_model_parallel_size": """
+        virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage""",
     "student.parallel.num_layers_in_first_pipeline_stage": "num_layers_in_first_pipeline_stage",
+    "student.parallel.num_layers_in_last_pipeline_stage": "num_layers_in_last_pipeline_stage",
     "student.parallel.sequence_parallel": "sequence_parallel",
     "student.parallel.expert_model_parallel_size": "expert_model_parallel_size",
     "student.parallel.expert_tensor_parallel_size": "expert_tensor_parallel_size moe_extended_tp",
@@ -110,10 +113,11 @@ REFUSED: dict[str, str] = {
     "sequences are not split over ranks: use student.parallel.sequence_parallel": """
         context_parallel_size hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel
         cp_comm_type""",
-    "a pipeline stage is one run of layers": """
-        virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage overlap_p2p_comm
-        overlap_p2p_comm_warmup_flush num_layers_in_last_pipeline_stage
-        pipeline_model_parallel_layout account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    "layers are cut into stages by the keys of student.parallel": """
+        pipeline_model_parallel_layout account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split""",
+    "a stage sends and waits before it frees what it sent, which this would not": """
+        overlap_p2p_comm overlap_p2p_comm_warmup_flush""",
+    "mopd's tests do not cover this schedule": """
         overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release
         num_microbatches_with_partial_activation_checkpoints""",
     "mopd sets this field: its schedule sums gradients of micro-batches of unequal shapes": """

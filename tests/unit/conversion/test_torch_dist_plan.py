@@ -18,6 +18,7 @@ LAYOUTS = {
     "plain": TargetLayout(),
     "tp": TargetLayout(tensor_model_parallel_size=2, expert_tensor_parallel_size=2),
     "pp": TargetLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+    "uneven": TargetLayout(pipeline_model_parallel_size=2, num_layers_in_last_pipeline_stage=1),
     "ep": TargetLayout(tensor_model_parallel_size=2, expert_model_parallel_size=4),
 }
 

@@ -47,7 +47,8 @@ def test_what_is_not_allowed_is_one_line(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("virtual_pipeline_model_parallel_size", "a pipeline stage is one run of layers"),
+        ("virtual_pipeline_model_parallel_size", "from student.parallel.virtual_pipeline_model_parallel_size"),
+        ("overlap_p2p_comm", "before it frees what it sent"),
         ("context_parallel_size", "use student.parallel.sequence_parallel"),
         ("num_layers_in_first_pipeline_stage", "from student.parallel.num_layers_in_first_pipeline_stage"),
         ("activation_func", "from student.model"),
