@@ -107,7 +107,7 @@ class Trainee:
     def plan(self, step: int) -> MicroBatchPlan:
         metas, fields = make_samples(step, self.worker.dims.vocab_size)
         asyncio.run(self.plane.put(metas, fields))
-        return pack(metas, dp_size=1, max_tokens=self.worker.recipe.student.max_tokens_per_micro_batch)
+        return pack(metas, self.worker.packing, dp_size=1)
 
     def step(self, gradients: Path | None = None) -> dict[str, float]:
         """One optimizer step; its loss and the norm of its gradient."""

@@ -186,6 +186,9 @@ class StudentConfig:
     """Layer spec; ``auto`` takes TransformerEngine where CUDA and the package are present."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recompute: nothing, attention only, or whole layers."""
+    packing: bool = True
+    """Lay the sequences of a micro-batch one after another, without padding between them; ``false`` pads them to the
+    longest, side by side."""
     max_tokens_per_micro_batch: int = 16384
     """Token budget of one micro-batch, padding included; sequences are packed into as few micro-batches as fit."""
     micro_batch_size: int | None = None

@@ -133,7 +133,7 @@ def make_plan(
         if not isinstance(group.placement, ExternalConfig)
     }
     ranks = plan_ranks(recipe, dims, work, cluster, replicas)
-    batch = micro_batches(recipe, work)
+    batch = micro_batches(recipe, dims, work)
     hosts = host_bytes(recipe, dims, work)
     moved = links(recipe, groups, dims, work, tokens=batch.padded_tokens)
     loads = _loads(recipe, groups, models, work, replicas, rates) if rates is not None else []
@@ -161,7 +161,7 @@ def trainer_load(
     recipe: Recipe, dims: ModelDims, work: Workload, rates: Rates, per_node: int, label: str, keys: Mapping[str, int]
 ) -> TrainerLoad:
     """The student's layout of ``recipe`` for the search."""
-    parts = training_time(recipe, dims, work, micro_batches(recipe, work), rates, per_node)
+    parts = training_time(recipe, dims, work, micro_batches(recipe, dims, work), rates, per_node)
     every = recipe.schedule.sync_every_steps
     return TrainerLoad(
         gpus=recipe.student.parallel.world_size,

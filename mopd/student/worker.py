@@ -20,7 +20,7 @@ from mopd import cpu_shim
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.reader import kept_files, open_model
 from mopd.conversion.hf.writer import require_exportable, write_folder
-from mopd.data.packing import pack
+from mopd.data.packing import pack, packing_rules
 from mopd.data_plane.interface import Reader
 from mopd.student import parallel
 from mopd.student.batch import HookFor, MicroBatch, build_micro_batch, run_schedule
@@ -61,6 +61,7 @@ class StudentWorker:
         kept_files(Path(student.model))  # which ``save_hf`` would find after the last step
         _check_lengths(recipe, self.dims.max_positions)
         self.layout = parallel.initialize(student.parallel, timeout_s=recipe.schedule.wait_timeout_s, seed=recipe.seed)
+        self.packing = packing_rules(student, self.dims, on_gpu=self.layout.device.type == "cuda")
         vision = self.dims.vision
         self.reader = StageReader(reader, self.layout, has_images=vision is not None)
         self._images = None
@@ -301,13 +302,7 @@ class StudentWorker:
 
     def _plan_forward(self, samples: Sequence[SampleMeta]) -> MicroBatchPlan:
         """A plan for any number of samples, forward only."""
-        student = self.recipe.student
-        plan = pack(
-            samples,
-            dp_size=1,
-            max_tokens=student.max_tokens_per_micro_batch,
-            micro_batch_size=student.micro_batch_size,
-        )
+        plan = pack(samples, self.packing, dp_size=1)
         # There may be fewer samples than ranks; ranks without any pass filler through the pipeline.
         (batches,) = plan.micro_batches
         num = -(-len(batches) // self.dp_size)

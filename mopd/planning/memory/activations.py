@@ -19,7 +19,7 @@ from functools import lru_cache
 from mopd.config.schema import Recipe
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.models.dims import ModelDims
-from mopd.data.packing import pack
+from mopd.data.packing import PackingRules, pack, packing_rules
 from mopd.planning.memory.shards import BYTES, own_layers
 from mopd.planning.workload import Workload
 from mopd.types import SampleMeta
@@ -37,7 +37,7 @@ class MicroBatchSize:
     sequences: int
     """Of the largest, of samples that are all as long as they may be."""
     tokens: int
-    """Of the largest."""
+    """Of the largest; shorter samples may fill it up."""
     in_step: int
     """Micro-batches of a step with samples of usual lengths."""
     padded_tokens: int
@@ -49,32 +49,26 @@ class MicroBatchSize:
         return self.tokens // self.sequences
 
 
-def micro_batches(recipe: Recipe, work: Workload) -> MicroBatchSize:
-    """As a step packs them.
+def micro_batches(recipe: Recipe, dims: ModelDims, work: Workload) -> MicroBatchSize:
+    """As a step packs them, but for the sizes that packs are rounded to on a GPU.
 
     Raises:
         UserError: samples of such lengths cannot be shared out evenly.
     """
     student = recipe.student
     dp = student.parallel.data_parallel_size
-    in_step, padded = _packed(
-        tuple(work.response_lengths()),
-        max(1, round(work.prompt_tokens)),
-        dp,
-        student.max_tokens_per_micro_batch,
-        student.micro_batch_size,
-    )
-    fitting = student.micro_batch_size or max(1, student.max_tokens_per_micro_batch // work.max_tokens)
-    sequences = min(fitting, -(-work.samples // dp))
-    return MicroBatchSize(
-        sequences=sequences, tokens=sequences * work.max_tokens, in_step=in_step, padded_tokens=padded
-    )
+    rules = packing_rules(student, dims, on_gpu=False)
+    prompt = max(1, round(work.prompt_tokens))
+    in_step, padded = _packed(tuple(work.response_lengths()), prompt, dp, rules)
+    longest, share = rules.sequence(work.max_tokens), -(-work.samples // dp)
+    sequences = min(student.micro_batch_size or max(1, rules.max_tokens // longest), share)
+    fills_up = rules.is_packed and student.micro_batch_size is None
+    tokens = max(sequences * longest, min(rules.max_tokens, share * longest)) if fills_up else sequences * longest
+    return MicroBatchSize(sequences=sequences, tokens=tokens, in_step=in_step, padded_tokens=padded)
 
 
 @lru_cache(maxsize=256)
-def _packed(
-    lengths: tuple[int, ...], prompt: int, dp_size: int, max_tokens: int, micro_batch_size: int | None
-) -> tuple[int, int]:
+def _packed(lengths: tuple[int, ...], prompt: int, dp_size: int, rules: PackingRules) -> tuple[int, int]:
     """Micro-batches of a rank, and padded tokens of the busiest one."""
     samples = [
         SampleMeta(
@@ -88,9 +82,8 @@ def _packed(
         )
         for number, length in enumerate(lengths)
     ]
-    packed = pack(samples, dp_size=dp_size, max_tokens=max_tokens, micro_batch_size=micro_batch_size).micro_batches
-    padded = max(sum(len(batch) * max(one.length for one in batch) for batch in rank) for rank in packed)
-    return len(packed[0]), padded
+    packed = pack(samples, rules, dp_size=dp_size).micro_batches
+    return len(packed[0]), max(sum(rules.num_tokens(batch) for batch in rank) for rank in packed)
 
 
 def layer_elements(dims: ModelDims, parallel: ParallelConfig, *, has_experts: bool) -> float:

@@ -73,7 +73,7 @@ def plan_ranks(
 ) -> list[RankPlan]:
     """One for each pipeline stage; the first is rank 0's, whose process some engines may share."""
     groups = engine_groups(recipe)
-    batch, student = micro_batches(recipe, work), recipe.student
+    batch, student = micro_batches(recipe, dims, work), recipe.student
     head = head_shape(recipe, dims, batch)
     stages = student.parallel.pipeline_model_parallel_size
     is_fused = cluster.gpus_per_node > 0 and student.transformer_impl != "local"
@@ -113,7 +113,7 @@ def head_plans(
             sequence_parallel=recipe.student.parallel.sequence_parallel and tp > 1,
         )
         own = replace(recipe, student=replace(recipe.student, parallel=parallel))
-        head = head_shape(own, dims, micro_batches(own, work))
+        head = head_shape(own, dims, micro_batches(own, dims, work))
         rank = max(plan_ranks(own, dims, work, cluster, replicas), key=lambda plan: plan.num_bytes)
         ours = head.peak(recipe.student.lm_head_memory_budget_mib * MIB)
         eager = head.eager(head.element + EAGER_BYTES)

@@ -147,12 +147,7 @@ class Case:
         if self.plane is not None:
             asyncio.run(self.plane.put(metas, fields))
         torch.distributed.barrier()
-        return pack(
-            metas,
-            dp_size=self.worker.dp_size,
-            max_tokens=self.worker.recipe.student.max_tokens_per_micro_batch,
-            micro_batch_size=self.worker.recipe.student.micro_batch_size,
-        )
+        return pack(metas, self.worker.packing, dp_size=self.worker.dp_size)
 
     def _samples(self, step: int) -> tuple[list[SampleMeta], dict[str, list[Tensor]]]:
         drawn: dict[str, Any] = {"top_k": TOP_K, "seed": step, "first_id": 100 * step}
