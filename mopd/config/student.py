@@ -13,10 +13,13 @@ Freeze = Literal["tower", "tower_and_merger", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """Layout of the Megatron student over the trainer ranks. World size = tensor x pipeline x data."""
+    """Layout of the Megatron student over the trainer ranks. World size = tensor x context x pipeline x
+    data."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that share each layer's matrices and the vocabulary."""
+    context_parallel_size: int = 1
+    """Ranks that share the tokens of each sequence, for long ones; each gathers the keys and values of its layer."""
     pipeline_model_parallel_size: int = 1
     """Consecutive stages that the layers are split into."""
     virtual_pipeline_model_parallel_size: int = 1
@@ -25,8 +28,8 @@ class ParallelConfig:
     data_parallel_size: int = 1
     """Copies of the student, each computing its share of the batch."""
     expert_model_parallel_size: int = 1
-    """Ranks that share the experts of each layer of a mixture-of-experts student; they are ranks of the tensor and data
-    dimensions, not further ones."""
+    """Ranks that share the experts of each layer of a mixture-of-experts student; they are ranks of the tensor,
+    context and data dimensions, not further ones."""
     expert_tensor_parallel_size: int | None = None
     """Ranks that share each expert's matrices; null for ``tensor_model_parallel_size``."""
     sequence_parallel: bool = False
@@ -38,7 +41,12 @@ class ParallelConfig:
     """Layers of the last stage, which also computes logits and loss; likewise."""
 
     def __post_init__(self) -> None:
-        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+        names = (
+            "tensor_model_parallel_size",
+            "context_parallel_size",
+            "pipeline_model_parallel_size",
+            "data_parallel_size",
+        )
         for name in (*names, "expert_model_parallel_size"):
             require_at_least(name, getattr(self, name), 1, MAX_PROCESSES)
         if self.expert_tensor_parallel_size is not None:
@@ -46,12 +54,13 @@ class ParallelConfig:
         if self.world_size > MAX_PROCESSES:
             sizes = " x ".join(f"{name} {getattr(self, name)}" for name in names)
             raise ValueError(f"{sizes} is {self.world_size} ranks: set at most {MAX_PROCESSES}")
-        stage, experts = self.tensor_model_parallel_size * self.data_parallel_size, self.expert_ranks
-        if stage % experts:
+        experts = self.expert_ranks
+        if self.ranks_per_stage % experts:
             raise ValueError(
                 f"expert_model_parallel_size {self.expert_model_parallel_size} x expert_tensor_parallel_size "
                 f"{self.resolved_expert_tensor_parallel_size} does not divide tensor_model_parallel_size "
-                f"{self.tensor_model_parallel_size} x data_parallel_size {self.data_parallel_size}: set "
+                f"{self.tensor_model_parallel_size} x context_parallel_size {self.context_parallel_size} x "
+                f"data_parallel_size {self.data_parallel_size}: set "
                 f"expert_tensor_parallel_size or data_parallel_size so that {experts} ranks of a stage hold the experts"
             )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
@@ -92,8 +101,17 @@ class ParallelConfig:
         return self.expert_model_parallel_size * self.resolved_expert_tensor_parallel_size
 
     @property
+    def num_copies(self) -> int:
+        """Ranks that hold the same weights outside the experts, and add up their gradients."""
+        return self.context_parallel_size * self.data_parallel_size
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.tensor_model_parallel_size * self.num_copies
+
+    @property
     def world_size(self) -> int:
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.data_parallel_size
+        return self.ranks_per_stage * self.pipeline_model_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

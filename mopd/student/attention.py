@@ -12,6 +12,7 @@ Letters: T rows of this rank, H heads of the queries, G heads of the keys, D cha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
@@ -22,11 +23,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-_VARLEN_DTYPES = (torch.float16, torch.bfloat16)
+_HALVES = (torch.float16, torch.bfloat16)
+_FUSED_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -195,7 +198,7 @@ class CoreAttention(MegatronModule):
             key, value = key[rows.key_order], value[rows.key_order]
         if not rows.is_packed:
             out = self._run(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), rows).transpose(0, 1)
-        elif query.is_cuda and query.dtype in _VARLEN_DTYPES:
+        elif query.is_cuda and query.dtype in _HALVES:
             out = self._varlen(query.squeeze(1), key.squeeze(1), value.squeeze(1), rows)[:, None]
         else:
             out = self._looped(query.squeeze(1), key.squeeze(1), value.squeeze(1), rows)[:, None]
@@ -226,21 +229,32 @@ class CoreAttention(MegatronModule):
         for part in rows.parts(key.shape[1]):
             q = query[:, part.first : part.first + part.num_queries].transpose(1, 2)
             k, v = (x[:, : part.num_keys].transpose(1, 2) for x in (key, value))
-            is_square = part.num_queries == part.num_keys
-            out = scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=None if is_square else causal_lower_right(part.num_queries, part.num_keys),
-                is_causal=is_square,
-                scale=self._scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-            outs.append(out.transpose(1, 2))
+            outs.append(_fused(q, k, v, self._scale).transpose(1, 2))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
+def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """[N, H, S, D] from queries and [N, G, S', D] keys, by a kernel that holds no scores; the last query sees the last
+    key. On a GPU an error where there is none, as torch would take one that holds them."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if query.is_cuda and query.dtype not in _HALVES:  # whose kernel does not know groups
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+    is_square = num_queries == num_keys
+    with sdpa_kernel(_FUSED_KERNELS) if query.is_cuda else nullcontext():
+        out: Tensor = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if is_square else causal_lower_right(num_queries, num_keys),
+            is_causal=is_square,
+            scale=scale,
+            enable_gqa=_is_grouped(query, key),
+        )
+    return out
+
+
 def _is_grouped(query: Tensor, key: Tensor) -> bool:
+    """From [..., H, S, D] or, both, [T, H, D]."""
     return query.shape[1] != key.shape[1]
 
 

@@ -70,7 +70,7 @@ def iter_hf_weights(
     Raises:
         RuntimeError: the model was not built from ``dims``.
     """
-    if layout.dp_rank != 0 and layout.edp_rank != 0:
+    if layout.copy != 0 and layout.edp_rank != 0:
         return
     owned = {placed.megatron[0]: param for placed, param in _owned_params(model_chunks, dims, layout)}
     config: Any = _unwrap(model_chunks[0]).config
@@ -84,7 +84,7 @@ def iter_hf_weights(
         dtype = torch.float32 if placed.param.stays_fp32 else config.params_dtype
         stage = placed.stage(dims, stages)
         if placed.expert is None:
-            if layout.dp_rank == 0:
+            if layout.copy == 0:
                 yield from _export_shared(placed, stage, dtype, owned, dims, layout)
         elif layout.edp_rank == 0:
             yield from _export_expert(placed, stage, dtype, owned, dims, layout)

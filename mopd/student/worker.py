@@ -27,6 +27,7 @@ from mopd.student.batch import HookFor, MicroBatch, build_micro_batch, run_sched
 from mopd.student.checkpoints import checkpoint
 from mopd.student.images import StudentImages
 from mopd.student.model.balance import Balance
+from mopd.student.model.config import check_attention
 from mopd.student.model.gpt import HeadHook, LMHead, build_model
 from mopd.student.objective import Objective
 from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel
@@ -333,6 +334,9 @@ def _name(samples: Sequence[SampleMeta]) -> str:
 
 def _check_lengths(recipe: Recipe, max_positions: int) -> None:
     needed = recipe.data.max_prompt_length + recipe.rollout.max_response_length
+    check_attention(recipe.student, max_length=needed)
+    if recipe.student.parallel.context_parallel_size > 1:
+        raise UserError("student.parallel.context_parallel_size: batches are not cut along sequences yet: set it to 1")
     if needed > max_positions:
         raise UserError(
             f"data.max_prompt_length {recipe.data.max_prompt_length} + rollout.max_response_length "

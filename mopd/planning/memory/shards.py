@@ -126,8 +126,8 @@ def tensor_bytes(own: Shard, student: StudentConfig) -> dict[str, int]:
     state = MOMENT_BYTES + (MAIN_BYTES if size < 4 else 0)
     copies, expert_copies = 1, 1
     if student.optimizer.use_distributed_optimizer:
-        copies = parallel.data_parallel_size
-        expert_copies = parallel.tensor_model_parallel_size * copies // parallel.expert_ranks
+        copies = parallel.num_copies
+        expert_copies = parallel.ranks_per_stage // parallel.expert_ranks
     return {
         "weights": own.num_weights * size + own.constants * 4,
         "gradients": (dense + own.experts) * GRADIENT_BYTES,

@@ -187,7 +187,7 @@ def _sharded_state(
         _rng_state(),
         (layout.pp_size, layout.tp_size),
         (layout.pp_rank, layout.tp_rank),
-        replica_id=layout.dp_rank,
+        replica_id=layout.copy,
     )
     return sharded
 

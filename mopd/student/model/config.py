@@ -17,6 +17,8 @@ from mopd.student.parallel import Layout
 from mopd.text import one_line
 from mopd.types import UserError
 
+UNFUSED_MAX_LENGTH = 4096
+"""Tokens of a sequence up to which whole score matrices are bearable: 2 GiB a layer for 32 heads in fp32."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -33,6 +35,20 @@ def uses_transformer_engine(student: StudentConfig) -> bool:
             f"student.transformer_impl is 'transformer_engine' but {missing} is missing: set it to 'auto' or 'local'"
         )
     return is_available and student.transformer_impl != "local"
+
+
+def check_attention(student: StudentConfig, *, max_length: int) -> None:
+    """Refuse TransformerEngine's attention in float32, which holds scores [B, heads, S, S], for long sequences.
+
+    Raises:
+        UserError: one line with the keys to set.
+    """
+    if uses_transformer_engine(student) and student.dtype == "float32" and max_length > UNFUSED_MAX_LENGTH:
+        raise UserError(
+            f"student.dtype is float32, in which TransformerEngine's attention holds the scores of all {max_length} x "
+            f"{max_length} pairs of tokens (possible up to {UNFUSED_MAX_LENGTH}): set student.transformer_impl: local, "
+            "or student.dtype: bfloat16"
+        )
 
 
 def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) -> TransformerConfig:
@@ -227,6 +243,7 @@ def rotary_base(dims: ModelDims) -> float:
 def _layout_fields(layout: Layout) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": layout.tp_size,
+        "context_parallel_size": layout.cp_size,
         "sequence_parallel": layout.sequence_parallel,
         "expert_model_parallel_size": layout.ep_size,
         "expert_tensor_parallel_size": layout.etp_size,

@@ -21,8 +21,6 @@ Values = type[bool] | type[int] | tuple[str, ...] | list[str]
 """What an allowed field takes: true or false, a whole number from 1, one of some names, or a list of some names."""
 
 ALLOWED: dict[str, Values] = {
-    "attention_backend": tuple(AttnBackend.__members__),
-    "attention_softmax_in_fp32": bool,
     "batch_p2p_comm": bool,
     "batch_p2p_sync": bool,
     "clone_scatter_output_in_embedding": bool,
@@ -40,6 +38,7 @@ _DISCARDING = {"layernorm", "mla_up_proj", "moe_act"}
 """``recompute_modules`` that Megatron recomputes with the help of TransformerEngine."""
 
 WITH_TRANSFORMER_ENGINE: dict[str, Values] = {
+    "attention_backend": ("auto", "flash", "fused"),  # not "unfused", whose scores are a tensor [B, heads, S, S]
     "cpu_offloading": bool,
     "cpu_offloading_activations": bool,
     "cpu_offloading_double_buffering": bool,
@@ -71,6 +70,7 @@ OWNED: dict[str, str] = {
         virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage""",
     "student.parallel.num_layers_in_first_pipeline_stage": "num_layers_in_first_pipeline_stage",
     "student.parallel.num_layers_in_last_pipeline_stage": "num_layers_in_last_pipeline_stage",
+    "student.parallel.context_parallel_size": "context_parallel_size",
     "student.parallel.sequence_parallel": "sequence_parallel",
     "student.parallel.expert_model_parallel_size": "expert_model_parallel_size",
     "student.parallel.expert_tensor_parallel_size": "expert_tensor_parallel_size moe_extended_tp",
@@ -110,9 +110,8 @@ REFUSED: dict[str, str] = {
         first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 activation_func_fp8_input_store
         disable_parameter_transpose_cache use_kitchen use_kitchen_attention kitchen_attention_backend fp4 fp4_recipe
         fp4_param fp4_quantizer_factory quant_recipe moe_router_padding_for_quantization moe_router_padding_for_fp8""",
-    "sequences are not split over ranks: use student.parallel.sequence_parallel": """
-        context_parallel_size hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel
-        cp_comm_type""",
+    "sequences are split by student.parallel.context_parallel_size alone, in one order": """
+        hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel cp_comm_type""",
     "layers are cut into stages by the keys of student.parallel": """
         pipeline_model_parallel_layout account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split""",
     "a stage sends and waits before it frees what it sent, which this would not": """
@@ -143,6 +142,7 @@ REFUSED: dict[str, str] = {
         inference_fuse_tp_communication mlp_chunks_for_prefill cache_mla_latents""",
     "it does nothing in the layers that mopd builds": """
         async_tensor_model_parallel_allreduce persist_layer_norm memory_efficient_layer_norm fused_single_qkv_rope
+        attention_softmax_in_fp32
         use_fused_weighted_squared_relu""",
     "it is the old name of recompute_granularity: selective with recompute_modules: [moe]": "moe_layer_recompute",
 }

@@ -28,7 +28,6 @@ ONE = {"tp": 1, "pp": 1, "dp": 1, "sp": False}
 MICRO_BATCH_SIZES = (1, 2, 8)
 _FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
 OVERRIDES: dict[str, Results] = {
-    "tp2/softmax": {"attention_softmax_in_fp32": False},
     "tp2/matmul": {"disable_bf16_reduced_precision_matmul": True},
     "tp2/deterministic": {"deterministic_mode": True},
     "tp2_sp/embedding": {"clone_scatter_output_in_embedding": False},
@@ -38,8 +37,7 @@ OVERRIDES: dict[str, Results] = {
     "pp2/p2p": {"batch_p2p_comm": False},
     "pp2/p2p_sync": {"batch_p2p_sync": False},
 }
-"""Layout / name -> ``student.megatron_overrides``: every field that is allowed without TransformerEngine, save
-``attention_backend``, which the local layers do not read."""
+"""Layout / name -> ``student.megatron_overrides``: every field that is allowed without TransformerEngine."""
 ENSEMBLES = {"ensemble": "default", "ensemble_k2": "k2"}
 """Cases in which one domain has two teachers, with their losses."""
 HEAD_CASES = [*((loss, "tied") for loss in ("default", "k2", "policy_gradient", "ensemble")), ("default", "untied")]

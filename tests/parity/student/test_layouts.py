@@ -81,7 +81,7 @@ def test_allowed_overrides_change_nothing(two_ranks: Results, one_rank: Results,
 
 
 def test_every_allowed_override_is_tried() -> None:
-    assert {field for given in OVERRIDES.values() for field in given} == set(ALLOWED) - {"attention_backend"}
+    assert {field for given in OVERRIDES.values() for field in given} == set(ALLOWED)
 
 
 @pytest.mark.parametrize(("loss", "tied"), HEAD_CASES)

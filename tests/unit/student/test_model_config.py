@@ -62,8 +62,8 @@ def test_chunks_of_recomputed_layers_divide_a_stage(layout: Layout) -> None:
 
 
 def test_overrides_reach_the_config(layout: Layout) -> None:
-    config = transformer_config(student(megatron_overrides={"attention_softmax_in_fp32": False}), DIMS, layout)
-    assert config.attention_softmax_in_fp32 is False
+    config = transformer_config(student(megatron_overrides={"deterministic_mode": True}), DIMS, layout)
+    assert config.deterministic_mode is True
     assert (config.kv_channels, config.params_dtype, config.hidden_dropout) == (32, torch.bfloat16, 0.0)
 
 

@@ -49,7 +49,7 @@ def test_what_is_not_allowed_is_one_line(name: str) -> None:
     [
         ("virtual_pipeline_model_parallel_size", "from student.parallel.virtual_pipeline_model_parallel_size"),
         ("overlap_p2p_comm", "before it frees what it sent"),
-        ("context_parallel_size", "use student.parallel.sequence_parallel"),
+        ("context_parallel_size", "from student.parallel.context_parallel_size"),
         ("num_layers_in_first_pipeline_stage", "from student.parallel.num_layers_in_first_pipeline_stage"),
         ("activation_func", "from student.model"),
         ("normalization", "from student.model"),
@@ -100,7 +100,7 @@ def overrides_section(section: Any, part: str) -> Any:
 
 
 VALUES: dict[str, list[Any]] = {
-    "attention_backend": ["unfused", "auto"],
+    "attention_backend": ["fused", "auto"],
     "recompute_granularity": ["full"],
     "recompute_method": ["block"],
     "recompute_modules": [["core_attn", "mlp"]],
