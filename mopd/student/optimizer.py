@@ -11,6 +11,8 @@ from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megat
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from mopd import cpu_shim
+from mopd import cpu_shim
 from mopd.config.student import OptimizerConfig as StudentOptimizerConfig
 from mopd.student.model.gpt import StudentModel
 
@@ -79,14 +81,15 @@ def guarded_step(optimizer: ChainedOptimizer) -> float:
 
     A non-finite norm is returned with weights and optimizer states untouched. One host synchronisation.
     """
-    optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(norm):
-        return norm
-    for part in optimizer.chained_optimizers:
-        parameters = part.get_parameters()
-        if parameters and part.config.clip_grad > 0:
-            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
+    with cpu_shim.activate():
+        optimizer.prepare_grads()
+        norm = float(optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            return norm
+        for part in optimizer.chained_optimizers:
+            parameters = part.get_parameters()
+            if parameters and part.config.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
     optimizer.step_with_ready_grads()
     return norm
 

@@ -27,7 +27,6 @@ from mopd.student.batch import HookFor, MicroBatch, build_micro_batch, run_sched
 from mopd.student.checkpoints import checkpoint
 from mopd.student.images import StudentImages
 from mopd.student.model.balance import Balance
-from mopd.student.model.config import check_attention
 from mopd.student.model.gpt import HeadHook, LMHead, build_model
 from mopd.student.objective import Objective
 from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel
@@ -94,7 +93,6 @@ class StudentWorker:
         """Data-parallel degree: the number of rows of a plan."""
         return self.layout.dp_size
 
-    @cpu_shim.activate()
     def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]:
         """Gradients of the whole plan's loss, and its sums by domain (equal on every rank).
 
@@ -138,7 +136,6 @@ class StudentWorker:
         self._plan = plan
         return result
 
-    @cpu_shim.activate()
     def optim_step(self) -> dict[str, float]:
         """Clip and apply the gradients of the last ``forward_backward``; returns ``grad_norm`` (before clipping) and
         the ``lr`` that was used, and counts one ``weight_version`` more.
@@ -163,7 +160,6 @@ class StudentWorker:
         watched = [part.metrics() for part in (self._balance, self._clock) if part is not None]
         return reduce(or_, watched, {"grad_norm": norm, "lr": lr})
 
-    @cpu_shim.activate()
     @torch.no_grad()
     def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float = 1.0) -> list[Tensor]:
         """Log-probs of each sample's response tokens under softmax(logits / temperature), from field ``tokens``: [R]
@@ -334,9 +330,6 @@ def _name(samples: Sequence[SampleMeta]) -> str:
 
 def _check_lengths(recipe: Recipe, max_positions: int) -> None:
     needed = recipe.data.max_prompt_length + recipe.rollout.max_response_length
-    check_attention(recipe.student, max_length=needed)
-    if recipe.student.parallel.context_parallel_size > 1:
-        raise UserError("student.parallel.context_parallel_size: batches are not cut along sequences yet: set it to 1")
     if needed > max_positions:
         raise UserError(
             f"data.max_prompt_length {recipe.data.max_prompt_length} + rollout.max_response_length "

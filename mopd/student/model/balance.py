@@ -47,6 +47,7 @@ class Balance:
         self._layout = layout
         self._num_moe_layers = sum(dims.layers)
         self._num_micro_batches = 0
+        get_moe_layer_wise_logging_tracker().clear()  # of a model before this one, perhaps of another number of layers
         # [L, E]: tokens that this rank's routers sent, by layer of the whole model and expert
         self._tokens = torch.zeros(len(dims.layers), dims.num_experts, dtype=torch.float64, device=layout.device)
         self._routers: list[Any] = []
@@ -106,7 +107,7 @@ def _watch(router: Any, tokens: Tensor) -> None:
 
     def count(module: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         if torch.is_grad_enabled():
-            tokens.add_(output[1][_real(output[1], *inputs[1:])].sum(0))
+            tokens.add_((output[1] & _real(output[1], *inputs[1:])[:, None]).sum(0))
 
     router.register_forward_hook(count)
 
