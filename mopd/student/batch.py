@@ -1,7 +1,8 @@
 """From samples to the tensors of one micro-batch, and micro-batches through Megatron's pipeline schedule.
 
-Shapes: B samples, S tokens of the longest one (padded to a multiple of the tensor-parallel degree where sequence
-parallelism splits it), K teacher tokens. Tokens are [B, S]; what the loss reads is [S, B, …], as logits are.
+A micro-batch is a pack, sequences end to end in one row of T tokens, or B right-padded sequences of S; what the layout
+needs is padded in both. Tokens are [1, T] or [B, S]. What the loss reads is flat, row by row of the logits: T rows, or
+those of [S, B]. K teacher tokens, n samples.
 
 The logits at sequence row t predict token t + 1, so a response token at position p is scored by row p - 1. One sample
 with prompt (1, 5) and response (7, 8, 2)::
@@ -24,8 +25,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from mopd.data.packing import PackingRules
 from mopd.losses import choose_rows
 from mopd.student.attention import PackedSequences
+from mopd.student.form import Form, choose_form
 from mopd.student.images import StudentImages
 from mopd.student.model.gpt import HeadHook
 from mopd.student.vision import ImageInput
@@ -43,18 +46,27 @@ class LossRows:
     """What the loss reads, row by row of the logits; rows without a response token hold zeros."""
 
     loss_mask: Tensor
-    """[S, B] bool: this row scores a response token that counts; none does where the mask was not read."""
+    """[T] bool: this row scores a response token that counts; none does where the mask was not read."""
     loss_rows: Tensor | None
-    """[N] int64: flat numbers of these rows, ascending, never empty; ``None`` for all, or where the mask was not read.
+    """[N] int64: numbers of these rows, ascending, never empty; ``None`` for all, or where the mask was not read.
     Known without asking the device, so that the LM head can leave prompts and padding out."""
     targets: Tensor
-    """[S, B] int64: the response token that the row scores."""
+    """[T] int64: the response token that the row scores."""
+    samples: Tensor
+    """[T] int64: which of the n samples the row belongs to, padding to the one before it or to filler."""
     domains: Tensor
-    """[B] int64: index of each sample's domain."""
+    """[n] int64: index of each sample's domain."""
     sample_positions: Tensor
-    """[B] int64: index of each sample among the plan's ascending sample ids; -1 for filler."""
+    """[n] int64: index of each sample among the plan's ascending sample ids; -1 for filler."""
+    num_loss_tokens: Tensor
+    """[n] int64: loss tokens of each whole sample; 0 where the mask was not read."""
     fields: Mapping[str, Tensor] = field(default_factory=dict)
-    """Row fields by name: [S, B], [S, B, K] or (D teachers, an ensemble) [S, B, D, K], dtypes as in the data plane."""
+    """Row fields by name: [T], [T, K] or (D teachers, an ensemble) [T, D, K], dtypes as in the data plane."""
+
+    def tensors(self) -> list[Tensor | None]:
+        """All that it holds."""
+        own = (self.loss_mask, self.loss_rows, self.targets, self.samples)
+        return [*own, self.domains, self.sample_positions, self.num_loss_tokens, *self.fields.values()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +81,7 @@ class MicroBatch:
     padding_mask: Tensor
     """[B, S] bool, True = padding, for routers of experts, which balance the load of real tokens."""
     rows: LossRows
+    form: Form
     packed: PackedSequences | None = None
     """Where sequences begin, if they stand end to end ([1, T] instead of [B, S])."""
     images: ImageInput | None = None
@@ -83,10 +96,8 @@ class MicroBatch:
         """All that it holds."""
         starts = None if self.packed is None else self.packed.cu_seqlens
         own = (self.tokens, self.position_ids, self.padding_mask, starts)
-        rows = self.rows
-        read = (rows.loss_mask, rows.loss_rows, rows.targets, rows.domains, rows.sample_positions)
         seen = () if self.images is None else self.images.tensors()
-        return [tensor for tensor in (*own, *read, *rows.fields.values(), *seen) if tensor is not None]
+        return [tensor for tensor in (*own, *self.rows.tensors(), *seen) if tensor is not None]
 
 
 HookFor = Callable[[MicroBatch], HeadHook]
@@ -97,14 +108,15 @@ def build_micro_batch(
     samples: Sequence[SampleMeta],
     fields: Fields,
     *,
+    rules: PackingRules,
     domains: Sequence[str],
     positions: Mapping[int, int],
-    pad_to_multiple_of: int,
     device: torch.device,
     at_least: tuple[int, int] = (1, 1),
     vision: StudentImages | None = None,
 ) -> MicroBatch:
-    """Pad ``samples`` into one micro-batch on ``device``, with filler sequences without loss up to ``at_least`` (B, S).
+    """``samples`` as one micro-batch on ``device``, in the form that ``rules`` ask for, with filler without loss up to
+    ``at_least`` (see ``choose_form``).
 
     ``fields`` are those that the pipeline stage reads; what is not among them stays zero. ``vision`` is given where the
     model sees images. Copies to a GPU are queued on the current stream.
@@ -113,48 +125,63 @@ def build_micro_batch(
         ValueError: a field's length does not fit the sample's lengths, or a prompt is empty.
         UserError: see ``StudentImages.read``.
     """
-    size = max(len(samples), at_least[0])
-    longest = max([at_least[1], *(sample.length for sample in samples)])
-    length = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
-    tokens = torch.zeros(size, length, dtype=torch.int64)
-    targets = torch.zeros(length, size, dtype=torch.int64)
-    loss_mask = torch.zeros(length, size, dtype=torch.bool)
-    padding = torch.ones(size, length, dtype=torch.bool)
-    row_fields = _empty_row_fields(fields, length, size)
-    for b, sample in enumerate(samples):
-        _check(sample, fields)
-        scored = slice(sample.prompt_length - 1, sample.length - 1)
-        padding[b, : sample.length] = False
-        if "tokens" in fields:
-            own = fields["tokens"][sample.sample_id]
-            tokens[b, : sample.length] = own
-            targets[scored, b] = own[sample.prompt_length :]
-        if "loss_mask" in fields:
-            loss_mask[scored, b] = fields["loss_mask"][sample.sample_id]
-        for name, values in row_fields.items():
-            values[scored, b] = fields[name][sample.sample_id]
-    chosen = choose_rows(loss_mask) if "loss_mask" in fields else None
-    num_filler = size - len(samples)
+    form = choose_form(samples, rules, at_least)
     to = partial(_sent, device=device)
-    rows = LossRows(
+    tokens, padding = torch.zeros(form.num_rows, dtype=torch.int64), torch.ones(form.num_rows, dtype=torch.bool)
+    for i, sample in enumerate(samples):
+        _check(sample, fields)
+        padding[form.rows(i, 0, sample.length)] = False
+        if "tokens" in fields:
+            tokens[form.rows(i, 0, sample.length)] = fields["tokens"][sample.sample_id]
+    position_ids, images = form.positions(), None
+    if vision is not None:
+        own_images = [(fields["tokens"][s.sample_id], fields["images"][s.sample_id]) for s in samples]
+        position_ids = vision.position_ids(own_images, position_ids, form)
+        images = vision.read(own_images, form)
+    return MicroBatch(
+        tokens=to(form.sequences(tokens)),
+        position_ids=to(form.sequences(position_ids)),
+        padding_mask=to(form.sequences(padding)),
+        rows=_loss_rows(samples, fields, form, domains, positions, to),
+        form=form,
+        packed=None if form.lengths is None else PackedSequences.of(form.lengths, device),
+        images=None if images is None else ImageInput(**{name: to(value) for name, value in vars(images).items()}),
+    )
+
+
+def _loss_rows(
+    samples: Sequence[SampleMeta],
+    fields: Fields,
+    form: Form,
+    domains: Sequence[str],
+    positions: Mapping[int, int],
+    to: Callable[[Tensor], Tensor],
+) -> LossRows:
+    """Rows of ``fields``, sent by ``to``."""
+    targets = torch.zeros(form.num_rows, dtype=torch.int64)
+    loss_mask = torch.zeros(form.num_rows, dtype=torch.bool)
+    num_loss_tokens = torch.zeros(len(form.firsts), dtype=torch.int64)
+    row_fields = _empty_row_fields(fields, form.num_rows)
+    for i, sample in enumerate(samples):
+        scored = form.rows(i, sample.prompt_length - 1, sample.length - 1)
+        if "tokens" in fields:
+            targets[scored] = fields["tokens"][sample.sample_id][sample.prompt_length :]
+        if "loss_mask" in fields:
+            loss_mask[scored] = own_mask = fields["loss_mask"][sample.sample_id]
+            num_loss_tokens[i] = own_mask.sum()
+        for name, values in row_fields.items():
+            values[scored] = fields[name][sample.sample_id]
+    chosen = choose_rows(loss_mask) if "loss_mask" in fields else None
+    num_filler = len(form.firsts) - len(samples)
+    return LossRows(
         loss_mask=to(loss_mask),
         loss_rows=None if chosen is None else to(chosen),
         targets=to(targets),
+        samples=to(form.samples()),
         domains=to(torch.tensor([domains.index(s.domain) for s in samples] + [0] * num_filler)),
         sample_positions=to(torch.tensor([positions[s.sample_id] for s in samples] + [-1] * num_filler)),
+        num_loss_tokens=to(num_loss_tokens),
         fields={name: to(values) for name, values in row_fields.items()},
-    )
-    position_ids, images = torch.arange(length, device=device).expand(size, length), None
-    if vision is not None:
-        own_images = [(fields["tokens"][s.sample_id], fields["images"][s.sample_id]) for s in samples]
-        position_ids = to(vision.position_ids(own_images, (size, length)))
-        images = vision.read(own_images, size)
-    return MicroBatch(
-        tokens=to(tokens),
-        position_ids=position_ids,
-        padding_mask=to(padding),
-        rows=rows,
-        images=None if images is None else ImageInput(**{name: to(value) for name, value in vars(images).items()}),
     )
 
 
@@ -163,13 +190,13 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _empty_row_fields(fields: Fields, length: int, size: int) -> dict[str, Tensor]:
-    """Zeros [S, B, …] for every row field that was fetched; trailing shape and dtype are the samples' own."""
+def _empty_row_fields(fields: Fields, num_rows: int) -> dict[str, Tensor]:
+    """Zeros [T, …] for every row field that was fetched; trailing shape and dtype are the samples' own."""
     empty = {}
     for name in ROW_FIELDS:
         if name in fields:
             example = next(iter(fields[name].values()))
-            empty[name] = torch.zeros(length, size, *example.shape[1:], dtype=example.dtype)
+            empty[name] = torch.zeros(num_rows, *example.shape[1:], dtype=example.dtype)
     return empty
 
 

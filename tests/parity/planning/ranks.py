@@ -53,9 +53,9 @@ def head_peak(it: Case) -> dict[str, int] | None:
     batch = build_micro_batch(
         samples,
         worker.reader.fetch(samples, worker._objective.field_names),
+        rules=worker.packing,
         domains=DOMAINS,
         positions={sample_id: i for i, sample_id in enumerate(plan.sample_ids)},
-        pad_to_multiple_of=layout.tp_size if layout.sequence_parallel else 1,
         device=layout.device,
     )
     model: Any = worker._model.module

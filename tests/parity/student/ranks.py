@@ -78,6 +78,7 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
             model=model,
             dtype=case.get("dtype", "float32"),
             recompute=case.get("recompute", "none"),
+            packing=case.get("packing", True),
             micro_batch_size=case.get("micro_batch_size"),
             max_tokens_per_micro_batch=128 if "data" in case else 64,
             lm_head_memory_budget_mib=case.get("head_mib", 1024),
