@@ -25,9 +25,9 @@ from mopd.data_plane.interface import Reader
 from mopd.student import parallel
 from mopd.student.batch import HookFor, MicroBatch, build_micro_batch, run_schedule
 from mopd.student.checkpoints import checkpoint
-from mopd.student.form import Form
 from mopd.student.images import StudentImages
 from mopd.student.model.balance import Balance
+from mopd.student.model.config import check_attention
 from mopd.student.model.gpt import HeadHook, LMHead, build_model
 from mopd.student.objective import Objective
 from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel
@@ -167,13 +167,12 @@ class StudentWorker:
         fp32 on rank 0 in the order of ``samples``, an empty list elsewhere. Draws no randomness."""
         unique = sorted({sample.sample_id: sample for sample in samples}.values(), key=lambda sample: sample.sample_id)
         plan = self._plan_forward(unique)
-        collected: list[tuple[Form, Tensor]] = []
+        collected: list[Tensor] = []
 
         def hook_for(batch: MicroBatch) -> HeadHook:
             def hook(head: LMHead) -> Tensor:
-                rows = self._objective.logprobs(head, batch.rows.targets, temperature=temperature)
-                collected.append((batch.form, rows))
-                return rows.sum()
+                collected.append(self._objective.logprobs(head, batch.rows.targets, temperature=temperature))
+                return collected[-1].sum()
 
             return hook
 
@@ -183,9 +182,9 @@ class StudentWorker:
         flat = torch.zeros(sum(lengths), device=self.layout.device)
         views = dict(zip(ids, torch.split(flat, lengths), strict=True))
         if self.layout.reports_loss:
-            for batch, (form, rows) in zip(plan.micro_batches[self.layout.dp_rank], collected, strict=True):
-                for i, sample in enumerate(batch):
-                    views[sample.sample_id].copy_(rows[form.rows(i, sample.prompt_length - 1, sample.length - 1)])
+            for batch, rows in zip(plan.micro_batches[self.layout.dp_rank], collected, strict=True):
+                for b, sample in enumerate(batch):
+                    views[sample.sample_id].copy_(rows[sample.prompt_length - 1 : sample.length - 1, b])
         dist.all_reduce(flat)
         if self.layout.rank:
             return []
@@ -273,9 +272,9 @@ class StudentWorker:
             return build_micro_batch(
                 share[number],
                 self.reader.fetch(share[number], loss_fields),
-                rules=self.packing,
                 domains=self.domains,
                 positions=positions,
+                pad_to_multiple_of=self.layout.tp_size if self.layout.sequence_parallel else 1,
                 device=self.layout.device,
                 at_least=self._common_shape(plan, number),
                 vision=self._images,
@@ -291,13 +290,11 @@ class StudentWorker:
         )
 
     def _common_shape(self, plan: MicroBatchPlan, number: int) -> tuple[int, int]:
-        """(B, S) or (1, T) that micro-batch ``number`` has at least: without CUDA, ranks that share experts gather each
-        other's tokens and must bring equally many."""
+        """(B, S) that micro-batch ``number`` has at least: without CUDA, ranks that share experts gather each other's
+        tokens and must bring equally many."""
         if self.layout.ep_size == 1 or torch.cuda.is_available():
             return (1, 1)
         batches = [rank[number] for rank in plan.micro_batches]
-        if self.packing.is_packed:
-            return 1, max(self.packing.num_tokens(batch) for batch in batches if batch)
         longest = max((sample.length for batch in batches for sample in batch), default=1)
         return max([1, *map(len, batches)]), longest
 
@@ -334,6 +331,9 @@ def _name(samples: Sequence[SampleMeta]) -> str:
 
 def _check_lengths(recipe: Recipe, max_positions: int) -> None:
     needed = recipe.data.max_prompt_length + recipe.rollout.max_response_length
+    check_attention(recipe.student, max_length=needed)
+    if recipe.student.parallel.context_parallel_size > 1:
+        raise UserError("student.parallel.context_parallel_size: batches are not cut along sequences yet: set it to 1")
     if needed > max_positions:
         raise UserError(
             f"data.max_prompt_length {recipe.data.max_prompt_length} + rollout.max_response_length "
