@@ -25,6 +25,7 @@ from mopd.data_plane.interface import Reader
 from mopd.student import parallel
 from mopd.student.batch import HookFor, MicroBatch, build_micro_batch, run_schedule
 from mopd.student.checkpoints import checkpoint
+from mopd.student.form import Form
 from mopd.student.images import StudentImages
 from mopd.student.model.balance import Balance
 from mopd.student.model.config import check_attention
@@ -167,12 +168,13 @@ class StudentWorker:
         fp32 on rank 0 in the order of ``samples``, an empty list elsewhere. Draws no randomness."""
         unique = sorted({sample.sample_id: sample for sample in samples}.values(), key=lambda sample: sample.sample_id)
         plan = self._plan_forward(unique)
-        collected: list[Tensor] = []
+        collected: list[tuple[Form, Tensor]] = []
 
         def hook_for(batch: MicroBatch) -> HeadHook:
             def hook(head: LMHead) -> Tensor:
-                collected.append(self._objective.logprobs(head, batch.rows.targets, temperature=temperature))
-                return collected[-1].sum()
+                rows = self._objective.logprobs(head, batch.rows.targets, temperature=temperature)
+                collected.append((batch.form, rows))
+                return rows.sum()
 
             return hook
 
@@ -182,9 +184,9 @@ class StudentWorker:
         flat = torch.zeros(sum(lengths), device=self.layout.device)
         views = dict(zip(ids, torch.split(flat, lengths), strict=True))
         if self.layout.reports_loss:
-            for batch, rows in zip(plan.micro_batches[self.layout.dp_rank], collected, strict=True):
-                for b, sample in enumerate(batch):
-                    views[sample.sample_id].copy_(rows[sample.prompt_length - 1 : sample.length - 1, b])
+            for batch, (form, rows) in zip(plan.micro_batches[self.layout.dp_rank], collected, strict=True):
+                for i, sample in enumerate(batch):
+                    views[sample.sample_id].copy_(rows[form.rows(i, sample.prompt_length - 1, sample.length - 1)])
         dist.all_reduce(flat)
         if self.layout.rank:
             return []
@@ -272,9 +274,9 @@ class StudentWorker:
             return build_micro_batch(
                 share[number],
                 self.reader.fetch(share[number], loss_fields),
+                rules=self.packing,
                 domains=self.domains,
                 positions=positions,
-                pad_to_multiple_of=self.layout.tp_size if self.layout.sequence_parallel else 1,
                 device=self.layout.device,
                 at_least=self._common_shape(plan, number),
                 vision=self._images,
@@ -290,11 +292,13 @@ class StudentWorker:
         )
 
     def _common_shape(self, plan: MicroBatchPlan, number: int) -> tuple[int, int]:
-        """(B, S) that micro-batch ``number`` has at least: without CUDA, ranks that share experts gather each other's
-        tokens and must bring equally many."""
+        """(B, S) or (1, T) that micro-batch ``number`` has at least: without CUDA, ranks that share experts gather each
+        other's tokens and must bring equally many."""
         if self.layout.ep_size == 1 or torch.cuda.is_available():
             return (1, 1)
         batches = [rank[number] for rank in plan.micro_batches]
+        if self.packing.is_packed:
+            return 1, max(self.packing.num_tokens(batch) for batch in batches if batch)
         longest = max((sample.length for batch in batches for sample in batch), default=1)
         return max([1, *map(len, batches)]), longest
 
