@@ -119,7 +119,7 @@ class Trainee:
 
     def gradients(self) -> dict[str, Tensor]:
         """Of every parameter by Megatron's name, fp32 on the CPU."""
-        parameters: Mapping[str, Any] = dict(self.worker._model.module.named_parameters())
+        parameters: Mapping[str, Any] = dict(self.worker._chunks[0].module.named_parameters())
         return {name: parameter.main_grad.float().cpu().contiguous() for name, parameter in parameters.items()}
 
     def weights_hash(self) -> str:

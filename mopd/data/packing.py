@@ -42,6 +42,8 @@ class PackingRules:
     """Of the tokens of each sequence, padding included."""
     total_multiple: int = 1
     """Of the tokens of a pack."""
+    count_multiple: int = 1
+    """Of the micro-batches of a rank: with virtual pipeline stages Megatron's schedule takes them in groups."""
     sizes_per_octave: int | None = None
     """Packs are padded to one of so many sizes between two powers of two; None: no more than the layout needs."""
 
@@ -80,6 +82,7 @@ def packing_rules(student: StudentConfig, dims: ModelDims, *, on_gpu: bool) -> P
     packs are padded no further than the layout needs."""
     parallel = student.parallel
     rows = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    stages = parallel.pipeline_model_parallel_size
     if student.megatron_overrides.get("fp8"):
         rows *= FP8_MULTIPLE
     return PackingRules(
@@ -89,6 +92,7 @@ def packing_rules(student: StudentConfig, dims: ModelDims, *, on_gpu: bool) -> P
         square_cost=square_cost(dims),
         sequence_multiple=1 if student.packing else rows,
         total_multiple=rows if student.packing else 1,
+        count_multiple=stages if parallel.virtual_pipeline_model_parallel_size > 1 else 1,
         sizes_per_octave=SIZES_PER_OCTAVE if on_gpu and student.packing else None,
     )
 
@@ -130,13 +134,19 @@ def pack(samples: Sequence[SampleMeta], rules: PackingRules, *, dp_size: int) ->
     micro-batches that cannot be shared out evenly.
     """
     ordered = sorted(samples, key=lambda sample: sample.sample_id)
+    if len(ordered) < dp_size * rules.count_multiple > dp_size:
+        raise UserError(
+            f"a step has {len(ordered)} samples for {dp_size} data-parallel ranks, each of which needs "
+            f"{rules.count_multiple} micro-batches at least for virtual pipeline stages: raise "
+            "schedule.prompts_per_step or lower student.parallel.pipeline_model_parallel_size"
+        )
     if len(ordered) < dp_size:
         raise UserError(
             f"a step has {len(ordered)} samples for {dp_size} data-parallel ranks: raise schedule.prompts_per_step or "
             "lower student.parallel.data_parallel_size"
         )
     if rules.micro_batch_size is not None:
-        ranks = _share_out(_cut(ordered, rules.micro_batch_size, dp_size), rules, dp_size)
+        ranks = _share_out(_cut(ordered, rules, rules.micro_batch_size, dp_size), rules, dp_size)
     else:
         _check_lengths(ordered, rules)
         if rules.is_packed:
@@ -173,14 +183,15 @@ def _check_lengths(ordered: Sequence[SampleMeta], rules: PackingRules) -> None:
 def _packs(ordered: Sequence[SampleMeta], rules: PackingRules, dp_size: int) -> tuple[tuple[MicroBatch, ...], ...]:
     """Packs of each rank, the costliest first, so that ranks do about the same at the same time; in each the longest
     sequences first, so that equally long ones are neighbours and share a kernel."""
-    total = sum(rules.sequence(sample.length) for sample in ordered)
+    total, step = sum(rules.sequence(sample.length) for sample in ordered), rules.count_multiple
     by_length = sorted(ordered, key=lambda sample: (-sample.length, sample.sample_id))
-    for per_rank in range(-(-total // (rules.max_tokens * dp_size)), len(ordered) // dp_size + 1):
+    fewest = _up(-(-total // (rules.max_tokens * dp_size)), step)
+    for per_rank in range(fewest, len(ordered) // dp_size + 1, step):
         packs = _dealt(by_length, rules, dp_size, per_rank)
         if packs is not None:
             break
     else:
-        raise _uneven(len(ordered), dp_size)
+        raise _uneven(len(ordered), rules, dp_size)
     for rank in packs:
         rank.sort(key=lambda batch: (-rules.cost(batch), batch[0].sample_id))
     return tuple(tuple(map(tuple, rank)) for rank in packs)
@@ -225,12 +236,12 @@ def _fill(ordered: Sequence[SampleMeta], rules: PackingRules) -> list[MicroBatch
 
 
 def _even_out(micro_batches: list[MicroBatch], rules: PackingRules, dp_size: int) -> list[MicroBatch]:
-    """Halve the costliest micro-batches until their number is a multiple of ``dp_size``."""
+    """Halve the costliest micro-batches until every rank gets as many as it may."""
     result = list(micro_batches)
-    while len(result) % dp_size:
+    while len(result) % (dp_size * rules.count_multiple):
         divisible = [i for i, batch in enumerate(result) if len(batch) > 1]
         if not divisible:
-            raise _uneven(len(result), dp_size)
+            raise _uneven(len(result), rules, dp_size)
         costliest = max(divisible, key=lambda i: (rules.cost(result[i]), -i))
         batch = result[costliest]
         half = (len(batch) + 1) // 2
@@ -238,23 +249,32 @@ def _even_out(micro_batches: list[MicroBatch], rules: PackingRules, dp_size: int
     return result
 
 
-def _uneven(num_samples: int, dp_size: int) -> UserError:
+def _uneven(num_samples: int, rules: PackingRules, dp_size: int) -> UserError:
     return UserError(
-        f"{num_samples} samples fill a micro-batch each and cannot be shared evenly by {dp_size} data-parallel "
-        "ranks: make schedule.prompts_per_step x rollout.samples_per_prompt a multiple of "
-        "student.parallel.data_parallel_size or raise student.max_tokens_per_micro_batch"
+        f"{num_samples} samples fill a micro-batch each and cannot be shared evenly by {_sharing(rules, dp_size)} or "
+        "raise student.max_tokens_per_micro_batch"
     )
 
 
-def _cut(ordered: Sequence[SampleMeta], micro_batch_size: int, dp_size: int) -> list[MicroBatch]:
+def _sharing(rules: PackingRules, dp_size: int) -> str:
+    """Who shares micro-batches, and how many samples a step may have."""
+    groups, times = "", ""
+    if rules.count_multiple > 1:
+        groups = f" in groups of {rules.count_multiple} (virtual pipeline stages)"
+        times = " x student.parallel.pipeline_model_parallel_size"
+    return (
+        f"{dp_size} data-parallel ranks{groups}: make schedule.prompts_per_step x rollout.samples_per_prompt a "
+        f"multiple of student.parallel.data_parallel_size{times}"
+    )
+
+
+def _cut(ordered: Sequence[SampleMeta], rules: PackingRules, micro_batch_size: int, dp_size: int) -> list[MicroBatch]:
     """Micro-batches of ``micro_batch_size`` in order of the ids, or smaller ones whose sizes differ by one at most."""
-    num = -(-len(ordered) // micro_batch_size)
-    num = -(-num // dp_size) * dp_size
+    num = _up(-(-len(ordered) // micro_batch_size), dp_size * rules.count_multiple)
     if num > len(ordered):
         raise UserError(
             f"{len(ordered)} samples in micro-batches of student.micro_batch_size {micro_batch_size} cannot be shared "
-            f"evenly by {dp_size} data-parallel ranks: make schedule.prompts_per_step x rollout.samples_per_prompt a "
-            "multiple of student.parallel.data_parallel_size"
+            f"evenly by {_sharing(rules, dp_size)}"
         )
     bounds = [len(ordered) * i // num for i in range(num + 1)]
     return [tuple(ordered[low:high]) for low, high in itertools.pairwise(bounds)]

@@ -15,14 +15,11 @@ with prompt (1, 5) and response (7, 8, 2)::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mopd.data.packing import PackingRules
@@ -30,7 +27,6 @@ from mopd.losses import choose_rows
 from mopd.student.attention import PackedSequences
 from mopd.student.form import Form, choose_form
 from mopd.student.images import StudentImages
-from mopd.student.model.gpt import HeadHook
 from mopd.student.vision import ImageInput
 from mopd.types import SampleMeta
 
@@ -98,10 +94,6 @@ class MicroBatch:
         own = (self.tokens, self.position_ids, self.padding_mask, starts)
         seen = () if self.images is None else self.images.tensors()
         return [tensor for tensor in (*own, *self.rows.tensors(), *seen) if tensor is not None]
-
-
-HookFor = Callable[[MicroBatch], HeadHook]
-"""What the last stage does with the LM head of one micro-batch."""
 
 
 def build_micro_batch(
@@ -210,51 +202,3 @@ def _check(sample: SampleMeta, fields: Fields) -> None:
         actual = values[sample.sample_id].shape[0]
         if actual != expected:
             raise ValueError(f"sample {sample.sample_id}: field {name!r} has {actual} entries, {expected} expected")
-
-
-def run_schedule(
-    model: DistributedDataParallel,
-    micro_batches: Iterator[MicroBatch],
-    num_micro_batches: int,
-    hook_for: HookFor,
-    *,
-    forward_only: bool,
-    has_experts: bool,
-) -> None:
-    """Forward (and backward) through all pipeline stages; gradients are summed over micro-batches and ranks.
-
-    With gradients the hook returns a scalar, this rank's share of the loss to be minimised; forward only, any tensor
-    (results leave through the hook). Collective over all trainer ranks, which bring equally many micro-batches, of any
-    shapes: stages announce them to each other.
-    """
-
-    def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        batch = next(batches)
-        options: dict[str, Any] = {"padding_mask": batch.padding_mask} if has_experts else {}
-        if batch.images is not None:
-            options["images"] = batch.images
-        output = model(
-            input_ids=batch.tokens,
-            position_ids=batch.position_ids,
-            packed=batch.packed,
-            labels=hook_for(batch),
-            **options,
-        )
-        return output, _as_sum
-
-    schedule = get_forward_backward_func()
-    schedule(
-        forward_step_func=forward_step,
-        data_iterator=micro_batches,
-        model=[model],
-        num_microbatches=num_micro_batches,
-        seq_length=1,  # unread: variable_seq_lengths
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
-
-
-def _as_sum(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The (loss, token count, report) triple of a sum: ``calculate_per_token_loss`` leaves it undivided. The schedule
-    may overwrite ``loss``, so nothing is reported from here."""
-    return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}

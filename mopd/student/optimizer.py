@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,37 +13,39 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mopd import cpu_shim
-from mopd import cpu_shim
 from mopd.config.student import OptimizerConfig as StudentOptimizerConfig
 from mopd.student.model.gpt import StudentModel
 
 
-def wrap_data_parallel(model: StudentModel, *, use_distributed_optimizer: bool) -> DistributedDataParallel:
-    """The model with fp32 gradient buffers that are summed over data-parallel ranks.
+def wrap_data_parallel(
+    chunks: Sequence[StudentModel], *, use_distributed_optimizer: bool
+) -> list[DistributedDataParallel]:
+    """The model chunks with fp32 gradient buffers that are summed over data-parallel ranks.
 
     Gradients are sums, never means: ``calculate_per_token_loss`` keeps Megatron from dividing by the data-parallel
     degree, and the finalizer is called without the token count that it would divide by.
     """
-    wrapped = DistributedDataParallel(
-        config=model.config,
-        ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=use_distributed_optimizer
-        ),
-        module=model,
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=use_distributed_optimizer
     )
-    model.config.finalize_model_grads_func = _finalize_sums
-    return wrapped
+    config = chunks[0].config
+    config.finalize_model_grads_func = _finalize_sums
+    return [
+        # Gradients of later chunks are complete while earlier ones are still computed: one bucket is enough.
+        DistributedDataParallel(config=config, ddp_config=ddp_config, module=chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
 
 
 def build_optimizer(
-    config: StudentOptimizerConfig, model: DistributedDataParallel, *, num_steps: int
+    config: StudentOptimizerConfig, chunks: Sequence[DistributedDataParallel], *, num_steps: int
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
-    """Adam over the wrapped model and its schedule over ``num_steps`` optimizer steps.
+    """Adam over the wrapped model chunks and its schedule over ``num_steps`` optimizer steps.
 
     Weight decay is Megatron's default: biases and one-dimensional weights (norms) have none. With w warm-up steps, step
     i (from 0) runs at lr * (i + 1) / (w + 1): a straight line from 0 whose first step is not wasted.
     """
-    dtype = model.module.config.params_dtype
+    dtype = chunks[0].module.config.params_dtype
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -57,7 +60,7 @@ def build_optimizer(
             params_dtype=dtype,
             use_distributed_optimizer=config.use_distributed_optimizer,
         ),
-        [model],
+        list(chunks),
     )
     scheduler = OptimizerParamScheduler(
         optimizer,

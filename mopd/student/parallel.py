@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import HashStore
 
@@ -186,6 +187,18 @@ def _is_same(layout: Layout, parallel: ParallelConfig) -> bool:
     )
     degrees = (layout.tp_size, layout.cp_size, layout.pp_size, layout.vp_size, layout.ep_size, layout.etp_size)
     return asked == (*degrees, layout.sequence_parallel)
+
+
+def schedule_groups() -> ProcessGroupCollection:
+    """The groups that Megatron's pipeline schedules take for themselves where they are not given."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return groups
 
 
 def raise_together(layout: Layout, check: Callable[[], None]) -> None:

@@ -53,12 +53,12 @@ def make_tower(student: StudentConfig, dtype: torch.dtype) -> nn.Module:
     return tower
 
 
-def clock_of(model: Any, layout: Layout) -> StageClock:
-    """Measures the passes of the model and, on the first stage, those of its tower."""
+def clock_of(first_chunk: Any, layout: Layout) -> StageClock:
+    """Measures the passes of the model, by the configuration that its chunks share, and those of a tower."""
     clock = StageClock(layout)
-    model.config.timers = clock
+    first_chunk.config.timers = clock
     if layout.is_first_stage:
-        _watch(model.vision_model, clock(TOWER))
+        _watch(first_chunk.vision_model, clock(TOWER))
     return clock
 
 

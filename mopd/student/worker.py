@@ -23,16 +23,17 @@ from mopd.conversion.hf.writer import require_exportable, write_folder
 from mopd.data.packing import pack, packing_rules
 from mopd.data_plane.interface import Reader
 from mopd.student import parallel
-from mopd.student.batch import HookFor, MicroBatch, build_micro_batch, run_schedule
+from mopd.student.batch import MicroBatch, build_micro_batch
 from mopd.student.checkpoints import checkpoint
 from mopd.student.form import Form
 from mopd.student.images import StudentImages
 from mopd.student.model.balance import Balance
 from mopd.student.model.config import check_attention
-from mopd.student.model.gpt import HeadHook, LMHead, build_model
+from mopd.student.model.gpt import HeadHook, LMHead, build_chunks
 from mopd.student.objective import Objective
 from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel
 from mopd.student.reading import StageReader, one_ahead
+from mopd.student.schedule import HookFor, run_schedule
 from mopd.student.vision import clock_of
 from mopd.student.weights import iter_hf_weights, load_hf_into
 from mopd.types import DomainSums, MicroBatchPlan, NonFiniteError, SampleMeta, UserError
@@ -70,16 +71,17 @@ class StudentWorker:
         if vision is not None:
             self._images = StudentImages(recipe, vision, has_tower=self.layout.is_first_stage)
         with cpu_shim.activate():
-            model = build_model(student, self.dims, self.layout)
-            load_hf_into([model], source, self.dims, self.layout)
-            model.train()
-            self._model = wrap_data_parallel(
-                model, use_distributed_optimizer=student.optimizer.use_distributed_optimizer
+            chunks = build_chunks(student, self.dims, self.layout)
+            load_hf_into(chunks, source, self.dims, self.layout)
+            for chunk in chunks:
+                chunk.train()
+            self._chunks = wrap_data_parallel(
+                chunks, use_distributed_optimizer=student.optimizer.use_distributed_optimizer
             )
-            self._clock = None if vision is None else clock_of(model, self.layout)
-            self._balance = None if self.dims.moe is None else Balance(model, student.moe, self.dims.moe, self.layout)
+            self._clock = None if vision is None else clock_of(chunks[0], self.layout)
+            self._balance = None if self.dims.moe is None else Balance(chunks, student.moe, self.dims.moe, self.layout)
             self._optimizer, self._scheduler = build_optimizer(
-                student.optimizer, self._model, num_steps=recipe.schedule.steps
+                student.optimizer, self._chunks, num_steps=recipe.schedule.steps
             )
         self._objective = Objective(
             recipe.loss,
@@ -122,7 +124,8 @@ class StudentWorker:
                 num_samples=plan.num_samples,
             )
 
-        self._model.zero_grad_buffer()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         if self._balance is not None:
             self._balance.begin(len(plan.micro_batches[self.layout.dp_rank]))
@@ -195,7 +198,7 @@ class StudentWorker:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights as ``(hf_name, CPU tensor)`` on rank 0; other ranks get nothing but must exhaust the iterator."""
-        items = iter_hf_weights([self._model], self.dims, self.layout)
+        items = iter_hf_weights(self._chunks, self.dims, self.layout)
         while True:
             # The consumer between two items must not run under the shim.
             with cpu_shim.activate():
@@ -213,7 +216,7 @@ class StudentWorker:
             "dtype": self.recipe.student.dtype,
             "extra": dict(extra),
         }
-        checkpoint.save(folder, self._model, self._optimizer, self.layout, state=state)
+        checkpoint.save(folder, self._chunks, self._optimizer, self.layout, state=state)
 
     @cpu_shim.activate()
     def load(self, folder: Path) -> dict[str, Any]:
@@ -223,7 +226,7 @@ class StudentWorker:
             UserError: on every rank, if the folder is incomplete or differs from its manifest.
         """
         parallel.raise_together(self.layout, partial(checkpoint.verify, folder))
-        state = checkpoint.load(folder, self._model, self._optimizer, self._scheduler, self.layout)
+        state = checkpoint.load(folder, self._chunks, self._optimizer, self._scheduler, self.layout)
         self.weight_version = state["weight_version"]
         self._plan = None
         extra: dict[str, Any] = state["extra"]
@@ -283,7 +286,7 @@ class StudentWorker:
             )
 
         run_schedule(
-            self._model,
+            self._chunks,
             one_ahead(build, range(len(share)), self.layout.device),
             len(share),
             hook_for,
@@ -304,10 +307,11 @@ class StudentWorker:
 
     def _plan_forward(self, samples: Sequence[SampleMeta]) -> MicroBatchPlan:
         """A plan for any number of samples, forward only."""
-        plan = pack(samples, self.packing, dp_size=1)
-        # There may be fewer samples than ranks; ranks without any pass filler through the pipeline.
+        plan = pack(samples, replace(self.packing, count_multiple=1), dp_size=1)
+        # There may be fewer samples than the schedule needs; filler without any passes through the pipeline.
         (batches,) = plan.micro_batches
-        num = -(-len(batches) // self.dp_size)
+        multiple = self.packing.count_multiple
+        num = -(-len(batches) // (self.dp_size * multiple)) * multiple
         shares = [batches[rank :: self.dp_size] for rank in range(self.dp_size)]
         return replace(plan, micro_batches=tuple(share + ((),) * (num - len(share)) for share in shares))
 

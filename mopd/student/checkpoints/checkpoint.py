@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ _KEPT_OPTIONS = ("max_lr", "min_lr", "betas", "eps")
 
 def save(
     folder: Path,
-    model: DistributedDataParallel,
+    chunks: Sequence[DistributedDataParallel],
     optimizer: ChainedOptimizer,
     layout: Layout,
     *,
@@ -57,7 +57,7 @@ def save(
         FileExistsError: ``folder`` already holds a complete checkpoint.
         WriteRefusedError: on every rank, when one of them cannot write.
     """
-    write(folder, _sharded_state(model, optimizer, layout, is_loading=False), layout, state=state)
+    write(folder, _sharded_state(chunks, optimizer, layout, is_loading=False), layout, state=state)
 
 
 def write(folder: Path, sharded: dict[str, Any], layout: Layout, *, state: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ def _make_anew(folder: Path) -> None:
 @torch.no_grad()
 def load(
     folder: Path,
-    model: DistributedDataParallel,
+    chunks: Sequence[DistributedDataParallel],
     optimizer: ChainedOptimizer,
     scheduler: OptimizerParamScheduler,
     layout: Layout,
@@ -99,14 +99,14 @@ def load(
     """
     state = read_state(folder)
     options = [{name: group[name] for name in _KEPT_OPTIONS} for group in optimizer.param_groups]
-    sharded = _sharded_state(model, optimizer, layout, is_loading=True)
+    sharded = _sharded_state(chunks, optimizer, layout, is_loading=True)
     same_layout = state["layout"] == layout.sizes()
     if not same_layout:
         del sharded["rng"]
     loaded = restricted.load(sharded, folder)
     if same_layout:
         _check_rng_state(folder, loaded.get("rng"))
-    model.module.load_state_dict(loaded["model"])
+    _load_chunks([chunk.module for chunk in chunks], loaded["model"])
     for part, key in _parts(optimizer):
         if key == _EXPERTS_OPTIMIZER:
             _add_common_state(part, loaded[key], loaded[_OPTIMIZER])
@@ -121,11 +121,20 @@ def load(
 
 
 @torch.no_grad()
-def load_weights(folder: Path, model: StudentModel) -> None:
+def load_weights(folder: Path, *chunks: StudentModel) -> None:
     """Load the weights alone of a verified ``folder``, a run's checkpoint or a conversion's. Collective; raises as
     ``load`` does."""
-    sharded = {"model": model.sharded_state_dict(metadata=dict(CONTENT))}
-    model.load_state_dict(restricted.load(sharded, folder)["model"])
+    _load_chunks(chunks, restricted.load({"model": sharded_weights(chunks)}, folder)["model"])
+
+
+def sharded_weights(chunks: Sequence[StudentModel]) -> dict[str, Any]:
+    """Sharded state dicts by the number of the chunk, whose names count layers from 0; keys are the whole model's."""
+    return {str(number): chunk.sharded_state_dict(metadata=dict(CONTENT)) for number, chunk in enumerate(chunks)}
+
+
+def _load_chunks(chunks: Sequence[StudentModel], loaded: Mapping[str, Any]) -> None:
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[str(number)])
 
 
 def write_hash_manifest(folder: Path, state: Mapping[str, Any]) -> None:
@@ -175,10 +184,10 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def _sharded_state(
-    model: DistributedDataParallel, optimizer: ChainedOptimizer, layout: Layout, *, is_loading: bool
+    chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, layout: Layout, *, is_loading: bool
 ) -> dict[str, Any]:
     """What is saved, as Megatron's sharded state dict."""
-    sharded: dict[str, Any] = {"model": model.module.sharded_state_dict(metadata=dict(CONTENT))}
+    sharded: dict[str, Any] = {"model": sharded_weights([chunk.module for chunk in chunks])}
     for part, key in _parts(optimizer):
         _create_states(part)
         sharded[key] = part.sharded_state_dict(sharded["model"], is_loading=is_loading, metadata=dict(CONTENT))

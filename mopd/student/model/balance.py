@@ -12,7 +12,7 @@ over the real sequences; Megatron's weighs each by its length squared, and count
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ _Z_LOSS = "z_loss"
 class Balance:
     """Scales and watches the routers of one rank: ``begin`` before a step's passes, ``metrics`` after them."""
 
-    def __init__(self, model: StudentModel, moe: MoeConfig, dims: MoeDims, layout: Layout) -> None:
+    def __init__(self, chunks: Sequence[StudentModel], moe: MoeConfig, dims: MoeDims, layout: Layout) -> None:
         self._moe = moe
         self._layout = layout
         self._num_moe_layers = sum(dims.layers)
@@ -51,8 +51,8 @@ class Balance:
         # [L, E]: tokens that this rank's routers sent, by layer of the whole model and expert
         self._tokens = torch.zeros(len(dims.layers), dims.num_experts, dtype=torch.float64, device=layout.device)
         self._routers: list[Any] = []
-        layers: Any = model.get_submodule("decoder.layers")
-        for layer in layers:
+        own: list[Any] = [layer for chunk in chunks for layer in chunk.decoder.layers]
+        for layer in own:
             if dims.layers[layer.layer_number - 1]:
                 self._routers.append(layer.mlp.router)
                 _adapt(layer.mlp.router)

@@ -118,14 +118,14 @@ class StudentModel(GPTModel):
 
 
 class VisionStudentModel(StudentModel):
-    """A ``StudentModel`` with three axes of positions, whose first stage has a vision tower.
+    """A ``StudentModel`` with three axes of positions, whose first chunk has a vision tower.
 
     It is built with ``scatter_embedding_sequence_parallel=False``: features go into whole sequences, which are split
     afterwards.
     """
 
     vision_model: torch.nn.Module
-    """On the first stage."""
+    """In the first chunk of the first stage."""
 
     def forward(
         self,
@@ -135,7 +135,7 @@ class VisionStudentModel(StudentModel):
         images: ImageInput | None = None,
         **options: Any,
     ) -> Tensor:
-        """``GPTModel.forward`` with ``position_ids`` [3, B, S] and, read on the first stage alone, ``images``."""
+        """``GPTModel.forward`` with ``position_ids`` [3, B, S] and, read in the first chunk alone, ``images``."""
         decoder_input, context = None, None
         if self.pre_process:
             embedded = self.embedding(input_ids=input_ids, position_ids=None)
@@ -161,29 +161,44 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def build_model(student: StudentConfig, dims: ModelDims, layout: Layout) -> StudentModel:
-    """This rank's part of the model on ``layout.device``; the weights are uninitialised memory.
+    """``build_chunks`` of a layout without virtual stages."""
+    (model,) = build_chunks(student, dims, layout)
+    return model
+
+
+def build_chunks(student: StudentConfig, dims: ModelDims, layout: Layout) -> list[StudentModel]:
+    """This rank's part of the model on ``layout.device``: its model chunks, one without virtual stages, which share one
+    configuration. The weights are uninitialised memory.
 
     Raises:
         UserError: see ``transformer_config``.
     """
     config = transformer_config(student, dims, layout)
+    return [_build_chunk(student, dims, layout, config, chunk) for chunk in range(layout.vp_size)]
+
+
+def _build_chunk(
+    student: StudentConfig, dims: ModelDims, layout: Layout, config: TransformerConfig, chunk: int
+) -> StudentModel:
     model_class = StudentModel if dims.vision is None else VisionStudentModel
+    vp_stage = None if layout.vp_size == 1 else chunk
     model = model_class(
         config=config,
-        transformer_layer_spec=_layer_specs(student, dims, config),
+        transformer_layer_spec=_layer_specs(student, dims, config, vp_stage),
         vocab_size=dims.padded_vocab_size(layout.tp_size),
         max_sequence_length=dims.max_positions,
-        pre_process=layout.is_first_stage,
-        post_process=layout.is_last_stage,
+        pre_process=layout.is_first_stage and chunk == 0,
+        post_process=layout.is_last_stage and chunk == layout.vp_size - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=dims.tied_embeddings,
         position_embedding_type="rope" if dims.vision is None else "mrope",
         scatter_embedding_sequence_parallel=dims.vision is None,
         rotary_base=rotary_base(dims),
+        vp_stage=vp_stage,
         **_rope_options(dims),
     )
     if dims.vision is not None:
-        _add_vision(model, student, dims, layout)
+        _add_vision(model, student, dims)
     if not uses_transformer_engine(student):
         _turn_by_position(model, dims)
     model.to(device=layout.device)
@@ -193,14 +208,14 @@ def build_model(student: StudentConfig, dims: ModelDims, layout: Layout) -> Stud
     return model
 
 
-def _add_vision(model: StudentModel, student: StudentConfig, dims: ModelDims, layout: Layout) -> None:
-    """Complete a model of a family with vision."""
+def _add_vision(model: StudentModel, student: StudentConfig, dims: ModelDims) -> None:
+    """Complete a chunk of a family with vision."""
     assert dims.vision is not None
     if dims.vision.mrope_interleaved:
         model.rotary_pos_emb = InterleavedRotary(
             kv_channels=dims.head_dim, rotary_percent=1.0, rotary_base=rotary_base(dims)
         )
-    if layout.is_first_stage:
+    if model.pre_process:
         model.vision_model = make_tower(student, model.config.params_dtype)
         add_deepstack(model.get_submodule("decoder.layers"), len(dims.vision.deepstack_layers))
 
@@ -252,17 +267,17 @@ def _rope_options(dims: ModelDims) -> dict[str, Any]:
 
 
 def _layer_specs(
-    student: StudentConfig, dims: ModelDims, config: TransformerConfig
+    student: StudentConfig, dims: ModelDims, config: TransformerConfig, vp_stage: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Layers of this pipeline stage."""
+    """Layers of a chunk of this pipeline stage, None: of all of it."""
     _mark_missing_imports()
     if uses_transformer_engine(student):
         if dims.moe is None:
             return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=dims.qk_norm)
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     specs = {has_experts: _local_spec(dims, has_experts=has_experts) for has_experts in (False, True)}
-    first = get_transformer_layer_offset(config)
-    layers = [specs[dims.is_moe_layer(first + i)] for i in range(get_num_layers_to_build(config))]
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = [specs[dims.is_moe_layer(first + i)] for i in range(get_num_layers_to_build(config, vp_stage))]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 

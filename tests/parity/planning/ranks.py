@@ -58,7 +58,7 @@ def head_peak(it: Case) -> dict[str, int] | None:
         positions={sample_id: i for i, sample_id in enumerate(plan.sample_ids)},
         device=layout.device,
     )
-    model: Any = worker._model.module
+    model: Any = worker._chunks[0].module
     tied = model.share_embeddings_and_output_weights
     weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
     num, length = batch.shape

@@ -24,6 +24,11 @@ FOUR_RANK_LAYOUTS = {
     "tp2_sp_dp2": {"tp": 2, "pp": 1, "dp": 2, "sp": True},
     "pp2_dp2": {"tp": 1, "pp": 2, "dp": 2, "sp": False},
 }
+PIPELINES = {
+    "vp3": {**TWO_RANK_LAYOUTS["pp2"], "vp": 3},
+    "vp2_last": {**TWO_RANK_LAYOUTS["pp2"], "vp": 2, "last_stage_layers": 2},
+}
+"""Of a model of 6 layers: one in each of 6 chunks; stages of 4 and 2, each in 2 chunks."""
 ONE = {"tp": 1, "pp": 1, "dp": 1, "sp": False}
 MICRO_BATCH_SIZES = (1, 2, 8)
 _FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
@@ -64,6 +69,12 @@ def untied_model(student_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def deep_model(student_folder: Path) -> str:
+    """Six layers, tied embeddings."""
+    return str(make_hf_model(student_folder / "hf_deep", "qwen3", num_layers=6))
+
+
+@pytest.fixture(scope="session")
 def vision_folder(student_folder: Path) -> Path:
     """Models that see images, and a data file that has some."""
     return vision_cases.make_vision_inputs(student_folder / "vision")
@@ -82,6 +93,17 @@ def wide_models(student_folder: Path) -> dict[str, str]:
         )
         for name, tied in (("tied", True), ("untied", False))
     }
+
+
+def _pipeline_cases(model: str, folder: Path) -> dict[str, Results]:
+    """Interleaved and uneven pipelines, and the way from one to the other and to none."""
+    once = {"model": model, "steps": 1, "logprobs": True}
+    cases = {f"{name}/deep": {**layout, **once} for name, layout in PIPELINES.items()}
+    cases["save/vp3"] = {**PIPELINES["vp3"], "model": model, "steps": 1, "save": str(folder), "steps_after": 1}
+    loaded = {**PIPELINES, "tp2": TWO_RANK_LAYOUTS["tp2"]}
+    for name, layout in loaded.items():
+        cases[f"load/vp3/{name}"] = {**layout, "model": model, "load": str(folder), "steps_after": 1}
+    return cases
 
 
 def _head_cases(layouts: dict[str, Results], models: dict[str, str], head_mib: int) -> dict[str, Results]:
@@ -106,7 +128,12 @@ def _size_cases(layouts: dict[str, Results]) -> dict[str, Results]:
 
 @pytest.fixture(scope="session")
 def two_ranks(
-    hf_model: Path, untied_model: Path, wide_models: dict[str, str], student_folder: Path, vision_folder: Path
+    hf_model: Path,
+    untied_model: Path,
+    deep_model: str,
+    wide_models: dict[str, str],
+    student_folder: Path,
+    vision_folder: Path,
 ) -> Results:
     tp2, tp2_sp, pp2, dp2 = TWO_RANK_LAYOUTS.values()
     cases = _size_cases(TWO_RANK_LAYOUTS)
@@ -142,6 +169,7 @@ def two_ranks(
     cases |= _head_cases(TWO_RANK_LAYOUTS, wide_models, head_mib=1)
     for name in ("tp2", "pp2", "dp2"):
         cases[f"poison/{name}"] = {**TWO_RANK_LAYOUTS[name], "poison": True}
+    cases |= _pipeline_cases(deep_model, student_folder / "saved_vp3")
     cases |= vision_cases.on_two_ranks(vision_folder, TWO_RANK_LAYOUTS)
     return run_ranks(2, {"model": str(hf_model), "cases": cases}, student_folder / "two")
 
@@ -159,6 +187,7 @@ def one_rank(
     two_ranks: Results,
     hf_model: Path,
     untied_model: Path,
+    deep_model: str,
     wide_models: dict[str, str],
     student_folder: Path,
     vision_folder: Path,
@@ -172,5 +201,6 @@ def one_rank(
     cases |= {f"one/{case}": {**ONE, **_ensemble(case)} for case in ENSEMBLES}
     cases["one/untied"] = {**ONE, "model": str(untied_model), "steps": 1, "logprobs": True}
     cases["one/logprobs"] = {**ONE, "logprobs": True}
+    cases["one/deep"] = {**ONE, "model": deep_model, "steps": 1, "logprobs": True}
     cases["load/tp2/one"] = {**ONE, "load": str(student_folder / "saved_tp2"), "steps_after": 2}
     return run_ranks(1, {"model": str(hf_model), "cases": cases}, student_folder / "one")

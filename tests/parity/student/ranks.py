@@ -85,11 +85,13 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
             parallel=ParallelConfig(
                 tensor_model_parallel_size=case["tp"],
                 pipeline_model_parallel_size=case["pp"],
+                virtual_pipeline_model_parallel_size=case.get("vp", 1),
                 data_parallel_size=case["dp"],
                 sequence_parallel=case["sp"],
                 expert_model_parallel_size=case.get("ep", 1),
                 expert_tensor_parallel_size=case.get("etp"),
                 num_layers_in_first_pipeline_stage=case.get("first_stage_layers"),
+                num_layers_in_last_pipeline_stage=case.get("last_stage_layers"),
             ),
             vision=VisionConfig(**({"freeze": case["freeze"]} if "freeze" in case else {})),
             moe=MoeConfig(**case.get("moe", {})),
@@ -163,7 +165,7 @@ class Case:
 
     def tower_hashes(self) -> list[str]:
         """Of the weights of every rank's tower, without ranks that have none."""
-        tower = getattr(self.worker._model.module, "vision_model", None)
+        tower = getattr(self.worker._chunks[0].module, "vision_model", None)
         digest = hashlib.sha256()
         for parameter in () if tower is None else tower.parameters():
             digest.update(parameter.detach().view(torch.uint8).numpy().tobytes())
@@ -236,7 +238,9 @@ def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
     result["hash"] = it.weights_hash()
     if "data" in case:
         result["towers"] = it.tower_hashes()
-        result["num_trained"] = sum(p.numel() for buffer in it.worker._model.buffers for p in buffer.params)
+        result["num_trained"] = sum(
+            p.numel() for chunk in it.worker._chunks for buffer in chunk.buffers for p in buffer.params
+        )
         result["text_hash"] = it.weights_hash(without="visual.")
     if "save_hf" in case:
         result |= export(it, Path(case["save_hf"]))
@@ -267,7 +271,7 @@ def poison(it: Case) -> dict[str, Any]:
     except UserError as error:
         result["loss"] = str(error)
     it.worker.forward_backward(it.plan(9), diagnostics=False)
-    for buffer in it.worker._model.buffers:
+    for buffer in it.worker._chunks[0].buffers:
         buffer.grad_data.fill_(float("inf"))
     try:
         it.worker.optim_step()
@@ -277,7 +281,8 @@ def poison(it: Case) -> dict[str, Any]:
 
 
 def layout_of(case: dict[str, Any]) -> tuple[int, ...]:
-    return (case["tp"], case["pp"], case["dp"], case["sp"], case.get("ep", 1), case.get("etp") or case["tp"])
+    degrees = (case["tp"], case["pp"], case.get("vp", 1), case["dp"], case["sp"])
+    return (*degrees, case.get("ep", 1), case.get("etp") or case["tp"])
 
 
 def main(job_path: str) -> None:

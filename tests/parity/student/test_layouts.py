@@ -1,10 +1,10 @@
 """The loss and its gradient do not depend on how the student is spread out or the batch is cut.
 
 Invariant: one HF checkpoint and one batch give the same loss, gradient norm and metrics (1e-5 relative, fp32) for TP1,
-TP2, TP2+SP, PP2, DP2, TP2xPP2, TP2+SPxDP2, PP2xDP2 and micro-batches of 1, 2 and 8 samples or by token budget, and
-whether the LM head makes all logits at once or those of a few tokens at a time; and the numbers are right: they equal
-the definition, evaluated in float64 on transformers' own model. Not exercised: CUDA, TransformerEngine, packed
-sequences, context parallelism.
+TP2, TP2+SP, PP2 (interleaved and uneven too), DP2, TP2xPP2, TP2+SPxDP2, PP2xDP2 and micro-batches of 1, 2 and 8 samples
+or by token budget, and whether the LM head makes all logits at once or those of a few tokens at a time; and the numbers
+are right: they equal the definition, evaluated in float64 on transformers' own model. Not exercised: CUDA,
+TransformerEngine, packed sequences, context parallelism.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tests.parity.student.conftest import (
     MICRO_BATCH_SIZES,
     OTHER_LOSSES,
     OVERRIDES,
+    PIPELINES,
     TWO_RANK_LAYOUTS,
 )
 from tests.parity.student.samples import DOMAINS, ENSEMBLE, make_samples
@@ -44,6 +45,16 @@ def assert_same_step(step: Results, expected: Results) -> None:
 @pytest.mark.parametrize("layout", TWO_RANK_LAYOUTS)
 def test_two_ranks_equal_one(two_ranks: Results, one_rank: Results, layout: str, size: int) -> None:
     assert_same_step(two_ranks[f"{layout}/mbs{size}"]["steps"][0], one_rank["one/budget"]["steps"][0])
+
+
+@pytest.mark.parametrize("layout", PIPELINES)
+def test_interleaved_and_uneven_pipelines_equal_one(two_ranks: Results, one_rank: Results, layout: str) -> None:
+    """Also forward only, for one sample among others."""
+    found, expected = two_ranks[f"{layout}/deep"], one_rank["one/deep"]
+    assert_same_step(found["steps"][0], expected["steps"][0])
+    for name in ("logprobs", "one_logprob"):
+        for row, wanted in zip(found[name], expected[name], strict=True):
+            assert row == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize("size", MICRO_BATCH_SIZES)

@@ -1,11 +1,11 @@
 """A student with experts: layouts, balance of the load, checkpoints.
 
 Invariant: one checkpoint and one batch give the same loss, gradient norm and metrics (1e-5 relative, fp32) on one rank,
-with EP2, TP2+SP with experts split by rows or by number, PP2, DP2, and on four ranks mixes of these, for every family
-with experts (PP2 gives DeepSeek a stage without any); and the numbers are right: log-probs and gradient norm equal
-those of transformers' own model. The balancing losses are means over micro-batches: equal over layouts that cut the
-batch alike, with padding and recompute, and equal to their definitions, evaluated on transformers' router logits. Not
-exercised: CUDA, grouped matrix products, the all-to-all dispatcher.
+with EP2, TP2+SP with experts split by rows or by number, PP2 (interleaved and uneven too), DP2, and on four ranks mixes
+of these, for every family with experts (PP2 gives DeepSeek a stage without any); and the numbers are right: log-probs
+and gradient norm equal those of transformers' own model. The balancing losses are means over micro-batches: equal over
+layouts that cut the batch alike, with padding and recompute, and equal to their definitions, evaluated on transformers'
+router logits. Not exercised: CUDA, grouped matrix products, the all-to-all dispatcher.
 """
 
 from __future__ import annotations
@@ -36,6 +36,13 @@ FOUR_RANK_LAYOUTS = {
     "tp2_sp_pp2_ep2": {"tp": 2, "pp": 2, "dp": 1, "sp": True, "ep": 2, "etp": 1},
     "tp2_sp_dp2_ep2": {"tp": 2, "pp": 1, "dp": 2, "sp": True, "ep": 2},
 }
+PIPELINES = {
+    "vp2": {**TWO_RANK_LAYOUTS["pp2"], "vp": 2},
+    "last": {**TWO_RANK_LAYOUTS["pp2"], "last_stage_layers": 1},
+}
+"""Of models of 4 layers."""
+DEEP = {"qwen3_moe": "vp2", "deepseek_v3": "vp2", "mixtral": "last"}
+"""Families, and the pipeline that each is tried in; DeepSeek's first layer is dense."""
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
 BALANCE = {
     "aux_loss": {"moe_aux_loss_coeff": 0.5},
@@ -93,6 +100,10 @@ def _balanced(layout: Results, model: str, kind: str) -> Results:
     return {**layout, "model": model, "moe": BALANCE[kind], "micro_batch_size": 1, "steps": 1}
 
 
+def _deep(layout: Results, models: dict[str, str], family: str) -> Results:
+    return {**layout, "model": models[family], "moe": BOTH, "micro_batch_size": 1, "steps": 1}
+
+
 def _dense_latent(folder: Path) -> Results:
     """Latent attention without experts."""
     model = folder / "dense_latent"
@@ -102,7 +113,13 @@ def _dense_latent(folder: Path) -> Results:
 
 
 @pytest.fixture(scope="session")
-def moe_two_ranks(moe_models: dict[str, str], moe_folder: Path) -> Results:
+def deep_models(moe_folder: Path) -> dict[str, str]:
+    """Of four layers."""
+    return {family: str(make_hf_model(moe_folder / f"deep_{family}", family, num_layers=4)) for family in DEEP}
+
+
+@pytest.fixture(scope="session")
+def moe_two_ranks(moe_models: dict[str, str], deep_models: dict[str, str], moe_folder: Path) -> Results:
     cases = _cases(TWO_RANK_LAYOUTS, moe_models)
     cases |= {
         f"{name}/dense_latent": {**TWO_RANK_LAYOUTS[name], **_dense_latent(moe_folder)} for name in ("tp2_sp", "pp2")
@@ -134,6 +151,7 @@ def moe_two_ranks(moe_models: dict[str, str], moe_folder: Path) -> Results:
             del layout["ep"]
         loading = {"load": str(moe_folder / f"saved_{source}"), "steps_after": 2}
         cases[f"load/{name}"] = {**layout, **loading, "model": moe_models["deepseek_v3"]}
+    cases |= {f"deep/{family}": _deep(PIPELINES[how], deep_models, family) for family, how in DEEP.items()}
     return run_ranks(2, {"model": "unused", "cases": cases}, moe_folder / "two")
 
 
@@ -144,8 +162,9 @@ def moe_four_ranks(moe_models: dict[str, str], moe_folder: Path) -> Results:
 
 
 @pytest.fixture(scope="session")
-def moe_one_rank(moe_models: dict[str, str], moe_folder: Path) -> Results:
+def moe_one_rank(moe_models: dict[str, str], deep_models: dict[str, str], moe_folder: Path) -> Results:
     cases = _cases({"one": ONE}, moe_models)
+    cases |= {f"deep/{family}": _deep(ONE, deep_models, family) for family in DEEP}
     cases["one/dense_latent"] = {**ONE, **_dense_latent(moe_folder)}
     for kind in BALANCE:
         cases[f"one/{kind}"] = _balanced(ONE, moe_models["qwen3_moe"], kind)
@@ -163,6 +182,12 @@ def assert_same_step(step: Results, expected: Results) -> None:
 @pytest.mark.parametrize("layout", TWO_RANK_LAYOUTS)
 def test_two_ranks_equal_one(moe_two_ranks: Results, moe_one_rank: Results, layout: str, family: str) -> None:
     assert_same_step(moe_two_ranks[f"{layout}/{family}"]["steps"][0], moe_one_rank[f"one/{family}"]["steps"][0])
+
+
+@pytest.mark.parametrize("family", DEEP)
+def test_interleaved_and_uneven_pipelines_equal_one(moe_two_ranks: Results, moe_one_rank: Results, family: str) -> None:
+    """Balancing losses and loads included."""
+    assert_same_step(moe_two_ranks[f"deep/{family}"]["steps"][0], moe_one_rank[f"deep/{family}"]["steps"][0])
 
 
 @pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])

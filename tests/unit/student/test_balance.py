@@ -42,7 +42,7 @@ def gradients(
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
         model.train()
-        balance = Balance(model, moe, EXPERTS, layout)
+        balance = Balance([model], moe, EXPERTS, layout)
         balance.begin(1)
         tokens = torch.randint(1, DIMS.vocab_size, (NUM, LENGTH), generator=torch.Generator().manual_seed(1))
         options = {} if mask is None else {"padding_mask": mask}

@@ -19,8 +19,8 @@ def build(layout: Layout, **keys: Any) -> tuple[DistributedDataParallel, Any, An
         model = build_model(StudentConfig(model="unused", dtype="float32"), DIMS, layout)
         for parameter in model.parameters():
             parameter.data.fill_(0.5)
-        wrapped = wrap_data_parallel(model, use_distributed_optimizer=True)
-        return (wrapped, *build_optimizer(OptimizerConfig(lr=1.0, **keys), wrapped, num_steps=8))
+        wrapped = wrap_data_parallel([model], use_distributed_optimizer=True)
+        return (wrapped[0], *build_optimizer(OptimizerConfig(lr=1.0, **keys), wrapped, num_steps=8))
 
 
 def lrs(layout: Layout, **keys: Any) -> list[float]:
