@@ -146,10 +146,11 @@ def _trainers(
                     "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
                     "data_parallel_size": parallel.data_parallel_size,
                     "expert_model_parallel_size": parallel.expert_model_parallel_size,
+                    "context_parallel_size": parallel.context_parallel_size,
                 }
-                label = "TP {} PP {} DP {} EP {}".format(*keys.values()) + (
-                    "" if recompute == "none" else f" recompute {recompute}"
-                )
+                label = "TP {} PP {} DP {} EP {}".format(*keys.values())
+                label += f" CP {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
+                label += "" if recompute == "none" else f" recompute {recompute}"
                 yield trainer_load(own, dims, work, rates, cluster.gpus_per_node, label, keys)
                 break
 
@@ -160,10 +161,10 @@ def _elsewhere(group: Any) -> Any:
 
 
 def _layouts(recipe: Recipe, dims: ModelDims, cluster: Cluster, at_most: int) -> Iterator[ParallelConfig]:
-    experts = DEGREES if dims.moe is not None else (1,)
+    experts, cp = DEGREES if dims.moe is not None else (1,), recipe.student.parallel.context_parallel_size
     for tp, pp, ep in itertools.product(DEGREES, DEGREES, experts):
-        for dp in range(1, at_most // (tp * pp) + 1):
-            if recipe.samples_per_step % dp or tp > cluster.gpus_per_node or (tp * dp) % ep:
+        for dp in range(1, at_most // (tp * cp * pp) + 1):
+            if recipe.samples_per_step % dp or tp > cluster.gpus_per_node or (tp * cp * dp) % ep:
                 continue
             problem = layout_problem(
                 dims,
@@ -177,6 +178,7 @@ def _layouts(recipe: Recipe, dims: ModelDims, cluster: Cluster, at_most: int) ->
             yield ParallelConfig(
                 tensor_model_parallel_size=tp,
                 pipeline_model_parallel_size=pp,
+                context_parallel_size=cp,
                 data_parallel_size=dp,
                 expert_model_parallel_size=ep,
                 expert_tensor_parallel_size=1 if dims.moe is not None and tp > 1 else None,

@@ -6,9 +6,10 @@ tensor by tensor for our layers: gated MLP, grouped queries, no dropout, a bias 
     norm in, norm out, twice             4 h                of the sequence's part under sequence parallelism
     qkv, and q and k after the rope      2 q + 3 kv         q, kv: widths of all query, of all key heads
     attention's answer                   q
+    keys and values of other ranks       2 kv (c - 1)       under context parallelism over c ranks
     gate and up, their product           3 f
 
-Kernels of TransformerEngine hold no scores; the local attention keeps them in fp32 and once more in the model's dtype.
+No attention holds scores.
 """
 
 from __future__ import annotations
@@ -88,16 +89,16 @@ def _packed(lengths: tuple[int, ...], prompt: int, dp_size: int, rules: PackingR
 
 def layer_elements(dims: ModelDims, parallel: ParallelConfig, *, has_experts: bool) -> float:
     """Elements that one layer keeps for each token of a micro-batch, on one rank."""
-    tp = parallel.tensor_model_parallel_size
+    tp, others = parallel.tensor_model_parallel_size, parallel.context_parallel_size - 1
     hidden = dims.hidden_size / (tp if parallel.sequence_parallel else 1)
     if dims.mla is None:
         q, kv = dims.num_attention_heads * dims.head_dim, dims.num_query_groups * dims.head_dim
-        attention = (3 * q + 3 * kv) / tp
+        attention = (3 * q + (3 + 2 * others) * kv) / tp
     else:
         mla, heads = dims.mla, dims.num_attention_heads / tp
         keys = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         compressed = 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank) + mla.qk_rope_head_dim
-        attention = compressed + heads * (4 * keys + 3 * mla.v_head_dim)
+        attention = compressed + heads * ((4 + 2 * others) * keys + 3 * mla.v_head_dim)
     if not has_experts or dims.moe is None:
         return 4 * hidden + attention + 3 * dims.ffn_hidden_size / tp
     moe = dims.moe
@@ -106,27 +107,19 @@ def layer_elements(dims: ModelDims, parallel: ParallelConfig, *, has_experts: bo
     return 4 * hidden + attention + 3 * moe.shared_ffn_hidden_size / tp + copies + moe.num_experts
 
 
-def activation_bytes(
-    dims: ModelDims, student: StudentConfig, batch: MicroBatchSize, *, stage: int, is_fused: bool
-) -> int:
+def activation_bytes(dims: ModelDims, student: StudentConfig, batch: MicroBatchSize, *, stage: int) -> int:
     """Of one rank of a pipeline stage. The schedule lets stage i of p begin p - i micro-batches before the first comes
-    back. ``is_fused``: TransformerEngine's attention, which holds no scores."""
+    back."""
     parallel, size = student.parallel, BYTES[student.dtype]
     pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
     own = [dims.is_moe_layer(layer) for layer in own_layers(dims, parallel)[stage]]
-    layers = len(own)
-    each = {kind: layer_elements(dims, parallel, has_experts=kind) * batch.tokens * size for kind in set(own)}
-    scores = 0.0
-    if not is_fused:
-        heads = max(1, dims.num_attention_heads // tp)
-        scores = batch.sequences * heads * float(batch.length) ** 2 * (4 + size)
-    border = dims.hidden_size / (tp if parallel.sequence_parallel else 1) * batch.tokens * size
+    tokens = batch.tokens / parallel.context_parallel_size
+    each = {kind: layer_elements(dims, parallel, has_experts=kind) * tokens * size for kind in set(own)}
+    border = dims.hidden_size / (tp if parallel.sequence_parallel else 1) * tokens * size
     under_way = min(pp - stage, batch.in_step)
     if student.recompute == "full":
-        return round(under_way * layers * border + max(each.values()) + scores)
-    kept_scores = 0.0 if student.recompute == "selective" else layers * scores
-    beside = scores if student.recompute == "selective" else 0.0
-    return round(under_way * (sum(each[kind] for kind in own) + kept_scores + border) + beside)
+        return round(under_way * len(own) * border + max(each.values()))
+    return round(under_way * (sum(each[kind] for kind in own) + border))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -56,9 +56,10 @@ def head_shape(recipe: Recipe, dims: ModelDims, batch: MicroBatchSize) -> HeadSh
     parallel = recipe.student.parallel
     tp = parallel.tensor_model_parallel_size
     responses = batch.sequences * recipe.rollout.max_response_length
+    tokens = -(-batch.tokens // parallel.context_parallel_size)
     return HeadShape(
-        rows=min(batch.tokens, responses),
-        tokens=batch.tokens,
+        rows=min(tokens, responses),
+        tokens=tokens,
         hidden=dims.hidden_size,
         columns=dims.padded_vocab_size(tp) // tp,
         element=BYTES[recipe.student.dtype],
@@ -76,11 +77,10 @@ def plan_ranks(
     batch, student = micro_batches(recipe, dims, work), recipe.student
     head = head_shape(recipe, dims, batch)
     stages = student.parallel.pipeline_model_parallel_size
-    is_fused = cluster.gpus_per_node > 0 and student.transformer_impl != "local"
     plans = []
     for stage in range(stages):
         parts = dict(tensor_bytes(shard(dims, student.parallel, stage), student))
-        parts["activations"] = activation_bytes(dims, student, batch, stage=stage, is_fused=is_fused)
+        parts["activations"] = activation_bytes(dims, student, batch, stage=stage)
         if stage == stages - 1:
             parts["lm_head"] = head.peak(student.lm_head_memory_budget_mib * MIB)
         if cluster.gpus_per_node:
@@ -102,15 +102,16 @@ def head_plans(
 ) -> list[HeadPlan]:
     """Our head beside an eager loss, at every tensor-parallel degree that divides the model and the ranks."""
     plans = []
-    ranks = recipe.student.parallel.world_size // recipe.student.parallel.pipeline_model_parallel_size
+    degrees = recipe.student.parallel
+    ranks = degrees.ranks_per_stage // degrees.context_parallel_size
     for tp in HEAD_DEGREES:
         if ranks % tp or dims.num_query_groups % tp or recipe.samples_per_step % (ranks // tp) or dims.moe is not None:
             continue
         parallel = replace(
-            recipe.student.parallel,
+            degrees,
             tensor_model_parallel_size=tp,
             data_parallel_size=ranks // tp,
-            sequence_parallel=recipe.student.parallel.sequence_parallel and tp > 1,
+            sequence_parallel=degrees.sequence_parallel and tp > 1,
         )
         own = replace(recipe, student=replace(recipe.student, parallel=parallel))
         head = head_shape(own, dims, micro_batches(own, dims, work))
