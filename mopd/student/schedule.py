@@ -54,6 +54,8 @@ def run_schedule(
     def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = next(batches)
         options: dict[str, Any] = {"padding_mask": batch.padding_mask} if has_experts else {}
+        if has_experts and batch.packed is not None:
+            options["samples"] = batch.rows.samples, len(batch.rows.domains)
         if batch.images is not None:
             options["images"] = batch.images
         output = model(

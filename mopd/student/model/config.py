@@ -144,6 +144,14 @@ def _check_experts(student: StudentConfig, dims: ModelDims) -> None:
         return
     if student.moe.moe_grouped_gemm and not uses_transformer_engine(student):
         raise UserError("student.moe.moe_grouped_gemm is true but TransformerEngine is missing: set it to false")
+    # Routers hear from their layer where packed sequences begin, and ``moe`` recomputes them without it.
+    recomputed = student.megatron_overrides.get("recompute_modules") or ()
+    if student.packing and "moe" in recomputed and student.moe.moe_router_load_balancing_type == "seq_aux_loss":
+        raise UserError(
+            "student.megatron_overrides.recompute_modules has 'moe' and student.moe.moe_router_load_balancing_type is "
+            "'seq_aux_loss', which packed sequences do not allow: set student.recompute: full in its place, or "
+            "student.packing: false"
+        )
 
 
 def _model_fields(dims: ModelDims) -> dict[str, Any]:

@@ -75,10 +75,21 @@ class StudentModel(GPTModel):
     """
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, *, packed: PackedSequences | None = None, **options: Any
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        *,
+        packed: PackedSequences | None = None,
+        samples: tuple[Tensor, int] | None = None,
+        **options: Any,
     ) -> Tensor:
-        """``GPTModel.forward`` of right-padded sequences [B, S], or of ``packed`` ones [1, T]."""
+        """``GPTModel.forward`` of right-padded sequences [B, S], or of ``packed`` ones [1, T].
+
+        ``samples``, for routers of experts beside packed ones: which of how many each row [T] of this rank is of.
+        """
         params = self._sequences(input_ids, position_ids, packed)
+        if params is not None:
+            params.samples = samples  # goes with the micro-batch to every layer, and to its recomputation
         output: Tensor = super().forward(input_ids, position_ids, None, packed_seq_params=params, **options)
         return output
 

@@ -108,6 +108,15 @@ def test_router_settings_reach_the_config(layout: Layout) -> None:
             "tensor_model_parallel_size is 2 and the model has experts and latent attention: set",
         ),
         ({"moe": MoeConfig(moe_z_loss_coeff=0.1)}, DIMS, {}, "student.moe is set but model_type qwen3 has no experts"),
+        (
+            {
+                "moe": MoeConfig(moe_router_load_balancing_type="seq_aux_loss"),
+                "megatron_overrides": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+            },
+            replace(DIMS, moe=EXPERTS),
+            {},
+            "which packed sequences do not allow: set student.recompute: full",
+        ),
         ({"moe": MoeConfig(moe_grouped_gemm=True)}, replace(DIMS, moe=EXPERTS), {}, "moe_grouped_gemm is true but"),
         ({}, replace(DIMS, moe=EXPERTS), {"ep_size": 3}, "expert_model_parallel_size 3 does not divide"),
         ({}, DIMS, {"ep_size": 2}, "expert_model_parallel_size is 2 but model_type qwen3 has no experts"),
