@@ -80,18 +80,20 @@ class PackingRules:
 def packing_rules(student: StudentConfig, dims: ModelDims, *, on_gpu: bool) -> PackingRules:
     """Those of a recipe's student on its layout. On a CPU, where no graph is captured and padding costs its full time,
     packs are padded no further than the layout needs."""
-    parallel = student.parallel
-    rows = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    stages = parallel.pipeline_model_parallel_size
+    parallel, stages = student.parallel, student.parallel.pipeline_model_parallel_size
+    rows = parallel.context_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
     if student.megatron_overrides.get("fp8"):
         rows *= FP8_MULTIPLE
+    # Of a sequence cut into twice as many chunks as there are context-parallel ranks each takes two.
+    chunks = 1 if parallel.context_parallel_size == 1 else 2 * parallel.context_parallel_size
+    both = math.lcm(rows, chunks)
     return PackingRules(
         is_packed=student.packing,
         max_tokens=student.max_tokens_per_micro_batch,
         micro_batch_size=student.micro_batch_size,
         square_cost=square_cost(dims),
-        sequence_multiple=1 if student.packing else rows,
-        total_multiple=rows if student.packing else 1,
+        sequence_multiple=chunks if student.packing else both,
+        total_multiple=both if student.packing else 1,
         count_multiple=stages if parallel.virtual_pipeline_model_parallel_size > 1 else 1,
         sizes_per_octave=SIZES_PER_OCTAVE if on_gpu and student.packing else None,
     )

@@ -176,6 +176,10 @@ def test_rules_follow_the_layout() -> None:
     rules = packing_rules(student, QWEN3, on_gpu=False)
     assert (rules.sequence_multiple, rules.total_multiple, rules.sizes_per_octave) == (1, 2, None)
     assert packing_rules(student, QWEN3, on_gpu=True).sizes_per_octave == 16
+    contexts = replace(student, parallel=replace(parallel, context_parallel_size=2, tensor_model_parallel_size=4))
+    rules = packing_rules(contexts, QWEN3, on_gpu=False)
+    assert (rules.sequence_multiple, rules.total_multiple) == (4, 8)
+    assert packing_rules(replace(contexts, packing=False), QWEN3, on_gpu=False).sequence_multiple == 8
     fp8 = replace(student, megatron_overrides={"fp8": "hybrid"})
     assert packing_rules(fp8, QWEN3, on_gpu=False).total_multiple == 32
     rules = packing_rules(replace(student, packing=False), QWEN3, on_gpu=True)
