@@ -105,10 +105,12 @@ def build_micro_batch(
     positions: Mapping[int, int],
     device: torch.device,
     at_least: tuple[int, int] = (1, 1),
+    cp_size: int = 1,
+    cp_rank: int = 0,
     vision: StudentImages | None = None,
 ) -> MicroBatch:
     """``samples`` as one micro-batch on ``device``, in the form that ``rules`` ask for, with filler without loss up to
-    ``at_least`` (see ``choose_form``).
+    ``at_least`` (see ``choose_form``): this context-parallel rank's share of it.
 
     ``fields`` are those that the pipeline stage reads; what is not among them stays zero. ``vision`` is given where the
     model sees images. Copies to a GPU are queued on the current stream.
@@ -117,7 +119,7 @@ def build_micro_batch(
         ValueError: a field's length does not fit the sample's lengths, or a prompt is empty.
         UserError: see ``StudentImages.read``.
     """
-    form = choose_form(samples, rules, at_least)
+    form = choose_form(samples, rules, at_least, cp_size, cp_rank)
     to = partial(_sent, device=device)
     tokens, padding = torch.zeros(form.num_rows, dtype=torch.int64), torch.ones(form.num_rows, dtype=torch.bool)
     for i, sample in enumerate(samples):
@@ -163,17 +165,18 @@ def _loss_rows(
             num_loss_tokens[i] = own_mask.sum()
         for name, values in row_fields.items():
             values[scored] = fields[name][sample.sample_id]
+    loss_mask = form.share(loss_mask)
     chosen = choose_rows(loss_mask) if "loss_mask" in fields else None
     num_filler = len(form.firsts) - len(samples)
     return LossRows(
         loss_mask=to(loss_mask),
         loss_rows=None if chosen is None else to(chosen),
-        targets=to(targets),
-        samples=to(form.samples()),
+        targets=to(form.share(targets)),
+        samples=to(form.share(form.samples())),
         domains=to(torch.tensor([domains.index(s.domain) for s in samples] + [0] * num_filler)),
         sample_positions=to(torch.tensor([positions[s.sample_id] for s in samples] + [-1] * num_filler)),
         num_loss_tokens=to(num_loss_tokens),
-        fields={name: to(values) for name, values in row_fields.items()},
+        fields={name: to(form.share(values)) for name, values in row_fields.items()},
     )
 
 

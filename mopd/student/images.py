@@ -79,11 +79,13 @@ class StudentImages:
         patches, grids = processor.patches(files)
         if [tuple(grid) for grid in grids.tolist()] != [grid for _, grid in offsets]:
             raise RuntimeError(f"the processor makes grids {grids.tolist()} where the prompts have {list(offsets)}")
+        places = form.local(torch.from_numpy(np.concatenate(rows)))
+        is_own = places >= 0
         return ImageInput(
             patches=patches,
             grids=grids,
-            rows=torch.from_numpy(np.concatenate(rows)),
-            sources=torch.from_numpy(np.concatenate(sources)),
+            rows=places[is_own],
+            sources=torch.from_numpy(np.concatenate(sources))[is_own],
         )
 
     def _num_tokens(self, ref: ImageRef) -> int:

@@ -223,6 +223,7 @@ class Objective:
             high=bounds.high,
             sample_index=rows.samples,
             num_samples=len(rows.domains),
+            group=self._layout.cp_group if self._layout.cp_size > 1 else None,
         )
         return torch.where(kept, 0.0, 1 / rows.num_loss_tokens.clamp_min(1).double())[rows.samples]
 

@@ -31,7 +31,7 @@ class ImageInput:
     grids: Tensor
     """[images, 3] int64: (1, height, width) of each in patches."""
     rows: Tensor
-    """[N] int64: flat numbers among [S, B] of the tokens that stand for images, ascending in each sequence."""
+    """[N] int64: flat numbers among this rank's [S, B] of the tokens that stand for images, in the order of tokens."""
     sources: Tensor
     """[N] int64: whose feature each of them gets."""
 

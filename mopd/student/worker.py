@@ -188,8 +188,9 @@ class StudentWorker:
         views = dict(zip(ids, torch.split(flat, lengths), strict=True))
         if self.layout.reports_loss:
             for batch, (form, rows) in zip(plan.micro_batches[self.layout.dp_rank], collected, strict=True):
+                whole = form.spread(rows)
                 for i, sample in enumerate(batch):
-                    views[sample.sample_id].copy_(rows[form.rows(i, sample.prompt_length - 1, sample.length - 1)])
+                    views[sample.sample_id].copy_(whole[form.rows(i, sample.prompt_length - 1, sample.length - 1)])
         dist.all_reduce(flat)
         if self.layout.rank:
             return []
@@ -282,6 +283,8 @@ class StudentWorker:
                 positions=positions,
                 device=self.layout.device,
                 at_least=self._common_shape(plan, number),
+                cp_size=self.layout.cp_size,
+                cp_rank=self.layout.cp_rank,
                 vision=self._images,
             )
 
@@ -340,8 +343,6 @@ def _name(samples: Sequence[SampleMeta]) -> str:
 def _check_lengths(recipe: Recipe, max_positions: int) -> None:
     needed = recipe.data.max_prompt_length + recipe.rollout.max_response_length
     check_attention(recipe.student, max_length=needed)
-    if recipe.student.parallel.context_parallel_size > 1:
-        raise UserError("student.parallel.context_parallel_size: batches are not cut along sequences yet: set it to 1")
     if needed > max_positions:
         raise UserError(
             f"data.max_prompt_length {recipe.data.max_prompt_length} + rollout.max_response_length "

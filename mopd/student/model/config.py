@@ -71,6 +71,7 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
         expert_tensor_parallel_size=layout.etp_size,
     )
     _check_sequence_parallel(dims, layout)
+    _check_context_parallel(student, dims, layout)
     _check_experts(student, dims)
     fields = {**_model_fields(dims), **_layout_fields(layout), **_execution_fields(student)}
     fields |= asdict(stages)
@@ -96,6 +97,19 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
     # refuses this beside the all-gather dispatcher, whose ranks must bring equally many tokens: the batches do.
     config.variable_seq_lengths = layout.pp_size > 1
     return config
+
+
+def _check_context_parallel(student: StudentConfig, dims: ModelDims, layout: Layout) -> None:
+    """Megatron's turns of queries and keys by TransformerEngine know one axis of positions, of whole sequences.
+
+    Raises:
+        UserError: one line with the keys to set.
+    """
+    if layout.cp_size > 1 and dims.vision is not None and uses_transformer_engine(student):
+        raise UserError(
+            f"student.parallel.context_parallel_size is {layout.cp_size} and model_type {dims.family} sees images: set "
+            "student.transformer_impl: local, or context_parallel_size: 1"
+        )
 
 
 def _check_sequence_parallel(dims: ModelDims, layout: Layout) -> None:

@@ -222,6 +222,7 @@ def _build_chunk(
 def _add_vision(model: StudentModel, student: StudentConfig, dims: ModelDims) -> None:
     """Complete a chunk of a family with vision."""
     assert dims.vision is not None
+    model.rotary_pos_emb.cp_group = None  # positions are this rank's own already
     if dims.vision.mrope_interleaved:
         model.rotary_pos_emb = InterleavedRotary(
             kv_channels=dims.head_dim, rotary_percent=1.0, rotary_base=rotary_base(dims)

@@ -84,6 +84,7 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
             lm_head_memory_budget_mib=case.get("head_mib", 1024),
             parallel=ParallelConfig(
                 tensor_model_parallel_size=case["tp"],
+                context_parallel_size=case.get("cp", 1),
                 pipeline_model_parallel_size=case["pp"],
                 virtual_pipeline_model_parallel_size=case.get("vp", 1),
                 data_parallel_size=case["dp"],
@@ -281,7 +282,7 @@ def poison(it: Case) -> dict[str, Any]:
 
 
 def layout_of(case: dict[str, Any]) -> tuple[int, ...]:
-    degrees = (case["tp"], case["pp"], case.get("vp", 1), case["dp"], case["sp"])
+    degrees = (case["tp"], case.get("cp", 1), case["pp"], case.get("vp", 1), case["dp"], case["sp"])
     return (*degrees, case.get("ep", 1), case.get("etp") or case["tp"])
 
 
