@@ -181,7 +181,8 @@ def _training(engine: TorchEngine, recipe: Recipe, dims: ModelDims, work: Worklo
     plane, metas = _filled_plane(recipe, work, count, engine.vocab_size, domain)
     own = _alone(recipe, engine.name)
     worker = StudentWorker(own, plane.reader(), [domain])
-    plan = pack(metas, dataclasses.replace(worker.packing, max_tokens=worker.packing.max_tokens + length), dp_size=1)
+    rules = dataclasses.replace(worker.packing, max_tokens=max(worker.packing.max_tokens, length))
+    plan = pack(metas, rules, dp_size=1)
     steps: list[tuple[float, float]] = []
     for _ in range(1 + ROUNDS):
         began = time.perf_counter()

@@ -154,6 +154,8 @@ def test_what_cannot_be_packed_names_its_key() -> None:
     for rules in (replace(PACKS, max_tokens=20), replace(RECTANGLES, max_tokens=20)):
         with pytest.raises(UserError, match=r"sample 101 .* 30 tokens, above student.max_tokens_per_micro_batch 20"):
             pack(samples(5, 30), rules, dp_size=1)
+        with pytest.raises(UserError, match=r"has 17 tokens \(32 as its layout pads it\), above"):
+            pack(samples(17), replace(rules, sequence_multiple=32), dp_size=1)
         with pytest.raises(UserError, match=r"1 samples for 2 data-parallel ranks: raise schedule.prompts_per_step"):
             pack(samples(5), rules, dp_size=2)
         with pytest.raises(UserError, match=r"3 samples fill a micro-batch each .* student.max_tokens_per_micro_batch"):
