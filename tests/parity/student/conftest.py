@@ -47,6 +47,7 @@ ENSEMBLES = {"ensemble": "default", "ensemble_k2": "k2"}
 """Cases in which one domain has two teachers, with their losses."""
 HEAD_CASES = [*((loss, "tied") for loss in ("default", "k2", "policy_gradient", "ensemble")), ("default", "untied")]
 """Loss, and whether the embeddings are tied."""
+PACKING = (True, False)
 OTHER_LOSSES = ("reverse", "jsd", "k2", "policy_gradient")
 
 
@@ -78,6 +79,11 @@ def deep_model(student_folder: Path) -> str:
 def vision_folder(student_folder: Path) -> Path:
     """Models that see images, and a data file that has some."""
     return vision_cases.make_vision_inputs(student_folder / "vision")
+
+
+def _packing(layout: Results, on: bool) -> Results:
+    """A loss that looks at whole responses and weighs them by their lengths."""
+    return {**layout, "loss": "policy_gradient", "packing": on, "logprobs": True, "steps": 1}
 
 
 def _ensemble(case: str) -> Results:
@@ -137,6 +143,9 @@ def two_ranks(
 ) -> Results:
     tp2, tp2_sp, pp2, dp2 = TWO_RANK_LAYOUTS.values()
     cases = _size_cases(TWO_RANK_LAYOUTS)
+    cases |= {
+        f"{name}/packing/{on}": _packing(layout, on) for name, layout in TWO_RANK_LAYOUTS.items() for on in PACKING
+    }
     for name in ("tp2", "pp2", "dp2"):
         layout = TWO_RANK_LAYOUTS[name]
         cases |= {f"{name}/{loss}": {**layout, "loss": loss, "steps": 1} for loss in OTHER_LOSSES}
@@ -196,6 +205,7 @@ def one_rank(
     cases |= _head_cases({"one": ONE}, wide_models, head_mib=1024) | _head_cases(
         {"small": ONE}, wide_models, head_mib=1
     )
+    cases |= {f"one/packing/{on}": _packing(ONE, on) for on in PACKING}
     cases["one/budget"] = {**ONE, "steps": 1}
     cases |= {f"one/{loss}": {**ONE, "loss": loss, "steps": 1} for loss in OTHER_LOSSES}
     cases |= {f"one/{case}": {**ONE, **_ensemble(case)} for case in ENSEMBLES}

@@ -135,7 +135,13 @@ class Case:
         self.plane = LocalDataPlane() if layout.rank == 0 else None
         self.reader = open_plane(self.plane, layout)
         self.worker = StudentWorker(recipe, self.reader, DOMAINS)
-        self.known: set[int] = set()
+        self.is_packed: set[bool] = set()
+        """Forms of the micro-batches that this rank's model has seen."""
+        model = self.worker._chunks[0].module
+        model.register_forward_pre_hook(self._note_form, with_kwargs=True)
+
+    def _note_form(self, model: Any, inputs: Any, options: dict[str, Any]) -> None:
+        self.is_packed.add(options["packed"] is not None)
 
     def close(self) -> None:
         """All ranks have read what they wanted."""
@@ -231,6 +237,7 @@ def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
         result["logprobs"] = [row.tolist() for row in rows]
         result["one_logprob"] = [row.tolist() for row in it.worker.logprobs([samples[5]])]
     result["steps"] = it.train(case.get("steps", 0))
+    result["is_packed"] = sorted(it.is_packed)
     result["head_in_chunks"] = it.any_rank(it.worker._objective._has_told)
     if "save" in case:
         it.worker.save(Path(case["save"]), {"note": "kept"})

@@ -2,9 +2,9 @@
 
 Invariant: one HF checkpoint and one batch give the same loss, gradient norm and metrics (1e-5 relative, fp32) for TP1,
 TP2, TP2+SP, PP2 (interleaved and uneven too), DP2, TP2xPP2, TP2+SPxDP2, PP2xDP2 and micro-batches of 1, 2 and 8 samples
-or by token budget, and whether the LM head makes all logits at once or those of a few tokens at a time; and the numbers
-are right: they equal the definition, evaluated in float64 on transformers' own model. Not exercised: CUDA,
-TransformerEngine, packed sequences, context parallelism.
+or by token budget, packed or right-padded, and whether the LM head makes all logits at once or those of a few tokens at
+a time; and the numbers are right: they equal the definition, evaluated in float64 on transformers' own model. Not
+exercised: CUDA, TransformerEngine, context parallelism.
 """
 
 from __future__ import annotations
@@ -66,6 +66,19 @@ def test_four_ranks_equal_one(four_ranks: Results, one_rank: Results, layout: st
 @pytest.mark.parametrize("size", MICRO_BATCH_SIZES)
 def test_micro_batch_size_on_one_rank(one_rank: Results, size: int) -> None:
     assert_same_step(one_rank[f"one/mbs{size}"]["steps"][0], one_rank["one/budget"]["steps"][0])
+
+
+@pytest.mark.parametrize("layout", ["one", *TWO_RANK_LAYOUTS])
+def test_packed_sequences_equal_padded_ones(two_ranks: Results, one_rank: Results, layout: str) -> None:
+    """Loss, gradient norm, every metric and the log-probs."""
+    results = one_rank if layout == "one" else two_ranks
+    packed, padded = (results[f"{layout}/packing/{on}"] for on in (True, False))
+    assert packed["is_packed"] == [True] and padded["is_packed"] == [False]
+    assert_same_step(packed["steps"][0], padded["steps"][0])
+    assert_same_step(padded["steps"][0], one_rank["one/packing/False"]["steps"][0])
+    for key in ("logprobs", "one_logprob"):
+        for row, expected in zip(packed[key], padded[key], strict=True):
+            assert row == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("loss", [*OTHER_LOSSES, *ENSEMBLES, "untied"])

@@ -4,8 +4,8 @@ Invariant: one checkpoint and one batch give the same loss, gradient norm and me
 with EP2, TP2+SP with experts split by rows or by number, PP2 (interleaved and uneven too), DP2, and on four ranks mixes
 of these, for every family with experts (PP2 gives DeepSeek a stage without any); and the numbers are right: log-probs
 and gradient norm equal those of transformers' own model. The balancing losses are means over micro-batches: equal over
-layouts that cut the batch alike, with padding and recompute, and equal to their definitions, evaluated on transformers'
-router logits. Not exercised: CUDA, grouped matrix products, the all-to-all dispatcher.
+layouts that cut the batch alike, packed or with padding, with recompute, and equal to their definitions, evaluated on
+transformers' router logits. Not exercised: CUDA, grouped matrix products, the all-to-all dispatcher.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from mopd.config.student import StudentConfig
+from mopd.conversion.models.reading import read_dims
+from mopd.data.packing import pack, packing_rules
 from tests.fixtures.tiny_models import make_hf_model
 from tests.parity.student.harness import run_ranks
 from tests.parity.student.samples import make_samples
@@ -59,9 +62,10 @@ BALANCED_LAYOUTS = {
 }
 """Not the global loss elsewhere: it compares with a running mean over micro-batches, whose order differs between
 data-parallel degrees."""
-PADDED = 3
-"""Samples of a micro-batch at most, with padding; of 16 some micro-batches get 2, so that ranks that share experts fill
-them up with a sequence of padding."""
+SIZE = 3
+"""Samples of a micro-batch at most; of 16 some micro-batches get 2, so that ranks that share experts fill them up with
+a sequence of padding."""
+PADDED: Results = {"micro_batch_size": SIZE, "packing": False}
 _FULL: Results = {"recompute_granularity": "full", "recompute_num_layers": 1}
 RECOMPUTED: dict[str, Results] = {
     "full": {"recompute": "full"},
@@ -125,10 +129,19 @@ def moe_two_ranks(moe_models: dict[str, str], deep_models: dict[str, str], moe_f
         f"{name}/dense_latent": {**TWO_RANK_LAYOUTS[name], **_dense_latent(moe_folder)} for name in ("tp2_sp", "pp2")
     }
     cases["recompute"] = {**cases["tp2_sp_ep2/qwen3_moe"], "recompute": "full"}
-    padded = {"model": moe_models["qwen3_moe"], "moe": BOTH, "micro_batch_size": PADDED, "steps": 1}
+    padded = {"model": moe_models["qwen3_moe"], "moe": BOTH, **PADDED, "steps": 1}
     cases |= {f"{name}/both": {**layout, **padded} for name, layout in TWO_RANK_LAYOUTS.items()}
     cases |= {
         f"{name}/seq": {**TWO_RANK_LAYOUTS[name], **padded, "moe": BALANCE["seq_aux_loss"]}
+        for name in ("ep2", "tp2_sp", "pp2")
+    }
+    cases |= {
+        f"{name}/packed": {**cases[f"{name}/both"], "packing": True, "moe": BALANCE["seq_aux_loss"]}
+        for name in TWO_RANK_LAYOUTS
+    }
+    cases |= {
+        f"{name}/{family}/padded": {**cases[f"{name}/{family}"], "packing": False}
+        for family in ("qwen3_moe", "deepseek_v3")
         for name in ("ep2", "tp2_sp", "pp2")
     }
     cases["dp2/global"] = {
@@ -168,7 +181,8 @@ def moe_one_rank(moe_models: dict[str, str], deep_models: dict[str, str], moe_fo
     cases["one/dense_latent"] = {**ONE, **_dense_latent(moe_folder)}
     for kind in BALANCE:
         cases[f"one/{kind}"] = _balanced(ONE, moe_models["qwen3_moe"], kind)
-        cases[f"one/{kind}/padded"] = {**cases[f"one/{kind}"], "micro_batch_size": PADDED}
+        cases[f"one/{kind}/padded"] = {**cases[f"one/{kind}"], **PADDED}
+        cases[f"one/{kind}/packed"] = {**cases[f"one/{kind}/padded"], "packing": True}
     return run_ranks(1, {"model": "unused", "cases": cases}, moe_folder / "one")
 
 
@@ -222,10 +236,12 @@ def test_balancing_losses_do_not_depend_on_the_layout(
     assert step["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-3), "the losses have no gradient"
 
 
-def by_definition(folder: str, moe: Results | None = None, micro_batch_size: int = 1) -> dict[str, float]:
+def by_definition(
+    folder: str, moe: Results | None = None, micro_batch_size: int = 1, *, packing: bool = False
+) -> dict[str, float]:
     """Gradient norm of the step's loss, with transformers' gradients: forward KL with a bucket for the tail, mean over
     loss tokens; plus the balancing losses of ``moe`` by their coefficients, summed over layers, mean over
-    micro-batches. These losses themselves are means over layers too."""
+    micro-batches, in the order of their plan on one rank. These losses themselves are means over layers too."""
     moe = moe or {}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     metas, fields = make_samples(16, vocab_size=model.config.vocab_size, top_k=8, seed=1, first_id=0)
@@ -239,14 +255,13 @@ def by_definition(folder: str, moe: Results | None = None, micro_batch_size: int
             p = student[meta.prompt_length + r - 1][fields["teacher_ids"][i][r].long()]
             kl = kl + (q * (q / p).log()).sum() + (1 - q.sum()) * ((1 - q.sum()) / (1 - p.sum())).log()
         logits_of.append([logits.double() for logits in output.router_logits] if moe else [])
-    num = -(-len(metas) // micro_batch_size)
-    batches = [range(len(metas) * i // num, len(metas) * (i + 1) // num) for i in range(num)]
-    # The order in which one rank computes them: the padded rectangle decides.
-    batches.sort(key=lambda batch: (-len(batch) * max(metas[i].length for i in batch), batch[0]))
     loss, result = kl / sum(meta.num_loss_tokens for meta in metas), {}
     for name, definition in (("moe_aux_loss_coeff", balancing_loss), ("moe_z_loss_coeff", z_loss)):
         if name not in moe:
             continue
+        student = StudentConfig(model=folder, micro_batch_size=micro_batch_size, packing=packing)
+        plan = pack(metas, packing_rules(student, read_dims(Path(folder)), on_gpu=False), dp_size=1)
+        batches = [[sample.sample_id for sample in batch] for batch in plan.micro_batches[0]]
         kind = moe.get("moe_router_load_balancing_type", "aux_loss")
         terms = [
             definition([[logits_of[i][layer] for i in batch] for batch in batches], kind)
@@ -307,19 +322,21 @@ def assert_weighed_once(step: Results, moe: Results, expected: dict[str, float])
         assert step["moe/z_loss"] == pytest.approx(expected["moe_z_loss_coeff"], rel=1e-4)
 
 
-@pytest.mark.parametrize("size", [1, PADDED])
+@pytest.mark.parametrize(("form", "size"), [("", 1), ("/padded", SIZE), ("/packed", SIZE)])
 @pytest.mark.parametrize("kind", BALANCE)
 def test_each_balancing_loss_is_weighed_once(
-    moe_one_rank: Results, moe_models: dict[str, str], kind: str, size: int
+    moe_one_rank: Results, moe_models: dict[str, str], kind: str, form: str, size: int
 ) -> None:
     """In the gradient by its coefficient, a sum over the two layers; reported as a mean over them."""
-    step = moe_one_rank[f"one/{kind}" + ("/padded" if size > 1 else "")]["steps"][0]
-    assert_weighed_once(step, BALANCE[kind], by_definition(moe_models["qwen3_moe"], BALANCE[kind], size))
+    result, packing = moe_one_rank[f"one/{kind}{form}"], form != "/padded"
+    assert result["is_packed"] == [packing]
+    expected = by_definition(moe_models["qwen3_moe"], BALANCE[kind], size, packing=packing)
+    assert_weighed_once(result["steps"][0], BALANCE[kind], expected)
 
 
 @pytest.fixture(scope="session")
 def both_by_definition(moe_models: dict[str, str]) -> dict[str, float]:
-    return by_definition(moe_models["qwen3_moe"], BOTH, PADDED)
+    return by_definition(moe_models["qwen3_moe"], BOTH, SIZE)
 
 
 @pytest.mark.parametrize(
@@ -335,8 +352,26 @@ def test_balancing_losses_are_weighed_once_on_two_ranks(
 @pytest.mark.parametrize("name", ["ep2", "tp2_sp", "pp2"])
 def test_the_loss_by_sequences_ignores_padding(moe_two_ranks: Results, moe_models: dict[str, str], name: str) -> None:
     moe = BALANCE["seq_aux_loss"]
-    expected = by_definition(moe_models["qwen3_moe"], moe, PADDED)
+    expected = by_definition(moe_models["qwen3_moe"], moe, SIZE)
     assert_weighed_once(moe_two_ranks[f"{name}/seq"]["steps"][0], moe, expected)
+
+
+@pytest.mark.parametrize("name", TWO_RANK_LAYOUTS)
+def test_packed_sequences_are_balanced_each_for_itself(
+    moe_two_ranks: Results, moe_one_rank: Results, name: str
+) -> None:
+    """Micro-batches of 3 and of 2 of the same samples, packed and padded, though other sequences stand beside them."""
+    step = moe_two_ranks[f"{name}/packed"]["steps"][0]
+    assert_same_step(step, moe_one_rank["one/seq_aux_loss/packed"]["steps"][0])
+    assert_same_step(step, moe_one_rank["one/seq_aux_loss/padded"]["steps"][0])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["ep2", "tp2_sp", "pp2"])
+def test_packed_sequences_equal_padded_ones(moe_two_ranks: Results, name: str, family: str) -> None:
+    packed, padded = (moe_two_ranks[f"{name}/{family}{form}"] for form in ("", "/padded"))
+    assert packed["is_packed"] == [True] and padded["is_packed"] == [False]
+    assert_same_step(packed["steps"][0], padded["steps"][0])
 
 
 def test_the_global_loss_is_one_of_all_data_parallel_ranks(moe_two_ranks: Results, moe_models: dict[str, str]) -> None:
