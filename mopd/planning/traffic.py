@@ -133,7 +133,8 @@ def _between_ranks(recipe: Recipe, dims: ModelDims, *, tokens: int) -> list[Flow
     add("tensor-parallel", 2 * (tp - 1) / tp * border * 2 * repeats * layers)
     # Keys and values are gathered forward, their gradients summed and scattered backward.
     add("context-parallel", (cp - 1) * own_tokens * 2 * _key_width(dims) / tp * size * repeats * layers)
-    add("pipeline", 2 * border / (tp if parallel.sequence_parallel else 1) if pp > 1 else 0)
+    borders = 2 * parallel.virtual_pipeline_model_parallel_size if pp > 1 else 0
+    add("pipeline", borders * border / (tp if parallel.sequence_parallel else 1))
     own = shard(dims, parallel, 0)
     shared = parallel.num_copies
     if shared > 1:

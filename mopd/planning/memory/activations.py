@@ -14,14 +14,16 @@ No attention holds scores.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
 from mopd.config.schema import Recipe
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.stages import stages_of
 from mopd.data.packing import PackingRules, pack, packing_rules
-from mopd.planning.memory.shards import BYTES, own_layers
+from mopd.planning.memory.shards import BYTES
 from mopd.planning.workload import Workload
 from mopd.types import SampleMeta
 
@@ -108,18 +110,29 @@ def layer_elements(dims: ModelDims, parallel: ParallelConfig, *, has_experts: bo
 
 
 def activation_bytes(dims: ModelDims, student: StudentConfig, batch: MicroBatchSize, *, stage: int) -> int:
-    """Of one rank of a pipeline stage. The schedule lets stage i of p begin p - i micro-batches before the first comes
-    back."""
+    """Of one rank of a pipeline stage, when its first micro-batch comes back."""
     parallel, size = student.parallel, BYTES[student.dtype]
-    pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
-    own = [dims.is_moe_layer(layer) for layer in own_layers(dims, parallel)[stage]]
+    tp = parallel.tensor_model_parallel_size
+    chunks = [list(map(dims.is_moe_layer, layers)) for layers in stages_of(parallel).layers(dims.num_layers)[stage]]
     tokens = batch.tokens / parallel.context_parallel_size
-    each = {kind: layer_elements(dims, parallel, has_experts=kind) * tokens * size for kind in set(own)}
+    each = {
+        kind: layer_elements(dims, parallel, has_experts=kind) * tokens * size
+        for kind in {kind for own in chunks for kind in own}
+    }
     border = dims.hidden_size / (tp if parallel.sequence_parallel else 1) * tokens * size
-    under_way = min(pp - stage, batch.in_step)
+    held = list(zip(chunks_under_way(parallel, stage, batch.in_step), chunks, strict=True))
     if student.recompute == "full":
-        return round(under_way * len(own) * border + max(each.values()))
-    return round(under_way * (sum(each[kind] for kind in own) + border))
+        return round(sum(number * len(own) for number, own in held) * border + max(each.values()))
+    return round(sum(number * (sum(each[kind] for kind in own) + border) for number, own in held))
+
+
+def chunks_under_way(parallel: ParallelConfig, stage: int, in_step: int) -> list[int]:
+    """Micro-batches that each chunk of a stage has begun when the first comes back. Stage i of p begins p - i; with v
+    chunks, which take p micro-batches in turn, 2 (p - i - 1) + (v - 1) p + 1 of all of them (Megatron's schedules)."""
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    begun = stages - stage if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
+    counts = Counter(number // stages % chunks for number in range(min(begun, in_step * chunks)))
+    return [counts[chunk] for chunk in range(chunks)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from mopd.placement.gpus import engine_groups
 from mopd.planning.devices import SHARES, Cluster
 from mopd.planning.memory.activations import HeadShape, MicroBatchSize, activation_bytes, micro_batches
 from mopd.planning.memory.replicas import ReplicaPlan
-from mopd.planning.memory.shards import BYTES, shard, tensor_bytes, whole
+from mopd.planning.memory.shards import BYTES, own_layers, shard, tensor_bytes, whole
 from mopd.planning.workload import Workload, sample_bytes
 
 MIB = 2**20
@@ -28,6 +28,7 @@ class RankPlan:
     """Every rank of one pipeline stage."""
 
     stage: int
+    num_layers: int
     parts: Mapping[str, int]
     shared: Mapping[str, int]
     """Engines in rank 0's process, by group: they take its memory too."""
@@ -93,7 +94,8 @@ def plan_ranks(
                 for key, group in groups.items()
                 if isinstance(group.placement, InProcessConfig)
             }
-        plans.append(RankPlan(stage=stage, parts=parts, shared=shared))
+        num_layers = len(own_layers(dims, student.parallel)[stage])
+        plans.append(RankPlan(stage=stage, num_layers=num_layers, parts=parts, shared=shared))
     return plans
 
 

@@ -93,6 +93,7 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
         named = dict(student.megatron_overrides)
         raise UserError(f"student.megatron_overrides {named}: Megatron refuses: {one_line(error)}") from error
     _check_recompute(config, stages)
+    _check_messages(config)
     # Micro-batches are padded to their own longest sequence; pipeline stages announce shapes to each other. Megatron
     # refuses this beside the all-gather dispatcher, whose ranks must bring equally many tokens: the batches do.
     config.variable_seq_lengths = layout.pp_size > 1
@@ -109,6 +110,20 @@ def _check_context_parallel(student: StudentConfig, dims: ModelDims, layout: Lay
         raise UserError(
             f"student.parallel.context_parallel_size is {layout.cp_size} and model_type {dims.family} sees images: set "
             "student.transformer_impl: local, or context_parallel_size: 1"
+        )
+
+
+def _check_messages(config: TransformerConfig) -> None:
+    """``student/schedule.py`` pairs the batched messages of interleaved stages, not single ones.
+
+    Raises:
+        UserError: one line with the key to set.
+    """
+    chunks = config.virtual_pipeline_model_parallel_size
+    if chunks is not None and not config.batch_p2p_comm:
+        raise UserError(
+            "student.megatron_overrides.batch_p2p_comm: false with student.parallel."
+            f"virtual_pipeline_model_parallel_size {chunks}: remove the override"
         )
 
 

@@ -1,5 +1,5 @@
-"""What a plan says of the trainer's memory beside what real Megatron students hold, rank by rank, at seven layouts, and
-with a vision tower frozen and trained beside fewer layers."""
+"""What a plan says of the trainer's memory beside what real Megatron students hold, rank by rank, at seven layouts
+(interleaved and uneven stages among them), and with a vision tower frozen and trained beside fewer layers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MODELS = {
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": {"model": "dense", "tp": 2, "pp": 1, "dp": 2, "sp": False, "distributed_optimizer": False},
-    "PP2": {"model": "dense", "tp": 1, "pp": 2, "dp": 2, "sp": False, "dtype": "bfloat16"},
+    "PP2": {"model": "dense", "tp": 1, "pp": 2, "last_stage_layers": 1, "dp": 2, "sp": False, "dtype": "bfloat16"},
     "DP4 distributed optimizer": {"model": "dense", "tp": 1, "pp": 1, "dp": 4, "sp": False, "head_mib": 1},
     "TP2xPP2": {"model": "dense", "tp": 2, "pp": 2, "dp": 1, "sp": True},
     "EP2": {"model": "experts", "tp": 1, "pp": 1, "dp": 4, "sp": False, "ep": 2},
-    "tied": {"model": "tied", "tp": 1, "pp": 2, "dp": 2, "sp": False},
+    "tied": {"model": "tied", "tp": 1, "pp": 2, "vp": 2, "dp": 2, "sp": False},
     "recompute": {"model": "dense", "tp": 1, "pp": 1, "dp": 4, "sp": False, "dtype": "bfloat16", "recompute": "full"},
 }
 CASES = {name: {"micro_batch_size": 16, **case} for name, case in LAYOUTS.items()}

@@ -25,10 +25,14 @@ FOUR_RANK_LAYOUTS = {
     "pp2_dp2": {"tp": 1, "pp": 2, "dp": 2, "sp": False},
 }
 PIPELINES = {
-    "vp3": {**TWO_RANK_LAYOUTS["pp2"], "vp": 3},
+    "vp4": {**TWO_RANK_LAYOUTS["pp2"], "vp": 4},
     "vp2_last": {**TWO_RANK_LAYOUTS["pp2"], "vp": 2, "last_stage_layers": 2},
 }
-"""Of a model of 6 layers: one in each of 6 chunks; stages of 4 and 2, each in 2 chunks."""
+"""Of a model of 8 layers: one in each of 8 chunks; stages of 6 and 2, each in 2 chunks."""
+WIDE_PIPELINES = {
+    "pp4_vp2": {"tp": 1, "pp": 4, "vp": 2, "dp": 1, "sp": False, "micro_batch_size": 4},
+    "tp2_sp_vp2_last": {**FOUR_RANK_LAYOUTS["tp2_pp2"], "sp": True, "vp": 2, "last_stage_layers": 2},
+}
 ONE = {"tp": 1, "pp": 1, "dp": 1, "sp": False}
 MICRO_BATCH_SIZES = (1, 2, 8)
 _FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
@@ -71,8 +75,8 @@ def untied_model(student_folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def deep_model(student_folder: Path) -> str:
-    """Six layers, tied embeddings."""
-    return str(make_hf_model(student_folder / "hf_deep", "qwen3", num_layers=6))
+    """Eight layers, tied embeddings."""
+    return str(make_hf_model(student_folder / "hf_deep", "qwen3", num_layers=8))
 
 
 @pytest.fixture(scope="session")
@@ -105,10 +109,11 @@ def _pipeline_cases(model: str, folder: Path) -> dict[str, Results]:
     """Interleaved and uneven pipelines, and the way from one to the other and to none."""
     once = {"model": model, "steps": 1, "logprobs": True}
     cases = {f"{name}/deep": {**layout, **once} for name, layout in PIPELINES.items()}
-    cases["save/vp3"] = {**PIPELINES["vp3"], "model": model, "steps": 1, "save": str(folder), "steps_after": 1}
+    few = {"model": model, "micro_batch_size": 8, "steps_after": 1}  # as many micro-batches as stages
+    cases["save/vp4"] = {**PIPELINES["vp4"], **few, "steps": 1, "save": str(folder)}
     loaded = {**PIPELINES, "tp2": TWO_RANK_LAYOUTS["tp2"]}
     for name, layout in loaded.items():
-        cases[f"load/vp3/{name}"] = {**layout, "model": model, "load": str(folder), "steps_after": 1}
+        cases[f"load/vp4/{name}"] = {**layout, **few, "load": str(folder)}
     return cases
 
 
@@ -178,14 +183,17 @@ def two_ranks(
     cases |= _head_cases(TWO_RANK_LAYOUTS, wide_models, head_mib=1)
     for name in ("tp2", "pp2", "dp2"):
         cases[f"poison/{name}"] = {**TWO_RANK_LAYOUTS[name], "poison": True}
-    cases |= _pipeline_cases(deep_model, student_folder / "saved_vp3")
+    cases |= _pipeline_cases(deep_model, student_folder / "saved_vp4")
     cases |= vision_cases.on_two_ranks(vision_folder, TWO_RANK_LAYOUTS)
     return run_ranks(2, {"model": str(hf_model), "cases": cases}, student_folder / "two")
 
 
 @pytest.fixture(scope="session")
-def four_ranks(two_ranks: Results, hf_model: Path, student_folder: Path, vision_folder: Path) -> Results:
+def four_ranks(
+    two_ranks: Results, hf_model: Path, deep_model: str, student_folder: Path, vision_folder: Path
+) -> Results:
     cases = _size_cases(FOUR_RANK_LAYOUTS) | vision_cases.on_four_ranks(vision_folder, FOUR_RANK_LAYOUTS)
+    cases |= {f"{name}/deep": {**one, "model": deep_model, "steps": 1} for name, one in WIDE_PIPELINES.items()}
     layout = FOUR_RANK_LAYOUTS["tp2_pp2"]
     cases["load/tp2/tp2_pp2"] = {**layout, "load": str(student_folder / "saved_tp2"), "steps_after": 2}
     return run_ranks(4, {"model": str(hf_model), "cases": cases}, student_folder / "four")

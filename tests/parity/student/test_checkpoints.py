@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 Results = dict[str, Any]
 
 
-@pytest.mark.parametrize("name", ["tp2", "dp2", "tp2_plain", "tp2_bf16", "vp3"])
+@pytest.mark.parametrize("name", ["tp2", "dp2", "tp2_plain", "tp2_bf16", "vp4"])
 def test_same_layout_is_bit_exact(two_ranks: Results, name: str) -> None:
     saved, loaded = two_ranks[f"save/{name}"], two_ranks[f"load/{name}/{name}"]
     assert loaded["loaded_hash"] == saved["saved_hash"] != saved["hash"]
@@ -33,7 +33,7 @@ def test_same_layout_is_bit_exact(two_ranks: Results, name: str) -> None:
     "case",
     [
         *("tp2/pp2", "tp2/dp2", "tp2/one", "tp2/tp2_pp2", "dp2/tp2", "tp2_plain/pp2_plain"),
-        *("vp3/vp2_last", "vp3/tp2"),
+        *("vp4/vp2_last", "vp4/tp2"),
     ],
 )
 def test_other_layout_continues(two_ranks: Results, four_ranks: Results, one_rank: Results, case: str) -> None:

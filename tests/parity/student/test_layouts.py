@@ -27,6 +27,7 @@ from tests.parity.student.conftest import (
     OVERRIDES,
     PIPELINES,
     TWO_RANK_LAYOUTS,
+    WIDE_PIPELINES,
 )
 from tests.parity.student.samples import DOMAINS, ENSEMBLE, make_samples
 
@@ -55,6 +56,12 @@ def test_interleaved_and_uneven_pipelines_equal_one(two_ranks: Results, one_rank
     for name in ("logprobs", "one_logprob"):
         for row, wanted in zip(found[name], expected[name], strict=True):
             assert row == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", WIDE_PIPELINES)
+def test_interleaved_pipelines_of_four_ranks_equal_one(four_ranks: Results, one_rank: Results, layout: str) -> None:
+    """With neighbours that are two ranks, and beside tensor and sequence parallelism."""
+    assert_same_step(four_ranks[f"{layout}/deep"]["steps"][0], one_rank["one/deep"]["steps"][0])
 
 
 @pytest.mark.parametrize("size", MICRO_BATCH_SIZES)

@@ -83,8 +83,8 @@ def on_two_ranks(folder: Path, layouts: Cases) -> Cases:
 
 
 def on_four_ranks(folder: Path, layouts: Cases) -> Cases:
-    """Qwen3-VL over tensor and pipeline ranks, Qwen2.5-VL over pipeline and data ranks."""
+    """Qwen3-VL over tensor and pipeline ranks, Qwen2.5-VL over interleaved stages and data ranks."""
     return {
         "vision/qwen3_vl/tp2_pp2": _case(folder, "qwen3_vl", layouts["tp2_pp2"], freeze="none", recompute="full"),
-        "vision/qwen2_5_vl/pp2_dp2": _case(folder, "qwen2_5_vl", layouts["pp2_dp2"], freeze="none"),
+        "vision/qwen2_5_vl/pp2_dp2": _case(folder, "qwen2_5_vl", {**layouts["pp2_dp2"], "vp": 2}, freeze="none"),
     }

@@ -164,6 +164,24 @@ def test_what_cannot_be_packed_names_its_key() -> None:
             pack(samples(5, 5, 5), replace(rules, micro_batch_size=1), dp_size=2)
 
 
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 3])
+@pytest.mark.parametrize("form", FORMS)
+def test_virtual_stages_get_whole_groups(form: str, micro_batch_size: int | None) -> None:
+    """Where each rank's samples are a multiple of the group there always is a way."""
+    chance = random.Random(0)
+    rules = replace(FORMS[form], micro_batch_size=micro_batch_size, count_multiple=3)
+    for _ in range(25):
+        batch = samples(*(chance.randint(2, 60) for _ in range(2 * 3 * chance.randint(1, 6))))
+        plan = pack(batch, rules, dp_size=2)
+        assert {len(rank) % 3 for rank in plan.micro_batches} == {0} and len(set(map(len, plan.micro_batches))) == 1
+        assert plan.sample_ids == tuple(s.sample_id for s in batch)
+        assert all(mb for rank in plan.micro_batches for mb in rank)
+    with pytest.raises(UserError, match=r"5 samples for 2 data-parallel ranks, each of which needs 3 micro-batches"):
+        pack(samples(*[9] * 5), rules, dp_size=2)
+    with pytest.raises(UserError, match=r"in groups of 3 \(virtual pipeline stages\): .* x student.parallel.pipeline_"):
+        pack(samples(*[50] * 7), replace(rules, max_tokens=60, micro_batch_size=micro_batch_size and 1), dp_size=2)
+
+
 @pytest.mark.parametrize("dims", [QWEN3, LATENT], ids=["qwen3", "latent attention and experts"])
 def test_square_cost_is_attention_over_weights(dims: ModelDims) -> None:
     """Against the weights that the planner counts, norms and routers among them."""
@@ -186,5 +204,8 @@ def test_rules_follow_the_layout() -> None:
     assert packing_rules(fp8, QWEN3, on_gpu=False).total_multiple == 32
     rules = packing_rules(replace(student, packing=False), QWEN3, on_gpu=True)
     assert (rules.sequence_multiple, rules.total_multiple, rules.sizes_per_octave) == (2, 1, None)
+    assert rules.count_multiple == 1
+    virtual = ParallelConfig(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=7)
+    assert packing_rules(replace(student, parallel=virtual), QWEN3, on_gpu=False).count_multiple == 4
     plain = packing_rules(StudentConfig(model="unused"), QWEN3, on_gpu=False)
     assert (plain.sequence_multiple, plain.total_multiple) == (1, 1)
