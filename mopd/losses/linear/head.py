@@ -105,8 +105,8 @@ class LinearHead:
     def rows_within(self, memory_budget: int, hidden: Tensor, weight: Tensor) -> int:
         """How many rows of logits may exist at once: all that are computed, or as many as fit beside the gradients.
 
-        Counted are bytes besides inputs, results, ``[T, K]`` numbers and the few megabytes of scratch of the logits
-        passes. The same on all ranks, whose shards are equal.
+        Counted are bytes besides inputs, results, ``[T, K]`` numbers and the scratch of the logits passes. The
+        same on all ranks, whose shards are equal.
 
         Raises:
             ValueError: not even one row fits, with the least that would do; shapes or dtypes that make no logits.

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from mopd.config.student import MoeConfig, StudentConfig, VisionConfig
 from mopd.conversion.models.dims import ModelDims, YarnRope, check_layout
 from mopd.conversion.models.stages import Stages, stages_of
+from mopd.data.packing import FP8_MULTIPLE
 from mopd.student.model.overrides import check_overrides
 from mopd.student.parallel import Layout
 from mopd.text import one_line
@@ -84,6 +85,8 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
     )
     has_engine = uses_transformer_engine(student)
     overrides = check_overrides(student.megatron_overrides, owned=fields.keys(), has_transformer_engine=has_engine)
+    if overrides.get("fp8"):
+        check_fp8(student, dims, layout.tp_size)
     config_class = TransformerConfig if dims.mla is None else MLATransformerConfig
     try:
         config = config_class(**fields, **overrides)
@@ -125,6 +128,31 @@ def _check_messages(config: TransformerConfig) -> None:
             "student.megatron_overrides.batch_p2p_comm: false with student.parallel."
             f"virtual_pipeline_model_parallel_size {chunks}: remove the override"
         )
+
+
+def check_fp8(student: StudentConfig, dims: ModelDims, tp_size: int) -> None:
+    """Refuse fp8 for sizes that TransformerEngine's fp8 products do not take; packs of tokens are padded to fit.
+
+    Raises:
+        UserError: one line with the key to set.
+    """
+    key = "student.megatron_overrides.fp8"
+    if dims.moe is not None or dims.mla is not None or dims.vision is not None:
+        raise UserError(f"{key}: mopd knows the shapes of dense text models alone; remove the override")
+    if student.dtype != "bfloat16":
+        raise UserError(f"{key}: student.dtype is {student.dtype}: set it to bfloat16, or remove the override")
+    widths = {
+        "hidden_size": dims.hidden_size,
+        "intermediate_size": dims.ffn_hidden_size // tp_size,
+        "num_attention_heads x head_dim": dims.num_attention_heads * dims.head_dim // tp_size,
+        "num_key_value_heads x head_dim": dims.num_query_groups * dims.head_dim // tp_size,
+    }
+    for name, width in widths.items():
+        if width % FP8_MULTIPLE:
+            raise UserError(
+                f"{key}: {name} is {width} on a tensor-parallel rank, no multiple of {FP8_MULTIPLE}; remove the "
+                "override or lower student.parallel.tensor_model_parallel_size"
+            )
 
 
 def _check_sequence_parallel(dims: ModelDims, layout: Layout) -> None:

@@ -45,10 +45,17 @@ WITH_TRANSFORMER_ENGINE: dict[str, Values] = {
     "cpu_offloading_num_layers": int,
     "cpu_offloading_weights": bool,
     "fine_grained_activation_offloading": bool,
+    "first_last_layers_bf16": bool,
+    "fp8": ("e4m3", "hybrid"),
+    "fp8_amax_compute_algo": ("most_recent", "max"),
+    "fp8_amax_history_len": int,
+    "fp8_recipe": ("delayed", "tensorwise", "blockwise"),
     "min_offloaded_tensor_size": int,
     "moe_permute_fusion": bool,
     "moe_router_fusion": bool,
     "moe_shared_expert_overlap": bool,
+    "num_layers_at_end_in_bf16": int,
+    "num_layers_at_start_in_bf16": int,
     "offload_modules": [
         "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act",
     ],
@@ -104,12 +111,11 @@ REFUSED: dict[str, str] = {
     "the weights come from student.model, nothing is drawn": """
         perform_initialization use_cpu_initialization init_method output_layer_init_method init_method_std
         embedding_init_method embedding_init_method_std init_model_with_meta_device""",
-    "the student trains in student.dtype; no test of mopd covers 8 and 4 bits": """
-        fp8 fp8_recipe fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len
-        fp8_amax_compute_algo fp8_wgrad fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red
-        first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 activation_func_fp8_input_store
-        disable_parameter_transpose_cache use_kitchen use_kitchen_attention kitchen_attention_backend fp4 fp4_recipe
-        fp4_param fp4_quantizer_factory quant_recipe moe_router_padding_for_quantization moe_router_padding_for_fp8""",
+    "of 8 and 4 bits mopd knows fp8 products of bf16 weights alone": """
+        fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_wgrad fp8_dot_product_attention
+        fp8_multi_head_attention tp_only_amax_red activation_func_fp8_input_store disable_parameter_transpose_cache
+        use_kitchen use_kitchen_attention kitchen_attention_backend fp4 fp4_recipe fp4_param
+        fp4_quantizer_factory quant_recipe moe_router_padding_for_quantization moe_router_padding_for_fp8""",
     "sequences are split by student.parallel.context_parallel_size alone, in one order": """
         hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel cp_comm_type""",
     "layers are cut into stages by the keys of student.parallel": """

@@ -9,7 +9,7 @@ import torch
 from mopd.config.student import MoeConfig, ParallelConfig, StudentConfig, VisionConfig
 from mopd.conversion.models.dims import MlaDims, ModelDims, MoeDims
 from mopd.conversion.models.stages import Stages
-from mopd.student.model.config import transformer_config, uses_transformer_engine
+from mopd.student.model.config import check_fp8, transformer_config, uses_transformer_engine
 from mopd.student.parallel import Layout
 from mopd.types import UserError
 
@@ -28,6 +28,20 @@ EXPERTS = MoeDims(
 
 
 LATENT = MlaDims(q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24)
+
+
+def test_fp8_takes_dense_models_of_fitting_widths() -> None:
+    check_fp8(student(), DIMS, 1)
+    check_fp8(student(), DIMS, 2)
+    for dims, tp_size, part in (
+        (DIMS, 4, "intermediate_size is 24 on a tensor-parallel rank, no multiple of 16"),
+        (replace(DIMS, hidden_size=72), 1, "hidden_size is 72"),
+        (replace(DIMS, moe=EXPERTS), 1, "dense text models alone"),
+    ):
+        with pytest.raises(UserError, match=part):
+            check_fp8(student(), dims, tp_size)
+    with pytest.raises(UserError, match="set it to bfloat16"):
+        check_fp8(student(dtype="float32"), DIMS, 1)
 
 
 def student(**keys: Any) -> StudentConfig:

@@ -61,7 +61,9 @@ def test_what_is_not_allowed_is_one_line(name: str) -> None:
         ("attention_dropout", "without noise"),
         ("hidden_dropout", "without noise"),
         ("init_method_std", "nothing is drawn"),
-        ("fp8", "8 and 4 bits"),
+        ("fp4", "8 and 4 bits"),
+        ("fp8_param", "8 and 4 bits"),
+        ("fp8", "only TransformerEngine's layers know it"),
         ("mtp_num_layers", "LM head"),
         ("moe_aux_loss_coeff", "from student.moe.moe_aux_loss_coeff"),
         ("moe_router_topk", "from student.model"),
@@ -105,6 +107,9 @@ VALUES: dict[str, list[Any]] = {
     "recompute_method": ["block"],
     "recompute_modules": [["core_attn", "mlp"]],
     "offload_modules": [["core_attn"]],
+    "fp8": ["e4m3", "hybrid"],
+    "fp8_amax_compute_algo": ["max"],
+    "fp8_recipe": ["delayed", "blockwise"],
 }
 WRONG: dict[str, list[Any]] = {
     "bool": ["yes", 1, None, [True]],
