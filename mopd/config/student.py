@@ -204,6 +204,9 @@ class StudentConfig:
     """Layer spec; ``auto`` takes TransformerEngine where CUDA and the package are present."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recompute: nothing, attention only, or whole layers."""
+    overlap: bool | None = None
+    """Sum gradients over data-parallel ranks while backward goes on, and gather the distributed optimizer's weights
+    while the next forward pass does. null: where there is CUDA and more than one data-parallel rank."""
     packing: bool = True
     """Lay the sequences of a micro-batch one after another, without padding between them; ``false`` pads them to the
     longest, side by side."""

@@ -31,7 +31,7 @@ from mopd.student.model.balance import Balance
 from mopd.student.model.config import check_attention
 from mopd.student.model.gpt import HeadHook, LMHead, build_chunks
 from mopd.student.objective import Objective
-from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel
+from mopd.student.optimizer import build_optimizer, complete_weights, guarded_step, overlaps, wrap_data_parallel
 from mopd.student.reading import StageReader, one_ahead
 from mopd.student.schedule import HookFor, run_schedule
 from mopd.student.vision import clock_of
@@ -76,7 +76,9 @@ class StudentWorker:
             for chunk in chunks:
                 chunk.train()
             self._chunks = wrap_data_parallel(
-                chunks, use_distributed_optimizer=student.optimizer.use_distributed_optimizer
+                chunks,
+                use_distributed_optimizer=student.optimizer.use_distributed_optimizer,
+                overlap=overlaps(student, self.dims, self.layout),
             )
             self._clock = None if vision is None else clock_of(chunks[0], self.layout)
             self._balance = None if self.dims.moe is None else Balance(chunks, student.moe, self.dims.moe, self.layout)
@@ -199,6 +201,7 @@ class StudentWorker:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights as ``(hf_name, CPU tensor)`` on rank 0; other ranks get nothing but must exhaust the iterator."""
+        complete_weights(self._chunks)
         items = iter_hf_weights(self._chunks, self.dims, self.layout)
         while True:
             # The consumer between two items must not run under the shim.
@@ -217,6 +220,7 @@ class StudentWorker:
             "dtype": self.recipe.student.dtype,
             "extra": dict(extra),
         }
+        complete_weights(self._chunks)
         checkpoint.save(folder, self._chunks, self._optimizer, self.layout, state=state)
 
     @cpu_shim.activate()
@@ -227,6 +231,7 @@ class StudentWorker:
             UserError: on every rank, if the folder is incomplete or differs from its manifest.
         """
         parallel.raise_together(self.layout, partial(checkpoint.verify, folder))
+        complete_weights(self._chunks)
         state = checkpoint.load(folder, self._chunks, self._optimizer, self._scheduler, self.layout)
         self.weight_version = state["weight_version"]
         self._plan = None

@@ -67,12 +67,13 @@ class Contest:
 
 
 def measure_toy(rounds: int) -> Contest:
-    """A step of the quickstart's student on 96 samples of its kind, and the same in plain PyTorch."""
+    """A step of the quickstart's student on 96 samples of its kind, packed and padded, and in plain PyTorch."""
     with _model(max_positions=128) as folder:
         samples = make_samples(toy_lengths())
         recipe = make_recipe(folder, longest=128)
         contenders = {
             "student": _student_step(folder, samples, longest=128),
+            "student, padded": _student_step(folder, samples, longest=128, packing=False),
             "plain PyTorch": PlainStep(folder, samples, recipe.student.optimizer, _device()),
         }
         return _contest("toy", samples, contenders, rounds)

@@ -11,6 +11,7 @@ import copy
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,8 @@ def _sharded_state(
     sharded: dict[str, Any] = {"model": sharded_weights([chunk.module for chunk in chunks])}
     for part, key in _parts(optimizer):
         _create_states(part)
+        if isinstance(part, DistributedOptimizer):
+            part.get_parameter_state_dp_zero = partial(_padded_states, part)
         sharded[key] = part.sharded_state_dict(sharded["model"], is_loading=is_loading, metadata=dict(CONTENT))
     sharded["rng"] = ShardedObject(
         "rng",
@@ -231,6 +234,23 @@ def _create_states(part: Any) -> None:
     if isinstance(part.optimizer, torch.optim.AdamW):
         for states in part.optimizer.state.values():
             states.setdefault("step", torch.tensor(0.0))
+
+
+def _padded_states(part: Any, **options: Any) -> dict[Any, Any] | None:
+    """In the place of ``get_parameter_state_dp_zero``, which in Megatron 0.16.1 leaves out the padding that ends each
+    bucket of a gradient buffer: its caller cuts the result at places that count it, and from the second bucket on
+    saves parameters shifted."""
+    state: dict[Any, Any] | None = DistributedOptimizer.get_parameter_state_dp_zero(part, **options)
+    for number, buffer in enumerate(part.buffers if state is not None else ()):
+        assert state is not None
+        (states,) = state[number].values()
+        for name in [name for name, value in states.items() if isinstance(value, torch.Tensor)]:
+            sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
+            padded = states[name].new_zeros(buffer.numel)
+            for bucket, own in zip(buffer.buckets, states[name].split(sizes), strict=True):
+                padded[bucket.offset : bucket.offset + len(own)] = own
+            states[name] = padded
+    return state
 
 
 def _load_optimizer(part: Any, loaded: dict[str, Any]) -> None:

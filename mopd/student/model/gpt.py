@@ -118,14 +118,45 @@ class StudentModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *, labels: HeadHook | None, **rest: Any) -> Tensor:
         """``GPTModel.forward`` passes its ``labels`` argument through unread; here it carries the hook.
 
-        The output layer holds its weight but is not run, so nothing may hang on its forward: the overlapped parameter
-        gather of Megatron's DDP would (``wrap_data_parallel`` leaves it off).
+        The output layer holds its weight but is not run: what Megatron's DDP does before its forward is done here.
         """
         if not self.post_process or labels is None:
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)
+        for wait_for_weight in self.output_layer._forward_pre_hooks.values():
+            wait_for_weight(self.output_layer, ())
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        return labels(LMHead(hidden_states, weight))
+        return labels(LMHead(hidden_states, _announced(weight)))
+
+
+def _announced(weight: Tensor) -> Tensor:
+    """The head's weight, whose gradient goes to ``main_grad`` past autograd, such that DDP hears of it all the same. An
+    embedding of the same stage announces the weight that it shares."""
+    if not hasattr(weight, "main_grad") or getattr(weight, "zero_out_wgrad", False):
+        return weight
+    announced: Tensor = _Announced.apply(weight)
+    announced.main_grad = weight.main_grad  # type: ignore[attr-defined]
+    return announced
+
+
+class _Announced(torch.autograd.Function):
+    """``apply(weight)`` -> the weight; where no gradient comes back, autograd gets memory of ``main_grad`` for one. DDP
+    throws it away, and would take its lack for an error where it overlaps its sums with backward."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor:
+        if grad is not None:
+            return grad
+        weight = ctx.weight
+        weight.grad_added_to_main_grad = True
+        stand_in: Tensor = weight.main_grad.detach().view(-1).view(weight.dtype)[: weight.numel()].view_as(weight)
+        return stand_in
 
 
 class VisionStudentModel(StudentModel):

@@ -47,6 +47,8 @@ OVERRIDES: dict[str, Results] = {
     "pp2/p2p_sync": {"batch_p2p_sync": False},
 }
 """Layout / name -> ``student.megatron_overrides``: every field that is allowed without TransformerEngine."""
+OVERLAP: Results = {"overlap": True, "bucket_size": 3000}
+"""Buckets so small that each layer's gradients travel alone."""
 ENSEMBLES = {"ensemble": "default", "ensemble_k2": "k2"}
 """Cases in which one domain has two teachers, with their losses."""
 HEAD_CASES = [*((loss, "tied") for loss in ("default", "k2", "policy_gradient", "ensemble")), ("default", "untied")]
@@ -157,6 +159,8 @@ def two_ranks(
         cases |= {f"{name}/{case}": {**layout, **_ensemble(case)} for case in ENSEMBLES}
         cases[f"{name}/untied"] = {**layout, "model": str(untied_model), "steps": 1, "logprobs": True}
         cases[f"{name}/logprobs"] = {**layout, "logprobs": True}
+    untied_steps = {**dp2, "model": str(untied_model), "micro_batch_size": 2, "steps": 3}
+    cases |= {"dp2/steps": untied_steps, "dp2/steps/overlap": {**untied_steps, **OVERLAP, "logprobs": True}}
     cases["tp2/save_hf"] = {**tp2, "steps": 1, "save_hf": str(student_folder / "exported")}
     cases["tp2_sp/recompute_full"] = {**tp2_sp, "recompute": "full", "steps": 1}
     cases["tp2/recompute_selective"] = {**tp2, "recompute": "selective", "steps": 1}
@@ -165,6 +169,7 @@ def two_ranks(
         "dp2": dp2,
         "tp2_plain": {**tp2, "distributed_optimizer": False},
         "tp2_bf16": {**tp2, "dtype": "bfloat16"},
+        "dp2_overlap": {**dp2, **OVERLAP},
     }
     for name, case in saved.items():
         folder = {"save": str(student_folder / f"saved_{name}")}
@@ -173,6 +178,7 @@ def two_ranks(
         "tp2/tp2": tp2, "tp2/pp2": pp2, "tp2/dp2": dp2, "dp2/dp2": dp2, "dp2/tp2": tp2,
         "tp2_plain/tp2_plain": saved["tp2_plain"], "tp2_plain/pp2_plain": {**pp2, "distributed_optimizer": False},
         "tp2_bf16/tp2_bf16": saved["tp2_bf16"],
+        "dp2_overlap/dp2_overlap": saved["dp2_overlap"], "dp2_overlap/tp2": tp2,
     }  # fmt: skip
     for name, case in loaded.items():
         source = name.split("/")[0]
@@ -194,6 +200,9 @@ def four_ranks(
 ) -> Results:
     cases = _size_cases(FOUR_RANK_LAYOUTS) | vision_cases.on_four_ranks(vision_folder, FOUR_RANK_LAYOUTS)
     cases |= {f"{name}/deep": {**one, "model": deep_model, "steps": 1} for name, one in WIDE_PIPELINES.items()}
+    cases |= {
+        f"{name}/overlap": {**FOUR_RANK_LAYOUTS[name], **OVERLAP, "steps": 2} for name in ("tp2_sp_dp2", "pp2_dp2")
+    }
     layout = FOUR_RANK_LAYOUTS["tp2_pp2"]
     cases["load/tp2/tp2_pp2"] = {**layout, "load": str(student_folder / "saved_tp2"), "steps_after": 2}
     return run_ranks(4, {"model": str(hf_model), "cases": cases}, student_folder / "four")

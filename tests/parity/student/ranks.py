@@ -37,7 +37,7 @@ from mopd.data_plane.interface import Reader
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.reading import SocketReader
 from mopd.launch.ranks import CommandChannel
-from mopd.student import parallel
+from mopd.student import optimizer, parallel
 from mopd.student.worker import StudentWorker
 from mopd.types import MicroBatchPlan, SampleMeta, UserError
 from tests.parity.student.pictures import make_seen_samples
@@ -79,6 +79,7 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
             dtype=case.get("dtype", "float32"),
             recompute=case.get("recompute", "none"),
             packing=case.get("packing", True),
+            overlap=case.get("overlap"),
             micro_batch_size=case.get("micro_batch_size"),
             max_tokens_per_micro_batch=128 if "data" in case else 64,
             lm_head_memory_budget_mib=case.get("head_mib", 1024),
@@ -134,7 +135,8 @@ class Case:
         layout = parallel.initialize(recipe.student.parallel, timeout_s=120, seed=0)
         self.plane = LocalDataPlane() if layout.rank == 0 else None
         self.reader = open_plane(self.plane, layout)
-        self.worker = StudentWorker(recipe, self.reader, DOMAINS)
+        with patch.object(optimizer, "BUCKET_SIZE", case.get("bucket_size")):
+            self.worker = StudentWorker(recipe, self.reader, DOMAINS)
         self.is_packed: set[bool] = set()
         """Forms of the micro-batches that this rank's model has seen."""
         model = self.worker._chunks[0].module

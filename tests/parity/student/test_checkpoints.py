@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 Results = dict[str, Any]
 
 
-@pytest.mark.parametrize("name", ["tp2", "dp2", "tp2_plain", "tp2_bf16", "vp4"])
+@pytest.mark.parametrize("name", ["tp2", "dp2", "tp2_plain", "tp2_bf16", "dp2_overlap", "vp4"])
 def test_same_layout_is_bit_exact(two_ranks: Results, name: str) -> None:
     saved, loaded = two_ranks[f"save/{name}"], two_ranks[f"load/{name}/{name}"]
     assert loaded["loaded_hash"] == saved["saved_hash"] != saved["hash"]

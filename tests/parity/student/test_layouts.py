@@ -106,6 +106,23 @@ def test_recompute_changes_nothing(two_ranks: Results, one_rank: Results, case: 
     assert_same_step(two_ranks[case]["steps"][0], one_rank["one/budget"]["steps"][0])
 
 
+@pytest.mark.parametrize(
+    ("case", "plain"),
+    [
+        ("save/dp2_overlap", "save/dp2"),
+        ("dp2/steps/overlap", "dp2/steps"),
+        ("tp2_sp_dp2/overlap", "save/tp2"),
+        ("pp2_dp2/overlap", "save/tp2"),
+    ],
+)
+def test_overlap_changes_nothing(two_ranks: Results, four_ranks: Results, case: str, plain: str) -> None:
+    """In the first step Megatron learns when gradients are complete, and sends them all at its end."""
+    steps, expected = ((two_ranks | four_ranks)[name]["steps"] for name in (case, plain))
+    assert len(steps) >= 2
+    for step, other in zip(steps, expected, strict=True):
+        assert_same_step(step, other)
+
+
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_allowed_overrides_change_nothing(two_ranks: Results, one_rank: Results, name: str) -> None:
     assert_same_step(two_ranks[f"override/{name}"]["steps"][0], one_rank["one/budget"]["steps"][0])

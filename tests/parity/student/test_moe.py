@@ -21,6 +21,7 @@ from mopd.config.student import StudentConfig
 from mopd.conversion.models.reading import read_dims
 from mopd.data.packing import pack, packing_rules
 from tests.fixtures.tiny_models import make_hf_model
+from tests.parity.student.conftest import OVERLAP
 from tests.parity.student.harness import run_ranks
 from tests.parity.student.samples import make_samples
 
@@ -75,7 +76,7 @@ RECOMPUTED: dict[str, Results] = {
 """``block`` recomputes the first of the two layers, and Megatron gives the other one no padding mask."""
 BIASED = {"moe_router_bias_update_rate": 0.01}
 SAVED = {
-    "ep2": {**TWO_RANK_LAYOUTS["ep2"], "moe": BIASED},
+    "ep2": {**TWO_RANK_LAYOUTS["ep2"], "moe": BIASED, **OVERLAP},
     "pp2": {**TWO_RANK_LAYOUTS["pp2"], "moe": BIASED},
     "ep2_plain": {**TWO_RANK_LAYOUTS["ep2"], "distributed_optimizer": False},
 }

@@ -27,7 +27,9 @@ def test_real_steps_compute_the_same_and_are_told(
     toy, mixed = told["contests"]
     assert toy["num_tokens"] == sum(prompt + response for prompt, response in toy_lengths())
     assert mixed["num_tokens"] == sum(mixed_lengths(4, low=64, high=4096))
-    assert {name: len(times) for name, times in toy["seconds"].items()} == {"student": 2, "plain PyTorch": 2}
+    assert {name: len(times) for name, times in toy["seconds"].items()} == dict.fromkeys(
+        ("student", "student, padded", "plain PyTorch"), 2
+    )
     assert len(mixed["seconds"]) == 3 and all(time > 0 for times in mixed["seconds"].values() for time in times)
     assert told["goals"].keys() == {"student_over_plain", "packed_over_padded", "imbalance"}
 

@@ -1,7 +1,7 @@
 """Nothing between a step's first kernel and the reduction of its metrics asks the device for a value.
 
 On a CPU every call answers at once, so the calls that would wait on a GPU are looked for by name: the operators
-underneath (``.item()``, ``nonzero``, a choice by a mask), and what is asked of tensors from Python (``tolist``, ``cpu``, a
+underneath (``.item()``, ``nonzero``, a choice by a mask), and what Python asks of tensors (``tolist``, ``cpu``, a
 tensor made of a list on a device, which is a blocking copy). Left out: the thread that prepares micro-batches, whose
 tensors are the host's; Megatron's own way from tokens to experts and back, which needs their counts on the host; what
 pipeline stages tell each other (this is a world of one rank).
