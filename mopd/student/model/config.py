@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mopd.config.student import MoeConfig, StudentConfig, VisionConfig
@@ -338,7 +339,8 @@ def _execution_fields(student: StudentConfig) -> dict[str, Any]:
         "bias_activation_fusion": is_fused,
         "bias_dropout_fusion": is_fused,
         "apply_rope_fusion": is_fused,
-        "gradient_accumulation_fusion": False,
+        # Weight gradients are added up in fp32 by the product's own kernel where apex brings it.
+        "gradient_accumulation_fusion": _grad_accum_fusion_available and torch.cuda.is_available(),
         "transformer_impl": "transformer_engine" if is_fused else "local",
     }
     if student.recompute == "selective":
