@@ -309,7 +309,7 @@ class StudentWorker:
             return (1, 1)
         batches = [rank[number] for rank in plan.micro_batches]
         if self.packing.is_packed:
-            return 1, max(self.packing.num_tokens(batch) for batch in batches if batch)
+            return 1, max((self.packing.num_tokens(batch) for batch in batches if batch), default=1)
         longest = max((sample.length for batch in batches for sample in batch), default=1)
         return max([1, *map(len, batches)]), longest
 
