@@ -45,7 +45,8 @@ class Neighbours(P2PCommunicator):
         if torch.cuda.is_available():
             return super()._communicate_shapes(tensor_send_next, tensor_send_prev, recv_prev, recv_next)
         self._sent: list[tuple[Tensor, Any]] = []  # alive until they have gone
-        found, coming = [[0, 0, 0], [0, 0, 0]], []
+        coming: list[tuple[int, Tensor, Any]] = []
+        found = [[0, 0, 0], [0, 0, 0]]
         for number, (tensor, wanted, rank) in enumerate(
             ((tensor_send_prev, recv_prev, self.prev_rank), (tensor_send_next, recv_next, self.next_rank))
         ):
