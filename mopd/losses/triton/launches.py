@@ -37,6 +37,8 @@ class RowLayout:
     shift: int
     group: int
     """Columns of 16 bytes."""
+    unit: bool
+    """Columns are neighbours in memory, and groups of them can begin at multiples of 16 bytes."""
 
     def base(self, x: Tensor) -> Tensor:
         """Where the tensor's last 16 bytes before its first logit, or there, begin."""
@@ -48,11 +50,6 @@ class RowLayout:
         return self.inner, *(x % self.group for x in (self.stride_a, self.stride_b, self.shift))
 
     @property
-    def unit(self) -> bool:
-        """Columns are neighbours in memory."""
-        return self.stride_v == 1
-
-    @property
     def address(self) -> tuple[int, int, int, int, int]:
         """The arguments that kernels take."""
         return self.inner, self.stride_a, self.stride_b, self.stride_v, self.shift
@@ -61,10 +58,9 @@ class RowLayout:
 def layout(x: Tensor) -> RowLayout:
     """Where the rows of ``x`` lie."""
     rows, width, group = x.shape[:-1].numel(), x.size(-1), GROUP_BYTES // x.element_size()
-    shift = x.storage_offset() % group
-    if x.dim() == 2:
-        return RowLayout(rows, width, max(rows, 1), 0, x.stride(0), x.stride(1), shift, group)
-    return RowLayout(rows, width, max(x.size(1), 1), x.stride(0), x.stride(1), x.stride(2), shift, group)
+    unit = x.stride(-1) == 1 and x.untyped_storage().data_ptr() % GROUP_BYTES == 0  # not so in memory of some strangers
+    inner, stride_a = (max(rows, 1), 0) if x.dim() == 2 else (max(x.size(1), 1), x.stride(0))
+    return RowLayout(rows, width, inner, stride_a, x.stride(-2), x.stride(-1), x.storage_offset() % group, group, unit)
 
 
 def power_of_two(n: int) -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mopd.losses import parallel_gather_logprobs, parallel_topk_distill
-from mopd.losses.triton import functions, table
+from mopd.losses.triton import functions, launches, table
 from tests.parity.losses.triton_layer import DEVICE
 
 ROWS, K = 4, 9
@@ -81,3 +81,14 @@ def test_a_small_tail_keeps_its_digits_beside_large_ids(overwrite: bool) -> None
     (gradient,) = torch.autograd.grad(loss.sum(), leaf)
     (wanted,) = torch.autograd.grad(expected.sum(), exact)
     torch.testing.assert_close(gradient.cpu().double(), wanted, rtol=1e-4, atol=1e-9)
+
+
+def test_memory_that_begins_nowhere_in_particular() -> None:
+    """Of another library, say: as from memory of our own, columns taken one by one."""
+    z = torch.randn(ROWS, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
+    ids = torch.arange(3, 40, 4).expand(ROWS, -1)
+    strange = torch.frombuffer(bytearray(2 + z.nbytes), dtype=torch.bfloat16, offset=2).view_as(z).copy_(z)
+    where = [launches.layout(x) for x in (z, strange)]
+    assert [x.unit for x in where] == [True, strange.untyped_storage().data_ptr() % 16 == 0]
+    values = [parallel_gather_logprobs(x.to(DEVICE), ids.to(DEVICE), backend="triton")[0] for x in (z, strange)]
+    torch.testing.assert_close(values[1], values[0])
