@@ -71,7 +71,7 @@ def measure_toy(rounds: int) -> Contest:
     with _model(max_positions=128) as folder:
         samples = make_samples(toy_lengths())
         recipe = make_recipe(folder, longest=128)
-        contenders = {
+        contenders: dict[str, Step] = {
             "student": _student_step(folder, samples, longest=128),
             "student, padded": _student_step(folder, samples, longest=128, packing=False),
             "plain PyTorch": PlainStep(folder, samples, recipe.student.optimizer, _device()),
