@@ -29,10 +29,6 @@ PIPELINES = {
     "vp2_last": {**TWO_RANK_LAYOUTS["pp2"], "vp": 2, "last_stage_layers": 2},
 }
 """Of a model of 8 layers: one in each of 8 chunks; stages of 6 and 2, each in 2 chunks."""
-WIDE_PIPELINES = {
-    "pp4_vp2": {"tp": 1, "pp": 4, "vp": 2, "dp": 1, "sp": False, "micro_batch_size": 4},
-    "tp2_sp_vp2_last": {**FOUR_RANK_LAYOUTS["tp2_pp2"], "sp": True, "vp": 2, "last_stage_layers": 2},
-}
 ONE = {"tp": 1, "pp": 1, "dp": 1, "sp": False}
 MICRO_BATCH_SIZES = (1, 2, 8)
 _FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
@@ -49,6 +45,12 @@ OVERRIDES: dict[str, Results] = {
 """Layout / name -> ``student.megatron_overrides``: every field that is allowed without TransformerEngine."""
 OVERLAP: Results = {"overlap": True, "bucket_size": 3000}
 """Buckets so small that each layer's gradients travel alone."""
+WIDE_PIPELINES = {
+    "pp4_vp2": {"tp": 1, "pp": 4, "vp": 2, "dp": 1, "sp": False, "micro_batch_size": 4},
+    "tp2_sp_vp2_last": {**FOUR_RANK_LAYOUTS["tp2_pp2"], "sp": True, "vp": 2, "last_stage_layers": 2},
+    "vp4_dp2_overlap": {**FOUR_RANK_LAYOUTS["pp2_dp2"], "vp": 4, **OVERLAP},
+    "vp2_cp2": {**TWO_RANK_LAYOUTS["pp2"], "vp": 2, "cp": 2},
+}
 ENSEMBLES = {"ensemble": "default", "ensemble_k2": "k2"}
 """Cases in which one domain has two teachers, with their losses."""
 HEAD_CASES = [*((loss, "tied") for loss in ("default", "k2", "policy_gradient", "ensemble")), ("default", "untied")]
@@ -199,7 +201,7 @@ def four_ranks(
     two_ranks: Results, hf_model: Path, deep_model: str, student_folder: Path, vision_folder: Path
 ) -> Results:
     cases = _size_cases(FOUR_RANK_LAYOUTS) | vision_cases.on_four_ranks(vision_folder, FOUR_RANK_LAYOUTS)
-    cases |= {f"{name}/deep": {**one, "model": deep_model, "steps": 1} for name, one in WIDE_PIPELINES.items()}
+    cases |= {f"{name}/deep": {**one, "model": deep_model, "steps": 2} for name, one in WIDE_PIPELINES.items()}
     cases |= {
         f"{name}/overlap": {**FOUR_RANK_LAYOUTS[name], **OVERLAP, "steps": 2} for name in ("tp2_sp_dp2", "pp2_dp2")
     }
@@ -228,6 +230,6 @@ def one_rank(
     cases |= {f"one/{case}": {**ONE, **_ensemble(case)} for case in ENSEMBLES}
     cases["one/untied"] = {**ONE, "model": str(untied_model), "steps": 1, "logprobs": True}
     cases["one/logprobs"] = {**ONE, "logprobs": True}
-    cases["one/deep"] = {**ONE, "model": deep_model, "steps": 1, "logprobs": True}
+    cases["one/deep"] = {**ONE, "model": deep_model, "steps": 2, "logprobs": True}
     cases["load/tp2/one"] = {**ONE, "load": str(student_folder / "saved_tp2"), "steps_after": 2}
     return run_ranks(1, {"model": str(hf_model), "cases": cases}, student_folder / "one")
