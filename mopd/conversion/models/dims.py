@@ -12,6 +12,10 @@ Naming = Literal["flat", "nested"]
 """Of a Hugging Face checkpoint with vision: ``visual.*`` and ``model.*``, or ``model.visual.*`` and
 ``model.language_model.*``; the head is ``lm_head`` in both."""
 
+VOCAB_ROWS_MULTIPLE = 128
+"""Of each tensor-parallel rank, as Megatron's ``make_vocab_size_divisible_by``: every row of its logits then begins at
+a multiple of 16 bytes, which is what one lane of a GPU loads at once."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Llama3Rope:
@@ -186,8 +190,9 @@ class ModelDims:
         return self.moe is None or all(self.moe.layers)
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
-        """Rows of Megatron's embedding: the next multiple of the TP degree, no more than the split needs."""
-        return -(-self.vocab_size // tensor_model_parallel_size) * tensor_model_parallel_size
+        """Rows of Megatron's embedding: as many on each rank, a multiple of ``VOCAB_ROWS_MULTIPLE``."""
+        multiple = VOCAB_ROWS_MULTIPLE * tensor_model_parallel_size
+        return -(-self.vocab_size // multiple) * multiple
 
 
 def check_layout(

@@ -158,6 +158,8 @@ class Piece:
     stop: int
     sizes: tuple[int, ...]
     """Shape of the box without stacked dimensions."""
+    whole: tuple[int, ...]
+    """Shape of the parameter over all ranks."""
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -174,7 +176,7 @@ def pieces(dims: ModelDims, layout: TargetLayout) -> Iterator[Piece]:
     """All boxes of the checkpoint in model order, those of a parameter by rank."""
     stages = layout.stages
     for placed in families.all_params(dims):
-        place, shape = sharded_key(placed, dims), padded_shape(placed, layout)
+        place, shape = sharded_key(placed, dims), padded_shape(placed, dims, layout)
         dim = CUT_DIM[placed.param.merge]
         degree, first = layout.tensor_model_parallel_size, placed.stage(dims, stages) * layout.stage_size
         if placed.expert is not None:
@@ -183,13 +185,15 @@ def pieces(dims: ModelDims, layout: TargetLayout) -> Iterator[Piece]:
         for rank in range(1 if placed.param.merge == "replicated" else degree):
             for start, stop in boxes(placed, shape[dim], rank=rank, size=degree):
                 sizes = tuple(stop - start if d == dim else size for d, size in enumerate(shape))
-                yield Piece(placed, place, first + rank, dim, start, stop, sizes)
+                yield Piece(placed, place, first + rank, dim, start, stop, sizes, shape)
 
 
-def padded_shape(placed: Placed, layout: TargetLayout) -> tuple[int, ...]:
-    """Shape of a parameter over all ranks, with the vocabulary rows that the split needs."""
-    shape, tp = whole_shape(placed), layout.tensor_model_parallel_size
-    return shape if placed.param.merge != "vocab" else (-(-shape[0] // tp) * tp, *shape[1:])
+def padded_shape(placed: Placed, dims: ModelDims, layout: TargetLayout) -> tuple[int, ...]:
+    """Shape of a parameter over all ranks, with the rows that pad the vocabulary."""
+    shape = whole_shape(placed)
+    if placed.param.merge != "vocab":
+        return shape
+    return dims.padded_vocab_size(layout.tensor_model_parallel_size), *shape[1:]
 
 
 def files(cut: Sequence[Piece], itemsize: Mapping[str, int], max_file_bytes: int) -> dict[str, list[Piece]]:

@@ -66,7 +66,9 @@ def head_shape(recipe: Recipe, dims: ModelDims, batch: MicroBatchSize) -> HeadSh
         element=BYTES[recipe.student.dtype],
         ranks=tp,
         splits_sequence=parallel.sequence_parallel,
-        copies=BYTES[recipe.student.dtype] < 4 or recipe.loss.temperature != 1 or dims.vocab_size % tp > 0,
+        copies=BYTES[recipe.student.dtype] < 4
+        or recipe.loss.temperature != 1
+        or dims.padded_vocab_size(tp) > dims.vocab_size,
     )
 
 

@@ -82,13 +82,13 @@ def test_the_head_takes_what_is_planned(name: str, measured: dict[str, Any], fol
     heads = {rank["rank"]: rank["head"] for rank in measured[name] if rank["head"] is not None}
     assert len(heads) == 4 // case["pp"]
     for rank, head in heads.items():
-        # The vocabulary is odd, and the last of the ranks that share it has the padding.
-        is_padded = case["tp"] > 1 and rank % case["tp"] == case["tp"] - 1
+        columns = dims.padded_vocab_size(case["tp"]) // case["tp"]
+        is_padded = (rank % case["tp"] + 1) * columns > dims.vocab_size
         shape = HeadShape(
             rows=head["rows"],
             tokens=head["tokens"],
             hidden=dims.hidden_size,
-            columns=dims.padded_vocab_size(case["tp"]) // case["tp"],
+            columns=columns,
             element=BYTES[student.dtype],
             ranks=case["tp"],
             splits_sequence=case["sp"],

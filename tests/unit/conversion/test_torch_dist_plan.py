@@ -46,7 +46,9 @@ def test_every_element_lies_in_one_piece(dims: dict[str, ModelDims], family: str
     counts: dict[str, torch.Tensor] = {}
     for row in all_params(dims[family]):
         place = sharded_key(row, dims[family])
-        counts.setdefault(place.key, torch.zeros((*place.stacked, *padded_shape(row, target)), dtype=torch.uint8))
+        counts.setdefault(
+            place.key, torch.zeros((*place.stacked, *padded_shape(row, dims[family], target)), dtype=torch.uint8)
+        )
     for piece in pieces(dims[family], target):
         assert 0 <= piece.owner < target.stage_size * target.pipeline_model_parallel_size
         box = tuple(slice(first, first + size) for first, size in zip(piece.offsets, piece.box, strict=True))
