@@ -288,15 +288,15 @@ class Recipe:
     def _check_shares(self) -> None:
         """Every data-parallel rank gets equally many samples, with virtual stages in micro-batches for all stages."""
         parallel = self.student.parallel
-        shares, named = parallel.data_parallel_size, f"data_parallel_size {parallel.data_parallel_size}"
+        shares, more = parallel.data_parallel_size, ""
         if parallel.virtual_pipeline_model_parallel_size > 1:
             shares *= parallel.pipeline_model_parallel_size
-            named += f" x pipeline_model_parallel_size {parallel.pipeline_model_parallel_size} (with virtual stages)"
+            more = f" x pipeline_model_parallel_size {parallel.pipeline_model_parallel_size} (with virtual stages)"
         if self.samples_per_step % shares:
             raise ValueError(
                 f"schedule.prompts_per_step {self.schedule.prompts_per_step} x rollout.samples_per_prompt "
-                f"{self.rollout.samples_per_prompt} is not a multiple of student.parallel.{named}: set "
-                f"prompts_per_step to a multiple of {shares}"
+                f"{self.rollout.samples_per_prompt} is not a multiple of student.parallel.data_parallel_size "
+                f"{parallel.data_parallel_size}{more}: set prompts_per_step to a multiple of {shares}"
             )
 
     def _check_loss(self) -> None:
