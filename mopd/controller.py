@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mopd.config.schema import Recipe
-from mopd.data.packing import pack
+from mopd.data.packing import PackingRules, pack, plan_metrics
 from mopd.ledger import Ledger, Slot
 from mopd.metrics import StepMetrics, StepTimer, age_metrics, merge_step
 from mopd.tasks import Stop, StopAsked, Tasks
@@ -79,6 +79,7 @@ class Student(Protocol):
     """The Megatron student on all its ranks."""
 
     dp_size: int
+    packing: PackingRules
 
     async def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]: ...
     async def optim_step(self) -> dict[str, float]: ...
@@ -232,18 +233,13 @@ class Controller:
             ids = [sample.sample_id for slot in slots for sample in slot.samples]
             batch = await self.plane.claim(ids, self.recipe.loss_fields)
         self._check_staleness(batch)
-        plan = pack(
-            batch.samples,
-            dp_size=self.student.dp_size,
-            max_tokens=self.recipe.student.max_tokens_per_micro_batch,
-            micro_batch_size=self.recipe.student.micro_batch_size,
-        )
+        plan = pack(batch.samples, self.student.packing, dp_size=self.student.dp_size)
         diagnostics = step == 1 or step % self.recipe.metrics.diagnostics_every_steps == 0
         with self.timer("forward_backward"):
             sums = await self.student.forward_backward(plan, diagnostics=diagnostics)
         with self.timer("optim_step"):
             values = await self.student.optim_step()
-        values |= self._batch_metrics(batch)
+        values |= self._batch_metrics(batch) | plan_metrics(plan, self.student.packing)
         self.weight_version = step
         await self.plane.release(batch)
         self.ledger.trained(slots)

@@ -1,11 +1,13 @@
 """Runs Megatron-Core on a machine without CUDA. This module is the only place that knows how.
 
 Megatron asks for CUDA by literals (``device="cuda"``), by ``torch.cuda`` calls and by comparing type strings. Without
-CUDA ``activate()`` answers those on the CPU; with CUDA it does nothing. Two halves:
+CUDA ``activate()`` answers those on the CPU; with CUDA it does nothing. Three parts:
 
 - ``torch.cuda`` functions and Megatron's CUDA random-state functions, replaced once per process;
-- a ``TorchFunctionMode`` that redirects device arguments. A mode belongs to one thread, so every thread that runs
-  Megatron enters ``activate()`` (``asyncio.to_thread`` starts without it).
+- ``torch`` as Megatron's schedules see it, likewise. Forward and backward passes and Adam need no more, so they run
+  outside ``activate()``;
+- for all else, a ``TorchFunctionMode`` that redirects device arguments. It sees every call of torch, and belongs to one
+  thread: every thread that builds, clips, saves or loads enters ``activate()`` (``asyncio.to_thread`` starts without).
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -59,6 +63,17 @@ class _CudaOnCpu(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _TorchOnCpu(ModuleType):
+    """``torch`` with a ``zeros`` that takes "cuda" for the CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def zeros(*size: Any, device: Any = None, **options: Any) -> Tensor:
+        return torch.zeros(*size, device="cpu" if _is_cuda(device) else device, **options)
+
+
 def _is_cuda(device: Any) -> bool:
     if isinstance(device, str):
         return device.startswith("cuda")
@@ -80,4 +95,6 @@ def _install() -> None:
         rng: Any = megatron_random
         rng._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
         rng._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+        schedules_module: Any = schedules
+        schedules_module.torch = _TorchOnCpu("torch")
         _is_installed = True

@@ -107,7 +107,7 @@ class Trainee:
     def plan(self, step: int) -> MicroBatchPlan:
         metas, fields = make_samples(step, self.worker.dims.vocab_size)
         asyncio.run(self.plane.put(metas, fields))
-        return pack(metas, dp_size=1, max_tokens=self.worker.recipe.student.max_tokens_per_micro_batch)
+        return pack(metas, self.worker.packing, dp_size=1)
 
     def step(self, gradients: Path | None = None) -> dict[str, float]:
         """One optimizer step; its loss and the norm of its gradient."""
@@ -119,7 +119,7 @@ class Trainee:
 
     def gradients(self) -> dict[str, Tensor]:
         """Of every parameter by Megatron's name, fp32 on the CPU."""
-        parameters: Mapping[str, Any] = dict(self.worker._model.module.named_parameters())
+        parameters: Mapping[str, Any] = dict(self.worker._chunks[0].module.named_parameters())
         return {name: parameter.main_grad.float().cpu().contiguous() for name, parameter in parameters.items()}
 
     def weights_hash(self) -> str:

@@ -181,7 +181,8 @@ def _training(engine: TorchEngine, recipe: Recipe, dims: ModelDims, work: Worklo
     plane, metas = _filled_plane(recipe, work, count, engine.vocab_size, domain)
     own = _alone(recipe, engine.name)
     worker = StudentWorker(own, plane.reader(), [domain])
-    plan = pack(metas, dp_size=1, max_tokens=max(own.student.max_tokens_per_micro_batch, length))
+    rules = dataclasses.replace(worker.packing, max_tokens=max(worker.packing.max_tokens, length))
+    plan = pack(metas, rules, dp_size=1)
     steps: list[tuple[float, float]] = []
     for _ in range(1 + ROUNDS):
         began = time.perf_counter()

@@ -1,5 +1,6 @@
 """``mopd bench``: the losses beside what else there is, the path from teachers to tensors beside the bare engine, the
-data plane beside other ways from process to process, the pipeline beside its slowest stage."""
+data plane beside other ways from process to process, the pipeline beside its slowest stage, the student beside plain
+PyTorch."""
 
 from __future__ import annotations
 
@@ -45,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pipeline.add_argument("--quick", action="store_true", help="shorter stages and fewer steps: noisier")
     pipeline.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
+    text = "a student step beside plain PyTorch, packed sequences beside padded ones; exit code 1 below a goal"
+    add = parts.add_parser("student", help=text, description=text).add_argument
+    add("--quick", action="store_true", help="fewer samples and rounds of mixed lengths: noisier")
+    add("--rounds", type=int, default=21, metavar="N", help="timed pairs of the toy step (default: %(default)s)")
+    add("--json", action="store_true", help="print JSON instead of tables")
+
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Measure; the exit code."""
@@ -60,6 +67,10 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         from mopd.bench.pipeline import command as pipeline
 
         return pipeline.run(args)
+    if args.what == "student":
+        from mopd.bench.student import command as student
+
+        return student.run(args)
     from mopd.bench.teachers import command as teachers
 
     return teachers.run(args)

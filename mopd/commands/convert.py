@@ -13,6 +13,7 @@ from mopd.text import json_lines
 DTYPES = ("float32", "bfloat16", "float16")
 """Spelled as in ``mopd.conversion.mapped.WEIGHT_DTYPES``, which is heavy to import."""
 LAYOUT_OPTIONS = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "expert_model", "expert_tensor")
+UNEVEN_OPTIONS = ("--num-layers-in-first-pipeline-stage", "--num-layers-in-last-pipeline-stage")
 ABOUT = "Convert, check and combine checkpoints. Every command writes a new folder, whole or not at all."
 EXAMPLES = """\
 examples:
@@ -62,6 +63,8 @@ def _add_conversions(parser: argparse.ArgumentParser, *, has_layout: bool) -> No
             is_expert_tensor = name == "expert_tensor"
             default, told = (None, "the tensor degree") if is_expert_tensor else (1, "1")
             parser.add_argument(option, type=int, default=default, metavar="N", help=f"degree of the cut ({told})")
+        for option in UNEVEN_OPTIONS:
+            parser.add_argument(option, type=int, metavar="N", help="where it has another number than the others")
     if "reshard" not in parser.prog:
         parser.add_argument("--dtype", choices=DTYPES, help="dtype of the result; default: each tensor's own")
     if is_from_megatron:

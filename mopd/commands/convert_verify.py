@@ -178,16 +178,14 @@ def logits_of(contents: Contents, probe: LogitsProbe) -> Tensor:
         )
     checkpoint.verify(contents.folder)
     student = StudentConfig(model=str(contents.origin), dtype="float32", transformer_impl="local")
-    length = tokens.shape[1]
-    is_hidden = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
     with parallel.joined(ParallelConfig(), timeout_s=TIMEOUT_S, seed=0) as layout, cpu_shim.activate():
         model = build_model(student, contents.dims, layout)
         checkpoint.load_weights(contents.folder, model)
         model.eval()
-        positions, seen = torch.arange(length)[None], {}
+        positions, seen = torch.arange(tokens.shape[1])[None], {}
         if vision is not None:
             positions, seen = _positions(probe, vision), {"images": _image_input(probe, vision, layout.device)}
-        logits = model(*(tensor.to(layout.device) for tensor in (tokens, positions, is_hidden)), **seen)
+        logits = model(*(tensor.to(layout.device) for tensor in (tokens, positions)), **seen)
         return logits[..., : contents.dims.vocab_size].float().cpu()
 
 

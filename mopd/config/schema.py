@@ -241,12 +241,7 @@ class Recipe:
                 f"schedule.prompts_per_step {self.schedule.prompts_per_step} x rollout.samples_per_prompt "
                 f"{self.rollout.samples_per_prompt} are {self.samples_per_step} samples: set at most {MAX_SAMPLES}"
             )
-        if self.samples_per_step % self.student.parallel.data_parallel_size:
-            raise ValueError(
-                f"schedule.prompts_per_step {self.schedule.prompts_per_step} x rollout.samples_per_prompt "
-                f"{self.rollout.samples_per_prompt} is not a multiple of student.parallel.data_parallel_size "
-                f"{self.student.parallel.data_parallel_size}: set prompts_per_step to a multiple of it"
-            )
+        self._check_shares()
         warmup, steps = self.student.optimizer.lr_warmup_steps, self.schedule.steps
         if warmup >= steps:
             raise ValueError(
@@ -289,6 +284,20 @@ class Recipe:
                     f"loss.temperature is {self.loss.temperature}, but teachers.{name} runs vLLM, which scores at "
                     f"temperature 1 only: set loss.temperature: 1.0, or teachers.{name}.engine.type: torch"
                 )
+
+    def _check_shares(self) -> None:
+        """Every data-parallel rank gets equally many samples, with virtual stages in micro-batches for all stages."""
+        parallel = self.student.parallel
+        shares, more = parallel.data_parallel_size, ""
+        if parallel.virtual_pipeline_model_parallel_size > 1:
+            shares *= parallel.pipeline_model_parallel_size
+            more = f" x pipeline_model_parallel_size {parallel.pipeline_model_parallel_size} (with virtual stages)"
+        if self.samples_per_step % shares:
+            raise ValueError(
+                f"schedule.prompts_per_step {self.schedule.prompts_per_step} x rollout.samples_per_prompt "
+                f"{self.rollout.samples_per_prompt} is not a multiple of student.parallel.data_parallel_size "
+                f"{parallel.data_parallel_size}{more}: set prompts_per_step to a multiple of {shares}"
+            )
 
     def _check_loss(self) -> None:
         rollout = self.rollout

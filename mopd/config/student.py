@@ -13,27 +13,40 @@ Freeze = Literal["tower", "tower_and_merger", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """Layout of the Megatron student over the trainer ranks. World size = tensor x pipeline x data."""
+    """Layout of the Megatron student over the trainer ranks. World size = tensor x context x pipeline x
+    data."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that share each layer's matrices and the vocabulary."""
+    context_parallel_size: int = 1
+    """Ranks that share the tokens of each sequence, for long ones; each gathers the keys and values of its layer."""
     pipeline_model_parallel_size: int = 1
     """Consecutive stages that the layers are split into."""
+    virtual_pipeline_model_parallel_size: int = 1
+    """Model chunks of each stage: layers go round the stages as often, which shortens the pipeline's bubble and sends
+    more between stages. Each rank's number of micro-batches is rounded up to a multiple of the stages."""
     data_parallel_size: int = 1
     """Copies of the student, each computing its share of the batch."""
     expert_model_parallel_size: int = 1
-    """Ranks that share the experts of each layer of a mixture-of-experts student; they are ranks of the tensor and data
-    dimensions, not further ones."""
+    """Ranks that share the experts of each layer of a mixture-of-experts student; they are ranks of the tensor,
+    context and data dimensions, not further ones."""
     expert_tensor_parallel_size: int | None = None
     """Ranks that share each expert's matrices; null for ``tensor_model_parallel_size``."""
     sequence_parallel: bool = False
     """Split activations between the tensor-parallel regions along the sequence; needs tensor parallelism."""
     num_layers_in_first_pipeline_stage: int | None = None
     """Layers of the first stage, which also holds the embedding and a vision tower; the other stages share the rest
-    evenly. null: all stages have equally many."""
+    evenly. null: as many as the others."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the last stage, which also computes logits and loss; likewise."""
 
     def __post_init__(self) -> None:
-        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+        names = (
+            "tensor_model_parallel_size",
+            "context_parallel_size",
+            "pipeline_model_parallel_size",
+            "data_parallel_size",
+        )
         for name in (*names, "expert_model_parallel_size"):
             require_at_least(name, getattr(self, name), 1, MAX_PROCESSES)
         if self.expert_tensor_parallel_size is not None:
@@ -41,25 +54,41 @@ class ParallelConfig:
         if self.world_size > MAX_PROCESSES:
             sizes = " x ".join(f"{name} {getattr(self, name)}" for name in names)
             raise ValueError(f"{sizes} is {self.world_size} ranks: set at most {MAX_PROCESSES}")
-        stage, experts = self.tensor_model_parallel_size * self.data_parallel_size, self.expert_ranks
-        if stage % experts:
+        experts = self.expert_ranks
+        if self.ranks_per_stage % experts:
             raise ValueError(
                 f"expert_model_parallel_size {self.expert_model_parallel_size} x expert_tensor_parallel_size "
                 f"{self.resolved_expert_tensor_parallel_size} does not divide tensor_model_parallel_size "
-                f"{self.tensor_model_parallel_size} x data_parallel_size {self.data_parallel_size}: set "
+                f"{self.tensor_model_parallel_size} x context_parallel_size {self.context_parallel_size} x "
+                f"data_parallel_size {self.data_parallel_size}: set "
                 f"expert_tensor_parallel_size or data_parallel_size so that {experts} ranks of a stage hold the experts"
             )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError(
                 "sequence_parallel is true but tensor_model_parallel_size is 1: set tensor_model_parallel_size >= 2"
             )
-        if self.num_layers_in_first_pipeline_stage is not None:
-            require_at_least("num_layers_in_first_pipeline_stage", self.num_layers_in_first_pipeline_stage, 1)
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        """What needs a pipeline, and what two stages cannot both be given."""
+        require_at_least("virtual_pipeline_model_parallel_size", self.virtual_pipeline_model_parallel_size, 1)
+        names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        for name, number in given.items():
+            require_at_least(name, number, 1)
+        if self.virtual_pipeline_model_parallel_size > 1:
+            given["virtual_pipeline_model_parallel_size"] = self.virtual_pipeline_model_parallel_size
+        for name, number in given.items():
             if self.pipeline_model_parallel_size == 1:
                 raise ValueError(
-                    f"num_layers_in_first_pipeline_stage is {self.num_layers_in_first_pipeline_stage} but "
-                    "pipeline_model_parallel_size is 1: set pipeline_model_parallel_size >= 2, or leave the key out"
+                    f"{name} is {number} but pipeline_model_parallel_size is 1: set pipeline_model_parallel_size >= 2, "
+                    "or leave the key out"
                 )
+        if self.pipeline_model_parallel_size == 2 and all(name in given for name in names):
+            raise ValueError(
+                f"{names[0]} and {names[1]} are both set but pipeline_model_parallel_size is 2, so that each follows "
+                "from the other: leave one of them out"
+            )
 
     @property
     def resolved_expert_tensor_parallel_size(self) -> int:
@@ -72,8 +101,17 @@ class ParallelConfig:
         return self.expert_model_parallel_size * self.resolved_expert_tensor_parallel_size
 
     @property
+    def num_copies(self) -> int:
+        """Ranks that hold the same weights outside the experts, and add up their gradients."""
+        return self.context_parallel_size * self.data_parallel_size
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.tensor_model_parallel_size * self.num_copies
+
+    @property
     def world_size(self) -> int:
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.data_parallel_size
+        return self.ranks_per_stage * self.pipeline_model_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +204,12 @@ class StudentConfig:
     """Layer spec; ``auto`` takes TransformerEngine where CUDA and the package are present."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recompute: nothing, attention only, or whole layers."""
+    overlap: bool | None = None
+    """Sum gradients over data-parallel ranks while backward goes on, and gather the distributed optimizer's weights
+    while the next forward pass does. null: where there is CUDA and more than one data-parallel rank."""
+    packing: bool = True
+    """Lay the sequences of a micro-batch one after another, without padding between them; ``false`` pads them to the
+    longest, side by side."""
     max_tokens_per_micro_batch: int = 16384
     """Token budget of one micro-batch, padding included; sequences are packed into as few micro-batches as fit."""
     micro_batch_size: int | None = None

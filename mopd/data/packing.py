@@ -1,104 +1,302 @@
-"""Which sample is computed in which micro-batch on which data-parallel rank. Integers only; no torch.
+"""Which sample is computed in which micro-batch on which data-parallel rank. Integers and costs; no torch.
 
-The cost of a micro-batch is what its padded rectangle costs: samples x longest sample.
+A micro-batch is a pack of sequences, one after another, or a rectangle of right-padded ones. What it costs is counted
+in tokens that no attention mixes:
+
+    cost of a sequence of L tokens    L + c L^2       c: operations of causal attention / (L x those of the weights)
+    cost of a micro-batch             the sum over its sequences, those of a rectangle as long as its longest
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from mopd.config.student import StudentConfig
+from mopd.conversion.models.dims import ModelDims
 from mopd.types import MicroBatchPlan, SampleMeta, UserError
 
 MicroBatch = tuple[SampleMeta, ...]
 
+SIZES_PER_OCTAVE = 16
+"""Sizes between a power of two and the next that packs are padded to on a GPU: padding is at most 1/16."""
+FP8_MULTIPLE = 16
+"""Of the rows of a matrix product in fp8."""
 
-def pack(
-    samples: Sequence[SampleMeta], *, dp_size: int, max_tokens: int, micro_batch_size: int | None = None
-) -> MicroBatchPlan:
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackingRules:
+    """What a micro-batch may look like, and what it costs."""
+
+    is_packed: bool
+    """Sequences one after another; else right-padded ones side by side."""
+    max_tokens: int
+    """Of a micro-batch: of its padded sequences together."""
+    micro_batch_size: int | None
+    """A fixed number of samples in a micro-batch instead."""
+    square_cost: float
+    """c: what the square of a sequence's length costs beside its length."""
+    sequence_multiple: int = 1
+    """Of the tokens of each sequence, padding included."""
+    total_multiple: int = 1
+    """Of the tokens of a pack."""
+    count_multiple: int = 1
+    """Of the micro-batches of a rank: with virtual pipeline stages Megatron's schedule takes them in groups."""
+    sizes_per_octave: int | None = None
+    """Packs are padded to one of so many sizes between two powers of two; None: no more than the layout needs."""
+
+    def sequence(self, length: int) -> int:
+        """Tokens of a sequence with its padding."""
+        return _up(length, self.sequence_multiple)
+
+    def pack_size(self, tokens: int) -> int:
+        """Tokens of a pack with its padding, of sequences that have ``tokens`` with theirs."""
+        size = _up(tokens, self.total_multiple)
+        if self.sizes_per_octave is None:
+            return size
+        step = max(1, (1 << (size.bit_length() - 1)) // self.sizes_per_octave)
+        # Never beyond the budget, unless the sequences are.
+        return max(size, _up(min(_up(size, step), self.max_tokens), self.total_multiple))
+
+    def num_tokens(self, batch: Sequence[SampleMeta]) -> int:
+        """That are computed for ``batch``, padding included."""
+        lengths = [self.sequence(sample.length) for sample in batch]
+        return self.pack_size(sum(lengths)) if self.is_packed else len(batch) * max(lengths)
+
+    def cost(self, batch: Sequence[SampleMeta]) -> float:
+        """Of a micro-batch, without what a pack is padded with as a whole."""
+        lengths = [self.sequence(sample.length) for sample in batch]
+        if not self.is_packed:
+            return len(batch) * self.sequence_cost(max(lengths))
+        return math.fsum(self.sequence_cost(length) for length in lengths)
+
+    def sequence_cost(self, tokens: int) -> float:
+        """Of a sequence of ``tokens``, padding included."""
+        return tokens + self.square_cost * tokens**2
+
+
+def packing_rules(student: StudentConfig, dims: ModelDims, *, on_gpu: bool) -> PackingRules:
+    """Those of a recipe's student on its layout. On a CPU, where no graph is captured and padding costs its full time,
+    packs are padded no further than the layout needs."""
+    parallel, stages = student.parallel, student.parallel.pipeline_model_parallel_size
+    rows = parallel.context_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    if student.megatron_overrides.get("fp8"):
+        rows *= FP8_MULTIPLE
+    # Of a sequence cut into twice as many chunks as there are context-parallel ranks each takes two.
+    chunks = 1 if parallel.context_parallel_size == 1 else 2 * parallel.context_parallel_size
+    both = math.lcm(rows, chunks)
+    return PackingRules(
+        is_packed=student.packing,
+        max_tokens=student.max_tokens_per_micro_batch,
+        micro_batch_size=student.micro_batch_size,
+        square_cost=square_cost(dims),
+        sequence_multiple=chunks if student.packing else both,
+        total_multiple=both if student.packing else 1,
+        count_multiple=stages if parallel.virtual_pipeline_model_parallel_size > 1 else 1,
+        sizes_per_octave=SIZES_PER_OCTAVE if on_gpu and student.packing else None,
+    )
+
+
+def square_cost(dims: ModelDims) -> float:
+    """c of a model: 2 operations a weight and token against 4 a channel, query and visible key, half of which are."""
+    hidden = dims.hidden_size
+    if dims.mla is None:
+        queries = dims.num_attention_heads * dims.head_dim
+        channels, projections = float(queries), hidden * 2 * (queries + dims.num_query_groups * dims.head_dim)
+    else:
+        mla, heads = dims.mla, dims.num_attention_heads
+        keys = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        channels = heads * (keys + mla.v_head_dim) / 2
+        asked = hidden * heads * keys if mla.q_lora_rank is None else mla.q_lora_rank * (hidden + heads * keys)
+        compressed = hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+        projections = (
+            asked
+            + compressed
+            + heads * (mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim) + hidden * mla.v_head_dim)
+        )
+    met = [_mlp_width(dims, layer) for layer in range(dims.num_layers)]
+    return channels * dims.num_layers / (projections * dims.num_layers + 3 * hidden * sum(met))
+
+
+def _mlp_width(dims: ModelDims, layer: int) -> int:
+    """Rows of the gated MLPs that a token meets in a layer."""
+    if dims.moe is None or not dims.moe.layers[layer]:
+        return dims.ffn_hidden_size
+    return dims.moe.shared_ffn_hidden_size + dims.moe.experts_per_token * dims.moe.ffn_hidden_size
+
+
+def pack(samples: Sequence[SampleMeta], rules: PackingRules, *, dp_size: int) -> MicroBatchPlan:
     """Plan one optimizer step; the same samples give the same plan in whatever order they come.
 
-    With ``micro_batch_size`` every micro-batch holds that many samples, or as evenly fewer as the rank count asks.
-    Otherwise samples of similar length share a micro-batch of at most ``max_tokens`` padded tokens, in as few
-    micro-batches as this finds, and the ranks' loads are balanced. No micro-batch is ever empty. ``UserError`` for a
-    sample above ``max_tokens``, fewer samples than ranks, or micro-batches that cannot be shared out evenly.
+    Every rank gets the same number of micro-batches, as few as this finds, none of them empty, and about the same cost;
+    of a rank's the costliest comes first. With ``micro_batch_size`` every micro-batch holds that many samples, or as
+    evenly fewer as the rank count asks. ``UserError`` for a sample above ``max_tokens``, fewer samples than ranks, or
+    micro-batches that cannot be shared out evenly.
     """
     ordered = sorted(samples, key=lambda sample: sample.sample_id)
+    if len(ordered) < dp_size * rules.count_multiple > dp_size:
+        raise UserError(
+            f"a step has {len(ordered)} samples for {dp_size} data-parallel ranks, each of which needs "
+            f"{rules.count_multiple} micro-batches at least for virtual pipeline stages: raise "
+            "schedule.prompts_per_step or lower student.parallel.pipeline_model_parallel_size"
+        )
     if len(ordered) < dp_size:
         raise UserError(
             f"a step has {len(ordered)} samples for {dp_size} data-parallel ranks: raise schedule.prompts_per_step or "
             "lower student.parallel.data_parallel_size"
         )
-    if micro_batch_size is None:
-        micro_batches = _even_out(_fill(ordered, max_tokens), dp_size)
+    if rules.micro_batch_size is not None:
+        ranks = _share_out(_cut(ordered, rules, rules.micro_batch_size, dp_size), rules, dp_size)
     else:
-        micro_batches = _cut(ordered, micro_batch_size, dp_size)
+        _check_lengths(ordered, rules)
+        if rules.is_packed:
+            ranks = _packs(ordered, rules, dp_size)
+        else:
+            ranks = _share_out(_even_out(_fill(ordered, rules), rules, dp_size), rules, dp_size)
     return MicroBatchPlan(
-        micro_batches=_share_out(micro_batches, dp_size),
+        micro_batches=ranks,
         num_loss_tokens=sum(sample.num_loss_tokens for sample in ordered),
         num_samples=len(ordered),
     )
 
 
-def _fill(ordered: Sequence[SampleMeta], max_tokens: int) -> list[MicroBatch]:
-    """Fill one micro-batch after another from long samples to short: a micro-batch's first sample is its longest."""
+def plan_metrics(plan: MicroBatchPlan, rules: PackingRules) -> dict[str, float]:
+    """What a plan wastes: padding among all tokens that are computed, and the busiest rank's cost over the mean."""
+    computed = sum(rules.num_tokens(batch) for rank in plan.micro_batches for batch in rank)
+    real = sum(sample.length for rank in plan.micro_batches for batch in rank for sample in batch)
+    costs = [math.fsum(rules.cost(batch) for batch in rank) for rank in plan.micro_batches]
+    return {
+        "packing/padding_share": 1 - real / computed,
+        "packing/cost_max_over_mean": max(costs) * len(costs) / math.fsum(costs),
+    }
+
+
+def _check_lengths(ordered: Sequence[SampleMeta], rules: PackingRules) -> None:
+    for sample in ordered:
+        padded = rules.sequence(sample.length)
+        if padded > rules.max_tokens:
+            with_padding = "" if padded == sample.length else f" ({padded} as its layout pads it)"
+            raise UserError(
+                f"sample {sample.sample_id} of domain {sample.domain!r} has {sample.length} tokens{with_padding}, above "
+                f"student.max_tokens_per_micro_batch {rules.max_tokens}: raise it or lower rollout.max_response_length"
+            )
+
+
+def _packs(ordered: Sequence[SampleMeta], rules: PackingRules, dp_size: int) -> tuple[tuple[MicroBatch, ...], ...]:
+    """Packs of each rank, the costliest first, so that ranks do about the same at the same time; in each the longest
+    sequences first, so that equally long ones are neighbours and share a kernel."""
+    total, step = sum(rules.sequence(sample.length) for sample in ordered), rules.count_multiple
+    by_length = sorted(ordered, key=lambda sample: (-sample.length, sample.sample_id))
+    fewest = _up(-(-total // (rules.max_tokens * dp_size)), step)
+    for per_rank in range(fewest, len(ordered) // dp_size + 1, step):
+        packs = _dealt(by_length, rules, dp_size, per_rank)
+        if packs is not None:
+            break
+    else:
+        raise _uneven(len(ordered), rules, dp_size)
+    for rank in packs:
+        rank.sort(key=lambda batch: (-rules.cost(batch), batch[0].sample_id))
+    return tuple(tuple(map(tuple, rank)) for rank in packs)
+
+
+def _dealt(
+    by_length: Sequence[SampleMeta], rules: PackingRules, dp_size: int, per_rank: int
+) -> list[list[list[SampleMeta]]] | None:
+    """Longest processing time first: each sample goes to the rank with the least cost that has room, there to the pack
+    with the least; the last ones fill packs that are still empty. ``None`` where a sample finds no room."""
+    packs: list[list[list[SampleMeta]]] = [[[] for _ in range(per_rank)] for _ in range(dp_size)]
+    tokens = [[0] * per_rank for _ in range(dp_size)]
+    costs = [[0.0] * per_rank for _ in range(dp_size)]
+    loads = [0.0] * dp_size
+    num_empty = dp_size * per_rank
+    for number, sample in enumerate(by_length):
+        size = rules.sequence(sample.length)
+        most = 0 if len(by_length) - number <= num_empty else rules.max_tokens - size
+        for rank in sorted(range(dp_size), key=lambda r: (loads[r], r)):
+            room = [i for i in range(per_rank) if tokens[rank][i] <= most]
+            if room:
+                break
+        else:
+            return None
+        chosen = min(room, key=lambda i: (costs[rank][i], i))
+        num_empty -= not packs[rank][chosen]
+        packs[rank][chosen].append(sample)
+        tokens[rank][chosen] += size
+        costs[rank][chosen] += rules.sequence_cost(size)
+        loads[rank] += rules.sequence_cost(size)
+    return packs
+
+
+def _fill(ordered: Sequence[SampleMeta], rules: PackingRules) -> list[MicroBatch]:
+    """Fill one rectangle after another from long samples to short: a micro-batch's first sample is its longest."""
     open_batches: list[list[SampleMeta]] = []
     for sample in sorted(ordered, key=lambda s: (-s.length, s.sample_id)):
-        if sample.length > max_tokens:
-            raise UserError(
-                f"sample {sample.sample_id} of domain {sample.domain!r} has {sample.length} tokens, above "
-                f"student.max_tokens_per_micro_batch {max_tokens}: raise it or lower rollout.max_response_length"
-            )
-        if not open_batches or (len(open_batches[-1]) + 1) * open_batches[-1][0].length > max_tokens:
+        if not open_batches or rules.num_tokens([*open_batches[-1], sample]) > rules.max_tokens:
             open_batches.append([])
         open_batches[-1].append(sample)
     return [tuple(batch) for batch in open_batches]
 
 
-def _even_out(micro_batches: list[MicroBatch], dp_size: int) -> list[MicroBatch]:
-    """Halve the costliest micro-batches until their number is a multiple of ``dp_size``."""
+def _even_out(micro_batches: list[MicroBatch], rules: PackingRules, dp_size: int) -> list[MicroBatch]:
+    """Halve the costliest micro-batches until every rank gets as many as it may."""
     result = list(micro_batches)
-    while len(result) % dp_size:
+    while len(result) % (dp_size * rules.count_multiple):
         divisible = [i for i, batch in enumerate(result) if len(batch) > 1]
         if not divisible:
-            raise UserError(
-                f"{len(result)} samples fill a micro-batch each and cannot be shared evenly by {dp_size} data-parallel "
-                "ranks: make schedule.prompts_per_step x rollout.samples_per_prompt a multiple of "
-                "student.parallel.data_parallel_size or raise student.max_tokens_per_micro_batch"
-            )
-        costliest = max(divisible, key=lambda i: (_cost(result[i]), -i))
+            raise _uneven(len(result), rules, dp_size)
+        costliest = max(divisible, key=lambda i: (rules.cost(result[i]), -i))
         batch = result[costliest]
         half = (len(batch) + 1) // 2
         result[costliest : costliest + 1] = [batch[:half], batch[half:]]
     return result
 
 
-def _cut(ordered: Sequence[SampleMeta], micro_batch_size: int, dp_size: int) -> list[MicroBatch]:
+def _uneven(num_samples: int, rules: PackingRules, dp_size: int) -> UserError:
+    return UserError(
+        f"{num_samples} samples fill a micro-batch each and cannot be shared evenly by {_sharing(rules, dp_size)} or "
+        "raise student.max_tokens_per_micro_batch"
+    )
+
+
+def _sharing(rules: PackingRules, dp_size: int) -> str:
+    """Who shares micro-batches, and how many samples a step may have."""
+    groups, times = "", ""
+    if rules.count_multiple > 1:
+        groups = f" in groups of {rules.count_multiple} (virtual pipeline stages)"
+        times = " x student.parallel.pipeline_model_parallel_size"
+    return (
+        f"{dp_size} data-parallel ranks{groups}: make schedule.prompts_per_step x rollout.samples_per_prompt a "
+        f"multiple of student.parallel.data_parallel_size{times}"
+    )
+
+
+def _cut(ordered: Sequence[SampleMeta], rules: PackingRules, micro_batch_size: int, dp_size: int) -> list[MicroBatch]:
     """Micro-batches of ``micro_batch_size`` in order of the ids, or smaller ones whose sizes differ by one at most."""
-    num = -(-len(ordered) // micro_batch_size)
-    num = -(-num // dp_size) * dp_size
+    num = _up(-(-len(ordered) // micro_batch_size), dp_size * rules.count_multiple)
     if num > len(ordered):
         raise UserError(
             f"{len(ordered)} samples in micro-batches of student.micro_batch_size {micro_batch_size} cannot be shared "
-            f"evenly by {dp_size} data-parallel ranks: make schedule.prompts_per_step x rollout.samples_per_prompt a "
-            "multiple of student.parallel.data_parallel_size"
+            f"evenly by {_sharing(rules, dp_size)}"
         )
     bounds = [len(ordered) * i // num for i in range(num + 1)]
     return [tuple(ordered[low:high]) for low, high in itertools.pairwise(bounds)]
 
 
-def _share_out(micro_batches: Sequence[MicroBatch], dp_size: int) -> tuple[tuple[MicroBatch, ...], ...]:
+def _share_out(
+    micro_batches: Sequence[MicroBatch], rules: PackingRules, dp_size: int
+) -> tuple[tuple[MicroBatch, ...], ...]:
     """Costliest first, each to the least loaded rank that still has room; all ranks get the same number."""
     room = len(micro_batches) // dp_size
     ranks: list[list[MicroBatch]] = [[] for _ in range(dp_size)]
-    loads = [0] * dp_size
-    for batch in sorted(micro_batches, key=lambda b: (-_cost(b), b[0].sample_id)):
+    loads = [0.0] * dp_size
+    for batch in sorted(micro_batches, key=lambda b: (-rules.cost(b), b[0].sample_id)):
         rank = min((r for r in range(dp_size) if len(ranks[r]) < room), key=lambda r: (loads[r], r))
         ranks[rank].append(batch)
-        loads[rank] += _cost(batch)
+        loads[rank] += rules.cost(batch)
     return tuple(tuple(rank) for rank in ranks)
 
 
-def _cost(batch: MicroBatch) -> int:
-    """Padded tokens."""
-    return len(batch) * max(sample.length for sample in batch)
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

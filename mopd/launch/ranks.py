@@ -90,6 +90,7 @@ class StudentGroup:
     def __init__(self, worker: StudentWorker, channel: CommandChannel, weights: Weights) -> None:
         self.worker = worker
         self.dp_size = worker.dp_size
+        self.packing = worker.packing
         self._channel = channel
         self._weights = weights
         self._staged: StagedWeights | None = None

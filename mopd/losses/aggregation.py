@@ -23,6 +23,7 @@ def token_weights(
     num_loss_tokens: int,
     num_samples: int,
     sample_index: Tensor | None = None,
+    sample_loss_tokens: Tensor | None = None,
 ) -> Tensor:
     """Weights in the shape of ``loss_mask``, fp32; exactly 0 where the mask is off.
 
@@ -32,7 +33,9 @@ def token_weights(
         num_loss_tokens: loss tokens of the whole batch, all ranks.
         num_samples: samples of the whole batch, all ranks (also those without a loss token).
         sample_index: int64, the shape of ``loss_mask``: number of each token's sample within this tensor, for packed
-            or transposed layouts. All loss tokens of a sample must be in this tensor.
+            or transposed layouts.
+        sample_loss_tokens: ``[n]``: loss tokens of each sample of ``sample_index``, wherever they are. Left out, all
+            loss tokens of a sample must be in ``loss_mask``, and finding out waits for the device.
 
     Raises:
         ValueError: unknown aggregation, wrong shapes, or a denominator below 1.
@@ -49,12 +52,16 @@ def token_weights(
         raise ValueError(
             f"sample_index is {list(sample_index.shape)}: pass the shape of loss_mask, {list(loss_mask.shape)}"
         )
+    if sample_loss_tokens is not None and sample_index is None:
+        raise ValueError("sample_loss_tokens is given without sample_index: pass both")
     mask = loss_mask.to(torch.float32)
     if aggregation == "token_sum":
         return mask
     if aggregation == "token_mean":
         return mask / num_loss_tokens
-    if sample_index is None:
+    if sample_loss_tokens is not None and sample_index is not None:
+        lengths = sample_loss_tokens.to(torch.float32)[sample_index]
+    elif sample_index is None:
         lengths = mask.sum(1, keepdim=True).expand_as(mask)
     else:
         index = sample_index.flatten()

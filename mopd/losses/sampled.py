@@ -29,6 +29,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 ESTIMATORS = ("k2", "k3", "k3_reverse")
@@ -89,7 +90,17 @@ def correction_weight(
 
 
 @torch.no_grad()
-def kept_sequences(logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, *, low: float, high: float) -> Tensor:
+def kept_sequences(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    low: float,
+    high: float,
+    sample_index: Tensor | None = None,
+    num_samples: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """Which responses stay in the loss: those whose geometric mean of p_y / p_rollout over their loss tokens lies in
     [low, high]. Multiply the losses of the others by 0; denominators do not change.
 
@@ -97,24 +108,40 @@ def kept_sequences(logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor
         logprobs: ``[B, S]``, one response a row: the student's log-probs of the sampled tokens.
         rollout_logprobs: ``[B, S]``, the sampler's.
         loss_mask: bool ``[B, S]``; what stands elsewhere is not read.
+        sample_index: int64, the shape of ``loss_mask``, which then may be any: number of each token's response.
+        num_samples: B, beside ``sample_index``.
+        group: ranks that hold parts of the same responses; None for whole ones.
 
     Returns:
-        bool ``[B]``. A response with a number that is none stays: its loss then says so.
+        bool ``[B]``, equal on the ranks of ``group``. A response with a number that is none stays: its loss then says
+        so.
 
     Raises:
         ValueError: wrong shapes, or bounds out of order.
     """
     if not 0 <= low < high:
         raise ValueError(f"low is {low} and high {high}: set 0 <= low < high")
-    if loss_mask.dtype != torch.bool or loss_mask.dim() != 2:
+    if loss_mask.dtype != torch.bool or (sample_index is None and loss_mask.dim() != 2):
         raise ValueError(f"loss_mask is {loss_mask.dtype} {list(loss_mask.shape)}: pass bool [B, S]")
+    if sample_index is not None and (sample_index.shape != loss_mask.shape or num_samples < 1):
+        raise ValueError(
+            f"sample_index is {list(sample_index.shape)} and num_samples {num_samples}: pass the shape of loss_mask, "
+            f"{list(loss_mask.shape)}, and at least 1"
+        )
     if not logprobs.shape == rollout_logprobs.shape == loss_mask.shape:
         raise ValueError(
             f"logprobs is {list(logprobs.shape)} and rollout_logprobs {list(rollout_logprobs.shape)}: "
             f"pass both as {list(loss_mask.shape)}, the shape of loss_mask"
         )
     log_ratio = torch.where(loss_mask, logprobs.double() - rollout_logprobs.double(), 0)
-    ratio_B = torch.exp(log_ratio.sum(1) / loss_mask.sum(1).clamp_min(1))
+    if sample_index is None:
+        sums = torch.stack([log_ratio.sum(1), loss_mask.sum(1)])
+    else:
+        both = torch.stack([log_ratio.flatten(), loss_mask.flatten().double()])
+        sums = both.new_zeros(2, num_samples).index_add_(1, sample_index.flatten(), both)
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    ratio_B = torch.exp(sums[0] / sums[1].clamp_min(1))
     return ~((ratio_B < low) | (ratio_B > high))
 
 

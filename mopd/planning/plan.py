@@ -12,6 +12,7 @@ from mopd.config.load import Loaded
 from mopd.config.placements import ExternalConfig, InProcessConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.models.dims import ModelDims, layout_problem
+from mopd.conversion.models.stages import stages_of
 from mopd.hardware import Hardware
 from mopd.placement.gpus import engine_groups
 from mopd.planning.balance import ROLLOUT, GroupLoad, StepTimes, TrainerLoad
@@ -98,10 +99,9 @@ def check_models(loaded: Loaded, models: Mapping[str, ModelDims], *, with_layout
     problem = layout_problem(
         dims,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        stages=stages_of(parallel),
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
     )
     if problem and with_layout:
         raise UserError(f"{loaded.path}: {problem}")
@@ -133,7 +133,7 @@ def make_plan(
         if not isinstance(group.placement, ExternalConfig)
     }
     ranks = plan_ranks(recipe, dims, work, cluster, replicas)
-    batch = micro_batches(recipe, work)
+    batch = micro_batches(recipe, dims, work)
     hosts = host_bytes(recipe, dims, work)
     moved = links(recipe, groups, dims, work, tokens=batch.padded_tokens)
     loads = _loads(recipe, groups, models, work, replicas, rates) if rates is not None else []
@@ -161,7 +161,7 @@ def trainer_load(
     recipe: Recipe, dims: ModelDims, work: Workload, rates: Rates, per_node: int, label: str, keys: Mapping[str, int]
 ) -> TrainerLoad:
     """The student's layout of ``recipe`` for the search."""
-    parts = training_time(recipe, dims, work, micro_batches(recipe, work), rates, per_node)
+    parts = training_time(recipe, dims, work, micro_batches(recipe, dims, work), rates, per_node)
     every = recipe.schedule.sync_every_steps
     return TrainerLoad(
         gpus=recipe.student.parallel.world_size,

@@ -126,7 +126,7 @@ def _memory_table(plan: RunPlan) -> Table:
     table = Table("memory", "GiB", "of", "parts, GiB")
     limit = f"{plan.cluster.memory_bytes / GIB:.1f}"
     for rank in plan.ranks:
-        name = "each rank" if len(plan.ranks) == 1 else f"ranks of stage {rank.stage}"
+        name = "each rank" if len(plan.ranks) == 1 else f"ranks of stage {rank.stage}, {rank.num_layers} layers"
         own = sum(rank.parts.values())
         table.add_row(name, f"{own / GIB:.2f}", limit, _parts(rank.parts))
         if rank.shared:

@@ -26,13 +26,14 @@ from mopd.planning.memory.shards import (
     GRADIENT_BYTES,
     active,
     expert_weights,
+    own_layers,
     shard,
     tensor_bytes,
     tower_weights,
     update_bytes,
     whole,
 )
-from mopd.planning.vision import layers_of_slowest, tower_flops, trained_tower_flops
+from mopd.planning.vision import slowest_stage, tower_flops, trained_tower_flops
 from mopd.planning.workload import Workload
 
 TORCH_CALLS_PER_LAYER = 60
@@ -76,32 +77,39 @@ def training_time(
     student = recipe.student
     parallel = student.parallel
     tp, pp, dp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.data_parallel_size
+    stage = parallel.ranks_per_stage
     length = work.length * dp * batch.padded_tokens / work.tokens
-    forward = forward_flops(dims, tokens=dp * batch.padded_tokens, context=length / 2, rows=work.rows)
+    of_layers = forward_flops(dims, tokens=dp * batch.padded_tokens, context=length / 2, rows=0) / dims.num_layers
+    head_layers = forward_flops(dims, tokens=0, context=0, rows=work.rows) / of_layers
     repeats = 4 if student.recompute == "full" else 3
     speed = rates.train if dims.moe is None else rates.train_moe
     seen = trained_tower_flops(student, dims, work.image_tokens, repeats=repeats) * work.samples
     # Tensor-parallel ranks share a layer, not the tower.
-    layers, beside = layers_of_slowest(dims, parallel, seen * tp * dims.num_layers / (repeats * forward))
+    busy, beside = slowest_stage(
+        dims, parallel, tower_layers=seen * tp / (repeats * of_layers), head_layers=head_layers
+    )
+    layers = max(map(len, own_layers(dims, parallel)))
     tensors = num_tensors(dims, pp)
     calls = batch.in_step * layers * LOCAL_CALLS_PER_LAYER * repeats / 3 * rates.call_s
     if tp > 1:
         latency = rates.collective_s if tp <= per_node else rates.network_collective_s
         calls += batch.in_step * layers * COLLECTIVES_PER_LAYER * latency
-    each = repeats * forward / dims.num_layers / (tp * dp * speed)
-    parts = {"forward_backward": max(layers * each, calls)}
+    each = repeats * of_layers / (stage * speed)
+    parts = {"forward_backward": max(busy * each, calls)}
     if beside:
         parts["vision_tower"] = beside * each
     if rates.sums is not None and tp > 1:
-        border = batch.padded_tokens * dims.hidden_size * BYTES[student.dtype]
+        border = batch.padded_tokens / parallel.context_parallel_size * dims.hidden_size * BYTES[student.dtype]
         sums = batch.in_step * rates.collective_s + border / rates.sums
         parts["tensor_parallel"] = COLLECTIVES_PER_LAYER * (layers + 1) * sums
-    parts["bubble"] = sum(parts.values()) * (pp - 1) / batch.in_step
+    chunks = parallel.virtual_pipeline_model_parallel_size
+    parts["bubble"] = sum(parts.values()) * (pp - 1) / (batch.in_step * chunks)
     own = shard(dims, parallel, 0)
-    if dp > 1:
+    copies = parallel.num_copies
+    if copies > 1:
         size = BYTES[student.dtype] if student.optimizer.use_distributed_optimizer else GRADIENT_BYTES
-        moved = (dp - 1) / dp * (own.dense + own.experts) * (GRADIENT_BYTES + size)
-        speed = rates.link if tp * dp <= per_node and parallel.world_size <= per_node else rates.network
+        moved = (copies - 1) / copies * (own.dense + own.experts) * (GRADIENT_BYTES + size)
+        speed = rates.link if parallel.world_size <= per_node else rates.network
         parts["gradients"] = moved / speed
     sizes = tensor_bytes(own, student)
     passes = 2 * sizes["optimizer"] + 2 * sizes["gradients"] + sizes["weights"]

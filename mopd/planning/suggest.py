@@ -13,6 +13,7 @@ from mopd.config.placements import ExternalConfig, LocalConfig, RegisteredConfig
 from mopd.config.schema import Recipe
 from mopd.config.student import ParallelConfig
 from mopd.conversion.models.dims import ModelDims, layout_problem
+from mopd.conversion.models.stages import Stages
 from mopd.placement.gpus import engine_groups
 from mopd.planning.balance import ROLLOUT, GroupLoad, Split, TrainerLoad, ranked
 from mopd.planning.devices import Cluster, Rates
@@ -145,10 +146,11 @@ def _trainers(
                     "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
                     "data_parallel_size": parallel.data_parallel_size,
                     "expert_model_parallel_size": parallel.expert_model_parallel_size,
+                    "context_parallel_size": parallel.context_parallel_size,
                 }
-                label = "TP {} PP {} DP {} EP {}".format(*keys.values()) + (
-                    "" if recompute == "none" else f" recompute {recompute}"
-                )
+                label = "TP {} PP {} DP {} EP {}".format(*keys.values())
+                label += f" CP {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
+                label += "" if recompute == "none" else f" recompute {recompute}"
                 yield trainer_load(own, dims, work, rates, cluster.gpus_per_node, label, keys)
                 break
 
@@ -159,15 +161,15 @@ def _elsewhere(group: Any) -> Any:
 
 
 def _layouts(recipe: Recipe, dims: ModelDims, cluster: Cluster, at_most: int) -> Iterator[ParallelConfig]:
-    experts = DEGREES if dims.moe is not None else (1,)
+    experts, cp = DEGREES if dims.moe is not None else (1,), recipe.student.parallel.context_parallel_size
     for tp, pp, ep in itertools.product(DEGREES, DEGREES, experts):
-        for dp in range(1, at_most // (tp * pp) + 1):
-            if recipe.samples_per_step % dp or tp > cluster.gpus_per_node or (tp * dp) % ep:
+        for dp in range(1, at_most // (tp * cp * pp) + 1):
+            if recipe.samples_per_step % dp or tp > cluster.gpus_per_node or (tp * cp * dp) % ep:
                 continue
             problem = layout_problem(
                 dims,
                 tensor_model_parallel_size=tp,
-                pipeline_model_parallel_size=pp,
+                stages=Stages(pipeline_model_parallel_size=pp),
                 expert_model_parallel_size=ep,
                 expert_tensor_parallel_size=1 if dims.moe is not None else None,
             )
@@ -176,6 +178,7 @@ def _layouts(recipe: Recipe, dims: ModelDims, cluster: Cluster, at_most: int) ->
             yield ParallelConfig(
                 tensor_model_parallel_size=tp,
                 pipeline_model_parallel_size=pp,
+                context_parallel_size=cp,
                 data_parallel_size=dp,
                 expert_model_parallel_size=ep,
                 expert_tensor_parallel_size=1 if dims.moe is not None and tp > 1 else None,

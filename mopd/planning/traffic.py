@@ -64,11 +64,11 @@ def links(
 ) -> list[Flow]:
     """All of a step. ``tokens``: of one data-parallel rank, padding included."""
     found = [*_of_engines(recipe, groups, work), *_of_weights(recipe, dims, groups["rollout"])]
-    dp = recipe.student.parallel.data_parallel_size
+    dp, cp = recipe.student.parallel.data_parallel_size, recipe.student.parallel.context_parallel_size
     first, last = round(TOKEN_BYTES * work.length * work.samples), last_stage_bytes(recipe, work) * work.samples
     if recipe.student.parallel.pipeline_model_parallel_size > 1:
-        found.append(Flow(name="fields to first stage", num_bytes=first, each="rank", bytes_each=first // dp))
-    found.append(Flow(name="fields to last stage", num_bytes=last, each="rank", bytes_each=last // dp))
+        found.append(Flow(name="fields to first stage", num_bytes=first * cp, each="rank", bytes_each=first // dp))
+    found.append(Flow(name="fields to last stage", num_bytes=last * cp, each="rank", bytes_each=last // dp))
     return found + _between_ranks(recipe, dims, tokens=tokens)
 
 
@@ -112,10 +112,10 @@ def _between_ranks(recipe: Recipe, dims: ModelDims, *, tokens: int) -> list[Flow
     """Collectives of Megatron, sent by the busiest rank: rings move (n - 1) / n of what they reduce or gather."""
     student = recipe.student
     parallel, size = student.parallel, BYTES[student.dtype]
-    tp, pp, dp = (
+    tp, pp, cp = (
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
-        parallel.data_parallel_size,
+        parallel.context_parallel_size,
     )
     world, layers = parallel.world_size, max(map(len, own_layers(dims, parallel)))
     found = []
@@ -124,22 +124,34 @@ def _between_ranks(recipe: Recipe, dims: ModelDims, *, tokens: int) -> list[Flow
         if each:
             found.append(Flow(name=name, num_bytes=round(each * world), each="rank", bytes_each=round(each)))
 
-    border = tokens * dims.hidden_size * size
+    own_tokens = tokens / cp
+    border = own_tokens * dims.hidden_size * size
     repeats = 3 if student.recompute == "full" else 2
     # Two all-reduces (or a gather and a scatter each) of the border in each direction of a layer.
     add("tensor-parallel", 2 * (tp - 1) / tp * border * 2 * repeats * layers)
-    add("pipeline", 2 * border / (tp if parallel.sequence_parallel else 1) if pp > 1 else 0)
+    # Keys and values are gathered forward, their gradients summed and scattered backward.
+    add("context-parallel", (cp - 1) * own_tokens * 2 * _key_width(dims) / tp * size * repeats * layers)
+    borders = 2 * parallel.virtual_pipeline_model_parallel_size if pp > 1 else 0
+    add("pipeline", borders * border / (tp if parallel.sequence_parallel else 1))
     own = shard(dims, parallel, 0)
-    if dp > 1:
+    shared = parallel.num_copies
+    if shared > 1:
         gathers = size if student.optimizer.use_distributed_optimizer else GRADIENT_BYTES
         trained = own.trained_dense(student.vision.freeze)
-        add("data-parallel", (dp - 1) / dp * trained * (GRADIENT_BYTES + gathers))
+        add("data-parallel", (shared - 1) / shared * trained * (GRADIENT_BYTES + gathers))
     if dims.moe is not None:
         ep, etp = parallel.expert_model_parallel_size, parallel.resolved_expert_tensor_parallel_size
         moe_layers = sum(map(dims.is_moe_layer, range(layers)))
         exchanged = border / tp * dims.moe.experts_per_token * 2 * repeats * moe_layers
         add("expert-parallel", (ep - 1) / ep * exchanged)
-        copies = tp * dp // (ep * etp)
+        copies = parallel.ranks_per_stage // (ep * etp)
         if copies > 1:
             add("expert data-parallel", (copies - 1) / copies * own.experts * (GRADIENT_BYTES + size))
     return found
+
+
+def _key_width(dims: ModelDims) -> int:
+    """Channels of all heads' keys; values are as wide, or padded to it."""
+    if dims.mla is None:
+        return dims.num_query_groups * dims.head_dim
+    return dims.num_attention_heads * (dims.mla.qk_nope_head_dim + dims.mla.qk_rope_head_dim)

@@ -52,12 +52,15 @@ def trained_tower_flops(student: StudentConfig, dims: ModelDims, image_tokens: f
     return (tower * times[0] + mergers * times[1]) * image_tokens
 
 
-def layers_of_slowest(dims: ModelDims, parallel: ParallelConfig, tower_layers: float) -> tuple[int, float]:
-    """Layers of the pipeline stage with most work, and the work beside them, where a tower takes as long as
-    ``tower_layers`` layers of the first stage."""
-    first, *others = (len(layers) for layers in own_layers(dims, parallel))
-    longest = max(others, default=0)
-    return (longest, 0.0) if longest > first + tower_layers else (first, tower_layers)
+def slowest_stage(
+    dims: ModelDims, parallel: ParallelConfig, *, tower_layers: float, head_layers: float
+) -> tuple[float, float]:
+    """Work of the pipeline stage that has most, in layers: its own with the LM head, which takes as long as
+    ``head_layers`` of the last stage, and a tower's, as long as ``tower_layers`` of the first."""
+    work = [float(len(layers)) for layers in own_layers(dims, parallel)]
+    work[-1] += head_layers
+    beside = [tower_layers, *[0.0] * (len(work) - 1)]
+    return max(zip(work, beside, strict=True), key=sum)
 
 
 def _flops_per_token(dims: ModelDims, vision: VisionDims, image_tokens: float) -> tuple[float, float]:

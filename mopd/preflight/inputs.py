@@ -115,12 +115,13 @@ def check_world_size(loaded: Loaded, world_size: int) -> None:
     parallel = loaded.recipe.student.parallel
     if world_size == parallel.world_size:
         return
-    shard = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    shard = parallel.world_size // parallel.data_parallel_size
     data, rest = divmod(world_size, shard)
     cure = f"set student.parallel.data_parallel_size to {data}" if not rest else f"start a multiple of {shard} ranks"
     raise UserError(
         f"{loaded.where('student', 'parallel')}: tensor_model_parallel_size {parallel.tensor_model_parallel_size} x "
-        f"pipeline_model_parallel_size {parallel.pipeline_model_parallel_size} x data_parallel_size "
+        f"context_parallel_size {parallel.context_parallel_size} x pipeline_model_parallel_size "
+        f"{parallel.pipeline_model_parallel_size} x data_parallel_size "
         f"{parallel.data_parallel_size} needs {parallel.world_size} ranks, torchrun started {world_size}: "
         f"start {parallel.world_size} (torchrun --nproc-per-node), or {cure}"
     )

@@ -16,6 +16,7 @@ from mopd.config.load import Draft
 from mopd.config.reading.tree import dotted
 from mopd.conversion.models.dims import check_layout
 from mopd.conversion.models.reading import read_dims
+from mopd.conversion.models.stages import stages_of
 from mopd.data.columns import survey
 from mopd.data.files import quoted
 from mopd.data.image_processing import read_image_processing, sees_images
@@ -125,10 +126,9 @@ class StaticChecks:
         check_layout(
             dims,
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            stages=stages_of(parallel),
             expert_model_parallel_size=parallel.expert_model_parallel_size,
             expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-            num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
         )
         return f"{parallel.world_size} ranks for {dims.num_layers} layers of {dims.family}"
 

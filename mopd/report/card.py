@@ -7,6 +7,7 @@ from typing import Any
 
 DEGREES = {
     "tensor": "tensor_model_parallel_size",
+    "context": "context_parallel_size",
     "pipeline": "pipeline_model_parallel_size",
     "data": "data_parallel_size",
 }

@@ -28,7 +28,7 @@ PHASE_NAMES = {
     "step": "Whole step",
     OTHER: "Other",
 }
-WITHOUT_DOMAINS = (*VOLATILE_PREFIXES, "moe/", "response_versions/")
+WITHOUT_DOMAINS = (*VOLATILE_PREFIXES, "moe/", "packing/", "response_versions/")
 """Beginnings of names whose other part is no domain."""
 TRAINER_PHASES = ("wait_batch", "forward_backward", "optim_step", "stage_weights", "weight_sync")
 """What the trainer does one after another; all other phases run beside it, or while it waits."""
@@ -117,6 +117,15 @@ PANELS = {
     ),
     "rate/pipeline_bubble_share": Panel(
         title="Pipeline bubble", text="Part of the passes of a step in which ranks do not compute."
+    ),
+    "packing/padding_share": Panel(
+        title="Padding", text="Share of the tokens that the student computed.", is_noisy=False
+    ),
+    "packing/cost_max_over_mean": Panel(
+        title="Load of the busiest data-parallel rank",
+        text="Over the mean of the ranks. 1: even.",
+        is_noisy=False,
+        from_zero=False,
     ),
     "moe/load_max_over_mean": Panel(
         title="Load of the busiest expert", text="Over the mean of its layer's experts, mean over layers. 1: even."

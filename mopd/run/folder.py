@@ -27,6 +27,7 @@ CHANGEABLE_ON_RESUME = (
     "run_dir",  # the folder may have moved; it is the one that holds the stored recipe
     "student.parallel.*",
     "student.recompute",
+    "student.packing",
     "student.max_tokens_per_micro_batch",
     "student.micro_batch_size",
     "teachers.*.engine.*",

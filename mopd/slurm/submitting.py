@@ -10,6 +10,7 @@ from mopd.config.load import Loaded, dump
 from mopd.config.reading.tree import STANDARD_INPUT
 from mopd.conversion.models.dims import check_layout
 from mopd.conversion.models.reading import read_dims
+from mopd.conversion.models.stages import stages_of
 from mopd.files.writing import write_text, writing
 from mopd.run.folder import RunDir
 from mopd.slurm.job import keep_id, kept_id, state_of, submit
@@ -110,10 +111,9 @@ def _check_student(loaded: Loaded) -> None:
         check_layout(
             read_dims(folder),
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            stages=stages_of(parallel),
             expert_model_parallel_size=parallel.expert_model_parallel_size,
             expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-            num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
         )
     except UserError as error:
         raise UserError(f"{loaded.path}: {error}") from error

@@ -1,7 +1,8 @@
 """From samples to the tensors of one micro-batch, and micro-batches through Megatron's pipeline schedule.
 
-Shapes: B samples, S tokens of the longest one (padded to a multiple of the tensor-parallel degree where sequence
-parallelism splits it), K teacher tokens. Tokens are [B, S]; what the loss reads is [S, B, …], as logits are.
+A micro-batch is a pack, sequences end to end in one row of T tokens, or B right-padded sequences of S; what the layout
+needs is padded in both. Tokens are [1, T] or [B, S]. What the loss reads is flat, row by row of the logits: T rows, or
+those of [S, B]. K teacher tokens, n samples.
 
 The logits at sequence row t predict token t + 1, so a response token at position p is scored by row p - 1. One sample
 with prompt (1, 5) and response (7, 8, 2)::
@@ -14,19 +15,18 @@ with prompt (1, 5) and response (7, 8, 2)::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from mopd.data.packing import PackingRules
 from mopd.losses import choose_rows
+from mopd.student.attention import PackedSequences
+from mopd.student.form import Form, choose_form
 from mopd.student.images import StudentImages
-from mopd.student.model.gpt import HeadHook
 from mopd.student.vision import ImageInput
 from mopd.types import SampleMeta
 
@@ -42,34 +42,44 @@ class LossRows:
     """What the loss reads, row by row of the logits; rows without a response token hold zeros."""
 
     loss_mask: Tensor
-    """[S, B] bool: this row scores a response token that counts; none does where the mask was not read."""
+    """[T] bool: this row scores a response token that counts; none does where the mask was not read."""
     loss_rows: Tensor | None
-    """[N] int64: flat numbers of these rows, ascending, never empty; ``None`` for all, or where the mask was not read.
+    """[N] int64: numbers of these rows, ascending, never empty; ``None`` for all, or where the mask was not read.
     Known without asking the device, so that the LM head can leave prompts and padding out."""
     targets: Tensor
-    """[S, B] int64: the response token that the row scores."""
+    """[T] int64: the response token that the row scores."""
+    samples: Tensor
+    """[T] int64: which of the n samples the row belongs to, padding to the one before it or to filler."""
     domains: Tensor
-    """[B] int64: index of each sample's domain."""
+    """[n] int64: index of each sample's domain."""
     sample_positions: Tensor
-    """[B] int64: index of each sample among the plan's ascending sample ids; -1 for filler."""
+    """[n] int64: index of each sample among the plan's ascending sample ids; -1 for filler."""
+    num_loss_tokens: Tensor
+    """[n] int64: loss tokens of each whole sample; 0 where the mask was not read."""
     fields: Mapping[str, Tensor] = field(default_factory=dict)
-    """Row fields by name: [S, B], [S, B, K] or (D teachers, an ensemble) [S, B, D, K], dtypes as in the data plane."""
+    """Row fields by name: [T], [T, K] or (D teachers, an ensemble) [T, D, K], dtypes as in the data plane."""
+
+    def tensors(self) -> list[Tensor | None]:
+        """All that it holds."""
+        own = (self.loss_mask, self.loss_rows, self.targets, self.samples)
+        return [*own, self.domains, self.sample_positions, self.num_loss_tokens, *self.fields.values()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Input of one forward pass: right-padded sequences. Packed sequences will be a second form of this type."""
+    """Input of one forward pass: right-padded sequences, or packed ones. Attention is causal, so a real token never
+    looks at the padding behind it."""
 
     tokens: Tensor
     """[B, S] int64."""
     position_ids: Tensor
     """[B, S] int64; [3, B, S] (time, height, width) of a vision-language model."""
-    attention_mask: Tensor | None
-    """[1, 1, S, S] bool, True = masked, for the local attention; ``None`` where the kernel is causal by itself.
-    Right padding needs no more: a real token never looks at what follows it."""
     padding_mask: Tensor
     """[B, S] bool, True = padding, for routers of experts, which balance the load of real tokens."""
     rows: LossRows
+    form: Form
+    packed: PackedSequences | None = None
+    """Where sequences begin, if they stand end to end ([1, T] instead of [B, S])."""
     images: ImageInput | None = None
     """On the first stage of a vision-language model, where a prompt has any."""
 
@@ -80,30 +90,27 @@ class MicroBatch:
 
     def tensors(self) -> list[Tensor]:
         """All that it holds."""
-        own = (self.tokens, self.position_ids, self.attention_mask, self.padding_mask)
-        rows = self.rows
-        read = (rows.loss_mask, rows.loss_rows, rows.targets, rows.domains, rows.sample_positions)
+        starts = None if self.packed is None else self.packed.cu_seqlens
+        own = (self.tokens, self.position_ids, self.padding_mask, starts)
         seen = () if self.images is None else self.images.tensors()
-        return [tensor for tensor in (*own, *read, *rows.fields.values(), *seen) if tensor is not None]
-
-
-HookFor = Callable[[MicroBatch], HeadHook]
-"""What the last stage does with the LM head of one micro-batch."""
+        return [tensor for tensor in (*own, *self.rows.tensors(), *seen) if tensor is not None]
 
 
 def build_micro_batch(
     samples: Sequence[SampleMeta],
     fields: Fields,
     *,
+    rules: PackingRules,
     domains: Sequence[str],
     positions: Mapping[int, int],
-    pad_to_multiple_of: int,
-    needs_mask: bool,
     device: torch.device,
     at_least: tuple[int, int] = (1, 1),
+    cp_size: int = 1,
+    cp_rank: int = 0,
     vision: StudentImages | None = None,
 ) -> MicroBatch:
-    """Pad ``samples`` into one micro-batch on ``device``, with filler sequences without loss up to ``at_least`` (B, S).
+    """``samples`` as one micro-batch on ``device``, in the form that ``rules`` ask for, with filler without loss up to
+    ``at_least`` (see ``choose_form``): this context-parallel rank's share of it.
 
     ``fields`` are those that the pipeline stage reads; what is not among them stays zero. ``vision`` is given where the
     model sees images. Copies to a GPU are queued on the current stream.
@@ -112,50 +119,64 @@ def build_micro_batch(
         ValueError: a field's length does not fit the sample's lengths, or a prompt is empty.
         UserError: see ``StudentImages.read``.
     """
-    size = max(len(samples), at_least[0])
-    longest = max([at_least[1], *(sample.length for sample in samples)])
-    length = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
-    tokens = torch.zeros(size, length, dtype=torch.int64)
-    targets = torch.zeros(length, size, dtype=torch.int64)
-    loss_mask = torch.zeros(length, size, dtype=torch.bool)
-    padding = torch.ones(size, length, dtype=torch.bool)
-    row_fields = _empty_row_fields(fields, length, size)
-    for b, sample in enumerate(samples):
-        _check(sample, fields)
-        scored = slice(sample.prompt_length - 1, sample.length - 1)
-        padding[b, : sample.length] = False
-        if "tokens" in fields:
-            own = fields["tokens"][sample.sample_id]
-            tokens[b, : sample.length] = own
-            targets[scored, b] = own[sample.prompt_length :]
-        if "loss_mask" in fields:
-            loss_mask[scored, b] = fields["loss_mask"][sample.sample_id]
-        for name, values in row_fields.items():
-            values[scored, b] = fields[name][sample.sample_id]
-    mask = torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)[None, None] if needs_mask else None
-    chosen = choose_rows(loss_mask) if "loss_mask" in fields else None
-    num_filler = size - len(samples)
+    form = choose_form(samples, rules, at_least, cp_size, cp_rank)
     to = partial(_sent, device=device)
-    rows = LossRows(
-        loss_mask=to(loss_mask),
-        loss_rows=None if chosen is None else to(chosen),
-        targets=to(targets),
-        domains=to(torch.tensor([domains.index(s.domain) for s in samples] + [0] * num_filler)),
-        sample_positions=to(torch.tensor([positions[s.sample_id] for s in samples] + [-1] * num_filler)),
-        fields={name: to(values) for name, values in row_fields.items()},
-    )
-    position_ids, images = torch.arange(length, device=device).expand(size, length), None
+    tokens, padding = torch.zeros(form.num_rows, dtype=torch.int64), torch.ones(form.num_rows, dtype=torch.bool)
+    for i, sample in enumerate(samples):
+        _check(sample, fields)
+        padding[form.rows(i, 0, sample.length)] = False
+        if "tokens" in fields:
+            tokens[form.rows(i, 0, sample.length)] = fields["tokens"][sample.sample_id]
+    position_ids, images = form.positions(), None
     if vision is not None:
         own_images = [(fields["tokens"][s.sample_id], fields["images"][s.sample_id]) for s in samples]
-        position_ids = to(vision.position_ids(own_images, (size, length)))
-        images = vision.read(own_images, size)
+        position_ids = vision.position_ids(own_images, position_ids, form)
+        images = vision.read(own_images, form)
     return MicroBatch(
-        tokens=to(tokens),
-        position_ids=position_ids,
-        attention_mask=mask,
-        padding_mask=to(padding),
-        rows=rows,
+        tokens=to(form.sequences(tokens)),
+        position_ids=to(form.sequences(position_ids)),
+        padding_mask=to(form.sequences(padding)),
+        rows=_loss_rows(samples, fields, form, domains, positions, to),
+        form=form,
+        packed=None if form.lengths is None else PackedSequences.of(form.lengths, device),
         images=None if images is None else ImageInput(**{name: to(value) for name, value in vars(images).items()}),
+    )
+
+
+def _loss_rows(
+    samples: Sequence[SampleMeta],
+    fields: Fields,
+    form: Form,
+    domains: Sequence[str],
+    positions: Mapping[int, int],
+    to: Callable[[Tensor], Tensor],
+) -> LossRows:
+    """Rows of ``fields``, sent by ``to``."""
+    targets = torch.zeros(form.num_rows, dtype=torch.int64)
+    loss_mask = torch.zeros(form.num_rows, dtype=torch.bool)
+    num_loss_tokens = torch.zeros(len(form.firsts), dtype=torch.int64)
+    row_fields = _empty_row_fields(fields, form.num_rows)
+    for i, sample in enumerate(samples):
+        scored = form.rows(i, sample.prompt_length - 1, sample.length - 1)
+        if "tokens" in fields:
+            targets[scored] = fields["tokens"][sample.sample_id][sample.prompt_length :]
+        if "loss_mask" in fields:
+            loss_mask[scored] = own_mask = fields["loss_mask"][sample.sample_id]
+            num_loss_tokens[i] = own_mask.sum()
+        for name, values in row_fields.items():
+            values[scored] = fields[name][sample.sample_id]
+    loss_mask = form.share(loss_mask)
+    chosen = choose_rows(loss_mask) if "loss_mask" in fields else None
+    num_filler = len(form.firsts) - len(samples)
+    return LossRows(
+        loss_mask=to(loss_mask),
+        loss_rows=None if chosen is None else to(chosen),
+        targets=to(form.share(targets)),
+        samples=to(form.share(form.samples())),
+        domains=to(torch.tensor([domains.index(s.domain) for s in samples] + [0] * num_filler)),
+        sample_positions=to(torch.tensor([positions[s.sample_id] for s in samples] + [-1] * num_filler)),
+        num_loss_tokens=to(num_loss_tokens),
+        fields={name: to(form.share(values)) for name, values in row_fields.items()},
     )
 
 
@@ -164,13 +185,13 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _empty_row_fields(fields: Fields, length: int, size: int) -> dict[str, Tensor]:
-    """Zeros [S, B, …] for every row field that was fetched; trailing shape and dtype are the samples' own."""
+def _empty_row_fields(fields: Fields, num_rows: int) -> dict[str, Tensor]:
+    """Zeros [T, …] for every row field that was fetched; trailing shape and dtype are the samples' own."""
     empty = {}
     for name in ROW_FIELDS:
         if name in fields:
             example = next(iter(fields[name].values()))
-            empty[name] = torch.zeros(length, size, *example.shape[1:], dtype=example.dtype)
+            empty[name] = torch.zeros(num_rows, *example.shape[1:], dtype=example.dtype)
     return empty
 
 
@@ -184,51 +205,3 @@ def _check(sample: SampleMeta, fields: Fields) -> None:
         actual = values[sample.sample_id].shape[0]
         if actual != expected:
             raise ValueError(f"sample {sample.sample_id}: field {name!r} has {actual} entries, {expected} expected")
-
-
-def run_schedule(
-    model: DistributedDataParallel,
-    micro_batches: Iterator[MicroBatch],
-    num_micro_batches: int,
-    hook_for: HookFor,
-    *,
-    forward_only: bool,
-    has_experts: bool,
-) -> None:
-    """Forward (and backward) through all pipeline stages; gradients are summed over micro-batches and ranks.
-
-    With gradients the hook returns a scalar, this rank's share of the loss to be minimised; forward only, any tensor
-    (results leave through the hook). Collective over all trainer ranks, which bring equally many micro-batches, of any
-    shapes: stages announce them to each other.
-    """
-
-    def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        batch = next(batches)
-        options: dict[str, Any] = {"padding_mask": batch.padding_mask} if has_experts else {}
-        if batch.images is not None:
-            options["images"] = batch.images
-        output = model(
-            input_ids=batch.tokens,
-            position_ids=batch.position_ids,
-            attention_mask=batch.attention_mask,
-            labels=hook_for(batch),
-            **options,
-        )
-        return output, _as_sum
-
-    schedule = get_forward_backward_func()
-    schedule(
-        forward_step_func=forward_step,
-        data_iterator=micro_batches,
-        model=[model],
-        num_microbatches=num_micro_batches,
-        seq_length=1,  # unread: variable_seq_lengths
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
-
-
-def _as_sum(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The (loss, token count, report) triple of a sum: ``calculate_per_token_loss`` leaves it undivided. The schedule
-    may overwrite ``loss``, so nothing is reported from here."""
-    return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}

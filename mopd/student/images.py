@@ -16,6 +16,7 @@ from mopd.data.image_processor import ImageProcessor
 from mopd.data.image_refs import refs_from_tensor
 from mopd.data.images import ImageStore
 from mopd.data.mrope import image_starts, mrope_positions
+from mopd.student.form import Form
 from mopd.student.vision import ImageInput
 from mopd.types import ImageRef
 
@@ -38,21 +39,20 @@ class StudentImages:
             processing = read_image_processing(Path(recipe.student.model), recipe.data.max_pixels)
             self._reads = ImageStore(recipe.data.train, recipe.data), ImageProcessor(processing)
 
-    def position_ids(self, samples: Sequences, shape: tuple[int, int]) -> Tensor:
-        """[3, B, S] for right-padded ``samples``, a text's where none is.
+    def position_ids(self, samples: Sequences, texts: Tensor, form: Form) -> Tensor:
+        """[3, T] of ``samples``; ``texts`` [T] are those of a text, which stay where no sample is.
 
         Raises:
             ValueError: a sample's image tokens are not its images'.
         """
-        size, length = shape
-        positions = torch.arange(length).expand(3, size, length).contiguous()
-        for b, (tokens, images) in enumerate(samples):
+        positions = texts.repeat(3, 1)
+        for i, (tokens, images) in enumerate(samples):
             grids = [ref.grid for ref in refs_from_tensor(images)]
             own = mrope_positions(tokens.numpy(), grids, **self._ids)
-            positions[:, b, : len(tokens)] = torch.from_numpy(own)
+            positions[:, form.rows(i, 0, len(tokens))] = torch.from_numpy(own)
         return positions
 
-    def read(self, samples: Sequences, num_sequences: int) -> ImageInput | None:
+    def read(self, samples: Sequences, form: Form) -> ImageInput | None:
         """The images of ``samples``, each file once, on the CPU; ``None`` without any, and on ranks without the tower.
 
         Raises:
@@ -63,7 +63,7 @@ class StudentImages:
         store, processor = self._reads
         offsets: dict[tuple[bytes, tuple[int, int, int]], int] = {}
         files, rows, sources, total = [], [], [], 0
-        for b, (tokens, images) in enumerate(samples):
+        for i, (tokens, images) in enumerate(samples):
             refs = refs_from_tensor(images)
             starts = image_starts(tokens.numpy(), [ref.grid for ref in refs], **self._ids)
             for ref, start in zip(refs, starts, strict=True):
@@ -72,18 +72,20 @@ class StudentImages:
                     offsets[key] = total
                     total += num_tokens
                     files.append(store.prompt_image(ref).load())  # a damaged one is told by file and row
-                rows.append((start + np.arange(num_tokens)) * num_sequences + b)
+                rows.append(form.firsts[i] + (start + np.arange(num_tokens)) * form.step)
                 sources.append(offsets[key] + np.arange(num_tokens))
         if not files:
             return None
         patches, grids = processor.patches(files)
         if [tuple(grid) for grid in grids.tolist()] != [grid for _, grid in offsets]:
             raise RuntimeError(f"the processor makes grids {grids.tolist()} where the prompts have {list(offsets)}")
+        places = form.local(torch.from_numpy(np.concatenate(rows)))
+        is_own = places >= 0
         return ImageInput(
             patches=patches,
             grids=grids,
-            rows=torch.from_numpy(np.concatenate(rows)),
-            sources=torch.from_numpy(np.concatenate(sources)),
+            rows=places[is_own],
+            sources=torch.from_numpy(np.concatenate(sources))[is_own],
         )
 
     def _num_tokens(self, ref: ImageRef) -> int:

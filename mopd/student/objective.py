@@ -47,17 +47,17 @@ class Sums:
         self._is_bad = torch.zeros(num_samples + 1, dtype=torch.float64, device=device)
 
     def add(self, rows: LossRows, columns: Mapping[str, Tensor]) -> None:
-        """Add one micro-batch: ``columns[name]`` is [S, B]; rows outside the loss mask do not count.
+        """Add one micro-batch: ``columns[name]`` is [T]; rows outside the loss mask do not count.
 
         Samples whose loss sum is not finite are marked by their position in the plan.
         """
         values = torch.stack([columns[name].detach().double() for name in self.names])
-        by_sample = torch.where(rows.loss_mask, values, 0.0).sum(1)
         domains = torch.arange(self._totals.shape[0], device=values.device)
-        is_own = rows.domains == domains[:, None]
+        is_own = (rows.domains[rows.samples] == domains[:, None]) & rows.loss_mask
         # Not a matrix product: inf * 0 would carry one domain's infinity into the others.
-        self._totals += torch.where(is_own[:, None], by_sample, 0.0).sum(-1)
-        self._is_bad[rows.sample_positions] += ~torch.isfinite(by_sample[self.names.index("loss")])
+        self._totals += torch.where(is_own[:, None], values, 0.0).sum(-1)
+        is_bad = rows.loss_mask & ~torch.isfinite(values[self.names.index("loss")])
+        self._is_bad.index_put_((rows.sample_positions[rows.samples],), is_bad.double(), accumulate=True)
 
     def reduce(self, domains: Sequence[str], layout: Layout) -> tuple[dict[str, DomainSums], list[int]]:
         """Sums over all ranks by domain (domains without a loss token are left out), and the plan positions of samples
@@ -94,7 +94,7 @@ class Objective:
         lm_head_memory_budget_mib: int,
         teacher_weights: Tensor | None = None,
     ) -> None:
-        """``teacher_weights`` [domains, D] fp32 is given where teacher fields are [S, B, D, K] (an ensemble); rows add
+        """``teacher_weights`` [domains, D] fp32 is given where teacher fields are [T, D, K] (an ensemble); rows add
         up to 1, and 0 stands where a domain has no further teacher."""
         self.loss = loss
         self._layout = layout
@@ -142,16 +142,20 @@ class Objective:
         The gradient of the head's weight goes to its ``main_grad``. Backward must start here, with gradient 1.
         """
         weights = token_weights(
-            rows.loss_mask.T, self.loss.aggregation, num_loss_tokens=num_loss_tokens, num_samples=num_samples
-        ).T
-        data = {"targets": rows.targets, "weights": weights, **rows.fields}
+            rows.loss_mask,
+            self.loss.aggregation,
+            num_loss_tokens=num_loss_tokens,
+            num_samples=num_samples,
+            sample_index=rows.samples,
+            sample_loss_tokens=rows.num_loss_tokens,
+        )
+        flat = {"targets": rows.targets, "weights": weights, **rows.fields}
         if self._teacher_weights is not None:
-            data["teacher_weights"] = self._teacher_weights[rows.domains].expand(*rows.loss_mask.shape, -1)
-        flat = {name: value.flatten(0, 1) for name, value in data.items()}
+            flat["teacher_weights"] = self._teacher_weights[rows.domains][rows.samples]
         own = self._linear_head(rows.loss_rows)
 
         def masked(current_R: Tensor) -> Tensor:
-            return self._masked_sequences(own.spread(current_R, head.hidden), rows)
+            return self._masked_sequences(own.spread(current_R, head.hidden).flatten(), rows)
 
         if MASKED_SEQUENCES in sums.names and self._rows_at_once(own, head) < own.num_rows(head.hidden):
             # A response's rows come in several pieces, and whether it counts must be known at the first of them.
@@ -164,12 +168,12 @@ class Objective:
         return loss
 
     def logprobs(self, head: LMHead, targets: Tensor, *, temperature: float, index: Tensor | None = None) -> Tensor:
-        """[S, B] fp32 log-probs of ``targets`` [S, B] under softmax(logits / temperature), 0 in rows that ``index``
-        does not name."""
+        """[T] fp32 log-probs of ``targets`` [T] under softmax(logits / temperature), 0 in rows that ``index`` does not
+        name."""
         options = {**self._options, "temperature": temperature}
 
         def gather(logits: Tensor, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
-            own, _ = parallel_gather_logprobs(logits, rows.of(targets.flatten())[:, None], **options)
+            own, _ = parallel_gather_logprobs(logits, rows.of(targets)[:, None], **options)
             return own.squeeze(1), {"logprobs": own.detach().squeeze(1)}
 
         _, columns = self._run(head, gather, self._linear_head(index))
@@ -179,8 +183,9 @@ class Objective:
         return LinearHead(self._layout.tp_group, self._layout.sequence_parallel, index)
 
     def _run(self, head: LMHead, row_loss: RowLoss, own: LinearHead) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum and columns [S, B] of ``row_loss`` over the rows of ``own``, within the memory budget."""
-        return linear_loss(head.hidden, head.weight, row_loss, own, self._rows_at_once(own, head))
+        """Sum and columns [T] of ``row_loss`` over the rows of ``own``, within the memory budget."""
+        loss, columns = linear_loss(head.hidden, head.weight, row_loss, own, self._rows_at_once(own, head))
+        return loss, {name: value.flatten() for name, value in columns.items()}
 
     def _rows_at_once(self, own: LinearHead, head: LMHead) -> int:
         """Rows whose logits fit the memory budget; says once when these are not all."""
@@ -206,12 +211,21 @@ class Objective:
         return at_once
 
     def _masked_sequences(self, current: Tensor, rows: LossRows) -> Tensor:
-        """[S * B]: on each row of a response that the sequence mask leaves out its part of it, which over its loss
-        tokens add up to 1; else 0. From the student's log-probs [S, B] of the sampled tokens."""
+        """[T]: on each row of a response that the sequence mask leaves out its part of it, which over its loss tokens
+        add up to 1; else 0. From the student's log-probs [T] of the sampled tokens."""
         assert self._correction is not None and self._correction.sequence is not None
-        mask, bounds = rows.loss_mask, self._correction.sequence
-        kept_B = kept_sequences(current.T, rows.fields["rollout_logprobs"].T, mask.T, low=bounds.low, high=bounds.high)
-        return torch.where(kept_B, 0.0, 1 / mask.sum(0).clamp_min(1).double()).expand_as(mask).flatten()
+        bounds = self._correction.sequence
+        kept = kept_sequences(
+            current,
+            rows.fields["rollout_logprobs"],
+            rows.loss_mask,
+            low=bounds.low,
+            high=bounds.high,
+            sample_index=rows.samples,
+            num_samples=len(rows.domains),
+            group=self._layout.cp_group if self._layout.cp_size > 1 else None,
+        )
+        return torch.where(kept, 0.0, 1 / rows.num_loss_tokens.clamp_min(1).double())[rows.samples]
 
     def _losses_and_columns(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,36 +12,79 @@ from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megat
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from mopd import cpu_shim
 from mopd.config.student import OptimizerConfig as StudentOptimizerConfig
+from mopd.config.student import StudentConfig
+from mopd.conversion.models.dims import ModelDims
 from mopd.student.model.gpt import StudentModel
+from mopd.student.parallel import Layout
+from mopd.types import UserError
+
+BUCKET_SIZE: int | None = None
+"""Parameters whose gradients travel together while backward goes on. None: Megatron's choice, 40 million or more."""
 
 
-def wrap_data_parallel(model: StudentModel, *, use_distributed_optimizer: bool) -> DistributedDataParallel:
-    """The model with fp32 gradient buffers that are summed over data-parallel ranks.
+def overlaps(student: StudentConfig, dims: ModelDims, layout: Layout) -> bool:
+    """Whether traffic between data-parallel ranks runs beside forward and backward.
+
+    Raises:
+        UserError: the recipe asks for it where some weights get no gradient in some micro-batches.
+    """
+    trains_tower = dims.vision is not None and student.vision.freeze != "tower_and_merger"
+    if student.overlap and trains_tower:
+        raise UserError(
+            "student.overlap is true but weights of the vision tower are trained, which get no gradient from a "
+            "micro-batch without images: leave overlap out, or set student.vision.freeze: tower_and_merger"
+        )
+    if student.overlap is not None:
+        return student.overlap
+    return layout.device.type == "cuda" and layout.dp_size * layout.cp_size > 1 and not trains_tower
+
+
+def wrap_data_parallel(
+    chunks: Sequence[StudentModel], *, use_distributed_optimizer: bool, overlap: bool = False
+) -> list[DistributedDataParallel]:
+    """The model chunks with fp32 gradient buffers that are summed over data-parallel ranks.
 
     Gradients are sums, never means: ``calculate_per_token_loss`` keeps Megatron from dividing by the data-parallel
-    degree, and the finalizer is called without the token count that it would divide by.
+    degree, and the finalizer is called without the token count that it would divide by. With ``overlap`` whoever reads
+    weights outside of a forward pass calls ``complete_weights`` before.
     """
-    wrapped = DistributedDataParallel(
-        config=model.config,
-        ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=use_distributed_optimizer
-        ),
-        module=model,
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=use_distributed_optimizer,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and use_distributed_optimizer,
+        bucket_size=BUCKET_SIZE,
     )
-    model.config.finalize_model_grads_func = _finalize_sums
+    config = chunks[0].config
+    config.finalize_model_grads_func = _finalize_sums
+    wrapped = [
+        # Gradients of later chunks are complete while earlier ones are still computed: one bucket is enough.
+        DistributedDataParallel(config=config, ddp_config=ddp_config, module=chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+    if overlap:  # of a step's micro-batches the last one's backward sends
+        config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
     return wrapped
 
 
+def complete_weights(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Wait for the last step's weights from the other data-parallel ranks, where the next forward pass would."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
 def build_optimizer(
-    config: StudentOptimizerConfig, model: DistributedDataParallel, *, num_steps: int
+    config: StudentOptimizerConfig, chunks: Sequence[DistributedDataParallel], *, num_steps: int
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
-    """Adam over the wrapped model and its schedule over ``num_steps`` optimizer steps.
+    """Adam over the wrapped model chunks and its schedule over ``num_steps`` optimizer steps.
 
     Weight decay is Megatron's default: biases and one-dimensional weights (norms) have none. With w warm-up steps, step
     i (from 0) runs at lr * (i + 1) / (w + 1): a straight line from 0 whose first step is not wasted.
     """
-    dtype = model.module.config.params_dtype
+    dtype = chunks[0].module.config.params_dtype
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -55,7 +99,7 @@ def build_optimizer(
             params_dtype=dtype,
             use_distributed_optimizer=config.use_distributed_optimizer,
         ),
-        [model],
+        list(chunks),
     )
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -79,14 +123,15 @@ def guarded_step(optimizer: ChainedOptimizer) -> float:
 
     A non-finite norm is returned with weights and optimizer states untouched. One host synchronisation.
     """
-    optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(norm):
-        return norm
-    for part in optimizer.chained_optimizers:
-        parameters = part.get_parameters()
-        if parameters and part.config.clip_grad > 0:
-            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
+    with cpu_shim.activate():
+        optimizer.prepare_grads()
+        norm = float(optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            return norm
+        for part in optimizer.chained_optimizers:
+            parameters = part.get_parameters()
+            if parameters and part.config.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
     optimizer.step_with_ready_grads()
     return norm
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import HashStore
 
@@ -29,6 +30,10 @@ class Layout:
     tp_size: int
     pp_rank: int
     pp_size: int
+    vp_size: int
+    """Model chunks of every pipeline stage."""
+    cp_rank: int
+    cp_size: int
     dp_rank: int
     dp_size: int
     ep_rank: int
@@ -41,6 +46,8 @@ class Layout:
     device: torch.device
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup
+    """Ranks that share the tokens of each sequence."""
     ep_group: dist.ProcessGroup
     """Ranks that share the experts of a layer."""
     etp_group: dist.ProcessGroup
@@ -52,19 +59,24 @@ class Layout:
 
     @property
     def is_first_stage(self) -> bool:
-        """This rank holds the embedding."""
+        """This rank holds the embedding, in its first chunk."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """This rank computes logits and the loss."""
+        """This rank computes logits and the loss, in its last chunk."""
         return self.pp_rank == self.pp_size - 1
 
     @property
     def reports_loss(self) -> bool:
-        """This rank contributes its data-parallel share of the loss to sums over all ranks, its tensor-parallel
-        neighbours (which hold the same numbers) do not."""
+        """This rank contributes its rows' share of the loss to sums over all ranks, its tensor-parallel neighbours
+        (which hold the same numbers) do not."""
         return self.is_last_stage and self.tp_rank == 0
+
+    @property
+    def copy(self) -> int:
+        """Which copy of the weights outside the experts this rank helps to hold."""
+        return self.dp_rank * self.cp_size + self.cp_rank
 
     def sizes(self) -> dict[str, int]:
         """Degrees of parallelism by recipe key; those of experts where they are not the defaults."""
@@ -73,6 +85,8 @@ class Layout:
             "pipeline_model_parallel_size": self.pp_size,
             "data_parallel_size": self.dp_size,
         }
+        if self.cp_size > 1:
+            sizes["context_parallel_size"] = self.cp_size
         if self.ep_size > 1:
             sizes["expert_model_parallel_size"] = self.ep_size
         if self.etp_size != self.tp_size:
@@ -98,7 +112,8 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_r
             left out by a rank that is alone.
 
     Raises:
-        UserError: the world size is no multiple of tensor x pipeline, or not the recipe's, or there is no such GPU.
+        UserError: the world size is no multiple of tensor x context x pipeline, or not the recipe's, or there is no
+            such GPU.
         RuntimeError: another layout is active (``destroy`` it first).
     """
     global _layout
@@ -108,9 +123,12 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_r
         return _layout
     _init_distributed(timeout_s, local_rank)
     check_world_size(parallel, dist.get_world_size())
+    chunks = parallel.virtual_pipeline_model_parallel_size
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.resolved_expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
@@ -123,6 +141,9 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_r
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        vp_size=chunks,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
@@ -134,6 +155,7 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_r
         device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
         ep_group=parallel_state.get_expert_model_parallel_group(),
         etp_group=parallel_state.get_expert_tensor_parallel_group(),
         control_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
@@ -156,12 +178,27 @@ def _is_same(layout: Layout, parallel: ParallelConfig) -> bool:
     """The data-parallel degree follows from the world size."""
     asked = (
         parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
         parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
         parallel.expert_model_parallel_size,
         parallel.resolved_expert_tensor_parallel_size,
         parallel.sequence_parallel,
     )
-    return asked == (layout.tp_size, layout.pp_size, layout.ep_size, layout.etp_size, layout.sequence_parallel)
+    degrees = (layout.tp_size, layout.cp_size, layout.pp_size, layout.vp_size, layout.ep_size, layout.etp_size)
+    return asked == (*degrees, layout.sequence_parallel)
+
+
+def schedule_groups() -> ProcessGroupCollection:
+    """The groups that Megatron's pipeline schedules take for themselves where they are not given."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return groups
 
 
 def raise_together(layout: Layout, check: Callable[[], None]) -> None:
@@ -206,17 +243,23 @@ def destroy() -> None:
 
 def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
     """Raise ``UserError`` unless ``world_size`` ranks fit the layout."""
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if world_size % (tp * pp):
+    tp, cp, pp = (
+        parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
+        parallel.pipeline_model_parallel_size,
+    )
+    one = tp * cp * pp
+    if world_size % one:
         raise UserError(
             f"world size {world_size} is not divisible by student.parallel.tensor_model_parallel_size {tp} x "
-            f"pipeline_model_parallel_size {pp}: start a multiple of {tp * pp} ranks or change these keys"
+            f"context_parallel_size {cp} x pipeline_model_parallel_size {pp}: start a multiple of {one} ranks or "
+            "change these keys"
         )
     if world_size != parallel.world_size:
         raise UserError(
-            f"world size {world_size} is not student.parallel's {tp} x {pp} x data_parallel_size "
+            f"world size {world_size} is not student.parallel's {tp} x {cp} x {pp} x data_parallel_size "
             f"{parallel.data_parallel_size} = {parallel.world_size}: start {parallel.world_size} ranks or set "
-            f"student.parallel.data_parallel_size: {world_size // (tp * pp)}"
+            f"student.parallel.data_parallel_size: {world_size // one}"
         )
 
 

@@ -33,7 +33,7 @@ class ImageInput:
     grids: Tensor
     """[images, 3] int64: (1, height, width) of each in patches."""
     rows: Tensor
-    """[N] int64: flat numbers among [S, B] of the tokens that stand for images, ascending in each sequence."""
+    """[N] int64: flat numbers among this rank's [S, B] of the tokens that stand for images, in the order of tokens."""
     sources: Tensor
     """[N] int64: whose feature each of them gets."""
 
@@ -66,12 +66,12 @@ def make_tower(student: StudentConfig, dtype: torch.dtype) -> nn.Module:
     return tower
 
 
-def clock_of(model: Any, layout: Layout) -> StageClock:
-    """Measures the passes of the model and, on the first stage, those of its tower."""
+def clock_of(first_chunk: Any, layout: Layout) -> StageClock:
+    """Measures the passes of the model, by the configuration that its chunks share, and those of a tower."""
     clock = StageClock(layout)
-    model.config.timers = clock
+    first_chunk.config.timers = clock
     if layout.is_first_stage:
-        _watch(model.vision_model, clock(TOWER))
+        _watch(first_chunk.vision_model, clock(TOWER))
     return clock
 
 

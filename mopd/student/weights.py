@@ -22,6 +22,7 @@ from mopd.conversion.models import families
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.families import Placed
 from mopd.conversion.models.mapping import load_shard, split_shards
+from mopd.conversion.models.stages import Stages
 from mopd.student.parallel import Layout
 
 
@@ -75,15 +76,21 @@ def iter_hf_weights(
     Raises:
         RuntimeError: the model was not built from ``dims``.
     """
-    if layout.dp_rank != 0 and layout.edp_rank != 0:
+    if layout.copy != 0 and layout.edp_rank != 0:
         return
     owned = {placed.megatron[0]: param for placed, param in _owned_params(model_chunks, dims, layout)}
     config: Any = _unwrap(model_chunks[0]).config
+    stages = Stages(
+        pipeline_model_parallel_size=layout.pp_size,
+        virtual_pipeline_model_parallel_size=len(model_chunks),
+        num_layers_in_first_pipeline_stage=config.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=config.num_layers_in_last_pipeline_stage,
+    )
     for placed in filter(takes, families.all_params(dims)):
         dtype = torch.float32 if placed.param.stays_fp32 else config.params_dtype
-        stage = placed.stage(dims, stages=layout.pp_size, first_stage_layers=config.num_layers_in_first_pipeline_stage)
+        stage = placed.stage(dims, stages)
         if placed.expert is None:
-            if layout.dp_rank == 0:
+            if layout.copy == 0:
                 yield from _export_shared(placed, stage, dtype, owned, dims, layout)
         elif layout.edp_rank == 0:
             yield from _export_expert(placed, stage, dtype, owned, dims, layout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import resource
 import sys
@@ -22,24 +21,23 @@ from mopd.config.schema import Recipe
 from mopd.conversion.hf.reader import kept_files, open_model
 from mopd.conversion.hf.writer import require_exportable, write_folder
 from mopd.conversion.models.families import Placed
-from mopd.data.packing import pack
+from mopd.data.packing import pack, packing_rules
 from mopd.data_plane.interface import Reader
 from mopd.student import parallel
-from mopd.student.batch import HookFor, MicroBatch, build_micro_batch, run_schedule
+from mopd.student.batch import MicroBatch, build_micro_batch
 from mopd.student.checkpoints import checkpoint
+from mopd.student.form import Form
 from mopd.student.images import StudentImages
-from mopd.student.model.attention_memory import check_scores, largest_scores
 from mopd.student.model.balance import Balance
-from mopd.student.model.config import uses_transformer_engine
-from mopd.student.model.gpt import HeadHook, LMHead, build_model
+from mopd.student.model.config import check_attention
+from mopd.student.model.gpt import HeadHook, LMHead, build_chunks
 from mopd.student.objective import Objective
-from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel
+from mopd.student.optimizer import build_optimizer, complete_weights, guarded_step, overlaps, wrap_data_parallel
 from mopd.student.reading import StageReader, one_ahead
+from mopd.student.schedule import HookFor, run_schedule
 from mopd.student.vision import clock_of, constant_names
 from mopd.student.weights import iter_hf_weights, load_hf_into
 from mopd.types import DomainSums, MicroBatchPlan, NonFiniteError, SampleMeta, UserError
-
-logger = logging.getLogger(__name__)
 
 _MAX_NAMED_SAMPLES = 8
 
@@ -71,22 +69,26 @@ class StudentWorker:
         kept_files(Path(student.model))  # which ``save_hf`` would find after the last step
         _check_lengths(recipe, self.dims.max_positions)
         self.layout = parallel.initialize(student.parallel, timeout_s=recipe.schedule.wait_timeout_s, seed=recipe.seed)
+        self.packing = packing_rules(student, self.dims, on_gpu=self.layout.device.type == "cuda")
         vision = self.dims.vision
         self.reader = StageReader(reader, self.layout, has_images=vision is not None)
         self._images = None
         if vision is not None:
             self._images = StudentImages(recipe, vision, has_tower=self.layout.is_first_stage)
         with cpu_shim.activate():
-            model = build_model(student, self.dims, self.layout)
-            load_hf_into([model], source, self.dims, self.layout)
-            model.train()
-            self._model = wrap_data_parallel(
-                model, use_distributed_optimizer=student.optimizer.use_distributed_optimizer
+            chunks = build_chunks(student, self.dims, self.layout)
+            load_hf_into(chunks, source, self.dims, self.layout)
+            for chunk in chunks:
+                chunk.train()
+            self._chunks = wrap_data_parallel(
+                chunks,
+                use_distributed_optimizer=student.optimizer.use_distributed_optimizer,
+                overlap=overlaps(student, self.dims, self.layout),
             )
-            self._clock = None if vision is None else clock_of(model, self.layout)
-            self._balance = None if self.dims.moe is None else Balance(model, student.moe, self.dims.moe, self.layout)
+            self._clock = None if vision is None else clock_of(chunks[0], self.layout)
+            self._balance = None if self.dims.moe is None else Balance(chunks, student.moe, self.dims.moe, self.layout)
             self._optimizer, self._scheduler = build_optimizer(
-                student.optimizer, self._model, num_steps=recipe.schedule.steps
+                student.optimizer, self._chunks, num_steps=recipe.schedule.steps
             )
         self._objective = Objective(
             recipe.loss,
@@ -95,11 +97,6 @@ class StudentWorker:
             teacher_weights=self._teacher_weights(),
             lm_head_memory_budget_mib=student.lm_head_memory_budget_mib,
         )
-        self._needs_mask = not uses_transformer_engine(student)
-        if self._needs_mask and self.layout.device.type == "cuda":
-            told = check_scores(largest_scores(recipe, self.dims), free_bytes=torch.cuda.mem_get_info()[0])
-            if self.layout.rank == 0:
-                logger.warning("%s", told)
         self._plan: MicroBatchPlan | None = None
 
     @property
@@ -107,7 +104,6 @@ class StudentWorker:
         """Data-parallel degree: the number of rows of a plan."""
         return self.layout.dp_size
 
-    @cpu_shim.activate()
     def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]:
         """Gradients of the whole plan's loss, and its sums by domain (equal on every rank).
 
@@ -135,7 +131,8 @@ class StudentWorker:
                 num_samples=plan.num_samples,
             )
 
-        self._model.zero_grad_buffer()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         if self._balance is not None:
             self._balance.begin(len(plan.micro_batches[self.layout.dp_rank]))
@@ -151,7 +148,6 @@ class StudentWorker:
         self._plan = plan
         return result
 
-    @cpu_shim.activate()
     def optim_step(self) -> dict[str, float]:
         """Clip and apply the gradients of the last ``forward_backward``; returns ``grad_norm`` (before clipping) and
         the ``lr`` that was used, and counts one ``weight_version`` more.
@@ -176,19 +172,19 @@ class StudentWorker:
         watched = [part.metrics() for part in (self._balance, self._clock) if part is not None]
         return reduce(or_, watched, {"grad_norm": norm, "lr": lr})
 
-    @cpu_shim.activate()
     @torch.no_grad()
     def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float = 1.0) -> list[Tensor]:
         """Log-probs of each sample's response tokens under softmax(logits / temperature), from field ``tokens``: [R]
         fp32 on rank 0 in the order of ``samples``, an empty list elsewhere. Draws no randomness."""
         unique = sorted({sample.sample_id: sample for sample in samples}.values(), key=lambda sample: sample.sample_id)
         plan = self._plan_forward(unique)
-        collected: list[Tensor] = []
+        collected: list[tuple[Form, Tensor]] = []
 
         def hook_for(batch: MicroBatch) -> HeadHook:
             def hook(head: LMHead) -> Tensor:
-                collected.append(self._objective.logprobs(head, batch.rows.targets, temperature=temperature))
-                return collected[-1].sum()
+                rows = self._objective.logprobs(head, batch.rows.targets, temperature=temperature)
+                collected.append((batch.form, rows))
+                return rows.sum()
 
             return hook
 
@@ -198,9 +194,10 @@ class StudentWorker:
         flat = torch.zeros(sum(lengths), device=self.layout.device)
         views = dict(zip(ids, torch.split(flat, lengths), strict=True))
         if self.layout.reports_loss:
-            for batch, rows in zip(plan.micro_batches[self.layout.dp_rank], collected, strict=True):
-                for b, sample in enumerate(batch):
-                    views[sample.sample_id].copy_(rows[sample.prompt_length - 1 : sample.length - 1, b])
+            for batch, (form, rows) in zip(plan.micro_batches[self.layout.dp_rank], collected, strict=True):
+                whole = form.spread(rows)
+                for i, sample in enumerate(batch):
+                    views[sample.sample_id].copy_(whole[form.rows(i, sample.prompt_length - 1, sample.length - 1)])
         dist.all_reduce(flat)
         if self.layout.rank:
             return []
@@ -214,7 +211,8 @@ class StudentWorker:
         def takes(placed: Placed) -> bool:
             return part == "all" or (placed.hf_names[0] in self.constants) == (part == "constants")
 
-        items = iter_hf_weights([self._model], self.dims, self.layout, takes=takes)
+        complete_weights(self._chunks)
+        items = iter_hf_weights(self._chunks, self.dims, self.layout, takes=takes)
         while True:
             # The consumer between two items must not run under the shim.
             with cpu_shim.activate():
@@ -232,7 +230,8 @@ class StudentWorker:
             "dtype": self.recipe.student.dtype,
             "extra": dict(extra),
         }
-        checkpoint.save(folder, self._model, self._optimizer, self.layout, state=state)
+        complete_weights(self._chunks)
+        checkpoint.save(folder, self._chunks, self._optimizer, self.layout, state=state)
 
     @cpu_shim.activate()
     def load(self, folder: Path) -> dict[str, Any]:
@@ -242,7 +241,8 @@ class StudentWorker:
             UserError: on every rank, if the folder is incomplete or differs from its manifest.
         """
         parallel.raise_together(self.layout, partial(checkpoint.verify, folder))
-        state = checkpoint.load(folder, self._model, self._optimizer, self._scheduler, self.layout)
+        complete_weights(self._chunks)
+        state = checkpoint.load(folder, self._chunks, self._optimizer, self._scheduler, self.layout)
         self.weight_version = state["weight_version"]
         self._plan = None
         extra: dict[str, Any] = state["extra"]
@@ -293,17 +293,18 @@ class StudentWorker:
             return build_micro_batch(
                 share[number],
                 self.reader.fetch(share[number], loss_fields),
+                rules=self.packing,
                 domains=self.domains,
                 positions=positions,
-                pad_to_multiple_of=self.layout.tp_size if self.layout.sequence_parallel else 1,
-                needs_mask=self._needs_mask,
                 device=self.layout.device,
                 at_least=self._common_shape(plan, number),
+                cp_size=self.layout.cp_size,
+                cp_rank=self.layout.cp_rank,
                 vision=self._images,
             )
 
         run_schedule(
-            self._model,
+            self._chunks,
             one_ahead(build, range(len(share)), self.layout.device),
             len(share),
             hook_for,
@@ -312,26 +313,23 @@ class StudentWorker:
         )
 
     def _common_shape(self, plan: MicroBatchPlan, number: int) -> tuple[int, int]:
-        """(B, S) that micro-batch ``number`` has at least: without CUDA, ranks that share experts gather each other's
-        tokens and must bring equally many."""
+        """(B, S) or (1, T) that micro-batch ``number`` has at least: without CUDA, ranks that share experts gather each
+        other's tokens and must bring equally many."""
         if self.layout.ep_size == 1 or torch.cuda.is_available():
             return (1, 1)
         batches = [rank[number] for rank in plan.micro_batches]
+        if self.packing.is_packed:
+            return 1, max((self.packing.num_tokens(batch) for batch in batches if batch), default=1)
         longest = max((sample.length for batch in batches for sample in batch), default=1)
         return max([1, *map(len, batches)]), longest
 
     def _plan_forward(self, samples: Sequence[SampleMeta]) -> MicroBatchPlan:
         """A plan for any number of samples, forward only."""
-        student = self.recipe.student
-        plan = pack(
-            samples,
-            dp_size=1,
-            max_tokens=student.max_tokens_per_micro_batch,
-            micro_batch_size=student.micro_batch_size,
-        )
-        # There may be fewer samples than ranks; ranks without any pass filler through the pipeline.
+        plan = pack(samples, replace(self.packing, count_multiple=1), dp_size=1)
+        # There may be fewer samples than the schedule needs; filler without any passes through the pipeline.
         (batches,) = plan.micro_batches
-        num = -(-len(batches) // self.dp_size)
+        multiple = self.packing.count_multiple
+        num = -(-len(batches) // (self.dp_size * multiple)) * multiple
         shares = [batches[rank :: self.dp_size] for rank in range(self.dp_size)]
         return replace(plan, micro_batches=tuple(share + ((),) * (num - len(share)) for share in shares))
 
@@ -359,6 +357,7 @@ def _name(samples: Sequence[SampleMeta]) -> str:
 
 def _check_lengths(recipe: Recipe, max_positions: int) -> None:
     needed = recipe.data.max_prompt_length + recipe.rollout.max_response_length
+    check_attention(recipe.student, max_length=needed)
     if needed > max_positions:
         raise UserError(
             f"data.max_prompt_length {recipe.data.max_prompt_length} + rollout.max_response_length "

@@ -20,6 +20,7 @@ from torch import Tensor
 from mopd.config.groups import Assignment, RoutingConfig, TorchEngineConfig
 from mopd.config.load import load_recipe
 from mopd.controller import Controller
+from mopd.data.packing import PackingRules
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data.stream import PromptStream
 from mopd.data_plane.local import LocalDataPlane
@@ -38,6 +39,7 @@ from tests.fixtures.recipe import RECIPE
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model
 
 BAD_TOKEN = 40
+PACKING = PackingRules(is_packed=True, max_tokens=1024, micro_batch_size=None, square_cost=0.0)
 """The teacher refuses every sample whose prompt begins with it."""
 
 
@@ -122,7 +124,7 @@ def produce(
             keep_going=on_failure == "replace",
         ),
         rewards=None,
-        student=SimpleNamespace(dp_size=1),
+        student=SimpleNamespace(dp_size=1, packing=PACKING),
         plane=plane,
         observer=SimpleNamespace(),
         stop=Stop(),

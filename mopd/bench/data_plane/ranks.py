@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from mopd.bench.data_plane.steps import StepData
 from mopd.config.student import ParallelConfig
-from mopd.data.packing import pack
+from mopd.data.packing import PackingRules, pack
 from mopd.data_plane.frames import packed, unpacked
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.reading import open_reader
@@ -31,7 +31,7 @@ from mopd.types import LOSS_FIELDS, SampleMeta, UserError
 
 LAYOUT = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2)
 NUM_RANKS = 8
-MAX_TOKENS = 32_768
+RULES = PackingRules(is_packed=True, max_tokens=32_768, micro_batch_size=None, square_cost=0.0)
 TIMEOUT_S = 300.0
 GOAL = 1.05
 """Bytes into a rank / bytes that it needs."""
@@ -112,7 +112,7 @@ def _rank(rank: int, folder: str, make: Callable[[], StepData], end: Connection)
     store = dist.FileStore(str(Path(folder) / "store"), NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
     layout = parallel.initialize(LAYOUT, timeout_s=TIMEOUT_S, seed=0)
-    plan = pack(step.metas, dp_size=layout.dp_size, max_tokens=MAX_TOKENS)
+    plan = pack(step.metas, RULES, dp_size=layout.dp_size)
     own = _Own(step, layout, plan.micro_batches[layout.dp_rank])
     reader = open_reader(unpacked(end.recv_bytes()), timeout_s=TIMEOUT_S)
     stage = StageReader(reader, layout)

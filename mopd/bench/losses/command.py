@@ -140,12 +140,12 @@ def _tune(cases: Sequence[Case], device: torch.device, deadline: Deadline) -> No
     from mopd.losses.triton import table as launches
     from mopd.losses.triton.tuning import tune
 
-    shapes = dict.fromkeys((case.rows, case.columns, case.k, case.dtype) for case in cases)
-    for rows, columns, k, dtype in shapes:
+    shapes = dict.fromkeys((case.rows, case.columns, case.dtype) for case in cases)
+    for rows, columns, dtype in shapes:
         if deadline.passed:
-            _say(f"not tuned, time limit: T={rows} V={columns} K={k} {dtype}")
+            _say(f"not tuned, time limit: T={rows} V={columns} {dtype}")
             continue
-        found = tune(device, [(rows, columns, k)], [getattr(torch, dtype)], report=_say)
+        found = tune(device, [(rows, columns)], [getattr(torch, dtype)], report=_say)
         launches.save_table(launches.merge(launches.load_table(), found))
     _say("stored the table of the Triton layer")
 

@@ -13,6 +13,7 @@ from typing import Any
 from mopd.bench.pipeline.beside import make_dataset, with_process
 from mopd.bench.pipeline.plan import SHARES, Scenario, make_recipe
 from mopd.controller import Controller
+from mopd.data.packing import PackingRules
 from mopd.data.stream import PromptStream
 from mopd.ledger import Ledger
 from mopd.metrics import StepMetrics
@@ -64,6 +65,7 @@ class SleepingStudent:
     """Sleeps for each of its duties, and keeps who was trained on."""
 
     dp_size = 1
+    packing = PackingRules(is_packed=True, max_tokens=1 << 20, micro_batch_size=None, square_cost=0.0)
 
     def __init__(self, scenario: Scenario, channel: Channel) -> None:
         self._scenario, self._channel = scenario, channel

@@ -140,10 +140,11 @@ def reshard(
     dtypes = {name: reader.dtype(sharded_key(row, dims).key) for row in rows for name in row.hf_names}
 
     def read(piece: Piece) -> Tensor:
-        sizes = list(piece.box)
-        if piece.placed.param.merge == "vocab":  # the source may be padded otherwise
+        sizes, offsets = list(piece.box), list(piece.offsets)
+        if piece.placed.param.merge == "vocab":  # the source may be padded otherwise, and have none of these rows
             sizes[0] = max(0, min(piece.stop, whole_shape(piece.placed)[0]) - piece.start)
-        tensor = reader.read(piece.place.key, piece.offsets, sizes).view(*sizes[len(piece.place.index) :])
+            offsets[0] = piece.start if sizes[0] else 0
+        tensor = reader.read(piece.place.key, offsets, sizes).view(*sizes[len(piece.place.index) :])
         return pad_rows(require_finite(piece.place.key, tensor, reader.folder), piece.sizes[0])
 
     return _megatron_job(
@@ -279,7 +280,7 @@ def _megatron_job(
     def finish(folder: Path, written: Mapping[str, Written]) -> None:
         (folder / SIDE_FILES).mkdir(exist_ok=True)
         copy_side_files(side_files, folder / SIDE_FILES, config=config)
-        write_rest(folder, contents, written, dtypes, layout=layout, state=state, description=description)
+        write_rest(folder, contents, written, dtypes, state=state, description=description)
 
     outputs = [data_file(name, content, itemsize, read) for name, content in contents.items()]
     return Job(

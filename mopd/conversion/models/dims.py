@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mopd.conversion.models.stages import ONE_STAGE, Stages
 from mopd.types import UserError
 
 Naming = Literal["flat", "nested"]
 """Of a Hugging Face checkpoint with vision: ``visual.*`` and ``model.*``, or ``model.visual.*`` and
 ``model.language_model.*``; the head is ``lm_head`` in both."""
+
+VOCAB_ROWS_MULTIPLE = 128
+"""Of each tensor-parallel rank, as Megatron's ``make_vocab_size_divisible_by``: every row of its logits then begins at
+a multiple of 16 bytes, which is what one lane of a GPU loads at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,30 +190,18 @@ class ModelDims:
         return self.moe is None or all(self.moe.layers)
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
-        """Rows of Megatron's embedding: the next multiple of the TP degree, no more than the split needs."""
-        return -(-self.vocab_size // tensor_model_parallel_size) * tensor_model_parallel_size
-
-
-def stage_layers(num_layers: int, stage: int, *, stages: int, first_stage_layers: int | None = None) -> range:
-    """Layers of one pipeline stage. ``first_stage_layers``: ``student.parallel.num_layers_in_first_pipeline_stage``."""
-    if first_stage_layers is None or stages == 1:
-        each = num_layers // stages
-        return range(stage * each, (stage + 1) * each)
-    if stage == 0:
-        return range(first_stage_layers)
-    each = (num_layers - first_stage_layers) // (stages - 1)
-    start = first_stage_layers + (stage - 1) * each
-    return range(start, start + each)
+        """Rows of Megatron's embedding: as many on each rank, a multiple of ``VOCAB_ROWS_MULTIPLE``."""
+        multiple = VOCAB_ROWS_MULTIPLE * tensor_model_parallel_size
+        return -(-self.vocab_size // multiple) * multiple
 
 
 def check_layout(
     dims: ModelDims,
     *,
-    tensor_model_parallel_size: int,
-    pipeline_model_parallel_size: int,
+    tensor_model_parallel_size: int = 1,
+    stages: Stages = ONE_STAGE,
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int | None = None,
-    num_layers_in_first_pipeline_stage: int | None = None,
 ) -> None:
     """Refuses a parallel layout that would split a head group, a row of an MLP, an expert's share or a layer.
 
@@ -220,10 +213,9 @@ def check_layout(
     problem = layout_problem(
         dims,
         tensor_model_parallel_size=tensor_model_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        stages=stages,
         expert_model_parallel_size=expert_model_parallel_size,
         expert_tensor_parallel_size=expert_tensor_parallel_size,
-        num_layers_in_first_pipeline_stage=num_layers_in_first_pipeline_stage,
     )
     if problem:
         raise UserError(problem)
@@ -232,11 +224,10 @@ def check_layout(
 def layout_problem(
     dims: ModelDims,
     *,
-    tensor_model_parallel_size: int,
-    pipeline_model_parallel_size: int,
+    tensor_model_parallel_size: int = 1,
+    stages: Stages = ONE_STAGE,
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int | None = None,
-    num_layers_in_first_pipeline_stage: int | None = None,
 ) -> str:
     """Why ``check_layout`` refuses; empty for a layout that divides the model."""
     tp = tensor_model_parallel_size
@@ -247,8 +238,6 @@ def layout_problem(
         ("tensor_model_parallel_size", tp, "attention heads", dims.num_attention_heads),
         ("tensor_model_parallel_size", tp, "MLP columns", dims.ffn_hidden_size if has_dense_layers else tp),
     ]
-    if num_layers_in_first_pipeline_stage is None:
-        needs.append(("pipeline_model_parallel_size", pipeline_model_parallel_size, "layers", dims.num_layers))
     if dims.moe is not None:
         needs += [
             ("tensor_model_parallel_size", tp, "columns of the shared experts", dims.moe.shared_ffn_hidden_size),
@@ -266,24 +255,17 @@ def layout_problem(
                 f"student.parallel.{key} {degree} does not divide the model's {size} {what}: "
                 f"set it to a divisor of {size}"
             )
-    return _first_stage_problem(dims, pipeline_model_parallel_size, num_layers_in_first_pipeline_stage)
+    return stages.problem(dims.num_layers, "student.parallel.{}".format) or _deepstack_problem(dims, stages)
 
 
-def _first_stage_problem(dims: ModelDims, stages: int, first: int | None) -> str:
-    """``first``: layers of the first of ``stages``; None where all have equally many, which divide the model."""
-    key = "student.parallel.num_layers_in_first_pipeline_stage"
-    if first is not None:
-        rest = dims.num_layers - first
-        if stages < 2 or rest < stages - 1 or rest % (stages - 1):
-            return (
-                f"{key} {first} leaves {rest} of the model's {dims.num_layers} layers, which the other {stages - 1} "
-                "stages do not share evenly: set another number, or leave the key out"
-            )
+def _deepstack_problem(dims: ModelDims, stages: Stages) -> str:
     deepstack = 0 if dims.vision is None else len(dims.vision.deepstack_layers)
-    on_first = len(stage_layers(dims.num_layers, 0, stages=stages, first_stage_layers=first))
-    if on_first < deepstack:
-        return (
-            f"{key}: the first of {stages} stages has {on_first} layers, and features of the vision tower are added "
-            f"after {deepstack}, which only that stage has: set {deepstack} or more"
-        )
-    return ""
+    on_first = len(stages.layers(dims.num_layers)[0][0])
+    if on_first >= deepstack:
+        return ""
+    key, chunks = "student.parallel.num_layers_in_first_pipeline_stage", stages.virtual_pipeline_model_parallel_size
+    which = "the first" if chunks == 1 else "the first chunk of the first"
+    return (
+        f"{key}: {which} of {stages.pipeline_model_parallel_size} stages has {on_first} layers, and features of the "
+        f"vision tower are added after {deepstack}, which only that one has: set {deepstack * chunks} or more"
+    )

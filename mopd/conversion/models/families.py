@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from mopd.conversion.models.dims import ModelDims, stage_layers
+from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.stages import Stages
 from mopd.conversion.models.towers import TOWER_PREFIX, named_as_read, tower_sizes, tower_tensors
 
 Merge = Literal["replicated", "rows", "columns", "vocab", "qkv", "gate_up"]
@@ -232,16 +233,12 @@ class Placed:
     expert: int | None = None
     """Global expert number from 0; None outside the experts."""
 
-    def stage(self, dims: ModelDims, *, stages: int, chunks: int = 1, first_stage_layers: int | None = None) -> int:
-        """Pipeline stage of ``stages`` with ``chunks`` model chunks each that holds it (the first one where tied stages
-        both do). ``first_stage_layers`` is ``student.parallel.num_layers_in_first_pipeline_stage``."""
+    def stage(self, dims: ModelDims, stages: Stages) -> int:
+        """Pipeline stage that holds it (the first one where tied stages both do)."""
         if self.layer is None:
-            return 0 if self.param is EMBEDDING or self.param.is_vision else stages - 1
-        if first_stage_layers is None:
-            return self.layer // (dims.num_layers // (stages * chunks)) % stages
-        first = first_stage_layers
-        owns = (stage_layers(dims.num_layers, s, stages=stages, first_stage_layers=first) for s in range(stages))
-        return next(stage for stage, layers in enumerate(owns) if self.layer in layers)
+            is_first = self.param is EMBEDDING or self.param.is_vision
+            return 0 if is_first else stages.pipeline_model_parallel_size - 1
+        return stages.stage_of(self.layer, dims.num_layers)
 
     def owner(self, dims: ModelDims, *, ranks: int) -> int:
         """Expert-parallel rank of ``ranks`` that holds an expert's: they own equally many consecutive ones."""

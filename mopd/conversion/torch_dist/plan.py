@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from math import lcm, prod
 
 import torch
@@ -23,6 +23,7 @@ from mopd.conversion.models import families
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.families import Placed
 from mopd.conversion.models.mapping import CUT_DIM, boxes, whole_shape
+from mopd.conversion.models.stages import Stages
 from mopd.conversion.models.towers import TOWER_PREFIX
 from mopd.types import UserError
 
@@ -30,6 +31,7 @@ _LAYER_NUMBER = re.compile(r"(?<=^decoder\.layers)\.\d+")
 _EXPERT_NUMBER = re.compile(r"(?<=\.experts)\.local_experts\.\d+")
 _LINEAR = re.compile(r"(.*\.(?:linear_\w+))\.weight")
 _EXTRA_STATE = "._extra_state"
+_UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +42,14 @@ class TargetLayout:
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int = 1
     """Model chunks of each pipeline stage."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
+
+    @property
+    def stages(self) -> Stages:
+        return Stages(**{field.name: getattr(self, field.name) for field in fields(Stages)})
 
     @property
     def stage_size(self) -> int:
@@ -49,19 +57,22 @@ class TargetLayout:
         return lcm(self.tensor_model_parallel_size, self.expert_tensor_parallel_size * self.expert_model_parallel_size)
 
     def check_degrees(self) -> None:
-        """Refuses a degree below 1, and virtual stages without stages.
+        """Refuses a number below 1, and what needs stages without stages, or too few.
 
         Raises:
             UserError: one line with the option to set.
         """
         for name, degree in asdict(self).items():
-            if degree < 1:
-                raise UserError(f"--{name.replace('_', '-')} is {degree}: set 1 or more")
+            if degree is not None and degree < 1:
+                raise UserError(f"{_option(name)} is {degree}: set 1 or more")
+        uneven = {name: getattr(self, name) for name in _UNEVEN if getattr(self, name) is not None}
         virtual = self.virtual_pipeline_model_parallel_size
-        if virtual > 1 and self.pipeline_model_parallel_size == 1:
-            raise UserError(
-                f"--virtual-pipeline-model-parallel-size {virtual} needs --pipeline-model-parallel-size > 1"
-            )
+        of_stages = uneven | ({"virtual_pipeline_model_parallel_size": virtual} if virtual > 1 else {})
+        for name, number in of_stages.items():
+            if self.pipeline_model_parallel_size == 1:
+                raise UserError(f"{_option(name)} {number} needs --pipeline-model-parallel-size > 1")
+        if self.pipeline_model_parallel_size == 2 and len(uneven) == 2:
+            raise UserError(f"{' and '.join(map(_option, uneven))}: of two stages, give the layers of one")
 
     def check(self, dims: ModelDims) -> None:
         """Refuses a layout that would split a head group, an expert or a layer.
@@ -70,14 +81,11 @@ class TargetLayout:
             UserError: one line with both numbers and the option to set.
         """
         self.check_degrees()
-        tp, pp, ep = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.expert_model_parallel_size
-        vp, etp = self.virtual_pipeline_model_parallel_size, self.expert_tensor_parallel_size
+        tp, ep, etp = self.tensor_model_parallel_size, self.expert_model_parallel_size, self.expert_tensor_parallel_size
         rules = [
             ("tensor-model-parallel-size", tp, dims.num_attention_heads, "attention heads"),
             ("tensor-model-parallel-size", tp, dims.num_query_groups, "key/value heads"),
             ("tensor-model-parallel-size", tp, dims.ffn_hidden_size, "MLP columns"),
-            ("pipeline-model-parallel-size", pp, dims.num_layers, "layers"),
-            ("virtual-pipeline-model-parallel-size", vp, dims.num_layers // pp or 1, "layers of a pipeline stage"),
         ]
         if dims.moe is not None:
             rules += [
@@ -94,6 +102,14 @@ class TargetLayout:
                 raise UserError(
                     f"--{option} {degree} does not divide the model's {size} {what}: set a divisor of {size}"
                 )
+        problem = self.stages.problem(dims.num_layers, _option)
+        if problem:
+            raise UserError(problem)
+
+
+def _option(name: str) -> str:
+    """On the command line."""
+    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +158,8 @@ class Piece:
     stop: int
     sizes: tuple[int, ...]
     """Shape of the box without stacked dimensions."""
+    whole: tuple[int, ...]
+    """Shape of the parameter over all ranks."""
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -156,24 +174,26 @@ class Piece:
 
 def pieces(dims: ModelDims, layout: TargetLayout) -> Iterator[Piece]:
     """All boxes of the checkpoint in model order, those of a parameter by rank."""
+    stages = layout.stages
     for placed in families.all_params(dims):
-        place, shape = sharded_key(placed, dims), padded_shape(placed, layout)
+        place, shape = sharded_key(placed, dims), padded_shape(placed, dims, layout)
         dim = CUT_DIM[placed.param.merge]
-        pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
-        degree, first = layout.tensor_model_parallel_size, placed.stage(dims, stages=pp, chunks=vp) * layout.stage_size
+        degree, first = layout.tensor_model_parallel_size, placed.stage(dims, stages) * layout.stage_size
         if placed.expert is not None:
             degree = layout.expert_tensor_parallel_size
             first += placed.owner(dims, ranks=layout.expert_model_parallel_size) * degree
         for rank in range(1 if placed.param.merge == "replicated" else degree):
             for start, stop in boxes(placed, shape[dim], rank=rank, size=degree):
                 sizes = tuple(stop - start if d == dim else size for d, size in enumerate(shape))
-                yield Piece(placed, place, first + rank, dim, start, stop, sizes)
+                yield Piece(placed, place, first + rank, dim, start, stop, sizes, shape)
 
 
-def padded_shape(placed: Placed, layout: TargetLayout) -> tuple[int, ...]:
-    """Shape of a parameter over all ranks, with the vocabulary rows that the split needs."""
-    shape, tp = whole_shape(placed), layout.tensor_model_parallel_size
-    return shape if placed.param.merge != "vocab" else (-(-shape[0] // tp) * tp, *shape[1:])
+def padded_shape(placed: Placed, dims: ModelDims, layout: TargetLayout) -> tuple[int, ...]:
+    """Shape of a parameter over all ranks, with the rows that pad the vocabulary."""
+    shape = whole_shape(placed)
+    if placed.param.merge != "vocab":
+        return shape
+    return dims.padded_vocab_size(layout.tensor_model_parallel_size), *shape[1:]
 
 
 def files(cut: Sequence[Piece], itemsize: Mapping[str, int], max_file_bytes: int) -> dict[str, list[Piece]]:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from mopd.conversion.job import OutputFile, Written, files_below, sha256_of, write_json
 from mopd.conversion.torch_dist.description import write_description
-from mopd.conversion.torch_dist.plan import Piece, TargetLayout, extra_state_keys, padded_shape
+from mopd.conversion.torch_dist.plan import Piece, extra_state_keys
 from mopd.conversion.torch_dist.reader import FORMAT, FORMAT_FILE, MANIFEST_FILE, METADATA_FILE, STATE_FILE
 from mopd.files.writing import reasoned
 
@@ -76,12 +76,11 @@ def write_rest(
     written: Mapping[str, Written],
     dtypes: Mapping[str, torch.dtype],
     *,
-    layout: TargetLayout,
     state: Mapping[str, Any],
     description: Mapping[str, Any],
 ) -> None:
     """Write what makes the data files a checkpoint: description, common part, ``state.json``; then the manifest."""
-    write_description(folder / METADATA_FILE, _metadata(contents, written, dtypes, layout))
+    write_description(folder / METADATA_FILE, _metadata(contents, written, dtypes))
     torch.save({"content_metadata": CONTENT}, folder / COMMON_FILE)
     (folder / FORMAT_FILE).write_text(json.dumps(FORMAT), encoding="utf-8")
     write_json(folder / STATE_FILE, state)
@@ -100,7 +99,6 @@ def _metadata(
     contents: Mapping[str, Sequence[Piece]],
     written: Mapping[str, Written],
     dtypes: Mapping[str, torch.dtype],
-    layout: TargetLayout,
 ) -> Metadata:
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
@@ -109,7 +107,7 @@ def _metadata(
         for piece, length in zip(content, written[name].facts, strict=True):
             key, offsets = piece.place.key, torch.Size(piece.offsets)
             if key not in tensors:
-                shape = torch.Size((*piece.place.stacked, *padded_shape(piece.placed, layout)))
+                shape = torch.Size((*piece.place.stacked, *piece.whole))
                 tensors[key] = TensorStorageMetadata(TensorProperties(dtype=dtypes[key]), shape, [])
             tensors[key].chunks.append(ChunkStorageMetadata(offsets, torch.Size(piece.box)))
             storage[MetadataIndex(key, offsets)] = _StorageInfo(name, start, length)

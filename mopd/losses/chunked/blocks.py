@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = 1 << 20
-"""Elements of the largest scratch buffer: 7 rows of a 151,936-token vocabulary, a size that stays in a CPU's cache."""
+"""Elements of the largest scratch buffer on a CPU: 7 rows of a 151,936-token vocabulary, which stay in its cache."""
+
+GPU_BLOCK_BYTES = 1 << 27
+"""Of the fp32 scratch buffer on a GPU, whose kernels want thousands of blocks of threads: 220 such rows."""
 
 SYNCHRONOUS_DEVICES: tuple[str, ...] = ("cpu",)
 """Devices whose values can steer the program; on any other, looking at one waits for the device."""
@@ -92,7 +95,8 @@ def blocks(x: Tensor, active: Tensor | None) -> Iterator[Block]:
 
     Rows are left out on synchronous devices only.
     """
-    height = max(1, BLOCK_ELEMENTS // max(1, x.size(-1)))
+    elements = GPU_BLOCK_BYTES // 4 if x.is_cuda else BLOCK_ELEMENTS
+    height = max(1, elements // max(1, x.size(-1)))
     for slab in slabs(x):
         count = slab.view(x).size(0)
         marks = active[slab.rows] if active is not None and can_look(x) else None

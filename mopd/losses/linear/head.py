@@ -10,6 +10,7 @@ columns of this rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -65,31 +66,58 @@ class LinearHead:
 
     def gather(self, hidden: Tensor) -> Tensor:
         """The rows that are computed, ``[N, H]``; without a copy where neither a gather nor a choice asks for one."""
+        return self.begin_gather(hidden)()
+
+    def begin_gather(self, hidden: Tensor) -> Callable[[], Tensor]:
+        """``gather`` while the caller does something else; what is returned waits for the rows."""
+        gathered = None
         if self.splits_sequence:
-            whole = hidden.new_empty(*self.row_shape(hidden), hidden.size(-1))
-            dist.all_gather_into_tensor(whole, hidden.contiguous(), group=self.group)
-            hidden = whole
-        flat = hidden.flatten(0, -2)
-        return flat if self.row_index is None else flat.index_select(0, self.row_index)
+            own = hidden.contiguous()
+            hidden = hidden.new_empty(*self.row_shape(hidden), hidden.size(-1))
+            gathered = dist.all_gather_into_tensor(hidden, own, group=self.group, async_op=True)
+
+        def finish() -> Tensor:
+            if gathered is not None:
+                gathered.wait()
+            flat = hidden.flatten(0, -2)
+            return flat if self.row_index is None else flat.index_select(0, self.row_index)
+
+        return finish
 
     def give_back(self, grad_NH: Tensor, hidden: Tensor) -> Tensor:
         """This rank's part of the rows' gradient to the gradient of ``hidden``: summed over the ranks, 0 elsewhere.
 
         The sum runs in the dtype of ``grad_NH``, which may be overwritten, and is rounded once.
         """
-        if self.world_size > 1 and not self.sequence_parallel:
-            dist.all_reduce(grad_NH, group=self.group)
-        if not self.splits_sequence:
-            grad_NH = grad_NH.to(hidden.dtype)
-        whole = grad_NH
-        if self.row_index is not None:
-            num_rows = self.row_shape(hidden).numel()
-            whole = grad_NH.new_zeros(num_rows, grad_NH.size(1)).index_copy_(0, self.row_index, grad_NH)
+        return self.begin_give_back(grad_NH, hidden)()
+
+    def begin_give_back(self, grad_NH: Tensor, hidden: Tensor) -> Callable[[], Tensor]:
+        """``give_back`` while the caller does something else; what is returned waits for the sum."""
         if self.splits_sequence:
+            whole = self._all_rows(grad_NH, hidden)
             own = whole.new_empty(whole.size(0) // self.world_size, whole.size(1))
-            dist.reduce_scatter_tensor(own, whole, group=self.group)
-            whole = own.to(hidden.dtype)
-        return whole.view(hidden.shape)
+            scattered = dist.reduce_scatter_tensor(own, whole, group=self.group, async_op=True)
+
+            def finish_scattered() -> Tensor:
+                scattered.wait()
+                return own.to(hidden.dtype).view(hidden.shape)
+
+            return finish_scattered
+        summed = dist.all_reduce(grad_NH, group=self.group, async_op=True) if self.world_size > 1 else None
+
+        def finish() -> Tensor:
+            if summed is not None:
+                summed.wait()
+            return self._all_rows(grad_NH.to(hidden.dtype), hidden).view(hidden.shape)
+
+        return finish
+
+    def _all_rows(self, grad_NH: Tensor, hidden: Tensor) -> Tensor:
+        """``[T, H]``, 0 in rows that are not computed."""
+        if self.row_index is None:
+            return grad_NH
+        num_rows = self.row_shape(hidden).numel()
+        return grad_NH.new_zeros(num_rows, grad_NH.size(1)).index_copy_(0, self.row_index, grad_NH)
 
     def spread(self, value_N: Tensor, hidden: Tensor) -> Tensor:
         """Numbers of the computed rows as ``[rows]``, 0 elsewhere. Differentiable."""
@@ -105,8 +133,8 @@ class LinearHead:
     def rows_within(self, memory_budget: int, hidden: Tensor, weight: Tensor) -> int:
         """How many rows of logits may exist at once: all that are computed, or as many as fit beside the gradients.
 
-        Counted are bytes besides inputs, results, ``[T, K]`` numbers and the few megabytes of scratch of the logits
-        passes. The same on all ranks, whose shards are equal.
+        Counted are bytes besides inputs, results, ``[T, K]`` numbers and the scratch of the logits passes. The
+        same on all ranks, whose shards are equal.
 
         Raises:
             ValueError: not even one row fits, with the least that would do; shapes or dtypes that make no logits.

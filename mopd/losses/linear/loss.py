@@ -76,20 +76,22 @@ class HeadLogits(torch.autograd.Function):
     def backward(ctx: Any, grad_NV: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
         head: LinearHead = ctx.head
-        grad_hidden = grad_weight = None
-        if ctx.needs_input_grad[1]:
-            rows_NH, buffer = head.gather(hidden), main_grad(ctx.weight)
+        # Rows travel beside the first product, the sum of their gradients beside the second.
+        gathered = head.begin_gather(hidden) if ctx.needs_input_grad[1] else None
+        given_back = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            partial = grad_NV.new_empty(grad_NV.size(0), weight.size(1), dtype=head.sum_dtype(weight))
+            matmul_into(partial, grad_NV, weight, accumulate=False)
+            given_back = head.begin_give_back(partial, hidden)
+        if gathered is not None:
+            rows_NH, buffer = gathered(), main_grad(ctx.weight)
             if buffer is None:
                 grad_weight = torch.mm(grad_NV.t(), rows_NH)
             else:
                 matmul_into(buffer, grad_NV.t(), rows_NH, accumulate=True)
                 mark_added(ctx.weight)
             del rows_NH
-        if ctx.needs_input_grad[0]:
-            partial = grad_NV.new_empty(grad_NV.size(0), weight.size(1), dtype=head.sum_dtype(weight))
-            matmul_into(partial, grad_NV, weight, accumulate=False)
-            grad_hidden = head.give_back(partial, hidden)
-        return grad_hidden, grad_weight, None
+        return None if given_back is None else given_back(), grad_weight, None
 
 
 @dataclass

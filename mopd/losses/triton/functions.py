@@ -21,8 +21,22 @@ from torch.autograd.function import once_differentiable
 from mopd.losses.call import LossCall, VocabShard
 from mopd.losses.topk import METRICS, TopKLoss, teacher_rows
 from mopd.losses.triton import coefficients, formulas, table
-from mopd.losses.triton.ids import fixup_kernel, gather_gradient_kernel, logprobs_kernel, select_kernel
-from mopd.losses.triton.streaming import dense_kernel, stats_kernel
+from mopd.losses.triton.ids import (
+    fixup_kernel,
+    gather_gradient_kernel,
+    logprobs_kernel,
+    select_kernel,
+)
+from mopd.losses.triton.launches import (
+    RowLayout,
+    dense,
+    layout,
+    neighbours,
+    new_marks,
+    power_of_two,
+    small_warps,
+    stats,
+)
 
 TAILS = {
     "bucket": formulas.BUCKET.value,
@@ -205,47 +219,17 @@ def _gradient(
     if rows:
         shard, z, o = call.shard, layout(inp), layout(out)
         with on_device(inp):
-            how = entry_for(inp, shard, rows, n).dense
+            how = entry_for(inp, shard, rows).dense
             dense(inp, z, out, o, row_data, grad_T, shard, scale_of(call.options.temperature), how)
             padded = power_of_two(n)
             fixup_kernel[(rows,)](
-                out, sorted_ids, entry_TN, runs_T, grad_T, 0 if grad_T is None else grad_T.stride(0),
+                o.base(out), sorted_ids, entry_TN, runs_T, grad_T, 0 if grad_T is None else grad_T.stride(0),
                 *o.address, shard.start, shard.num_columns,
                 N=n, N_PAD=padded, UNIT=o.unit, num_warps=small_warps(padded),
             )  # fmt: skip
     if out is inp:
         torch.autograd.graph.increment_version(inp)
     return out
-
-
-@dataclass(frozen=True)
-class RowLayout:
-    """``[T, V]`` or ``[A, B, V]`` of any strides: row t starts at ``t // inner * stride_a + t % inner * stride_b``."""
-
-    num_rows: int
-    width: int
-    inner: int
-    stride_a: int
-    stride_b: int
-    stride_v: int
-
-    @property
-    def unit(self) -> bool:
-        """Columns are neighbours in memory."""
-        return self.stride_v == 1
-
-    @property
-    def address(self) -> tuple[int, int, int, int]:
-        """The arguments that kernels take."""
-        return self.inner, self.stride_a, self.stride_b, self.stride_v
-
-
-def layout(x: Tensor) -> RowLayout:
-    """Where the rows of ``x`` lie."""
-    rows, width = x.shape[:-1].numel(), x.size(-1)
-    if x.dim() == 2:
-        return RowLayout(rows, width, max(rows, 1), 0, x.stride(0), x.stride(1))
-    return RowLayout(rows, width, max(x.size(1), 1), x.stride(0), x.stride(1), x.stride(2))
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -268,33 +252,23 @@ class Gathered:
     """Column of the first raw logit."""
 
 
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least ``n`` (and 1)."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def small_warps(elements: int) -> int:
-    """Warps of a program that holds ``elements`` numbers of one row: about four a lane."""
-    return min(16, max(1, power_of_two(elements) // 128))
-
-
 def scale_of(temperature: float) -> float:
     """exp(x / temperature) = exp2(x * scale)."""
     return LOG2_E / temperature
 
 
-def entry_for(inp: Tensor, shard: VocabShard, num_rows: int, num_ids: int) -> table.Entry:
+def entry_for(inp: Tensor, shard: VocabShard, num_rows: int) -> table.Entry:
     """Launch parameters, the same on all ranks of the group: they follow from the mean shard."""
     mean_width = -(-shard.vocab_size // shard.world_size)
     name = table.device_name(inp.device)
-    return table.shipped(mean_width, inp.dtype, power_of_two(num_ids), power_of_two(num_rows), name)
+    return table.shipped(mean_width, inp.dtype, power_of_two(num_rows), name)
 
 
 def collect(inp: Tensor, call: LossCall, lists: TeacherLists, entropy: bool = False) -> Gathered:
     """Sorts the ids, passes once over the logits, and joins the ranks with one SUM all-reduce."""
     z, shard = layout(inp), call.shard
     rows, n = lists.ids_TN.shape
-    entry = entry_for(inp, shard, rows, n)
+    entry = entry_for(inp, shard, rows)
     parts = shard.world_size * entry.splits
     begin = (3 if entropy else 2) * parts
     pay = inp.new_empty(rows, begin + n + (lists.target_T is not None), dtype=torch.float32)
@@ -302,67 +276,26 @@ def collect(inp: Tensor, call: LossCall, lists: TeacherLists, entropy: bool = Fa
     order = inp.new_empty(rows, n, dtype=torch.int32)
     gathered = Gathered(sorted_ids, order, pay, parts, begin)
     if rows:
-        _select(inp, z, call, lists, gathered)
+        marks = new_marks(inp, z, shard, entry.stats, entry.splits)
+        _select(inp, z, call, lists, gathered, marks)
         scale = scale_of(call.options.temperature)
-        stats(inp, z, sorted_ids, call.weight_T, pay, shard, scale, entropy, entry.stats, entry.splits)
+        neighbours(inp, z, sorted_ids, pay, marks, shard, scale, entropy, entry.splits)
+        stats(inp, z, marks, call.weight_T, pay, shard, scale, entropy, entry.stats, entry.splits)
     if shard.world_size > 1:
         dist.all_reduce(pay, group=shard.group)
     return gathered
 
 
-def _select(inp: Tensor, z: RowLayout, call: LossCall, lists: TeacherLists, out: Gathered) -> None:
+def _select(inp: Tensor, z: RowLayout, call: LossCall, lists: TeacherLists, out: Gathered, marks: Tensor) -> None:
     shard, (rows, n) = call.shard, lists.ids_TN.shape
     padded = max(2, power_of_two(n))
     by_rank = padded <= LONGEST_RANKED
     at_once = max(1, min(16, (4096 // padded**2) if by_rank else (512 // padded)))
     elements = at_once * padded * (padded if by_rank else 1)
     select_kernel[(triton.cdiv(rows, at_once),)](
-        inp, lists.ids_TN, lists.logprobs_TN, lists.weights_TD, call.weight_T, lists.target_T,
-        out.sorted_ids, out.order, out.pay,
-        rows, *z.address, shard.start, shard.num_columns, shard.vocab_size, out.pay.size(1), out.begin,
+        z.base(inp), lists.ids_TN, lists.logprobs_TN, lists.weights_TD, call.weight_T, lists.target_T,
+        out.sorted_ids, out.order, out.pay, marks,
+        rows, *z.address, shard.start, shard.num_columns, shard.vocab_size, out.pay.size(1), out.begin, marks.size(1),
         N=n, K=lists.k, N_PAD=padded, UNIT=z.unit, ROWS=at_once, BY_RANK=by_rank,
         num_warps=min(8, max(1, elements // (2048 if by_rank else 256))),
-    )  # fmt: skip
-
-
-def stats(
-    inp: Tensor,
-    z: RowLayout,
-    sorted_ids: Tensor,
-    weight_T: Tensor | None,
-    pay: Tensor,
-    shard: VocabShard,
-    scale: float,
-    entropy: bool,
-    how: table.Launch,
-    splits: int,
-) -> None:
-    """The pass over the logits in forward, into ``pay``."""
-    n = sorted_ids.size(1) - 1
-    chunk = triton.cdiv(triton.cdiv(shard.num_columns, how.block), splits) * how.block
-    stats_kernel[(z.num_rows * splits,)](
-        inp, sorted_ids, weight_T, pay,
-        *z.address, shard.start, shard.num_columns, chunk, splits, shard.rank, shard.world_size, pay.size(1), scale,
-        N=n, N_PAD=power_of_two(n), WORLD_PAD=power_of_two(shard.world_size), UNIT=z.unit, ENTROPY=entropy,
-        BLOCK=how.block, AHEAD=how.stages, num_warps=how.warps,
-    )  # fmt: skip
-
-
-def dense(
-    inp: Tensor,
-    z: RowLayout,
-    out: Tensor,
-    o: RowLayout,
-    row_data: Tensor,
-    grad_T: Tensor | None,
-    shard: VocabShard,
-    scale: float,
-    how: table.Launch,
-) -> None:
-    """The pass over the logits in backward, without the entries of the ids."""
-    tiles = triton.cdiv(z.width, how.block)
-    dense_kernel[(z.num_rows * tiles,)](
-        inp, out, row_data, grad_T, z.num_rows, 0 if grad_T is None else grad_T.stride(0), *z.address, *o.address,
-        shard.num_columns, z.width, tiles, scale,
-        Z_UNIT=z.unit, OUT_UNIT=o.unit, BLOCK=how.block, num_warps=how.warps,
     )  # fmt: skip

@@ -12,7 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mopd.losses.triton.streaming import MINUS_INFINITY, NO_ID, at, row_of
+from mopd.losses.triton.streaming import FAR, GROUP_BITS, LOWEST, MINUS_INFINITY, NO_ID, at, groups_of, moved, row_of
+
+NOWHERE: tl.constexpr = tl.constexpr(2**32 - 1)
 
 
 @triton.jit
@@ -24,16 +26,28 @@ def _rank(ids, number):
 
 
 @triton.jit
+def _mark_beyond(marks_ptr, row, there, skipped, end, words):
+    """Writes all words of the rows: marks on a group 0 that begins before its row, and on groups from ``end`` on."""
+    for begin in range(0, words, 128):
+        word = begin + tl.arange(0, 128)
+        inside = tl.minimum(tl.maximum(end[:, None] - word[None, :] * 32, 0), 32).to(tl.int64)
+        marks = (-1 << inside) | ((word[None, :] == 0) & (skipped[:, None] > 0)).to(tl.int64)
+        cell = marks_ptr + row[:, None] * words + word[None, :]
+        tl.store(cell, marks.to(tl.int32), mask=there[:, None] & (word < words)[None, :])
+
+
+@triton.jit
 def select_kernel(
-    z_ptr, ids_ptr, logq_ptr, teacher_weight_ptr, weight_ptr, target_ptr, sorted_ptr, order_ptr, pay_ptr,
-    num_rows, inner, stride_a, stride_b, stride_v, start, num_columns, vocab_size, pay_width, pay_begin,
+    z_ptr, ids_ptr, logq_ptr, teacher_weight_ptr, weight_ptr, target_ptr, sorted_ptr, order_ptr, pay_ptr, marks_ptr,
+    num_rows, inner, stride_a, stride_b, stride_v, shift, start, num_columns, vocab_size, pay_width, pay_begin, words,
     N: tl.constexpr, K: tl.constexpr, N_PAD: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
     BY_RANK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Sorted valid ids ``sorted`` int32 [T, N + 1], NO_ID behind them; ``order`` int32 [T, N], where each one stood.
 
     Valid: in the vocabulary, teacher log-prob above -inf, weights of teacher and row not 0. Puts the raw logits of
-    owned ids (0 for others) into ``pay[:, pay_begin:]`` in sorted order, then the target's. Grid: T / ROWS.
+    owned ids (0 for others) into ``pay[:, pay_begin:]`` in sorted order, then the target's. Writes ``marks`` int32
+    [T, words], on what is no whole group; ``neighbours_kernel`` adds those on groups that hold ids. Grid: T / ROWS.
 
     ``BY_RANK`` compares all pairs of ids, which is the faster sort for short lists.
     """
@@ -65,7 +79,10 @@ def select_kernel(
     tl.store(sorted_ptr + row64[:, None] * (N + 1) + place, ids, mask=listed)
     tl.store(sorted_ptr + row64 * (N + 1) + N, tl.full([ROWS], NO_ID, tl.int32), mask=there)
     tl.store(order_ptr + row64[:, None] * N + place, order, mask=listed)
-    z = row_of(z_ptr, row, inner, stride_a, stride_b)
+    W: tl.constexpr = GROUP_BITS // z_ptr.dtype.element_ty.primitive_bitwidth
+    _, skipped = groups_of(z_ptr, row, inner, stride_a, stride_b, shift, UNIT)
+    _mark_beyond(marks_ptr, row64, there, skipped, (skipped + num_columns) // W, words)
+    z = row_of(z_ptr, row, inner, stride_a, stride_b, shift)
     column = ids - start
     owned = listed & (column >= 0) & (column < num_columns)
     logits = tl.load(z[:, None] + at(column, stride_v, UNIT), mask=owned, other=0.0).to(tl.float32)
@@ -76,6 +93,104 @@ def select_kernel(
         owned = active & (column >= 0) & (column < num_columns)
         logits = tl.load(z + at(column, stride_v, UNIT), mask=owned, other=0.0).to(tl.float32)
         tl.store(pay + N, logits, mask=there)
+
+
+@triton.jit
+def _joined_columns(x, peak, total, moment, scale, ENTROPY: tl.constexpr):
+    """Columns [R, S, W], in fp32 and -inf where there is none, added to the sums [R, S]."""
+    new = tl.maximum(peak, tl.max(x, 2))
+    total, moment = moved(peak, new, total, moment, scale, ENTROPY)
+    d = x - new[:, :, None]
+    e = tl.exp2(d * scale)
+    if ENTROPY:
+        moment += tl.sum(e * tl.maximum(d, FAR), 2)
+    return new, total + tl.sum(e, 2), moment
+
+
+@triton.jit
+def _joined_slots(peak, total, moment, top, scale, ENTROPY: tl.constexpr):
+    """Sums [R, S] of rows together, above the peaks ``top`` [R]."""
+    total, moment = moved(peak, top[:, None], total, moment, scale, ENTROPY)
+    return tl.sum(total, 1), tl.sum(moment, 1)
+
+
+@triton.jit
+def _place(ids_ptr, number, there, start, skipped, num_columns, N: tl.constexpr):
+    """Where the ids at ``number`` of the sorted lists lie, from group 0 on; NOWHERE for those that are not this rank's.
+
+    uint32: one comparison finds ids before the shard and behind it, and what lies nowhere is in no group either.
+    """
+    listed = there & (number >= 0) & (number < N)
+    column = (tl.load(ids_ptr + number, mask=listed, other=NO_ID) - start).to(tl.uint32)
+    return tl.where(column < num_columns.to(tl.uint32), column + skipped.to(tl.uint32), NOWHERE)
+
+
+@triton.jit
+def _bits(lists, number, place, before, there, start, skipped, num_columns, N: tl.constexpr, W: tl.constexpr):
+    """Which entries are the first id of their group, and there the group's listed columns as bits."""
+    first = (place != NOWHERE) & (before // W != place // W)
+    bits = 1 << (place % W).to(tl.int32)
+    same = first
+    while tl.max(tl.max(same.to(tl.int32), 1), 0) > 0:
+        number += 1
+        after = _place(lists, number, there, start, skipped, num_columns, N)
+        same = same & (after // W == place // W)
+        bits = tl.where(same, bits | (1 << (after % W).to(tl.int32)), bits)
+    return first, bits
+
+
+@triton.jit
+def neighbours_kernel(
+    z_ptr, ids_ptr, marks_ptr, pay_ptr,
+    num_rows, inner, stride_a, stride_b, stride_v, shift, start, num_columns, words, pay_width, cell, parts, scale,
+    N: tl.constexpr, UNIT: tl.constexpr, ENTROPY: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Marks the groups that hold ids, and sums up what else is in them and in the broken groups at a row's ends.
+
+    Peak, sum and moment go to ``pay[:, cell + (0, 1, 2) * parts]``: LOWEST, 0, 0 without a column. Grid: T / ROWS.
+    """
+    W: tl.constexpr = GROUP_BITS // z_ptr.dtype.element_ty.primitive_bitwidth
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there, row64 = (row < num_rows)[:, None], row.to(tl.int64)
+    lists = (ids_ptr + row64 * (N + 1))[:, None]
+    z, skipped = groups_of(z_ptr, row, inner, stride_a, stride_b, shift, UNIT)
+    z, skipped = z[:, None, None], skipped[:, None]
+    last, lane = ((skipped + num_columns) // W).to(tl.uint32), tl.arange(0, W)[None, None, :]
+    head, tail = tl.zeros([ROWS, AT_ONCE], tl.int32), tl.zeros([ROWS, AT_ONCE], tl.int32)
+    peak = tl.full([ROWS, AT_ONCE], LOWEST, tl.float32)
+    total, moment = tl.zeros([ROWS, AT_ONCE], tl.float32), tl.zeros([ROWS, AT_ONCE], tl.float32)
+    for begin in range(0, N, AT_ONCE):
+        number = begin + tl.arange(0, AT_ONCE)[None, :]
+        place = _place(lists, number, there, start, skipped, num_columns, N)
+        before = _place(lists, number - 1, there, start, skipped, num_columns, N)
+        first, bits = _bits(lists, number, place, before, there, start, skipped, num_columns, N, W)
+        group = place // W
+        word = marks_ptr + row64[:, None] * words + group // 32
+        tl.atomic_or(word, 1 << (group % 32).to(tl.int32), mask=first, sem="relaxed")
+        head, tail = tl.where(first & (group == 0), bits, head), tl.where(first & (group == last), bits, tail)
+        whole = first & (group < last) & ((group > 0) | (skipped == 0))
+        x = tl.load(z + at(group[:, :, None] * W + lane, stride_v, UNIT), mask=whole[:, :, None], other=MINUS_INFINITY)
+        x = tl.where(((bits[:, :, None] >> lane) & 1) != 0, MINUS_INFINITY, x.to(tl.float32))
+        peak, total, moment = _joined_columns(x, peak, total, moment, scale, ENTROPY)
+    side = tl.arange(0, 2)[None, :]
+    last = last.to(tl.int32)
+    broken = there & ((side == 1) | ((skipped > 0) & (last > 0)))
+    bits = tl.where(side == 1, tl.max(tail, 1)[:, None], tl.max(head, 1)[:, None])
+    place = (side * last)[:, :, None] * W + lane
+    column = place - skipped[:, :, None]
+    free = broken[:, :, None] & (column >= 0) & (column < num_columns) & (((bits[:, :, None] >> lane) & 1) == 0)
+    x = tl.load(z + at(place, stride_v, UNIT), mask=free, other=MINUS_INFINITY).to(tl.float32)
+    none = tl.zeros([ROWS, 2], tl.float32)
+    end_peak, end_total, end_moment = _joined_columns(x, none + LOWEST, none, none, scale, ENTROPY)
+    top = tl.maximum(tl.max(peak, 1), tl.max(end_peak, 1))
+    total, moment = _joined_slots(peak, total, moment, top, scale, ENTROPY)
+    end_total, end_moment = _joined_slots(end_peak, end_total, end_moment, top, scale, ENTROPY)
+    total, moment = total + end_total, moment + end_moment
+    pay = pay_ptr + row64 * pay_width + cell
+    tl.store(pay, top, mask=row < num_rows)
+    tl.store(pay + parts, total, mask=row < num_rows)
+    if ENTROPY:
+        tl.store(pay + 2 * parts, moment, mask=row < num_rows)
 
 
 @triton.jit
@@ -106,7 +221,7 @@ def joined(pay, selected, first, parts, scale, PARTS_PAD: tl.constexpr):
 @triton.jit
 def fixup_kernel(
     out_ptr, sorted_ptr, entry_ptr, runs_ptr, grad_ptr, grad_stride,
-    inner, stride_a, stride_b, stride_v, start, num_columns,
+    inner, stride_a, stride_b, stride_v, shift, start, num_columns,
     N: tl.constexpr, N_PAD: tl.constexpr, UNIT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Writes the gradient at this rank's ids: the entries of equal ids summed in order, times ``grad``. Grid: T.
@@ -129,7 +244,7 @@ def fixup_kernel(
         value += tl.load(entry_ptr + row64 * N + follower, mask=same, other=0.0)
     if grad_ptr is not None:
         value = tl.where(value == 0, 0.0, value * tl.load(grad_ptr + row64 * grad_stride))
-    out = row_of(out_ptr, row, inner, stride_a, stride_b)
+    out = row_of(out_ptr, row, inner, stride_a, stride_b, shift)
     tl.store(out + at(column, stride_v, UNIT), value.to(out_ptr.dtype.element_ty), mask=write)
 
 

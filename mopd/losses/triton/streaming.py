@@ -4,9 +4,13 @@
 All arithmetic is fp32 on loaded values. Logits stay in their own unit (not divided by the temperature) until the
 difference to the row's peak is taken: differences of close numbers are exact, products are not.
 
+A group is 16 bytes of neighbouring columns, which one lane loads at once: 8 in bf16, 4 in fp32. Groups begin at
+addresses that are multiples of 16, whatever the stride of the rows: group 0 begins ``skipped`` columns before its row.
+Groups are the unit in which the statistics leave columns out; ``ids.py`` marks them and sums up what is in them.
+
 Parameters of kernels are pointers, tiles and numbers: Triton admits no annotation on them but ``tl.constexpr``.
 
-Shape legend: T rows, V columns of this rank, N selected ids of a row.
+Shape legend: T rows, V columns of this rank, G groups of a tile, W columns of a group.
 """
 
 from __future__ import annotations
@@ -16,15 +20,33 @@ import triton.language as tl
 
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 MINUS_INFINITY: tl.constexpr = tl.constexpr(float("-inf"))
+FAR: tl.constexpr = tl.constexpr(-1e30)
+"""Below a peak: the exponential is 0, and 0 times this is too, as 0 times an infinity is not."""
 NO_ID: tl.constexpr = tl.constexpr(2147483647)
 """Stands behind the ids of a row; larger than any id."""
+GROUP_BITS: tl.constexpr = tl.constexpr(128)
 
 
 @triton.jit
-def row_of(ptr, row, inner, stride_a, stride_b):
-    """Pointer to row ``row`` of ``[A, B, V]`` with any strides, where ``inner`` = B."""
+def row_of(ptr, row, inner, stride_a, stride_b, shift):
+    """Pointer to row ``row`` of ``[A, B, V]`` of any strides, where ``inner`` = B; row 0 is ``shift`` past ``ptr``."""
     row = row.to(tl.int64)
-    return ptr + (row // inner) * stride_a + (row % inner) * stride_b
+    return ptr + ((row // inner) * stride_a + (row % inner) * stride_b + shift)
+
+
+@triton.jit
+def groups_of(ptr, row, inner, stride_a, stride_b, shift, UNIT: tl.constexpr):
+    """Pointer to group 0 of a row, and the columns of it that lie before the row: 0 where columns are not neighbours.
+
+    ``ptr`` is a multiple of 16 bytes; the compiler sees that the result is, and makes loads from there 16 bytes wide.
+    """
+    row = row.to(tl.int64)
+    offset = (row // inner) * stride_a + (row % inner) * stride_b + shift
+    if UNIT:
+        W: tl.constexpr = GROUP_BITS // ptr.dtype.element_ty.primitive_bitwidth
+        return ptr + offset // W * W, (offset % W).to(tl.int32)
+    else:
+        return ptr + offset, (row * 0).to(tl.int32)
 
 
 @triton.jit
@@ -37,56 +59,151 @@ def at(column, stride, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _tile(
-    z, lane, begin, cursor, column, ids, start, peak, total, moment, scale, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One tile without its selected ids; ``column`` is where the next id lies, ``cursor`` its place in the list.
+def _ask(z, group, there, stride, UNIT: tl.constexpr):
+    """Groups [G, W] that are ``there``, asked for and not yet looked at; 16-bit columns as pairs [G, W / 2] in int32.
 
-    The sums are online and lane by lane: one exponential per element, nothing shared between lanes.
-    ``total`` = sum exp2((z - peak) * scale); ``moment`` = sum exp2((z - peak) * scale) * (z - peak).
+    Pairs, because the compiler carries 16-bit numbers around a loop one by one, which costs two instructions each.
     """
-    while column < begin + BLOCK:
-        z = tl.where(lane == column - begin, MINUS_INFINITY, z)
-        cursor += 1
-        column = tl.load(ids + cursor) - start
-    d = z - peak
-    grows = d > 0
-    e = tl.exp2(-tl.abs(d * scale))
+    BITS: tl.constexpr = z.dtype.element_ty.primitive_bitwidth
+    W: tl.constexpr = GROUP_BITS // BITS
+    there = there[:, None]
+    if UNIT and BITS == 16:
+        z = z.to(tl.pointer_type(tl.int32), bitcast=True)
+        pair = group[:, None] * (W // 2) + tl.arange(0, W // 2)[None, :]
+        return tl.load(z + pair, mask=there, other=0, eviction_policy="evict_first")
+    else:
+        column = group[:, None] * W + tl.arange(0, W)[None, :]
+        return tl.load(z + at(column, stride, UNIT), mask=there, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _open(asked, dtype: tl.constexpr, G: tl.constexpr):
+    """What ``_ask`` brought, in fp32 [G, W]; the columns of a group in any order."""
+    if asked.dtype == tl.int32:
+        if dtype == tl.bfloat16:
+            low = (asked << 16).to(tl.float32, bitcast=True)
+            high = (asked & -65536).to(tl.float32, bitcast=True)
+        else:
+            low = asked.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            high = (asked >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        return tl.join(low, high).reshape(G, 2 * asked.shape[1])
+    else:
+        return asked.to(tl.float32)
+
+
+@triton.jit
+def _left_out(marks, group):
+    """Which groups are marked: bit ``g % 32`` of word ``g // 32`` of the row is group g's."""
+    return (tl.load(marks + (group >> 5)) & (1 << (group & 31))) != 0
+
+
+@triton.jit
+def _largest(x, out, peak):
+    return tl.maximum(peak, tl.where(out, LOWEST, tl.max(x, 1)))
+
+
+@triton.jit
+def _sums(x, out, peak, scale, ENTROPY: tl.constexpr):
+    """Sum of exponentials and moment of each group [G] above ``peak``; nothing of the groups that are left out."""
+    d = x - peak[:, None]
+    e = tl.exp2(d * scale)
+    moment = tl.sum(e * tl.maximum(d, FAR), 1) if ENTROPY else peak  # not 0 * -inf
+    return tl.where(out, 0.0, tl.sum(e, 1)), tl.where(out, 0.0, moment)
+
+
+@triton.jit
+def moved(peak, new, total, moment, scale, ENTROPY: tl.constexpr):
+    """The sums above another peak: ``total`` = sum exp2((z - peak) * scale), ``moment`` the same times z - peak."""
+    by = peak - new
+    shrink = tl.exp2(by * scale)
     if ENTROPY:
-        new = tl.where(e > 0, e * d, 0.0)  # 0 * -inf
-        moment = tl.where(grows, e * (moment - total * d), moment + new)
-    total = total * tl.where(grows, e, 1.0) + tl.where(grows, 1.0, e)
-    return cursor, column, tl.where(grows, z, peak), total, moment
+        moment = shrink * (moment + total * tl.maximum(by, FAR))
+    return total * shrink, moment
+
+
+@triton.jit
+def _row_stats(
+    z, marks, stride_v, low, high, scale,
+    UNIT: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Peak (raw unit), sum and moment over the groups [low, high) that are not marked; LOWEST, 0, 0 without any.
+
+    Online and lane by lane: one exponential a column, the peak inside a lane, one rescale for its AHEAD groups. The
+    next AHEAD tiles are on their way while these are worked on.
+    """
+    dtype: tl.constexpr = z.dtype.element_ty
+    G: tl.constexpr = BLOCK * dtype.primitive_bitwidth // GROUP_BITS
+    lane = tl.arange(0, G)
+    peak = tl.full([G], LOWEST, tl.float32)
+    total = tl.zeros([G], tl.float32)
+    moment = tl.zeros([G], tl.float32)
+    left = (
+        high - low
+    )  # of its own, and not from the loop's counter, which the compiler makes 64 bits wide for addresses
+    one = _ask(z, low + lane, lane < left, stride_v, UNIT)
+    if AHEAD == 2:
+        two = _ask(z, low + G + lane, lane < left - G, stride_v, UNIT)
+    for step in range(tl.cdiv(tl.maximum(left, 0), AHEAD * G)):
+        group = low + step * AHEAD * G + lane
+        left -= AHEAD * G
+        x = _open(one, dtype, G)
+        out = _left_out(marks, group)
+        new = _largest(x, out, peak)
+        one = _ask(z, group + AHEAD * G, lane < left, stride_v, UNIT)
+        if AHEAD == 2:
+            y = _open(two, dtype, G)
+            out_y = _left_out(marks, group + G)
+            new = _largest(y, out_y, new)
+            two = _ask(z, group + 3 * G, lane < left - G, stride_v, UNIT)
+        total, moment = moved(peak, new, total, moment, scale, ENTROPY)
+        more, moment_more = _sums(x, out, new, scale, ENTROPY)
+        total, moment = total + more, moment + moment_more
+        if AHEAD == 2:
+            more, moment_more = _sums(y, out_y, new, scale, ENTROPY)
+            total, moment = total + more, moment + moment_more
+        peak = new
+    top = tl.max(peak, 0)
+    total, moment = moved(peak, top, total, moment, scale, ENTROPY)
+    return top, tl.sum(total, 0), tl.sum(moment, 0)
 
 
 @triton.jit
 def stats_kernel(
-    z_ptr, ids_ptr, weight_ptr, pay_ptr, inner, stride_a, stride_b, stride_v,
-    start, num_columns, chunk, splits, rank, world_size, pay_width, scale,
-    N: tl.constexpr, N_PAD: tl.constexpr, WORLD_PAD: tl.constexpr, UNIT: tl.constexpr, ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    z_ptr, marks_ptr, weight_ptr, pay_ptr, inner, stride_a, stride_b, stride_v, shift,
+    num_columns, chunk, splits, rank, world_size, words, pay_width, scale,
+    WORLD_PAD: tl.constexpr, UNIT: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Peak and sum of exponentials of one row, columns ``[split * chunk, (split + 1) * chunk)``, ids left out.
+    """Peak and sum of exponentials of one row, groups ``[split * chunk, (split + 1) * chunk)``, ids left out.
 
-    Writes this split's cells of all ranks: zeros beside its own. ``chunk`` is a multiple of BLOCK. AHEAD tiles (1 or 2)
-    are on their way while one is worked on. Grid: T * splits.
+    Split 0 joins them with what ``neighbours_kernel`` found in marked groups and left in its cells. Writes this split's
+    cells of all ranks: zeros beside its own. ``chunk`` is a multiple of AHEAD tiles. Grid: T * splits.
     """
     pid = tl.program_id(0)
     row, split = pid // splits, pid % splits
+    other = tl.arange(0, WORLD_PAD)
+    parts, inside, own = world_size * splits, other < world_size, other == rank
+    pay = pay_ptr + row.to(tl.int64) * pay_width + split
     active = True
     if weight_ptr is not None:
         active = tl.load(weight_ptr + row) != 0
     top, total, moment = -float("inf"), 0.0, 0.0
     if active:
-        high = tl.minimum((split + 1) * chunk, num_columns)
-        z = row_of(z_ptr, row, inner, stride_a, stride_b)
-        ids = ids_ptr + row.to(tl.int64) * (N + 1)
-        top, total, moment = _row_stats(
-            z, ids, stride_v, start, split * chunk, high, scale, N, N_PAD, UNIT, ENTROPY, BLOCK, AHEAD
-        )
-    other = tl.arange(0, WORLD_PAD)
-    cell = pay_ptr + row.to(tl.int64) * pay_width + other * splits + split
-    parts, inside, own = world_size * splits, other < world_size, other == rank
+        z, skipped = groups_of(z_ptr, row, inner, stride_a, stride_b, shift, UNIT)
+        W: tl.constexpr = GROUP_BITS // z_ptr.dtype.element_ty.primitive_bitwidth
+        marks = marks_ptr + row.to(tl.int64) * words
+        low, high = split * chunk, tl.minimum((split + 1) * chunk, (skipped + num_columns) // W)
+        top, total, moment = _row_stats(z, marks, stride_v, low, high, scale, UNIT, ENTROPY, BLOCK, AHEAD)
+        if split == 0:
+            mine = pay + rank * splits
+            peak, beside, beside_moment = tl.load(mine), tl.load(mine + parts), 0.0
+            if ENTROPY:
+                beside_moment = tl.load(mine + 2 * parts)
+            new = tl.maximum(top, peak)
+            total, moment = moved(top, new, total, moment, scale, ENTROPY)
+            beside, beside_moment = moved(peak, new, beside, beside_moment, scale, ENTROPY)
+            top, total, moment = new, total + beside, moment + beside_moment
+        top = tl.where(total == 0, MINUS_INFINITY, top)
+    cell = pay + other * splits
     tl.store(cell, tl.where(own, top, 0.0), mask=inside)
     tl.store(cell + parts, tl.where(own, total, 0.0), mask=inside)
     if ENTROPY:
@@ -94,102 +211,77 @@ def stats_kernel(
 
 
 @triton.jit
-def _ahead(lanes, begin, stride, there):
-    """A whole tile, nothing where there is none; one mask for all lanes, so that loads stay wide."""
-    return tl.load(lanes + begin.to(tl.int64) * stride, mask=there, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _row_stats(
-    z, ids, stride_v, start, low, high, scale,
-    N: tl.constexpr, N_PAD: tl.constexpr, UNIT: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
-):  # fmt: skip
-    """Peak (raw unit), sum and moment over columns [low, high); -inf, 0, 0 where nothing has mass."""
-    lane = tl.arange(0, BLOCK)
-    peak = tl.full([BLOCK], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    moment = tl.zeros([BLOCK], tl.float32)
-    number = tl.arange(0, N_PAD)
-    known = tl.load(ids + number, mask=number < N, other=NO_ID)
-    cursor = tl.sum((known < low + start).to(tl.int32), 0)
-    column = tl.load(ids + cursor) - start
-    num_full = tl.maximum(high - low, 0) // BLOCK
-    lanes = z + at(lane, stride_v, UNIT)
-    # Whole tiles carry no mask over the columns: an odd vocabulary would make every load a narrow one. The compiler
-    # pipelines no loop with a loop inside, so the next tiles are asked for by hand before this one is worked on.
-    one = _ahead(lanes, low, stride_v, num_full > 0)
-    two = one
-    if AHEAD == 2:
-        two = _ahead(lanes, low + BLOCK, stride_v, num_full > 1)
-    for tile in range(num_full):
-        begin = low + tile * BLOCK
-        block = one.to(tl.float32)
-        if AHEAD == 2:
-            one = two
-            two = _ahead(lanes, begin + 2 * BLOCK, stride_v, tile + 2 < num_full)
-        else:
-            one = _ahead(lanes, begin + BLOCK, stride_v, tile + 1 < num_full)
-        cursor, column, peak, total, moment = _tile(
-            block, lane, begin, cursor, column, ids, start, peak, total, moment, scale, ENTROPY, BLOCK
-        )
-    begin = low + num_full * BLOCK
-    if begin < high:
-        inside = begin + lane < high
-        block = tl.load(lanes + begin.to(tl.int64) * stride_v, mask=inside, other=0.0).to(tl.float32)
-        block = tl.where(inside, block, MINUS_INFINITY)
-        cursor, column, peak, total, moment = _tile(
-            block, lane, begin, cursor, column, ids, start, peak, total, moment, scale, ENTROPY, BLOCK
-        )
-    top = tl.max(peak, 0)
-    shrink = tl.exp2((peak - top) * scale)
-    moment = tl.sum(shrink * (moment + total * (peak - top)), 0) if ENTROPY else 0.0
-    total = tl.sum(total * shrink, 0)
-    return tl.where(total == 0, MINUS_INFINITY, top), total, moment
-
-
-@triton.jit
-def _put(ptr, values, column, begin, width, stride, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Stores a tile, rounded once to the type of ``ptr``; without a mask where the whole tile lies inside."""
-    values = values.to(ptr.dtype.element_ty)
-    if begin + BLOCK <= width:
-        tl.store(ptr + at(column, stride, UNIT), values, eviction_policy="evict_first")
+def _get(source, begin, inside, num_columns, EDGE: tl.constexpr):
+    """A tile [G, W] in fp32 where ``inside``. Groups begin at columns ``begin`` [G, 1]; whole ones load at once."""
+    if EDGE:
+        W: tl.constexpr = inside.shape[1]
+        whole = (begin >= 0) & (begin + W <= num_columns)
+        rest = tl.load(source, mask=inside & ~whole, other=0.0)
+        return tl.where(whole, tl.load(source, mask=whole, other=0.0), rest).to(tl.float32)
     else:
-        tl.store(ptr + at(column, stride, UNIT), values, mask=column < width)
+        return tl.load(source, eviction_policy="evict_first").to(tl.float32)
+
+
+@triton.jit
+def _put(out, values, begin, column, width, EDGE: tl.constexpr):
+    """Stores a tile [G, W], rounded once; whole groups at once."""
+    values = values.to(out.dtype.element_ty)
+    if EDGE:
+        W: tl.constexpr = column.shape[1]
+        whole = (begin >= 0) & (begin + W <= width)
+        tl.store(out, values, mask=whole)
+        tl.store(out, values, mask=(column >= 0) & (column < width) & ~whole)
+    else:
+        tl.store(out, values, eviction_policy="evict_first")
 
 
 @triton.jit
 def dense_kernel(
     z_ptr, out_ptr, row_data_ptr, grad_ptr, num_rows, grad_stride,
-    z_inner, z_stride_a, z_stride_b, z_stride_v, out_inner, out_stride_a, out_stride_b, out_stride_v,
+    z_inner, z_stride_a, z_stride_b, z_stride_v, z_shift,
+    out_inner, out_stride_a, out_stride_b, out_stride_v, out_shift,
     num_columns, width, tiles, scale,
-    Z_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    Z_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, ALIKE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """``out[t, j] = grad[t] * row_data[0, t] * exp2((z[t, j] - row_data[1, t]) * scale)``; 0 in padded columns.
 
-    Grid: T * tiles. ``out`` may be ``z``: a program reads and writes its own tile only. Rows whose coefficient is 0 are
-    not read.
+    Grid: T * tiles, which begin at groups of ``out``; ALIKE: groups of ``z`` begin in the same columns. ``out`` may be
+    ``z``: a program reads and writes its own tile only. Rows whose coefficient is 0 are not read.
     """
+    W: tl.constexpr = GROUP_BITS // out_ptr.dtype.element_ty.primitive_bitwidth
     pid = tl.program_id(0)
-    row, begin = pid // tiles, (pid % tiles) * BLOCK
+    row, first = pid // tiles, (pid % tiles) * BLOCK
     coefficient = tl.load(row_data_ptr + row)
-    column = begin + tl.arange(0, BLOCK)
-    out = row_of(out_ptr, row, out_inner, out_stride_a, out_stride_b)
+    out, skipped = groups_of(out_ptr, row, out_inner, out_stride_a, out_stride_b, out_shift, OUT_UNIT)
+    lane = tl.arange(0, W)[None, :]
+    group = first + tl.arange(0, BLOCK // W)[:, None] * W
+    place, begin = group + lane, group - skipped
+    column = begin + lane
+    out += at(place, out_stride_v, OUT_UNIT)
+    low, high = first - skipped, first - skipped + BLOCK
     if coefficient == 0:
-        _put(out, tl.zeros([BLOCK], tl.float32), column, begin, width, out_stride_v, OUT_UNIT, BLOCK)
+        zero = tl.zeros([BLOCK // W, W], tl.float32)
+        if (low >= 0) & (high <= width):
+            _put(out, zero, begin, column, width, False)
+        else:
+            _put(out, zero, begin, column, width, True)
     else:
         if grad_ptr is not None:
             coefficient *= tl.load(grad_ptr + row.to(tl.int64) * grad_stride)
         shift = tl.load(row_data_ptr + num_rows + row)
-        z = row_of(z_ptr, row, z_inner, z_stride_a, z_stride_b) + at(column, z_stride_v, Z_UNIT)
-        if begin + BLOCK <= num_columns:
-            block = tl.load(z, eviction_policy="evict_first").to(tl.float32)
-            value = coefficient * tl.exp2((block - shift) * scale)
+        if ALIKE:
+            z, _ = groups_of(z_ptr, row, z_inner, z_stride_a, z_stride_b, z_shift, Z_UNIT)
+            z += at(place, z_stride_v, Z_UNIT)
         else:
-            inside = column < num_columns
-            block = tl.load(z, mask=inside, other=0.0).to(tl.float32)
+            z = row_of(z_ptr, row, z_inner, z_stride_a, z_stride_b, z_shift) + at(column, z_stride_v, Z_UNIT)
+        inside = (column >= 0) & (column < num_columns)
+        if (low >= 0) & (high <= num_columns):
+            block = _get(z, begin, inside, num_columns, False)
+            _put(out, coefficient * tl.exp2((block - shift) * scale), begin, column, width, False)
+        else:
+            block = _get(z, begin, inside, num_columns, True)
             value = tl.where(inside, coefficient * tl.exp2((block - shift) * scale), 0.0)
-        _put(out, value, column, begin, width, out_stride_v, OUT_UNIT, BLOCK)
+            _put(out, value, begin, column, width, True)
 
 
 INTERPRETED = not isinstance(stats_kernel, triton.JITFunction)

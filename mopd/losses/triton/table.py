@@ -3,8 +3,9 @@
 No autotuner runs inside a training step: it would time destructive kernels on live data, differ between the ranks of
 one group, and break CUDA graphs. ``tuning`` measures on scratch tensors; ``save_table`` keeps what it found.
 
-An entry is for a width (columns of one rank), a dtype, a number of ids per row, a number of rows and a device; a lookup
-takes the nearest entry, by powers of two, among those of its dtype and device (``any`` where the device has none).
+An entry is for a width (columns of one rank), a dtype, a number of rows and a device; a lookup takes the nearest entry,
+by powers of two, among those of its dtype and device (``any`` where the device has none). The number of ids matters to
+neither of the kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Launch:
     block: int
     warps: int
     stages: int
-    """1 or 2 for ``stats``; ``dense`` has one tile a program, and 1."""
+    """1 or 2 for ``stats``, which works on as many together; ``dense`` has one tile a program, and 1."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,6 @@ class Entry:
 
     width: int
     dtype: str
-    k: int
     rows: int
     device: str
     stats: Launch
@@ -68,14 +68,14 @@ def save_table(entries: Iterable[Entry], path: Path = TABLE) -> None:
 def merge(old: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
     """``old`` with entries of the same bucket replaced by ``new``, sorted."""
 
-    def bucket(e: Entry) -> tuple[str, str, int, int, int]:
-        return (e.device, e.dtype, e.width, e.k, e.rows)
+    def bucket(e: Entry) -> tuple[str, str, int, int]:
+        return (e.device, e.dtype, e.width, e.rows)
 
     table = {bucket(e): e for e in old} | {bucket(e): e for e in new}
     return [table[key] for key in sorted(table)]
 
 
-def lookup(width: int, dtype: torch.dtype, k: int, rows: int, device: str, entries: Sequence[Entry]) -> Entry:
+def lookup(width: int, dtype: torch.dtype, rows: int, device: str, entries: Sequence[Entry]) -> Entry:
     """The nearest entry. Raises ValueError where the table has none for the dtype.
 
     ``width`` must be the same on all ranks of a group (the mean shard), for ``splits`` shapes what they exchange.
@@ -87,16 +87,16 @@ def lookup(width: int, dtype: torch.dtype, k: int, rows: int, device: str, entri
         raise ValueError(f"the tuning table has no entry for {name} on {device!r} or {ANY_DEVICE!r}: add one")
 
     def distance(e: Entry) -> float:
-        pairs = ((e.width, width), (e.k, k), (e.rows, rows))
+        pairs = ((e.width, width), (e.rows, rows))
         return sum(abs(math.log2(max(a, 1)) - math.log2(max(b, 1))) for a, b in pairs)
 
     return min(usable, key=distance)
 
 
 @cache
-def shipped(width: int, dtype: torch.dtype, k: int, rows: int, device: str) -> Entry:
+def shipped(width: int, dtype: torch.dtype, rows: int, device: str) -> Entry:
     """``lookup`` in the shipped table; ``rows`` as a power of two keeps this cache small."""
-    return lookup(width, dtype, k, rows, device, _shipped_table())
+    return lookup(width, dtype, rows, device, _shipped_table())
 
 
 @cache

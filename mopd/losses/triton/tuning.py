@@ -3,7 +3,7 @@
 Reading and storing them is ``mopd.losses.triton.table``, which kernels of a training step use. The gradient is written
 out of place on a scratch buffer: the logits that are read stay what they are from run to run.
 
-Shape legend: T rows, V columns of this rank, K ids of a row.
+Shape legend: T rows, V columns of this rank.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from mopd.losses.call import VocabShard
-from mopd.losses.triton import functions
+from mopd.losses.triton import launches
 from mopd.losses.triton.table import Entry, Launch, device_name
 
-BLOCKS = (1024, 2048, 4096, 8192)
-WARPS = (4, 8, 16)
+BLOCKS = (128, 256, 512, 1024, 2048, 4096, 8192)
+WARPS = (1, 2, 4, 8, 16)
 STAGES = (1, 2)
 SPLITS = (1, 2, 4, 8, 16, 32)
 FLUSH_BYTES = 256 << 20
 """More than the L2 cache of any GPU: written between two timed runs."""
-ELEMENTS_OF_A_LANE = (4, 32)
-"""Fewer waste the lane's loads, more do not fit its registers."""
+BYTES_OF_A_LANE = (16, 64)
+"""Of one tile. Fewer are no whole group, more do not fit the registers."""
 MOST_PROGRAMS_OF_SPLIT_ROWS = 16_384
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 def tune(
     device: torch.device | str,
-    shapes: Iterable[tuple[int, int, int]],
+    shapes: Iterable[tuple[int, int]],
     dtypes: Iterable[torch.dtype],
     *,
     repeats: int = 10,
@@ -45,7 +45,7 @@ def tune(
 
     Args:
         device: a CUDA device.
-        shapes: ``(T, V, K)``: rows, columns of one rank, ids of a row.
+        shapes: ``(T, V)``: rows, columns of one rank.
         dtypes: of the logits.
         repeats: timed runs of each candidate; the median counts.
         report: called with one line for each bucket.
@@ -57,15 +57,13 @@ def tune(
         raise ValueError(f"device is {device}: tuning times kernels on a CUDA device")
     entries = []
     for dtype in dtypes:
-        for rows, width, k in shapes:
-            stats, splits, stats_ms = fastest_stats(device, rows, width, k, dtype, repeats)
+        for rows, width in shapes:
+            stats, splits, stats_ms = fastest_stats(device, rows, width, dtype, repeats)
             dense, dense_ms = fastest_dense(device, rows, width, dtype, repeats)
             name = str(dtype).removeprefix("torch.")
-            entries.append(Entry(width, name, k, rows, device_name(device), stats, splits, dense))
+            entries.append(Entry(width, name, rows, device_name(device), stats, splits, dense))
             if report is not None:
-                report(
-                    f"{name} T={rows} V={width} K={k}: stats {stats_ms:.3f} ms, dense {dense_ms:.3f} ms, {entries[-1]}"
-                )
+                report(f"{name} T={rows} V={width}: stats {stats_ms:.3f} ms, dense {dense_ms:.3f} ms, {entries[-1]}")
     return entries
 
 
@@ -91,8 +89,8 @@ def _fastest(candidates: Iterable[T], run: Callable[[T], None], device: torch.de
     return tried[times.index(min(times))], min(times)
 
 
-def _shapes(stages: Iterable[int]) -> list[Launch]:
-    low, high = ELEMENTS_OF_A_LANE
+def _shapes(dtype: torch.dtype, stages: Iterable[int]) -> list[Launch]:
+    low, high = (size // dtype.itemsize for size in BYTES_OF_A_LANE)
     return [
         Launch(block, warps, stage)
         for block, warps, stage in product(BLOCKS, WARPS, stages)
@@ -106,23 +104,22 @@ def _scratch(device: torch.device, rows: int, width: int, dtype: torch.dtype) ->
 
 
 def fastest_stats(
-    device: torch.device, rows: int, width: int, k: int, dtype: torch.dtype, repeats: int
+    device: torch.device, rows: int, width: int, dtype: torch.dtype, repeats: int
 ) -> tuple[Launch, int, float]:
     """Best launch and splits of the statistics pass, and its median ms."""
     logits, shard = _scratch(device, rows, width, dtype)
-    ids = torch.randint(0, width, (rows, k), device=device, dtype=torch.int32).sort(1).values
-    sorted_ids = torch.cat([ids, torch.full_like(ids[:, :1], torch.iinfo(torch.int32).max)], 1)
-    pay = torch.empty(rows, 2 * max(SPLITS) + k, device=device)
-    layout = functions.layout(logits)
+    pay = torch.zeros(rows, 2 * max(SPLITS), device=device)
+    layout = launches.layout(logits)
     candidates = [
         (how, splits)
-        for how, splits in product(_shapes(STAGES), SPLITS)
-        if splits == 1 or (splits * how.block <= width and rows * splits <= MOST_PROGRAMS_OF_SPLIT_ROWS)
+        for how, splits in product(_shapes(dtype, STAGES), SPLITS)
+        if splits == 1 or (splits * how.block * how.stages <= width and rows * splits <= MOST_PROGRAMS_OF_SPLIT_ROWS)
     ]
 
     def run(candidate: tuple[Launch, int]) -> None:
         how, splits = candidate
-        functions.stats(logits, layout, sorted_ids, None, pay, shard, 1.0, False, how, splits)
+        marks = launches.new_marks(logits, layout, shard, how, splits)  # what is left out takes as long as what is not
+        launches.stats(logits, layout, marks, None, pay, shard, 1.0, False, how, splits)
 
     (how, splits), ms = _fastest(candidates, run, device, repeats)
     return how, splits, ms
@@ -135,9 +132,9 @@ def fastest_dense(
     logits, shard = _scratch(device, rows, width, dtype)
     out = torch.empty_like(logits)
     row_data = torch.full((2, rows), -1e-4, device=device)
-    layout = functions.layout(logits)
+    layout = launches.layout(logits)
 
     def run(how: Launch) -> None:
-        functions.dense(logits, layout, out, layout, row_data, None, shard, 1.0, how)
+        launches.dense(logits, layout, out, layout, row_data, None, shard, 1.0, how)
 
-    return _fastest(_shapes((1,)), run, device, repeats)
+    return _fastest(_shapes(dtype, (1,)), run, device, repeats)

@@ -6,9 +6,10 @@ tensor by tensor for our layers: gated MLP, grouped queries, no dropout, a bias 
     norm in, norm out, twice             4 h                of the sequence's part under sequence parallelism
     qkv, and q and k after the rope      2 q + 3 kv         q, kv: widths of all query, of all key heads
     attention's answer                   q
+    keys and values of other ranks       2 kv (c - 1)       under context parallelism over c ranks
     gate and up, their product           3 f
 
-Kernels of TransformerEngine hold no scores; the local attention keeps them in fp32 and once more in the model's dtype.
+No attention holds scores.
 
 A vision tower's block keeps for each patch, h and f being its own widths:
 
@@ -23,15 +24,17 @@ keep nothing, and of RMSNorm's in the normed form alone; where they are trained,
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
 from mopd.config.schema import Recipe
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.stages import stages_of
 from mopd.conversion.models.towers import TOWERS
-from mopd.data.packing import pack
-from mopd.planning.memory.shards import BYTES, own_layers
+from mopd.data.packing import PackingRules, pack, packing_rules
+from mopd.planning.memory.shards import BYTES
 from mopd.planning.workload import Workload
 from mopd.types import SampleMeta
 
@@ -49,7 +52,7 @@ class MicroBatchSize:
     sequences: int
     """Of the largest, of samples that are all as long as they may be."""
     tokens: int
-    """Of the largest."""
+    """Of the largest; shorter samples may fill it up."""
     in_step: int
     """Micro-batches of a step with samples of usual lengths."""
     padded_tokens: int
@@ -63,36 +66,32 @@ class MicroBatchSize:
         return self.tokens // self.sequences
 
 
-def micro_batches(recipe: Recipe, work: Workload) -> MicroBatchSize:
-    """As a step packs them.
+def micro_batches(recipe: Recipe, dims: ModelDims, work: Workload) -> MicroBatchSize:
+    """As a step packs them, but for the sizes that packs are rounded to on a GPU.
 
     Raises:
         UserError: samples of such lengths cannot be shared out evenly.
     """
     student = recipe.student
     dp = student.parallel.data_parallel_size
-    in_step, padded = _packed(
-        tuple(work.response_lengths()),
-        max(1, round(work.prompt_tokens)),
-        dp,
-        student.max_tokens_per_micro_batch,
-        student.micro_batch_size,
-    )
-    fitting = student.micro_batch_size or max(1, student.max_tokens_per_micro_batch // work.max_tokens)
-    sequences = min(fitting, -(-work.samples // dp))
+    rules = packing_rules(student, dims, on_gpu=False)
+    prompt = max(1, round(work.prompt_tokens))
+    in_step, padded = _packed(tuple(work.response_lengths()), prompt, dp, rules)
+    longest, share = rules.sequence(work.max_tokens), -(-work.samples // dp)
+    sequences = min(student.micro_batch_size or max(1, rules.max_tokens // longest), share)
+    fills_up = rules.is_packed and student.micro_batch_size is None
+    tokens = max(sequences * longest, min(rules.max_tokens, share * longest)) if fills_up else sequences * longest
     return MicroBatchSize(
         sequences=sequences,
-        tokens=sequences * work.max_tokens,
+        tokens=tokens,
         in_step=in_step,
         padded_tokens=padded,
-        image_tokens=sequences * recipe.data.max_prompt_length * work.image_tokens / work.prompt_tokens,
+        image_tokens=tokens / work.max_tokens * recipe.data.max_prompt_length * work.image_tokens / work.prompt_tokens,
     )
 
 
 @lru_cache(maxsize=256)
-def _packed(
-    lengths: tuple[int, ...], prompt: int, dp_size: int, max_tokens: int, micro_batch_size: int | None
-) -> tuple[int, int]:
+def _packed(lengths: tuple[int, ...], prompt: int, dp_size: int, rules: PackingRules) -> tuple[int, int]:
     """Micro-batches of a rank, and padded tokens of the busiest one."""
     samples = [
         SampleMeta(
@@ -106,23 +105,22 @@ def _packed(
         )
         for number, length in enumerate(lengths)
     ]
-    packed = pack(samples, dp_size=dp_size, max_tokens=max_tokens, micro_batch_size=micro_batch_size).micro_batches
-    padded = max(sum(len(batch) * max(one.length for one in batch) for batch in rank) for rank in packed)
-    return len(packed[0]), padded
+    packed = pack(samples, rules, dp_size=dp_size).micro_batches
+    return len(packed[0]), max(sum(rules.num_tokens(batch) for batch in rank) for rank in packed)
 
 
 def layer_elements(dims: ModelDims, parallel: ParallelConfig, *, has_experts: bool) -> float:
     """Elements that one layer keeps for each token of a micro-batch, on one rank."""
-    tp = parallel.tensor_model_parallel_size
+    tp, others = parallel.tensor_model_parallel_size, parallel.context_parallel_size - 1
     hidden = dims.hidden_size / (tp if parallel.sequence_parallel else 1)
     if dims.mla is None:
         q, kv = dims.num_attention_heads * dims.head_dim, dims.num_query_groups * dims.head_dim
-        attention = (3 * q + 3 * kv) / tp
+        attention = (3 * q + (3 + 2 * others) * kv) / tp
     else:
         mla, heads = dims.mla, dims.num_attention_heads / tp
         keys = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         compressed = 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank) + mla.qk_rope_head_dim
-        attention = compressed + heads * (4 * keys + 3 * mla.v_head_dim)
+        attention = compressed + heads * ((4 + 2 * others) * keys + 3 * mla.v_head_dim)
     if not has_experts or dims.moe is None:
         return 4 * hidden + attention + 3 * dims.ffn_hidden_size / tp
     moe = dims.moe
@@ -150,28 +148,32 @@ def tower_bytes(dims: ModelDims, student: StudentConfig, image_tokens: float) ->
     return image_tokens * vision.spatial_merge_size**2 * elements * size
 
 
-def activation_bytes(
-    dims: ModelDims, student: StudentConfig, batch: MicroBatchSize, *, stage: int, is_fused: bool
-) -> int:
-    """Of one rank of a pipeline stage. The schedule lets stage i of p begin p - i micro-batches before the first comes
-    back. ``is_fused``: TransformerEngine's attention, which holds no scores."""
+def activation_bytes(dims: ModelDims, student: StudentConfig, batch: MicroBatchSize, *, stage: int) -> int:
+    """Of one rank of a pipeline stage, when its first micro-batch comes back."""
     parallel, size = student.parallel, BYTES[student.dtype]
-    pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
-    own = [dims.is_moe_layer(layer) for layer in own_layers(dims, parallel)[stage]]
-    layers = len(own)
-    each = {kind: layer_elements(dims, parallel, has_experts=kind) * batch.tokens * size for kind in set(own)}
-    scores = 0.0
-    if not is_fused:
-        heads = max(1, dims.num_attention_heads // tp)
-        scores = batch.sequences * heads * float(batch.length) ** 2 * (4 + size)
-    border = dims.hidden_size / (tp if parallel.sequence_parallel else 1) * batch.tokens * size
-    under_way = min(pp - stage, batch.in_step)
+    tp = parallel.tensor_model_parallel_size
+    chunks = [list(map(dims.is_moe_layer, layers)) for layers in stages_of(parallel).layers(dims.num_layers)[stage]]
+    tokens = batch.tokens / parallel.context_parallel_size
+    each = {
+        kind: layer_elements(dims, parallel, has_experts=kind) * tokens * size
+        for kind in {kind for own in chunks for kind in own}
+    }
     seen = tower_bytes(dims, student, batch.image_tokens) if stage == 0 else 0.0
+    border = dims.hidden_size / (tp if parallel.sequence_parallel else 1) * tokens * size
+    held = list(zip(chunks_under_way(parallel, stage, batch.in_step), chunks, strict=True))
+    of_tower = held[0][0] * seen  # on the first chunk
     if student.recompute == "full":
-        return round(under_way * (layers * border + seen) + max(each.values()) + scores)
-    kept_scores = 0.0 if student.recompute == "selective" else layers * scores
-    beside = scores if student.recompute == "selective" else 0.0
-    return round(under_way * (sum(each[kind] for kind in own) + kept_scores + border + seen) + beside)
+        return round(sum(number * len(own) for number, own in held) * border + max(each.values()) + of_tower)
+    return round(sum(number * (sum(each[kind] for kind in own) + border) for number, own in held) + of_tower)
+
+
+def chunks_under_way(parallel: ParallelConfig, stage: int, in_step: int) -> list[int]:
+    """Micro-batches that each chunk of a stage has begun when the first comes back. Stage i of p begins p - i; with v
+    chunks, which take p micro-batches in turn, 2 (p - i - 1) + (v - 1) p + 1 of all of them (Megatron's schedules)."""
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    begun = stages - stage if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
+    counts = Counter(number // stages % chunks for number in range(min(begun, in_step * chunks)))
+    return [counts[chunk] for chunk in range(chunks)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from mopd.placement.gpus import engine_groups
 from mopd.planning.devices import SHARES, Cluster
 from mopd.planning.memory.activations import HeadShape, MicroBatchSize, activation_bytes, micro_batches
 from mopd.planning.memory.replicas import ReplicaPlan
-from mopd.planning.memory.shards import BYTES, shard, tensor_bytes, whole
+from mopd.planning.memory.shards import BYTES, own_layers, shard, tensor_bytes, whole
 from mopd.planning.workload import Workload, sample_bytes
 
 MIB = 2**20
@@ -28,6 +28,7 @@ class RankPlan:
     """Every rank of one pipeline stage."""
 
     stage: int
+    num_layers: int
     parts: Mapping[str, int]
     shared: Mapping[str, int]
     """Engines in rank 0's process, by group: they take its memory too."""
@@ -56,15 +57,18 @@ def head_shape(recipe: Recipe, dims: ModelDims, batch: MicroBatchSize) -> HeadSh
     parallel = recipe.student.parallel
     tp = parallel.tensor_model_parallel_size
     responses = batch.sequences * recipe.rollout.max_response_length
+    tokens = -(-batch.tokens // parallel.context_parallel_size)
     return HeadShape(
-        rows=min(batch.tokens, responses),
-        tokens=batch.tokens,
+        rows=min(tokens, responses),
+        tokens=tokens,
         hidden=dims.hidden_size,
         columns=dims.padded_vocab_size(tp) // tp,
         element=BYTES[recipe.student.dtype],
         ranks=tp,
         splits_sequence=parallel.sequence_parallel,
-        copies=BYTES[recipe.student.dtype] < 4 or recipe.loss.temperature != 1 or dims.vocab_size % tp > 0,
+        copies=BYTES[recipe.student.dtype] < 4
+        or recipe.loss.temperature != 1
+        or dims.padded_vocab_size(tp) > dims.vocab_size,
     )
 
 
@@ -73,14 +77,13 @@ def plan_ranks(
 ) -> list[RankPlan]:
     """One for each pipeline stage; the first is rank 0's, whose process some engines may share."""
     groups = engine_groups(recipe)
-    batch, student = micro_batches(recipe, work), recipe.student
+    batch, student = micro_batches(recipe, dims, work), recipe.student
     head = head_shape(recipe, dims, batch)
     stages = student.parallel.pipeline_model_parallel_size
-    is_fused = cluster.gpus_per_node > 0 and student.transformer_impl != "local"
     plans = []
     for stage in range(stages):
         parts = dict(tensor_bytes(shard(dims, student.parallel, stage), student))
-        parts["activations"] = activation_bytes(dims, student, batch, stage=stage, is_fused=is_fused)
+        parts["activations"] = activation_bytes(dims, student, batch, stage=stage)
         if stage == stages - 1:
             parts["lm_head"] = head.peak(student.lm_head_memory_budget_mib * MIB)
         if cluster.gpus_per_node:
@@ -93,7 +96,8 @@ def plan_ranks(
                 for key, group in groups.items()
                 if isinstance(group.placement, InProcessConfig)
             }
-        plans.append(RankPlan(stage=stage, parts=parts, shared=shared))
+        num_layers = len(own_layers(dims, student.parallel)[stage])
+        plans.append(RankPlan(stage=stage, num_layers=num_layers, parts=parts, shared=shared))
     return plans
 
 
@@ -102,18 +106,19 @@ def head_plans(
 ) -> list[HeadPlan]:
     """Our head beside an eager loss, at every tensor-parallel degree that divides the model and the ranks."""
     plans = []
-    ranks = recipe.student.parallel.world_size // recipe.student.parallel.pipeline_model_parallel_size
+    degrees = recipe.student.parallel
+    ranks = degrees.ranks_per_stage // degrees.context_parallel_size
     for tp in HEAD_DEGREES:
         if ranks % tp or dims.num_query_groups % tp or recipe.samples_per_step % (ranks // tp) or dims.moe is not None:
             continue
         parallel = replace(
-            recipe.student.parallel,
+            degrees,
             tensor_model_parallel_size=tp,
             data_parallel_size=ranks // tp,
-            sequence_parallel=recipe.student.parallel.sequence_parallel and tp > 1,
+            sequence_parallel=degrees.sequence_parallel and tp > 1,
         )
         own = replace(recipe, student=replace(recipe.student, parallel=parallel))
-        head = head_shape(own, dims, micro_batches(own, work))
+        head = head_shape(own, dims, micro_batches(own, dims, work))
         rank = max(plan_ranks(own, dims, work, cluster, replicas), key=lambda plan: plan.num_bytes)
         ours = head.peak(recipe.student.lm_head_memory_budget_mib * MIB)
         eager = head.eager(head.element + EAGER_BYTES)

@@ -12,8 +12,9 @@ from functools import lru_cache
 
 from mopd.config.student import Freeze, ParallelConfig, StudentConfig
 from mopd.conversion.models import families
-from mopd.conversion.models.dims import ModelDims, stage_layers
+from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.families import Param
+from mopd.conversion.models.stages import stages_of
 from mopd.conversion.models.towers import is_merger
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -85,10 +86,10 @@ def shard(dims: ModelDims, parallel: ParallelConfig, stage: int) -> Shard:
     )
 
 
-def own_layers(dims: ModelDims, parallel: ParallelConfig) -> list[range]:
+def own_layers(dims: ModelDims, parallel: ParallelConfig) -> list[list[int]]:
     """The layers of every pipeline stage."""
-    stages, first = parallel.pipeline_model_parallel_size, parallel.num_layers_in_first_pipeline_stage
-    return [stage_layers(dims.num_layers, i, stages=stages, first_stage_layers=first) for i in range(stages)]
+    stages = stages_of(parallel).layers(dims.num_layers)
+    return [[layer for chunk in chunks for layer in chunk] for chunks in stages]
 
 
 def whole(dims: ModelDims) -> int:
@@ -132,8 +133,8 @@ def tensor_bytes(own: Shard, student: StudentConfig) -> dict[str, int]:
     state = MOMENT_BYTES + (MAIN_BYTES if size < 4 else 0)
     copies, expert_copies = 1, 1
     if student.optimizer.use_distributed_optimizer:
-        copies = parallel.data_parallel_size
-        expert_copies = parallel.tensor_model_parallel_size * copies // parallel.expert_ranks
+        copies = parallel.num_copies
+        expert_copies = parallel.ranks_per_stage // parallel.expert_ranks
     return {
         "weights": own.num_weights * size + own.constants * 4,
         "gradients": (dense + own.experts) * GRADIENT_BYTES,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ _KEPT_OPTIONS = ("max_lr", "min_lr", "betas", "eps")
 
 def save(
     folder: Path,
-    model: DistributedDataParallel,
+    chunks: Sequence[DistributedDataParallel],
     optimizer: ChainedOptimizer,
     layout: Layout,
     *,
@@ -57,7 +58,7 @@ def save(
         FileExistsError: ``folder`` already holds a complete checkpoint.
         WriteRefusedError: on every rank, when one of them cannot write.
     """
-    write(folder, _sharded_state(model, optimizer, layout, is_loading=False), layout, state=state)
+    write(folder, _sharded_state(chunks, optimizer, layout, is_loading=False), layout, state=state)
 
 
 def write(folder: Path, sharded: dict[str, Any], layout: Layout, *, state: Mapping[str, Any]) -> None:
@@ -86,7 +87,7 @@ def _make_anew(folder: Path) -> None:
 @torch.no_grad()
 def load(
     folder: Path,
-    model: DistributedDataParallel,
+    chunks: Sequence[DistributedDataParallel],
     optimizer: ChainedOptimizer,
     scheduler: OptimizerParamScheduler,
     layout: Layout,
@@ -99,14 +100,14 @@ def load(
     """
     state = read_state(folder)
     options = [{name: group[name] for name in _KEPT_OPTIONS} for group in optimizer.param_groups]
-    sharded = _sharded_state(model, optimizer, layout, is_loading=True)
+    sharded = _sharded_state(chunks, optimizer, layout, is_loading=True)
     same_layout = state["layout"] == layout.sizes()
     if not same_layout:
         del sharded["rng"]
     loaded = restricted.load(sharded, folder)
     if same_layout:
         _check_rng_state(folder, loaded.get("rng"))
-    model.module.load_state_dict(loaded["model"])
+    _load_chunks([chunk.module for chunk in chunks], loaded["model"])
     for part, key in _parts(optimizer):
         if key == _EXPERTS_OPTIMIZER:
             _add_common_state(part, loaded[key], loaded[_OPTIMIZER])
@@ -121,11 +122,20 @@ def load(
 
 
 @torch.no_grad()
-def load_weights(folder: Path, model: StudentModel) -> None:
+def load_weights(folder: Path, *chunks: StudentModel) -> None:
     """Load the weights alone of a verified ``folder``, a run's checkpoint or a conversion's. Collective; raises as
     ``load`` does."""
-    sharded = {"model": model.sharded_state_dict(metadata=dict(CONTENT))}
-    model.load_state_dict(restricted.load(sharded, folder)["model"])
+    _load_chunks(chunks, restricted.load({"model": sharded_weights(chunks)}, folder)["model"])
+
+
+def sharded_weights(chunks: Sequence[StudentModel]) -> dict[str, Any]:
+    """Sharded state dicts by the number of the chunk, whose names count layers from 0; keys are the whole model's."""
+    return {str(number): chunk.sharded_state_dict(metadata=dict(CONTENT)) for number, chunk in enumerate(chunks)}
+
+
+def _load_chunks(chunks: Sequence[StudentModel], loaded: Mapping[str, Any]) -> None:
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[str(number)])
 
 
 def write_hash_manifest(folder: Path, state: Mapping[str, Any]) -> None:
@@ -175,19 +185,21 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def _sharded_state(
-    model: DistributedDataParallel, optimizer: ChainedOptimizer, layout: Layout, *, is_loading: bool
+    chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, layout: Layout, *, is_loading: bool
 ) -> dict[str, Any]:
     """What is saved, as Megatron's sharded state dict."""
-    sharded: dict[str, Any] = {"model": model.module.sharded_state_dict(metadata=dict(CONTENT))}
+    sharded: dict[str, Any] = {"model": sharded_weights([chunk.module for chunk in chunks])}
     for part, key in _parts(optimizer):
         _create_states(part)
+        if isinstance(part, DistributedOptimizer):
+            part.get_parameter_state_dp_zero = partial(_padded_states, part)
         sharded[key] = part.sharded_state_dict(sharded["model"], is_loading=is_loading, metadata=dict(CONTENT))
     sharded["rng"] = ShardedObject(
         "rng",
         _rng_state(),
         (layout.pp_size, layout.tp_size),
         (layout.pp_rank, layout.tp_rank),
-        replica_id=layout.dp_rank,
+        replica_id=layout.copy,
     )
     return sharded
 
@@ -222,6 +234,23 @@ def _create_states(part: Any) -> None:
     if isinstance(part.optimizer, torch.optim.AdamW):
         for states in part.optimizer.state.values():
             states.setdefault("step", torch.tensor(0.0))
+
+
+def _padded_states(part: Any, **options: Any) -> dict[Any, Any] | None:
+    """In the place of ``get_parameter_state_dp_zero``, which in Megatron 0.16.1 leaves out the padding that ends each
+    bucket of a gradient buffer: its caller cuts the result at places that count it, and from the second bucket on
+    saves parameters shifted."""
+    state: dict[Any, Any] | None = DistributedOptimizer.get_parameter_state_dp_zero(part, **options)
+    for number, buffer in enumerate(part.buffers if state is not None else ()):
+        assert state is not None
+        (states,) = state[number].values()
+        for name in [name for name, value in states.items() if isinstance(value, torch.Tensor)]:
+            sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
+            padded = states[name].new_zeros(buffer.numel)
+            for bucket, own in zip(buffer.buckets, states[name].split(sizes), strict=True):
+                padded[bucket.offset : bucket.offset + len(own)] = own
+            states[name] = padded
+    return state
 
 
 def _load_optimizer(part: Any, loaded: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ over the real sequences; Megatron's weighs each by its length squared, and count
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,19 +42,21 @@ _Z_LOSS = "z_loss"
 class Balance:
     """Scales and watches the routers of one rank: ``begin`` before a step's passes, ``metrics`` after them."""
 
-    def __init__(self, model: StudentModel, moe: MoeConfig, dims: MoeDims, layout: Layout) -> None:
+    def __init__(self, chunks: Sequence[StudentModel], moe: MoeConfig, dims: MoeDims, layout: Layout) -> None:
         self._moe = moe
         self._layout = layout
         self._num_moe_layers = sum(dims.layers)
         self._num_micro_batches = 0
+        get_moe_layer_wise_logging_tracker().clear()  # of a model before this one, perhaps of another number of layers
         # [L, E]: tokens that this rank's routers sent, by layer of the whole model and expert
         self._tokens = torch.zeros(len(dims.layers), dims.num_experts, dtype=torch.float64, device=layout.device)
         self._routers: list[Any] = []
-        layers: Any = model.get_submodule("decoder.layers")
-        for layer in layers:
+        own: list[Any] = [layer for chunk in chunks for layer in chunk.decoder.layers]
+        for layer in own:
             if dims.layers[layer.layer_number - 1]:
                 self._routers.append(layer.mlp.router)
-                _adapt(layer.mlp.router)
+                _adapt(layer.mlp.router, layout)
+                layer.register_forward_pre_hook(_tell_samples, with_kwargs=True)
                 _watch(layer.mlp.router, self._tokens[layer.layer_number - 1])
 
     def begin(self, num_micro_batches: int) -> None:
@@ -93,11 +95,16 @@ class Balance:
         return self._num_micro_batches * (1 if is_global else self._layout.dp_size)
 
 
-def _adapt(router: Any) -> None:
+def _tell_samples(layer: Any, inputs: Any, options: dict[str, Any]) -> None:
+    """Before a layer's pass, and its recomputation, its router hears which rows are a sample's (``StudentModel``)."""
+    layer.mlp.router.samples = getattr(options.get("packed_seq_params"), "samples", None)
+
+
+def _adapt(router: Any, layout: Layout) -> None:
     """Make a router of Megatron's what the module docstring says."""
     router.calculate_per_token_loss = False
     router.apply_z_loss = _z_loss_of(router)
-    router._apply_seq_aux_loss = _sequence_loss_of(router)
+    router._apply_seq_aux_loss = _sequence_loss_of(router, layout)
     router._apply_expert_bias = _with_mask_per_token(router._apply_expert_bias)
 
 
@@ -106,7 +113,7 @@ def _watch(router: Any, tokens: Tensor) -> None:
 
     def count(module: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         if torch.is_grad_enabled():
-            tokens.add_(output[1][_real(output[1], *inputs[1:])].sum(0))
+            tokens.add_((output[1] & _real(output[1], *inputs[1:])[:, None]).sum(0))
 
     router.register_forward_hook(count)
 
@@ -135,9 +142,9 @@ def _z_loss_of(router: Any) -> Callable[..., Tensor]:
     return apply
 
 
-def _sequence_loss_of(router: Any) -> Callable[..., Tensor]:
+def _sequence_loss_of(router: Any, layout: Layout) -> Callable[..., Tensor]:
     """In the place of ``TopKRouter._apply_seq_aux_loss``: per sequence experts x sum over experts of (share of choices
-    x mean score), from scores and choices [S B, E] that are zero at padding."""
+    x mean score), from scores and choices [T, E] that are zero at padding."""
     name = "seq_aux_loss"
 
     def apply(
@@ -146,12 +153,22 @@ def _sequence_loss_of(router: Any) -> Callable[..., Tensor]:
         coefficient = router.get_aux_loss_coeff(name)
         if coefficient == 0:
             return probs
-        chosen_BE = routing_map.view(length, num, -1).sum(0).to(scores.dtype)
-        dist.all_reduce(chosen_BE, group=router.tp_cp_group)
-        choices_B = chosen_BE.sum(1)
-        products_B = (scores.view(length, num, -1).sum(0) * chosen_BE).sum(1)
-        losses_B = router.num_experts * router.topk * products_B / choices_B.clamp(min=1).square()
-        loss = coefficient * losses_B.sum() / (choices_B > 0).sum().clamp(min=1)
+        if router.samples is None:
+            index_T, num_samples = torch.arange(num, device=scores.device).repeat(length), num
+        else:
+            index_T, num_samples = router.samples
+            if layout.sequence_parallel:
+                index_T = index_T.chunk(layout.tp_size)[layout.tp_rank]
+
+        def by_sample(values: Tensor) -> Tensor:
+            return values.new_zeros(num_samples, *values.shape[1:]).index_add(0, index_T, values)
+
+        chosen_NE = by_sample(routing_map.to(scores.dtype))
+        dist.all_reduce(chosen_NE, group=router.tp_cp_group)
+        choices_N = chosen_NE.sum(1)
+        products_N = by_sample((scores * chosen_NE[index_T]).sum(1))
+        losses_N = router.num_experts * router.topk * products_N / choices_N.clamp(min=1).square()
+        loss = coefficient * losses_N.sum() / (choices_N > 0).sum().clamp(min=1)
         attached: Tensor = router.attach_and_log_load_balancing_loss(
             probs, coefficient, loss, _LOSS_NAMES[name], router.tp_cp_group
         )

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mopd.config.student import MoeConfig, StudentConfig, VisionConfig
 from mopd.conversion.models.dims import ModelDims, YarnRope, check_layout
+from mopd.conversion.models.stages import Stages, stages_of
+from mopd.data.packing import FP8_MULTIPLE
 from mopd.student.model.overrides import check_overrides
 from mopd.student.parallel import Layout
 from mopd.text import one_line
 from mopd.types import UserError
 
+UNFUSED_MAX_LENGTH = 4096
+"""Tokens of a sequence up to which whole score matrices are bearable: 2 GiB a layer for 32 heads in fp32."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -33,6 +39,20 @@ def uses_transformer_engine(student: StudentConfig) -> bool:
     return is_available and student.transformer_impl != "local"
 
 
+def check_attention(student: StudentConfig, *, max_length: int) -> None:
+    """Refuse TransformerEngine's attention in float32, which holds scores [B, heads, S, S], for long sequences.
+
+    Raises:
+        UserError: one line with the keys to set.
+    """
+    if uses_transformer_engine(student) and student.dtype == "float32" and max_length > UNFUSED_MAX_LENGTH:
+        raise UserError(
+            f"student.dtype is float32, in which TransformerEngine's attention holds the scores of all {max_length} x "
+            f"{max_length} pairs of tokens (possible up to {UNFUSED_MAX_LENGTH}): set student.transformer_impl: local, "
+            "or student.dtype: bfloat16"
+        )
+
+
 def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) -> TransformerConfig:
     """Megatron's model configuration.
 
@@ -40,18 +60,25 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
         UserError: the layout does not divide the model, or an override is unknown, owned by another recipe key, or
             refused by Megatron.
     """
+    stages = replace(
+        stages_of(student.parallel),
+        pipeline_model_parallel_size=layout.pp_size,
+        virtual_pipeline_model_parallel_size=layout.vp_size,
+    )
     check_layout(
         dims,
         tensor_model_parallel_size=layout.tp_size,
-        pipeline_model_parallel_size=layout.pp_size,
+        stages=stages,
         expert_model_parallel_size=layout.ep_size,
         expert_tensor_parallel_size=layout.etp_size,
-        num_layers_in_first_pipeline_stage=student.parallel.num_layers_in_first_pipeline_stage,
     )
     _check_sequence_parallel(dims, layout)
+    _check_context_parallel(student, dims, layout)
     _check_experts(student, dims)
     fields = {**_model_fields(dims), **_layout_fields(layout), **_execution_fields(student)}
-    fields["num_layers_in_first_pipeline_stage"] = student.parallel.num_layers_in_first_pipeline_stage
+    fields |= asdict(stages)
+    if layout.vp_size == 1:
+        fields["virtual_pipeline_model_parallel_size"] = None
     fields |= (
         _moe_fields(student.moe, dims)
         | _vision_fields(student, dims)
@@ -59,6 +86,8 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
     )
     has_engine = uses_transformer_engine(student)
     overrides = check_overrides(student.megatron_overrides, owned=fields.keys(), has_transformer_engine=has_engine)
+    if overrides.get("fp8"):
+        check_fp8(student, dims, layout.tp_size)
     config_class = TransformerConfig if dims.mla is None else MLATransformerConfig
     try:
         config = config_class(**fields, **overrides)
@@ -67,11 +96,64 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
             raise
         named = dict(student.megatron_overrides)
         raise UserError(f"student.megatron_overrides {named}: Megatron refuses: {one_line(error)}") from error
-    _check_recompute(config)
+    _check_recompute(config, stages)
+    _check_messages(config)
     # Micro-batches are padded to their own longest sequence; pipeline stages announce shapes to each other. Megatron
     # refuses this beside the all-gather dispatcher, whose ranks must bring equally many tokens: the batches do.
     config.variable_seq_lengths = layout.pp_size > 1
     return config
+
+
+def _check_context_parallel(student: StudentConfig, dims: ModelDims, layout: Layout) -> None:
+    """Megatron's turns of queries and keys by TransformerEngine know one axis of positions, of whole sequences.
+
+    Raises:
+        UserError: one line with the keys to set.
+    """
+    if layout.cp_size > 1 and dims.vision is not None and uses_transformer_engine(student):
+        raise UserError(
+            f"student.parallel.context_parallel_size is {layout.cp_size} and model_type {dims.family} sees images: set "
+            "student.transformer_impl: local, or context_parallel_size: 1"
+        )
+
+
+def _check_messages(config: TransformerConfig) -> None:
+    """``student/schedule.py`` pairs the batched messages of interleaved stages, not single ones.
+
+    Raises:
+        UserError: one line with the key to set.
+    """
+    chunks = config.virtual_pipeline_model_parallel_size
+    if chunks is not None and not config.batch_p2p_comm:
+        raise UserError(
+            "student.megatron_overrides.batch_p2p_comm: false with student.parallel."
+            f"virtual_pipeline_model_parallel_size {chunks}: remove the override"
+        )
+
+
+def check_fp8(student: StudentConfig, dims: ModelDims, tp_size: int) -> None:
+    """Refuse fp8 for sizes that TransformerEngine's fp8 products do not take; packs of tokens are padded to fit.
+
+    Raises:
+        UserError: one line with the key to set.
+    """
+    key = "student.megatron_overrides.fp8"
+    if dims.moe is not None or dims.mla is not None or dims.vision is not None:
+        raise UserError(f"{key}: mopd knows the shapes of dense text models alone; remove the override")
+    if student.dtype != "bfloat16":
+        raise UserError(f"{key}: student.dtype is {student.dtype}: set it to bfloat16, or remove the override")
+    widths = {
+        "hidden_size": dims.hidden_size,
+        "intermediate_size": dims.ffn_hidden_size // tp_size,
+        "num_attention_heads x head_dim": dims.num_attention_heads * dims.head_dim // tp_size,
+        "num_key_value_heads x head_dim": dims.num_query_groups * dims.head_dim // tp_size,
+    }
+    for name, width in widths.items():
+        if width % FP8_MULTIPLE:
+            raise UserError(
+                f"{key}: {name} is {width} on a tensor-parallel rank, no multiple of {FP8_MULTIPLE}; remove the "
+                "override or lower student.parallel.tensor_model_parallel_size"
+            )
 
 
 def _check_sequence_parallel(dims: ModelDims, layout: Layout) -> None:
@@ -91,21 +173,20 @@ def _check_sequence_parallel(dims: ModelDims, layout: Layout) -> None:
         )
 
 
-def _check_recompute(config: TransformerConfig) -> None:
-    """Megatron runs past the last layer of a stage whose layers are no multiple of the recomputed chunks.
+def _check_recompute(config: TransformerConfig, stages: Stages) -> None:
+    """Megatron runs past the last layer of a stage whose layers are no multiple of the recomputed runs of layers.
 
     Raises:
         UserError: one line with the key to set.
     """
-    chunk = config.recompute_num_layers
-    stages, first = config.pipeline_model_parallel_size, config.num_layers_in_first_pipeline_stage
-    per_stage = {config.num_layers // stages} if first is None else {first, (config.num_layers - first) // (stages - 1)}
-    for on_stage in sorted(per_stage):
-        if config.recompute_method != "uniform" or chunk is None or not on_stage % chunk:
+    run = config.recompute_num_layers
+    for chunk in sorted({len(chunk) for chunks in stages.layers(config.num_layers) for chunk in chunks}):
+        if config.recompute_method != "uniform" or run is None or not chunk % run:
             continue
+        what = "a pipeline stage" if stages.virtual_pipeline_model_parallel_size == 1 else "a chunk of a pipeline stage"
         raise UserError(
-            f"student.megatron_overrides.recompute_num_layers: {chunk} does not divide the {on_stage} layers of a "
-            "pipeline stage; set a divisor"
+            f"student.megatron_overrides.recompute_num_layers: {run} does not divide the {chunk} layers of {what}; set "
+            "a divisor"
         )
 
 
@@ -121,6 +202,14 @@ def _check_experts(student: StudentConfig, dims: ModelDims) -> None:
         return
     if student.moe.moe_grouped_gemm and not uses_transformer_engine(student):
         raise UserError("student.moe.moe_grouped_gemm is true but TransformerEngine is missing: set it to false")
+    # Routers hear from their layer where packed sequences begin, and ``moe`` recomputes them without it.
+    recomputed = student.megatron_overrides.get("recompute_modules") or ()
+    if student.packing and "moe" in recomputed and student.moe.moe_router_load_balancing_type == "seq_aux_loss":
+        raise UserError(
+            "student.megatron_overrides.recompute_modules has 'moe' and student.moe.moe_router_load_balancing_type is "
+            "'seq_aux_loss', which packed sequences do not allow: set student.recompute: full in its place, or "
+            "student.packing: false"
+        )
 
 
 def _model_fields(dims: ModelDims) -> dict[str, Any]:
@@ -220,7 +309,7 @@ def rotary_base(dims: ModelDims) -> float:
 def _layout_fields(layout: Layout) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": layout.tp_size,
-        "pipeline_model_parallel_size": layout.pp_size,
+        "context_parallel_size": layout.cp_size,
         "sequence_parallel": layout.sequence_parallel,
         "expert_model_parallel_size": layout.ep_size,
         "expert_tensor_parallel_size": layout.etp_size,
@@ -250,7 +339,9 @@ def _execution_fields(student: StudentConfig) -> dict[str, Any]:
         "bias_activation_fusion": is_fused,
         "bias_dropout_fusion": is_fused,
         "apply_rope_fusion": is_fused,
-        "gradient_accumulation_fusion": False,
+        # Weight gradients are added up in fp32 by the product's own kernel where apex brings it.
+        "gradient_accumulation_fusion": _grad_accum_fusion_available and torch.cuda.is_available(),
+        "transformer_impl": "transformer_engine" if is_fused else "local",
     }
     if student.recompute == "selective":
         fields |= {"recompute_granularity": "selective"}

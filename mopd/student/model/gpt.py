@@ -19,6 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -28,7 +29,6 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -38,6 +38,7 @@ from torch import Tensor
 
 from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import Llama3Rope, ModelDims
+from mopd.student.attention import CoreAttention, PackedSequences, RowParams, RowRotary
 from mopd.student.model.config import rotary_base, transformer_config, uses_transformer_engine
 from mopd.student.model.multimodal import InterleavedRotary, add_deepstack, with_images
 from mopd.student.parallel import Layout
@@ -73,6 +74,40 @@ class StudentModel(GPTModel):
     around this model (it would upcast what the model returns); its parameters already have the dtype.
     """
 
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        *,
+        packed: PackedSequences | None = None,
+        samples: tuple[Tensor, int] | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """``GPTModel.forward`` of right-padded sequences [B, S], or of ``packed`` ones [1, T].
+
+        ``samples``, for routers of experts beside packed ones: which of how many each row [T] of this rank is of.
+        """
+        params = self._sequences(input_ids, position_ids, packed)
+        if params is not None:
+            params.samples = samples  # goes with the micro-batch to every layer, and to its recomputation
+        output: Tensor = super().forward(input_ids, position_ids, None, packed_seq_params=params, **options)
+        return output
+
+    def _sequences(
+        self, input_ids: Tensor, position_ids: Tensor, packed: PackedSequences | None
+    ) -> PackedSeqParams | None:
+        if self.config.transformer_impl == "transformer_engine":
+            return None if packed is None else packed.megatron_params()
+        cp_group = self.pg_collection.cp
+        return RowParams(
+            # Right-padded sequences have the same positions, and a rope of three axes reads its own.
+            position_ids.flatten(0, -2)[0],
+            (input_ids.shape[1] * cp_group.size(),) if packed is None else packed.lengths,
+            is_packed=packed is not None or input_ids.shape[0] == 1,
+            cp_size=cp_group.size(),
+            cp_rank=cp_group.rank(),
+        )
+
     def _preprocess(self, *, padding_mask: Tensor | None = None, **rest: Any) -> Any:
         """Megatron splits the padding mask along the sequence on the first stage only."""
         if padding_mask is not None and not self.pre_process and self.config.sequence_parallel:
@@ -83,36 +118,66 @@ class StudentModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *, labels: HeadHook | None, **rest: Any) -> Tensor:
         """``GPTModel.forward`` passes its ``labels`` argument through unread; here it carries the hook.
 
-        The output layer holds its weight but is not run, so nothing may hang on its forward: the overlapped parameter
-        gather of Megatron's DDP would (``wrap_data_parallel`` leaves it off).
+        The output layer holds its weight but is not run: what Megatron's DDP does before its forward is done here.
         """
         if not self.post_process or labels is None:
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)
+        for wait_for_weight in self.output_layer._forward_pre_hooks.values():
+            wait_for_weight(self.output_layer, ())
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        return labels(LMHead(hidden_states, weight))
+        return labels(LMHead(hidden_states, _announced(weight)))
+
+
+def _announced(weight: Tensor) -> Tensor:
+    """The head's weight, whose gradient goes to ``main_grad`` past autograd, such that DDP hears of it all the same. An
+    embedding of the same stage announces the weight that it shares."""
+    if not hasattr(weight, "main_grad") or getattr(weight, "zero_out_wgrad", False):
+        return weight
+    announced: Tensor = _Announced.apply(weight)
+    announced.main_grad = weight.main_grad  # type: ignore[attr-defined]
+    return announced
+
+
+class _Announced(torch.autograd.Function):
+    """``apply(weight)`` -> the weight; where no gradient comes back, autograd gets memory of ``main_grad`` for one. DDP
+    throws it away, and would take its lack for an error where it overlaps its sums with backward."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor:
+        if grad is not None:
+            return grad
+        weight = ctx.weight
+        weight.grad_added_to_main_grad = True
+        stand_in: Tensor = weight.main_grad.detach().view(-1).view(weight.dtype)[: weight.numel()].view_as(weight)
+        return stand_in
 
 
 class VisionStudentModel(StudentModel):
-    """A ``StudentModel`` with three axes of positions, whose first stage has a vision tower.
+    """A ``StudentModel`` with three axes of positions, whose first chunk has a vision tower.
 
     It is built with ``scatter_embedding_sequence_parallel=False``: features go into whole sequences, which are split
     afterwards.
     """
 
     vision_model: torch.nn.Module
-    """On the first stage."""
+    """In the first chunk of the first stage."""
 
     def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        attention_mask: Tensor | None,
         *,
-        labels: HeadHook | None = None,
         images: ImageInput | None = None,
+        **options: Any,
     ) -> Tensor:
-        """``GPTModel.forward`` with ``position_ids`` [3, B, S] and, read on the first stage alone, ``images``."""
+        """``GPTModel.forward`` with ``position_ids`` [3, B, S] and, read in the first chunk alone, ``images``."""
         decoder_input, context = None, None
         if self.pre_process:
             embedded = self.embedding(input_ids=input_ids, position_ids=None)
@@ -120,12 +185,7 @@ class VisionStudentModel(StudentModel):
                 embedded, self.vision_model, images, sequence_parallel=self.config.sequence_parallel
             )
         output: Tensor = super().forward(
-            input_ids,
-            position_ids,
-            attention_mask,
-            decoder_input=decoder_input,
-            labels=labels,
-            extra_block_kwargs={"context": context},
+            input_ids, position_ids, decoder_input=decoder_input, extra_block_kwargs={"context": context}, **options
         )
         return output
 
@@ -142,38 +202,47 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-class LatentDotProductAttention(DotProductAttention):
-    """Megatron's local attention, which takes its sizes from the tensors, but not the arguments that latent attention
-    announces them with (its base class builds a first one without)."""
-
-    def __init__(self, *, k_channels: int | None = None, v_channels: int | None = None, **options: Any) -> None:
-        super().__init__(**options)
-
-
 def build_model(student: StudentConfig, dims: ModelDims, layout: Layout) -> StudentModel:
-    """This rank's part of the model on ``layout.device``; the weights are uninitialised memory.
+    """``build_chunks`` of a layout without virtual stages."""
+    (model,) = build_chunks(student, dims, layout)
+    return model
+
+
+def build_chunks(student: StudentConfig, dims: ModelDims, layout: Layout) -> list[StudentModel]:
+    """This rank's part of the model on ``layout.device``: its model chunks, one without virtual stages, which share one
+    configuration. The weights are uninitialised memory.
 
     Raises:
         UserError: see ``transformer_config``.
     """
     config = transformer_config(student, dims, layout)
+    return [_build_chunk(student, dims, layout, config, chunk) for chunk in range(layout.vp_size)]
+
+
+def _build_chunk(
+    student: StudentConfig, dims: ModelDims, layout: Layout, config: TransformerConfig, chunk: int
+) -> StudentModel:
     model_class = StudentModel if dims.vision is None else VisionStudentModel
+    vp_stage = None if layout.vp_size == 1 else chunk
     model = model_class(
         config=config,
-        transformer_layer_spec=_layer_specs(student, dims, config),
+        transformer_layer_spec=_layer_specs(student, dims, config, vp_stage),
         vocab_size=dims.padded_vocab_size(layout.tp_size),
         max_sequence_length=dims.max_positions,
-        pre_process=layout.is_first_stage,
-        post_process=layout.is_last_stage,
+        pre_process=layout.is_first_stage and chunk == 0,
+        post_process=layout.is_last_stage and chunk == layout.vp_size - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=dims.tied_embeddings,
         position_embedding_type="rope" if dims.vision is None else "mrope",
         scatter_embedding_sequence_parallel=dims.vision is None,
         rotary_base=rotary_base(dims),
+        vp_stage=vp_stage,
         **_rope_options(dims),
     )
     if dims.vision is not None:
-        _add_vision(model, student, dims, layout)
+        _add_vision(model, student, dims)
+    if not uses_transformer_engine(student):
+        _turn_by_position(model, dims)
     model.to(device=layout.device)
     _mark_shards(model)
     if dims.moe is not None:
@@ -181,16 +250,27 @@ def build_model(student: StudentConfig, dims: ModelDims, layout: Layout) -> Stud
     return model
 
 
-def _add_vision(model: StudentModel, student: StudentConfig, dims: ModelDims, layout: Layout) -> None:
-    """Complete a model of a family with vision."""
+def _add_vision(model: StudentModel, student: StudentConfig, dims: ModelDims) -> None:
+    """Complete a chunk of a family with vision."""
     assert dims.vision is not None
+    model.rotary_pos_emb.cp_group = None  # positions are this rank's own already
     if dims.vision.mrope_interleaved:
         model.rotary_pos_emb = InterleavedRotary(
             kv_channels=dims.head_dim, rotary_percent=1.0, rotary_base=rotary_base(dims)
         )
-    if layout.is_first_stage:
+    if model.pre_process:
         model.vision_model = make_tower(student, model.config.params_dtype)
         add_deepstack(model.get_submodule("decoder.layers"), len(dims.vision.deepstack_layers))
+
+
+def _turn_by_position(model: StudentModel, dims: ModelDims) -> None:
+    """Give the ropes of local layers the rows' positions; one of three axes has them already."""
+    if dims.mla is not None:
+        layers: Any = model.get_submodule("decoder.layers")
+        for layer in layers:
+            layer.self_attention.rotary_pos_emb = RowRotary(layer.self_attention.rotary_pos_emb, is_latent=True)
+    elif dims.vision is None:
+        model.rotary_pos_emb = RowRotary(model.rotary_pos_emb, is_latent=False)
 
 
 def _mark_shards(model: StudentModel) -> None:
@@ -230,17 +310,17 @@ def _rope_options(dims: ModelDims) -> dict[str, Any]:
 
 
 def _layer_specs(
-    student: StudentConfig, dims: ModelDims, config: TransformerConfig
+    student: StudentConfig, dims: ModelDims, config: TransformerConfig, vp_stage: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Layers of this pipeline stage."""
+    """Layers of a chunk of this pipeline stage, None: of all of it."""
     _mark_missing_imports()
     if uses_transformer_engine(student):
         if dims.moe is None:
             return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=dims.qk_norm)
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     specs = {has_experts: _local_spec(dims, has_experts=has_experts) for has_experts in (False, True)}
-    first = get_transformer_layer_offset(config)
-    layers = [specs[dims.is_moe_layer(first + i)] for i in range(get_num_layers_to_build(config))]
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = [specs[dims.is_moe_layer(first + i)] for i in range(get_num_layers_to_build(config, vp_stage))]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
@@ -263,6 +343,7 @@ def _local_spec(dims: ModelDims, *, has_experts: bool) -> ModuleSpec:
     submodules, attention = layer.submodules, layer.submodules.self_attention.submodules
     submodules.input_layernorm = RMSNorm
     submodules.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = CoreAttention
     keys = {} if has_experts else dict(_FUSED_MLP_NORM)
     if is_latent:
         attention.q_layernorm = RMSNorm
@@ -271,7 +352,6 @@ def _local_spec(dims: ModelDims, *, has_experts: bool) -> ModuleSpec:
         # the other ranks' heads in Megatron 0.16.1.
         attention.linear_q_down_proj = Linear
         attention.linear_kv_down_proj = Linear
-        attention.core_attention = LatentDotProductAttention
         keys |= _FUSED_LATENT_NORMS
     else:
         keys |= _FUSED_INPUT_NORM

@@ -21,8 +21,6 @@ Values = type[bool] | type[int] | tuple[str, ...] | list[str]
 """What an allowed field takes: true or false, a whole number from 1, one of some names, or a list of some names."""
 
 ALLOWED: dict[str, Values] = {
-    "attention_backend": tuple(AttnBackend.__members__),
-    "attention_softmax_in_fp32": bool,
     "batch_p2p_comm": bool,
     "batch_p2p_sync": bool,
     "clone_scatter_output_in_embedding": bool,
@@ -40,16 +38,24 @@ _DISCARDING = {"layernorm", "mla_up_proj", "moe_act"}
 """``recompute_modules`` that Megatron recomputes with the help of TransformerEngine."""
 
 WITH_TRANSFORMER_ENGINE: dict[str, Values] = {
+    "attention_backend": ("auto", "flash", "fused"),  # not "unfused", whose scores are a tensor [B, heads, S, S]
     "cpu_offloading": bool,
     "cpu_offloading_activations": bool,
     "cpu_offloading_double_buffering": bool,
     "cpu_offloading_num_layers": int,
     "cpu_offloading_weights": bool,
     "fine_grained_activation_offloading": bool,
+    "first_last_layers_bf16": bool,
+    "fp8": ("e4m3", "hybrid"),
+    "fp8_amax_compute_algo": ("most_recent", "max"),
+    "fp8_amax_history_len": int,
+    "fp8_recipe": ("delayed", "tensorwise", "blockwise"),
     "min_offloaded_tensor_size": int,
     "moe_permute_fusion": bool,
     "moe_router_fusion": bool,
     "moe_shared_expert_overlap": bool,
+    "num_layers_at_end_in_bf16": int,
+    "num_layers_at_start_in_bf16": int,
     "offload_modules": [
         "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act",
     ],
@@ -67,7 +73,11 @@ OWNED: dict[str, str] = {
         moe_router_enable_expert_bias moe_router_dtype mrope_section""",
     "student.parallel.tensor_model_parallel_size": "tensor_model_parallel_size",
     "student.parallel.pipeline_model_parallel_size": "pipeline_model_parallel_size",
+    "student.parallel.virtual_pipeline_model_parallel_size": """
+        virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage""",
     "student.parallel.num_layers_in_first_pipeline_stage": "num_layers_in_first_pipeline_stage",
+    "student.parallel.num_layers_in_last_pipeline_stage": "num_layers_in_last_pipeline_stage",
+    "student.parallel.context_parallel_size": "context_parallel_size",
     "student.parallel.sequence_parallel": "sequence_parallel",
     "student.parallel.expert_model_parallel_size": "expert_model_parallel_size",
     "student.parallel.expert_tensor_parallel_size": "expert_tensor_parallel_size moe_extended_tp",
@@ -101,19 +111,18 @@ REFUSED: dict[str, str] = {
     "the weights come from student.model, nothing is drawn": """
         perform_initialization use_cpu_initialization init_method output_layer_init_method init_method_std
         embedding_init_method embedding_init_method_std init_model_with_meta_device""",
-    "the student trains in student.dtype; no test of mopd covers 8 and 4 bits": """
-        fp8 fp8_recipe fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len
-        fp8_amax_compute_algo fp8_wgrad fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red
-        first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 activation_func_fp8_input_store
-        disable_parameter_transpose_cache use_kitchen use_kitchen_attention kitchen_attention_backend fp4 fp4_recipe
-        fp4_param fp4_quantizer_factory quant_recipe moe_router_padding_for_quantization moe_router_padding_for_fp8""",
-    "sequences are not split over ranks: use student.parallel.sequence_parallel": """
-        context_parallel_size hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel
-        cp_comm_type""",
-    "a pipeline stage is one run of layers": """
-        virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage overlap_p2p_comm
-        overlap_p2p_comm_warmup_flush num_layers_in_last_pipeline_stage
-        pipeline_model_parallel_layout account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    "of 8 and 4 bits mopd knows fp8 products of bf16 weights alone": """
+        fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_wgrad fp8_dot_product_attention
+        fp8_multi_head_attention tp_only_amax_red activation_func_fp8_input_store disable_parameter_transpose_cache
+        use_kitchen use_kitchen_attention kitchen_attention_backend fp4 fp4_recipe fp4_param
+        fp4_quantizer_factory quant_recipe moe_router_padding_for_quantization moe_router_padding_for_fp8""",
+    "sequences are split by student.parallel.context_parallel_size alone, in one order": """
+        hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel cp_comm_type""",
+    "layers are cut into stages by the keys of student.parallel": """
+        pipeline_model_parallel_layout account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split""",
+    "a stage sends and waits before it frees what it sent, which this would not": """
+        overlap_p2p_comm overlap_p2p_comm_warmup_flush""",
+    "mopd's tests do not cover this schedule": """
         overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release
         num_microbatches_with_partial_activation_checkpoints""",
     "mopd sets this field: its schedule sums gradients of micro-batches of unequal shapes": """
@@ -139,6 +148,7 @@ REFUSED: dict[str, str] = {
         inference_fuse_tp_communication mlp_chunks_for_prefill cache_mla_latents""",
     "it does nothing in the layers that mopd builds": """
         async_tensor_model_parallel_allreduce persist_layer_norm memory_efficient_layer_norm fused_single_qkv_rope
+        attention_softmax_in_fp32
         use_fused_weighted_squared_relu""",
     "it is the old name of recompute_granularity: selective with recompute_modules: [moe]": "moe_layer_recompute",
 }

@@ -22,10 +22,10 @@ from tests.parity.student.ranks import DOMAINS, Case, layout_of
 def weigh(it: Case) -> dict[str, int]:
     """Bytes of this rank's weights, gradients and optimizer states."""
     worker = it.worker
-    model, optimizer = worker._model, worker._optimizer
-    weights = list(model.parameters())
+    chunks, optimizer = worker._chunks, worker._optimizer
+    weights = [weight for chunk in chunks for weight in chunk.parameters()]
     storages = {weight.untyped_storage().data_ptr() for weight in weights}
-    constants = [buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")]
+    constants = [buffer for chunk in chunks for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")]
     states: dict[int, torch.Tensor] = {}
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
@@ -36,7 +36,9 @@ def weigh(it: Case) -> dict[str, int]:
             states |= {value.data_ptr(): value for value in state.values() if value.dim()}
     return {
         "weights": sum(weight.nbytes for weight in [*weights, *constants]),
-        "gradients": sum(buffer.grad_data.nbytes for buffer in (*model.buffers, *model.expert_parallel_buffers)),
+        "gradients": sum(
+            buffer.grad_data.nbytes for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ),
         "optimizer": sum(state.nbytes for state in states.values()),
     }
 
@@ -53,13 +55,12 @@ def head_peak(it: Case) -> dict[str, int] | None:
     batch = build_micro_batch(
         samples,
         worker.reader.fetch(samples, worker._objective.field_names),
+        rules=worker.packing,
         domains=DOMAINS,
         positions={sample_id: i for i, sample_id in enumerate(plan.sample_ids)},
-        pad_to_multiple_of=layout.tp_size if layout.sequence_parallel else 1,
-        needs_mask=True,
         device=layout.device,
     )
-    model: Any = worker._model.module
+    model: Any = worker._chunks[-1].module
     tied = model.share_embeddings_and_output_weights
     weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
     num, length = batch.shape

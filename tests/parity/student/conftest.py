@@ -24,11 +24,15 @@ FOUR_RANK_LAYOUTS = {
     "tp2_sp_dp2": {"tp": 2, "pp": 1, "dp": 2, "sp": True},
     "pp2_dp2": {"tp": 1, "pp": 2, "dp": 2, "sp": False},
 }
+PIPELINES = {
+    "vp4": {**TWO_RANK_LAYOUTS["pp2"], "vp": 4},
+    "vp2_last": {**TWO_RANK_LAYOUTS["pp2"], "vp": 2, "last_stage_layers": 2},
+}
+"""Of a model of 8 layers: one in each of 8 chunks; stages of 6 and 2, each in 2 chunks."""
 ONE = {"tp": 1, "pp": 1, "dp": 1, "sp": False}
 MICRO_BATCH_SIZES = (1, 2, 8)
 _FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
 OVERRIDES: dict[str, Results] = {
-    "tp2/softmax": {"attention_softmax_in_fp32": False},
     "tp2/matmul": {"disable_bf16_reduced_precision_matmul": True},
     "tp2/deterministic": {"deterministic_mode": True},
     "tp2_sp/embedding": {"clone_scatter_output_in_embedding": False},
@@ -38,12 +42,20 @@ OVERRIDES: dict[str, Results] = {
     "pp2/p2p": {"batch_p2p_comm": False},
     "pp2/p2p_sync": {"batch_p2p_sync": False},
 }
-"""Layout / name -> ``student.megatron_overrides``: every field that is allowed without TransformerEngine, save
-``attention_backend``, which the local layers do not read."""
+"""Layout / name -> ``student.megatron_overrides``: every field that is allowed without TransformerEngine."""
+OVERLAP: Results = {"overlap": True, "bucket_size": 3000}
+"""Buckets so small that each layer's gradients travel alone."""
+WIDE_PIPELINES = {
+    "pp4_vp2": {"tp": 1, "pp": 4, "vp": 2, "dp": 1, "sp": False, "micro_batch_size": 4},
+    "tp2_sp_vp2_last": {**FOUR_RANK_LAYOUTS["tp2_pp2"], "sp": True, "vp": 2, "last_stage_layers": 2},
+    "vp4_dp2_overlap": {**FOUR_RANK_LAYOUTS["pp2_dp2"], "vp": 4, **OVERLAP},
+    "vp2_cp2": {**TWO_RANK_LAYOUTS["pp2"], "vp": 2, "cp": 2},
+}
 ENSEMBLES = {"ensemble": "default", "ensemble_k2": "k2"}
 """Cases in which one domain has two teachers, with their losses."""
 HEAD_CASES = [*((loss, "tied") for loss in ("default", "k2", "policy_gradient", "ensemble")), ("default", "untied")]
 """Loss, and whether the embeddings are tied."""
+PACKING = (True, False)
 OTHER_LOSSES = ("reverse", "jsd", "k2", "policy_gradient")
 
 
@@ -66,9 +78,20 @@ def untied_model(student_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def deep_model(student_folder: Path) -> str:
+    """Eight layers, tied embeddings."""
+    return str(make_hf_model(student_folder / "hf_deep", "qwen3", num_layers=8))
+
+
+@pytest.fixture(scope="session")
 def vision_folder(student_folder: Path) -> Path:
     """Models that see images, and a data file that has some."""
     return vision_cases.make_vision_inputs(student_folder / "vision")
+
+
+def _packing(layout: Results, on: bool) -> Results:
+    """A loss that looks at whole responses and weighs them by their lengths."""
+    return {**layout, "loss": "policy_gradient", "packing": on, "logprobs": True, "steps": 1}
 
 
 def _ensemble(case: str) -> Results:
@@ -84,6 +107,18 @@ def wide_models(student_folder: Path) -> dict[str, str]:
         )
         for name, tied in (("tied", True), ("untied", False))
     }
+
+
+def _pipeline_cases(model: str, folder: Path) -> dict[str, Results]:
+    """Interleaved and uneven pipelines, and the way from one to the other and to none."""
+    once = {"model": model, "steps": 1, "logprobs": True}
+    cases = {f"{name}/deep": {**layout, **once} for name, layout in PIPELINES.items()}
+    few = {"model": model, "micro_batch_size": 8, "steps_after": 1}  # as many micro-batches as stages
+    cases["save/vp4"] = {**PIPELINES["vp4"], **few, "steps": 1, "save": str(folder)}
+    loaded = {**PIPELINES, "tp2": TWO_RANK_LAYOUTS["tp2"]}
+    for name, layout in loaded.items():
+        cases[f"load/vp4/{name}"] = {**layout, **few, "load": str(folder)}
+    return cases
 
 
 def _head_cases(layouts: dict[str, Results], models: dict[str, str], head_mib: int) -> dict[str, Results]:
@@ -108,16 +143,26 @@ def _size_cases(layouts: dict[str, Results]) -> dict[str, Results]:
 
 @pytest.fixture(scope="session")
 def two_ranks(
-    hf_model: Path, untied_model: Path, wide_models: dict[str, str], student_folder: Path, vision_folder: Path
+    hf_model: Path,
+    untied_model: Path,
+    deep_model: str,
+    wide_models: dict[str, str],
+    student_folder: Path,
+    vision_folder: Path,
 ) -> Results:
     tp2, tp2_sp, pp2, dp2 = TWO_RANK_LAYOUTS.values()
     cases = _size_cases(TWO_RANK_LAYOUTS)
+    cases |= {
+        f"{name}/packing/{on}": _packing(layout, on) for name, layout in TWO_RANK_LAYOUTS.items() for on in PACKING
+    }
     for name in ("tp2", "pp2", "dp2"):
         layout = TWO_RANK_LAYOUTS[name]
         cases |= {f"{name}/{loss}": {**layout, "loss": loss, "steps": 1} for loss in OTHER_LOSSES}
         cases |= {f"{name}/{case}": {**layout, **_ensemble(case)} for case in ENSEMBLES}
         cases[f"{name}/untied"] = {**layout, "model": str(untied_model), "steps": 1, "logprobs": True}
         cases[f"{name}/logprobs"] = {**layout, "logprobs": True}
+    untied_steps = {**dp2, "model": str(untied_model), "micro_batch_size": 2, "steps": 3}
+    cases |= {"dp2/steps": untied_steps, "dp2/steps/overlap": {**untied_steps, **OVERLAP, "logprobs": True}}
     cases["tp2/save_hf"] = {**tp2, "steps": 1, "save_hf": str(student_folder / "exported")}
     cases["tp2_sp/recompute_full"] = {**tp2_sp, "recompute": "full", "steps": 1}
     cases["tp2/recompute_selective"] = {**tp2, "recompute": "selective", "steps": 1}
@@ -126,6 +171,7 @@ def two_ranks(
         "dp2": dp2,
         "tp2_plain": {**tp2, "distributed_optimizer": False},
         "tp2_bf16": {**tp2, "dtype": "bfloat16"},
+        "dp2_overlap": {**dp2, **OVERLAP},
     }
     for name, case in saved.items():
         folder = {"save": str(student_folder / f"saved_{name}")}
@@ -134,6 +180,7 @@ def two_ranks(
         "tp2/tp2": tp2, "tp2/pp2": pp2, "tp2/dp2": dp2, "dp2/dp2": dp2, "dp2/tp2": tp2,
         "tp2_plain/tp2_plain": saved["tp2_plain"], "tp2_plain/pp2_plain": {**pp2, "distributed_optimizer": False},
         "tp2_bf16/tp2_bf16": saved["tp2_bf16"],
+        "dp2_overlap/dp2_overlap": saved["dp2_overlap"], "dp2_overlap/tp2": tp2,
     }  # fmt: skip
     for name, case in loaded.items():
         source = name.split("/")[0]
@@ -144,13 +191,20 @@ def two_ranks(
     cases |= _head_cases(TWO_RANK_LAYOUTS, wide_models, head_mib=1)
     for name in ("tp2", "pp2", "dp2"):
         cases[f"poison/{name}"] = {**TWO_RANK_LAYOUTS[name], "poison": True}
+    cases |= _pipeline_cases(deep_model, student_folder / "saved_vp4")
     cases |= vision_cases.on_two_ranks(vision_folder, TWO_RANK_LAYOUTS)
     return run_ranks(2, {"model": str(hf_model), "cases": cases}, student_folder / "two")
 
 
 @pytest.fixture(scope="session")
-def four_ranks(two_ranks: Results, hf_model: Path, student_folder: Path, vision_folder: Path) -> Results:
+def four_ranks(
+    two_ranks: Results, hf_model: Path, deep_model: str, student_folder: Path, vision_folder: Path
+) -> Results:
     cases = _size_cases(FOUR_RANK_LAYOUTS) | vision_cases.on_four_ranks(vision_folder, FOUR_RANK_LAYOUTS)
+    cases |= {f"{name}/deep": {**one, "model": deep_model, "steps": 2} for name, one in WIDE_PIPELINES.items()}
+    cases |= {
+        f"{name}/overlap": {**FOUR_RANK_LAYOUTS[name], **OVERLAP, "steps": 2} for name in ("tp2_sp_dp2", "pp2_dp2")
+    }
     layout = FOUR_RANK_LAYOUTS["tp2_pp2"]
     cases["load/tp2/tp2_pp2"] = {**layout, "load": str(student_folder / "saved_tp2"), "steps_after": 2}
     return run_ranks(4, {"model": str(hf_model), "cases": cases}, student_folder / "four")
@@ -161,6 +215,7 @@ def one_rank(
     two_ranks: Results,
     hf_model: Path,
     untied_model: Path,
+    deep_model: str,
     wide_models: dict[str, str],
     student_folder: Path,
     vision_folder: Path,
@@ -169,10 +224,12 @@ def one_rank(
     cases |= _head_cases({"one": ONE}, wide_models, head_mib=1024) | _head_cases(
         {"small": ONE}, wide_models, head_mib=1
     )
+    cases |= {f"one/packing/{on}": _packing(ONE, on) for on in PACKING}
     cases["one/budget"] = {**ONE, "steps": 1}
     cases |= {f"one/{loss}": {**ONE, "loss": loss, "steps": 1} for loss in OTHER_LOSSES}
     cases |= {f"one/{case}": {**ONE, **_ensemble(case)} for case in ENSEMBLES}
     cases["one/untied"] = {**ONE, "model": str(untied_model), "steps": 1, "logprobs": True}
     cases["one/logprobs"] = {**ONE, "logprobs": True}
+    cases["one/deep"] = {**ONE, "model": deep_model, "steps": 2, "logprobs": True}
     cases["load/tp2/one"] = {**ONE, "load": str(student_folder / "saved_tp2"), "steps_after": 2}
     return run_ranks(1, {"model": str(hf_model), "cases": cases}, student_folder / "one")

@@ -37,7 +37,7 @@ from mopd.data_plane.interface import Reader
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.reading import SocketReader
 from mopd.launch.ranks import CommandChannel
-from mopd.student import parallel
+from mopd.student import optimizer, parallel
 from mopd.student.worker import StudentWorker
 from mopd.types import MicroBatchPlan, SampleMeta, UserError
 from tests.parity.student.pictures import make_seen_samples
@@ -78,17 +78,22 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
             model=model,
             dtype=case.get("dtype", "float32"),
             recompute=case.get("recompute", "none"),
+            packing=case.get("packing", True),
+            overlap=case.get("overlap"),
             micro_batch_size=case.get("micro_batch_size"),
             max_tokens_per_micro_batch=128 if "data" in case else 64,
             lm_head_memory_budget_mib=case.get("head_mib", 1024),
             parallel=ParallelConfig(
                 tensor_model_parallel_size=case["tp"],
+                context_parallel_size=case.get("cp", 1),
                 pipeline_model_parallel_size=case["pp"],
+                virtual_pipeline_model_parallel_size=case.get("vp", 1),
                 data_parallel_size=case["dp"],
                 sequence_parallel=case["sp"],
                 expert_model_parallel_size=case.get("ep", 1),
                 expert_tensor_parallel_size=case.get("etp"),
                 num_layers_in_first_pipeline_stage=case.get("first_stage_layers"),
+                num_layers_in_last_pipeline_stage=case.get("last_stage_layers"),
             ),
             vision=VisionConfig(**({"freeze": case["freeze"]} if "freeze" in case else {})),
             moe=MoeConfig(**case.get("moe", {})),
@@ -130,8 +135,15 @@ class Case:
         layout = parallel.initialize(recipe.student.parallel, timeout_s=120, seed=0)
         self.plane = LocalDataPlane() if layout.rank == 0 else None
         self.reader = open_plane(self.plane, layout)
-        self.worker = StudentWorker(recipe, self.reader, DOMAINS)
-        self.known: set[int] = set()
+        with patch.object(optimizer, "BUCKET_SIZE", case.get("bucket_size")):
+            self.worker = StudentWorker(recipe, self.reader, DOMAINS)
+        self.is_packed: set[bool] = set()
+        """Forms of the micro-batches that this rank's model has seen."""
+        model = self.worker._chunks[0].module
+        model.register_forward_pre_hook(self._note_form, with_kwargs=True)
+
+    def _note_form(self, model: Any, inputs: Any, options: dict[str, Any]) -> None:
+        self.is_packed.add(options["packed"] is not None)
 
     def close(self) -> None:
         """All ranks have read what they wanted."""
@@ -147,12 +159,7 @@ class Case:
         if self.plane is not None:
             asyncio.run(self.plane.put(metas, fields))
         torch.distributed.barrier()
-        return pack(
-            metas,
-            dp_size=self.worker.dp_size,
-            max_tokens=self.worker.recipe.student.max_tokens_per_micro_batch,
-            micro_batch_size=self.worker.recipe.student.micro_batch_size,
-        )
+        return pack(metas, self.worker.packing, dp_size=self.worker.dp_size)
 
     def _samples(self, step: int) -> tuple[list[SampleMeta], dict[str, list[Tensor]]]:
         drawn: dict[str, Any] = {"top_k": TOP_K, "seed": step, "first_id": 100 * step}
@@ -167,7 +174,7 @@ class Case:
 
     def tower_hashes(self) -> list[str]:
         """Of the weights of every rank's tower, without ranks that have none."""
-        tower = getattr(self.worker._model.module, "vision_model", None)
+        tower = getattr(self.worker._chunks[0].module, "vision_model", None)
         digest = hashlib.sha256()
         for parameter in () if tower is None else tower.parameters():
             digest.update(parameter.detach().view(torch.uint8).numpy().tobytes())
@@ -232,6 +239,7 @@ def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
         result["logprobs"] = [row.tolist() for row in rows]
         result["one_logprob"] = [row.tolist() for row in it.worker.logprobs([samples[5]])]
     result["steps"] = it.train(case.get("steps", 0))
+    result["is_packed"] = sorted(it.is_packed)
     result["head_in_chunks"] = it.any_rank(it.worker._objective._has_told)
     if "save" in case:
         it.worker.save(Path(case["save"]), {"note": "kept"})
@@ -240,7 +248,9 @@ def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
     result["hash"] = it.weights_hash()
     if "data" in case:
         result["towers"] = it.tower_hashes()
-        result["num_trained"] = sum(p.numel() for buffer in it.worker._model.buffers for p in buffer.params)
+        result["num_trained"] = sum(
+            p.numel() for chunk in it.worker._chunks for buffer in chunk.buffers for p in buffer.params
+        )
         result["text_hash"] = it.weights_hash(without="visual.")
     if "save_hf" in case:
         result |= export(it, Path(case["save_hf"]))
@@ -271,7 +281,7 @@ def poison(it: Case) -> dict[str, Any]:
     except UserError as error:
         result["loss"] = str(error)
     it.worker.forward_backward(it.plan(9), diagnostics=False)
-    for buffer in it.worker._model.buffers:
+    for buffer in it.worker._chunks[0].buffers:
         buffer.grad_data.fill_(float("inf"))
     try:
         it.worker.optim_step()
@@ -281,7 +291,8 @@ def poison(it: Case) -> dict[str, Any]:
 
 
 def layout_of(case: dict[str, Any]) -> tuple[int, ...]:
-    return (case["tp"], case["pp"], case["dp"], case["sp"], case.get("ep", 1), case.get("etp") or case["tp"])
+    degrees = (case["tp"], case.get("cp", 1), case["pp"], case.get("vp", 1), case["dp"], case["sp"])
+    return (*degrees, case.get("ep", 1), case.get("etp") or case["tp"])
 
 
 def main(job_path: str) -> None:

@@ -1,11 +1,11 @@
 """A student with experts: layouts, balance of the load, checkpoints.
 
 Invariant: one checkpoint and one batch give the same loss, gradient norm and metrics (1e-5 relative, fp32) on one rank,
-with EP2, TP2+SP with experts split by rows or by number, PP2, DP2, and on four ranks mixes of these, for every family
-with experts (PP2 gives DeepSeek a stage without any); and the numbers are right: log-probs and gradient norm equal
-those of transformers' own model. The balancing losses are means over micro-batches: equal over layouts that cut the
-batch alike, with padding and recompute, and equal to their definitions, evaluated on transformers' router logits. Not
-exercised: CUDA, grouped matrix products, the all-to-all dispatcher.
+with EP2, TP2+SP with experts split by rows or by number, PP2 (interleaved and uneven too), DP2, and on four ranks mixes
+of these, for every family with experts (PP2 gives DeepSeek a stage without any); and the numbers are right: log-probs
+and gradient norm equal those of transformers' own model. The balancing losses are means over micro-batches: equal over
+layouts that cut the batch alike, packed or with padding, with recompute, and equal to their definitions, evaluated on
+transformers' router logits. Not exercised: CUDA, grouped matrix products, the all-to-all dispatcher.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.fixtures.tiny_models import make_hf_model
+from tests.parity.student.balancing import by_definition
+from tests.parity.student.conftest import OVERLAP
 from tests.parity.student.harness import run_ranks
 from tests.parity.student.samples import make_samples
 
@@ -36,6 +38,13 @@ FOUR_RANK_LAYOUTS = {
     "tp2_sp_pp2_ep2": {"tp": 2, "pp": 2, "dp": 1, "sp": True, "ep": 2, "etp": 1},
     "tp2_sp_dp2_ep2": {"tp": 2, "pp": 1, "dp": 2, "sp": True, "ep": 2},
 }
+PIPELINES = {
+    "vp2": {**TWO_RANK_LAYOUTS["pp2"], "vp": 2},
+    "last": {**TWO_RANK_LAYOUTS["pp2"], "last_stage_layers": 1},
+}
+"""Of models of 4 layers."""
+DEEP = {"qwen3_moe": "vp2", "deepseek_v3": "vp2", "mixtral": "last"}
+"""Families, and the pipeline that each is tried in; DeepSeek's first layer is dense."""
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
 BALANCE = {
     "aux_loss": {"moe_aux_loss_coeff": 0.5},
@@ -52,9 +61,10 @@ BALANCED_LAYOUTS = {
 }
 """Not the global loss elsewhere: it compares with a running mean over micro-batches, whose order differs between
 data-parallel degrees."""
-PADDED = 3
-"""Samples of a micro-batch at most, with padding; of 16 some micro-batches get 2, so that ranks that share experts fill
-them up with a sequence of padding."""
+SIZE = 3
+"""Samples of a micro-batch at most; of 16 some micro-batches get 2, so that ranks that share experts fill them up with
+a sequence of padding."""
+PADDED: Results = {"micro_batch_size": SIZE, "packing": False}
 _FULL: Results = {"recompute_granularity": "full", "recompute_num_layers": 1}
 RECOMPUTED: dict[str, Results] = {
     "full": {"recompute": "full"},
@@ -64,7 +74,7 @@ RECOMPUTED: dict[str, Results] = {
 """``block`` recomputes the first of the two layers, and Megatron gives the other one no padding mask."""
 BIASED = {"moe_router_bias_update_rate": 0.01}
 SAVED = {
-    "ep2": {**TWO_RANK_LAYOUTS["ep2"], "moe": BIASED},
+    "ep2": {**TWO_RANK_LAYOUTS["ep2"], "moe": BIASED, **OVERLAP},
     "pp2": {**TWO_RANK_LAYOUTS["pp2"], "moe": BIASED},
     "ep2_plain": {**TWO_RANK_LAYOUTS["ep2"], "distributed_optimizer": False},
 }
@@ -93,6 +103,10 @@ def _balanced(layout: Results, model: str, kind: str) -> Results:
     return {**layout, "model": model, "moe": BALANCE[kind], "micro_batch_size": 1, "steps": 1}
 
 
+def _deep(layout: Results, models: dict[str, str], family: str) -> Results:
+    return {**layout, "model": models[family], "moe": BOTH, "micro_batch_size": 1, "steps": 1}
+
+
 def _dense_latent(folder: Path) -> Results:
     """Latent attention without experts."""
     model = folder / "dense_latent"
@@ -102,16 +116,31 @@ def _dense_latent(folder: Path) -> Results:
 
 
 @pytest.fixture(scope="session")
-def moe_two_ranks(moe_models: dict[str, str], moe_folder: Path) -> Results:
+def deep_models(moe_folder: Path) -> dict[str, str]:
+    """Of four layers."""
+    return {family: str(make_hf_model(moe_folder / f"deep_{family}", family, num_layers=4)) for family in DEEP}
+
+
+@pytest.fixture(scope="session")
+def moe_two_ranks(moe_models: dict[str, str], deep_models: dict[str, str], moe_folder: Path) -> Results:
     cases = _cases(TWO_RANK_LAYOUTS, moe_models)
     cases |= {
         f"{name}/dense_latent": {**TWO_RANK_LAYOUTS[name], **_dense_latent(moe_folder)} for name in ("tp2_sp", "pp2")
     }
     cases["recompute"] = {**cases["tp2_sp_ep2/qwen3_moe"], "recompute": "full"}
-    padded = {"model": moe_models["qwen3_moe"], "moe": BOTH, "micro_batch_size": PADDED, "steps": 1}
+    padded = {"model": moe_models["qwen3_moe"], "moe": BOTH, **PADDED, "steps": 1}
     cases |= {f"{name}/both": {**layout, **padded} for name, layout in TWO_RANK_LAYOUTS.items()}
     cases |= {
         f"{name}/seq": {**TWO_RANK_LAYOUTS[name], **padded, "moe": BALANCE["seq_aux_loss"]}
+        for name in ("ep2", "tp2_sp", "pp2")
+    }
+    cases |= {
+        f"{name}/packed": {**cases[f"{name}/both"], "packing": True, "moe": BALANCE["seq_aux_loss"]}
+        for name in TWO_RANK_LAYOUTS
+    }
+    cases |= {
+        f"{name}/{family}/padded": {**cases[f"{name}/{family}"], "packing": False}
+        for family in ("qwen3_moe", "deepseek_v3")
         for name in ("ep2", "tp2_sp", "pp2")
     }
     cases["dp2/global"] = {
@@ -134,6 +163,7 @@ def moe_two_ranks(moe_models: dict[str, str], moe_folder: Path) -> Results:
             del layout["ep"]
         loading = {"load": str(moe_folder / f"saved_{source}"), "steps_after": 2}
         cases[f"load/{name}"] = {**layout, **loading, "model": moe_models["deepseek_v3"]}
+    cases |= {f"deep/{family}": _deep(PIPELINES[how], deep_models, family) for family, how in DEEP.items()}
     return run_ranks(2, {"model": "unused", "cases": cases}, moe_folder / "two")
 
 
@@ -144,12 +174,14 @@ def moe_four_ranks(moe_models: dict[str, str], moe_folder: Path) -> Results:
 
 
 @pytest.fixture(scope="session")
-def moe_one_rank(moe_models: dict[str, str], moe_folder: Path) -> Results:
+def moe_one_rank(moe_models: dict[str, str], deep_models: dict[str, str], moe_folder: Path) -> Results:
     cases = _cases({"one": ONE}, moe_models)
+    cases |= {f"deep/{family}": _deep(ONE, deep_models, family) for family in DEEP}
     cases["one/dense_latent"] = {**ONE, **_dense_latent(moe_folder)}
     for kind in BALANCE:
         cases[f"one/{kind}"] = _balanced(ONE, moe_models["qwen3_moe"], kind)
-        cases[f"one/{kind}/padded"] = {**cases[f"one/{kind}"], "micro_batch_size": PADDED}
+        cases[f"one/{kind}/padded"] = {**cases[f"one/{kind}"], **PADDED}
+        cases[f"one/{kind}/packed"] = {**cases[f"one/{kind}/padded"], "packing": True}
     return run_ranks(1, {"model": "unused", "cases": cases}, moe_folder / "one")
 
 
@@ -163,6 +195,12 @@ def assert_same_step(step: Results, expected: Results) -> None:
 @pytest.mark.parametrize("layout", TWO_RANK_LAYOUTS)
 def test_two_ranks_equal_one(moe_two_ranks: Results, moe_one_rank: Results, layout: str, family: str) -> None:
     assert_same_step(moe_two_ranks[f"{layout}/{family}"]["steps"][0], moe_one_rank[f"one/{family}"]["steps"][0])
+
+
+@pytest.mark.parametrize("family", DEEP)
+def test_interleaved_and_uneven_pipelines_equal_one(moe_two_ranks: Results, moe_one_rank: Results, family: str) -> None:
+    """Balancing losses and loads included."""
+    assert_same_step(moe_two_ranks[f"deep/{family}"]["steps"][0], moe_one_rank[f"deep/{family}"]["steps"][0])
 
 
 @pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
@@ -197,67 +235,6 @@ def test_balancing_losses_do_not_depend_on_the_layout(
     assert step["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-3), "the losses have no gradient"
 
 
-def by_definition(folder: str, moe: Results | None = None, micro_batch_size: int = 1) -> dict[str, float]:
-    """Gradient norm of the step's loss, with transformers' gradients: forward KL with a bucket for the tail, mean over
-    loss tokens; plus the balancing losses of ``moe`` by their coefficients, summed over layers, mean over
-    micro-batches. These losses themselves are means over layers too."""
-    moe = moe or {}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    metas, fields = make_samples(16, vocab_size=model.config.vocab_size, top_k=8, seed=1, first_id=0)
-    kl = torch.zeros((), dtype=torch.float64)
-    logits_of: list[list[torch.Tensor]] = []
-    for i, meta in enumerate(metas):
-        output = model(fields["tokens"][i][None], output_router_logits=bool(moe))
-        student = output.logits[0].double().softmax(-1)
-        for r in fields["loss_mask"][i].nonzero().flatten().tolist():
-            q = fields["teacher_logprobs"][i][r].double().exp()
-            p = student[meta.prompt_length + r - 1][fields["teacher_ids"][i][r].long()]
-            kl = kl + (q * (q / p).log()).sum() + (1 - q.sum()) * ((1 - q.sum()) / (1 - p.sum())).log()
-        logits_of.append([logits.double() for logits in output.router_logits] if moe else [])
-    num = -(-len(metas) // micro_batch_size)
-    batches = [range(len(metas) * i // num, len(metas) * (i + 1) // num) for i in range(num)]
-    # The order in which one rank computes them: the padded rectangle decides.
-    batches.sort(key=lambda batch: (-len(batch) * max(metas[i].length for i in batch), batch[0]))
-    loss, result = kl / sum(meta.num_loss_tokens for meta in metas), {}
-    for name, definition in (("moe_aux_loss_coeff", balancing_loss), ("moe_z_loss_coeff", z_loss)):
-        if name not in moe:
-            continue
-        kind = moe.get("moe_router_load_balancing_type", "aux_loss")
-        terms = [
-            definition([[logits_of[i][layer] for i in batch] for batch in batches], kind)
-            for layer in range(model.config.num_hidden_layers)
-        ]
-        loss = loss + moe[name] * torch.stack(terms).sum()
-        result[name] = float(torch.stack(terms).detach().mean())
-    loss.backward()
-    norm = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
-    return {"grad_norm": norm, **result}
-
-
-def z_loss(batches: list[list[torch.Tensor]], kind: str) -> torch.Tensor:
-    """Mean over micro-batches of the mean over their tokens of the squared log-sum-exp of the logits."""
-    return torch.stack([torch.cat(batch).logsumexp(-1).square().mean() for batch in batches]).mean()
-
-
-def balancing_loss(batches: list[list[torch.Tensor]], kind: str) -> torch.Tensor:
-    """Mean over micro-batches (``seq_aux_loss``: of the mean over their sequences) of E x sum over experts of (share of
-    choices x mean probability). ``global_aux_loss`` takes the choices from all micro-batches so far, in tokens per
-    micro-batch."""
-    terms, choices = [], []
-    for batch in batches:
-        groups = batch if kind == "seq_aux_loss" else [torch.cat(batch)]
-        parts = []
-        for logits in groups:
-            probabilities = logits.softmax(-1)
-            chosen = torch.zeros_like(probabilities).scatter(1, logits.topk(2).indices, 0.5).sum(0)
-            choices.append(chosen)
-            if kind == "global_aux_loss":
-                chosen = torch.stack(choices).mean(0)
-            parts.append(4 * (chosen * probabilities.sum(0)).sum() / len(logits) ** 2)
-        terms.append(torch.stack(parts).mean())
-    return torch.stack(terms).mean()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_norm_equals_that_of_transformers(
     moe_one_rank: Results, moe_models: dict[str, str], family: str
@@ -282,19 +259,21 @@ def assert_weighed_once(step: Results, moe: Results, expected: dict[str, float])
         assert step["moe/z_loss"] == pytest.approx(expected["moe_z_loss_coeff"], rel=1e-4)
 
 
-@pytest.mark.parametrize("size", [1, PADDED])
+@pytest.mark.parametrize(("form", "size"), [("", 1), ("/padded", SIZE), ("/packed", SIZE)])
 @pytest.mark.parametrize("kind", BALANCE)
 def test_each_balancing_loss_is_weighed_once(
-    moe_one_rank: Results, moe_models: dict[str, str], kind: str, size: int
+    moe_one_rank: Results, moe_models: dict[str, str], kind: str, form: str, size: int
 ) -> None:
     """In the gradient by its coefficient, a sum over the two layers; reported as a mean over them."""
-    step = moe_one_rank[f"one/{kind}" + ("/padded" if size > 1 else "")]["steps"][0]
-    assert_weighed_once(step, BALANCE[kind], by_definition(moe_models["qwen3_moe"], BALANCE[kind], size))
+    result, packing = moe_one_rank[f"one/{kind}{form}"], form != "/padded"
+    assert result["is_packed"] == [packing]
+    expected = by_definition(moe_models["qwen3_moe"], BALANCE[kind], size, packing=packing)
+    assert_weighed_once(result["steps"][0], BALANCE[kind], expected)
 
 
 @pytest.fixture(scope="session")
 def both_by_definition(moe_models: dict[str, str]) -> dict[str, float]:
-    return by_definition(moe_models["qwen3_moe"], BOTH, PADDED)
+    return by_definition(moe_models["qwen3_moe"], BOTH, SIZE)
 
 
 @pytest.mark.parametrize(
@@ -310,8 +289,26 @@ def test_balancing_losses_are_weighed_once_on_two_ranks(
 @pytest.mark.parametrize("name", ["ep2", "tp2_sp", "pp2"])
 def test_the_loss_by_sequences_ignores_padding(moe_two_ranks: Results, moe_models: dict[str, str], name: str) -> None:
     moe = BALANCE["seq_aux_loss"]
-    expected = by_definition(moe_models["qwen3_moe"], moe, PADDED)
+    expected = by_definition(moe_models["qwen3_moe"], moe, SIZE)
     assert_weighed_once(moe_two_ranks[f"{name}/seq"]["steps"][0], moe, expected)
+
+
+@pytest.mark.parametrize("name", TWO_RANK_LAYOUTS)
+def test_packed_sequences_are_balanced_each_for_itself(
+    moe_two_ranks: Results, moe_one_rank: Results, name: str
+) -> None:
+    """Micro-batches of 3 and of 2 of the same samples, packed and padded, though other sequences stand beside them."""
+    step = moe_two_ranks[f"{name}/packed"]["steps"][0]
+    assert_same_step(step, moe_one_rank["one/seq_aux_loss/packed"]["steps"][0])
+    assert_same_step(step, moe_one_rank["one/seq_aux_loss/padded"]["steps"][0])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["ep2", "tp2_sp", "pp2"])
+def test_packed_sequences_equal_padded_ones(moe_two_ranks: Results, name: str, family: str) -> None:
+    packed, padded = (moe_two_ranks[f"{name}/{family}{form}"] for form in ("", "/padded"))
+    assert packed["is_packed"] == [True] and padded["is_packed"] == [False]
+    assert_same_step(packed["steps"][0], padded["steps"][0])
 
 
 def test_the_global_loss_is_one_of_all_data_parallel_ranks(moe_two_ranks: Results, moe_models: dict[str, str]) -> None:

@@ -3,8 +3,9 @@
 Invariant: log-probs (1e-4, fp32), loss and gradient norm (1e-5 relative) equal those of transformers' own model for
 prompts without images, with one, with two of unequal sizes, adjacent ones and the same one twice, for each family and
 each ``student.vision.freeze``; loss and gradient norm are the same at TP2, TP2+SP, PP2 (with even and uneven stages),
-DP2, TP2xPP2 and PP2xDP2, micro-batch sizes and with recomputation; copies of a trained tower stay equal bit by bit. A
-text batch gives bit by bit what the text family gives with the same weights. Not exercised: CUDA, TransformerEngine.
+DP2, TP2xPP2 and PP2xDP2, micro-batch sizes, packed or right-padded, and with recomputation; copies of a trained tower
+stay equal bit by bit. A text batch gives bit by bit what the text family gives with the same weights. Not exercised:
+CUDA, TransformerEngine.
 """
 
 from __future__ import annotations
@@ -73,6 +74,10 @@ def test_loss_and_gradient_equal_transformers(
         ("two_ranks", "qwen2_5_vl/pp2", "tower"),
         ("two_ranks", "qwen3_vl/tp2_sp", "none"),
         ("two_ranks", "qwen3_vl/tp2_sp/full", "none"),
+        ("two_ranks", "qwen3_vl/tp2_sp/padded", "none"),
+        ("two_ranks", "qwen2_5_vl/pp2/padded", "tower"),
+        ("one_rank", "qwen2_5_vl/one/padded", "none"),
+        ("one_rank", "qwen3_vl/one/padded", "none"),
         ("two_ranks", "qwen3_vl/pp2", "none"),
         ("four_ranks", "qwen3_vl/tp2_pp2", "none"),
         ("four_ranks", "qwen2_5_vl/pp2_dp2", "none"),
@@ -91,6 +96,7 @@ def test_layouts_change_nothing(
     # ``k1`` sums differences of either sign, of which little is left.
     assert step == pytest.approx(expected, rel=1e-5, abs=2e-5)
     assert len(set(result["towers"])) == 1
+    assert result["is_packed"] == [not case.endswith("/padded")]
 
 
 def test_what_is_frozen_has_no_buffer(one_rank: Results, vision_folder: Path) -> None:

@@ -47,6 +47,9 @@ def on_one_rank(folder: Path, one: dict[str, Any]) -> Cases:
         f"vision/{family}/one/{freeze}": _case(folder, family, one, freeze=freeze, logprobs=freeze == "none")
         for family in VISION_FAMILIES
         for freeze in FREEZES
+    } | {
+        f"vision/{family}/one/padded": _case(folder, family, one, freeze="none", packing=False, logprobs=True)
+        for family in VISION_FAMILIES
     }
 
 
@@ -56,6 +59,8 @@ def on_two_ranks(folder: Path, layouts: Cases) -> Cases:
     twins = {"with_images": False, "steps": 2}
     cases = {
         "qwen2_5_vl/tp2": _case(folder, "qwen2_5_vl", layouts["tp2"], freeze="none"),
+        "qwen3_vl/tp2_sp/padded": _case(folder, "qwen3_vl", layouts["tp2_sp"], freeze="none", packing=False),
+        "qwen2_5_vl/pp2/padded": _case(folder, "qwen2_5_vl", layouts["pp2"], freeze="tower", packing=False, **uneven),
         "qwen2_5_vl/dp2": _case(folder, "qwen2_5_vl", layouts["dp2"], freeze="none"),
         "qwen2_5_vl/pp2": _case(
             folder, "qwen2_5_vl", layouts["pp2"], freeze="tower", save_hf=str(folder / "exported"), **uneven
@@ -78,8 +83,8 @@ def on_two_ranks(folder: Path, layouts: Cases) -> Cases:
 
 
 def on_four_ranks(folder: Path, layouts: Cases) -> Cases:
-    """Qwen3-VL over tensor and pipeline ranks, Qwen2.5-VL over pipeline and data ranks."""
+    """Qwen3-VL over tensor and pipeline ranks, Qwen2.5-VL over interleaved stages and data ranks."""
     return {
         "vision/qwen3_vl/tp2_pp2": _case(folder, "qwen3_vl", layouts["tp2_pp2"], freeze="none", recompute="full"),
-        "vision/qwen2_5_vl/pp2_dp2": _case(folder, "qwen2_5_vl", layouts["pp2_dp2"], freeze="none"),
+        "vision/qwen2_5_vl/pp2_dp2": _case(folder, "qwen2_5_vl", {**layouts["pp2_dp2"], "vp": 2}, freeze="none"),
     }

@@ -147,6 +147,9 @@ OVERRIDES = {
     "seed=9223372036854775808": "seed is 9223372036854775808: set a whole number of 64 bits, at most 92233720368547",
     "schedule.prompts_per_step=999999": "are 1999998 samples: set at most 1000000",
     "student.parallel={data_parallel_size: 60000, pipeline_model_parallel_size: 2}": "is 120000 ranks: set at most",
+    "student.parallel={pipeline_model_parallel_size: 3, virtual_pipeline_model_parallel_size: 2}": (
+        "data_parallel_size 1 x pipeline_model_parallel_size 3 (with virtual stages): set prompts_per_step to"
+    ),
     "loss.type=" + "x" * 99_999: "loss.type: unknown type 'xxx",
     "loss.type=[k2]": "loss.type: unknown type ['k2']",
     "x" * 90 + "=1": "unknown key 'xxxx",

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from mopd.conversion.models.dims import Llama3Rope, MlaDims, ModelDims, MoeDims, YarnRope, check_layout
 from mopd.conversion.models.reading import dims_from_config, read_dims
+from mopd.conversion.models.stages import Stages
 from mopd.types import UserError
 
 QWEN3 = {
@@ -293,9 +294,9 @@ def test_duplicate_key_in_config_is_refused(tmp_path: Path):
 )
 def test_layout_that_would_split_a_group_or_layer(tp: int, pp: int, message: str):
     dims = dims_from_config(QWEN3, PATH)
-    check_layout(dims, tensor_model_parallel_size=8, pipeline_model_parallel_size=4)
+    check_layout(dims, tensor_model_parallel_size=8, stages=Stages(pipeline_model_parallel_size=4))
     with pytest.raises(UserError, match=message):
-        check_layout(dims, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+        check_layout(dims, tensor_model_parallel_size=tp, stages=Stages(pipeline_model_parallel_size=pp))
 
 
 @pytest.mark.parametrize(
@@ -307,15 +308,18 @@ def test_layout_that_would_split_a_group_or_layer(tp: int, pp: int, message: str
 )
 def test_layout_that_would_split_experts(degrees: dict[str, int], message: str):
     dims = dims_from_config(QWEN3_MOE, PATH)
-    check_layout(dims, tensor_model_parallel_size=2, pipeline_model_parallel_size=1, expert_model_parallel_size=64)
+    check_layout(dims, tensor_model_parallel_size=2, expert_model_parallel_size=64)
     with pytest.raises(UserError, match=message):
-        check_layout(dims, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, **degrees)
+        check_layout(dims, **degrees)
     dense = dataclasses.replace(dims, moe=None)
     with pytest.raises(UserError, match="has no experts: set it to 1"):
-        check_layout(dense, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, expert_model_parallel_size=2)
+        check_layout(dense, expert_model_parallel_size=2)
 
 
-@pytest.mark.parametrize(("vocab_size", "tp", "padded"), [(151936, 7, 151942), (48, 2, 48), (61, 2, 62), (61, 4, 64)])
+@pytest.mark.parametrize(
+    ("vocab_size", "tp", "padded"),
+    [(151936, 1, 151936), (151936, 8, 152576), (48, 1, 128), (61, 2, 256), (256, 2, 256)],
+)
 def test_padded_vocabulary(vocab_size: int, tp: int, padded: int):
     dims = dims_from_config({**QWEN3, "vocab_size": vocab_size}, PATH)
     assert padded == dims.padded_vocab_size(tp)

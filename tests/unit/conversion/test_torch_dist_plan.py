@@ -1,4 +1,5 @@
-"""The cut of a distributed checkpoint: every element once, each layout's ranks, virtual stages, extra states."""
+"""The cut of a distributed checkpoint: every element once, each layout's ranks, virtual and uneven stages, extra
+states."""
 
 from __future__ import annotations
 
@@ -8,16 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from mopd.config.student import ParallelConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.families import all_params
-from mopd.conversion.models.reading import read_dims
+from mopd.conversion.models.reading import dims_from_config, read_dims
 from mopd.conversion.torch_dist.plan import TargetLayout, extra_state_keys, files, padded_shape, pieces, sharded_key
+from mopd.planning.memory.shards import shard
+from mopd.types import UserError
 from tests.fixtures.tiny_models import FAMILIES, make_hf_model
+from tests.unit.conversion.test_dims import DEEPSEEK_V3, PATH
 
 LAYOUTS = {
     "plain": TargetLayout(),
     "tp": TargetLayout(tensor_model_parallel_size=2, expert_tensor_parallel_size=2),
     "pp": TargetLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+    "uneven": TargetLayout(pipeline_model_parallel_size=2, num_layers_in_last_pipeline_stage=1),
     "ep": TargetLayout(tensor_model_parallel_size=2, expert_model_parallel_size=4),
 }
 
@@ -40,7 +46,9 @@ def test_every_element_lies_in_one_piece(dims: dict[str, ModelDims], family: str
     counts: dict[str, torch.Tensor] = {}
     for row in all_params(dims[family]):
         place = sharded_key(row, dims[family])
-        counts.setdefault(place.key, torch.zeros((*place.stacked, *padded_shape(row, target)), dtype=torch.uint8))
+        counts.setdefault(
+            place.key, torch.zeros((*place.stacked, *padded_shape(row, dims[family], target)), dtype=torch.uint8)
+        )
     for piece in pieces(dims[family], target):
         assert 0 <= piece.owner < target.stage_size * target.pipeline_model_parallel_size
         box = tuple(slice(first, first + size) for first, size in zip(piece.offsets, piece.box, strict=True))
@@ -53,6 +61,31 @@ def test_owners_of_virtual_stages(dims: dict[str, ModelDims]):
     owners = {piece.placed.layer: piece.owner for piece in pieces(dims["llama"], LAYOUTS["pp"])}
     assert {layer: owners[layer] for layer in range(4)} == {0: 0, 1: 1, 2: 0, 3: 1}
     assert owners[None] == 1, "the final norm, which comes last, is on the last stage"
+
+
+def test_deepseek_v3_on_two_stages():
+    """61 layers: 31 and 30, its experts on 8 ranks of each; what a stage holds is what a plan counts."""
+    dims = dims_from_config(DEEPSEEK_V3, PATH)
+    with pytest.raises(UserError, match="--pipeline-model-parallel-size 2 does not divide the model's 61 layers"):
+        TargetLayout(pipeline_model_parallel_size=2).check(dims)
+    target = TargetLayout(
+        pipeline_model_parallel_size=2, num_layers_in_last_pipeline_stage=30, expert_model_parallel_size=8
+    )
+    target.check(dims)
+    layers, numbers = [set[int](), set[int]()], [0, 0]
+    for piece in pieces(dims, target):
+        stage = piece.owner // 8
+        numbers[stage] += prod(piece.sizes)
+        layers[stage] |= set() if piece.placed.layer is None else {piece.placed.layer}
+    assert layers == [set(range(31)), set(range(31, 61))]
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=2,
+        num_layers_in_last_pipeline_stage=30,
+        data_parallel_size=8,
+        expert_model_parallel_size=8,
+    )
+    planned = [shard(dims, parallel, stage) for stage in (0, 1)]
+    assert numbers == [own.dense + 8 * own.experts + own.constants for own in planned]
 
 
 def test_owners_of_experts(dims: dict[str, ModelDims]):

@@ -14,6 +14,7 @@ import transformers
 from mopd.conversion.models import families
 from mopd.conversion.models.dims import VisionDims, check_layout
 from mopd.conversion.models.reading import dims_from_config
+from mopd.conversion.models.stages import Stages
 from mopd.conversion.models.towers import with_naming
 from mopd.types import UserError
 
@@ -214,8 +215,7 @@ def test_layers_of_the_first_stage(pp: int, first: int | None, message: str):
         check_layout(
             dims_from_config(QWEN3_VL_4B, PATH),
             tensor_model_parallel_size=2,
-            pipeline_model_parallel_size=pp,
-            num_layers_in_first_pipeline_stage=first,
+            stages=Stages(pipeline_model_parallel_size=pp, num_layers_in_first_pipeline_stage=first),
         )
 
     check(4, 6)
@@ -226,9 +226,8 @@ def test_layers_of_the_first_stage(pp: int, first: int | None, message: str):
 
 def test_stages_of_a_tower_and_uneven_layers():
     dims = dims_from_config(QWEN3_VL_4B, PATH)
-    where = {
-        placed.megatron[0]: placed.stage(dims, stages=4, first_stage_layers=6) for placed in families.all_params(dims)
-    }
+    stages = Stages(pipeline_model_parallel_size=4, num_layers_in_first_pipeline_stage=6)
+    where = {placed.megatron[0]: placed.stage(dims, stages) for placed in families.all_params(dims)}
     counts = [0] * 4
     for layer in range(36):
         counts[where[f"decoder.layers.{layer}.mlp.linear_fc1.weight"]] += 1

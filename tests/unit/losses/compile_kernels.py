@@ -1,8 +1,9 @@
 """Compiles every kernel of the Triton layer for a GPU that need not be there, as the layer itself would launch them.
 
-Run as a program, without TRITON_INTERPRET: ``python -m tests.unit.losses.compile_kernels [--folder DIR]``. Prints one
-JSON line a kernel: registers, spilled bytes and shared memory as ptxas reports them, and the widths of the loads and
-stores of global memory in bits.
+Run as a program, without TRITON_INTERPRET: ``python -m tests.unit.losses.compile_kernels [--folder DIR]``. Compiles a
+case's kernels as they are launched first, and prints a JSON line about each: registers, spilled bytes, shared memory
+as ptxas reports them, the widths of the loads and stores of global memory in bits, and of the machine code the number
+of instructions, in all and in each loop.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from triton.compiler import ASTSource
 
 from mopd.losses.call import LossCall, Options, VocabShard
 from mopd.losses.topk import TopKLoss
-from mopd.losses.triton import coefficients, functions, table
+from mopd.losses.triton import coefficients, functions, launches, table
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -56,7 +57,7 @@ def recorded() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
     """Launches inside are noted, not run."""
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     saved = []
-    for module in (coefficients, functions):
+    for module in (coefficients, functions, launches):
         for name, value in vars(module).copy().items():
             if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
                 saved.append((module, name, value))
@@ -89,7 +90,7 @@ def source(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     return ASTSource(kernel, signature, constants, attributes), options
 
 
-def launches(dtype: torch.dtype, vocab: int, true_vocab: int, k: int, teachers: int, **kind: Any) -> list[Any]:
+def launched(dtype: torch.dtype, vocab: int, true_vocab: int, k: int, teachers: int, **kind: Any) -> list[Any]:
     """Every launch of one forward and backward of top-k and gather, on tensors without memory of their own."""
     rows, n = 8192, k * teachers
     logits = torch.empty_strided((rows, vocab), (vocab, 1), dtype=dtype, device="meta")
@@ -111,6 +112,34 @@ def launches(dtype: torch.dtype, vocab: int, true_vocab: int, k: int, teachers: 
     return calls
 
 
+def loops(cubin: Path) -> tuple[int, list[dict[str, int]]]:
+    """Instructions of a kernel's machine code, and its loops: what stands between a label and the branch back to it.
+
+    That is what one round issues, as no branch leads forward in them; inner loops are in the outer's count once.
+    """
+    nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    listing = subprocess.run([str(nvdisasm), "-c", str(cubin)], check=True, capture_output=True, text=True).stdout
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    found: list[dict[str, int]] = []
+    for line in listing.splitlines():
+        if label := re.match(r"\.(L_x_\d+):", line):
+            labels[label.group(1)] = len(code)
+        elif (instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line)) and instruction.group(1) != "NOP":
+            code.append(instruction.group(1))
+            back = re.search(r"\bBRA\b.*`\(\.(L_x_\d+)\)", code[-1])
+            if back and labels.get(back.group(1), len(code)) < len(code) - 1:
+                body = code[labels[back.group(1)] :]
+                found.append({
+                    "instructions": len(body),
+                    "exp2": sum("MUFU.EX2" in x for x in body),
+                    "wide_loads": sum(bool(re.search(r"\bLDG\S*\.128", x)) for x in body),
+                    "loads": sum("LDG" in x for x in body),
+                    "barriers": sum("BAR.SYNC" in x for x in body),
+                })  # fmt: skip
+    return len(code), found
+
+
 def compiled(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Compiles one launch and reads what ptxas says about it."""
     src, options = source(kernel, args, kwargs)
@@ -125,22 +154,27 @@ def compiled(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], folder:
         found = re.search(pattern, report)
         return int(found.group(1)) if found else 0
 
+    instructions, found = loops(folder / f"{src.name}.cubin")
     widths: Counter[str] = Counter()
     for kind, vector, bits in re.findall(r"\b(ld|st)\.global[.\w:]*?(?:\.(v\d))?\.b(\d+)", code.asm["ptx"]):
         widths[f"{kind}{int(bits) * int((vector or 'v1')[1:])}"] += 1
     return {
         "kernel": src.name,
         "warps": code.metadata.num_warps,
+        "constants": {name: value for name, value in kwargs.items() if type(value) is int},
         "registers": number(r"Used (\d+) registers"),
         "spilled_bytes": number(r"(\d+) bytes spill stores"),
         "shared_bytes": code.metadata.shared,
         "widths": dict(sorted(widths.items())),
+        "instructions": instructions,
+        "loops": found,
     }
 
 
 CASES: dict[str, dict[str, Any]] = {
     "qwen": {"dtype": torch.bfloat16, "vocab": 151_936, "true_vocab": 151_669, "k": 64, "teachers": 1},
-    "shard": {"dtype": torch.bfloat16, "vocab": 18_992, "true_vocab": 18_992, "k": 64, "teachers": 2, "loss": "jsd"},
+    "shard": {"dtype": torch.bfloat16, "vocab": 19_072, "true_vocab": 19_072, "k": 64, "teachers": 2, "loss": "jsd"},
+    "odd": {"dtype": torch.bfloat16, "vocab": 151_669, "true_vocab": 151_665, "k": 512, "teachers": 1},
     "fp32": {"dtype": torch.float32, "vocab": 32_000, "true_vocab": 32_000, "k": 512, "teachers": 1,
              "loss": "reverse_kl", "tail": "renormalize", "logprob_min_clamp": -10.0, "entropy": True},
 }  # fmt: skip
@@ -150,10 +184,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=None, help="keep PTX and cubin here")
     parser.add_argument("--case", choices=list(CASES), action="append")
+    parser.add_argument("--kernel", action="append", help="these kernels only")
     arguments = parser.parse_args()
     table.device_name = lambda device: table.ANY_DEVICE  # type: ignore[assignment]
     for name in arguments.case or CASES:
-        for call in launches(**CASES[name]):
+        first = {}
+        for call in launched(**CASES[name]):
+            first.setdefault(call[0].fn.__name__, call)
+        for call in (first[kernel] for kernel in arguments.kernel or first):
             with tempfile.TemporaryDirectory() as scratch:
                 folder = Path(scratch) if arguments.folder is None else arguments.folder / name
                 folder.mkdir(parents=True, exist_ok=True)

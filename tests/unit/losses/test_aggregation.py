@@ -36,6 +36,23 @@ def test_packed_and_transposed_rows(aggregation: str) -> None:
         assert torch.equal(got, reorder(expected))
 
 
+@pytest.mark.parametrize("aggregation", MEANS)
+def test_samples_in_parts(aggregation: str) -> None:
+    """With the loss tokens of whole samples the weights are theirs, wherever a sample is cut."""
+    index = torch.arange(4).unsqueeze(1).expand(4, 4)
+    expected = token_weights(MASK, aggregation, num_loss_tokens=8, num_samples=4)
+    for part in (slice(0, 1), slice(1, 4)):
+        got = token_weights(
+            MASK[:, part],
+            aggregation,
+            num_loss_tokens=8,
+            num_samples=4,
+            sample_index=index[:, part],
+            sample_loss_tokens=MASK.sum(1),
+        )
+        assert torch.equal(got, expected[:, part])
+
+
 def test_no_tokens() -> None:
     empty = torch.zeros(0, 4, dtype=torch.bool)
     assert token_weights(empty, "sequence_mean", num_loss_tokens=1, num_samples=1).shape == (0, 4)
@@ -56,3 +73,5 @@ def test_misuse() -> None:
         token_weights(MASK.flatten(), "token_mean", **good)
     with pytest.raises(ValueError, match=r"sample_index is \[4\]"):
         token_weights(MASK, "token_mean", sample_index=torch.arange(4), **good)
+    with pytest.raises(ValueError, match=r"sample_loss_tokens is given without sample_index"):
+        token_weights(MASK, "token_mean", sample_loss_tokens=MASK.sum(1), **good)

@@ -91,6 +91,11 @@ def test_kept_sequences_by_the_definition() -> None:
     kept = kept_sequences(current, rollout.where(loss_mask, math.nan), loss_mask, low=low, high=high)
     assert kept.tolist() == [low <= root <= high for root in roots]
     assert kept.sum() == 21 and kept[0]
+    # Token by token in any order, as packed sequences are.
+    order = torch.randperm(360, generator=generator)
+    flat = (tensor.flatten()[order] for tensor in (current, rollout, loss_mask))
+    index = torch.arange(40).repeat_interleave(9)[order]
+    assert torch.equal(kept_sequences(*flat, low=low, high=high, sample_index=index, num_samples=40), kept)
 
 
 def test_bounds_themselves_are_inside() -> None:
@@ -114,6 +119,7 @@ def test_a_response_that_holds_no_number_stays() -> None:
         ({"low": 1.1}, "low is 1.1 and high 1.1"),
         ({"low": -0.1}, "low is -0.1"),
         ({"loss_mask": torch.ones(2, 3)}, r"loss_mask is torch.float32 \[2, 3\]"),
+        ({"sample_index": torch.zeros(2, dtype=torch.long)}, r"sample_index is \[2\] and num_samples 0: pass"),
         ({"rollout_logprobs": torch.zeros(3, 2)}, r"rollout_logprobs \[3, 2\]: pass both as \[2, 3\]"),
     ],
 )

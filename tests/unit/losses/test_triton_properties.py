@@ -63,12 +63,18 @@ def test_in_place_equals_out_of_place(dtype: torch.dtype) -> None:
     assert torch.count_nonzero(gradient[:, VOCAB:]) == 0 and torch.count_nonzero(gradient[0, :VOCAB]) > VOCAB // 2
 
 
-@pytest.mark.parametrize(
-    "layout", ["transposed", "batch_slice", "sequence_slice", "column_step", "two_dims_strided", "columns_outermost"]
-)
-def test_any_strides(layout: str) -> None:
-    """Same numbers as from a contiguous copy, gradients in the caller's order of rows."""
-    base = torch.randn(3, 4, VOCAB, generator=torch.Generator().manual_seed(2)).bfloat16()
+LAYOUTS = ("transposed", "batch_slice", "sequence_slice", "two_dims_strided", "column_step", "columns_outermost")
+
+
+@pytest.mark.parametrize(("layout", "vocab"), [*((name, VOCAB) for name in LAYOUTS), *((n, 56) for n in LAYOUTS[:4])])
+def test_any_strides(layout: str, vocab: int) -> None:
+    """As from a contiguous copy, gradients in the caller's order of rows.
+
+    Bit for bit where all rows begin at multiples of 16 bytes; else lanes sum other columns, which moves the rounding.
+    """
+    base = torch.randn(3, 4, vocab, generator=torch.Generator().manual_seed(2)).bfloat16()
+    exact = vocab == 56
+    base = base if exact else base.float()
     z = {
         "transposed": base.transpose(0, 1),
         "batch_slice": base[1:, :3],
@@ -82,11 +88,12 @@ def test_any_strides(layout: str) -> None:
     ids, logq = teacher_topk(z.float() + torch.randn(z.shape, generator=generator), K)
     weight = torch.rand(z.shape[:-1], generator=generator) * (torch.rand(z.shape[:-1], generator=generator) > 0.3)
     options = {"loss_weight": weight, "target": ids[..., 1]}
+    compare = assert_same if exact else assert_near
     expected = run(z.contiguous(), ids, logq, **options)
-    assert_same(run(z, ids, logq, **options), expected)
+    compare(run(z, ids, logq, **options), expected)
     if layout == "transposed":  # the teacher's side in a stride of its own
         other = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (ids.int(), logq)]
-        assert_same(run(z, *other, **options), expected)
+        compare(run(z, *other, **options), expected)
 
 
 def test_rows_of_weight_zero_are_inert() -> None:
@@ -148,7 +155,7 @@ def test_launch_parameters_change_only_rounding(
     ids[ids >= VOCAB - 2] = 1
     expected = run(z.double(), ids, logq, **{**options, "backend": "reference"})
     how = table.Launch(block, 1, stages)
-    entry = table.Entry(VOCAB, "float32", K, 4, "any", how, splits, table.Launch(block, 1, 1))
+    entry = table.Entry(VOCAB, "float32", 4, "any", how, splits, table.Launch(block, 1, 1))
     monkeypatch.setattr(functions, "entry_for", lambda *_: entry)
     assert_near(run(z, ids, logq, **options), expected)
 

@@ -20,6 +20,7 @@ from mopd.bench.pipeline.plan import PROMPT_LENGTH, SHARES, Scenario, make_recip
 from mopd.bench.pipeline.runs import make_stream
 from mopd.bench.teachers.makespan import run_on_token_clock
 from mopd.controller import Controller
+from mopd.data.packing import PackingRules
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineLimits, SamplingParams
 from mopd.ledger import Ledger
@@ -128,6 +129,7 @@ def reached(seed: int) -> tuple[float, tuple[int, ...]]:
 
 class _Student:
     dp_size = 1
+    packing = PackingRules(is_packed=True, max_tokens=1 << 20, micro_batch_size=None, square_cost=0.0)
 
     def __init__(self, world: World, gpus: int, sync: GroupWeightSync) -> None:
         self._seconds, self._sync, self._send_s = world.train_s / gpus, sync, world.scenario.send_s

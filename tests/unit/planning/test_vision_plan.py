@@ -125,7 +125,7 @@ def test_fewer_layers_beside_a_tower_save_time(tmp_path: Path, capsys: pytest.Ca
         return read
 
     images = ("--prompt-length", "900", "--image-length", "800", "student.vision.freeze=none")
-    even, uneven = step(*images), step(*images, "student.parallel.num_layers_in_first_pipeline_stage=12")
+    even, uneven = step(*images), step(*images, "student.parallel.num_layers_in_first_pipeline_stage=13")
     blind = step("--prompt-length", "900")
     assert even["vision_tower"]["weights"] == even["vision_tower"]["trained"] == 676_550_144
     times = [one["times"]["trainer"] for one in (blind, even, uneven)]

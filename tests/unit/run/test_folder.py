@@ -127,6 +127,7 @@ def test_resume_may_change_where_and_how_long_it_runs(load: Load) -> None:
     given = load(
         "run_dir=elsewhere",
         "student.parallel.data_parallel_size=2",
+        "student.packing=false",
         "student.max_tokens_per_micro_batch=99",
         "schedule.steps=9",
         "schedule.wait_timeout_s=1",

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -8,7 +8,8 @@ import torch
 
 from mopd.config.student import MoeConfig, ParallelConfig, StudentConfig, VisionConfig
 from mopd.conversion.models.dims import MlaDims, ModelDims, MoeDims
-from mopd.student.model.config import transformer_config, uses_transformer_engine
+from mopd.conversion.models.stages import Stages
+from mopd.student.model.config import check_fp8, transformer_config, uses_transformer_engine
 from mopd.student.parallel import Layout
 from mopd.types import UserError
 
@@ -27,6 +28,20 @@ EXPERTS = MoeDims(
 
 
 LATENT = MlaDims(q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24)
+
+
+def test_fp8_takes_dense_models_of_fitting_widths() -> None:
+    check_fp8(student(), DIMS, 1)
+    check_fp8(student(), DIMS, 2)
+    for dims, tp_size, part in (
+        (DIMS, 4, "intermediate_size is 24 on a tensor-parallel rank, no multiple of 16"),
+        (replace(DIMS, hidden_size=72), 1, "hidden_size is 72"),
+        (replace(DIMS, moe=EXPERTS), 1, "dense text models alone"),
+    ):
+        with pytest.raises(UserError, match=part):
+            check_fp8(student(), dims, tp_size)
+    with pytest.raises(UserError, match="set it to bfloat16"):
+        check_fp8(student(dtype="float32"), DIMS, 1)
 
 
 def student(**keys: Any) -> StudentConfig:
@@ -62,8 +77,8 @@ def test_chunks_of_recomputed_layers_divide_a_stage(layout: Layout) -> None:
 
 
 def test_overrides_reach_the_config(layout: Layout) -> None:
-    config = transformer_config(student(megatron_overrides={"attention_softmax_in_fp32": False}), DIMS, layout)
-    assert config.attention_softmax_in_fp32 is False
+    config = transformer_config(student(megatron_overrides={"deterministic_mode": True}), DIMS, layout)
+    assert config.deterministic_mode is True
     assert (config.kv_channels, config.params_dtype, config.hidden_dropout) == (32, torch.bfloat16, 0.0)
 
 
@@ -108,6 +123,15 @@ def test_router_settings_reach_the_config(layout: Layout) -> None:
             "tensor_model_parallel_size is 2 and the model has experts and latent attention: set",
         ),
         ({"moe": MoeConfig(moe_z_loss_coeff=0.1)}, DIMS, {}, "student.moe is set but model_type qwen3 has no experts"),
+        (
+            {
+                "moe": MoeConfig(moe_router_load_balancing_type="seq_aux_loss"),
+                "megatron_overrides": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+            },
+            replace(DIMS, moe=EXPERTS),
+            {},
+            "which packed sequences do not allow: set student.recompute: full",
+        ),
         ({"moe": MoeConfig(moe_grouped_gemm=True)}, replace(DIMS, moe=EXPERTS), {}, "moe_grouped_gemm is true but"),
         ({}, replace(DIMS, moe=EXPERTS), {"ep_size": 3}, "expert_model_parallel_size 3 does not divide"),
         ({}, DIMS, {"ep_size": 2}, "expert_model_parallel_size is 2 but model_type qwen3 has no experts"),
@@ -143,6 +167,41 @@ def test_experts_must_fit_the_ranks_of_a_stage() -> None:
 def test_a_section_about_vision_needs_a_tower(layout: Layout) -> None:
     with pytest.raises(UserError, match=r"student.vision is set but model_type qwen3 has no vision"):
         transformer_config(student(vision=VisionConfig(freeze="none")), DIMS, layout)
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ((1, 2, None, None), "virtual_pipeline_model_parallel_size is 2 but pipeline_model_parallel_size is 1: set"),
+        ((1, 1, None, 3), "num_layers_in_last_pipeline_stage is 3 but pipeline_model_parallel_size is 1: set"),
+        ((2, 1, 3, 3), "are both set but pipeline_model_parallel_size is 2, so that each follows from the other"),
+        ((2, 0, None, None), "virtual_pipeline_model_parallel_size"),
+        ((2, 1, None, 0), "num_layers_in_last_pipeline_stage"),
+    ],
+)
+def test_stages_that_a_recipe_cannot_have(keys: tuple[int | None, ...], line: str) -> None:
+    names = [field.name for field in fields(Stages)]
+    with pytest.raises(ValueError, match=line):
+        ParallelConfig(**dict(zip(names, keys, strict=True)))  # type: ignore[arg-type]
+
+
+def test_chunks_of_a_stage(layout: Layout) -> None:
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    virtual, dims = replace(layout, pp_size=2, vp_size=2), replace(DIMS, num_layers=8)
+    config = transformer_config(student(parallel=parallel), dims, virtual)
+    assert (config.virtual_pipeline_model_parallel_size, config.microbatch_group_size_per_vp_stage) == (2, 2)
+    assert config.batch_p2p_comm and not config.overlap_p2p_comm
+    with pytest.raises(UserError, match=r"virtual_pipeline_model_parallel_size 2 does not divide the 3 layers of"):
+        transformer_config(student(parallel=parallel), replace(DIMS, num_layers=6), virtual)
+    for overrides, line in (
+        ({"batch_p2p_comm": False}, "batch_p2p_comm: false with student.parallel.virtual_pipeline"),
+        (
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 4},
+            "recompute_num_layers: 4 does not divide the 2 layers of a chunk of a pipeline stage",
+        ),
+    ):
+        with pytest.raises(UserError, match=line):
+            transformer_config(student(parallel=parallel, megatron_overrides=overrides), dims, virtual)
 
 
 def test_stages_of_unequal_length(layout: Layout) -> None:

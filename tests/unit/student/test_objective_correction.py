@@ -103,16 +103,18 @@ def test_equals_the_definition(
     hidden, weight = (problem[name].clone().requires_grad_() for name in ("hidden", "weight"))
     weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
     rows = LossRows(
-        loss_mask=problem["loss_mask"],
+        loss_mask=problem["loss_mask"].flatten(),
         loss_rows=choose_rows(problem["loss_mask"]),
-        targets=problem["targets"],
+        targets=problem["targets"].flatten(),
+        samples=torch.arange(B).repeat(S),
+        num_loss_tokens=problem["loss_mask"].sum(0),
         domains=torch.arange(B) % 3,
         sample_positions=torch.arange(B),
         fields={
-            "teacher_ids": torch.arange(K).int().expand(S, B, K),
-            "teacher_logprobs": torch.full((S, B, K), -2.0),
-            "teacher_token_logprobs": problem["teacher"],
-            "rollout_logprobs": problem["rollout"],
+            "teacher_ids": torch.arange(K).int().expand(S * B, K),
+            "teacher_logprobs": torch.full((S * B, K), -2.0),
+            "teacher_token_logprobs": problem["teacher"].flatten(),
+            "rollout_logprobs": problem["rollout"].flatten(),
         },
     )
     assert "rollout_logprobs" in objective.field_names

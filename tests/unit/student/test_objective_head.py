@@ -26,15 +26,17 @@ def head(vocab_size: int) -> LMHead:
 
 def loss_of(objective: Objective, lm_head: LMHead, loss_mask: torch.Tensor) -> torch.Tensor:
     rows = LossRows(
-        loss_mask=loss_mask,
+        loss_mask=loss_mask.flatten(),
         loss_rows=choose_rows(loss_mask),
-        targets=torch.zeros(S, B, dtype=torch.int64),
+        targets=torch.zeros(S * B, dtype=torch.int64),
+        samples=torch.arange(B).repeat(S),
+        num_loss_tokens=loss_mask.sum(0),
         domains=torch.zeros(B, dtype=torch.int64),
         sample_positions=torch.arange(B),
         fields={
-            "teacher_ids": torch.arange(K).int().expand(S, B, K),
-            "teacher_logprobs": torch.full((S, B, K), -2.0),
-            "teacher_token_logprobs": torch.full((S, B), -2.0),
+            "teacher_ids": torch.arange(K).int().expand(S * B, K),
+            "teacher_logprobs": torch.full((S * B, K), -2.0),
+            "teacher_token_logprobs": torch.full((S * B,), -2.0),
         },
     )
     sums = objective.new_sums(num_domains=1, num_samples=B, diagnostics=False, device=torch.device("cpu"))

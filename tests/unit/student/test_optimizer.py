@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,10 +9,13 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from mopd import cpu_shim
-from mopd.config.student import OptimizerConfig, StudentConfig
+from mopd.config.student import OptimizerConfig, StudentConfig, VisionConfig
+from mopd.conversion.models.reading import read_dims
 from mopd.student.model.gpt import build_model
-from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel
+from mopd.student.optimizer import build_optimizer, guarded_step, overlaps, wrap_data_parallel
 from mopd.student.parallel import Layout
+from mopd.types import UserError
+from tests.fixtures.vision import make_vision_model
 from tests.unit.student.test_model_config import DIMS
 
 
@@ -19,8 +24,8 @@ def build(layout: Layout, **keys: Any) -> tuple[DistributedDataParallel, Any, An
         model = build_model(StudentConfig(model="unused", dtype="float32"), DIMS, layout)
         for parameter in model.parameters():
             parameter.data.fill_(0.5)
-        wrapped = wrap_data_parallel(model, use_distributed_optimizer=True)
-        return (wrapped, *build_optimizer(OptimizerConfig(lr=1.0, **keys), wrapped, num_steps=8))
+        wrapped = wrap_data_parallel([model], use_distributed_optimizer=True)
+        return (wrapped[0], *build_optimizer(OptimizerConfig(lr=1.0, **keys), wrapped, num_steps=8))
 
 
 def lrs(layout: Layout, **keys: Any) -> list[float]:
@@ -77,3 +82,14 @@ def test_gradients_are_clipped_by_the_global_norm(layout: Layout) -> None:
     (part,) = optimizer.chained_optimizers
     first_moment = torch.cat([states["exp_avg"] for states in part.optimizer.state.values()])
     assert first_moment.double().norm() == pytest.approx(0.1 * 1.0, rel=1e-4)
+
+
+def test_overlap_is_left_out_where_it_brings_nothing_or_a_tower_is_trained(layout: Layout, tmp_path: Path) -> None:
+    student = StudentConfig(model="unused")
+    assert not overlaps(student, DIMS, layout)  # a world of one rank
+    assert overlaps(replace(student, overlap=True), DIMS, layout)
+    seeing = read_dims(make_vision_model(tmp_path))
+    with pytest.raises(UserError, match=r"set student\.vision\.freeze: tower_and_merger"):
+        overlaps(replace(student, overlap=True), seeing, layout)
+    frozen = replace(student, overlap=True, vision=VisionConfig(freeze="tower_and_merger"))
+    assert overlaps(frozen, seeing, layout)

@@ -47,8 +47,9 @@ def test_what_is_not_allowed_is_one_line(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("virtual_pipeline_model_parallel_size", "a pipeline stage is one run of layers"),
-        ("context_parallel_size", "use student.parallel.sequence_parallel"),
+        ("virtual_pipeline_model_parallel_size", "from student.parallel.virtual_pipeline_model_parallel_size"),
+        ("overlap_p2p_comm", "before it frees what it sent"),
+        ("context_parallel_size", "from student.parallel.context_parallel_size"),
         ("num_layers_in_first_pipeline_stage", "from student.parallel.num_layers_in_first_pipeline_stage"),
         ("activation_func", "from student.model"),
         ("normalization", "from student.model"),
@@ -60,7 +61,9 @@ def test_what_is_not_allowed_is_one_line(name: str) -> None:
         ("attention_dropout", "without noise"),
         ("hidden_dropout", "without noise"),
         ("init_method_std", "nothing is drawn"),
-        ("fp8", "8 and 4 bits"),
+        ("fp4", "8 and 4 bits"),
+        ("fp8_param", "8 and 4 bits"),
+        ("fp8", "only TransformerEngine's layers know it"),
         ("mtp_num_layers", "LM head"),
         ("moe_aux_loss_coeff", "from student.moe.moe_aux_loss_coeff"),
         ("moe_router_topk", "from student.model"),
@@ -99,11 +102,14 @@ def overrides_section(section: Any, part: str) -> Any:
 
 
 VALUES: dict[str, list[Any]] = {
-    "attention_backend": ["unfused", "auto"],
+    "attention_backend": ["fused", "auto"],
     "recompute_granularity": ["full"],
     "recompute_method": ["block"],
     "recompute_modules": [["core_attn", "mlp"]],
     "offload_modules": [["core_attn"]],
+    "fp8": ["e4m3", "hybrid"],
+    "fp8_amax_compute_algo": ["max"],
+    "fp8_recipe": ["delayed", "blockwise"],
 }
 WRONG: dict[str, list[Any]] = {
     "bool": ["yes", 1, None, [True]],

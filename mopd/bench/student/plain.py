@@ -1,0 +1,60 @@
+"""The toy step in plain PyTorch, as one would write it on the transformers model: what the student is held against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils.rnn import pad_sequence
+
+from mopd.bench.student.inputs import Samples
+from mopd.config.student import OptimizerConfig
+from mopd.conversion.hf.pretrained import load_weights
+
+
+class PlainStep:
+    """Forward KL on the teacher's top k and the rest as one outcome, mean over response tokens; clipping; Adam."""
+
+    def __init__(self, folder: Path, samples: Samples, config: OptimizerConfig, device: torch.device) -> None:
+        self.model, _ = load_weights(folder, torch.float32)
+        self.model.train().to(device)
+        self._device = device
+        self._samples = samples
+        self._clip_grad = config.clip_grad
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=config.lr,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+        )
+
+    def __call__(self) -> tuple[float, float]:
+        """One optimizer step on all samples at once; the loss, and the gradient's norm before clipping."""
+        tokens, rows, teacher_ids, teacher_logprobs = self._batch()
+        # Right padding and a causal model: no mask is needed.
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        logprobs = torch.log_softmax(logits.flatten(0, 1)[rows], -1).gather(1, teacher_ids)
+        probs, kept = teacher_logprobs.exp(), logprobs.exp()
+        rest, own_rest = 1 - probs.sum(1), 1 - kept.sum(1)
+        loss = ((probs * (teacher_logprobs - logprobs)).sum(1) + rest * (rest / own_rest).log()).mean()
+        self._optimizer.zero_grad()
+        loss.backward()
+        norm = clip_grad_norm_(self.model.parameters(), self._clip_grad)
+        self._optimizer.step()
+        return loss.item(), norm.item()
+
+    def _batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens [B, S], flat numbers [R] of the rows that score a response token, and the teacher's [R, K]."""
+        fields = self._samples.fields
+        tokens = pad_sequence(fields["tokens"], batch_first=True)
+        rows = [
+            torch.arange(meta.prompt_length - 1, meta.length - 1) + b * tokens.size(1)
+            for b, meta in enumerate(self._samples.metas)
+        ]
+        ids = torch.cat(fields["teacher_ids"]).long()
+        made = (tokens, torch.cat(rows), ids, torch.cat(fields["teacher_logprobs"]))
+        tokens, chosen, ids, logprobs = (tensor.to(self._device) for tensor in made)
+        return tokens, chosen, ids, logprobs

@@ -1,0 +1,120 @@
+"""Micro-batches through Megatron's pipeline schedules: none, 1F1B, and interleaved, where a stage has several model
+chunks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor
+
+from mopd.student.batch import MicroBatch
+from mopd.student.model.gpt import HeadHook
+from mopd.student.parallel import schedule_groups
+
+HookFor = Callable[[MicroBatch], HeadHook]
+"""What the last stage does with the LM head of one micro-batch."""
+
+
+class Neighbours(P2PCommunicator):
+    """Sends and receives of the interleaved schedule, whose batches hold messages to and from both neighbours.
+
+    Of two stages both are one rank, and messages between two ranks pair in the order in which they are posted. Megatron
+    posts those to and from the previous stage first on both sides, so that what is sent on would arrive as what is sent
+    back (its own trainer refuses two stages without ``overlap_p2p_comm``). Sent the other way round, they pair.
+    """
+
+    def _communicate(self, *, tensor_send_next: Any, tensor_send_prev: Any, **rest: Any) -> Any:
+        if self.pp_group.size() == 2:
+            tensor_send_next, tensor_send_prev = tensor_send_prev, tensor_send_next
+        return super()._communicate(tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev, **rest)
+
+    def _communicate_shapes(self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: Any, recv_next: Any) -> Any:
+        """Shapes of what comes from the previous and the next stage, without waiting until those that go have arrived.
+
+        With as many micro-batches as stages one stage sends on and then receives, where its neighbour does both at
+        once: were that one to wait for its shape to arrive, it would not yet receive the tensor that the first one
+        sends. Over NCCL, which buffers so few bytes, Megatron's own way does not wait.
+        """
+        if torch.cuda.is_available():
+            return super()._communicate_shapes(tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+        self._sent: list[tuple[Tensor, Any]] = []  # alive until they have gone
+        coming: list[tuple[int, Tensor, Any]] = []
+        found = [[0, 0, 0], [0, 0, 0]]
+        for number, (tensor, wanted, rank) in enumerate(
+            ((tensor_send_prev, recv_prev, self.prev_rank), (tensor_send_next, recv_next, self.next_rank))
+        ):
+            if tensor is not None:
+                shape = torch.tensor(tensor.shape)
+                self._sent.append((shape, dist.isend(shape, rank, group=self.pp_group)))
+            if wanted:
+                shape = torch.empty(3, dtype=torch.int64)
+                coming.append((number, shape, dist.irecv(shape, rank, group=self.pp_group)))
+        for number, shape, work in coming:
+            work.wait()
+            found[number] = shape.tolist()
+        return found
+
+
+def run_schedule(
+    chunks: Sequence[DistributedDataParallel],
+    micro_batches: Iterator[MicroBatch],
+    num_micro_batches: int,
+    hook_for: HookFor,
+    *,
+    forward_only: bool,
+    has_experts: bool,
+) -> None:
+    """Forward (and backward) through all pipeline stages; gradients are summed over micro-batches and ranks.
+
+    With gradients the hook returns a scalar, this rank's share of the loss to be minimised; forward only, any tensor
+    (results leave through the hook). Collective over all trainer ranks, which bring equally many micro-batches, of any
+    shapes: stages announce them to each other. With several chunks their number is a multiple of the stages'.
+    """
+
+    def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        batch = next(batches)
+        options: dict[str, Any] = {"padding_mask": batch.padding_mask} if has_experts else {}
+        if has_experts and batch.packed is not None:
+            options["samples"] = batch.rows.samples, len(batch.rows.domains)
+        if batch.images is not None:
+            options["images"] = batch.images
+        output = model(
+            input_ids=batch.tokens,
+            position_ids=batch.position_ids,
+            packed=batch.packed,
+            labels=hook_for(batch),
+            **options,
+        )
+        return output, _as_sum
+
+    options: dict[str, Any] = {"data_iterator": micro_batches}
+    if len(chunks) > 1:
+        groups = schedule_groups()
+        options = {
+            # A micro-batch is built once and let go after its last chunk.
+            "data_iterator": list(itertools.tee(micro_batches, len(chunks))),
+            "p2p_communicator": Neighbours(groups.pp, chunks[0].module.config),
+            "pg_collection": groups,
+        }
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        model=list(chunks),
+        num_microbatches=num_micro_batches,
+        seq_length=1,  # unread: variable_seq_lengths
+        micro_batch_size=1,
+        forward_only=forward_only,
+        **options,
+    )
+
+
+def _as_sum(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The (loss, token count, report) triple of a sum: ``calculate_per_token_loss`` leaves it undivided. The schedule
+    may overwrite ``loss``, so nothing is reported from here."""
+    return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}

@@ -1,0 +1,92 @@
+"""Sequences end to end are what they are one below the other, for ordinary and latent attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mopd import cpu_shim
+from mopd.config.student import StudentConfig
+from mopd.conversion.models.dims import ModelDims, YarnRope
+from mopd.student.attention import PackedSequences, zigzag_rows
+from mopd.student.model.gpt import StudentModel, build_model
+from mopd.student.parallel import Layout
+from tests.unit.student.test_model_config import DIMS, LATENT
+
+LENGTHS = (5, 3, 3, 7, 1)
+YARN = YarnRope(factor=4.0, original_max_positions=64, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
+CASES: dict[str, tuple[ModelDims, str]] = {
+    "dense": (DIMS, "none"),
+    "recompute": (DIMS, "full"),
+    "selective": (DIMS, "selective"),
+    "latent": (replace(DIMS, mla=LATENT), "none"),
+    "yarn": (replace(DIMS, mla=replace(LATENT, q_lora_rank=None), rope_scaling=YARN), "selective"),
+}
+
+
+def make_model(layout: Layout, dims: ModelDims, recompute: str) -> StudentModel:
+    student = StudentConfig(model="unused", dtype="float32", recompute=recompute)  # type: ignore[arg-type]
+    model = build_model(student, dims, layout)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.train()
+
+
+def seen(model: StudentModel, *inputs: Tensor, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits, and the gradients of the sum of the real tokens' largest ones."""
+    model.zero_grad()
+    logits = model(*inputs, **options)
+    real = inputs[0] > 0
+    logits[real].amax(-1).sum().backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return logits[real].detach(), {name: grad.clone() for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_equals_padded(layout: Layout, case: str) -> None:
+    tokens = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.int64)
+    for b, length in enumerate(LENGTHS):
+        tokens[b, :length] = torch.randint(1, DIMS.vocab_size, (length,), generator=torch.Generator().manual_seed(b))
+    padded_positions = torch.arange(max(LENGTHS)).expand(tokens.shape)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    with cpu_shim.activate():
+        model = make_model(layout, *CASES[case])
+        logits, grads = seen(model, tokens, padded_positions)
+        packed = PackedSequences.of(LENGTHS, layout.device)
+        own_logits, own_grads = seen(model, tokens[tokens > 0][None], positions, packed=packed)
+    torch.testing.assert_close(own_logits, logits, rtol=1e-5, atol=1e-5)
+    assert own_grads.keys() == grads.keys() and len(grads) > 20
+    for name, grad in grads.items():
+        assert grad.norm() > 1e-3, name
+        torch.testing.assert_close(own_grads[name], grad, rtol=1e-4, atol=1e-4 * float(grad.abs().max()))
+
+
+def test_positions_begin_anew_with_each_sequence(layout: Layout) -> None:
+    """Which no loss can tell: the rope's angles count in differences alone."""
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    angles: list[Tensor] = []
+    with cpu_shim.activate():
+        model = make_model(layout, DIMS, "none")
+        model.rotary_pos_emb.register_forward_hook(lambda module, inputs, made: angles.append(made))
+        tokens = torch.ones(1, sum(LENGTHS), dtype=torch.int64)
+        model(tokens, positions[None], packed=PackedSequences.of(LENGTHS, layout.device))
+    (made,) = angles
+    assert made.shape == (sum(LENGTHS), 1, 1, DIMS.head_dim)
+    assert torch.equal(made[:, 0, 0, 0], positions.float())  # the fastest channel turns by one a position
+
+
+def test_context_parallel_ranks_have_equal_work() -> None:
+    """Each sequence's tokens are shared out, and every rank's queries look at as many keys."""
+    lengths = (12, 24, 12)
+    ranks = zigzag_rows(lengths, 3)
+    assert torch.equal(torch.cat(ranks).sort().values, torch.arange(48))
+    assert ranks[0].tolist() == [0, 1, 10, 11, *range(12, 16), *range(32, 36), 36, 37, 46, 47]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    assert len({int(positions[own].sum()) for own in ranks}) == 1
+    with pytest.raises(ValueError, match=r"lengths \[12, 10\] are not all multiples of 6"):
+        zigzag_rows((12, 10), 3)
