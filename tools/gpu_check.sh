@@ -5,11 +5,11 @@ set -euo pipefail
 
 # NAME SHARE WHAT, the most important first; SHARE of the time that is left goes to a stage, unused time to the next
 stages="
-kernels 30 the compiled Triton kernels: every loss, tail, clamp and layout, not finite numbers, 2^31 logits, CUDA graphs
+kernels 25 the compiled Triton kernels: every loss, tail, clamp and layout, not finite numbers, 2^31 logits, CUDA graphs
 goals 15 what the losses must reach on a GPU: time, memory, the fused LM head
-benchmark 25 the losses beside published styles and released packages
-losses 20 all other loss tests, on the GPU where they can be
-student 10 one student on the GPU beside fp32 on the CPU, then the quickstart (tools/gpu_student.py)
+benchmark 20 the losses beside published styles and released packages
+losses 15 all other loss tests, on the GPU where they can be
+student 25 one student on the GPU beside fp32 on the CPU, a model of full size, the quickstart (tools/gpu_student.py)
 "
 
 usage() {

@@ -1,12 +1,15 @@
-"""The student on one GPU beside the same weights on the CPU, then the quickstart with its engines on the GPU.
+"""The student on one GPU beside the same weights on the CPU, then the quickstart with its engines on the GPU, then a
+model of full size.
 
     student      forward, backward, optimizer steps, checkpoint and resume, in bf16 on the GPU and in fp32 on the CPU
+    training     mopd bench student --size qwen3-1.7b: tokens/s, share of the peak, memory, beside transformers
     quickstart   recipes/quickstart.yaml shortened, on one rank: student and engines share the GPU, in one process
+    scoring      mopd bench teachers --size qwen3-1.7b: tokens/s beside a bare forward pass
 
 Models and data are made on the spot and train to nothing. A stage that cannot run is skipped with its reason; the
 result is one JSON file. On a machine without CUDA ``--device cpu`` compares fp32 with fp32, which tests this tool.
 
-    python tools/gpu_student.py --out student.json                   # one GPU: about 2 minutes
+    python tools/gpu_student.py --out student.json                   # one GPU: some minutes
     python tools/gpu_student.py --device cpu --stages student        # no GPU: half a minute
 
 Exit codes: 0 nothing failed, 1 a check failed, 2 wrong options or no such device.
@@ -26,7 +29,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if __package__ is None or __package__ == "":  # run as a file: make `tools` importable
@@ -37,6 +40,8 @@ QUICKSTART_NEEDS = (
     *STUDENT_NEEDS, "tokenizers", "pyarrow", "rich", "jinja2", "matplotlib", "tensorboard", "fastapi", "uvicorn",
     "httpx", "msgpack", "prometheus_client",
 )  # fmt: skip
+BENCH_NEEDS = (*STUDENT_NEEDS, "rich", "pyarrow")
+SIZE = "qwen3-1.7b"
 TAIL = 400
 """Characters of a failed child's last words."""
 TERMINATE_S = 40.0
@@ -166,6 +171,30 @@ def quickstart_stage(device: str, dtype: str, work: Path, stage: Stage, deadline
     stage.figures = {"first_step": lines[0], "last_step": lines[-1]}
 
 
+def training_stage(device: str, dtype: str, work: Path, stage: Stage, deadline: float) -> None:
+    """``mopd bench student`` at full size."""
+    stage.figures = _bench("student", device, work, deadline)
+    stage.checks = [Check(name="goals", value=stage.figures["is_met"], limit=True, ok=stage.figures["is_met"])]
+
+
+def scoring_stage(device: str, dtype: str, work: Path, stage: Stage, deadline: float) -> None:
+    """``mopd bench teachers`` at full size; it has no goal."""
+    stage.figures = _bench("teachers", device, work, deadline)
+
+
+def _bench(what: str, device: str, work: Path, deadline: float) -> dict[str, Any]:
+    """What ``mopd bench`` measures at full size, which takes a GPU."""
+    _need(BENCH_NEEDS)
+    if device == "cpu":
+        raise Skipped(f"{SIZE} is for a GPU")
+    out = work / "out.json"
+    with out.open("w") as file:
+        child = _start([sys.executable, "-m", "mopd", "bench", what, "--size", SIZE, "--json"], device, stdout=file)
+        _wait(child, f"mopd bench {what} --size {SIZE}", deadline, good=(0, 1))
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
 def quickstart_settings(assets: Path, run: Path) -> list[str]:
     """``--set`` of the shortened quickstart: one rank, whose GPU the engines in its process share."""
     teachers = [f"teachers.{name}.model={assets}/teachers/{name}" for name in ("reversal", "sorting", "next_letter")]
@@ -187,7 +216,9 @@ def quickstart_settings(assets: Path, run: Path) -> list[str]:
 
 STAGES: dict[str, Callable[[str, str, Path, Stage, float], None]] = {
     "student": student_stage,
+    "training": training_stage,
     "quickstart": quickstart_stage,
+    "scoring": scoring_stage,
 }
 """In order of importance."""
 
@@ -245,18 +276,20 @@ def _start_rank(model: Path, out: Path, device: str, dtype: str) -> subprocess.P
     return _start([sys.executable, "-m", "tools.gpu_student_rank", *arguments], device)
 
 
-def _start(command: Sequence[str], device: str) -> subprocess.Popen[str]:
-    """A child that sees the first GPU, or none."""
+def _start(command: Sequence[str], device: str, *, stdout: IO[str] | None = None) -> subprocess.Popen[str]:
+    """A child that sees the first GPU, or none. What it says is kept for its end, ``stdout`` where it is given."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": str(ROOT), **hidden}
+    if stdout is not None:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
-def _wait(child: subprocess.Popen[str], what: str, deadline: float) -> None:
+def _wait(child: subprocess.Popen[str], what: str, deadline: float, *, good: Sequence[int] = (0,)) -> None:
     try:
-        output, _ = child.communicate(timeout=max(1.0, deadline - time.monotonic()))
+        said, told = child.communicate(timeout=max(1.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         child.terminate()  # mopd's launcher ends its ranks, which takes a while
         try:
@@ -264,8 +297,9 @@ def _wait(child: subprocess.Popen[str], what: str, deadline: float) -> None:
         except subprocess.TimeoutExpired:
             child.kill()
         raise Skipped(f"{what} did not end within the time limit: raise --time-limit") from None
-    if child.returncode != 0:
-        raise Failed(f"{what} ended with exit code {child.returncode}: ...{' '.join(output.split())[-TAIL:]}")
+    if child.returncode not in good:
+        output = " ".join((said or told or "").split())
+        raise Failed(f"{what} ended with exit code {child.returncode}: ...{output[-TAIL:]}")
 
 
 def _angles(work: Path) -> dict[str, float]:

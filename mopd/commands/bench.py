@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pairs", type=int, default=7, metavar="N", help="timed pairs, bare and whole path (default: %(default)s)")
     add("--sequences", type=int, default=64, metavar="N", help="sequences of the batch (default: %(default)s)")
     add("--top-k", type=int, default=64, metavar="K", help="scores per token (default: %(default)s)")
+    add("--size", metavar="NAME", help="instead: qwen3-1.7b, random weights, beside a bare forward pass; on a GPU")
     add("--json", action="store_true", help="print JSON instead of a table")
     text = "bytes into each trainer rank, and seconds of a step from process to process; exit code 1 below a goal"
     add = parts.add_parser("data_plane", help=text, description=text).add_argument
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parts.add_parser("student", help=text, description=text).add_argument
     add("--quick", action="store_true", help="fewer samples and rounds of mixed lengths: noisier")
     add("--rounds", type=int, default=21, metavar="N", help="timed pairs of the toy step (default: %(default)s)")
+    add("--size", metavar="NAME", help="instead: qwen3-1.7b, random weights, beside transformers' own model; on a GPU")
     add("--json", action="store_true", help="print JSON instead of tables")
 
 

@@ -35,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.rounds < 1:
         raise UserError(f"--rounds is {args.rounds}: set 1 or more")
+    if args.size is not None:
+        return _full_size(args)
     others = Others()
     print("student: a step beside plain PyTorch", file=sys.stderr, flush=True)
     toy = measure_toy(args.rounds)
@@ -46,6 +48,27 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(toy, mixed, found)
     return 0 if all(goal["is_met"] for goal in found["goals"].values()) else 1
+
+
+def _full_size(args: argparse.Namespace) -> int:
+    """``--size``: on a GPU, beside transformers' own model."""
+    from mopd.bench.student.full_size import LEAST_SHARE, LEAST_SPEED_UP, measure_full_size
+
+    found = measure_full_size(args.size)
+    if args.json:
+        print(json.dumps(found.tree(), indent=2))
+        return 0 if found.is_met else 1
+    table = Table(
+        f"{found.size} on {found.device}: {found.num_tokens:,} tokens a step", "tokens/s", "of the peak", "GiB"
+    )
+    for name, trained in found.trained.items():
+        share = "" if trained.share_of_peak is None else f"{trained.share_of_peak:.1%}"
+        peak = "" if trained.peak_gib is None else f"{trained.peak_gib:.1f}"
+        table.add_row(name, f"{trained.tokens_per_s:,.0f}", share, peak)
+    terminal = Terminal()
+    terminal.print(table)
+    terminal.print(f"Speed-up {found.speed_up:.2f}; goals: {LEAST_SPEED_UP} and {LEAST_SHARE:.0%} of the peak.")
+    return 0 if found.is_met else 1
 
 
 def report(toy: Contest, mixed: Contest, ranks: Mapping[str, float], cores: float | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,10 @@ class Samples:
         return plane
 
 
-def write_model(folder: Path, *, max_positions: int) -> None:
-    """A Qwen3 of the quickstart's sizes with random weights."""
+def write_model(
+    folder: Path, *, max_positions: int, shape: Mapping[str, int] = SHAPE, dtype: torch.dtype = torch.float32
+) -> None:
+    """A Qwen3 of these sizes with random weights."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -70,13 +72,15 @@ def write_model(folder: Path, *, max_positions: int) -> None:
         "use_sliding_window": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        **SHAPE,
+        **shape,
     }
     (folder / "config.json").write_text(json.dumps(config))
     slots = TorchEngine.empty(folder, TorchEngineConfig(dtype="float32")).weight_slots
     generator = torch.Generator().manual_seed(SEED)
     weights = {
-        name: torch.ones(slot.shape) if len(slot.shape) == 1 else 0.05 * torch.randn(slot.shape, generator=generator)
+        name: (
+            torch.ones(slot.shape) if len(slot.shape) == 1 else 0.05 * torch.randn(slot.shape, generator=generator)
+        ).to(dtype)
         for name, slot in slots.items()
     }
     save_file(weights, folder / "model.safetensors")
@@ -113,32 +117,39 @@ def make_metas(lengths: Sequence[tuple[int, int]]) -> list[SampleMeta]:
     ]
 
 
-def make_samples(lengths: Sequence[tuple[int, int]]) -> Samples:
-    """Samples of these (prompt, response) lengths with random tokens and a random teacher's best tokens."""
+def make_tokens(length: int, vocab_size: int, *, seed: int) -> Tensor:
+    """[length] int64, drawn evenly."""
+    return torch.randint(3, vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def make_samples(lengths: Sequence[tuple[int, int]], *, vocab_size: int = SHAPE["vocab_size"]) -> Samples:
+    """Samples of these (prompt, response) lengths with random tokens and a random teacher's best tokens: one of each of
+    ``TOP_K`` parts of the vocabulary. The sampled token is among them."""
     generator = torch.Generator().manual_seed(SEED)
-    vocab_size = SHAPE["vocab_size"]
+    part = vocab_size // TOP_K
     fields: dict[str, list[Tensor]] = {}
-    for prompt, response in lengths:
-        teacher = torch.log_softmax(2 * torch.randn(response, vocab_size, generator=generator), -1)
-        tokens = torch.randint(3, vocab_size, (prompt + response,), generator=generator)
-        top = teacher.topk(TOP_K)
+    for seed, (prompt, response) in enumerate(lengths):
+        outcomes = torch.log_softmax(2 * torch.randn(response, TOP_K + 1, generator=generator), -1)  # the rest is one
+        logprobs = outcomes[:, :TOP_K].sort(descending=True).values
+        ids = part * torch.arange(TOP_K) + torch.randint(part, (response, TOP_K), generator=generator)
+        sampled = torch.randint(TOP_K, (response, 1), generator=generator)
         values = {
-            "tokens": tokens,
+            "tokens": torch.cat([make_tokens(prompt, vocab_size, seed=seed), ids.gather(1, sampled)[:, 0]]),
             "loss_mask": torch.ones(response, dtype=torch.bool),
-            "teacher_ids": top.indices.int(),
-            "teacher_logprobs": top.values,
-            "teacher_token_logprobs": teacher.gather(1, tokens[prompt:, None])[:, 0],
+            "teacher_ids": ids.int(),
+            "teacher_logprobs": logprobs,
+            "teacher_token_logprobs": logprobs.gather(1, sampled)[:, 0],
         }
         for name, value in values.items():
             fields.setdefault(name, []).append(value)
     return Samples(metas=make_metas(lengths), fields=fields)
 
 
-def make_recipe(folder: Path, *, longest: int, **student: Any) -> Recipe:
+def make_recipe(folder: Path, *, longest: int, dtype: str = "float32", **student: Any) -> Recipe:
     """A recipe on the model of ``folder`` with these keys of ``student``."""
     return Recipe(
         run_dir="unused",
-        student=StudentConfig(model=str(folder), dtype="float32", optimizer=OptimizerConfig(lr=1e-4), **student),
+        student=StudentConfig(model=str(folder), dtype=dtype, optimizer=OptimizerConfig(lr=1e-4), **student),
         teachers={DOMAIN: TeacherConfig(model="unused", domains=(DOMAIN,))},
         data=DataConfig(train=("unused",), validation=("unused",), max_prompt_length=longest // 2),
         rollout=RolloutConfig(max_response_length=longest // 2),

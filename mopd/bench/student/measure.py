@@ -7,7 +7,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from mopd.bench.student.inputs import (
     DOMAIN,
+    SHAPE,
     Samples,
     make_metas,
     make_recipe,
@@ -68,20 +69,20 @@ class Contest:
 
 def measure_toy(rounds: int) -> Contest:
     """A step of the quickstart's student on 96 samples of its kind, packed and padded, and in plain PyTorch."""
-    with _model(max_positions=128) as folder:
+    with scratch_model(max_positions=128) as (folder, device):
         samples = make_samples(toy_lengths())
         recipe = make_recipe(folder, longest=128)
         contenders: dict[str, Step] = {
-            "student": _student_step(folder, samples, longest=128),
-            "student, padded": _student_step(folder, samples, longest=128, packing=False),
-            "plain PyTorch": PlainStep(folder, samples, recipe.student.optimizer, _device()),
+            "student": student_step(folder, samples, longest=128),
+            "student, padded": student_step(folder, samples, longest=128, packing=False),
+            "plain PyTorch": PlainStep(folder, samples, recipe.student.optimizer, device),
         }
-        return _contest("toy", samples, contenders, rounds)
+        return contest("toy", samples, contenders, rounds)
 
 
 def measure_mixed(rounds: int, num_samples: int) -> Contest:
     """The same student on log-normal lengths: packed, in rectangles of similar lengths, in rectangles as drawn."""
-    with _model(max_positions=LONGEST) as folder:
+    with scratch_model(max_positions=LONGEST) as (folder, _):
         samples = make_samples(_with_prompts(mixed_lengths(num_samples, low=SHORTEST, high=LONGEST)))
         ways: dict[str, dict[str, Any]] = {
             "packed": {},
@@ -89,10 +90,10 @@ def measure_mixed(rounds: int, num_samples: int) -> Contest:
             "padded, as drawn": {"packing": False, "micro_batch_size": SAMPLES_AS_DRAWN},
         }
         contenders: dict[str, Step] = {
-            name: _student_step(folder, samples, longest=LONGEST, max_tokens_per_micro_batch=MAX_TOKENS, **keys)
+            name: student_step(folder, samples, longest=LONGEST, max_tokens_per_micro_batch=MAX_TOKENS, **keys)
             for name, keys in ways.items()
         }
-        return _contest("mixed lengths", samples, contenders, rounds)
+        return contest("mixed lengths", samples, contenders, rounds)
 
 
 def imbalance(num_samples: int) -> dict[str, float]:
@@ -110,25 +111,22 @@ def imbalance(num_samples: int) -> dict[str, float]:
     return {name: plan_metrics(one, rules)["packing/cost_max_over_mean"] for name, one in plans.items()}
 
 
-def _device() -> torch.device:
-    """The student's."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def _with_prompts(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """A quarter of each is the prompt."""
     return [(length // 4, length - length // 4) for length in lengths]
 
 
 @contextmanager
-def _model(*, max_positions: int) -> Iterator[Path]:
-    """Its folder, while ``NUM_THREADS`` work and this process is a world of one rank."""
+def scratch_model(
+    *, max_positions: int, shape: Mapping[str, int] = SHAPE, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[Path, torch.device]]:
+    """Its folder and the student's device, while ``NUM_THREADS`` work and this process is a world of one rank."""
     threads = torch.get_num_threads()
     torch.set_num_threads(NUM_THREADS)
     try:
         with tempfile.TemporaryDirectory(prefix="mopd-bench-") as folder:
-            write_model(Path(folder), max_positions=max_positions)
-            yield Path(folder)
+            write_model(Path(folder), max_positions=max_positions, shape=shape, dtype=dtype)
+            yield Path(folder), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     finally:
         torch.set_num_threads(threads)
         if dist.is_initialized():
@@ -136,7 +134,8 @@ def _model(*, max_positions: int) -> Iterator[Path]:
             dist.destroy_process_group()
 
 
-def _student_step(folder: Path, samples: Samples, *, longest: int, **student: Any) -> Step:
+def student_step(folder: Path, samples: Samples, *, longest: int, **student: Any) -> Step:
+    """One optimizer step of the student of ``folder``; ``student`` are further keys of its section."""
     worker = StudentWorker(make_recipe(folder, longest=longest, **student), samples.plane().reader(), [DOMAIN])
     plan = pack(list(samples.metas), worker.packing, dp_size=1)
 
@@ -147,7 +146,7 @@ def _student_step(folder: Path, samples: Samples, *, longest: int, **student: An
     return step
 
 
-def _contest(name: str, samples: Samples, contenders: dict[str, Step], rounds: int) -> Contest:
+def contest(name: str, samples: Samples, contenders: Mapping[str, Step], rounds: int, *, same: float = SAME) -> Contest:
     """``rounds`` timed ones after one that is not, each begun by another contender.
 
     Raises:
@@ -156,7 +155,7 @@ def _contest(name: str, samples: Samples, contenders: dict[str, Step], rounds: i
     results = {contender: step() for contender, step in contenders.items()}
     first = next(iter(results.values()))
     for contender, result in results.items():
-        if not all(math.isclose(a, b, rel_tol=SAME) for a, b in zip(result, first, strict=True)):
+        if not all(math.isclose(a, b, rel_tol=same) for a, b in zip(result, first, strict=True)):
             raise RuntimeError(f"{name}: {contender} has (loss, gradient norm) {result} where others have {first}")
     seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
     names = list(contenders)

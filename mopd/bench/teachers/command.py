@@ -27,6 +27,8 @@ def run(args: argparse.Namespace) -> int:
     for name, value in (("--pairs", args.pairs), ("--sequences", args.sequences), ("--top-k", args.top_k)):
         if value < 1:
             raise UserError(f"{name} is {value}: set 1 or more")
+    if args.size is not None:
+        return _full_size(args)
     engine: EngineType = args.engine
     if engine == "vllm" and find_spec("vllm") is None:
         raise UserError("bench teachers: vllm is not installed: install it (README.md, Install) or set --engine torch")
@@ -45,6 +47,22 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(throughput, decode, makespan)
     return 0 if throughput.is_met and decode.is_met and makespan.is_met else 1
+
+
+def _full_size(args: argparse.Namespace) -> int:
+    """``--size``: the torch engine on a GPU beside a forward pass, which has no goal."""
+    from mopd.bench.teachers.full_size import measure_full_size
+
+    scored = measure_full_size(args.size, top_k=args.top_k)
+    found = scored.tree()
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    table = Table(f"{scored.size} on {scored.device}: {scored.num_tokens:,} tokens, K = {scored.top_k}", "tokens/s")
+    table.add_row("torch engine, scores", f"{found['engine_tokens_per_s']:,.0f}")
+    table.add_row("forward pass, logits", f"{found['forward_tokens_per_s']:,.0f}")
+    Terminal().print(table, f"The engine has {scored.ratio:.0%} of the forward pass's throughput.")
+    return 0
 
 
 def report(throughput: Throughput, decode: Decode, makespan: Makespan) -> dict[str, Any]:

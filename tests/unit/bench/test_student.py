@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from mopd.bench.student import command
 from mopd.bench.student.command import report, show
-from mopd.bench.student.inputs import mixed_lengths, toy_lengths
+from mopd.bench.student.full_size import measure_sizes
+from mopd.bench.student.inputs import SHAPE, mixed_lengths, toy_lengths
 from mopd.bench.student.measure import Contest, imbalance
 from mopd.cli import main
 
@@ -50,6 +52,23 @@ def test_ranks_are_balanced() -> None:
     """Four data-parallel ranks on log-normal lengths from 64 to 4,096 tokens."""
     ranks = imbalance(command.DEALT_SAMPLES)
     assert ranks["packed"] <= 1.05 and ranks["dealt in turn"] > 1.3
+
+
+def test_a_shape_beside_transformers_own_model() -> None:
+    """On a CPU and small; both must compute the same, in two forward passes each."""
+    shape = {**SHAPE, "vocab_size": 64}
+    found = measure_sizes("small", shape, [(4, 12)] * 4, dtype="float32", per_forward=2, rounds=1)
+    assert found.trained.keys() == {"student", "transformers"} and found.num_tokens == 64
+    for trained in found.trained.values():
+        assert trained.tokens_per_s > 0 and trained.share_of_peak is None and trained.peak_gib is None
+    assert not found.is_met  # nobody knows this device's peak
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+@pytest.mark.parametrize(("size", "line"), [("qwen3-1.7b", "needs a CUDA device"), ("gpt", "choose among qwen3-1.7b")])
+def test_sizes_that_cannot_be_measured(size: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "student", "--size", size]) == 2
+    assert line in capsys.readouterr().err
 
 
 def test_no_rounds_are_refused() -> None:

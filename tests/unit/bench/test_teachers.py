@@ -7,8 +7,11 @@ import os
 from dataclasses import replace
 
 import pytest
+import torch
 
+from mopd.bench.student.inputs import SHAPE
 from mopd.bench.teachers import path
+from mopd.bench.teachers.full_size import measure_scoring
 from mopd.bench.teachers.path import NUM_ROWS, Throughput, make_answer, measure_decode
 from mopd.cli import main
 from mopd.wire.messages import encode
@@ -64,3 +67,13 @@ def test_the_whole_path_on_the_torch_engine(
 def test_impossible_options_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "teachers", "--pairs", "0"]) == 2
     assert capsys.readouterr().err == "mopd: error: --pairs is 0: set 1 or more\n"
+
+
+def test_scoring_beside_a_bare_forward_pass() -> None:
+    """On a CPU and small; what needs a GPU is refused."""
+    scored = measure_scoring("small", SHAPE, [16] * 5, 4, dtype="float32", top_k=8, rounds=2)
+    assert (scored.num_tokens, len(scored.engine_s), len(scored.forward_s)) == (80, 2, 2)
+    slower = replace(scored, num_tokens=100, engine_s=(1.0, 2.0, 4.0), forward_s=(1.0, 1.0, 1.0)).tree()
+    assert (slower["ratio"], slower["engine_tokens_per_s"], slower["forward_tokens_per_s"]) == (0.5, 50.0, 100.0)
+    if not torch.cuda.is_available():
+        assert main(["bench", "teachers", "--size", "qwen3-1.7b"]) == 2

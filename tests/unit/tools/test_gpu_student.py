@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,35 @@ def test_a_stage_that_cannot_run_is_skipped_with_its_reason(tmp_path: Path, monk
     assert (lacking.status, lacking.reason) == ("skipped", "this interpreter lacks no_such_package, no_such.core")
 
 
+@pytest.mark.parametrize("name", ["training", "scoring"])
+def test_full_size_is_for_a_gpu(name: str, tmp_path: Path) -> None:
+    seen = run_stage(name, "cpu", "float32", tmp_path, time.monotonic() + 60)
+    assert (seen.status, seen.reason) == ("skipped", "qwen3-1.7b is for a GPU")
+
+
+@pytest.mark.parametrize(
+    ("code", "is_met", "status"), [(0, True, "passed"), (1, False, "failed"), (2, True, "failed"), (0, False, "failed")]
+)
+def test_what_the_bench_measured_is_kept(
+    code: int, is_met: bool, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that prints figures as ``mopd bench`` does: exit code 1 is a goal that is missed, 2 an error."""
+    figures = {"speed_up": 2.0, "is_met": is_met}
+    script = f"import sys; print({json.dumps(json.dumps(figures))}); print('mopd: error: it broke', file=sys.stderr)"
+    start = gpu_student._start
+    monkeypatch.setattr(
+        gpu_student,
+        "_start",
+        lambda command, device, stdout: start(
+            [sys.executable, "-c", f"{script}; sys.exit({code})"], device, stdout=stdout
+        ),
+    )
+    seen = run_stage("training", "cuda", "bfloat16", tmp_path, time.monotonic() + 60)
+    assert seen.status == status
+    assert seen.figures == (figures if code < 2 else {})
+    assert ("it broke" in seen.reason) == (code == 2)
+
+
 def test_a_child_that_breaks_fails_its_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stage(device: str, dtype: str, work: Path, stage: Stage, deadline: float) -> None:
         command = ["python3", "-c", "raise SystemExit('mopd: error: it broke')"]
@@ -120,7 +150,7 @@ def test_a_child_that_breaks_fails_its_stage(tmp_path: Path, monkeypatch: pytest
     ("options", "line"),
     [
         ([], "sees no CUDA device"),
-        (["--device", "cpu", "--stages", "student,nonsense"], "name some of student, quickstart"),
+        (["--device", "cpu", "--stages", "student,nonsense"], "name some of student, training, quickstart"),
         (["--device", "cpu", "--time-limit", "nan"], "set seconds above 0"),
     ],
 )
