@@ -197,8 +197,8 @@ class CoreAttention(MegatronModule):
             value = pad(value, (0, query.shape[-1] - width))
         if rows.cp_size > 1:
             # Backward adds up the ranks' gradients of each key and scatters them.
-            key, value = (gather_from_sequence_parallel_region(x, group=self._cp_group) for x in (key, value))
-            key, value = key[rows.key_order], value[rows.key_order]
+            both = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=self._cp_group)
+            key, value = both[rows.key_order].chunk(2, dim=-1)
         if not rows.is_packed:
             out = self._run(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), rows).transpose(0, 1)
         elif query.is_cuda and query.dtype in _HALVES:
