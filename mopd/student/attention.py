@@ -211,13 +211,13 @@ class CoreAttention(MegatronModule):
         """All sequences in one kernel."""
         if rows.cp_size > 1:
             key, value = key[rows.key_rows], value[rows.key_rows]
+        options: dict[str, Any] = {"scale": self._scale, "window_size": (-1, 0)}
         if _VARLEN_TAKES_GROUPS:
-            grouped = {"enable_gqa": _is_grouped(query, key)}
+            options["enable_gqa"] = _is_grouped(query, key)
         else:
-            grouped, (key, value) = {}, _ungrouped(query, key, value)
-        out: Tensor = varlen_attn(
-            query, key, value, *rows.varlen_bounds, scale=self._scale, window_size=(-1, 0), **grouped
-        )
+            key, value = _ungrouped(query, key, value)
+        out = varlen_attn(query, key, value, *rows.varlen_bounds, **options)
+        assert isinstance(out, Tensor)
         return out
 
     def _looped(self, query: Tensor, key: Tensor, value: Tensor, rows: RowParams) -> Tensor:
@@ -226,7 +226,8 @@ class CoreAttention(MegatronModule):
         queries = query.split([count // rows.cp_size for count in counts])
         outs = []
         for (_, num), q, k, v in zip(rows.runs, queries, key.split(counts), value.split(counts), strict=True):
-            outs.append(self._run(*(x.unflatten(0, (num, -1)) for x in (q, k, v)), rows).flatten(0, 1))
+            q, k, v = (x.unflatten(0, (num, -1)) for x in (q, k, v))
+            outs.append(self._run(q, k, v, rows).flatten(0, 1))
         return torch.cat(outs)
 
     def _run(self, query: Tensor, key: Tensor, value: Tensor, rows: RowParams) -> Tensor:
