@@ -78,7 +78,7 @@ def test_loss_and_gradient_equal_transformers(
         ("two_ranks", "qwen2_5_vl/pp2/padded", "tower"),
         ("one_rank", "qwen2_5_vl/one/padded", "none"),
         ("one_rank", "qwen3_vl/one/padded", "none"),
-        ("two_ranks", "qwen3_vl/cp2", "none"),
+        ("two_ranks", "qwen3_vl/cp2/padded", "none"),
         ("two_ranks", "qwen2_5_vl/cp2", "tower"),
         ("two_ranks", "qwen3_vl/pp2", "none"),
         ("four_ranks", "qwen3_vl/tp2_pp2", "none"),
