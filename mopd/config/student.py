@@ -211,7 +211,8 @@ class StudentConfig:
     """Lay the sequences of a micro-batch one after another, without padding between them; ``false`` pads them to the
     longest, side by side."""
     max_tokens_per_micro_batch: int = 16384
-    """Token budget of one micro-batch, padding included; sequences are packed into as few micro-batches as fit."""
+    """Token budget of one micro-batch, over its context-parallel ranks, padding included; sequences are packed into as
+    few micro-batches as fit."""
     micro_batch_size: int | None = None
     """A fixed number of sequences per micro-batch instead of the token budget (parity tests, debugging)."""
     lm_head_memory_budget_mib: int = 1024

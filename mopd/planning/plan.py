@@ -309,7 +309,8 @@ def _cure(rank: RankPlan) -> str:
         return "give the engines GPUs of their own (placement), or lower their gpu_memory_utilization"
     largest = max(rank.parts, key=lambda name: rank.parts[name])
     return {
-        "activations": "lower student.max_tokens_per_micro_batch, set student.recompute: full, or raise it",
+        "activations": "lower student.max_tokens_per_micro_batch, set student.recompute: full, or raise it or "
+        "context_parallel_size",
         "lm_head": "lower student.lm_head_memory_budget_mib, or raise it",
         "optimizer": "raise it, pipeline_model_parallel_size, or data_parallel_size (which shares the states)",
     }.get(largest, "raise it, or pipeline_model_parallel_size")

@@ -64,11 +64,11 @@ def links(
 ) -> list[Flow]:
     """All of a step. ``tokens``: of one data-parallel rank, padding included."""
     found = [*_of_engines(recipe, groups, work), *_of_weights(recipe, dims, groups["rollout"])]
-    dp, cp = recipe.student.parallel.data_parallel_size, recipe.student.parallel.context_parallel_size
+    dp = recipe.student.parallel.data_parallel_size
     first, last = round(TOKEN_BYTES * work.length * work.samples), last_stage_bytes(recipe, work) * work.samples
     if recipe.student.parallel.pipeline_model_parallel_size > 1:
-        found.append(Flow(name="fields to first stage", num_bytes=first * cp, each="rank", bytes_each=first // dp))
-    found.append(Flow(name="fields to last stage", num_bytes=last * cp, each="rank", bytes_each=last // dp))
+        found.append(Flow(name="fields to first stage", num_bytes=first, each="rank", bytes_each=first // dp))
+    found.append(Flow(name="fields to last stage", num_bytes=last, each="rank", bytes_each=last // dp))
     return found + _between_ranks(recipe, dims, tokens=tokens)
 
 

@@ -11,6 +11,7 @@ Letters: T rows of this rank, H heads of the queries, G heads of the keys, D cha
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+_VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Not before torch 2.12."""
 _HALVES = (torch.float16, torch.bfloat16)
 _FUSED_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
@@ -194,8 +197,8 @@ class CoreAttention(MegatronModule):
             value = pad(value, (0, query.shape[-1] - width))
         if rows.cp_size > 1:
             # Backward adds up the ranks' gradients of each key and scatters them.
-            key, value = (gather_from_sequence_parallel_region(x, group=self._cp_group) for x in (key, value))
-            key, value = key[rows.key_order], value[rows.key_order]
+            both = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=self._cp_group)
+            key, value = both[rows.key_order].chunk(2, dim=-1)
         if not rows.is_packed:
             out = self._run(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), rows).transpose(0, 1)
         elif query.is_cuda and query.dtype in _HALVES:
@@ -208,10 +211,13 @@ class CoreAttention(MegatronModule):
         """All sequences in one kernel."""
         if rows.cp_size > 1:
             key, value = key[rows.key_rows], value[rows.key_rows]
-        bounds = rows.varlen_bounds
-        out: Tensor = varlen_attn(
-            query, key, value, *bounds, scale=self._scale, window_size=(-1, 0), enable_gqa=_is_grouped(query, key)
-        )
+        options: dict[str, Any] = {"scale": self._scale, "window_size": (-1, 0)}
+        if _VARLEN_TAKES_GROUPS:
+            options["enable_gqa"] = _is_grouped(query, key)
+        else:
+            key, value = _ungrouped(query, key, value)
+        out = varlen_attn(query, key, value, *rows.varlen_bounds, **options)
+        assert isinstance(out, Tensor)
         return out
 
     def _looped(self, query: Tensor, key: Tensor, value: Tensor, rows: RowParams) -> Tensor:
@@ -220,7 +226,8 @@ class CoreAttention(MegatronModule):
         queries = query.split([count // rows.cp_size for count in counts])
         outs = []
         for (_, num), q, k, v in zip(rows.runs, queries, key.split(counts), value.split(counts), strict=True):
-            outs.append(self._run(*(x.unflatten(0, (num, -1)) for x in (q, k, v)), rows).flatten(0, 1))
+            q, k, v = (x.unflatten(0, (num, -1)) for x in (q, k, v))
+            outs.append(self._run(q, k, v, rows).flatten(0, 1))
         return torch.cat(outs)
 
     def _run(self, query: Tensor, key: Tensor, value: Tensor, rows: RowParams) -> Tensor:
@@ -238,7 +245,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Te
     key. On a GPU an error where there is none, as torch would take one that holds them."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     if query.is_cuda and query.dtype not in _HALVES:  # whose kernel does not know groups
-        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+        key, value = _ungrouped(query, key, value)
     is_square = num_queries == num_keys
     with sdpa_kernel(_FUSED_KERNELS) if query.is_cuda else nullcontext():
         out: Tensor = scaled_dot_product_attention(
@@ -256,6 +263,12 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Te
 def _is_grouped(query: Tensor, key: Tensor) -> bool:
     """From [..., H, S, D] or, both, [T, H, D]."""
     return query.shape[1] != key.shape[1]
+
+
+def _ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with a head for each of the queries'."""
+    times = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
 
 
 def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -54,8 +54,9 @@ class Layout:
     """Ranks that share each expert."""
     control_group: dist.ProcessGroup
     """gloo group over all trainer ranks, for CPU tensors: commands, hashes."""
-    tp_cpu_group: dist.ProcessGroup
-    """gloo group of ``tp_group``'s ranks, for CPU tensors. A thread beside Megatron's uses it, so nobody else does."""
+    samples_group: dist.ProcessGroup
+    """gloo group of the ranks that compute the same samples, ``tp_group``'s and ``cp_group``'s, for CPU tensors. A
+    thread beside Megatron's uses it, so nobody else does."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -159,18 +160,19 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_r
         ep_group=parallel_state.get_expert_model_parallel_group(),
         etp_group=parallel_state.get_expert_tensor_parallel_group(),
         control_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
-        tp_cpu_group=_tp_cpu_group(timeout_s),
+        samples_group=_samples_group(timeout_s),
     )
     return _layout
 
 
-def _tp_cpu_group(timeout_s: float) -> dist.ProcessGroup:
-    """Megatron numbers ranks so that those of a tensor-parallel group follow one another."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    group, _ = dist.new_subgroups(group_size=size, backend="gloo", timeout=timedelta(seconds=timeout_s))
+def _samples_group(timeout_s: float) -> dist.ProcessGroup:
+    """Megatron numbers ranks so that those of a tensor-parallel group follow one another, and these groups those of a
+    context-parallel one."""
+    own = parallel_state.get_tensor_and_context_parallel_group()
+    group, _ = dist.new_subgroups(group_size=own.size(), backend="gloo", timeout=timedelta(seconds=timeout_s))
     ranks = dist.get_process_group_ranks(group)
-    if ranks != dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()):
-        raise RuntimeError(f"Megatron's tensor-parallel group is not ranks {ranks}")
+    if ranks != dist.get_process_group_ranks(own):
+        raise RuntimeError(f"Megatron's group of tensor- and context-parallel ranks is not ranks {ranks}")
     return group
 
 

@@ -9,7 +9,8 @@ last                  ``tokens`` and what the loss reads
 all that see images   ``tokens`` and ``images``, for positions
 ====================  ============================================
 
-The first rank of a tensor-parallel group reads, the others get the same bytes from it.
+Of the ranks that compute the same samples, those of tensor and context parallelism, the first reads, and the others
+get the same bytes from it.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ T = TypeVar("T")
 
 
 class StageReader:
-    """Fields of samples for one rank. ``fetch`` is collective over the rank's tensor-parallel group."""
+    """Fields of samples for one rank. ``fetch`` is collective over the ranks that compute the same samples."""
 
     def __init__(self, reader: Reader, layout: Layout, *, has_images: bool = False) -> None:
         """``has_images``: the student's family has vision."""
         self._reader = reader
         self._has_images = has_images
         self._layout = layout
-        self._group = layout.tp_cpu_group
+        self._group = layout.samples_group
         self._bytes_shared = 0
 
     @property
@@ -61,11 +62,11 @@ class StageReader:
         if not names or not samples:
             return {name: {} for name in names}
         ids = [sample.sample_id for sample in samples]
-        values = self._reader.fetch(ids, names) if self._layout.tp_size == 1 else self._shared(ids, names)
+        values = self._reader.fetch(ids, names) if self._group.size() == 1 else self._shared(ids, names)
         return {name: dict(zip(ids, values[name], strict=True)) for name in names}
 
     def _shared(self, ids: Sequence[int], names: Sequence[str]) -> dict[str, list[Tensor]]:
-        if self._layout.tp_rank:
+        if self._group.rank():
             return self._from_neighbour()
         try:
             values = self._reader.fetch(ids, names)

@@ -22,16 +22,29 @@ HookFor = Callable[[MicroBatch], HeadHook]
 """What the last stage does with the LM head of one micro-batch."""
 
 
-class Neighbours(P2PCommunicator):
-    """Sends and receives of the interleaved schedule, whose batches hold messages to and from both neighbours.
+Shape = tuple[int, int, int]
+"""Of hidden states on one rank: rows of a sequence or pack, sequences, channels."""
 
-    Of two stages both are one rank, and messages between two ranks pair in the order in which they are posted. Megatron
-    posts those to and from the previous stage first on both sides, so that what is sent on would arrive as what is sent
-    back (its own trainer refuses two stages without ``overlap_p2p_comm``). Sent the other way round, they pair.
+
+class Neighbours(P2PCommunicator):
+    """Sends and receives of a pipeline stage.
+
+    Interleaved, its batches hold messages to and from both neighbours. Of two stages both are one rank, and messages
+    between two ranks pair in the order in which they are posted. Megatron posts those to and from the previous stage
+    first on both sides, so that what is sent on would arrive as what is sent back (its own trainer refuses two stages
+    without ``overlap_p2p_comm``). Sent the other way round, they pair.
+
+    Otherwise micro-batches arrive in order, and so do their gradients, of shapes that every rank knows from the plan:
+    Megatron would have them sent beforehand, and wait for the device each time.
     """
 
+    def __init__(self, group: dist.ProcessGroup, config: Any, shapes: Sequence[Shape], *, is_interleaved: bool) -> None:
+        super().__init__(group, config)
+        self._is_interleaved = is_interleaved
+        self._from_previous, self._from_next = iter(shapes), iter(shapes)
+
     def _communicate(self, *, tensor_send_next: Any, tensor_send_prev: Any, **rest: Any) -> Any:
-        if self.pp_group.size() == 2:
+        if self._is_interleaved and self.pp_group.size() == 2:
             tensor_send_next, tensor_send_prev = tensor_send_prev, tensor_send_next
         return super()._communicate(tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev, **rest)
 
@@ -42,6 +55,8 @@ class Neighbours(P2PCommunicator):
         once: were that one to wait for its shape to arrive, it would not yet receive the tensor that the first one
         sends. Over NCCL, which buffers so few bytes, Megatron's own way does not wait.
         """
+        if not self._is_interleaved:
+            return next(self._from_previous) if recv_prev else None, next(self._from_next) if recv_next else None
         if torch.cuda.is_available():
             return super()._communicate_shapes(tensor_send_next, tensor_send_prev, recv_prev, recv_next)
         self._sent: list[tuple[Tensor, Any]] = []  # alive until they have gone
@@ -65,7 +80,7 @@ class Neighbours(P2PCommunicator):
 def run_schedule(
     chunks: Sequence[DistributedDataParallel],
     micro_batches: Iterator[MicroBatch],
-    num_micro_batches: int,
+    shapes: Sequence[Shape],
     hook_for: HookFor,
     *,
     forward_only: bool,
@@ -74,8 +89,8 @@ def run_schedule(
     """Forward (and backward) through all pipeline stages; gradients are summed over micro-batches and ranks.
 
     With gradients the hook returns a scalar, this rank's share of the loss to be minimised; forward only, any tensor
-    (results leave through the hook). Collective over all trainer ranks, which bring equally many micro-batches, of any
-    shapes: stages announce them to each other. With several chunks their number is a multiple of the stages'.
+    (results leave through the hook). Collective over all trainer ranks, which bring equally many micro-batches; their
+    hidden states have these ``shapes``. With several chunks their number is a multiple of the stages'.
     """
 
     def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -96,17 +111,18 @@ def run_schedule(
 
     options: dict[str, Any] = {"data_iterator": micro_batches}
     if len(chunks) > 1:
-        groups = schedule_groups()
-        options = {
-            # A micro-batch is built once and let go after its last chunk.
-            "data_iterator": list(itertools.tee(micro_batches, len(chunks))),
-            "p2p_communicator": Neighbours(groups.pp, chunks[0].module.config),
+        # A micro-batch is built once and let go after its last chunk.
+        options["data_iterator"] = list(itertools.tee(micro_batches, len(chunks)))
+    config, groups = chunks[0].module.config, schedule_groups()
+    if groups.pp.size() > 1:
+        options |= {
+            "p2p_communicator": Neighbours(groups.pp, config, shapes, is_interleaved=len(chunks) > 1),
             "pg_collection": groups,
         }
     get_forward_backward_func()(
         forward_step_func=forward_step,
         model=list(chunks),
-        num_microbatches=num_micro_batches,
+        num_microbatches=len(shapes),
         seq_length=1,  # unread: variable_seq_lengths
         micro_batch_size=1,
         forward_only=forward_only,

@@ -26,7 +26,7 @@ from mopd.data_plane.interface import Reader
 from mopd.student import parallel
 from mopd.student.batch import MicroBatch, build_micro_batch
 from mopd.student.checkpoints import checkpoint
-from mopd.student.form import Form
+from mopd.student.form import Form, choose_form
 from mopd.student.images import StudentImages
 from mopd.student.model.balance import Balance
 from mopd.student.model.config import check_attention
@@ -34,7 +34,7 @@ from mopd.student.model.gpt import HeadHook, LMHead, build_chunks
 from mopd.student.objective import Objective
 from mopd.student.optimizer import build_optimizer, complete_weights, guarded_step, overlaps, wrap_data_parallel
 from mopd.student.reading import StageReader, one_ahead
-from mopd.student.schedule import HookFor, run_schedule
+from mopd.student.schedule import HookFor, Shape, run_schedule
 from mopd.student.vision import clock_of, constant_names
 from mopd.student.weights import iter_hf_weights, load_hf_into
 from mopd.types import DomainSums, MicroBatchPlan, NonFiniteError, SampleMeta, UserError
@@ -306,11 +306,17 @@ class StudentWorker:
         run_schedule(
             self._chunks,
             one_ahead(build, range(len(share)), self.layout.device),
-            len(share),
+            [self._hidden_shape(batch, self._common_shape(plan, number)) for number, batch in enumerate(share)],
             hook_for,
             forward_only=forward_only,
             has_experts=self.dims.moe is not None,
         )
+
+    def _hidden_shape(self, batch: Sequence[SampleMeta], at_least: tuple[int, int]) -> Shape:
+        """Of a micro-batch's hidden states on this rank, between layers."""
+        size, length = choose_form(batch, self.packing, at_least).shape
+        ranks = self.layout.cp_size * (self.layout.tp_size if self.layout.sequence_parallel else 1)
+        return length // ranks, size, self.dims.hidden_size
 
     def _common_shape(self, plan: MicroBatchPlan, number: int) -> tuple[int, int]:
         """(B, S) or (1, T) that micro-batch ``number`` has at least: without CUDA, ranks that share experts gather each

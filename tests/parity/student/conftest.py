@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures.tiny_models import make_hf_model
-from tests.parity.student import vision_cases
+from tests.parity.student import context_cases, vision_cases
 from tests.parity.student.harness import run_ranks
 
 Results = dict[str, Any]
@@ -84,6 +84,12 @@ def deep_model(student_folder: Path) -> str:
 
 
 @pytest.fixture(scope="session")
+def latent_model(student_folder: Path) -> str:
+    """Latent attention, experts in the second of two layers."""
+    return str(make_hf_model(student_folder / "hf_latent", "deepseek_v3"))
+
+
+@pytest.fixture(scope="session")
 def vision_folder(student_folder: Path) -> Path:
     """Models that see images, and a data file that has some."""
     return vision_cases.make_vision_inputs(student_folder / "vision")
@@ -146,6 +152,7 @@ def two_ranks(
     hf_model: Path,
     untied_model: Path,
     deep_model: str,
+    latent_model: str,
     wide_models: dict[str, str],
     student_folder: Path,
     vision_folder: Path,
@@ -192,15 +199,22 @@ def two_ranks(
     for name in ("tp2", "pp2", "dp2"):
         cases[f"poison/{name}"] = {**TWO_RANK_LAYOUTS[name], "poison": True}
     cases |= _pipeline_cases(deep_model, student_folder / "saved_vp4")
-    cases |= vision_cases.on_two_ranks(vision_folder, TWO_RANK_LAYOUTS)
+    cases |= vision_cases.on_two_ranks(vision_folder, {**TWO_RANK_LAYOUTS, "cp2": context_cases.CP2})
+    cases |= context_cases.on_two_ranks(latent_model, student_folder, tp2)
     return run_ranks(2, {"model": str(hf_model), "cases": cases}, student_folder / "two")
 
 
 @pytest.fixture(scope="session")
 def four_ranks(
-    two_ranks: Results, hf_model: Path, deep_model: str, student_folder: Path, vision_folder: Path
+    two_ranks: Results,
+    hf_model: Path,
+    deep_model: str,
+    latent_model: str,
+    student_folder: Path,
+    vision_folder: Path,
 ) -> Results:
     cases = _size_cases(FOUR_RANK_LAYOUTS) | vision_cases.on_four_ranks(vision_folder, FOUR_RANK_LAYOUTS)
+    cases |= context_cases.on_four_ranks(latent_model)
     cases |= {f"{name}/deep": {**one, "model": deep_model, "steps": 2} for name, one in WIDE_PIPELINES.items()}
     cases |= {
         f"{name}/overlap": {**FOUR_RANK_LAYOUTS[name], **OVERLAP, "steps": 2} for name in ("tp2_sp_dp2", "pp2_dp2")
@@ -216,6 +230,7 @@ def one_rank(
     hf_model: Path,
     untied_model: Path,
     deep_model: str,
+    latent_model: str,
     wide_models: dict[str, str],
     student_folder: Path,
     vision_folder: Path,
@@ -225,6 +240,7 @@ def one_rank(
         {"small": ONE}, wide_models, head_mib=1
     )
     cases |= {f"one/packing/{on}": _packing(ONE, on) for on in PACKING}
+    cases |= context_cases.on_one_rank(latent_model, ONE)
     cases["one/budget"] = {**ONE, "steps": 1}
     cases |= {f"one/{loss}": {**ONE, "loss": loss, "steps": 1} for loss in OTHER_LOSSES}
     cases |= {f"one/{case}": {**ONE, **_ensemble(case)} for case in ENSEMBLES}

@@ -1,9 +1,9 @@
 """A loaded student continues as the saved one would have.
 
 Invariant: at the same layout weights, losses and gradient norms of the next two steps are equal bit for bit (fp32 and
-bf16, plain and distributed optimizer); at another TP, PP or DP, or cut into stages otherwise, the weights are equal bit
-for bit and the next losses within 1e-5 relative. Not exercised: loading a distributed optimizer's states with the plain
-one.
+bf16, plain and distributed optimizer); at another TP, CP, PP or DP, or cut into stages otherwise, the weights are equal
+bit for bit and the next losses within 1e-5 relative. Not exercised: loading a distributed optimizer's states with the
+plain one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 Results = dict[str, Any]
 
 
-@pytest.mark.parametrize("name", ["tp2", "dp2", "tp2_plain", "tp2_bf16", "dp2_overlap", "vp4"])
+@pytest.mark.parametrize("name", ["tp2", "dp2", "tp2_plain", "tp2_bf16", "dp2_overlap", "vp4", "cp2"])
 def test_same_layout_is_bit_exact(two_ranks: Results, name: str) -> None:
     saved, loaded = two_ranks[f"save/{name}"], two_ranks[f"load/{name}/{name}"]
     assert loaded["loaded_hash"] == saved["saved_hash"] != saved["hash"]
@@ -33,7 +33,7 @@ def test_same_layout_is_bit_exact(two_ranks: Results, name: str) -> None:
     "case",
     [
         *("tp2/pp2", "tp2/dp2", "tp2/one", "tp2/tp2_pp2", "dp2/tp2", "tp2_plain/pp2_plain"),
-        *("vp4/vp2_last", "vp4/tp2"),
+        *("vp4/vp2_last", "vp4/tp2", "cp2/tp2", "tp2/cp2"),
     ],
 )
 def test_other_layout_continues(two_ranks: Results, four_ranks: Results, one_rank: Results, case: str) -> None:

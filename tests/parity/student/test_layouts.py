@@ -113,6 +113,7 @@ def test_recompute_changes_nothing(two_ranks: Results, one_rank: Results, case: 
     [
         ("save/dp2_overlap", "save/dp2"),
         ("dp2/steps/overlap", "dp2/steps"),
+        ("context/cp2/overlap", "save/cp2"),
         ("tp2_sp_dp2/overlap", "save/tp2"),
         ("pp2_dp2/overlap", "save/tp2"),
     ],

@@ -78,6 +78,8 @@ def test_loss_and_gradient_equal_transformers(
         ("two_ranks", "qwen2_5_vl/pp2/padded", "tower"),
         ("one_rank", "qwen2_5_vl/one/padded", "none"),
         ("one_rank", "qwen3_vl/one/padded", "none"),
+        ("two_ranks", "qwen3_vl/cp2/padded", "none"),
+        ("two_ranks", "qwen2_5_vl/cp2", "tower"),
         ("two_ranks", "qwen3_vl/pp2", "none"),
         ("four_ranks", "qwen3_vl/tp2_pp2", "none"),
         ("four_ranks", "qwen2_5_vl/pp2_dp2", "none"),
@@ -94,7 +96,7 @@ def test_layouts_change_nothing(
         del expected[name]
     assert (_loss(step), step["grad_norm"]) == pytest.approx((_loss(expected), expected["grad_norm"]), rel=1e-5)
     # ``k1`` sums differences of either sign, of which little is left.
-    assert step == pytest.approx(expected, rel=1e-5, abs=2e-5)
+    assert step == pytest.approx(expected, rel=1e-5, abs=5e-5)
     assert len(set(result["towers"])) == 1
     assert result["is_packed"] == [not case.endswith("/padded")]
 

@@ -72,6 +72,8 @@ def on_two_ranks(folder: Path, layouts: Cases) -> Cases:
             folder, "qwen3_vl", layouts["tp2_sp"], freeze="none", micro_batch_size=2, load=saved, steps=0, steps_after=1
         ),
         "qwen3_vl/tp2_sp/full": _case(folder, "qwen3_vl", layouts["tp2_sp"], freeze="none", recompute="full"),
+        "qwen2_5_vl/cp2": _case(folder, "qwen2_5_vl", layouts["cp2"], freeze="tower"),
+        "qwen3_vl/cp2/padded": _case(folder, "qwen3_vl", layouts["cp2"], freeze="none", packing=False),
         "qwen3_vl/pp2": _case(folder, "qwen3_vl", layouts["pp2"], freeze="none"),
         "qwen3_vl/pp2/loaded": _case(
             folder, "qwen3_vl", layouts["pp2"], freeze="none", steps=0, load=saved, first_stage_layers=3

@@ -144,3 +144,26 @@ def test_response_lengths_have_the_mean_that_they_are_given() -> None:
         lengths = expected(recipe, response_tokens=mean).response_lengths()
         assert len(lengths) == recipe.samples_per_step and lengths == sorted(lengths)
         assert sum(lengths) / len(lengths) == pytest.approx(mean, rel=0.03) and max(lengths) <= 4096
+
+
+def test_ranks_that_share_sequences_keep_less_of_them_and_share_states(capsys: pytest.CaptureFixture[str]) -> None:
+    """In place of two data-parallel ranks: the same weights, gradients and states, half the tokens, but all keys."""
+    degrees = "student.parallel.data_parallel_size={}", "student.parallel.context_parallel_size={}"
+    apart, shared = (
+        as_json(
+            capsys,
+            FOUR_NODES,
+            "--nodes",
+            "4",
+            "student.recompute=none",
+            *(key.format(n) for key, n in zip(degrees, sizes, strict=True)),
+        )
+        for sizes in ((8, 1), (4, 2))
+    )
+    (before,), (after,) = (plan["ranks"] for plan in (apart, shared))
+    for part in ("weights", "gradients", "optimizer"):
+        assert before["parts"][part] == after["parts"][part]
+    assert 0.5 < after["parts"]["activations"] / before["parts"]["activations"] < 0.55
+    sent = {flow["name"]: flow["bytes_each"] for flow in shared["links"]}
+    assert 0 < sent["context-parallel"] < sent["tensor-parallel"] / 5
+    assert "context-parallel" not in {flow["name"] for flow in apart["links"]}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from mopd import cpu_shim
 from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import ModelDims, YarnRope
-from mopd.student.attention import PackedSequences, zigzag_rows
+from mopd.student import attention
+from mopd.student.attention import PackedSequences, RowParams, zigzag_rows
 from mopd.student.model.gpt import StudentModel, build_model
 from mopd.student.parallel import Layout
 from tests.unit.student.test_model_config import DIMS, LATENT
@@ -78,6 +81,50 @@ def test_positions_begin_anew_with_each_sequence(layout: Layout) -> None:
     (made,) = angles
     assert made.shape == (sum(LENGTHS), 1, 1, DIMS.head_dim)
     assert torch.equal(made[:, 0, 0, 0], positions.float())  # the fastest channel turns by one a position
+
+
+def by_documentation(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    begins: Tensor,
+    keys_begin: Tensor,
+    most: int,
+    most_keys: int,
+    **options: Any,
+) -> Tensor:
+    """What torch says that its kernel for sequences end to end computes: the last query sees the last key."""
+    assert options.pop("window_size") == (-1, 0)
+    outs = []
+    for first, end, first_key, key_end in zip(begins, begins[1:], keys_begin, keys_begin[1:], strict=False):
+        assert end - first <= most and key_end - first_key <= most_keys
+        q, k, v = (
+            x[None].transpose(1, 2) for x in (query[first:end], key[first_key:key_end], value[first_key:key_end])
+        )
+        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1 + k.shape[2] - q.shape[2])
+        outs.append(scaled_dot_product_attention(q, k, v, attn_mask=~hidden, **options)[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("takes_groups", [True, False])
+@pytest.mark.parametrize("cp_rank", [None, 0, 1])
+def test_the_kernel_of_gpus_gets_what_the_loop_takes(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, cp_rank: int | None, takes_groups: bool
+) -> None:
+    """On the keys of all ranks, which no other rank is asked for here."""
+    monkeypatch.setattr(attention, "varlen_attn", by_documentation)
+    monkeypatch.setattr(attention, "_VARLEN_TAKES_GROUPS", takes_groups)
+    lengths = (12, 4, 4, 8)
+    cp_size, rank = (1, 0) if cp_rank is None else (2, cp_rank)
+    torch.manual_seed(0)
+    query = torch.randn(sum(lengths) // cp_size, 4, 8)
+    key, value = torch.randn(2, sum(lengths), 2, 8)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    rows = RowParams(positions, lengths, is_packed=True, cp_size=cp_size, cp_rank=rank)
+    groups: Any = SimpleNamespace(cp=layout.cp_group)
+    with cpu_shim.activate():
+        core = attention.CoreAttention(config=make_model(layout, DIMS, "none").config, pg_collection=groups)
+    torch.testing.assert_close(core._varlen(query, key, value, rows), core._looped(query, key, value, rows))
 
 
 def test_context_parallel_ranks_have_equal_work() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +9,13 @@ import torch
 
 from mopd.config.student import MoeConfig, ParallelConfig, StudentConfig, VisionConfig
 from mopd.conversion.models.dims import MlaDims, ModelDims, MoeDims
+from mopd.conversion.models.reading import read_dims
 from mopd.conversion.models.stages import Stages
-from mopd.student.model.config import check_fp8, transformer_config, uses_transformer_engine
-from mopd.student.parallel import Layout
+from mopd.student.model import config as model_config
+from mopd.student.model.config import check_attention, check_fp8, transformer_config, uses_transformer_engine
+from mopd.student.parallel import Layout, check_world_size
 from mopd.types import UserError
+from tests.fixtures.vision import make_vision_model
 
 DIMS = ModelDims(
     family="qwen3", num_layers=4, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_query_groups=2,
@@ -211,3 +215,32 @@ def test_stages_of_unequal_length(layout: Layout) -> None:
     overrides = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3}
     with pytest.raises(UserError, match=r"recompute_num_layers: 3 does not divide the 1 layers"):
         transformer_config(student(**given, megatron_overrides=overrides), DIMS, replace(layout, pp_size=2))
+
+
+def test_what_transformer_engine_cannot_is_refused(
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that has it."""
+    monkeypatch.setattr(model_config, "uses_transformer_engine", lambda student: student.transformer_impl != "local")
+    check_attention(student(dtype="float32"), max_length=4096)
+    with pytest.raises(UserError, match=r"all 4097 x 4097 pairs of tokens .* set student.transformer_impl: local"):
+        check_attention(student(dtype="float32"), max_length=4097)
+    check_attention(student(dtype="float32", transformer_impl="local"), max_length=4097)
+    check_attention(student(), max_length=4097)
+    seeing = read_dims(make_vision_model(tmp_path / "seeing"))
+    with pytest.raises(
+        UserError, match=r"context_parallel_size is 2 and model_type qwen2_5_vl sees images: set student.tr"
+    ):
+        transformer_config(student(), seeing, replace(layout, cp_size=2))
+
+
+def test_context_parallel_ranks_are_ranks_of_a_stage() -> None:
+    parallel = ParallelConfig(tensor_model_parallel_size=2, context_parallel_size=3, data_parallel_size=2)
+    assert (parallel.world_size, parallel.ranks_per_stage, parallel.num_copies) == (12, 12, 6)
+    assert ParallelConfig(context_parallel_size=4, expert_model_parallel_size=4).world_size == 4
+    with pytest.raises(ValueError, match="x context_parallel_size 3 x data_parallel_size 1: set"):
+        ParallelConfig(context_parallel_size=3, expert_model_parallel_size=2)
+    with pytest.raises(UserError, match="tensor_model_parallel_size 2 x context_parallel_size 3 x pipeline_model_par"):
+        check_world_size(parallel, 8)
+    with pytest.raises(UserError, match=r"world size 6 is not .* 2 x 3 x 1 x data_parallel_size 2 = 12"):
+        check_world_size(parallel, 6)

@@ -3,8 +3,8 @@
 On a CPU every call answers at once, so the calls that would wait on a GPU are looked for by name: the operators
 underneath (``.item()``, ``nonzero``, a choice by a mask), and what Python asks of tensors (``tolist``, ``cpu``, a
 tensor made of a list on a device, which is a blocking copy). Left out: the thread that prepares micro-batches, whose
-tensors are the host's; Megatron's own way from tokens to experts and back, which needs their counts on the host; what
-pipeline stages tell each other (this is a world of one rank).
+tensors are the host's; Megatron's own way from tokens to experts and back, which needs their counts on the host; sends
+and receives between pipeline stages (this is a world of one rank).
 """
 
 from __future__ import annotations
