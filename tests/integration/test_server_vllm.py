@@ -196,8 +196,7 @@ async def see_and_update(remote: RemoteEngine, folders: dict[int, Path]) -> None
     assert mixed and error < 1e-3
 
 
-def test_a_rollout_server_on_vllm_that_sees_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # the first image would compile for seconds
+def test_a_rollout_server_on_vllm_that_sees_images(tmp_path: Path) -> None:
     one, other = (make_vision_model(tmp_path / str(seed), seed=seed) for seed in (0, 1))
     file = tmp_path / "rollout.json"
     engine_file(one, "rollout", engine=CFG, startup_timeout_s=240.0).write(file)
