@@ -46,7 +46,8 @@ quickstart: $(STAMP)  ## three tiny teachers, one student; a run that was cut of
 	$(BIN)/mopd train recipes/quickstart.yaml $(if $(wildcard runs/quickstart/recipe.yaml),--resume)
 
 test: $(ENGINES_STAMP)  ## everything that runs on this machine, two files at a time: many tests wait for processes
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -rs
+	# bytecode is kept, whatever the shell says: else each worker compiles every file anew
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -rs
 
 fuzz: $(STAMP)  ## 10,000 mutations of every kind of file that is read (make test runs a short form)
 	MOPD_FUZZ_MUTATIONS=10000 $(BIN)/python -m pytest tests/fuzz --timeout=3600 --numprocesses 2 -rP

@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ def test_light_modules_import_nothing_heavy(module: str) -> None:
     assert done.stdout == "[]\n"
 
 
+@cache
 def names_in(path: Path) -> set[str]:
     """Every imported module or name, attribute and plain name that a file mentions."""
     names: set[str] = set()
@@ -79,6 +81,7 @@ DOOR = "mopd/conversion/hf/pretrained.py"
 UNPICKLERS = {("torch", "load"), ("numpy", "load"), ("np", "load"), ("joblib", "load")}
 
 
+@cache
 def calls_in(path: Path) -> list[tuple[ast.Call, str, str]]:
     """Every call of a file: the node, what it is called on (last name; "" for plain names) and its name."""
     found = []

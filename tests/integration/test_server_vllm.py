@@ -210,8 +210,7 @@ async def see_and_update(remote: RemoteEngine, folders: dict[int, Path]) -> None
     assert mixed and error < 1e-3
 
 
-def test_a_rollout_server_on_vllm_that_sees_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # the first image would compile for seconds
+def test_a_rollout_server_on_vllm_that_sees_images(tmp_path: Path) -> None:
     one, other, mixed = (make_vision_model(tmp_path / str(seed), seed=seed) for seed in (0, 1, 2))
     towers = {name: t for name, t in load_file(other / "model.safetensors").items() if name.startswith("visual.")}
     save_file(load_file(mixed / "model.safetensors") | towers, mixed / "model.safetensors", metadata={"format": "pt"})
