@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mopd.bench.student.inputs import make_recipe, make_samples
+from mopd.bench.student.inputs import Dtype, make_recipe, make_samples
 from mopd.bench.student.measure import Contest, Step, contest, scratch_model, student_step
 from mopd.bench.student.plain import PlainStep
 from mopd.conversion.models.reading import read_dims
@@ -130,7 +130,7 @@ def measure_sizes(
     shape: Mapping[str, int],
     lengths: list[tuple[int, int]],
     *,
-    dtype: str,
+    dtype: Dtype,
     per_forward: int,
     rounds: int,
 ) -> FullSize:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -22,6 +22,7 @@ from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.torch.engine import TorchEngine
 from mopd.types import SampleMeta
 
+Dtype = Literal["float32", "bfloat16"]
 DOMAIN = "all"
 TOP_K = 16
 SHAPE = {
@@ -145,7 +146,7 @@ def make_samples(lengths: Sequence[tuple[int, int]], *, vocab_size: int = SHAPE[
     return Samples(metas=make_metas(lengths), fields=fields)
 
 
-def make_recipe(folder: Path, *, longest: int, dtype: str = "float32", **student: Any) -> Recipe:
+def make_recipe(folder: Path, *, longest: int, dtype: Dtype = "float32", **student: Any) -> Recipe:
     """A recipe on the model of ``folder`` with these keys of ``student``."""
     return Recipe(
         run_dir="unused",

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mopd.bench.student.full_size import size_on_gpu
-from mopd.bench.student.inputs import make_tokens, write_model
+from mopd.bench.student.inputs import Dtype, make_tokens, write_model
 from mopd.config.groups import TorchEngineConfig
 from mopd.conversion.hf.pretrained import load_weights
 from mopd.engines.torch.engine import TorchEngine
@@ -71,7 +71,7 @@ def measure_scoring(
     lengths: list[int],
     prompt: int,
     *,
-    dtype: Literal["float32", "bfloat16"],
+    dtype: Dtype,
     top_k: int,
     rounds: int,
 ) -> Scored:
