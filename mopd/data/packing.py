@@ -177,9 +177,9 @@ def _check_lengths(ordered: Sequence[SampleMeta], rules: PackingRules) -> None:
     for sample in ordered:
         padded = rules.sequence(sample.length)
         if padded > rules.max_tokens:
-            with_padding = "" if padded == sample.length else f" ({padded} as its layout pads it)"
+            more = "" if padded == sample.length else f" ({padded} as its layout pads it)"
             raise UserError(
-                f"sample {sample.sample_id} of domain {sample.domain!r} has {sample.length} tokens{with_padding}, above "
+                f"sample {sample.sample_id} of domain {sample.domain!r} has {sample.length} tokens{more}, above "
                 f"student.max_tokens_per_micro_batch {rules.max_tokens}: raise it or lower rollout.max_response_length"
             )
 

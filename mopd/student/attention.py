@@ -76,7 +76,7 @@ def zigzag_rows(lengths: Sequence[int], cp_size: int) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _QueryPart:
     """Queries of every sequence of a run that look at the same share of its keys; the last one sees the last key."""
 
     first: int
@@ -110,14 +110,14 @@ class RowParams(PackedSeqParams):
         """(length, how many) of neighbours of one length: one call serves them all."""
         return [(length, len(list(run))) for length, run in groupby(self.lengths)]
 
-    def parts(self, length: int) -> tuple[_Part, ...]:
+    def parts(self, length: int) -> tuple[_QueryPart, ...]:
         """Of this rank's rows of a sequence."""
         if self.cp_size == 1:
-            return (_Part(0, length, length),)
+            return (_QueryPart(0, length, length),)
         chunk = length // (2 * self.cp_size)
         return (
-            _Part(0, chunk, (self.cp_rank + 1) * chunk),
-            _Part(chunk, chunk, (2 * self.cp_size - self.cp_rank) * chunk),
+            _QueryPart(0, chunk, (self.cp_rank + 1) * chunk),
+            _QueryPart(chunk, chunk, (2 * self.cp_size - self.cp_rank) * chunk),
         )
 
     @cached_property

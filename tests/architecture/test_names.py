@@ -26,6 +26,7 @@ CALLED_BY_LIBRARIES = {
     "mopd/launch/agent.py": {"get_run_id", "is_closed", "next_rendezvous", "num_nodes_waiting", "set_closed"},
     "mopd/serving/server.py": {"capture_signals"},
     "mopd/serving/connections.py": {"eof_received", "data_received", "send_400_response"},
+    "mopd/student/attention.py": {"get_rotary_seq_len"},
     "mopd/student/checkpoints/restricted.py": {"load_common", "read_metadata", "load_bytes"},
     "mopd/student/checkpoints/saving.py": {"create_stream"},
 }
