@@ -93,9 +93,10 @@ def own_layers(dims: ModelDims, parallel: ParallelConfig) -> list[list[int]]:
 
 
 def whole(dims: ModelDims) -> int:
-    """Weights of the model, each once."""
+    """Weights of the model, each once, without rows that pad the vocabulary."""
     one = shard(dims, ParallelConfig(), 0)
-    return one.num_weights + one.constants
+    padding = _tables(dims, dims.padded_vocab_size(1)) - _tables(dims, dims.vocab_size)
+    return one.num_weights + one.constants - padding
 
 
 def update_bytes(dims: ModelDims, student: StudentConfig) -> int:
@@ -118,9 +119,13 @@ def expert_weights(dims: ModelDims) -> int:
 def active(dims: ModelDims) -> int:
     """Weights in the layers that one token meets: its own experts, no embedding and no head."""
     one = shard(dims, ParallelConfig(), 0)
-    tables = (1 if dims.tied_embeddings else 2) * dims.vocab_size * dims.hidden_size
     of_token = 0 if dims.moe is None else one.experts * dims.moe.experts_per_token // dims.moe.num_experts
-    return one.dense - tables + of_token
+    return one.dense - _tables(dims, dims.padded_vocab_size(1)) + of_token
+
+
+def _tables(dims: ModelDims, rows: int) -> int:
+    """Weights of embedding and head, which have so many rows."""
+    return (1 if dims.tied_embeddings else 2) * rows * dims.hidden_size
 
 
 def tensor_bytes(own: Shard, student: StudentConfig) -> dict[str, int]:

@@ -19,7 +19,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -144,21 +144,23 @@ class Sandbox:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent_pid:
             os._exit(1)
-        seconds = int(max(self.deadline - now, 0)) + 2
-        for which, most in {
-            resource.RLIMIT_AS: self.max_bytes,
-            resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
-            resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
-            resource.RLIMIT_CORE: 0,
-            resource.RLIMIT_CPU: seconds,
-        }.items():
-            resource.setrlimit(which, (most, most))
         _drop_capabilities()
         _require(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
         version = landlock_version() if self.use_landlock else 0
         if version > 0:
             _landlock(self.folder, self.may_read)
-        install_filter(may_write=version >= 3)  # older ones let any file be truncated
+        install = filter_installer(may_write=version >= 3)  # older ones let any file be truncated
+        # Last, as they are for the program: a copy of a large process may be above them, and then gets nothing more.
+        seconds = int(max(self.deadline - now, 0)) + 2
+        for which, most in {
+            resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
+            resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_CPU: seconds,
+            resource.RLIMIT_AS: self.max_bytes,
+        }.items():
+            resource.setrlimit(which, (most, most))
+        install()
 
 
 @cache
@@ -203,15 +205,20 @@ def _drop_capabilities() -> None:
     _require(_libc.capset(header, bytes(24)), "capset")
 
 
-def install_filter(*, may_write: bool) -> None:
-    """System calls that act outside the process fail from now on, in this process and whatever it executes."""
+def filter_installer(*, may_write: bool) -> Callable[[], None]:
+    """After its call, system calls that act outside the process fail, in this process and whatever it executes."""
     architecture = architecture_named(platform.machine())
     if architecture is None:
         raise OSError(f"no filter is known for {platform.machine()}")
     program = filter_program(architecture, os.getpid(), may_write=may_write)
     buffer = ctypes.create_string_buffer(program, len(program))
     head = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
-    _require(_libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, head, 0, 0), "prctl(PR_SET_SECCOMP)")
+
+    def install() -> None:
+        assert buffer is not None  # which the head points at
+        _require(_libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, head, 0, 0), "prctl(PR_SET_SECCOMP)")
+
+    return install
 
 
 Line = tuple[int, int, int, int]

@@ -256,6 +256,7 @@ class Worker:
     """What ``StudentGroup`` asks of the student on this rank."""
 
     dp_size = 1
+    packing = None
     layout = SimpleNamespace(device=torch.device("cpu"))
 
     def __init__(self, student: Student) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import mmap
 import os
 import socket
 import time
@@ -14,7 +16,7 @@ import pytest
 from mopd.config.rewards import CodeConfig
 from mopd.rewards.domains import build_rewards
 from mopd.rewards.graders.programs import same_output
-from mopd.rewards.graders.sandbox import Sandbox
+from mopd.rewards.graders.sandbox import MAX_OPEN_FILES, Sandbox
 from mopd.types import UserError
 from tests.unit.rewards.items import item, judged, values
 
@@ -213,6 +215,20 @@ os.kill(os.getpid(), 0)
     finally:
         running.end()
     assert sorted(os.listdir(tmp_path)) == ["in", "kept"] and (tmp_path / "kept").read_text() == "kept"
+
+
+def test_a_large_process_with_many_files_starts_programs(tmp_path: Path) -> None:
+    """What it holds is above the limits of the programs, which have none of it."""
+    (tmp_path / "program.py").write_text("print(2)")
+    with contextlib.ExitStack() as held, mmap.mmap(-1, 2**30):
+        for _ in range(MAX_OPEN_FILES):
+            held.enter_context(open(os.devnull))
+        running = Sandbox(tmp_path, 2**29, time.monotonic() + 20).start(["program.py"])
+        try:
+            assert running.wait() == "", running.said(running.errors)
+            assert running.said(running.output) == "2\n"
+        finally:
+            running.end()
 
 
 BAD_TRUTHS: list[tuple[Any, dict[str, Any], str]] = [

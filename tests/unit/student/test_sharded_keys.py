@@ -12,9 +12,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from mopd import cpu_shim
 from mopd.config.student import StudentConfig
 from mopd.conversion.models import families
-from mopd.conversion.models.mapping import whole_shape
 from mopd.conversion.models.reading import read_dims
-from mopd.conversion.torch_dist.plan import sharded_key
+from mopd.conversion.torch_dist.plan import TargetLayout, padded_shape, sharded_key
 from mopd.conversion.torch_dist.writer import CONTENT
 from mopd.student.model.gpt import build_model
 from mopd.student.parallel import Layout
@@ -43,7 +42,7 @@ def test_keys_and_shapes_are_megatrons(family: str, keys: dict[str, Any], layout
     positions = set()
     for placed in families.all_params(dims):
         place = sharded_key(placed, dims)
-        shape = (*place.stacked, *whole_shape(placed))
+        shape = (*place.stacked, *padded_shape(placed, dims, TargetLayout()))
         assert expected.setdefault(place.key, shape) == shape
         assert len(place.index) == len(place.stacked)
         assert all(index < size for index, size in zip(place.index, place.stacked, strict=True))
