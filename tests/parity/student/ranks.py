@@ -297,6 +297,7 @@ def layout_of(case: dict[str, Any]) -> tuple[int, ...]:
 
 def main(job_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
+    torch._dynamo.config.disable = True  # Megatron has small functions compiled, for seconds each
     results, active = {}, None
     # Loads follow all saves; within each, one layout after another: building the process groups is dear.
     for name, case in sorted(job["cases"].items(), key=lambda item: ("load" in item[1], layout_of(item[1]))):
