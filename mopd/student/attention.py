@@ -123,7 +123,7 @@ class RowParams(PackedSeqParams):
     @cached_property
     def key_order(self) -> Tensor:
         """[T x cp] rows of the gathered keys, in the order of the sequences."""
-        return _sent(torch.cat(zigzag_rows(self.lengths, self.cp_size)).argsort(), self.positions.device)
+        return sent(torch.cat(zigzag_rows(self.lengths, self.cp_size)).argsort(), self.positions.device)
 
     @cached_property
     def key_rows(self) -> Tensor:
@@ -133,7 +133,7 @@ class RowParams(PackedSeqParams):
             for start, end in pairwise(accumulate(self.lengths, initial=0))
             for part in self.parts(end - start)
         ]
-        return _sent(torch.cat(rows), self.positions.device)
+        return sent(torch.cat(rows), self.positions.device)
 
     @cached_property
     def varlen_bounds(self) -> tuple[Tensor, Tensor, int, int]:
@@ -272,9 +272,9 @@ def _ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 
 
 def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return _sent(torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32), device)
+    return sent(torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32), device)
 
 
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """On ``device``; to a GPU from pinned memory, so that nobody waits for the copy."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

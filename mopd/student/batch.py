@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mopd.data.packing import PackingRules
 from mopd.losses import choose_rows
-from mopd.student.attention import PackedSequences
+from mopd.student.attention import PackedSequences, sent
 from mopd.student.form import Form, choose_form
 from mopd.student.images import StudentImages
 from mopd.student.vision import ImageInput
@@ -120,7 +120,7 @@ def build_micro_batch(
         UserError: see ``StudentImages.read``.
     """
     form = choose_form(samples, rules, at_least, cp_size, cp_rank)
-    to = partial(_sent, device=device)
+    to = partial(sent, device=device)
     tokens, padding = torch.zeros(form.num_rows, dtype=torch.int64), torch.ones(form.num_rows, dtype=torch.bool)
     for i, sample in enumerate(samples):
         _check(sample, fields)
@@ -178,11 +178,6 @@ def _loss_rows(
         num_loss_tokens=to(num_loss_tokens),
         fields={name: to(form.share(values)) for name, values in row_fields.items()},
     )
-
-
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """On ``device``; to a GPU from pinned memory, so that nobody waits for the copy."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _empty_row_fields(fields: Fields, num_rows: int) -> dict[str, Tensor]:
