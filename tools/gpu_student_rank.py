@@ -138,9 +138,10 @@ def measure(model: str, dtype: str, out: Path) -> dict[str, Any]:
     first_four = sorted(samples, key=lambda sample: sample.sample_id)[:4]
     logprobs = torch.cat(first.worker.logprobs(first_four)).tolist()
     steps = [first.step(out / "gradients.safetensors"), first.step()]
-    first.worker.save(out / "checkpoint", {"note": "kept"})
+    first.worker.save(out / "checkpoint", {"note": "kept"}, is_async=True)
     saved = first.weights_hash()
     steps += [first.step(), first.step()]
+    first.worker.saving.finish()
     again = Trainee(recipe)
     extra = again.worker.load(out / "checkpoint")
     loaded = again.weights_hash()

@@ -166,9 +166,19 @@ class StudentGroup:
         if staged is not None:
             await self._weights.send(staged)
 
-    async def save(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Write model, optimizer, schedule and RNG of all ranks into ``folder``, with the JSON-able ``state``."""
-        await self._call("save", folder=str(folder), state=dict(state))
+    async def save(self, folder: Path, state: Mapping[str, Any], *, is_async: bool) -> None:
+        """Write model, optimizer, schedule and RNG of all ranks into ``folder``, with the JSON-able ``state``; when
+        ``is_async``, return once all is copied, and write beside what comes next."""
+        await self._call("save", folder=str(folder), state=dict(state), is_async=is_async)
+
+    @property
+    def is_saving(self) -> bool:
+        """``finish_save`` would wait."""
+        return self.worker.saving.is_busy
+
+    async def finish_save(self) -> None:
+        """Returns when what an asynchronous ``save`` writes is whole; raises what went wrong, on every rank."""
+        await self._call("finish_save")
 
     async def load(self, folder: Path, *, cure: str = "") -> dict[str, Any]:
         """Read what ``save`` wrote, at this run's layout; returns its ``state``. ``cure`` ends the line of an error, on
@@ -204,7 +214,9 @@ def execute(worker: StudentWorker, name: str, kwargs: dict[str, Any]) -> Any:
     if name == "weights":
         return sum(1 for _ in worker.weights(kwargs["part"]))
     if name == "save":
-        return worker.save(Path(kwargs["folder"]), kwargs["state"])
+        return worker.save(Path(kwargs["folder"]), kwargs["state"], is_async=kwargs["is_async"])
+    if name == "finish_save":
+        return worker.saving.finish()
     if name == "load":
         try:
             return worker.load(Path(kwargs["folder"]))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +23,10 @@ MANIFEST = "manifest.json"
 class Saver(Protocol):
     """The student on all its ranks."""
 
-    async def save(self, folder: Path, state: Mapping[str, Any]) -> None: ...
+    @property
+    def is_saving(self) -> bool: ...
+    async def save(self, folder: Path, state: Mapping[str, Any], *, is_async: bool) -> None: ...
+    async def finish_save(self) -> None: ...
 
 
 class SampleSaver(Protocol):
@@ -30,9 +35,23 @@ class SampleSaver(Protocol):
     async def save_samples(self, folder: Path) -> str | None: ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Begun:
+    """A checkpoint that is being written."""
+
+    step: int
+    best_step: int | None
+    since: float
+
+
+@dataclass(kw_only=True)
 class Checkpointer:
-    """Writes ``checkpoints/step_N``; keeps the newest ``keep_last`` and the best."""
+    """Writes ``checkpoints/step_N``; keeps the newest ``keep_last`` and the best.
+
+    With ``async_save`` a checkpoint is written while later steps go on, one at a time. The end of each step looks
+    whether it is whole; the next save, the last step and a request to stop wait for it. Until then nothing older is
+    removed. An error that ends the run waits for it on every rank (``Background``).
+    """
 
     run: RunDir
     cfg: CheckpointConfig
@@ -40,23 +59,69 @@ class Checkpointer:
     samples: SampleSaver
     last_step: int
 
+    def __post_init__(self) -> None:
+        self._begun: _Begun | None = None
+        self._numbers: dict[str, float] = {}
+
     async def save_if_due(self, step: int, state: Mapping[str, Any], *, best_step: int | None) -> None:
-        """Save after ``step`` when the rhythm, the last step or a new best asks for it."""
+        """Save after ``step`` when the rhythm, the last step or a new best asks for it; after the last step, to the
+        end."""
+        if self._begun is not None and not self.student.is_saving:
+            await self.finish()
         is_new_best = self.cfg.keep_best and best_step == step
         if step % self.cfg.every_steps == 0 or step == self.last_step or is_new_best:
             await self.save(step, state, best_step=best_step)
+        if step == self.last_step:
+            await self.finish()
 
     async def save(self, step: int, state: Mapping[str, Any], *, best_step: int | None) -> None:
-        """Save after ``step``, unless that is done, and remove what need not be kept."""
+        """Save after ``step``, unless that is done or begun; what need not be kept is removed once it is whole."""
+        if self._begun is not None and self._begun.step == step:
+            return
+        await self.finish()
         if step in complete_steps(self.run.checkpoints):
             return
-        target = self.run.checkpoint(step)
-        if target.exists():  # left by a run that died before its manifest
-            shutil.rmtree(target)
-        samples = self.run.samples(step)
-        shutil.rmtree(samples, ignore_errors=True)
-        digest = await self.samples.save_samples(samples)
-        await self.student.save(target, {**state, "step": step, "samples": digest})
+        with self._waiting():
+            since = time.perf_counter()
+            target = self.run.checkpoint(step)
+            if target.exists():  # left by a run that died before its manifest
+                shutil.rmtree(target)
+            samples = self.run.samples(step)
+            shutil.rmtree(samples, ignore_errors=True)
+            digest = await self.samples.save_samples(samples)
+            saved = {**state, "step": step, "samples": digest}
+            await self.student.save(target, saved, is_async=self.cfg.async_save)
+            self._begun = _Begun(step=step, best_step=best_step, since=since)
+        if not self.cfg.async_save:
+            await self.finish()
+
+    async def finish(self) -> None:
+        """Returns when the checkpoint that was begun is whole, at once where there is none.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        if self._begun is None:
+            return
+        begun, self._begun = self._begun, None
+        with self._waiting():
+            await self.student.finish_save()
+            self._remove_old(begun.best_step)
+        self._numbers["timing/checkpoint_s"] = time.perf_counter() - begun.since
+
+    def take_numbers(self) -> dict[str, float]:
+        """Metrics since the last call."""
+        numbers, self._numbers = self._numbers, {}
+        return numbers
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """The steps wait."""
+        name, start = "timing/checkpoint_wait_s", time.perf_counter()
+        yield
+        self._numbers[name] = self._numbers.get(name, 0.0) + time.perf_counter() - start
+
+    def _remove_old(self, best_step: int | None) -> None:
         steps = complete_steps(self.run.checkpoints)
         keep = {*steps[-self.cfg.keep_last :], *([best_step] if self.cfg.keep_best else [])}
         for old in map(self.run.checkpoint, sorted({*steps} - keep)):

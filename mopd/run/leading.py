@@ -125,13 +125,17 @@ def joined(recipe: Recipe, opened: Opened | None, logs: Path | None = None) -> I
             channel.watch = log.enter_context(rank_log(logs, layout.rank, deadline_s=timeout_s))
             with _rank_0_first():
                 reader = open_reader(told["data_plane"], timeout_s=timeout_s)
-                yield StudentWorker(recipe, reader, told["domains"]), channel
+                worker = StudentWorker(recipe, reader, told["domains"])
+                with worker.saving:
+                    yield worker, channel
             reader.close()
             return
         channel.watch = log.enter_context(rank_log(logs, layout.rank, deadline_s=timeout_s))
         domains = list(recipe.assignment.domains_among(opened.domains))
         channel.send({"domains": domains, "data_plane": opened.plane})
-        yield StudentWorker(recipe, opened.reader, domains), channel
+        worker = StudentWorker(recipe, opened.reader, domains)
+        with worker.saving:
+            yield worker, channel
         ending = {"is_asked": channel.stopped is not None}
         channel.send({"call": "stop", "kwargs": ending})  # after an error nobody listens
 

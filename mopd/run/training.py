@@ -272,7 +272,7 @@ class RunObserver:
 
     async def log(self, metrics: StepMetrics) -> None:
         """One step's numbers to every sink."""
-        values = await self.maker.numbers()
+        values = await self.maker.numbers() | self.checkpointer.take_numbers()
         for domain, kl in metrics.by_domain("kl_k1").items():
             names = self.recipe.assignment.teachers_of(domain)
             if all(name in self.floors for name in names):
@@ -289,8 +289,9 @@ class RunObserver:
         await self.checkpointer.save_if_due(step, state, best_step=self._best_step)
 
     async def on_stop(self, step: int, state: Mapping[str, Any]) -> None:
-        """Save what is done, unless that has happened."""
+        """Save what is done, unless that has happened, to the end."""
         await self.checkpointer.save(step, state, best_step=self._best_step)
+        await self.checkpointer.finish()
 
     async def catch_up(self, step: int) -> None:
         """Before the first step of a resumed run: the validation of the one before it, if that is missing."""

@@ -57,6 +57,8 @@ class Layout:
     samples_group: dist.ProcessGroup
     """gloo group of the ranks that compute the same samples, ``tp_group``'s and ``cp_group``'s, for CPU tensors. A
     thread beside Megatron's uses it, so nobody else does."""
+    checkpoint_group: dist.ProcessGroup
+    """gloo group over all trainer ranks of the thread that writes a checkpoint beside the steps."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -161,6 +163,7 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_r
         etp_group=parallel_state.get_expert_tensor_parallel_group(),
         control_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
         samples_group=_samples_group(timeout_s),
+        checkpoint_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
     )
     return _layout
 

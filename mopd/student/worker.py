@@ -26,6 +26,7 @@ from mopd.data_plane.interface import Reader
 from mopd.student import parallel
 from mopd.student.batch import MicroBatch, build_micro_batch
 from mopd.student.checkpoints import checkpoint
+from mopd.student.checkpoints.background import Background
 from mopd.student.form import Form, choose_form
 from mopd.student.images import StudentImages
 from mopd.student.model.balance import Balance
@@ -98,6 +99,8 @@ class StudentWorker:
             lm_head_memory_budget_mib=student.lm_head_memory_budget_mib,
         )
         self._plan: MicroBatchPlan | None = None
+        self.saving = Background(self.layout.device, timeout_s=recipe.schedule.wait_timeout_s)
+        """Of checkpoints. Enter it around whatever uses the student."""
 
     @property
     def dp_size(self) -> int:
@@ -222,8 +225,10 @@ class StudentWorker:
             yield item
 
     @cpu_shim.activate()
-    def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        """Write a complete checkpoint (see ``checkpoint.save``); ``extra`` (JSON-able) comes back from ``load``."""
+    def save(self, folder: Path, extra: Mapping[str, Any], *, is_async: bool = False) -> None:
+        """Write a complete checkpoint (see ``checkpoint.save``); ``extra`` (JSON-able) comes back from ``load``. When
+        ``is_async`` this returns as soon as the state is copied: the files are written beside what the student does
+        next, up to ``saving.finish()``, which comes before the next save."""
         state = {
             "weight_version": self.weight_version,
             "source": str(Path(self.recipe.student.model).resolve()),
@@ -231,7 +236,8 @@ class StudentWorker:
             "extra": dict(extra),
         }
         complete_weights(self._chunks)
-        checkpoint.save(folder, self._chunks, self._optimizer, self.layout, state=state)
+        background = self.saving if is_async else None
+        checkpoint.save(folder, self._chunks, self._optimizer, self.layout, state=state, background=background)
 
     @cpu_shim.activate()
     def load(self, folder: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Two launchers of one machine stand for two nodes. Not exercised here: CUDA.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -25,7 +26,7 @@ from safetensors.torch import load_file
 from mopd.cli import main
 from mopd.launch.failure import STOPPED_CODE
 from mopd.launch.node import NODE_NAME
-from mopd.run.checkpointing import complete_steps
+from mopd.run.checkpointing import MANIFEST, complete_steps
 from mopd.run.status import status_of
 from tests.integration.world import World, mopd, read_metrics, read_validation, start_mopd
 
@@ -64,22 +65,58 @@ def assert_all_gone(processes: list[psutil.Process]) -> None:
     assert not alive, f"left behind: {[p.cmdline() for p in alive]}"
 
 
-@pytest.mark.parametrize("victim", ["parent", "rank"])
-def test_killed_run_resumes_bit_for_bit(world: World, uninterrupted: Path, tmp_path: Path, victim: str) -> None:
+def test_killed_run_resumes_bit_for_bit(world: World, uninterrupted: Path, tmp_path: Path) -> None:
+    """The launcher, at any moment."""
     run_dir = tmp_path / "run"
     recipe = world.write_recipe(run_dir)
     process = start_mopd("train", recipe)
     wait_for_step(process, run_dir, random.randint(1, 5))
     family = descendants(process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(timeout=60)
+    assert_all_gone(family)
+    goes_on(recipe, run_dir, uninterrupted)
+
+
+def test_killed_while_a_checkpoint_is_written(world: World, uninterrupted: Path, tmp_path: Path) -> None:
+    """A rank: what was being written beside the steps counts for nothing, in either run's eyes."""
+    run_dir = tmp_path / "run"
+    recipe = world.write_recipe(run_dir, checkpoint__every_steps=1)
+    process = start_mopd("train", recipe)
+    wait_for_step(process, run_dir, 1)
+    family = descendants(process)
     ranks = [p for p in family if is_rank(p)]
     assert len(ranks) == 2
-    os.kill(process.pid if victim == "parent" else random.choice(ranks).pid, signal.SIGKILL)
+    unfinished = suspend_in_mid_write(ranks, run_dir / "checkpoints")
+    random.choice(ranks).kill()
+    for rank in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.resume()
     process.wait(timeout=60)
     assert process.returncode != 0
     assert_all_gone(family)
+    assert unfinished.exists() and not (unfinished / MANIFEST).exists()
+    goes_on(recipe, run_dir, uninterrupted)
 
+
+def suspend_in_mid_write(ranks: list[psutil.Process], checkpoints: Path) -> Path:
+    """The checkpoint that was begun and is not whole while nobody runs."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for folder in checkpoints.glob("step_????????"):
+            if (folder / MANIFEST).exists():
+                continue
+            for rank in ranks:
+                rank.suspend()
+            if folder.exists() and not (folder / MANIFEST).exists():
+                return folder
+            for rank in ranks:
+                rank.resume()
+    raise AssertionError("no checkpoint was met while it was written")
+
+
+def goes_on(recipe: Path, run_dir: Path, uninterrupted: Path) -> None:
     done = mopd("train", recipe, "--resume")
-
     assert done.returncode == 0, done.stderr
     assert_same_run(run_dir, uninterrupted)
 

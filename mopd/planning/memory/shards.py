@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mopd.config.student import Freeze, ParallelConfig, StudentConfig
@@ -145,6 +145,13 @@ def tensor_bytes(own: Shard, student: StudentConfig) -> dict[str, int]:
         "gradients": (dense + own.experts) * GRADIENT_BYTES,
         "optimizer": dense * state // copies + own.experts * state // expert_copies,
     }
+
+
+def checkpoint_bytes(dims: ModelDims, student: StudentConfig) -> int:
+    """Weights and optimizer states of the whole model, each once."""
+    alone = ParallelConfig()
+    parts = tensor_bytes(shard(dims, alone, 0), replace(student, parallel=alone))
+    return parts["weights"] + parts["optimizer"]
 
 
 def _tower(dims: ModelDims) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Checkpoints of the student: Megatron's distributed format, which loads at another parallel layout.
 
-A folder is complete when its ``manifest.json`` exists; it is written last and holds the sha256 of every other file.
+A folder is complete when its ``manifest.json`` exists; it is written last, by rank 0, and holds the sha256 of every
+other file, which the rank that wrote it has hashed.
 ``verify`` compares them, which finds what was damaged or mixed up, but proves nothing about who wrote the folder:
 ``load`` reads every pickle of the format through ``restricted``.
 """
@@ -11,6 +12,7 @@ import copy
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,8 @@ from mopd.files.json_text import read_json_object
 from mopd.files.reading import shown_path
 from mopd.files.writing import WriteRefusedError, write_text, writing
 from mopd.student.checkpoints import restricted
-from mopd.student.checkpoints.saving import write_sharded
+from mopd.student.checkpoints.background import Background
+from mopd.student.checkpoints.saving import Ready, make_ready, write_sharded
 from mopd.student.model.gpt import StudentModel
 from mopd.student.parallel import Layout, raise_together
 from mopd.types import UserError
@@ -48,29 +51,46 @@ def save(
     layout: Layout,
     *,
     state: Mapping[str, Any],
+    background: Background | None = None,
 ) -> None:
     """Write a complete checkpoint into ``folder``, which is created; what an interrupted save left there is replaced.
     Collective.
 
-    ``state`` is JSON-able and comes back from ``load``; it is written by rank 0 as ``state.json``.
+    ``state`` is JSON-able and comes back from ``load``; it is written by rank 0 as ``state.json``. With ``background``
+    this returns as soon as everything is copied, and ``background.finish`` tells of the rest.
 
     Raises:
         FileExistsError: ``folder`` already holds a complete checkpoint.
         WriteRefusedError: on every rank, when one of them cannot write.
     """
-    write(folder, _sharded_state(chunks, optimizer, layout, is_loading=False), layout, state=state)
+    _require_new(folder)
+    sharded, gathered = _sharded_state(chunks, optimizer, layout, is_loading=False)
+    if background is None:
+        _write(folder, make_ready(sharded, layout, content=CONTENT), layout, state)
+        return
+    ready = make_ready(sharded, layout, content=CONTENT, gathered=gathered)
+    beside = replace(layout, control_group=layout.checkpoint_group)
+    background.start(partial(_write, folder, ready, beside, copy.deepcopy(dict(state))))
 
 
 def write(folder: Path, sharded: dict[str, Any], layout: Layout, *, state: Mapping[str, Any]) -> None:
-    """Write a sharded state dict and its manifest into ``folder``. Collective; raises as ``save`` does, and removes
-    what it has written when a write is refused."""
+    """Write a sharded state dict and its manifest into ``folder``. Collective; raises as ``save`` does."""
+    _require_new(folder)
+    _write(folder, make_ready(sharded, layout, content=CONTENT), layout, state)
+
+
+def _require_new(folder: Path) -> None:
     if is_complete(folder):
         raise FileExistsError(f"{folder} already holds a complete checkpoint")
+
+
+def _write(folder: Path, ready: Ready, layout: Layout, state: Mapping[str, Any]) -> None:
+    """Collective over ``layout.control_group`` alone; removes what it has written when a write is refused."""
     dist.barrier(group=layout.control_group)
     try:
         raise_together(layout, lambda: _make_anew(folder))
-        write_sharded(folder, sharded, layout, content=CONTENT)
-        raise_together(layout, lambda: write_hash_manifest(folder, {**state, "layout": layout.sizes()}))
+        hashes = write_sharded(folder, ready, layout)
+        raise_together(layout, lambda: write_hash_manifest(folder, {**state, "layout": layout.sizes()}, hashes))
     except WriteRefusedError:  # on every rank: none of them writes any more
         if layout.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # the space is needed
@@ -100,7 +120,7 @@ def load(
     """
     state = read_state(folder)
     options = [{name: group[name] for name in _KEPT_OPTIONS} for group in optimizer.param_groups]
-    sharded = _sharded_state(chunks, optimizer, layout, is_loading=True)
+    sharded, _ = _sharded_state(chunks, optimizer, layout, is_loading=True)
     same_layout = state["layout"] == layout.sizes()
     if not same_layout:
         del sharded["rng"]
@@ -138,10 +158,14 @@ def _load_chunks(chunks: Sequence[StudentModel], loaded: Mapping[str, Any]) -> N
         chunk.load_state_dict(loaded[str(number)])
 
 
-def write_hash_manifest(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write ``state.json``, then ``manifest.json`` with the sha256 of every file, which completes the folder."""
+def write_hash_manifest(folder: Path, state: Mapping[str, Any], known: Mapping[str, str] | None = None) -> None:
+    """Write ``state.json``, then ``manifest.json`` with the sha256 of every file, which completes the folder: of the
+    ``known`` ones, by name, as given."""
     write_text(folder / STATE_FILE, json.dumps(state, indent=1, sort_keys=True))
-    hashes = {name: sha256_of(folder / name) for name in files_below(folder) if name != MANIFEST_FILE}
+    hashes = dict(known or {})
+    for name in files_below(folder):
+        if name != MANIFEST_FILE and name not in hashes:
+            hashes[name] = sha256_of(folder / name)
     write_text(folder / MANIFEST_FILE, json.dumps({"sha256": hashes}, indent=1, sort_keys=True))
 
 
@@ -186,13 +210,15 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def _sharded_state(
     chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, layout: Layout, *, is_loading: bool
-) -> dict[str, Any]:
-    """What is saved, as Megatron's sharded state dict."""
+) -> tuple[dict[str, Any], set[int]]:
+    """What is saved, as Megatron's sharded state dict, and the addresses of storages that nothing else uses."""
     sharded: dict[str, Any] = {"model": sharded_weights([chunk.module for chunk in chunks])}
+    gathered: set[int] = set()
+    for part, _ in _parts(optimizer):
+        _create_states(part)  # all of them before the first is gathered, whose addresses may come free
     for part, key in _parts(optimizer):
-        _create_states(part)
         if isinstance(part, DistributedOptimizer):
-            part.get_parameter_state_dp_zero = partial(_padded_states, part)
+            part.get_parameter_state_dp_zero = partial(_padded_states, part, gathered)
         sharded[key] = part.sharded_state_dict(sharded["model"], is_loading=is_loading, metadata=dict(CONTENT))
     sharded["rng"] = ShardedObject(
         "rng",
@@ -201,7 +227,7 @@ def _sharded_state(
         (layout.pp_rank, layout.tp_rank),
         replica_id=layout.copy,
     )
-    return sharded
+    return sharded, gathered
 
 
 def _parts(optimizer: ChainedOptimizer) -> list[tuple[Any, str]]:
@@ -236,10 +262,10 @@ def _create_states(part: Any) -> None:
             states.setdefault("step", torch.tensor(0.0))
 
 
-def _padded_states(part: Any, **options: Any) -> dict[Any, Any] | None:
+def _padded_states(part: Any, gathered: set[int], **options: Any) -> dict[Any, Any] | None:
     """In the place of ``get_parameter_state_dp_zero``, which in Megatron 0.16.1 leaves out the padding that ends each
     bucket of a gradient buffer: its caller cuts the result at places that count it, and from the second bucket on
-    saves parameters shifted."""
+    saves parameters shifted. The addresses of what this has allocated go to ``gathered``."""
     state: dict[Any, Any] | None = DistributedOptimizer.get_parameter_state_dp_zero(part, **options)
     for number, buffer in enumerate(part.buffers if state is not None else ()):
         assert state is not None
@@ -250,6 +276,7 @@ def _padded_states(part: Any, **options: Any) -> dict[Any, Any] | None:
             for bucket, own in zip(buffer.buckets, states[name].split(sizes), strict=True):
                 padded[bucket.offset : bucket.offset + len(own)] = own
             states[name] = padded
+            gathered.add(padded.untyped_storage().data_ptr())
     return state
 
 

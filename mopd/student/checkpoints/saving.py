@@ -6,40 +6,91 @@ that outlive a killed rank. It and torch also replace the system's error by one 
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future as TorchFuture
 
+from mopd.conversion.job import sha256_of
 from mopd.files.writing import reasoned, refusal, writing
 from mopd.student.parallel import Layout, raise_together
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 
 
-def write_sharded(folder: Path, sharded: dict[str, Any], layout: Layout, *, content: Mapping[str, Any]) -> None:
-    """Write a sharded state dict into the empty ``folder``; ``content`` describes it to readers. Collective.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """What is left to write of a sharded state dict."""
+
+    tensors: dict[str, Any]
+    """torch's sharded tensors and objects by key: those of which this rank writes a part."""
+    common: bytes
+    """What is kept once; empty at all ranks but 0."""
+    is_copied: bool
+    """Tensors are in host memory, and nobody else's."""
+
+
+def make_ready(
+    sharded: dict[str, Any], layout: Layout, *, content: Mapping[str, Any], gathered: Set[int] | None = None
+) -> Ready:
+    """Check a sharded state dict, and choose what this rank writes of it; ``content`` describes it to readers.
+    Collective.
+
+    With ``gathered`` (addresses of storages that are nobody else's) all else is copied into host memory, pinned with
+    CUDA, and the owner may change it; without, ``Ready`` holds the owner's own tensors.
+    """
+    sharded_part, common = save_preprocess({**sharded, "content_metadata": dict(content)}, True)
+    by_key, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_part, True)
+    if gathered is not None:
+        _copy_tensors(by_key, gathered)
+        if layout.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+    once = io.BytesIO()
+    if layout.rank == 0:
+        torch.save(common, once)
+    tensors = torch_dist.mcore_to_pyt_state_dict(by_key, False)
+    return Ready(tensors=tensors, common=once.getvalue(), is_copied=gathered is not None)
+
+
+@torch.no_grad()
+def _copy_tensors(by_key: Mapping[str, list[Any]], gathered: Set[int]) -> None:
+    for shard in (shard for shards in by_key.values() for shard in shards if isinstance(shard, ShardedTensor)):
+        tensor = shard.data
+        if tensor is not None and tensor.untyped_storage().data_ptr() not in gathered:
+            shard.data = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            shard.data.copy_(tensor, non_blocking=True)
+
+
+def write_sharded(folder: Path, ready: Ready, layout: Layout) -> dict[str, str]:
+    """Write into the empty ``folder``; returns the sha256 of all ranks' tensor files by name, each hashed by the rank
+    that wrote it. Collective, over ``layout.control_group`` alone.
 
     Raises:
         WriteRefusedError: on every rank, when one of them cannot write.
     """
-    sharded_part, common = save_preprocess({**sharded, "content_metadata": dict(content)}, True)
-    raise_together(layout, lambda: _save_common(common, folder / COMMON_STATE_FNAME))
-    by_key, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_part, True)
+    raise_together(layout, lambda: _save_common(ready.common, folder / COMMON_STATE_FNAME))
+    writer = _Writer(folder, from_host=ready.is_copied)
     try:
         torch_save(
-            torch_dist.mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=_Writer(folder, thread_count=1),
+            ready.tensors,
+            storage_writer=writer,
             planner=torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             process_group=layout.control_group,
         )
@@ -49,12 +100,15 @@ def write_sharded(folder: Path, sharded: dict[str, Any], layout: Layout, *, cont
             raise
         raise refused from error
     raise_together(layout, lambda: _save_format(folder))
+    hashes: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(layout.control_group))]
+    dist.all_gather_object(hashes, writer.hashes, group=layout.control_group)
+    return {name: digest for own in hashes for name, digest in own.items()}
 
 
-def _save_common(common: Mapping[str, Any], path: Path) -> None:
-    """What is kept once, by rank 0."""
-    with writing(path), path.open("wb") as file, reasoned(file) as stream:
-        torch.save(common, stream)
+def _save_common(common: bytes, path: Path) -> None:
+    """By rank 0."""
+    with writing(path):
+        path.write_bytes(common)
 
 
 def _save_format(folder: Path) -> None:
@@ -72,6 +126,18 @@ class _Files(FileSystem):
 
 
 class _Writer(FileSystemWriter):
-    def __init__(self, folder: Path, *, thread_count: int) -> None:
-        super().__init__(folder, thread_count=thread_count)
+    """Keeps the sha256 of the files that this rank has written, by name."""
+
+    def __init__(self, folder: Path, *, from_host: bool) -> None:
+        super().__init__(folder, thread_count=1)
+        if from_host:  # where torch looks ahead, it waits for the stream on which the steps compute
+            self.per_thread_copy_ahead = 0
         self.fs = _Files()
+        self.hashes: dict[str, str] = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        written = super().write_data(plan, planner)
+        names = {result.storage_data.relative_path for result in written.wait()}
+        # Here, and not after torch's ``save``, so that every rank hears of an error.
+        self.hashes = {name: sha256_of(Path(self.path) / name) for name in names}
+        return written

@@ -177,6 +177,7 @@ def two_ranks(
         "tp2": tp2,
         "dp2": dp2,
         "tp2_plain": {**tp2, "distributed_optimizer": False},
+        "tp2_waiting": {**tp2, "async": False},
         "tp2_bf16": {**tp2, "dtype": "bfloat16"},
         "dp2_overlap": {**dp2, **OVERLAP},
     }
@@ -186,6 +187,7 @@ def two_ranks(
     loaded = {
         "tp2/tp2": tp2, "tp2/pp2": pp2, "tp2/dp2": dp2, "dp2/dp2": dp2, "dp2/tp2": tp2,
         "tp2_plain/tp2_plain": saved["tp2_plain"], "tp2_plain/pp2_plain": {**pp2, "distributed_optimizer": False},
+        "tp2_waiting/tp2_waiting": tp2,
         "tp2_bf16/tp2_bf16": saved["tp2_bf16"],
         "dp2_overlap/dp2_overlap": saved["dp2_overlap"], "dp2_overlap/tp2": tp2,
     }  # fmt: skip

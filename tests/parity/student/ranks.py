@@ -11,6 +11,9 @@ import asyncio
 import hashlib
 import json
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -38,6 +41,7 @@ from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.reading import SocketReader
 from mopd.launch.ranks import CommandChannel
 from mopd.student import optimizer, parallel
+from mopd.student.checkpoints import checkpoint
 from mopd.student.worker import StudentWorker
 from mopd.types import MicroBatchPlan, SampleMeta, UserError
 from tests.parity.student.pictures import make_seen_samples
@@ -242,9 +246,15 @@ def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
     result["is_packed"] = sorted(it.is_packed)
     result["head_in_chunks"] = it.any_rank(it.worker._objective._has_told)
     if "save" in case:
-        it.worker.save(Path(case["save"]), {"note": "kept"})
-        result["saved_hash"] = it.weights_hash()
-    result["steps_after"] = it.train(case.get("steps_after", 0))
+        is_async = case.get("async", True)
+        with held_back():  # what is written after the next steps must be what was there before them
+            it.worker.save(Path(case["save"]), {"note": "kept"}, is_async=is_async)
+            result["saved_hash"] = it.weights_hash()
+            result["steps_after"] = it.train(case.get("steps_after", 0))
+            result["was_saving"] = it.worker.saving.is_busy
+        it.worker.saving.finish()
+    else:
+        result["steps_after"] = it.train(case.get("steps_after", 0))
     result["hash"] = it.weights_hash()
     if "data" in case:
         result["towers"] = it.tower_hashes()
@@ -260,8 +270,25 @@ def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Threads that write checkpoints begin at the end of the block."""
+    may_write = threading.Event()
+    real = checkpoint._write
+
+    def write(*args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert may_write.wait(120)
+        real(*args)
+
+    with patch.object(checkpoint, "_write", write):
+        yield
+    may_write.set()
+
+
 def export(it: Case, folder: Path) -> dict[str, Any]:
-    """An export, then what every rank says to a second one and to a checkpoint that is none."""
+    """An export, then what every rank says to a second one, to a checkpoint that is none, and to one that cannot be
+    written, which a thread of rank 0 finds."""
     it.worker.save_hf(folder)
     result: dict[str, Any] = {"sums": {name: float(tensor.double().sum()) for name, tensor in it.worker.weights()}}
     for name, call in (("save_hf_again", it.worker.save_hf), ("load_incomplete", it.worker.load)):
@@ -269,7 +296,15 @@ def export(it: Case, folder: Path) -> dict[str, Any]:
             call(folder)
         except UserError as error:
             result[name] = str(error)
-    return result
+    it.worker.save(folder / "config.json" / "step", {}, is_async=True)
+    refused = torch.zeros(1)
+    try:
+        it.worker.saving.finish()
+    except UserError as error:
+        refused += 1
+        result["save_refused"] = str(error)
+    torch.distributed.all_reduce(refused)
+    return result | {"num_refused": int(refused)}
 
 
 def poison(it: Case) -> dict[str, Any]:

@@ -56,20 +56,63 @@ def test_a_live_run_leaves_other_names_alone(tmp_path: Path, loaded: Loaded) -> 
     (run.checkpoints / "step_00000002.bak").mkdir(parents=True)
     (run.checkpoints / "step_00000002.bak" / "manifest.json").write_text("{}")
 
-    class Student:
-        async def save(self, folder: Path, state: object) -> None:
-            folder.mkdir(parents=True)
-            (folder / "manifest.json").write_text("{}")
-
-        async def save_samples(self, folder: Path) -> str:
-            folder.mkdir()
-            return "hash"
-
-    cfg = load_recipe(loaded.path, ["checkpoint={every_steps: 1, keep_last: 1}"]).recipe.checkpoint
+    cfg = load_recipe(loaded.path, ["checkpoint={every_steps: 1, keep_last: 1, async_save: false}"]).recipe.checkpoint
     writer = checkpointing.Checkpointer(run=run, cfg=cfg, student=Student(), samples=Student(), last_step=9)
     for step in (1, 2, 3):
         asyncio.run(writer.save_if_due(step, {}, best_step=None))
     assert names(run) == ["step_00000002.bak", "step_00000003", "step_00000003.samples"]
+
+
+class Student:
+    """Ranks that write as fast as the test lets them."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.is_saving = False
+
+    async def save(self, folder: Path, state: object, *, is_async: bool) -> None:
+        assert self.folder is None, "two at a time"
+        folder.mkdir(parents=True)
+        self.folder, self.is_saving = folder, is_async
+
+    async def finish_save(self) -> None:
+        assert self.folder is not None
+        (self.folder / "manifest.json").write_text("{}")
+        self.folder, self.is_saving = None, False
+
+    async def save_samples(self, folder: Path) -> str:
+        folder.mkdir(parents=True)
+        return "hash"
+
+
+def test_an_old_checkpoint_stays_until_the_next_is_whole(tmp_path: Path, loaded: Loaded) -> None:
+    """One that is being written counts for nothing: neither as complete, nor in the place of one that is removed."""
+    run = make_run(tmp_path)
+    cfg = load_recipe(loaded.path, ["checkpoint={every_steps: 2, keep_last: 1, async_save: true}"]).recipe.checkpoint
+    student = Student()
+    writer = checkpointing.Checkpointer(run=run, cfg=cfg, student=student, samples=student, last_step=9)
+
+    async def work() -> None:
+        await writer.save_if_due(2, {}, best_step=2)
+        await writer.save_if_due(3, {}, best_step=2)
+        assert checkpointing.complete_steps(run.checkpoints) == []
+        assert "timing/checkpoint_s" not in writer.take_numbers()
+        student.is_saving = False  # the thread is done
+        await writer.save_if_due(3, {}, best_step=2)
+        assert checkpointing.complete_steps(run.checkpoints) == [2]
+        assert writer.take_numbers().keys() == {"timing/checkpoint_s", "timing/checkpoint_wait_s"}
+        await writer.save_if_due(4, {}, best_step=4)  # better, and not whole yet
+        assert checkpointing.complete_steps(run.checkpoints) == [2]
+        await writer.save_if_due(6, {}, best_step=6)  # waits for the one before
+        assert checkpointing.complete_steps(run.checkpoints) == [4]
+        await writer.save(6, {}, best_step=6)  # on a request to stop
+        await writer.finish()
+        assert checkpointing.complete_steps(run.checkpoints) == [6]
+        await writer.save_if_due(9, {}, best_step=6)  # the last one
+        assert checkpointing.complete_steps(run.checkpoints) == [6, 9]
+        assert not student.is_saving
+
+    asyncio.run(work())
 
 
 def test_nothing_to_go_on_from(tmp_path: Path, loaded: Loaded) -> None:
