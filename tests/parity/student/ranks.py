@@ -45,7 +45,7 @@ from mopd.student.checkpoints import checkpoint
 from mopd.student.worker import StudentWorker
 from mopd.types import MicroBatchPlan, SampleMeta, UserError
 from tests.parity.student.pictures import make_seen_samples
-from tests.parity.student.samples import DOMAINS, ENSEMBLE, make_samples
+from tests.parity.student.samples import DOMAINS, ENSEMBLE, hash_of, make_samples
 
 TOP_K = 8
 NUM_SAMPLES = 16
@@ -85,7 +85,7 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
             packing=case.get("packing", True),
             overlap=case.get("overlap"),
             micro_batch_size=case.get("micro_batch_size"),
-            max_tokens_per_micro_batch=128 if "data" in case else 64,
+            max_tokens_per_micro_batch=case.get("max_tokens", 128 if "data" in case else 64),
             lm_head_memory_budget_mib=case.get("head_mib", 1024),
             parallel=ParallelConfig(
                 tensor_model_parallel_size=case["tp"],
@@ -168,8 +168,9 @@ class Case:
     def _samples(self, step: int) -> tuple[list[SampleMeta], dict[str, list[Tensor]]]:
         drawn: dict[str, Any] = {"top_k": TOP_K, "seed": step, "first_id": 100 * step}
         if "data" not in self.case:
-            weights = ENSEMBLE if "ensemble" in self.case else None
-            return make_samples(NUM_SAMPLES, vocab_size=self.worker.dims.vocab_size, weights=weights, **drawn)
+            drawn |= {"weights": ENSEMBLE if "ensemble" in self.case else None, "lengths": self.case.get("lengths")}
+            num = len(self.case.get("lengths", range(NUM_SAMPLES)))
+            return make_samples(num, vocab_size=self.worker.dims.vocab_size, **drawn)
         model, seen = Path(self.case["processor"]), self.case.get("with_images", True)
         metas, fields = make_seen_samples(NUM_SAMPLES, model, Path(self.case["data"]), with_images=seen, **drawn)
         if self.worker.dims.vision is None:
@@ -217,12 +218,7 @@ class Case:
 
     def weights_hash(self, without: str = " ") -> str:
         """Of all weights whose names do not begin so, bit by bit (rank 0)."""
-        digest = hashlib.sha256()
-        for name, tensor in self.worker.weights():
-            if name.startswith(without):
-                continue
-            digest.update(name.encode() + tensor.view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        return hash_of((name, tensor) for name, tensor in self.worker.weights() if not name.startswith(without))
 
 
 def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:

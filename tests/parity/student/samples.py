@@ -1,6 +1,9 @@
-"""Seeded samples with teacher fields, without a rollout or a teacher."""
+"""Seeded samples with teacher fields, without a rollout or a teacher; weights by their bits."""
 
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,11 +17,19 @@ ENSEMBLE: Weights = {"math": (0.25, 0.75), "code": (1.0, 0.0)}
 
 
 def make_samples(
-    num: int, *, vocab_size: int, top_k: int, seed: int = 0, first_id: int = 0, weights: Weights | None = None
+    num: int,
+    *,
+    vocab_size: int,
+    top_k: int,
+    seed: int = 0,
+    first_id: int = 0,
+    weights: Weights | None = None,
+    lengths: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[list[SampleMeta], dict[str, list[Tensor]]]:
     """``num`` samples of unequal lengths in two domains, all loss fields included.
 
     With ``weights`` (shares by domain) the teacher fields are those of an ensemble, a second teacher beside the first.
+    ``lengths``: tokens of each prompt and response, which are drawn otherwise.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -27,7 +38,7 @@ def make_samples(
 
     metas, fields = [], {}
     for i in range(num):
-        prompt, response = draw(1, 9), draw(1, 14)
+        prompt, response = (draw(1, 9), draw(1, 14)) if lengths is None else lengths[i]
         teacher = torch.log_softmax(2 * torch.randn(response, vocab_size, generator=generator), -1)
         # Never token 0: transformers gives the padding token's embedding no gradient.
         tokens = torch.randint(1, vocab_size, (prompt + response,), generator=generator)
@@ -65,3 +76,9 @@ def make_samples(
             )
         )
     return metas, fields
+
+
+def hash_of(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """Of weights by name, bit by bit, in whatever order they come."""
+    own = {name: hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest() for name, tensor in weights}
+    return hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest()
