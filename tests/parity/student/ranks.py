@@ -107,6 +107,7 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
                 lr_warmup_steps=1,
                 weight_decay=0.1,
                 clip_grad=1.0,
+                adam_eps=case.get("adam_eps", 1e-8),
                 use_distributed_optimizer=case.get("distributed_optimizer", True),
             ),
         ),
