@@ -16,8 +16,8 @@ class Background:
     """One piece of work at a time. A thread, no process: a rank has threads, which no fork survives, and Megatron's
     ``AsyncCallsQueue`` forks, or hands tensors to a process that outlives a killed rank.
 
-    The end of the block waits for what was started, also after an error, whose place the work's own never takes: where
-    the other ranks still answer, a checkpoint that was begun becomes whole.
+    The end of the block finishes what was started. After an error it waits for it as long, and the work's own error
+    never takes the place of that one: where the other ranks still answer, a checkpoint that was begun becomes whole.
     """
 
     def __init__(self, device: torch.device, *, timeout_s: float) -> None:
@@ -56,8 +56,10 @@ class Background:
     def __enter__(self) -> Background:
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        if self._work is not None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind is None:
+            self.finish()
+        elif self._work is not None:
             wait([self._work], self._timeout_s)
         self._thread.shutdown(wait=False)
 

@@ -160,12 +160,18 @@ def _load_chunks(chunks: Sequence[StudentModel], loaded: Mapping[str, Any]) -> N
 
 def write_hash_manifest(folder: Path, state: Mapping[str, Any], known: Mapping[str, str] | None = None) -> None:
     """Write ``state.json``, then ``manifest.json`` with the sha256 of every file, which completes the folder: of the
-    ``known`` ones, by name, as given."""
+    ``known`` ones, by name, as given.
+
+    Raises:
+        WriteRefusedError: the system refuses, or somebody has removed a file that was written.
+    """
     write_text(folder / STATE_FILE, json.dumps(state, indent=1, sort_keys=True))
     hashes = dict(known or {})
-    for name in files_below(folder):
-        if name != MANIFEST_FILE and name not in hashes:
-            hashes[name] = sha256_of(folder / name)
+    with writing(folder):
+        found = [name for name in files_below(folder) if name != MANIFEST_FILE]
+        hashes |= {name: sha256_of(folder / name) for name in found if name not in hashes}
+    for name in sorted(set(hashes) - set(found)):
+        raise WriteRefusedError(f"{shown_path(folder / name)}: was removed before the checkpoint was whole")
     write_text(folder / MANIFEST_FILE, json.dumps({"sha256": hashes}, indent=1, sort_keys=True))
 
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from mopd.conversion.job import sha256_of
-from mopd.files.writing import reasoned, refusal, writing
+from mopd.files.writing import reasoned, refusal, sync, writing
 from mopd.student.parallel import Layout, raise_together
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
@@ -109,11 +109,13 @@ def _save_common(common: bytes, path: Path) -> None:
     """By rank 0."""
     with writing(path):
         path.write_bytes(common)
+        sync(path)
 
 
 def _save_format(folder: Path) -> None:
     with writing(folder):
         save_config(_FORMAT, str(folder))
+        sync(folder / CONFIG_FNAME)
 
 
 class _Files(FileSystem):
@@ -123,6 +125,13 @@ class _Files(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         with writing(Path(path)), Path(path).open(mode) as file, reasoned(cast(Any, file)) as stream:
             yield stream
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """It is there. If somebody has removed it, a new one would lack what was in it."""
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        with writing(new_path):
+            super().rename(path, new_path)
 
 
 class _Writer(FileSystemWriter):
@@ -139,5 +148,7 @@ class _Writer(FileSystemWriter):
         written = super().write_data(plan, planner)
         names = {result.storage_data.relative_path for result in written.wait()}
         # Here, and not after torch's ``save``, so that every rank hears of an error.
-        self.hashes = {name: sha256_of(Path(self.path) / name) for name in names}
+        for path in (Path(self.path) / name for name in names):
+            with writing(path):
+                self.hashes[path.name] = sha256_of(path)
         return written

@@ -170,7 +170,7 @@ def two_ranks(
         cases[f"{name}/logprobs"] = {**layout, "logprobs": True}
     untied_steps = {**dp2, "model": str(untied_model), "micro_batch_size": 2, "steps": 3}
     cases |= {"dp2/steps": untied_steps, "dp2/steps/overlap": {**untied_steps, **OVERLAP, "logprobs": True}}
-    cases["tp2/save_hf"] = {**tp2, "steps": 1, "save_hf": str(student_folder / "exported")}
+    cases["tp2/save_hf"] = {**tp2, "steps": 1, "save_hf": str(student_folder / "exported"), "refused_saves": True}
     cases["tp2_sp/recompute_full"] = {**tp2_sp, "recompute": "full", "steps": 1}
     cases["tp2/recompute_selective"] = {**tp2, "recompute": "selective", "steps": 1}
     saved = {

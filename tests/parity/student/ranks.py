@@ -45,6 +45,7 @@ from mopd.student.checkpoints import checkpoint
 from mopd.student.worker import StudentWorker
 from mopd.types import MicroBatchPlan, SampleMeta, UserError
 from tests.parity.student.pictures import make_seen_samples
+from tests.parity.student.refused_saves import refused_saves
 from tests.parity.student.samples import DOMAINS, ENSEMBLE, hash_of, make_samples
 
 TOP_K = 8
@@ -284,8 +285,8 @@ def held_back() -> Iterator[None]:
 
 
 def export(it: Case, folder: Path) -> dict[str, Any]:
-    """An export, then what every rank says to a second one, to a checkpoint that is none, and to one that cannot be
-    written, which a thread of rank 0 finds."""
+    """An export, then what every rank says to a second one, to a checkpoint that is none, and to those that cannot be
+    written."""
     it.worker.save_hf(folder)
     result: dict[str, Any] = {"sums": {name: float(tensor.double().sum()) for name, tensor in it.worker.weights()}}
     for name, call in (("save_hf_again", it.worker.save_hf), ("load_incomplete", it.worker.load)):
@@ -293,15 +294,9 @@ def export(it: Case, folder: Path) -> dict[str, Any]:
             call(folder)
         except UserError as error:
             result[name] = str(error)
-    it.worker.save(folder / "config.json" / "step", {}, is_async=True)
-    refused = torch.zeros(1)
-    try:
-        it.worker.saving.finish()
-    except UserError as error:
-        refused += 1
-        result["save_refused"] = str(error)
-    torch.distributed.all_reduce(refused)
-    return result | {"num_refused": int(refused)}
+    if it.case.get("refused_saves"):
+        result["refused_saves"] = refused_saves(it.worker, folder)
+    return result
 
 
 def poison(it: Case) -> dict[str, Any]:

@@ -76,8 +76,23 @@ def test_a_refusal_reaches_every_rank(two_ranks: Results) -> None:
     """Rank 0 finds the fault; had the other rank gone on, the job would have hung."""
     assert "already exists" in two_ranks["tp2/save_hf"]["save_hf_again"]
     assert "no complete checkpoint" in two_ranks["tp2/save_hf"]["load_incomplete"]
-    assert "config.json/step: cannot be written: Not a directory" in two_ranks["tp2/save_hf"]["save_refused"]
-    assert two_ranks["tp2/save_hf"]["num_refused"] == 2
+
+
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        ("file in the way", "config.json/step: cannot be written: Not a directory"),
+        ("rank 1", "__1_0.distcp: cannot be written: File too large"),
+        ("folder removed", "_0.distcp: cannot be written: No such file or directory"),
+        ("file removed", "__1_0.distcp: was removed before the checkpoint was whole"),
+    ],
+)
+def test_a_refused_write_beside_the_steps_reaches_every_rank(two_ranks: Results, case: str, line: str) -> None:
+    """Nothing is left that could be taken for a checkpoint, and the next one is written well."""
+    told = two_ranks["tp2/save_hf"]["refused_saves"][case]
+    assert line in told["line"]
+    assert told["num_refused"] == 2
+    assert not told["is_left"]
 
 
 def test_the_optimizer_state_matters(two_ranks: Results) -> None:
