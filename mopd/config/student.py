@@ -138,6 +138,9 @@ class OptimizerConfig:
     """Global gradient-norm limit; 0 turns clipping off."""
     use_distributed_optimizer: bool = True
     """Shard optimizer states over data-parallel ranks."""
+    offload_fraction: float = 0.0
+    """Share of each rank's optimizer states and fp32 main weights that is kept in host memory, where the processor
+    steps it: less device memory, longer steps."""
 
     def __post_init__(self) -> None:
         require_positive("lr", self.lr)
@@ -148,6 +151,12 @@ class OptimizerConfig:
         require_positive("adam_eps", self.adam_eps)
         for name in ("adam_beta1", "adam_beta2"):
             require_fraction(name, getattr(self, name), high_open=True)
+        require_fraction("offload_fraction", self.offload_fraction)
+        if self.offload_fraction and not self.use_distributed_optimizer:
+            raise ValueError(
+                f"offload_fraction is {self.offload_fraction} but use_distributed_optimizer is false: set "
+                "use_distributed_optimizer: true, or offload_fraction: 0"
+            )
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}: set min_lr <= lr")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from mopd.config.student import OptimizerConfig as StudentOptimizerConfig
 from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.student.model.gpt import StudentModel
+from mopd.student.offload import main_weights_on_host, offload
 from mopd.student.parallel import Layout
 from mopd.types import UserError
 
@@ -85,22 +87,25 @@ def build_optimizer(
     i (from 0) runs at lr * (i + 1) / (w + 1): a straight line from 0 whose first step is not wasted.
     """
     dtype = chunks[0].module.config.params_dtype
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            min_lr=config.min_lr,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.adam_beta1,
-            adam_beta2=config.adam_beta2,
-            adam_eps=config.adam_eps,
-            clip_grad=config.clip_grad,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=config.use_distributed_optimizer,
-        ),
-        list(chunks),
-    )
+    with main_weights_on_host() if config.offload_fraction else nullcontext():
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                min_lr=config.min_lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.adam_beta1,
+                adam_beta2=config.adam_beta2,
+                adam_eps=config.adam_eps,
+                clip_grad=config.clip_grad,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=config.use_distributed_optimizer,
+            ),
+            list(chunks),
+        )
+    if config.offload_fraction:
+        offload(optimizer, config.offload_fraction)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=config.lr / (config.lr_warmup_steps + 1),
