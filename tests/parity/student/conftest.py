@@ -170,6 +170,7 @@ def two_ranks(
         cases[f"{name}/logprobs"] = {**layout, "logprobs": True}
     untied_steps = {**dp2, "model": str(untied_model), "micro_batch_size": 2, "steps": 3}
     cases |= {"dp2/steps": untied_steps, "dp2/steps/overlap": {**untied_steps, **OVERLAP, "logprobs": True}}
+    cases["dp2/steps/offload"] = {**untied_steps, **OVERLAP, "offload": 1.0}
     cases["tp2/save_hf"] = {**tp2, "steps": 1, "save_hf": str(student_folder / "exported"), "refused_saves": True}
     cases["tp2_sp/recompute_full"] = {**tp2_sp, "recompute": "full", "steps": 1}
     cases["tp2/recompute_selective"] = {**tp2, "recompute": "selective", "steps": 1}
@@ -180,6 +181,8 @@ def two_ranks(
         "tp2_waiting": {**tp2, "async": False},
         "tp2_bf16": {**tp2, "dtype": "bfloat16"},
         "dp2_overlap": {**dp2, **OVERLAP},
+        "dp2_offload": {**dp2, "offload": 0.5},
+        "tp2_bf16_offload": {**tp2, "dtype": "bfloat16", "offload": 1.0},
     }
     for name, case in saved.items():
         folder = {"save": str(student_folder / f"saved_{name}")}
@@ -190,6 +193,9 @@ def two_ranks(
         "tp2_waiting/tp2_waiting": tp2,
         "tp2_bf16/tp2_bf16": saved["tp2_bf16"],
         "dp2_overlap/dp2_overlap": saved["dp2_overlap"], "dp2_overlap/tp2": tp2,
+        "dp2_offload/dp2_offload": saved["dp2_offload"], "dp2_offload/dp2": dp2,
+        "dp2_offload/tp2_offload": {**tp2, "offload": 1.0}, "tp2/tp2_offload": {**tp2, "offload": 1.0},
+        "tp2_bf16_offload/tp2_bf16_offload": saved["tp2_bf16_offload"],
     }  # fmt: skip
     for name, case in loaded.items():
         source = name.split("/")[0]

@@ -110,6 +110,7 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
                 clip_grad=1.0,
                 adam_eps=case.get("adam_eps", 1e-8),
                 use_distributed_optimizer=case.get("distributed_optimizer", True),
+                offload_fraction=case.get("offload", 0.0),
             ),
         ),
         teachers=TEACHERS["ensemble" if "ensemble" in case else "one"],

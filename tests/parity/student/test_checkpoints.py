@@ -1,30 +1,50 @@
 """A loaded student continues as the saved one would have.
 
 Invariant: at the same layout weights, losses and gradient norms of the next two steps are equal bit for bit (fp32 and
-bf16, plain and distributed optimizer); at another TP, CP, PP or DP, or cut into stages otherwise, the weights are equal
-bit for bit and the next losses within 1e-5 relative. All but one checkpoint are written by a thread that is held back
-until the saved student has trained on: no step reaches what it writes, and the bytes are those of a save that waits.
+bf16, plain and distributed optimizer, states in host memory); at another TP, CP, PP or DP, cut into stages otherwise,
+or with another share of the states in host memory, the weights are equal bit for bit and the next losses within 1e-5
+relative. All but one checkpoint are written by a thread that is held back until the saved student has trained on: no
+step reaches what it writes, and the bytes are those of a save that waits.
 Not exercised: loading a distributed optimizer's states with the plain one.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mopd.conversion.torch_dist.reader import read_hashes
+from mopd.config.student import OptimizerConfig, StudentConfig
+from mopd.conversion.models.reading import read_dims
+from mopd.conversion.torch_dist.reader import TorchDistReader, read_hashes
+from mopd.planning.memory.shards import checkpoint_bytes
 from mopd.student.checkpoints import checkpoint
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 
 Results = dict[str, Any]
+Dtype = Literal["float32", "bfloat16"]
 
 
-@pytest.mark.parametrize("name", ["tp2", "dp2", "tp2_plain", "tp2_waiting", "tp2_bf16", "dp2_overlap", "vp4", "cp2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tp2",
+        "dp2",
+        "tp2_plain",
+        "tp2_waiting",
+        "tp2_bf16",
+        "dp2_overlap",
+        "dp2_offload",
+        "tp2_bf16_offload",
+        "vp4",
+        "cp2",
+    ],
+)
 def test_same_layout_is_bit_exact(two_ranks: Results, name: str) -> None:
     saved, loaded = two_ranks[f"save/{name}"], two_ranks[f"load/{name}/{name}"]
     assert loaded["loaded_hash"] == saved["saved_hash"] != saved["hash"]
@@ -39,6 +59,7 @@ def test_same_layout_is_bit_exact(two_ranks: Results, name: str) -> None:
     [
         *("tp2/pp2", "tp2/dp2", "tp2/one", "tp2/tp2_pp2", "dp2/tp2", "tp2_plain/pp2_plain"),
         *("vp4/vp2_last", "vp4/tp2", "cp2/tp2", "tp2/cp2"),
+        *("dp2_offload/dp2", "dp2_offload/tp2_offload", "tp2/tp2_offload"),
     ],
 )
 def test_other_layout_continues(two_ranks: Results, four_ranks: Results, one_rank: Results, case: str) -> None:
@@ -61,6 +82,27 @@ def test_bytes_do_not_depend_on_when_they_are_written(two_ranks: Results, studen
     assert hashes.pop(".metadata") != others.pop(".metadata")
     assert hashes == others
     assert hashes.keys() == {"__0_0.distcp", "__1_0.distcp", "common.pt", "metadata.json", "state.json"}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "is_distributed"),
+    [("tp2", "float32", True), ("tp2_plain", "float32", False), ("tp2_bf16", "bfloat16", True)],
+)
+def test_plans_count_what_it_holds(
+    two_ranks: Results,
+    student_folder: Path,
+    hf_model: Path,
+    name: str,
+    dtype: Literal["float32", "bfloat16"],
+    is_distributed: bool,
+) -> None:
+    """But for the rows that pad the vocabulary of a rank."""
+    assert two_ranks[f"save/{name}"]["saved_hash"]
+    reader = TorchDistReader(student_folder / f"saved_{name}")
+    tensors = {key: math.prod(reader.shape(key)) * reader.dtype(key).itemsize for key in sorted(reader.keys())}
+    optimizer = OptimizerConfig(use_distributed_optimizer=is_distributed)
+    student = StudentConfig(model=str(hf_model), dtype=dtype, optimizer=optimizer)
+    assert sum(tensors.values()) == pytest.approx(checkpoint_bytes(read_dims(hf_model), student), rel=0.02)
 
 
 def test_export_is_the_trained_student(two_ranks: Results, student_folder: Path, hf_model: Path) -> None:

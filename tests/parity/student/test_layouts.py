@@ -113,12 +113,13 @@ def test_recompute_changes_nothing(two_ranks: Results, one_rank: Results, case: 
     [
         ("save/dp2_overlap", "save/dp2"),
         ("dp2/steps/overlap", "dp2/steps"),
+        ("dp2/steps/offload", "dp2/steps"),
         ("context/cp2/overlap", "save/cp2"),
         ("tp2_sp_dp2/overlap", "save/tp2"),
         ("pp2_dp2/overlap", "save/tp2"),
     ],
 )
-def test_overlap_changes_nothing(two_ranks: Results, four_ranks: Results, case: str, plain: str) -> None:
+def test_overlap_and_offload_change_nothing(two_ranks: Results, four_ranks: Results, case: str, plain: str) -> None:
     """In the first step Megatron learns when gradients are complete, and sends them all at its end."""
     steps, expected = ((two_ranks | four_ranks)[name]["steps"] for name in (case, plain))
     assert len(steps) >= 2

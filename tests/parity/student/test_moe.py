@@ -163,6 +163,8 @@ def moe_two_ranks(moe_models: dict[str, str], deep_models: dict[str, str], moe_f
             del layout["ep"]
         loading = {"load": str(moe_folder / f"saved_{source}"), "steps_after": 2}
         cases[f"load/{name}"] = {**layout, **loading, "model": moe_models["deepseek_v3"]}
+    states = {"offload": 0.5, "load": str(moe_folder / "saved_ep2"), "steps_after": 2}
+    cases["load/ep2/ep2_offload"] = {**SAVED["ep2"], **states, "model": moe_models["deepseek_v3"]}
     cases |= {f"deep/{family}": _deep(PIPELINES[how], deep_models, family) for family, how in DEEP.items()}
     return run_ranks(2, {"model": "unused", "cases": cases}, moe_folder / "two")
 
@@ -338,7 +340,7 @@ def test_checkpoint_at_the_same_layout_is_bit_exact(moe_two_ranks: Results, name
     assert loaded["hash"] == saved["hash"]
 
 
-@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize("name", [*LOADED, "ep2/ep2_offload"])
 def test_checkpoint_at_another_layout_continues(moe_two_ranks: Results, name: str) -> None:
     saved, loaded = moe_two_ranks[f"save/{name.split('/')[0]}"], moe_two_ranks[f"load/{name}"]
     assert loaded["loaded_hash"] == saved["saved_hash"]
