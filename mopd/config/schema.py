@@ -115,8 +115,8 @@ class CheckpointConfig:
     """Newest checkpoints that are kept."""
     async_save: bool = True
     """Copy the state into host memory and go on with the next step while every rank writes and hashes its own files;
-    the checkpoint counts once all are written. The files are the same. Set ``false`` where host memory has no room for
-    the copy: 14 bytes a weight in bfloat16, 12 in float32, over all ranks."""
+    the checkpoint counts once all are written. The files are the same. Meanwhile host memory holds 14 bytes a weight in
+    bfloat16, 16 in float32, over all ranks; with ``false`` the distributed optimizer's 12 of them, while steps wait."""
     keep_best: bool = True
     """Also keep the checkpoint with the best mean validation reward (saved when it is reached). Without validation
     there is none."""

@@ -89,7 +89,7 @@ class SlurmConfig:
     longer goes on in the same job, queued again. Absent: the partition's."""
     stop_before_s: int = 300
     """Seconds before the limit, or before a preemption that announces itself, at which the run is asked to stop: enough
-    for a step and a checkpoint."""
+    for a step, the rest of a checkpoint that is being written, and another one."""
     account: str | None = None
     """Account that is charged."""
     qos: str | None = None

@@ -148,10 +148,14 @@ def tensor_bytes(own: Shard, student: StudentConfig) -> dict[str, int]:
 
 
 def checkpoint_bytes(dims: ModelDims, student: StudentConfig) -> int:
-    """Weights and optimizer states of the whole model, each once."""
+    """Weights and optimizer states of the whole model, each once; the distributed optimizer also writes fp32 weights
+    as its own."""
     alone = ParallelConfig()
-    parts = tensor_bytes(shard(dims, alone, 0), replace(student, parallel=alone))
-    return parts["weights"] + parts["optimizer"]
+    own = shard(dims, alone, 0)
+    parts = tensor_bytes(own, replace(student, parallel=alone))
+    has_main_weights = BYTES[student.dtype] < 4 or not student.optimizer.use_distributed_optimizer
+    again = 0 if has_main_weights else MAIN_BYTES * (own.trained_dense(student.vision.freeze) + own.experts)
+    return parts["weights"] + parts["optimizer"] + again
 
 
 def _tower(dims: ModelDims) -> tuple[int, int]:

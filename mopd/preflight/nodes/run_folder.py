@@ -34,8 +34,9 @@ SEEN_IN_S = 1.0
 LOOKED_FOR_S = 3.0
 NUM_CHECKPOINTS = 2
 """The last one stays until the next is complete."""
-MIXED_BYTES, FP32_BYTES = 14, 12
-"""Of one weight in a checkpoint: bf16, fp32 main weight and two moments; or all in fp32 without a main weight."""
+MIXED_BYTES, FP32_BYTES, MAIN_BYTES = 14, 12, 4
+"""Of one weight in a checkpoint: bf16, fp32 main weight and two moments; all in fp32 without a main weight, which the
+distributed optimizer writes all the same."""
 LOCK_CURE = "mount it with locks that hold across nodes (Lustre: flock; NFS: without nolock and local_lock)"
 _POLL_S = 0.01
 
@@ -100,7 +101,8 @@ class RunFolderTrials:
         weights = num_weights(Path(student.model))
         if not free or weights is None:
             return []
-        each = weights * (FP32_BYTES if student.dtype == "float32" else MIXED_BYTES)
+        fp32_bytes = FP32_BYTES + (MAIN_BYTES if student.optimizer.use_distributed_optimizer else 0)
+        each = weights * (fp32_bytes if student.dtype == "float32" else MIXED_BYTES)
         kept = len([*self._path.glob("checkpoints/step_*/manifest.json")])
         needed = max(1, NUM_CHECKPOINTS - kept) * each
         least = min(free)

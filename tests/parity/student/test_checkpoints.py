@@ -18,10 +18,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mopd.config.student import OptimizerConfig, StudentConfig
+from mopd.config.student import OptimizerConfig, ParallelConfig, StudentConfig
 from mopd.conversion.models.reading import read_dims
 from mopd.conversion.torch_dist.reader import TorchDistReader, read_hashes
-from mopd.planning.memory.shards import checkpoint_bytes
+from mopd.planning.memory.shards import checkpoint_bytes, shard
 from mopd.student.checkpoints import checkpoint
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
@@ -85,24 +85,27 @@ def test_bytes_do_not_depend_on_when_they_are_written(two_ranks: Results, studen
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "is_distributed"),
-    [("tp2", "float32", True), ("tp2_plain", "float32", False), ("tp2_bf16", "bfloat16", True)],
+    ("name", "dtype", "is_distributed", "num_bytes"),
+    [("tp2", "float32", True, 16), ("tp2_plain", "float32", False, 12), ("tp2_bf16", "bfloat16", True, 14)],
 )
-def test_plans_count_what_it_holds(
+def test_plans_count_what_a_weight_takes(
     two_ranks: Results,
     student_folder: Path,
     hf_model: Path,
     name: str,
-    dtype: Literal["float32", "bfloat16"],
+    dtype: Dtype,
     is_distributed: bool,
+    num_bytes: int,
 ) -> None:
-    """But for the rows that pad the vocabulary of a rank."""
     assert two_ranks[f"save/{name}"]["saved_hash"]
     reader = TorchDistReader(student_folder / f"saved_{name}")
-    tensors = {key: math.prod(reader.shape(key)) * reader.dtype(key).itemsize for key in sorted(reader.keys())}
+    nums = {key: math.prod(reader.shape(key)) for key in reader.keys}
+    total = sum(num * reader.dtype(key).itemsize for key, num in nums.items())
+    assert total / sum(num for key, num in nums.items() if not key.startswith("optimizer")) == num_bytes
+    dims = read_dims(hf_model)
     optimizer = OptimizerConfig(use_distributed_optimizer=is_distributed)
-    student = StudentConfig(model=str(hf_model), dtype=dtype, optimizer=optimizer)
-    assert sum(tensors.values()) == pytest.approx(checkpoint_bytes(read_dims(hf_model), student), rel=0.02)
+    planned = checkpoint_bytes(dims, StudentConfig(model=str(hf_model), dtype=dtype, optimizer=optimizer))
+    assert planned / shard(dims, ParallelConfig(), 0).num_weights == num_bytes
 
 
 def test_export_is_the_trained_student(two_ranks: Results, student_folder: Path, hf_model: Path) -> None:
