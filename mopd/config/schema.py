@@ -89,7 +89,7 @@ class ScheduleConfig:
     sync_every_steps: int = 1
     """Optimizer steps from one publication of the student's weights to the next; at most ``max_staleness`` + 1."""
     wait_timeout_s: float = 3600.0
-    """Deadline of every wait between workers (for a batch, a weight update, another rank)."""
+    """Deadline of every wait between workers (for a batch, a weight update, another rank, a checkpoint)."""
 
     def __post_init__(self) -> None:
         require_at_least("steps", self.steps, 1)

@@ -34,6 +34,7 @@ from mopd.files.reading import shown_path
 from mopd.files.writing import WriteRefusedError, write_text, writing
 from mopd.student.checkpoints import restricted
 from mopd.student.checkpoints.background import Background
+from mopd.student.checkpoints.gathering import gather_states
 from mopd.student.checkpoints.saving import Ready, make_ready, write_sharded
 from mopd.student.model.gpt import StudentModel
 from mopd.student.parallel import Layout, raise_together
@@ -224,7 +225,7 @@ def _sharded_state(
         _create_states(part)  # all of them before the first is gathered, whose addresses may come free
     for part, key in _parts(optimizer):
         if isinstance(part, DistributedOptimizer):
-            part.get_parameter_state_dp_zero = partial(_padded_states, part, gathered)
+            part.get_parameter_state_dp_zero = partial(gather_states, part, gathered)
         sharded[key] = part.sharded_state_dict(sharded["model"], is_loading=is_loading, metadata=dict(CONTENT))
     sharded["rng"] = ShardedObject(
         "rng",
@@ -266,24 +267,6 @@ def _create_states(part: Any) -> None:
     if isinstance(part.optimizer, torch.optim.AdamW):
         for states in part.optimizer.state.values():
             states.setdefault("step", torch.tensor(0.0))
-
-
-def _padded_states(part: Any, gathered: set[int], **options: Any) -> dict[Any, Any] | None:
-    """In the place of ``get_parameter_state_dp_zero``, which in Megatron 0.16.1 leaves out the padding that ends each
-    bucket of a gradient buffer: its caller cuts the result at places that count it, and from the second bucket on
-    saves parameters shifted. The addresses of what this has allocated go to ``gathered``."""
-    state: dict[Any, Any] | None = DistributedOptimizer.get_parameter_state_dp_zero(part, **options)
-    for number, buffer in enumerate(part.buffers if state is not None else ()):
-        assert state is not None
-        (states,) = state[number].values()
-        for name in [name for name, value in states.items() if isinstance(value, torch.Tensor)]:
-            sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
-            padded = states[name].new_zeros(buffer.numel)
-            for bucket, own in zip(buffer.buckets, states[name].split(sizes), strict=True):
-                padded[bucket.offset : bucket.offset + len(own)] = own
-            states[name] = padded
-            gathered.add(padded.untyped_storage().data_ptr())
-    return state
 
 
 def _load_optimizer(part: Any, loaded: dict[str, Any]) -> None:

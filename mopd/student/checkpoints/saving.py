@@ -130,7 +130,7 @@ class _Files(FileSystem):
         """It is there. If somebody has removed it, a new one would lack what was in it."""
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        with writing(new_path):
+        with writing(Path(new_path)):
             super().rename(path, new_path)
 
 
