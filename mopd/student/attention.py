@@ -193,8 +193,9 @@ class CoreAttention(MegatronModule):
         if query.dim() == 3:
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         width = value.shape[-1]
-        if width != query.shape[-1]:  # latent attention; the fused kernels want one size
-            value = pad(value, (0, query.shape[-1] - width))
+        if width != query.shape[-1]:  # latent attention, which names its scale; the fused kernels want one size
+            widest = max(width, query.shape[-1])
+            query, key, value = (pad(tensor, (0, widest - tensor.shape[-1])) for tensor in (query, key, value))
         if rows.cp_size > 1:
             # Backward adds up the ranks' gradients of each key and scatters them.
             both = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=self._cp_group)

@@ -79,6 +79,7 @@ def test_logits_equal_those_of_transformers(family: str, tied: bool, layout: par
         ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}}),
         ("deepseek_v3", {"rope_parameters": YARN}),
         ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+        ("deepseek_v3", {"v_head_dim": 40}),
     ],
 )
 def test_variants_of_a_family(family: str, keys: dict[str, Any], layout: parallel.Layout, tmp_path: Path):

@@ -27,6 +27,7 @@ CASES: dict[str, tuple[ModelDims, str]] = {
     "recompute": (DIMS, "full"),
     "selective": (DIMS, "selective"),
     "latent": (replace(DIMS, mla=LATENT), "none"),
+    "wide values": (replace(DIMS, mla=replace(LATENT, v_head_dim=40)), "none"),
     "yarn": (replace(DIMS, mla=replace(LATENT, q_lora_rank=None), rope_scaling=YARN), "selective"),
 }
 
