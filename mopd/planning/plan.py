@@ -312,7 +312,8 @@ def _cure(rank: RankPlan) -> str:
         "activations": "lower student.max_tokens_per_micro_batch, set student.recompute: full, or raise it or "
         "context_parallel_size",
         "lm_head": "lower student.lm_head_memory_budget_mib, or raise it",
-        "optimizer": "raise it, pipeline_model_parallel_size, or data_parallel_size (which shares the states)",
+        "optimizer": "raise it, pipeline_model_parallel_size, or data_parallel_size (which shares the states), or set "
+        "student.optimizer.offload_fraction",
     }.get(largest, "raise it, or pipeline_model_parallel_size")
 
 

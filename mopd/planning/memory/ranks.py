@@ -13,7 +13,15 @@ from mopd.placement.gpus import engine_groups
 from mopd.planning.devices import SHARES, Cluster
 from mopd.planning.memory.activations import HeadShape, MicroBatchSize, activation_bytes, micro_batches
 from mopd.planning.memory.replicas import ReplicaPlan
-from mopd.planning.memory.shards import BYTES, checkpoint_bytes, own_layers, shard, tensor_bytes, whole
+from mopd.planning.memory.shards import (
+    BYTES,
+    checkpoint_bytes,
+    offloaded_bytes,
+    own_layers,
+    shard,
+    tensor_bytes,
+    whole,
+)
 from mopd.planning.workload import Workload, sample_bytes
 
 MIB = 2**20
@@ -136,13 +144,18 @@ def head_plans(
 
 
 def host_bytes(recipe: Recipe, dims: ModelDims, work: Workload) -> dict[str, int]:
-    """What processes hold in host memory beside GPUs, on the node of rank 0 and where a rollout replica is; what ranks
-    copy for a checkpoint is spread over their nodes."""
-    model = whole(dims) * BYTES[recipe.student.dtype]
+    """What processes hold in host memory beside GPUs, on the node of rank 0 and where a rollout replica is; ranks'
+    states and what they copy for a checkpoint are spread over their nodes."""
+    student, parallel = recipe.student, recipe.student.parallel
+    model = whole(dims) * BYTES[student.dtype]
     in_flight = (recipe.schedule.max_staleness + 1) * work.samples
     found = {"data plane": in_flight * sample_bytes(recipe, work)}
+    if student.optimizer.offload_fraction:
+        stages = range(parallel.pipeline_model_parallel_size)
+        held = sum(offloaded_bytes(shard(dims, parallel, stage), student) for stage in stages)
+        found["optimizer states, over all nodes"] = held * parallel.ranks_per_stage
     if recipe.checkpoint.async_save:
-        found["copy for a checkpoint, over all nodes"] = checkpoint_bytes(dims, recipe.student)
+        found["copy for a checkpoint, over all nodes"] = checkpoint_bytes(dims, student)
     if isinstance(recipe.rollout.placement, InProcessConfig):
         return {"weights for the rollout": model, **found}
     beside = "weights packed by rank 0", "weights kept by the producer"

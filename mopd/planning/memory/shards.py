@@ -129,22 +129,29 @@ def _tables(dims: ModelDims, rows: int) -> int:
 
 
 def tensor_bytes(own: Shard, student: StudentConfig) -> dict[str, int]:
-    """Weights, gradients and optimizer states of one rank, as Megatron allocates them.
-
-    With the distributed optimizer each rank keeps the states of its share of the weights alone: over the data-parallel
-    ranks, and for experts over the ranks that hold copies of them.
-    """
-    parallel, size, dense = student.parallel, BYTES[student.dtype], own.trained_dense(student.vision.freeze)
+    """Weights, gradients and optimizer states of one rank on its device, as Megatron allocates them."""
+    size, dense = BYTES[student.dtype], own.trained_dense(student.vision.freeze)
     state = MOMENT_BYTES + (MAIN_BYTES if size < 4 else 0)
-    copies, expert_copies = 1, 1
-    if student.optimizer.use_distributed_optimizer:
-        copies = parallel.num_copies
-        expert_copies = parallel.ranks_per_stage // parallel.expert_ranks
     return {
         "weights": own.num_weights * size + own.constants * 4,
         "gradients": (dense + own.experts) * GRADIENT_BYTES,
-        "optimizer": dense * state // copies + own.experts * state // expert_copies,
+        "optimizer": round(_num_stepped(own, student) * state * (1 - student.optimizer.offload_fraction)),
     }
+
+
+def offloaded_bytes(own: Shard, student: StudentConfig) -> int:
+    """Of one rank's optimizer states, what ``offload_fraction`` keeps in host memory, and as many main weights: also of
+    a student in fp32, which has none elsewhere."""
+    return round(_num_stepped(own, student) * (MOMENT_BYTES + MAIN_BYTES) * student.optimizer.offload_fraction)
+
+
+def _num_stepped(own: Shard, student: StudentConfig) -> float:
+    """Weights whose states one rank keeps. With the distributed optimizer its share of them: over the data-parallel
+    ranks, and for experts over the ranks that hold copies of them."""
+    parallel, dense = student.parallel, own.trained_dense(student.vision.freeze)
+    if not student.optimizer.use_distributed_optimizer:
+        return dense + own.experts
+    return dense / parallel.num_copies + own.experts / (parallel.ranks_per_stage // parallel.expert_ranks)
 
 
 def checkpoint_bytes(dims: ModelDims, student: StudentConfig) -> int:
@@ -152,7 +159,8 @@ def checkpoint_bytes(dims: ModelDims, student: StudentConfig) -> int:
     as its own."""
     alone = ParallelConfig()
     own = shard(dims, alone, 0)
-    parts = tensor_bytes(own, replace(student, parallel=alone))
+    together = replace(student.optimizer, offload_fraction=0.0)
+    parts = tensor_bytes(own, replace(student, parallel=alone, optimizer=together))
     has_main_weights = BYTES[student.dtype] < 4 or not student.optimizer.use_distributed_optimizer
     again = 0 if has_main_weights else MAIN_BYTES * (own.trained_dense(student.vision.freeze) + own.experts)
     return parts["weights"] + parts["optimizer"] + again

@@ -146,6 +146,21 @@ def test_response_lengths_have_the_mean_that_they_are_given() -> None:
         assert sum(lengths) / len(lengths) == pytest.approx(mean, rel=0.03) and max(lengths) <= 4096
 
 
+def test_states_on_the_host_are_less_on_every_gpu_and_more_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """But not more in a checkpoint."""
+    key = "student.optimizer.offload_fraction={}"
+    before, half, none = (as_json(capsys, ONE_NODE, key.format(fraction)) for fraction in (0, 0.5, 1))
+    (states,) = (rank["parts"]["optimizer"] for rank in before["ranks"])
+    assert half["ranks"][0]["parts"]["optimizer"] == pytest.approx(states / 2, rel=1e-6)
+    assert none["ranks"][0]["parts"]["optimizer"] == 0
+    name, copied = "optimizer states, over all nodes", "copy for a checkpoint, over all nodes"
+    assert name not in before["host_bytes"]
+    for plan, share in ((half, 0.5), (none, 1.0)):
+        ranks = sum(len(tenant["gpus"]) for tenant in plan["places"] if tenant["key"] == "student")
+        assert plan["host_bytes"][name] == pytest.approx(share * ranks * states, rel=1e-6)
+        assert plan["host_bytes"].get(copied) == before["host_bytes"].get(copied)
+
+
 def test_ranks_that_share_sequences_keep_less_of_them_and_share_states(capsys: pytest.CaptureFixture[str]) -> None:
     """In place of two data-parallel ranks: the same weights, gradients and states, half the tokens, but all keys."""
     degrees = "student.parallel.data_parallel_size={}", "student.parallel.context_parallel_size={}"
