@@ -147,33 +147,9 @@ def _size_cases(layouts: dict[str, Results]) -> dict[str, Results]:
     }
 
 
-@pytest.fixture(scope="session")
-def two_ranks(
-    hf_model: Path,
-    untied_model: Path,
-    deep_model: str,
-    latent_model: str,
-    wide_models: dict[str, str],
-    student_folder: Path,
-    vision_folder: Path,
-) -> Results:
-    tp2, tp2_sp, pp2, dp2 = TWO_RANK_LAYOUTS.values()
-    cases = _size_cases(TWO_RANK_LAYOUTS)
-    cases |= {
-        f"{name}/packing/{on}": _packing(layout, on) for name, layout in TWO_RANK_LAYOUTS.items() for on in PACKING
-    }
-    for name in ("tp2", "pp2", "dp2"):
-        layout = TWO_RANK_LAYOUTS[name]
-        cases |= {f"{name}/{loss}": {**layout, "loss": loss, "steps": 1} for loss in OTHER_LOSSES}
-        cases |= {f"{name}/{case}": {**layout, **_ensemble(case)} for case in ENSEMBLES}
-        cases[f"{name}/untied"] = {**layout, "model": str(untied_model), "steps": 1, "logprobs": True}
-        cases[f"{name}/logprobs"] = {**layout, "logprobs": True}
-    untied_steps = {**dp2, "model": str(untied_model), "micro_batch_size": 2, "steps": 3}
-    cases |= {"dp2/steps": untied_steps, "dp2/steps/overlap": {**untied_steps, **OVERLAP, "logprobs": True}}
-    cases["dp2/steps/offload"] = {**untied_steps, **OVERLAP, "offload": 1.0}
-    cases["tp2/save_hf"] = {**tp2, "steps": 1, "save_hf": str(student_folder / "exported"), "refused_saves": True}
-    cases["tp2_sp/recompute_full"] = {**tp2_sp, "recompute": "full", "steps": 1}
-    cases["tp2/recompute_selective"] = {**tp2, "recompute": "selective", "steps": 1}
+def _saved_and_loaded(student_folder: Path) -> dict[str, Results]:
+    """Checkpoints of two ranks, at their own layout and at others."""
+    tp2, _, pp2, dp2 = TWO_RANK_LAYOUTS.values()
     saved = {
         "tp2": tp2,
         "dp2": dp2,
@@ -184,6 +160,7 @@ def two_ranks(
         "dp2_offload": {**dp2, "offload": 0.5},
         "tp2_bf16_offload": {**tp2, "dtype": "bfloat16", "offload": 1.0},
     }
+    cases: dict[str, Results] = {}
     for name, case in saved.items():
         folder = {"save": str(student_folder / f"saved_{name}")}
         cases[f"save/{name}"] = {**case, "steps": 2, **folder, "steps_after": 2}
@@ -200,6 +177,37 @@ def two_ranks(
     for name, case in loaded.items():
         source = name.split("/")[0]
         cases[f"load/{name}"] = {**case, "load": str(student_folder / f"saved_{source}"), "steps_after": 2}
+    return cases
+
+
+@pytest.fixture(scope="session")
+def two_ranks(
+    hf_model: Path,
+    untied_model: Path,
+    deep_model: str,
+    latent_model: str,
+    wide_models: dict[str, str],
+    student_folder: Path,
+    vision_folder: Path,
+) -> Results:
+    tp2, tp2_sp, _, dp2 = TWO_RANK_LAYOUTS.values()
+    cases = _size_cases(TWO_RANK_LAYOUTS)
+    cases |= {
+        f"{name}/packing/{on}": _packing(layout, on) for name, layout in TWO_RANK_LAYOUTS.items() for on in PACKING
+    }
+    for name in ("tp2", "pp2", "dp2"):
+        layout = TWO_RANK_LAYOUTS[name]
+        cases |= {f"{name}/{loss}": {**layout, "loss": loss, "steps": 1} for loss in OTHER_LOSSES}
+        cases |= {f"{name}/{case}": {**layout, **_ensemble(case)} for case in ENSEMBLES}
+        cases[f"{name}/untied"] = {**layout, "model": str(untied_model), "steps": 1, "logprobs": True}
+        cases[f"{name}/logprobs"] = {**layout, "logprobs": True}
+    untied_steps = {**dp2, "model": str(untied_model), "micro_batch_size": 2, "steps": 3}
+    cases |= {"dp2/steps": untied_steps, "dp2/steps/overlap": {**untied_steps, **OVERLAP, "logprobs": True}}
+    cases["dp2/steps/offload"] = {**untied_steps, **OVERLAP, "offload": 1.0}
+    cases["tp2/save_hf"] = {**tp2, "steps": 1, "save_hf": str(student_folder / "exported"), "refused_saves": True}
+    cases["tp2_sp/recompute_full"] = {**tp2_sp, "recompute": "full", "steps": 1}
+    cases["tp2/recompute_selective"] = {**tp2, "recompute": "selective", "steps": 1}
+    cases |= _saved_and_loaded(student_folder)
     for name, overrides in OVERRIDES.items():
         layout = TWO_RANK_LAYOUTS[name.split("/")[0]]
         cases[f"override/{name}"] = {**layout, "overrides": overrides, "steps": 1}
