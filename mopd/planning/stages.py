@@ -70,6 +70,12 @@ def forward_flops(dims: ModelDims, *, tokens: float, context: float, rows: float
     return layers + 2.0 * dims.vocab_size * dims.hidden_size * rows
 
 
+def head_layers(dims: ModelDims, work: Workload) -> float:
+    """Layers that take as long as the LM head does for a step's samples, without padding."""
+    layers = forward_flops(dims, tokens=work.tokens, context=work.length / 2, rows=0)
+    return forward_flops(dims, tokens=0, context=0, rows=work.rows) / layers * dims.num_layers
+
+
 def training_time(
     recipe: Recipe, dims: ModelDims, work: Workload, batch: MicroBatchSize, rates: Rates, per_node: int
 ) -> dict[str, float]:
@@ -80,14 +86,12 @@ def training_time(
     stage = parallel.ranks_per_stage
     length = work.length * dp * batch.padded_tokens / work.tokens
     of_layers = forward_flops(dims, tokens=dp * batch.padded_tokens, context=length / 2, rows=0) / dims.num_layers
-    head_layers = forward_flops(dims, tokens=0, context=0, rows=work.rows) / of_layers
+    head = forward_flops(dims, tokens=0, context=0, rows=work.rows) / of_layers
     repeats = 4 if student.recompute == "full" else 3
     speed = rates.train if dims.moe is None else rates.train_moe
     seen = trained_tower_flops(student, dims, work.image_tokens, repeats=repeats) * work.samples
     # Tensor-parallel ranks share a layer, not the tower.
-    busy, beside = slowest_stage(
-        dims, parallel, tower_layers=seen * tp / (repeats * of_layers), head_layers=head_layers
-    )
+    busy, beside = slowest_stage(dims, parallel, tower_layers=seen * tp / (repeats * of_layers), head_layers=head)
     layers = max(map(len, own_layers(dims, parallel)))
     tensors = num_tensors(dims, pp)
     calls = batch.in_step * layers * LOCAL_CALLS_PER_LAYER * repeats / 3 * rates.call_s

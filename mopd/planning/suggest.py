@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +23,13 @@ from mopd.planning.memory.replicas import ReplicaPlan, plan_replica
 from mopd.planning.models import STUDENT
 from mopd.planning.places import place_all
 from mopd.planning.plan import group_load, trainer_load
+from mopd.planning.stages import head_layers
 from mopd.planning.workload import Workload
 from mopd.types import UserError
 
 DEGREES = (1, 2, 4, 8, 16, 32, 64)
 SHOWN = 8
+LAST = "num_layers_in_last_pipeline_stage"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +77,14 @@ def suggest(
 
 
 def _plainness(split: Split) -> tuple[int, ...]:
-    """Of splits that are as fast, the one with fewest stages, least tensor and expert parallelism and fewest GPUs."""
+    """Of splits that are as fast, the one with fewest stages, least tensor and expert parallelism, even stages and
+    fewest GPUs."""
     keys = split.trainer.keys
     return (
         keys["pipeline_model_parallel_size"],
         keys["tensor_model_parallel_size"],
         keys["expert_model_parallel_size"],
+        int(LAST in keys),
         split.trainer.gpus,
     )
 
@@ -131,7 +136,7 @@ def _trainers(
     recipe: Recipe, dims: ModelDims, work: Workload, cluster: Cluster, rates: Rates, *, at_most: int
 ) -> Iterator[TrainerLoad]:
     """Every layout that divides model and batch and has room, without recompute where there is room without."""
-    for parallel in _layouts(recipe, dims, cluster, at_most):
+    for parallel in _layouts(recipe, dims, work, cluster, at_most):
         for recompute in dict.fromkeys((recipe.student.recompute, "full")):
             student = dataclasses.replace(recipe.student, parallel=parallel, recompute=recompute)
             own = dataclasses.replace(
@@ -149,6 +154,9 @@ def _trainers(
                     "context_parallel_size": parallel.context_parallel_size,
                 }
                 label = "TP {} PP {} DP {} EP {}".format(*keys.values())
+                if parallel.num_layers_in_last_pipeline_stage is not None:
+                    keys[LAST] = parallel.num_layers_in_last_pipeline_stage
+                    label += f" last {keys[LAST]}"
                 label += f" CP {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
                 label += "" if recompute == "none" else f" recompute {recompute}"
                 yield trainer_load(own, dims, work, rates, cluster.gpus_per_node, label, keys)
@@ -160,30 +168,46 @@ def _elsewhere(group: Any) -> Any:
     return dataclasses.replace(group, placement=LocalConfig(type="local"))
 
 
-def _layouts(recipe: Recipe, dims: ModelDims, cluster: Cluster, at_most: int) -> Iterator[ParallelConfig]:
+def _layouts(
+    recipe: Recipe, dims: ModelDims, work: Workload, cluster: Cluster, at_most: int
+) -> Iterator[ParallelConfig]:
     experts, cp = DEGREES if dims.moe is not None else (1,), recipe.student.parallel.context_parallel_size
     for tp, pp, ep in itertools.product(DEGREES, DEGREES, experts):
-        for dp in range(1, at_most // (tp * cp * pp) + 1):
-            if recipe.samples_per_step % dp or tp > cluster.gpus_per_node or (tp * cp * dp) % ep:
-                continue
+        for last in _last_stages(dims, work, pp):
             problem = layout_problem(
                 dims,
                 tensor_model_parallel_size=tp,
-                stages=Stages(pipeline_model_parallel_size=pp),
+                stages=Stages(pipeline_model_parallel_size=pp, num_layers_in_last_pipeline_stage=last),
                 expert_model_parallel_size=ep,
                 expert_tensor_parallel_size=1 if dims.moe is not None else None,
             )
-            if problem:
+            if problem or tp > cluster.gpus_per_node:
                 continue
-            yield ParallelConfig(
-                tensor_model_parallel_size=tp,
-                pipeline_model_parallel_size=pp,
-                context_parallel_size=cp,
-                data_parallel_size=dp,
-                expert_model_parallel_size=ep,
-                expert_tensor_parallel_size=1 if dims.moe is not None and tp > 1 else None,
-                sequence_parallel=tp > 1,
-            )
+            for dp in range(1, at_most // (tp * cp * pp) + 1):
+                if recipe.samples_per_step % dp or (tp * cp * dp) % ep:
+                    continue
+                yield ParallelConfig(
+                    tensor_model_parallel_size=tp,
+                    pipeline_model_parallel_size=pp,
+                    context_parallel_size=cp,
+                    data_parallel_size=dp,
+                    expert_model_parallel_size=ep,
+                    expert_tensor_parallel_size=1 if dims.moe is not None and tp > 1 else None,
+                    sequence_parallel=tp > 1,
+                    num_layers_in_last_pipeline_stage=last,
+                )
+
+
+def _last_stages(dims: ModelDims, work: Workload, pp: int) -> list[int | None]:
+    """Layers of the last of ``pp`` stages: None, as many as the others have, and so many fewer that the slowest stage
+    is fastest, the last one with its head."""
+    if pp == 1:
+        return [None]
+    head = head_layers(dims, work)
+    share = (dims.num_layers + head) / pp
+    lasts = {others: dims.num_layers - others * (pp - 1) for others in (math.floor(share), math.ceil(share))}
+    others, last = min(lasts.items(), key=lambda one: max(one[0], one[1] + head))
+    return [None, last] if 1 <= last < others else [None]
 
 
 def _has_places(split: Split, groups: Mapping[str, EngineGroupConfig], cluster: Cluster) -> bool:
@@ -195,7 +219,7 @@ def _has_places(split: Split, groups: Mapping[str, EngineGroupConfig], cluster: 
 
 
 def _keys(split: Split, groups: Mapping[str, EngineGroupConfig]) -> dict[str, Any]:
-    parallel: dict[str, Any] = {key: value for key, value in split.trainer.keys.items() if value > 1}
+    parallel: dict[str, Any] = {key: value for key, value in split.trainer.keys.items() if value > 1 or key == LAST}
     if split.trainer.keys["tensor_model_parallel_size"] > 1:
         parallel["sequence_parallel"] = True
         if "expert_model_parallel_size" in parallel:

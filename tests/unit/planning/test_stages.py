@@ -100,3 +100,16 @@ def test_the_page_says_what_the_plan_says(row: list[str], capsys: pytest.Capture
     planned = (max(rank["num_bytes"] for rank in found["ranks"]) / 2**30, sum(times.values()), times["bubble"])
     assert int(gpus) == ranks
     assert [float(number) for number in numbers] == pytest.approx(planned, abs=0.06)
+
+
+def test_the_search_shortens_a_last_stage_that_the_head_makes_the_slowest(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 64 layers; 32 and 32 are there too, and no others."""
+    found = plan(capsys, "--suggest", "student.model=Qwen/Qwen3-32B", nodes=8)
+    seconds: dict[int | None, float] = {}
+    for one in found:
+        parallel = one["keys"]["student"]["parallel"]
+        if parallel.get("pipeline_model_parallel_size") == 2:
+            last = parallel.get("num_layers_in_last_pipeline_stage")
+            seconds[last] = min(one["step_s"], seconds.get(last, one["step_s"]))
+    assert seconds.keys() == {None, 31}
+    assert seconds[31] < seconds[None]
