@@ -13,7 +13,7 @@ TORCHVISION_CPU := $(BIN)/python -c 'import shutil, sysconfig, torch; \
 	torch.version.cuda or shutil.copy("tools/torchvision_cpu.pth", sysconfig.get_path("purelib"))'
 ENGINES_STAMP := $(VENV)/.installed-engines-$(VLLM)
 
-.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz disk-full kills soak slurm docs screenshot image-cpu lint clean
+.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz parity disk-full kills soak slurm docs screenshot image-cpu lint clean
 
 $(STAMP): pyproject.toml constraints.txt tools/torchvision_cpu.pth
 	$(PYTHON) -m venv $(VENV)
@@ -51,6 +51,9 @@ test: $(ENGINES_STAMP)  ## everything that runs on this machine, two files at a 
 
 fuzz: $(STAMP)  ## 10,000 mutations of every kind of file that is read (make test runs a short form)
 	MOPD_FUZZ_MUTATIONS=10000 $(BIN)/python -m pytest tests/fuzz --timeout=3600 --numprocesses 2 -rP
+
+parity: $(STAMP)  ## resumption between any two layouts; 40 random models at random layouts against one rank
+	MOPD_PARITY=all MOPD_PARITY_CASES=40 $(BIN)/python -m pytest tests/parity/layouts -rs
 
 disk-full: $(STAMP)  ## 30 runs on a disk that fills up at random moments (make test runs two)
 	MOPD_DISK_FULL_MOMENTS=30 $(BIN)/python -m pytest tests/integration/test_disk_full.py --timeout=3600 -s
