@@ -16,30 +16,33 @@ from mopd.bench.losses.measure import peak_bytes
 from mopd.student import parallel
 from mopd.student.batch import build_micro_batch
 from mopd.student.model.gpt import LMHead
+from mopd.student.offload import HostWeights
 from tests.parity.student.ranks import DOMAINS, Case, layout_of
 
 
 def weigh(it: Case) -> dict[str, int]:
-    """Bytes of this rank's weights, gradients and optimizer states."""
+    """Bytes of this rank's weights, gradients and optimizer states, those in host memory apart."""
     worker = it.worker
     chunks, optimizer = worker._chunks, worker._optimizer
     weights = [weight for chunk in chunks for weight in chunk.parameters()]
     storages = {weight.untyped_storage().data_ptr() for weight in weights}
     constants = [buffer for chunk in chunks for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")]
     states: dict[int, torch.Tensor] = {}
+    hosted: dict[int, torch.Tensor] = {}
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             for main in group["params"]:
+                own = hosted if isinstance(main, HostWeights) else states
                 if main.untyped_storage().data_ptr() not in storages:  # else a view of the model's own
-                    states[main.data_ptr()] = main
-        for state in part.optimizer.state.values():
-            states |= {value.data_ptr(): value for value in state.values() if value.dim()}
+                    own[main.data_ptr()] = main
+                own |= {value.data_ptr(): value for value in part.optimizer.state[main].values() if value.dim()}
     return {
         "weights": sum(weight.nbytes for weight in [*weights, *constants]),
         "gradients": sum(
             buffer.grad_data.nbytes for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ),
         "optimizer": sum(state.nbytes for state in states.values()),
+        "offloaded": sum(state.nbytes for state in hosted.values()),
     }
 
 

@@ -1,5 +1,6 @@
 """What a plan says of the trainer's memory beside what real Megatron students hold, rank by rank, at seven layouts
-(interleaved and uneven stages among them), and with a vision tower frozen and trained beside fewer layers."""
+(interleaved and uneven stages and states in host memory among them), and with a vision tower frozen and trained beside
+fewer layers."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 
 from mopd.conversion.models.reading import read_dims
 from mopd.planning.memory.activations import HeadShape
-from mopd.planning.memory.shards import BYTES, shard, tensor_bytes
+from mopd.planning.memory.shards import BYTES, offloaded_bytes, shard, tensor_bytes
 from tests.fixtures.tiny_models import make_hf_model
 from tests.fixtures.vision import make_vision_model
 from tests.parity.student.harness import run_ranks
@@ -29,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2": {"model": "dense", "tp": 1, "pp": 2, "last_stage_layers": 1, "dp": 2, "sp": False, "dtype": "bfloat16"},
     "DP4 distributed optimizer": {"model": "dense", "tp": 1, "pp": 1, "dp": 4, "sp": False, "head_mib": 1},
     "TP2xPP2": {"model": "dense", "tp": 2, "pp": 2, "dp": 1, "sp": True},
-    "EP2": {"model": "experts", "tp": 1, "pp": 1, "dp": 4, "sp": False, "ep": 2},
+    "EP2": {"model": "experts", "tp": 1, "pp": 1, "dp": 4, "sp": False, "ep": 2, "offload": 1.0},
     "tied": {"model": "tied", "tp": 1, "pp": 2, "vp": 2, "dp": 2, "sp": False},
     "recompute": {"model": "dense", "tp": 1, "pp": 1, "dp": 4, "sp": False, "dtype": "bfloat16", "recompute": "full"},
 }
@@ -38,7 +39,7 @@ TOWERS: dict[str, dict[str, Any]] = {
     "tower frozen": {"tp": 2, "pp": 2, "dp": 1, "sp": True, "freeze": "tower_and_merger"},
     "tower trained": {"tp": 1, "pp": 2, "dp": 2, "sp": False, "freeze": "none", "first_stage_layers": 1},
 }
-PARTS = ("weights", "gradients", "optimizer")
+PARTS = ("weights", "gradients", "optimizer", "offloaded")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,8 @@ def test_bytes_of_tensors_are_those_of_every_rank(name: str, measured: dict[str,
     dims = read_dims(Path(student.model))
     assert len(measured[name]) == 4
     for rank in measured[name]:
-        planned = tensor_bytes(shard(dims, student.parallel, rank["stage"]), student)
+        own = shard(dims, student.parallel, rank["stage"])
+        planned = {**tensor_bytes(own, student), "offloaded": offloaded_bytes(own, student)}
         for part in PARTS:
             assert planned[part] == pytest.approx(rank[part], rel=0.05), (name, rank["rank"], part)
 
