@@ -12,6 +12,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
@@ -40,10 +42,8 @@ _DISCARDING = {"layernorm", "mla_up_proj", "moe_act"}
 WITH_TRANSFORMER_ENGINE: dict[str, Values] = {
     "attention_backend": ("auto", "flash", "fused"),  # not "unfused", whose scores are a tensor [B, heads, S, S]
     "cpu_offloading": bool,
-    "cpu_offloading_activations": bool,
     "cpu_offloading_double_buffering": bool,
     "cpu_offloading_num_layers": int,
-    "cpu_offloading_weights": bool,
     "fine_grained_activation_offloading": bool,
     "first_last_layers_bf16": bool,
     "fp8": ("e4m3", "hybrid"),
@@ -61,6 +61,26 @@ WITH_TRANSFORMER_ENGINE: dict[str, Values] = {
     ],
 }  # fmt: skip
 """Likewise, where TransformerEngine computes the layers."""
+
+NEEDS: dict[str, str] = {
+    "cpu_offloading": "cpu_offloading_num_layers",
+    "cpu_offloading_double_buffering": "cpu_offloading",
+    "cpu_offloading_num_layers": "cpu_offloading",
+    "distribute_saved_activations": "recompute_granularity",
+    "fine_grained_activation_offloading": "offload_modules",
+    "first_last_layers_bf16": "fp8",
+    "fp8_amax_compute_algo": "fp8",
+    "fp8_amax_history_len": "fp8",
+    "fp8_recipe": "fp8",
+    "min_offloaded_tensor_size": "fine_grained_activation_offloading",
+    "num_layers_at_end_in_bf16": "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16": "first_last_layers_bf16",
+    "offload_modules": "fine_grained_activation_offloading",
+    "recompute_method": "recompute_granularity",
+    "recompute_modules": "recompute_granularity",
+    "recompute_num_layers": "recompute_granularity",
+}
+"""Field -> the one without which Megatron passes over it in silence."""
 
 OWNED: dict[str, str] = {
     "student.model": """
@@ -146,6 +166,8 @@ REFUSED: dict[str, str] = {
     "it is for inference, which rollout and teachers do elsewhere": """
         flash_decode inference_sampling_seed symmetric_ar_type use_inference_optimized_layers
         inference_fuse_tp_communication mlp_chunks_for_prefill cache_mla_latents""",
+    "TransformerEngine moves activations, and no weights, whatever this says": """
+        cpu_offloading_activations cpu_offloading_weights""",
     "it does nothing in the layers that mopd builds": """
         async_tensor_model_parallel_allreduce persist_layer_norm memory_efficient_layer_norm fused_single_qkv_rope
         attention_softmax_in_fp32
@@ -153,6 +175,12 @@ REFUSED: dict[str, str] = {
     "it is the old name of recompute_granularity: selective with recompute_modules: [moe]": "moe_layer_recompute",
 }
 """Reason -> fields."""
+
+_OTHERS = {
+    OptimizerConfig: "student.optimizer (states in host memory: offload_fraction)",
+    DistributedDataParallelConfig: "student.overlap and student.optimizer",
+}
+"""Megatron's other configurations, and where their values come from."""
 
 
 def check_overrides(
@@ -185,6 +213,9 @@ def check_overrides(
         if name == "recompute_modules" and not has_transformer_engine and _DISCARDING & set(value):
             names = ", ".join(sorted(_DISCARDING & set(value)))
             raise UserError(f"{key}: Megatron recomputes {names} with TransformerEngine only; remove it")
+        needed = NEEDS.get(name)
+        if needed is not None and value is not False and not overrides.get(needed) and needed not in taken:
+            raise UserError(f"{key}: it does nothing without {needed}: set that too, or remove this override")
         checked[name] = AttnBackend[value] if name == "attention_backend" else value
     return checked
 
@@ -196,6 +227,9 @@ def _why_not(name: str) -> str:
     for reason, names in REFUSED.items():
         if name in names.split():
             return f"{reason}; remove the override"
+    for config, owner in _OTHERS.items():
+        if any(field.name == name for field in dataclasses.fields(config)):
+            return f"it is a field of Megatron's {config.__name__}, which mopd builds from {owner}; remove the override"
     known = [field.name for field in dataclasses.fields(MLATransformerConfig)]
     if name in known:
         return "mopd has not decided on this field of this version of Megatron-Core; remove the override"

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from mopd.config.schema import Recipe
 from mopd.student.model import overrides
-from mopd.student.model.overrides import ALLOWED, OWNED, REFUSED, WITH_TRANSFORMER_ENGINE, check_overrides
+from mopd.student.model.overrides import ALLOWED, NEEDS, OWNED, REFUSED, WITH_TRANSFORMER_ENGINE, check_overrides
 from mopd.types import UserError
 
 CONFIGS = (ModelParallelConfig, TransformerConfig, MLATransformerConfig)
@@ -119,12 +119,44 @@ WRONG: dict[str, list[Any]] = {
 }
 
 
+def good_values(name: str) -> list[Any]:
+    return VALUES.get(name, [True] if (ALLOWED | WITH_TRANSFORMER_ENGINE)[name] is bool else [1, 4])
+
+
+def needed_by(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    while (name := NEEDS.get(name, "")) not in ("", *found):
+        found[name] = good_values(name)[0]
+    return found
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_what_would_do_nothing_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=f"overrides.{name}: it does nothing without {NEEDS[name]}: ") as error:
+        check_overrides({name: good_values(name)[0]}, has_transformer_engine=True)
+    assert "\n" not in str(error.value)
+    if (ALLOWED | WITH_TRANSFORMER_ENGINE)[NEEDS[name]] is bool:
+        with pytest.raises(UserError, match="it does nothing without"):
+            check_overrides({name: good_values(name)[0], NEEDS[name]: False}, has_transformer_engine=True)
+
+
+def test_a_recipe_key_may_be_what_is_needed() -> None:
+    given = {"recompute_modules": ["mlp"]}
+    assert check_overrides(given, owned=["recompute_granularity"]) == given
+
+
+@pytest.mark.parametrize("name", ["optimizer_cpu_offload", "use_precision_aware_optimizer", "bucket_size"])
+def test_fields_of_other_configurations_name_their_owner(name: str) -> None:
+    with pytest.raises(UserError, match=f"overrides.{name}: it is a field of Megatron's .* which mopd builds from"):
+        check_overrides({name: True}, has_transformer_engine=True)
+
+
 @pytest.mark.parametrize("name", [*ALLOWED, *WITH_TRANSFORMER_ENGINE])
 def test_values_are_checked(name: str) -> None:
     values = (ALLOWED | WITH_TRANSFORMER_ENGINE)[name]
     kind = values.__name__ if isinstance(values, type) else type(values).__name__
-    for value in VALUES.get(name, [True] if kind == "bool" else [1, 4]):
-        checked = check_overrides({name: value}, has_transformer_engine=True)[name]
+    for value in good_values(name):
+        checked = check_overrides({**needed_by(name), name: value}, has_transformer_engine=True)[name]
         assert checked == value or checked.name == value
     for value in WRONG[kind]:
         with pytest.raises(UserError, match=f"student.megatron_overrides.{name}: .* is not ") as error:
