@@ -80,6 +80,7 @@ def probe(recipe: Recipe, dims: ModelDims, work: Workload) -> Rates:
         link=share * sums,
         network=share * sums,
         sums=share * sums,
+        host=share * bandwidth,
         call_s=call_s,
         tensor_s=optimizer_s / share,
         decode_step_s=0.0,
@@ -206,6 +207,7 @@ def _alone(recipe: Recipe, folder: str) -> Recipe:
         dtype="float32",
         parallel=ParallelConfig(),
         moe=MoeConfig(),
+        optimizer=dataclasses.replace(recipe.student.optimizer, offload_fraction=0.0),
         megatron_overrides={},
     )
     return dataclasses.replace(recipe, student=student)

@@ -89,6 +89,8 @@ SHARES = {
                    "measured on one core: docs/planning.md"),
     "send": Share(value=0.8e9, source="bytes a second of the process that sends them, to all together, likewise"),
     "receive": Share(value=0.23e9, source="bytes a second of a replica that takes, checks and loads them, likewise"),
+    "host": Share(value=20e9, source="bytes a second of host memory that a rank's fused Adam moves, measured on one "
+                  "core; the cores of a node share its memory"),
     "vllm_reserve_bytes": Share(value=4 * GIB, source="CUDA graphs, activations of a step, as vLLM tells at its start"),
     "rank_reserve_bytes": Share(value=3 * GIB, source="CUDA's context, NCCL's buffers, workspaces of cuBLAS"),
     "fragments": Share(value=0.05, source="of what a rank allocates: pieces that the allocator cannot use"),
@@ -116,6 +118,8 @@ class Rates:
     network: float
     sums: float | None
     """Bytes a second of tensor-parallel sums; ``None`` where ``train`` has them in it, as published shares do."""
+    host: float
+    """Bytes a second of host memory, of a rank's part of an optimizer step there."""
     call_s: float
     """Of one operation, however small."""
     tensor_s: float
@@ -146,6 +150,7 @@ def rates_of(name: str) -> Rates:
         link=gpu.link * share["link"],
         network=gpu.network * share["link"],
         sums=None,
+        host=share["host"],
         call_s=share["call_s"],
         tensor_s=OPTIMIZER_CALLS * share["call_s"],
         decode_step_s=share["decode_step_s"],

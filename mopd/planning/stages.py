@@ -26,6 +26,7 @@ from mopd.planning.memory.shards import (
     GRADIENT_BYTES,
     active,
     expert_weights,
+    offloaded_bytes,
     own_layers,
     shard,
     tensor_bytes,
@@ -47,6 +48,8 @@ COLLECTIVES_PER_LAYER = 4
 """Tensor-parallel ones, forward and backward; embedding, head and loss have about as many as a layer."""
 GATHERS = 2
 """Collectives by which rank 0 gets one tensor of the others."""
+HOST_PASSES = 3
+"""Over states in host memory: they are read and written, gradients (a third of them) likewise, weights sent back."""
 SCORE_PASSES = 3
 """Over the logits, for log-sum-exp, top-k and the look-up of ids."""
 
@@ -117,7 +120,10 @@ def training_time(
         parts["gradients"] = moved / speed
     sizes = tensor_bytes(own, student)
     passes = 2 * sizes["optimizer"] + 2 * sizes["gradients"] + sizes["weights"]
-    parts["optimizer"] = max(passes / rates.bandwidth, tensors * rates.tensor_s)
+    on_host = student.optimizer.offload_fraction
+    parts["optimizer"] = max(passes / rates.bandwidth, tensors * rates.tensor_s * (1 - on_host))
+    if on_host:
+        parts["optimizer_on_host"] = HOST_PASSES * offloaded_bytes(own, student) / rates.host
     return parts
 
 

@@ -159,6 +159,9 @@ def test_states_on_the_host_are_less_on_every_gpu_and_more_beside_it(capsys: pyt
         ranks = sum(len(tenant["gpus"]) for tenant in plan["places"] if tenant["key"] == "student")
         assert plan["host_bytes"][name] == pytest.approx(share * ranks * states, rel=1e-6)
         assert plan["host_bytes"].get(copied) == before["host_bytes"].get(copied)
+    assert "optimizer_on_host" not in before["times"]["trainer"]
+    spent = [plan["times"]["trainer"]["optimizer_on_host"] for plan in (half, none)]
+    assert spent[1] == pytest.approx(2 * spent[0], rel=1e-6) and spent[0] > before["times"]["trainer"]["optimizer"]
 
 
 def test_ranks_that_share_sequences_keep_less_of_them_and_share_states(capsys: pytest.CaptureFixture[str]) -> None:
