@@ -76,14 +76,14 @@ def choose(sizes: Sequence[int], fraction: float) -> set[int]:
 def _place(part: Any, fraction: float) -> list[list[HostWeights]]:
     """Replace main weights in the lists of a distributed optimizer; returns those on the host by parameter group."""
     device = part.buffers[0].grad_data.device
-    lists = [(*pair,) for pair in zip(part.shard_fp32_groups, part.shard_fp32_from_float16_groups, strict=True)]
+    lists = list(zip(part.shard_fp32_groups, part.shard_fp32_from_float16_groups, strict=True))
     every = [main for pair in lists for mains in pair for main in mains]
     chosen = choose([main.numel() for main in every], fraction)
     placed: dict[Tensor, Tensor] = {}
     for place, main in enumerate(every):
         if place in chosen:
             placed[main] = _on_host(main)
-        else:
+        elif main.device != device:
             main.data = main.data.to(device)
     for group, pair in zip(part.optimizer.param_groups, lists, strict=True):
         for mains in pair:
