@@ -1,7 +1,8 @@
 """What the student does on this process's device: the child of ``tools/gpu_student.py``, one per device and dtype.
 
-Four optimizer steps on seeded samples, a checkpoint after the second, then a second worker that resumes from it and
-takes the last two again. Writes ``result.json`` and the first step's gradients, ``gradients.safetensors``.
+Four optimizer steps on seeded samples, a checkpoint after the second, then two workers that resume from it and take the
+last two again, one of them with all optimizer states in host memory. Writes ``result.json`` and the first step's
+gradients, ``gradients.safetensors``.
 
     python -m tools.gpu_student_rank --model FOLDER --dtype float32 --out FOLDER
 """
@@ -42,7 +43,7 @@ TOP_K = 8
 TIMEOUT_S = 120.0
 
 
-def make_recipe(model: str, dtype: Any) -> Recipe:
+def make_recipe(model: str, dtype: Any, *, offload_fraction: float = 0.0) -> Recipe:
     """One rank, forward KL on top-k; several micro-batches with padding."""
     return Recipe(
         run_dir="unused",
@@ -50,7 +51,7 @@ def make_recipe(model: str, dtype: Any) -> Recipe:
             model=model,
             dtype=dtype,
             max_tokens_per_micro_batch=256,
-            optimizer=OptimizerConfig(lr=1e-3, lr_warmup_steps=1, clip_grad=1.0),
+            optimizer=OptimizerConfig(lr=1e-3, lr_warmup_steps=1, clip_grad=1.0, offload_fraction=offload_fraction),
         ),
         teachers={"all": TeacherConfig(model="unused", domains=DOMAINS)},
         data=DataConfig(train=("unused",), validation=("unused",), max_prompt_length=LONGEST),
@@ -146,6 +147,9 @@ def measure(model: str, dtype: str, out: Path) -> dict[str, Any]:
     extra = again.worker.load(out / "checkpoint")
     loaded = again.weights_hash()
     resumed = [again.step(), again.step()]
+    resumed_hash, peak_gib = again.weights_hash(), again.worker.memory()["memory/student_peak_gib"]
+    on_host = Trainee(make_recipe(model, dtype, offload_fraction=1.0))
+    on_host.worker.load(out / "checkpoint")
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "dtype": dtype,
@@ -154,8 +158,9 @@ def measure(model: str, dtype: str, out: Path) -> dict[str, Any]:
         "saved_equals_loaded": saved == loaded and extra == {"note": "kept"},
         "changed": saved != first.weights_hash(),
         "resumed": resumed,
-        "resumed_equals_uninterrupted": again.weights_hash() == first.weights_hash(),
-        "peak_gib": again.worker.memory()["memory/student_peak_gib"],
+        "resumed_equals_uninterrupted": resumed_hash == first.weights_hash(),
+        "resumed_on_host": [on_host.step(), on_host.step()],
+        "peak_gib": peak_gib,
         "seconds": time.monotonic() - started,
     }
 

@@ -27,6 +27,7 @@ SEEN: dict[str, Any] = {
     "logprobs": [-1.0, -2.0],
     "steps": [dict(STEP) for _ in range(4)],
     "resumed": [dict(STEP) for _ in range(2)],
+    "resumed_on_host": [dict(STEP) for _ in range(2)],
     "saved_equals_loaded": True,
     "changed": True,
     "resumed_equals_uninterrupted": True,
@@ -42,7 +43,7 @@ def test_equal_results_pass() -> None:
     for is_exact in (False, True):
         assert broken(copy.deepcopy(SEEN), is_exact=is_exact) == []
     checks = compare(SEEN, SEEN, ANGLES, is_exact=True)
-    assert len(checks) == 10
+    assert len(checks) == 11
     json.dumps([dataclasses.asdict(check) for check in checks], allow_nan=False)
 
 
@@ -54,6 +55,10 @@ def test_equal_results_pass() -> None:
         (lambda seen: seen["steps"][1].update(grad_norm=3.2), "grad_norm of step 2"),
         (lambda seen: seen["logprobs"].__setitem__(0, -1.2), "log-probs, mean difference"),
         (lambda seen: seen["resumed"][1].update(loss=2.02), "losses after resuming"),
+        (
+            lambda seen: seen["resumed_on_host"][1].update(loss=2.02),
+            "the same with optimizer states in host memory",
+        ),
         (lambda seen: seen.update(saved_equals_loaded=False), "saved_equals_loaded"),
         (lambda seen: seen.update(changed=False), "changed"),
     ],
@@ -83,7 +88,7 @@ def test_the_students_stage_on_this_cpu(tmp_path: Path, capsys: pytest.CaptureFi
     result = json.loads(out.read_text())
     (stage,) = result["stages"]
     assert (result["device"], stage["name"], stage["status"]) == ("cpu", "student", "passed")
-    assert len(stage["checks"]) == 10 and all(check["ok"] for check in stage["checks"])
+    assert len(stage["checks"]) == 11 and all(check["ok"] for check in stage["checks"])
     assert stage["figures"]["tested"]["steps"][0]["grad_norm"] > 0
 
 
