@@ -24,6 +24,7 @@ from mopd.config.placements import (
 )
 from mopd.config.reading.tree import AUTO, dotted
 from mopd.config.schema import Recipe
+from mopd.config.weights import CollectiveConfig
 from mopd.hardware import Hardware
 
 Group = TypeVar("Group", bound=EngineGroupConfig)
@@ -64,6 +65,11 @@ def settle(
         ValueError: a key that another choice needs, with its dotted path and the cure.
     """
     settled = Settled(recipe)
+    if isinstance(recipe.weight_sync, CollectiveConfig) and not hardware.without_cuda:
+        raise ValueError(
+            "weight_sync.type is 'collective', which moves weights in host memory, but student and engines use CUDA: "
+            "set weight_sync.type: http"
+        )
     student = recipe.student
     if student.dtype == AUTO:
         settled.reasons["student.dtype"] = hardware.without_cuda or "CUDA"

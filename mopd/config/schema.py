@@ -26,6 +26,7 @@ from mopd.config.values import (
     require_seconds,
     require_seed,
 )
+from mopd.config.weights import AutoSyncConfig, WeightSync, check_weight_sync
 from mopd.types import LOSS_FIELDS
 
 MAX_SAMPLES = 1_000_000
@@ -210,6 +211,8 @@ class Recipe:
     """Prompt files."""
     rollout: RolloutConfig = RolloutConfig()
     """Sampling of responses."""
+    weight_sync: WeightSync = AutoSyncConfig()
+    """The way of the student's weights to the rollout, where that has processes of its own."""
     loss: Loss = TopKLossConfig()
     """What the student minimises."""
     schedule: ScheduleConfig
@@ -236,6 +239,7 @@ class Recipe:
         self._check_loss()
         self._check_vllm_rollout()
         self._check_staleness()
+        check_weight_sync(self.weight_sync, self.rollout.placement)
         if self.samples_per_step > MAX_SAMPLES:
             raise ValueError(
                 f"schedule.prompts_per_step {self.schedule.prompts_per_step} x rollout.samples_per_prompt "

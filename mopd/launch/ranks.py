@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mopd.launch.rank_log import StallWatch
+from mopd.launch.transfer import Transfer
 from mopd.student.worker import StudentWorker, WeightPart
 from mopd.types import DomainSums, MicroBatchPlan, SampleMeta, UserError
 from mopd.wire.weights import StagedConstants, StagedWeights, stage_constants
@@ -78,6 +79,7 @@ class Weights(Protocol):
         self, weights: Iterable[tuple[str, Tensor]], weight_version: int, constants: StagedConstants | None
     ) -> StagedWeights: ...
     async def send(self, staged: StagedWeights) -> None: ...
+    def send_again_by(self, again: Callable[[], Awaitable[None]]) -> None: ...
 
 
 class StudentGroup:
@@ -87,11 +89,17 @@ class StudentGroup:
     works on it, goes on meanwhile.
     """
 
-    def __init__(self, worker: StudentWorker, channel: CommandChannel, weights: Weights) -> None:
+    def __init__(
+        self, worker: StudentWorker, channel: CommandChannel, weights: Weights, transfer: Transfer | None = None
+    ) -> None:
+        """``transfer``: the way of the weights in the place of ``stage`` and ``send``, where there is one."""
         self.worker = worker
         self.dp_size = worker.dp_size
         self._channel = channel
         self._weights = weights
+        self._transfer = transfer
+        if transfer is not None:
+            weights.send_again_by(self.send_again)
         self._staged: StagedWeights | None = None
         self._constants: StagedConstants | None = None
         """For servers: staged once, part of all that is."""
@@ -118,9 +126,11 @@ class StudentGroup:
         return sums
 
     async def optim_step(self) -> dict[str, float]:
-        """Clip, check, step. Returns ``grad_norm``, ``lr`` and this rank's peak memory."""
+        """Clip, check, step. Returns ``grad_norm``, ``lr``, this rank's peak memory, and what the last update of the
+        rollout's weights took where they go by a collective."""
         values: dict[str, float] = await self._call("optim_step")
-        return values | self.worker.memory()
+        numbers = {} if self._transfer is None else self._transfer.take_numbers()
+        return values | self.worker.memory() | numbers
 
     async def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float) -> list[Tensor]:
         """[R] fp32 student log-probs of each sample's response tokens."""
@@ -139,16 +149,28 @@ class StudentGroup:
         await self.send()
 
     async def stage(self, weight_version: int) -> None:
-        """Hand the weights over: to engines of this process itself, for others into host memory. The student is free
-        then."""
+        """Hand the weights over: to engines of this process itself, for others into host memory, or all the way by a
+        collective. The student is free then."""
         async with self._turn:
-            if self._weights.loads_directly:
+            if self._transfer is not None:
+                await self._transfer.publish(weight_version, self._read_all, self._in_thread)
+            elif self._weights.loads_directly:
                 kept = self.worker.constants if self._has_given_constants else frozenset()
                 weights = self._read("trained" if kept else "all")
                 await self._weights.publish(weights, weight_version, kept=kept)
                 self._has_given_constants, self._staged = True, None
             else:
                 self._staged = await self._in_thread(lambda: self._stage(weight_version))
+
+    async def send_again(self) -> None:
+        """The weights of the moment by the collective, to replicas without those that are asked for."""
+        assert self._transfer is not None
+        async with self._turn:
+            version = self.worker.weight_version
+            await self._transfer.publish(version, self._read_all, self._in_thread, only_missing=True)
+
+    def _read_all(self) -> Iterator[tuple[str, Tensor]]:
+        return self._read("all")
 
     def _stage(self, weight_version: int) -> StagedWeights:
         if self._constants is None and self.worker.constants:
@@ -183,6 +205,8 @@ class StudentGroup:
     async def close(self) -> None:
         """Returns when the ranks are through with what they were told; nothing more can be asked of them."""
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
+        if self._transfer is not None:
+            await self._transfer.close()
 
 
 def _use_device(worker: StudentWorker) -> None:

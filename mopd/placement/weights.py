@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 from typing import Any, Protocol, cast
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from mopd.engines.clients.remote import RemoteEngine, push_staged
 from mopd.engines.interface import EngineRejected, EngineUnavailable, OnRunning, TakesWeights
 from mopd.replicas.router import Router
+from mopd.replicas.transfer import TransferTargets
 from mopd.types import UserError
 from mopd.wire.weights import StagedConstants, StagedWeights, stage_updates
 
@@ -37,9 +38,14 @@ class GroupWeightSync:
     the push: the requests that follow wait for the repair, and fail with its reason if there is none.
     """
 
-    def __init__(self, router: Router, *, on_running: OnRunning = "finish") -> None:
-        """``on_running``: what becomes of responses that are under way (``rollout.on_new_weights``)."""
+    def __init__(
+        self, router: Router, *, on_running: OnRunning = "finish", targets: TransferTargets | None = None
+    ) -> None:
+        """``on_running``: what becomes of responses that are under way (``rollout.on_new_weights``). ``targets``: the
+        replicas, where weights come to them by a collective."""
         self._router, self._on_running = router, on_running
+        self.targets = targets
+        self._again: Callable[[], Awaitable[None]] | None = None
         self._turn = asyncio.Lock()
         self._sent: StagedWeights | None = None
         """What the router asks for."""
@@ -78,6 +84,11 @@ class GroupWeightSync:
 
     async def send_again(self) -> Sequence[str]:
         """Send the weights that the router asks for to replicas without them; returns whom. Raises as ``send``."""
+        if self.targets is not None:
+            lacking = () if self.targets.is_updating else self._router.needs_weights
+            if self._again is not None and lacking:
+                await self._again()
+            return lacking
         async with self._turn:
             lacking = self._router.needs_weights
             if self._sent is None or not lacking:
@@ -85,6 +96,10 @@ class GroupWeightSync:
             await self._push(self._sent, lacking)
             self._router.set_weight_version(self._sent.weight_version)
             return lacking
+
+    def send_again_by(self, again: Callable[[], Awaitable[None]]) -> None:
+        """``again`` sends newer weights than the router asks for, or these, to all ``targets`` without them."""
+        self._again = again
 
     async def _load(self, weights: Iterable[tuple[str, Tensor]], weight_version: int, kept: Set[str]) -> None:
         engines = [cast(TakesWeights, replica.engine) for replica in self._router.replicas]

@@ -15,8 +15,9 @@ from mopd.data_plane.queue_plane import QueuePlane
 from mopd.data_plane.reading import open_reader
 from mopd.launch.ranks import CommandChannel, StudentGroup
 from mopd.launch.signals import ending_in_order
+from mopd.launch.transfer import open_transfer
 from mopd.preflight.checks import check_before_training
-from mopd.producer.client import ProducerProcess
+from mopd.producer.client import FarTargets, ProducerProcess
 from mopd.replicas.statistics import group_metrics
 from mopd.run.folder import RunDir
 from mopd.run.leading import Opened, joined, lead
@@ -50,7 +51,8 @@ def _lead_beside(recipe: Recipe, run: RunDir, work: Work) -> str | None:
 
         async def beside(worker: StudentWorker, channel: CommandChannel) -> None:
             async with watched(run.path) as stop, producer.client(recipe) as client:
-                student = StudentGroup(worker, channel, client.weights)
+                transfer = open_transfer(recipe, worker, FarTargets(client.channel))
+                student = StudentGroup(worker, channel, client.weights, transfer)
                 client.student = student
                 prompts = PromptStream(hello.rows, recipe.data.domain_weights, recipe.seed)
                 try:

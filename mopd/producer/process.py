@@ -35,6 +35,7 @@ from mopd.producer.leading import load_samples, save_samples, take_numbers, vali
 from mopd.producer.messages import pack_samples
 from mopd.producer.samples import SampleAnswers
 from mopd.replicas.interface import SampleFailed
+from mopd.replicas.transfer import CALLS
 from mopd.run.workers import Inputs, Workers, build_workers, read_inputs
 from mopd.tasks import Tasks
 from mopd.types import SampleMeta, UserError
@@ -100,6 +101,7 @@ class _Process:
             "start": self._start,
             "constants": self._constants,
             "weights": self._weights,
+            "transfer": self._transfer,
             "check": self._check,
             "numbers": self._numbers,
             "validate": self._validate,
@@ -134,6 +136,7 @@ class _Process:
             self._recipe, self._inputs, self._plane, self._groups, vocab_size=self._vocab_size
         )
         workers = self._workers
+        workers.weights.send_again_by(lambda: self._channel.call("weights_again"))
         self._channel.answer(SampleAnswers(workers.rollout, workers.teachers, workers.rewards, workers.plane).handlers)
 
     async def _constants(self, head: dict[str, Any] | None, frames: Sequence[bytes] = ()) -> None:
@@ -143,6 +146,10 @@ class _Process:
     async def _weights(self, head: dict[str, Any], frames: Sequence[bytes]) -> None:
         staged = StagedWeights(**head, bodies=tuple(frames), constants=self._staged_constants)
         await self.workers.weights.send(staged)
+
+    async def _transfer(self, name: str, arguments: Sequence[Any]) -> Any:
+        assert name in CALLS
+        return await getattr(self.workers.weights.targets, name)(*arguments)
 
     async def _check(self, manifests: dict[str, Any], is_fresh: bool, fingerprints: dict[str, Any]) -> dict[str, Any]:
         with _naming_logs():

@@ -18,6 +18,7 @@ from mopd.data_plane.reading import open_reader
 from mopd.launch.failure import rank_0_host
 from mopd.launch.rank_log import rank_log
 from mopd.launch.ranks import CommandChannel, StudentGroup, serve
+from mopd.launch.transfer import open_transfer
 from mopd.placement.gpus import local_rank
 from mopd.placement.groups import Groups
 from mopd.placement.storage import open_storage
@@ -51,7 +52,9 @@ def lead(
             try:
                 await stop.unless_asked(groups.start())
                 workers = await build_workers(recipe, inputs, plane, groups, vocab_size=worker.dims.vocab_size)
-                student = StudentGroup(worker, channel, workers.weights)
+                targets = workers.weights.targets
+                transfer = None if targets is None else open_transfer(recipe, worker, targets)
+                student = StudentGroup(worker, channel, workers.weights, transfer)
                 await work(workers, student, stop)
             except SampleFailed as error:
                 raise UserError(f"{error}: see the replicas' logs") from error

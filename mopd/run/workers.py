@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from mopd.config.groups import VllmEngineConfig
 from mopd.config.schema import Recipe
+from mopd.config.weights import CollectiveConfig
 from mopd.data.image_processing import sees_images
 from mopd.data.prompts import PromptDataset, check_domains_have_teachers, check_teachers_see_images, load_prompts
 from mopd.data.tokenizer import load_tokenizer
@@ -22,6 +24,7 @@ from mopd.placement.interface import ROLLOUT
 from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.interface import info_of
 from mopd.replicas.router import Router
+from mopd.replicas.transfer import TransferTargets
 from mopd.rewards.domains import DomainRewards, build_rewards
 from mopd.rollout.rewards import RewardWorker
 from mopd.rollout.worker import RolloutWorker, reward_item
@@ -125,7 +128,9 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
     student publishes. ``vocab_size`` is the student's, without padding."""
     routers = build_routers(groups)
     routers[ROLLOUT].vocab_size = vocab_size
-    weights = GroupWeightSync(routers[ROLLOUT], on_running=recipe.rollout.on_new_weights)
+    weights = GroupWeightSync(
+        routers[ROLLOUT], on_running=recipe.rollout.on_new_weights, targets=_targets(recipe, routers[ROLLOUT])
+    )
     teachers = {name: await _teacher_group(name, routers, groups) for name in recipe.teachers}
     sampling = SamplingParams(
         max_new_tokens=recipe.rollout.max_response_length,
@@ -162,6 +167,18 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
             keep_going=recipe.on_failure == "replace",
         ),
         validator=build_validator(recipe, inputs),
+    )
+
+
+def _targets(recipe: Recipe, rollout: Router) -> TransferTargets | None:
+    if not isinstance(recipe.weight_sync, CollectiveConfig):
+        return None
+    engine = recipe.rollout.engine
+    return TransferTargets(
+        rollout,
+        num_workers=engine.tensor_parallel_size if isinstance(engine, VllmEngineConfig) else 1,
+        on_running=recipe.rollout.on_new_weights,
+        drain_s=recipe.rollout.routing.request_timeout_s,
     )
 
 

@@ -36,7 +36,7 @@ from mopd.serving.images import KeptImages
 from mopd.serving.metrics import ServerMetrics
 from mopd.serving.request_checks import LOOPBACK_NAMES, add_request_checks
 from mopd.serving.streaming import StreamedResponse, frames_of
-from mopd.serving.updates import WeightUpdates
+from mopd.serving.updates import SMALL_BYTES, WeightRoutes, WeightUpdates
 from mopd.text import one_line
 from mopd.types import UserError
 from mopd.wire.images import MAX_BODY_BYTES as MAX_IMAGES_BODY_BYTES
@@ -54,12 +54,8 @@ from mopd.wire.messages import (
     encode_aside,
     split_points,
 )
-from mopd.wire.weights import WeightBegin, WeightChunk, WeightCommit, WeightVersion
 
 logger = logging.getLogger(__name__)
-SMALL_BYTES = 2**16
-"""Limit of bodies that only say what to do."""
-
 ResultT = TypeVar("ResultT")
 
 
@@ -98,6 +94,7 @@ class EngineServer:
         self._chunks = BodyReader(limits, max_arriving_bytes=MAX_CHUNK_BYTES)
         self._image_bodies = BodyReader(limits, max_arriving_bytes=2 * MAX_IMAGES_BODY_BYTES)
         self.images = KeptImages(served.host.engine.sight, served.name)
+        self.weights = WeightRoutes(self.updates, self._read, self._chunks, self._engine_call)
         self._info: EngineInfo | None = None
         self._is_asleep = False
 
@@ -111,7 +108,7 @@ class EngineServer:
     async def close(self) -> None:
         """After the last request."""
         self.drain()
-        self.updates.drop()
+        await self.updates.close()
         await self.served.host.close()
 
     def drain(self) -> None:
@@ -227,27 +224,6 @@ class EngineServer:
         await self.images.add(files)
         return Response(encode(ImagesKept(num_files=len(files))), media_type=CONTENT_TYPE)
 
-    async def weights_begin(self, request: Request) -> Response:
-        """First message of a weight update."""
-        self.updates.begin(await self._read(request, WeightBegin, SMALL_BYTES))
-        return self._version()
-
-    async def weights_chunk(self, request: Request) -> Response:
-        """Tensors of a weight update. Its large body is read during an update only, and one at a time."""
-        self.updates.require_receiving()
-        self.updates.add(await self._read(request, WeightChunk, MAX_CHUNK_BYTES, self._chunks))
-        return self._version()
-
-    async def weights_commit(self, request: Request) -> Response:
-        """Last message of a weight update; answers when the new weights serve."""
-        message = await self._read(request, WeightCommit, SMALL_BYTES)
-        await self._engine_call(self.updates.commit(message))
-        return self._version()
-
-    def _version(self) -> Response:
-        now = WeightVersion(weight_version=self.updates.weight_version, constants=self.updates.constants)
-        return Response(encode(now), media_type=CONTENT_TYPE)
-
     async def sleep(self, request: Request) -> Response:
         """Give the engine's memory back until ``wake``; what runs may end. Asleep already is fine."""
         await self._ignore_body(request)
@@ -354,9 +330,7 @@ def create_app(server: EngineServer) -> FastAPI:
         ("/v1/images", server.keep_images),
         ("/v1/sleep", server.sleep),
         ("/v1/wake", server.wake),
-        ("/v1/weights/begin", server.weights_begin),
-        ("/v1/weights/chunk", server.weights_chunk),
-        ("/v1/weights/commit", server.weights_commit),
+        *server.weights.handlers.items(),
     ):
         counted = server.metrics.counted(path, handler)
         app.add_api_route(path, counted, methods=["POST"], response_model=None, dependencies=with_token)

@@ -22,6 +22,7 @@ from mopd.engines.checks import check_length, check_sampling, check_scoring
 from mopd.engines.interface import EngineInfo, EngineLimits, Generation, Images, SamplingParams, Scores, Told
 from mopd.engines.staging import hold_weights
 from mopd.engines.torch.decoding import SeenBatch, decode, uniforms
+from mopd.engines.torch.incoming import TorchIncoming
 from mopd.engines.torch.loading import build_empty_model, load_model, read_stop_ids, weight_slots
 from mopd.engines.vision import EngineSight, check_images, read_sight
 from mopd.losses.teacher_topk import chunked_topk_logprobs
@@ -58,6 +59,7 @@ class TorchEngine:
         self._has_weights = has_weights
         self._head_checked = False
         self._interrupted = threading.Event()
+        self.incoming = TorchIncoming(self)
         self.sight = sight
         self._eyes = None if sight is None else _open_eyes(self.model, sight)
         self.max_sequence = self.max_positions
@@ -125,7 +127,8 @@ class TorchEngine:
         """It lives as long as this process."""
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Leave the group, if any."""
+        await self.incoming.leave()
 
     async def generate(
         self,
@@ -228,7 +231,7 @@ class TorchEngine:
             self._require_weights()
         yield await asyncio.to_thread(hold_weights, weights, self.weight_slots, kept=kept, name=self.name)
 
-    async def swap_weights(self, prepared: PreparedWeights, weight_version: int) -> None:
+    async def swap_weights(self, prepared: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """Answer with what ``prepared_weights`` gave from now on. A failure leaves the engine without weights."""
         slots = self.weight_slots
         self._interrupted.clear()

@@ -28,6 +28,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for results: a server's address
 
 from vllm import SamplingParams as VllmSamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.inputs.engine import tokens_input
@@ -57,6 +58,7 @@ __all__ = [
     "cache_tokens",
     "check_temperature",
     "engine_args",
+    "group_transfer",
     "has_cut",
     "sequence_limit",
     "start_llm",
@@ -151,6 +153,11 @@ def engine_args(folder: Path, cfg: VllmEngineConfig, max_sequence: int, options:
         disable_log_stats=True,
         **{"skip_tokenizer_init": True, **options},
     )
+
+
+def group_transfer() -> WeightTransferConfig:
+    """Lets weights come over a group (``mopd.engines.vllm.receiving``)."""
+    return WeightTransferConfig(backend="mopd")
 
 
 def start_llm(folder: Path, args: AsyncEngineArgs, startup_timeout_s: float) -> AsyncLLM:
