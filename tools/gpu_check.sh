@@ -9,7 +9,7 @@ kernels 30 the compiled Triton kernels: every loss, tail, clamp and layout, not 
 goals 15 what the losses must reach on a GPU: time, memory, the fused LM head
 benchmark 25 the losses beside published styles and released packages
 losses 20 all other loss tests, on the GPU where they can be
-student 10 one student on the GPU beside fp32 on the CPU, then the quickstart (tools/gpu_student.py)
+student 10 one student on the GPU beside fp32 on the CPU, then the quickstart, then a rollout that shares its GPU (tools/gpu_student.py)
 "
 
 usage() {

@@ -103,8 +103,10 @@ def _placement(
     recipe: Recipe, hardware: Hardware, num_ranks: int, num_weights: Mapping[str, int | None]
 ) -> tuple[InProcessConfig | LocalConfig, str]:
     """What every ``placement.type: auto`` becomes, one choice for all groups, and why."""
-    is_beside = recipe.schedule.max_staleness > 0
+    is_beside = recipe.schedule.max_staleness > 0 or recipe.shares_gpus
     beside = f"schedule.max_staleness {recipe.schedule.max_staleness}: it works while the student trains"
+    if recipe.shares_gpus:
+        beside = "rollout.placement.share_gpus_with: it works while the student's memory is lent"
     if hardware.without_cuda:
         return (LocalConfig(type="local"), beside) if is_beside else (InProcessConfig(), hardware.without_cuda)
     groups = _groups(recipe)
@@ -134,7 +136,7 @@ def _taken(group: EngineGroupConfig) -> int:
     """GPUs of this machine that the recipe gives to a group, beside rank 0's."""
     placement = group.placement
     if isinstance(placement, LocalConfig):
-        return _wanted(group)
+        return 0 if group.shares_gpus else _wanted(group)
     if isinstance(placement, RayConfig) and placement.address is None:
         return placement.num_gpus * group.replicas
     return group.gpus_per_replica - 1 if isinstance(placement, InProcessConfig) else 0

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mopd.config.data import DataConfig, DataPlane, LocalPlaneConfig, ValidationConfig
-from mopd.config.groups import Assignment, EngineGroupConfig, TeacherConfig, TeacherDefaultsConfig, VllmEngineConfig
+from mopd.config.groups import (
+    Assignment,
+    EngineGroupConfig,
+    TeacherConfig,
+    TeacherDefaultsConfig,
+    VllmEngineConfig,
+    require_turns,
+)
 from mopd.config.losses import Loss, PolicyGradientConfig, TopKLossConfig, require_own_samples
 from mopd.config.placements import ExternalConfig, InProcessConfig, RayConfig
 from mopd.config.rewards import RewardConfig
@@ -240,6 +247,12 @@ class Recipe:
         self._check_vllm_rollout()
         self._check_staleness()
         check_weight_sync(self.weight_sync, self.rollout.placement)
+        require_turns(
+            self.rollout,
+            self.teachers,
+            max_staleness=self.schedule.max_staleness,
+            num_ranks=self.student.parallel.world_size,
+        )
         if self.samples_per_step > MAX_SAMPLES:
             raise ValueError(
                 f"schedule.prompts_per_step {self.schedule.prompts_per_step} x rollout.samples_per_prompt "
@@ -352,6 +365,11 @@ class Recipe:
         """Some group's engines run on rank 0, in its process, where they cannot work beside training."""
         groups = (self.rollout, *self.teachers.values())
         return any(isinstance(group.placement, InProcessConfig) for group in groups)
+
+    @property
+    def shares_gpus(self) -> bool:
+        """See ``EngineGroupConfig.shares_gpus``, of the rollout."""
+        return self.rollout.shares_gpus
 
     @property
     def assignment(self) -> Assignment:

@@ -54,6 +54,11 @@ WeightSync = AutoSyncConfig | HttpConfig | CollectiveConfig
 
 def check_weight_sync(way: WeightSync, placement: Placement) -> None:
     """``ValueError`` for a rollout that weights cannot reach in this ``way``."""
+    if isinstance(way, CollectiveConfig) and isinstance(placement, LocalConfig) and placement.share_gpus_with:
+        raise ValueError(
+            "weight_sync.type is 'collective', but with rollout.placement.share_gpus_with replicas that wake are given "
+            "weights that were kept for them: set weight_sync.type: http"
+        )
     if isinstance(way, CollectiveConfig) and not isinstance(placement, (LocalConfig, AutoPlacementConfig)):
         raise ValueError(
             f"weight_sync.type is 'collective', but rollout.placement.type is {placement.type!r}: the engines must be "

@@ -200,6 +200,10 @@ class ProducerClient:
         record: dict[str, Any] = await self.channel.call("validate", step)
         return record
 
+    async def stop_drawing(self) -> None:
+        """See ``Maker.stop_drawing``."""
+        await self.channel.call("stop_drawing")
+
     async def _logprobs(self, samples: list[Any], temperature: float) -> list[list[float]]:
         assert self.student is not None
         rows = await self.student.logprobs(read_samples(samples), temperature=temperature)

@@ -28,12 +28,14 @@ from mopd.data_plane.frames import packed
 from mopd.data_plane.interface import Storage
 from mopd.launch.failure import USER_ERROR_CODE, rank_0_host
 from mopd.placement.groups import Groups
+from mopd.placement.sharing.rollout import TurnsGenerator
 from mopd.placement.storage import open_storage
 from mopd.preflight.checks import check_before_training
 from mopd.producer.channel import Channel, Handler, PeerEnded
 from mopd.producer.leading import load_samples, save_samples, take_numbers, validate
 from mopd.producer.messages import pack_samples
 from mopd.producer.samples import SampleAnswers
+from mopd.producer.turns import FarMemory, turn_handlers
 from mopd.replicas.interface import SampleFailed
 from mopd.replicas.transfer import CALLS
 from mopd.run.workers import Inputs, Workers, build_workers, read_inputs
@@ -92,7 +94,6 @@ class _Process:
 
     def __init__(self, recipe: Recipe, inputs: Inputs, plane: Storage, logs: Path, forwarding: _Forwarding) -> None:
         self._recipe, self._inputs, self._plane = recipe, inputs, plane
-        self._groups = Groups(recipe, log_dir=logs, device=torch.device("cpu"))
         self._forwarding = forwarding
         self._workers: Workers | None = None
         self._staged_constants: StagedConstants | None = None
@@ -107,8 +108,13 @@ class _Process:
             "validate": self._validate,
             "save_samples": self._save_samples,
             "load_samples": self._load_samples,
+            "stop_drawing": self._stop_drawing,
         }
         self._channel = Channel("rank 0", handlers)
+        student = FarMemory(self._channel)
+        self._groups = Groups(recipe, log_dir=logs, device=torch.device("cpu"), student=student)
+        if (turns := self._groups.turns) is not None:
+            self._channel.answer(turn_handlers(turns))
 
     async def serve(self, end: socket.socket) -> None:
         """Until rank 0 closes the connection. Engines load while rank 0 builds the student."""
@@ -169,6 +175,10 @@ class _Process:
     async def _validate(self, step: int) -> dict[str, Any]:
         with _naming_logs():
             return await validate(self.workers, step)
+
+    async def _stop_drawing(self) -> None:
+        if isinstance(self.workers.generator, TurnsGenerator):
+            self.workers.generator.stop()
 
     async def _save_samples(self, folder: str) -> str | None:
         return await save_samples(self._plane, Path(folder))

@@ -18,9 +18,11 @@ from mopd.data.prompts import PromptDataset, check_domains_have_teachers, check_
 from mopd.data.tokenizer import load_tokenizer
 from mopd.data.vision_prompts import VisionPrompts, read_vision
 from mopd.data_plane.interface import Storage
-from mopd.engines.interface import SamplingParams
+from mopd.engines.interface import Generator, SamplingParams
 from mopd.placement.groups import Groups
 from mopd.placement.interface import ROLLOUT
+from mopd.placement.sharing.rollout import TurnsGenerator
+from mopd.placement.sharing.turns import GpuTurns
 from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.interface import info_of
 from mopd.replicas.router import Router
@@ -64,11 +66,13 @@ class Workers:
     rewards: RewardWorker | None
     """Where the loss needs rewards of training samples."""
     validator: Validator | None
+    turns: GpuTurns | None
+    """Of student and rollout, where they share GPUs."""
 
     @property
-    def generator(self) -> Router:
+    def generator(self) -> Generator:
         """Samples with the student's published weights."""
-        return self.routers[ROLLOUT]
+        return self.rollout.generator
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -148,7 +152,9 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
         weights=weights,
         routers=routers,
         rollout=RolloutWorker(
-            routers[ROLLOUT],
+            routers[ROLLOUT]
+            if groups.turns is None
+            else TurnsGenerator(routers[ROLLOUT], functools.partial(groups.kept_awake, ROLLOUT)),
             plane,
             inputs.train,
             sampling=sampling,
@@ -167,6 +173,7 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
             keep_going=recipe.on_failure == "replace",
         ),
         validator=build_validator(recipe, inputs),
+        turns=groups.turns,
     )
 
 

@@ -96,7 +96,8 @@ class EngineServer:
         self.images = KeptImages(served.host.engine.sight, served.name)
         self.weights = WeightRoutes(self.updates, self._read, self._chunks, self._engine_call)
         self._info: EngineInfo | None = None
-        self._is_asleep = False
+        self._sleeping: Literal["no", "cache", "all"] = "no"
+        """What of the engine sleeps; beside its cache its weights do."""
 
     async def start(self) -> None:
         """Before the first request."""
@@ -230,30 +231,41 @@ class EngineServer:
         engine = self._sleeper()
         if self.updates.is_running:
             raise stale_weights("a weight update is on its way")
-        if not self._is_asleep:
+        if self._sleeping == "no":
             self.admission.pause(Refusal(503, "asleep", "the engine is asleep: wake it first"))
-            try:
+        try:
+            if self._sleeping != "all":
                 await self.admission.wait_idle(self.served.limits.request_timeout_s)
                 await self._engine_call(engine.sleep())
-                self._is_asleep = True
-            finally:
-                if not self._is_asleep:
-                    self.admission.resume()
+                self._sleeping, self.admission.takes_weights = "all", False
+                self.updates.forget()
+        finally:
+            if self._sleeping == "no":
+                self.admission.resume()
         return JSONResponse({"status": "asleep"})
+
+    async def wake_weights(self, request: Request) -> Response:
+        """Take the memory of the weights alone, for an update; ``wake`` is to follow. Awake already is fine."""
+        await self._ignore_body(request)
+        engine = self._sleeper()
+        if self._sleeping == "all":
+            await self._engine_call(engine.wake_up(weights_only=True))
+            self._sleeping, self.admission.takes_weights = "cache", True
+        return JSONResponse({"status": "awake" if self._sleeping == "no" else "asleep"})
 
     async def wake(self, request: Request) -> Response:
         """Undo ``sleep``. Awake already is fine."""
         await self._ignore_body(request)
         engine = self._sleeper()
-        if self._is_asleep:
+        if self._sleeping != "no":
             await self._engine_call(engine.wake_up())
-            self._is_asleep = False
+            self._sleeping = "no"
             self.admission.resume()
         return JSONResponse({"status": "awake"})
 
     def _sleeper(self) -> CanSleep:
         engine = self.served.host.engine
-        if not isinstance(engine, CanSleep):
+        if not isinstance(engine, CanSleep) or not engine.can_sleep:
             raise bad_request("this engine cannot sleep")
         return engine
 
@@ -330,6 +342,7 @@ def create_app(server: EngineServer) -> FastAPI:
         ("/v1/images", server.keep_images),
         ("/v1/sleep", server.sleep),
         ("/v1/wake", server.wake),
+        ("/v1/wake/weights", server.wake_weights),
         *server.weights.handlers.items(),
     ):
         counted = server.metrics.counted(path, handler)

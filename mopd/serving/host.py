@@ -79,14 +79,20 @@ class BlockingEngine(HostedEngine, Protocol):
 
 @runtime_checkable
 class CanSleep(Protocol):
-    """An engine that can give its memory back for a while."""
+    """An engine that may be able to give its memory back for a while."""
 
-    async def sleep(self) -> None:
-        """Until ``wake_up`` it does no work."""
+    @property
+    def can_sleep(self) -> bool:
+        """It was started so that it can."""
         ...
 
-    async def wake_up(self) -> None:
-        """As before ``sleep``."""
+    async def sleep(self) -> None:
+        """Until ``wake_up`` it does no work. One whose weights come from a student has none afterwards."""
+        ...
+
+    async def wake_up(self, *, weights_only: bool = False) -> None:
+        """As before ``sleep``, in one step or two: ``weights_only`` takes the memory of the weights, so that new ones
+        can come; the rest follows with a second call."""
         ...
 
 

@@ -115,7 +115,7 @@ class WeightUpdates:
     def begin(self, message: WeightBegin) -> None:
         """From now on chunks can come."""
         self.require_updatable()
-        self._admission.require_open()
+        self._admission.require_open_to_weights()
         self.drop()
         self._update = _Update(
             update_id=message.update_id,
@@ -150,8 +150,8 @@ class WeightUpdates:
             kept = update.staging.kept
             async with self._host.engine.prepared_weights(tensors.items(), kept=kept) as prepared:
                 on_running: OnRunning = "continue" if message.on_running == "continue" else "finish"
-                if on_running == "continue" or self._host.swaps_between_calls:
-                    self._admission.require_open()
+                if on_running == "continue" or self._host.swaps_between_calls or self._admission.takes_weights:
+                    self._admission.require_open_to_weights()
                     await self._swap(prepared, update, on_running)
                 else:
                     await self._swap_when_idle(prepared, update)
@@ -161,7 +161,7 @@ class WeightUpdates:
     async def join(self, message: WeightJoin) -> None:
         """Returns when the group has met; the engine works meanwhile."""
         self.require_updatable()
-        self._admission.require_open()
+        self._admission.require_open_to_weights()
         self.drop()
         self._is_loading, self._group_id = True, ""
         order = GroupOrder(
@@ -186,7 +186,7 @@ class WeightUpdates:
         """Returns when the engine waits for the first bucket."""
         self.require_updatable()
         self._require_group(message.group_id)
-        self._admission.require_open()
+        self._admission.require_open_to_weights()
         self.drop()
         self._is_loading = True
         ready = asyncio.Event()
@@ -212,7 +212,7 @@ class WeightUpdates:
     async def _receive(self, message: WeightStart, ready: Callable[[], None]) -> Reception:
         on_running: OnRunning = "continue" if message.on_running == "continue" else "finish"
         try:
-            if on_running == "continue" or self._host.swaps_between_calls:
+            if on_running == "continue" or self._host.swaps_between_calls or self._admission.takes_weights:
                 return await self._take(message, on_running, ready)
             async with self._idle(message.weight_version):
                 return await self._take(message, on_running, ready)
@@ -258,6 +258,11 @@ class WeightUpdates:
     async def _swap_when_idle(self, prepared: Any, update: _Update) -> None:
         async with self._idle(update.weight_version):
             await self._swap(prepared, update, "finish")
+
+    def forget(self) -> None:
+        """The engine has lost the weights that updates gave it: it sleeps."""
+        if not self._fixed:
+            self._has_weights, self._weight_version, self._constants = False, -1, NO_CONSTANTS
 
     async def _swap(self, prepared: Any, update: _Update, on_running: OnRunning) -> None:
         """Requests that come meanwhile wait for the engine, and are answered with the new weights. A failure leaves

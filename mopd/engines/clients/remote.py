@@ -204,12 +204,13 @@ class RemoteEngine:
         await self._http.call("GET", "/health", None, MAX_SMALL_BYTES, timeout_s=timeout_s)
 
     async def sleep(self) -> None:
-        """Let the server give its memory to others; ``EngineRejected`` if its engine cannot."""
+        """Let the server give its memory to others; ``EngineRejected`` if its engine cannot. See ``CanSleep``."""
         await self._http.call("POST", "/v1/sleep", b"", MAX_SMALL_BYTES)
+        self.weight_version, self.constants = -1, b""  # a teacher's never were others
 
-    async def wake_up(self) -> None:
-        """Undo ``sleep``."""
-        await self._http.call("POST", "/v1/wake", b"", MAX_SMALL_BYTES)
+    async def wake_up(self, *, weights_only: bool = False) -> None:
+        """Undo ``sleep``, or the first half of it; see ``CanSleep``."""
+        await self._http.call("POST", "/v1/wake" + "/weights" * weights_only, b"", MAX_SMALL_BYTES)
 
     async def close(self) -> None:
         """Close the connections."""

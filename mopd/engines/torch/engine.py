@@ -57,6 +57,10 @@ class TorchEngine:
         self.stop_ids = tuple(stop_ids)
         self._cfg = cfg
         self._has_weights = has_weights
+        self.can_sleep = not has_weights
+        """Its weights come from a student, so that it may lose them."""
+        self._storage_sizes: dict[torch.UntypedStorage, int] = {}
+        """Bytes of what sleeps."""
         self._head_checked = False
         self._interrupted = threading.Event()
         self.incoming = TorchIncoming(self)
@@ -203,6 +207,25 @@ class TorchEngine:
             if row not in noted:
                 length = decoded.lengths[row]
                 note(i, decoded.tokens[row, :length], decoded.logprobs[row, :length], decoded.finish_reasons[row])
+
+    async def sleep(self) -> None:
+        """Free the memory of the weights, which are gone. Nothing may run."""
+        self._has_weights, self.weight_version = False, -1
+        if self._eyes is not None:
+            self._eyes.forget()
+        for slot in self.weight_slots.values():
+            storage = slot.untyped_storage()
+            if storage.nbytes():
+                self._storage_sizes[storage] = storage.nbytes()
+                storage.resize_(0)
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    async def wake_up(self, *, weights_only: bool = False) -> None:
+        """Take the memory of the weights again, the only memory between two calls."""
+        for storage, size in self._storage_sizes.items():
+            storage.resize_(size)
+        self._storage_sizes.clear()
 
     def interrupt(self) -> None:
         """From any thread: the ``generate`` that runs hands back what it has (``handed_back``), and returns. Heard

@@ -84,7 +84,7 @@ class VllmEngine:
         self._llm, self._folder, self._cfg, self._fixed = llm, folder, cfg, fixed
         self._max_logprobs = int(llm.model_config.max_logprobs)
         self._before_cut = llm.model_config.logprobs_mode == "raw_logprobs"
-        self._can_sleep = bool(llm.model_config.enable_sleep_mode)
+        self.can_sleep = bool(llm.model_config.enable_sleep_mode)
         model = build_empty_model(folder, cfg.dtype, torch.device("meta"))
         self.weight_slots: dict[str, Tensor] = (
             {} if fixed else weight_slots(model, None if sight is None else sight.dims.naming)
@@ -92,7 +92,6 @@ class VllmEngine:
         self._has_weights = fixed
         self._budget = TokenBudget(cfg.max_scoring_tokens)
         self._num_requests = self._num_running = 0
-        self._asleep = False
         self._failure: str | None = None
         self.workers = VllmWorkers(llm)
         self.incoming = VllmIncoming(self)
@@ -206,14 +205,14 @@ class VllmEngine:
         """Give the GPU memory back. No request may run. A teacher's weights are kept in host memory, a rollout's are
         gone: new ones come anyway."""
         self._require_idle("sleep")
-        self._asleep = self.workers.is_asleep = True
-        await self._call(self._llm.sleep(level=1))
+        if not self._fixed:
+            self._has_weights, self.weight_version = False, -1
+        await self._call(self.workers.sleep(keeps_weights=self._fixed))
 
-    async def wake_up(self) -> None:
-        """Undo ``sleep``."""
+    async def wake_up(self, *, weights_only: bool = False) -> None:
+        """Undo ``sleep``; with ``weights_only`` the key-value cache sleeps on, until a second call."""
         self._require_idle("wake_up")
-        await self._call(self._llm.wake_up())
-        self._asleep = self.workers.is_asleep = False
+        await self._call(self.workers.wake_up(weights_only=weights_only))
 
     async def score(
         self,
@@ -389,12 +388,12 @@ class VllmEngine:
         self.require_alive()
         if not self._has_weights:
             raise RuntimeError(f"the engine of {self.name} has no weights: call load_weights first")
-        if self._asleep:
+        if self.workers.is_asleep:
             raise RuntimeError(f"the engine of {self.name} sleeps: call wake_up first")
 
     def _require_idle(self, action: str) -> None:
         self.require_alive()
         if self._num_running:
             raise RuntimeError(f"{action} while {self._num_running} calls run in the engine of {self.name}")
-        if action != "load_weights" and not self._can_sleep:
+        if action != "load_weights" and not self.can_sleep:
             raise RuntimeError(f"the engine of {self.name} was started without enable_sleep_mode")

@@ -132,7 +132,13 @@ def check_temperature(sampling: SamplingParams, *, before_cut: bool, sees: bool 
 
 
 def engine_args(folder: Path, cfg: VllmEngineConfig, max_sequence: int, options: Mapping[str, Any]) -> AsyncEngineArgs:
-    """vLLM's arguments. ``options`` are those that depend on what the engine is for."""
+    """vLLM's arguments. ``options`` are those that depend on what the engine is for. ``UserError`` for such as this
+    machine cannot give."""
+    if options.get("enable_sleep_mode") and not current_platform.is_sleep_mode_available():
+        raise UserError(
+            f"{folder}: vLLM cannot sleep on this machine, and GPUs are shared by turns (placement.share_gpus_with, "
+            "placement.shared_pool): set engine: {type: torch}, or give the group GPUs of its own"
+        )
     return AsyncEngineArgs(
         model=str(folder),
         load_format="safetensors",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from mopd.engines.staging import StagedFiles
 
@@ -14,8 +14,23 @@ class VllmWorkers:
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
-        self.is_asleep = False
-        """Then nothing runs, and ``wake_up`` lets requests run again."""
+        self._sleeping: Literal["no", "cache", "all"] = "no"
+
+    @property
+    def is_asleep(self) -> bool:
+        """The cache is, if not all: then nothing runs, and ``wake_up`` lets requests run again."""
+        return self._sleeping != "no"
+
+    async def sleep(self, *, keeps_weights: bool) -> None:
+        """Give the GPU memory back; weights go to host memory or are gone."""
+        self._sleeping = "all"
+        await self._llm.sleep(level=1 if keeps_weights else 2)
+
+    async def wake_up(self, *, weights_only: bool) -> None:
+        """Take it back: all that sleeps, or first the memory of the weights."""
+        tags = ["weights"] if weights_only else ["kv_cache"] if self._sleeping == "cache" else None
+        await self._llm.wake_up(tags)
+        self._sleeping = "cache" if weights_only else "no"
 
     async def tell(self, method: str, **arguments: Any) -> list[Any]:
         """What each answers."""
