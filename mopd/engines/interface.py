@@ -162,8 +162,10 @@ class Scores:
 class Generator(Protocol):
     """Samples responses with the weights of the moment."""
 
-    weight_version: int
-    """Version of the weights that answer now; -1 before the first ``TakesWeights.load_weights``."""
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that answer now; -1 before the first ``TakesWeights.load_weights``."""
+        ...
 
     async def generate(
         self,
