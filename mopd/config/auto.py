@@ -24,6 +24,7 @@ from mopd.config.placements import (
 )
 from mopd.config.reading.tree import AUTO, dotted
 from mopd.config.schema import Recipe
+from mopd.config.weights import CollectiveConfig
 from mopd.hardware import Hardware
 
 Group = TypeVar("Group", bound=EngineGroupConfig)
@@ -64,6 +65,11 @@ def settle(
         ValueError: a key that another choice needs, with its dotted path and the cure.
     """
     settled = Settled(recipe)
+    if isinstance(recipe.weight_sync, CollectiveConfig) and not hardware.without_cuda:
+        raise ValueError(
+            "weight_sync.type is 'collective', which moves weights in host memory, but student and engines use CUDA: "
+            "set weight_sync.type: http"
+        )
     student = recipe.student
     if student.dtype == AUTO:
         settled.reasons["student.dtype"] = hardware.without_cuda or "CUDA"
@@ -97,8 +103,10 @@ def _placement(
     recipe: Recipe, hardware: Hardware, num_ranks: int, num_weights: Mapping[str, int | None]
 ) -> tuple[InProcessConfig | LocalConfig, str]:
     """What every ``placement.type: auto`` becomes, one choice for all groups, and why."""
-    is_beside = recipe.schedule.max_staleness > 0
+    is_beside = recipe.schedule.max_staleness > 0 or recipe.shares_gpus
     beside = f"schedule.max_staleness {recipe.schedule.max_staleness}: it works while the student trains"
+    if recipe.shares_gpus:
+        beside = "rollout.placement.share_gpus_with: it works while the student's memory is lent"
     if hardware.without_cuda:
         return (LocalConfig(type="local"), beside) if is_beside else (InProcessConfig(), hardware.without_cuda)
     groups = _groups(recipe)
@@ -128,7 +136,7 @@ def _taken(group: EngineGroupConfig) -> int:
     """GPUs of this machine that the recipe gives to a group, beside rank 0's."""
     placement = group.placement
     if isinstance(placement, LocalConfig):
-        return _wanted(group)
+        return 0 if group.shares_gpus else _wanted(group)
     if isinstance(placement, RayConfig) and placement.address is None:
         return placement.num_gpus * group.replicas
     return group.gpus_per_replica - 1 if isinstance(placement, InProcessConfig) else 0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from mopd.config.columns import DataFileConfig
+from mopd.config.data import DataFileConfig
 from mopd.config.load import Draft
 from mopd.config.reading.tree import dotted
 from mopd.conversion.models.dims import check_layout

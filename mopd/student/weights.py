@@ -96,6 +96,14 @@ def iter_hf_weights(
             yield from _export_expert(placed, stage, dtype, owned, dims, layout)
 
 
+def hf_tensors(dims: ModelDims, dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """``(hf_name, dtype, shape)`` of what ``iter_hf_weights`` yields, in its order, of a model with parameters in
+    ``dtype``."""
+    for placed in families.all_params(dims):
+        own = torch.float32 if placed.param.stays_fp32 else dtype
+        yield from ((name, own, tuple(shape)) for name, shape in zip(placed.hf_names, placed.hf_shapes, strict=True))
+
+
 def _export_shared(
     placed: Placed, stage: int, dtype: torch.dtype, owned: Mapping[str, Tensor], dims: ModelDims, layout: Layout
 ) -> Iterator[tuple[str, Tensor]]:

@@ -29,6 +29,7 @@ from mopd.student.checkpoints import checkpoint
 from mopd.student.checkpoints.background import Background
 from mopd.student.form import Form, choose_form
 from mopd.student.images import StudentImages
+from mopd.student.lending import Lending
 from mopd.student.model.balance import Balance
 from mopd.student.model.config import check_attention
 from mopd.student.model.gpt import HeadHook, LMHead, build_chunks
@@ -101,6 +102,9 @@ class StudentWorker:
         self._plan: MicroBatchPlan | None = None
         self.saving = Background(self.layout.device, timeout_s=recipe.schedule.wait_timeout_s)
         """Of checkpoints. Enter it around whatever uses the student."""
+        self._lending = None
+        if recipe.shares_gpus:
+            self._lending = Lending(self._chunks, self._optimizer, self.layout.device)
 
     @property
     def dp_size(self) -> int:
@@ -224,6 +228,17 @@ class StudentWorker:
                 return
             yield item
 
+    def lend(self) -> None:
+        """Give back what the rollout may use, on every rank; between two steps. See ``Lending``."""
+        assert self._lending is not None
+        self._lending.lend()
+        dist.barrier(group=self.layout.control_group)  # the rollout may be on any rank's GPU
+
+    def restore(self) -> None:
+        """Undo ``lend``."""
+        assert self._lending is not None
+        self._lending.restore()
+
     @cpu_shim.activate()
     def save(self, folder: Path, extra: Mapping[str, Any], *, is_async: bool = False) -> None:
         """Write a complete checkpoint (see ``checkpoint.save``); ``extra`` (JSON-able) comes back from ``load``. When
@@ -270,11 +285,13 @@ class StudentWorker:
         dist.barrier(group=self.layout.control_group)
 
     def memory(self) -> dict[str, float]:
-        """Peak memory of this rank so far, in GiB: device memory with CUDA, else resident memory."""
+        """Peak memory of this rank so far, in GiB: device memory with CUDA, else resident memory. Where it is lent to
+        the rollout, also ``Lending.numbers``."""
+        lent = {} if self._lending is None else self._lending.numbers()
         if torch.cuda.is_available():
-            return {"memory/student_peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+            return lent | {"memory/student_peak_gib": torch.cuda.max_memory_allocated() / 2**30}
         unit = 1 if sys.platform == "darwin" else 2**10
-        return {"memory/student_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+        return lent | {"memory/student_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
 
     def _teacher_weights(self) -> Tensor | None:
         """[domains, D] for the objective of a recipe with an ensemble."""

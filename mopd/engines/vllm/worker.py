@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import select
@@ -13,6 +14,11 @@ from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from mopd.engines.vllm.receiving import BACKEND, GroupTransferEngine
+
+WeightTransferEngineFactory.register_engine(BACKEND, GroupTransferEngine)
 
 _RELOADING = "vllm.model_executor.model_loader.reload"
 """Its modules warn of every layer that gets no weights."""
@@ -25,6 +31,8 @@ class WorkerExtension:
     """vLLM's own method of the worker: replaces the weights in place, name by name."""
     model_runner: Any
     """vLLM's own."""
+    weight_transfer_engine: Any
+    """``GroupTransferEngine``, which vLLM makes by the name ``BACKEND``."""
 
     def mopd_watch(self, owner_pid: int) -> None:
         """End this worker and vLLM's core process as soon as process ``owner_pid``, which started them, is gone.
@@ -52,6 +60,16 @@ class WorkerExtension:
             self.reload_weights(weights_iterator=tensors())
         self._refresh_tied_head()
         return count
+
+    def mopd_transfer_failure(self) -> str | None:
+        """Why the last ``init_weight_transfer_engine`` or ``update_weights`` of this worker failed, if it did."""
+        failure: str | None = self.weight_transfer_engine.failure
+        return failure
+
+    def mopd_received(self) -> dict[str, float]:
+        """After weights have come over a group: what they took, as fields of ``Reception``."""
+        self._refresh_tied_head()
+        return dataclasses.asdict(self.weight_transfer_engine.reception)
 
     def _refresh_tied_head(self) -> None:
         """A tied output matrix receives no tensor of its own, so that vLLM's reload leaves what it derived from the old

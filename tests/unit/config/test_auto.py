@@ -160,6 +160,17 @@ def test_replicas_take_gpus_of_their_own_or_are_refused_with_the_table(load: Loa
         shares("teachers.math.replicas=4")
 
 
+def test_a_rollout_that_shares_takes_no_gpu_of_its_own_and_nothing_is_in_process_beside_it(load: Load) -> None:
+    shared = ("rollout.placement={type: local, share_gpus_with: student}", "schedule.max_staleness=0")
+    on_cpu = settle(load(*shared).recipe, NO_GPU, num_ranks=1)
+    assert {teacher.placement.type for teacher in on_cpu.recipe.teachers.values()} == {"local"}
+    assert on_cpu.reasons["teachers.math.placement.type"].startswith("rollout.placement.share_gpus_with")
+    recipe = settle(load("student.parallel.data_parallel_size=4", *shared).recipe, NODE, num_ranks=4).recipe
+    assert recipe.rollout.engine.type == "vllm"
+    taken = share_gpus(engine_groups(recipe), Machine(num_gpus=8, num_ranks=4)).groups
+    assert list(taken.values()) == [((0,),), ((4,),), ((5,),)]
+
+
 def test_the_origin_says_why(load: Load) -> None:
     loaded = load()
     on_node = settled(loaded, NODE)

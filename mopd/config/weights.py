@@ -1,0 +1,66 @@
+"""The way of the student's weights to the rollout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mopd.config.placements import AutoPlacementConfig, LocalConfig, Placement
+from mopd.config.values import require_at_least, require_seconds
+
+MAX_BUCKET_MIB = 2**14
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AutoSyncConfig:
+    """``http``, which works everywhere; ``collective`` is to be asked for."""
+
+    type: Literal["auto"] = "auto"
+    """The way's name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HttpConfig:
+    """Read into host memory, sent to each server in pieces and kept aside there: the student and the engines go on
+    meanwhile. Works everywhere."""
+
+    type: Literal["http"]
+    """The way's name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveConfig:
+    """Broadcast from the student's rank 0 into the memory of all rollout engines at once, in buckets, without a copy of
+    the model anywhere; student and engines wait for it (docs/weights.md). On a CPU, where ``rollout.placement`` is
+    ``local``."""
+
+    type: Literal["collective"]
+    """The way's name."""
+    bucket_mib: int = 64
+    """Size of a bucket; sender and receivers hold two."""
+    verify_every: int = 100
+    """Updates from one whose buckets are compared by their digests to the next; the first one is."""
+    timeout_s: float = 60.0
+    """Longest that one side waits for the other, for a bucket, or for engines to come into the group."""
+
+    def __post_init__(self) -> None:
+        require_at_least("bucket_mib", self.bucket_mib, 1, MAX_BUCKET_MIB)
+        require_at_least("verify_every", self.verify_every, 1)
+        require_seconds("timeout_s", self.timeout_s)
+
+
+WeightSync = AutoSyncConfig | HttpConfig | CollectiveConfig
+
+
+def check_weight_sync(way: WeightSync, placement: Placement) -> None:
+    """``ValueError`` for a rollout that weights cannot reach in this ``way``."""
+    if isinstance(way, CollectiveConfig) and isinstance(placement, LocalConfig) and placement.share_gpus_with:
+        raise ValueError(
+            "weight_sync.type is 'collective', but with rollout.placement.share_gpus_with replicas that wake are given "
+            "weights that were kept for them: set weight_sync.type: http"
+        )
+    if isinstance(way, CollectiveConfig) and not isinstance(placement, (LocalConfig, AutoPlacementConfig)):
+        raise ValueError(
+            f"weight_sync.type is 'collective', but rollout.placement.type is {placement.type!r}: the engines must be "
+            "processes of rank 0's machine: set placement.type: local, or weight_sync.type: http"
+        )

@@ -1,0 +1,61 @@
+"""Weights that come to a torch engine over a process group, into the memory of its model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from mopd.engines.interface import Reception, WeightsLost
+from mopd.transfer.buckets import TensorMeta
+from mopd.transfer.group import GroupOrder, TransferFailed
+from mopd.transfer.receiving import Receiver, check_fit
+
+
+class _TorchModel(Protocol):
+    name: str
+
+    @property
+    def weight_slots(self) -> Mapping[str, Tensor]: ...
+    async def swap_weights(self, prepared: Iterable[tuple[str, Tensor]], weight_version: int) -> None: ...
+
+
+class TorchIncoming:
+    """Implements ``Incoming`` (``mopd.engines.interface``)."""
+
+    def __init__(self, engine: _TorchModel) -> None:
+        self._engine = engine
+        self._receiver: Receiver | None = None
+
+    async def join(self, order: GroupOrder, first_rank: int, metas: Sequence[TensorMeta]) -> None:
+        """See ``Incoming.join``."""
+        check_fit(metas, self._engine.weight_slots, name=self._engine.name)
+        await self.leave()
+        try:
+            self._receiver = await asyncio.to_thread(Receiver, order, first_rank, metas, keeps_views=False)
+        except TransferFailed as error:
+            raise WeightsLost(f"{self._engine.name}: {error}") from error
+
+    async def receive(
+        self, weight_version: int, *, verify: bool, patience_s: float, ready: Callable[[], object]
+    ) -> Reception:
+        """See ``Incoming.receive``. Blocks."""
+        receiver, began = self._receiver, time.perf_counter()
+        if receiver is None:
+            raise WeightsLost(f"{self._engine.name} is in no group")
+        ready()
+        try:
+            tensors = receiver.tensors(verify=verify, patience_s=patience_s)
+            await self._engine.swap_weights(tensors, weight_version)
+        except TransferFailed as error:
+            raise WeightsLost(f"{self._engine.name}: {error}") from error
+        return Reception(wait_s=receiver.wait_s, load_s=time.perf_counter() - began - receiver.wait_s)
+
+    async def leave(self) -> None:
+        """See ``Incoming.leave``."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()

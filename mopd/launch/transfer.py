@@ -1,0 +1,208 @@
+"""Rank 0 gives the student's weights to the rollout's engines over a process group that it leads.
+
+::
+
+    lacking? ──> same replicas as last time: the group stays; others: a new store, join ∥ meet
+      ▲            start (they stop) ──> buckets, from the student's thread ──> finish (the new weights answer)
+      └── some failed: the group is closed, those that answered are tried again, the others are left to ``Repair``
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from mopd.config.groups import VllmEngineConfig
+from mopd.config.schema import Recipe
+from mopd.config.weights import CollectiveConfig
+from mopd.student.weights import hf_tensors
+from mopd.student.worker import StudentWorker
+from mopd.transfer.buckets import TensorMeta, to_json
+from mopd.transfer.group import GroupOrder, GroupStore, TransferFailed, TransferGroup
+from mopd.transfer.sending import Sent, send
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_ATTEMPTS = 4
+"""Of one update; a replica that fails in all of them is left without."""
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs something in the student's thread."""
+
+
+class Targets(Protocol):
+    """See ``mopd.replicas.transfer.TransferTargets``."""
+
+    async def lacking(self, weight_version: int | None) -> list[str]: ...
+    async def join(self, names: Sequence[str], order: Mapping[str, Any], tensors: bytes) -> dict[str, str]: ...
+    async def start(self, names: Sequence[str], order: Mapping[str, Any]) -> dict[str, str]: ...
+    async def finish(self, names: Sequence[str], order: Mapping[str, Any]) -> tuple[dict[str, str], float]: ...
+    async def published(self, weight_version: int | None) -> None: ...
+
+
+class Transfer:
+    """One update at a time. Belongs to rank 0's event loop."""
+
+    def __init__(
+        self, targets: Targets, cfg: CollectiveConfig, metas: Sequence[TensorMeta], *, num_workers: int
+    ) -> None:
+        """``metas``: every weight of the student, as it will travel; ``num_workers``: of one replica."""
+        self._targets, self._cfg, self._metas, self._num_workers = targets, cfg, metas, num_workers
+        self._group: TransferGroup | None = None
+        self._order: GroupOrder | None = None
+        self._names: list[str] = []
+        self._num_updates = 0
+        self._numbers: dict[str, float] = {}
+
+    def take_numbers(self) -> dict[str, float]:
+        """Metrics of the last update since the last call."""
+        numbers, self._numbers = self._numbers, {}
+        return numbers
+
+    async def publish(
+        self,
+        weight_version: int,
+        read: Callable[[], Iterable[tuple[str, Tensor]]],
+        in_thread: InThread,
+        *,
+        only_missing: bool = False,
+    ) -> None:
+        """Returns when every replica that can answers with these weights. ``read`` begins a stream of all of them, in
+        the student's thread. ``only_missing``: to those alone that have older weights than the router asks for.
+
+        Raises:
+            UserError: a replica's model has other weights; ``NonFiniteError`` for a value that is no number.
+        """
+        asked = None if only_missing else weight_version
+        lost: set[str] = set()
+        began = time.monotonic()
+        for attempt in range(MAX_ATTEMPTS):
+            names = [name for name in await self._targets.lacking(asked) if name not in lost]
+            if not names:
+                break
+            verify = attempt > 0 or self._num_updates % self._cfg.verify_every == 0
+            failures = await self._attempt(names, weight_version, verify, read, in_thread)
+            lost |= {name for name, kind in failures.items() if kind == "lost"}
+            if failures:
+                await self._close()
+        if left := await self._targets.lacking(asked):
+            logger.warning("weights %d did not reach %s", weight_version, ", ".join(left))
+        self._num_updates += 1
+        if self._numbers:
+            self._numbers["timing/weights_update_s"] = time.monotonic() - began
+        await self._targets.published(asked)
+
+    async def close(self) -> None:
+        """Leave the group."""
+        await self._close()
+
+    async def _attempt(
+        self,
+        names: list[str],
+        weight_version: int,
+        verify: bool,
+        read: Callable[[], Iterable[tuple[str, Tensor]]],
+        in_thread: InThread,
+    ) -> dict[str, str]:
+        """Who has not got them, and why not."""
+        failures = await self._meet(names)
+        if failures:
+            return failures
+        assert self._group is not None and self._order is not None
+        group, order = (
+            self._group,
+            {
+                "group_id": self._order.group_id,
+                "weight_version": weight_version,
+                "timeout_s": self._cfg.timeout_s,
+            },
+        )
+        failures = await self._targets.start(names, {**order, "verify": verify})
+        if failures:
+            return failures
+
+        def work() -> Sent:
+            return send(group, self._metas, read(), bucket_bytes=self._cfg.bucket_mib * 2**20, verify=verify)
+
+        began = time.monotonic()
+        try:
+            sent: Sent | None = await in_thread(work)
+        except TransferFailed as error:
+            logger.warning("weights %d were not sent to the end: %s", weight_version, error)
+            sent = None
+        failures, load_s = await self._targets.finish(names, order)
+        if sent is not None:
+            seconds = time.monotonic() - began
+            self._numbers = {
+                "timing/weights_gather_s": sent.gather_s,
+                "timing/weights_send_s": sent.send_s,
+                "timing/weights_load_s": load_s,
+                "rate/weights_mib_per_s": sent.num_bytes / 2**20 / seconds,
+            }
+        return failures
+
+    async def _meet(self, names: list[str]) -> dict[str, str]:
+        """The group of exactly these, in this order."""
+        if self._group is not None and not self._group.is_over and names == self._names:
+            return {}
+        await self._close()
+        timeout_s = self._cfg.timeout_s
+        store = GroupStore(timeout_s)
+        order = GroupOrder(
+            group_id=secrets.token_hex(8),
+            port=store.port,
+            world_size=1 + len(names) * self._num_workers,
+            bucket_bytes=self._cfg.bucket_mib * 2**20,
+            timeout_s=timeout_s,
+        )
+        told = {
+            "group_id": order.group_id,
+            "port": order.port,
+            "world_size": order.world_size,
+            "bucket_bytes": order.bucket_bytes,
+            "timeout_s": timeout_s,
+        }
+        meeting = asyncio.ensure_future(asyncio.to_thread(_meet, order, store))
+        failures = await self._targets.join(names, told, to_json(self._metas))
+        group = await meeting
+        if group is None or failures:
+            if group is not None:
+                group.close()
+            return failures or dict.fromkeys(names, "refused")
+        self._group, self._order, self._names = group, order, names
+        return {}
+
+    async def _close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            await asyncio.to_thread(group.close)
+
+
+def _meet(order: GroupOrder, store: GroupStore) -> TransferGroup | None:
+    try:
+        return TransferGroup(order, 0, store)
+    except TransferFailed as error:
+        logger.warning("a group for the weights did not meet: %s", error)
+        return None
+
+
+def open_transfer(recipe: Recipe, worker: StudentWorker, targets: Targets) -> Transfer | None:
+    """The collective of a recipe that asks for it."""
+    cfg, engine = recipe.weight_sync, recipe.rollout.engine
+    if not isinstance(cfg, CollectiveConfig):
+        return None
+    num_workers = engine.tensor_parallel_size if isinstance(engine, VllmEngineConfig) else 1
+    student, rollout = getattr(torch, recipe.student.dtype), getattr(torch, engine.dtype)
+    smaller = rollout if rollout.itemsize < student.itemsize else student  # cast before it travels
+    metas = [
+        TensorMeta(name, smaller if dtype == student else dtype, shape)
+        for name, dtype, shape in hf_tensors(worker.dims, student)
+    ]
+    return Transfer(targets, cfg, metas, num_workers=num_workers)
