@@ -160,7 +160,7 @@ class VllmEngine:
         if sight is not None:
             options = {**options, **sight_options(sight)}
         max_sequence = sequence_limit(folder, cfg)
-        args = engine_args(folder, cfg, max_sequence, options)
+        args = engine_args(folder, cfg, max_sequence, options, fixed=fixed)
         llm = await asyncio.to_thread(start_llm, folder, args, startup_timeout_s)
         engine = cls(llm, folder, cfg, sight=sight, max_sequence=max_sequence, fixed=fixed)
         try:

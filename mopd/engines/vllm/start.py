@@ -131,9 +131,11 @@ def check_temperature(sampling: SamplingParams, *, before_cut: bool, sees: bool 
         )
 
 
-def engine_args(folder: Path, cfg: VllmEngineConfig, max_sequence: int, options: Mapping[str, Any]) -> AsyncEngineArgs:
-    """vLLM's arguments. ``options`` are those that depend on what the engine is for. ``UserError`` for such as this
-    machine cannot give."""
+def engine_args(
+    folder: Path, cfg: VllmEngineConfig, max_sequence: int, options: Mapping[str, Any], *, fixed: bool
+) -> AsyncEngineArgs:
+    """vLLM's arguments. ``options`` are those that depend on what the engine is for; ``fixed``: it keeps the weights of
+    the folder. ``UserError`` for such as this machine cannot give."""
     if options.get("enable_sleep_mode") and not current_platform.is_sleep_mode_available():
         raise UserError(
             f"{folder}: vLLM cannot sleep on this machine, and GPUs are shared by turns (placement.share_gpus_with, "
@@ -141,7 +143,8 @@ def engine_args(folder: Path, cfg: VllmEngineConfig, max_sequence: int, options:
         )
     return AsyncEngineArgs(
         model=str(folder),
-        load_format="safetensors",
+        # where all weights are to come, noise: with those of the folder nobody would notice one that vLLM did not take
+        load_format="safetensors" if fixed else "dummy",
         trust_remote_code=False,
         generation_config="vllm",
         dtype=cfg.dtype,

@@ -15,6 +15,8 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.platforms import current_platform
 
 from mopd.engines.vllm.receiving import BACKEND, GroupTransferEngine
 
@@ -22,6 +24,22 @@ WeightTransferEngineFactory.register_engine(BACKEND, GroupTransferEngine)
 
 _RELOADING = "vllm.model_executor.model_loader.reload"
 """Its modules warn of every layer that gets no weights."""
+
+
+def _pack_experts_at_every_load() -> None:
+    """For a CPU's kernels vLLM packs the weights of experts when it makes the kernel, at the first load. Those of a
+    later one it would put, as they are, where packed ones are expected: so the kernel is made anew."""
+    set_up = UnquantizedFusedMoEMethod._setup_kernel
+
+    def make_and_pack(self: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
+        self.moe_kernel = None
+        set_up(self, layer, w13, w2)
+
+    UnquantizedFusedMoEMethod._setup_kernel = make_and_pack
+
+
+if current_platform.is_cpu():
+    _pack_experts_at_every_load()
 
 
 class WorkerExtension:
