@@ -45,33 +45,46 @@ class Bucket:
     num_bytes: int
     """Digest included."""
 
+    @property
+    def metas(self) -> tuple[TensorMeta, ...]:
+        """Of its tensors, in order."""
+        return tuple(meta for meta, _ in self.parts)
+
     def views(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Its tensors by name, in memory of ``buffer`` ([num_bytes] uint8)."""
         for meta, start in self.parts:
             yield meta.name, buffer[start : start + meta.num_bytes].view(meta.dtype).view(meta.shape)
 
-    def digest(self, buffer: Tensor) -> int:
-        """Of all bytes but the digest's own: their number and the sum of words times odd numbers, modulo 2**64. One
-        flipped bit changes it, whichever it is, as do two words that change places; of empty memory it is not 0."""
-        words = buffer[: self.num_bytes - _DIGEST_BYTES].view(torch.int64)
-        total = self.num_bytes
-        for start in range(0, len(words), _WORDS):
-            part = words[start : start + _WORDS]
-            places = torch.arange(2 * start + 1, 2 * (start + len(part)), 2, device=part.device)
-            total += int((part * places).sum())
-        return (total + 2**63) % 2**64 - 2**63
+    def digest(self, buffer: Tensor) -> Tensor:
+        """``digest`` of all bytes but the digest's own."""
+        return digest(buffer[: self.num_bytes - _DIGEST_BYTES])
 
     def seal(self, buffer: Tensor) -> None:
         """Write the digest."""
-        self._place(buffer).fill_(self.digest(buffer))
+        self._place(buffer).copy_(self.digest(buffer))
 
     def is_intact(self, buffer: Tensor) -> bool:
         """Whether the digest is that of what arrived."""
-        return int(self._place(buffer)) == self.digest(buffer)
+        return bool(self._place(buffer) == self.digest(buffer))
 
     def _place(self, buffer: Tensor) -> Tensor:
         start = self.num_bytes - _DIGEST_BYTES
         return buffer[start : start + 8].view(torch.int64)
+
+
+def digest(data: Tensor) -> Tensor:
+    """[] int64 of [n] uint8, on its device: n and the sum of words of 8 bytes times odd numbers, modulo 2**64. One
+    flipped bit changes it, whichever it is, as do two words that change places; of empty memory it is not 0."""
+    num_bytes, whole = len(data), len(data) // 8 * 8
+    total = torch.tensor(num_bytes, dtype=torch.int64, device=data.device)
+    for start in range(0, num_bytes, 8 * _WORDS):
+        part = data[start : min(start + 8 * _WORDS, whole)]
+        if start + 8 * _WORDS >= num_bytes > whole:
+            part = torch.nn.functional.pad(data[start:], (0, whole + 8 - num_bytes))
+        words = (part.clone() if part.storage_offset() % 8 else part).view(torch.int64)
+        first = start // 4 + 1
+        total += (words * torch.arange(first, first + 2 * len(words), 2, device=data.device)).sum()
+    return total
 
 
 def cut(metas: Iterable[TensorMeta], bucket_bytes: int) -> list[Bucket]:

@@ -1,15 +1,18 @@
-"""One receiving process: a member of a group that turns buckets into tensors again."""
+"""One receiving process: a member of a group, into whose memory tensors come."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from mopd.transfer.buckets import Bucket, TensorMeta, cut
+from mopd.transfer.buckets import Bucket, TensorMeta
 from mopd.transfer.group import GroupOrder, Pending, TransferFailed, TransferGroup
+from mopd.transfer.pieces import Part, Piece, Ring, cut_pieces
 
 
 def check_fit(metas: Sequence[TensorMeta], slots: Mapping[str, Tensor], *, name: str) -> None:
@@ -30,15 +33,29 @@ def check_fit(metas: Sequence[TensorMeta], slots: Mapping[str, Tensor], *, name:
 
 
 class Receiver:
-    """Two buckets of memory: one that is read while the next arrives."""
+    """Holds two buckets of memory at most: one that is read while the next arrives."""
 
-    def __init__(self, order: GroupOrder, rank: int, metas: Sequence[TensorMeta], *, keeps_views: bool) -> None:
+    def __init__(
+        self,
+        order: GroupOrder,
+        rank: int,
+        metas: Sequence[TensorMeta],
+        *,
+        keeps_views: bool,
+        slots: Mapping[str, Tensor] | None = None,
+        device: torch.device | None = None,
+        given_up: threading.Event | None = None,
+    ) -> None:
         """Blocks until the group has met; raises as ``TransferGroup``. ``keeps_views``: whoever reads may hold tensors
-        beyond their bucket, so that each gets memory of its own."""
-        self._buckets = cut(metas, order.bucket_bytes)
-        self._group = TransferGroup(order, rank)
+        beyond their bucket, so that each gets memory of its own. ``slots``: what arrives under these names may be
+        written there. ``device`` of the model: the CPU's unless told."""
+        self._parts = cut_pieces(metas, order.bucket_bytes)
+        self._group = TransferGroup(order, rank, given_up=given_up, device=device)
+        self._ring = Ring(self._group.device)
         self._keeps_views = keeps_views
-        self._memory: list[Tensor] = []
+        self._slots = {name: slot for name, slot in (slots or {}).items() if slot.is_contiguous()}
+        self._whole: dict[str, Tensor] = {}
+        """Large tensors that arrive and have no slot."""
         self.wait_s = 0.0
         """Of the last ``tensors``: seconds in which nothing had arrived."""
 
@@ -47,45 +64,75 @@ class Receiver:
         self._group.close()
 
     def tensors(self, *, verify: bool, patience_s: float) -> Iterator[tuple[str, Tensor]]:
-        """What rank 0 sends, once, in its order; the first bucket may take ``patience_s``. A tensor is good until the
-        next one is asked for, or, with ``keeps_views``, for ever.
+        """What rank 0 sends, once, in its order, but for what was written to its slot; the first part may take
+        ``patience_s``. A tensor is good until the next one is asked for, or, with ``keeps_views``, for ever.
 
         Raises:
-            TransferFailed: a peer was lost or silent, or with ``verify`` a bucket is not as it was sent. The group is
-                closed, and what was yielded before is part of nothing whole.
+            TransferFailed: a peer was lost or silent, or with ``verify`` something is not as it was sent. The group is
+                closed, and what was yielded before, or written, is part of nothing whole.
         """
         self.wait_s = 0.0
         try:
             yield from self._tensors(verify, patience_s)
         except BaseException:
-            self.close()  # also when the reader fails
+            self._group.settle()  # also when the reader fails; and what comes late shall not be written into a slot
             raise
         finally:
-            self._memory.clear()
+            self._ring = Ring(self._group.device)
+            self._whole.clear()
 
     def _tensors(self, verify: bool, patience_s: float) -> Iterator[tuple[str, Tensor]]:
-        flying = self._post(0, patience_s)
-        for i, bucket in enumerate(self._buckets):
-            assert flying is not None
-            buffer, pending = flying
-            before = time.perf_counter()
-            pending.wait()
-            self.wait_s += time.perf_counter() - before
-            flying = self._post(i + 1)
-            if verify and not bucket.is_intact(buffer):
-                raise TransferFailed(f"bucket {i} of {len(self._buckets)} changed on its way")
-            yield from bucket.views(buffer)
+        digests = []
+        for part, buffer in self._arrivals(patience_s):
+            if verify:
+                digests.append(part.digest(buffer))
+            if isinstance(part, Bucket):
+                yield from part.views(buffer)
+            else:
+                yield from self._put(part, buffer)
+        if digests:
+            sums = torch.zeros(len(digests), dtype=torch.int64, device=self._group.device)
+            self._wait(self._group.broadcast(sums))
+            for i, same in enumerate((sums == torch.stack(digests)).tolist()):
+                if not same:
+                    raise TransferFailed(f"part {i} of {len(digests)} changed on its way")
 
-    def _post(self, number: int, timeout_s: float | None = None) -> tuple[Tensor, Pending] | None:
-        if number == len(self._buckets):
-            return None
-        buffer = self._room(number, self._buckets[number])
-        return buffer, self._group.broadcast(buffer, timeout_s=timeout_s)
+    def _arrivals(self, patience_s: float) -> Iterator[tuple[Part, Tensor]]:
+        """Each part with its bytes, while the next one travels."""
+        flying = deque[tuple[Tensor, Pending]]()
+        for i, part in enumerate(self._parts):
+            for number in range(i + len(flying), min(i + (2 if i else 1), len(self._parts))):
+                buffer = self._room(number, self._parts[number])
+                flying.append((buffer, self._group.broadcast(buffer, timeout_s=None if number else patience_s)))
+            buffer, pending = flying.popleft()
+            self._wait(pending)
+            yield part, buffer
 
-    def _room(self, number: int, bucket: Bucket) -> Tensor:
-        if self._keeps_views:
-            return torch.empty(bucket.num_bytes, dtype=torch.uint8)
-        if not self._memory:
-            largest = max(bucket.num_bytes for bucket in self._buckets)
-            self._memory = [torch.empty(largest, dtype=torch.uint8) for _ in range(2)]
-        return self._memory[number % 2][: bucket.num_bytes]
+    def _wait(self, pending: Pending) -> None:
+        before = time.perf_counter()
+        pending.wait()
+        self.wait_s += time.perf_counter() - before
+
+    def _room(self, number: int, part: Part) -> Tensor:
+        """[bytes] where it is to arrive."""
+        if isinstance(part, Bucket):
+            if self._keeps_views:
+                return torch.empty(part.num_bytes, dtype=torch.uint8, device=self._group.device)
+            return self._ring.room(number, part.num_bytes)
+        slot = self._slots.get(part.meta.name)
+        if slot is not None and not part.is_as_it_travels(slot, self._group.device):
+            return self._ring.room(number, part.num_bytes)
+        if slot is None and part.first == 0:
+            whole = torch.empty(part.meta.shape, dtype=part.meta.dtype, device=self._group.device)
+            self._whole[part.meta.name] = whole
+        return part.of(self._whole[part.meta.name] if slot is None else slot).view(torch.uint8)
+
+    def _put(self, piece: Piece, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What arrived in the ring into its slot; what has none is yielded when it is whole."""
+        name = piece.meta.name
+        slot = self._slots.get(name)
+        if slot is None:
+            if piece.is_last:
+                yield name, self._whole.pop(name)
+        elif not piece.is_as_it_travels(slot, self._group.device):
+            piece.of(slot).copy_(buffer.view(piece.meta.dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -12,6 +13,7 @@ from torch import Tensor
 from mopd.engines.interface import Reception, WeightsLost
 from mopd.transfer.buckets import TensorMeta
 from mopd.transfer.group import GroupOrder, TransferFailed
+from mopd.transfer.mapped import MappedReceiver, open_receiver
 from mopd.transfer.receiving import Receiver, check_fit
 
 
@@ -28,14 +30,25 @@ class TorchIncoming:
 
     def __init__(self, engine: _TorchModel) -> None:
         self._engine = engine
-        self._receiver: Receiver | None = None
+        self._receiver: Receiver | MappedReceiver | None = None
+        self._given_up = threading.Event()
+        """Of the last ``join``."""
 
     async def join(self, order: GroupOrder, first_rank: int, metas: Sequence[TensorMeta]) -> None:
         """See ``Incoming.join``."""
         check_fit(metas, self._engine.weight_slots, name=self._engine.name)
         await self.leave()
+        given_up = self._given_up = threading.Event()
         try:
-            self._receiver = await asyncio.to_thread(Receiver, order, first_rank, metas, keeps_views=False)
+            self._receiver = await asyncio.to_thread(
+                open_receiver,
+                order,
+                first_rank,
+                metas,
+                keeps_views=False,
+                slots=self._engine.weight_slots,
+                given_up=given_up,
+            )
         except TransferFailed as error:
             raise WeightsLost(f"{self._engine.name}: {error}") from error
 
@@ -56,6 +69,7 @@ class TorchIncoming:
 
     async def leave(self) -> None:
         """See ``Incoming.leave``."""
+        self._given_up.set()
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.close()
