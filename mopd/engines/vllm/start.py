@@ -141,6 +141,12 @@ def engine_args(
             f"{folder}: vLLM cannot sleep on this machine, and GPUs are shared by turns (placement.share_gpus_with, "
             "placement.shared_pool): set engine: {type: torch}, or give the group GPUs of its own"
         )
+    config = read_config(folder).get_text_config()
+    if not fixed and current_platform.is_cpu() and getattr(config, "kv_lora_rank", None) is not None:
+        raise UserError(
+            f"{folder}: vLLM on a CPU gives up weights of latent attention once it has packed them, so that no update "
+            "reaches them: set rollout.engine: {type: torch}"
+        )
     return AsyncEngineArgs(
         model=str(folder),
         # where all weights are to come, noise: with those of the folder nobody would notice one that vLLM did not take
