@@ -7,6 +7,8 @@ model of full size.
     scoring      mopd bench teachers --size qwen3-1.7b: tokens/s beside a bare forward pass
     shared       a rollout on the student's GPU by turns (share_gpus_with): vLLM's memory comes back, training goes on;
                  the teacher is on the CPU, as it would need a GPU of its own
+    ipc          weights of that size from one process to another on the GPU (weight_sync: {type: ipc}): time beside a
+                 copy within one, memory
 
 Models and data are made on the spot and train to nothing. A stage that cannot run is skipped with its reason; the
 result is one JSON file. On a machine without CUDA ``--device cpu`` compares fp32 with fp32, which tests this tool.
@@ -33,6 +35,7 @@ from typing import Any
 if __package__ is None or __package__ == "":  # run as a file: make `tools` importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tools.gpu_ipc import ipc_stage
 from tools.gpu_sharing import shared_stage
 from tools.gpu_stage import ROOT, Check, Failed, Skipped, Stage, need, start, wait
 
@@ -187,6 +190,7 @@ STAGES: dict[str, Callable[[str, str, Path, Stage, float], None]] = {
     "quickstart": quickstart_stage,
     "scoring": scoring_stage,
     "shared": shared_stage,
+    "ipc": ipc_stage,
 }
 """In order of importance."""
 

@@ -24,7 +24,7 @@ from mopd.config.placements import (
 )
 from mopd.config.reading.tree import AUTO, dotted
 from mopd.config.schema import Recipe
-from mopd.config.weights import CollectiveConfig
+from mopd.config.weights import CollectiveConfig, IpcConfig
 from mopd.hardware import Hardware
 
 Group = TypeVar("Group", bound=EngineGroupConfig)
@@ -65,11 +65,8 @@ def settle(
         ValueError: a key that another choice needs, with its dotted path and the cure.
     """
     settled = Settled(recipe)
-    if isinstance(recipe.weight_sync, CollectiveConfig) and not hardware.without_cuda:
-        raise ValueError(
-            "weight_sync.type is 'collective', which moves weights in host memory, but student and engines use CUDA: "
-            "set weight_sync.type: http"
-        )
+    if not hardware.without_cuda:
+        _check_way_on_gpus(recipe)
     student = recipe.student
     if student.dtype == AUTO:
         settled.reasons["student.dtype"] = hardware.without_cuda or "CUDA"
@@ -82,6 +79,21 @@ def settle(
     }
     settled.recipe = dataclasses.replace(recipe, student=student, rollout=rollout, teachers=teachers)
     return settled
+
+
+def _check_way_on_gpus(recipe: Recipe) -> None:
+    if isinstance(recipe.weight_sync, CollectiveConfig):
+        raise ValueError(
+            "weight_sync.type is 'collective', which moves weights in host memory, but student and engines use CUDA: "
+            "set weight_sync.type: http"
+        )
+    num_ranks = recipe.student.parallel.world_size
+    if isinstance(recipe.weight_sync, IpcConfig) and (num_ranks > 1 or not recipe.shares_gpus):
+        raise ValueError(
+            "weight_sync.type is 'ipc', but engines see their own GPU alone, and rank 0's memory is on another: set "
+            f"rollout.placement.share_gpus_with: student for a student of 1 rank (this one has {num_ranks}), or "
+            "weight_sync.type: http"
+        )
 
 
 def compares_with_transformers(

@@ -13,7 +13,7 @@ MAX_BUCKET_MIB = 2**14
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoSyncConfig:
-    """``http``, which works everywhere; ``collective`` is to be asked for."""
+    """``http``, which works everywhere; ``collective`` and ``ipc`` are to be asked for."""
 
     type: Literal["auto"] = "auto"
     """The way's name."""
@@ -29,15 +29,11 @@ class HttpConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CollectiveConfig:
-    """Broadcast from the student's rank 0 into the memory of all rollout engines at once, in buckets, without a copy of
-    the model anywhere; student and engines wait for it (docs/weights.md). On a CPU, where ``rollout.placement`` is
-    ``local``."""
+class BucketsConfig:
+    """What ways in buckets have in common: student and engines wait for them, and nobody keeps a copy of the model."""
 
-    type: Literal["collective"]
-    """The way's name."""
     bucket_mib: int = 64
-    """Size of a bucket; sender and receivers hold two."""
+    """Size of a bucket; there are two on each side, or two in all."""
     verify_every: int = 100
     """Updates from one whose buckets are compared by their digests to the next; the first one is."""
     timeout_s: float = 60.0
@@ -49,18 +45,38 @@ class CollectiveConfig:
         require_seconds("timeout_s", self.timeout_s)
 
 
-WeightSync = AutoSyncConfig | HttpConfig | CollectiveConfig
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveConfig(BucketsConfig):
+    """Broadcast from the student's rank 0 into the memory of all rollout engines at once, in buckets, without a copy of
+    the model anywhere; student and engines wait for it (docs/weights.md). On a CPU, where ``rollout.placement`` is
+    ``local``."""
+
+    type: Literal["collective"]
+    """The way's name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IpcConfig(BucketsConfig):
+    """Read by the rollout engines in two buckets of rank 0's own memory, which they map: shared memory on a CPU, CUDA
+    IPC on a GPU. Where ``rollout.placement`` is ``local``; on CUDA it also takes ``share_gpus_with: student`` and a
+    student of one rank, as engines see their own GPU alone."""
+
+    type: Literal["ipc"]
+    """The way's name."""
+
+
+WeightSync = AutoSyncConfig | HttpConfig | CollectiveConfig | IpcConfig
 
 
 def check_weight_sync(way: WeightSync, placement: Placement) -> None:
     """``ValueError`` for a rollout that weights cannot reach in this ``way``."""
     if isinstance(way, CollectiveConfig) and isinstance(placement, LocalConfig) and placement.share_gpus_with:
         raise ValueError(
-            "weight_sync.type is 'collective', but with rollout.placement.share_gpus_with replicas that wake are given "
-            "weights that were kept for them: set weight_sync.type: http"
+            "weight_sync.type is 'collective', but rollout.placement.share_gpus_with puts two processes on one GPU, "
+            "which NCCL refuses: set weight_sync.type: ipc"
         )
-    if isinstance(way, CollectiveConfig) and not isinstance(placement, (LocalConfig, AutoPlacementConfig)):
+    if isinstance(way, BucketsConfig) and not isinstance(placement, (LocalConfig, AutoPlacementConfig)):
         raise ValueError(
-            f"weight_sync.type is 'collective', but rollout.placement.type is {placement.type!r}: the engines must be "
+            f"weight_sync.type is {way.type!r}, but rollout.placement.type is {placement.type!r}: the engines must be "
             "processes of rank 0's machine: set placement.type: local, or weight_sync.type: http"
         )

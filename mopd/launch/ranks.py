@@ -81,6 +81,7 @@ class Weights(Protocol):
         self, weights: Iterable[tuple[str, Tensor]], weight_version: int, constants: StagedConstants | None
     ) -> StagedWeights: ...
     async def send(self, staged: StagedWeights) -> None: ...
+    async def ask_for(self, weight_version: int) -> None: ...
     def send_again_by(self, again: Callable[[], Awaitable[None]]) -> None: ...
 
 
@@ -121,6 +122,8 @@ class StudentGroup:
         if transfer is not None:
             weights.send_again_by(self.send_again)
         self._staged: StagedWeights | None = None
+        self._waited_for: int | None = None
+        """Version that replicas will be given when they wake."""
         self._constants: StagedConstants | None = None
         """For servers: staged once, part of all that is."""
         self._has_given_constants = False
@@ -200,9 +203,11 @@ class StudentGroup:
 
     async def stage(self, weight_version: int) -> None:
         """Hand the weights over: to engines of this process itself, for others into host memory, or all the way by a
-        collective. The student is free then."""
+        collective; those on shared GPUs are given them when they wake. The student is free then."""
         async with self._turn:
-            if self._transfer is not None:
+            if self._transfer is not None and self._turns is not None:
+                self._waited_for = weight_version
+            elif self._transfer is not None:
                 await self._transfer.publish(weight_version, self._read_all, self._in_thread)
             elif self._weights.loads_directly:
                 kept = self.worker.constants if self._has_given_constants else frozenset()
@@ -234,8 +239,11 @@ class StudentGroup:
     async def send(self) -> None:
         """Returns when every rollout replica that can has the staged weights. The student may work meanwhile."""
         staged, self._staged = self._staged, None
+        version, self._waited_for = self._waited_for, None
         if staged is not None:
             await self._weights.send(staged)
+        if version is not None:
+            await self._weights.ask_for(version)
 
     async def save(self, folder: Path, state: Mapping[str, Any], *, is_async: bool) -> None:
         """Write model, optimizer, schedule and RNG of all ranks into ``folder``, with the JSON-able ``state``; when

@@ -21,16 +21,19 @@ from torch import Tensor
 
 from mopd.config.groups import VllmEngineConfig
 from mopd.config.schema import Recipe
-from mopd.config.weights import CollectiveConfig
+from mopd.config.weights import BucketsConfig, IpcConfig
 from mopd.student.weights import hf_tensors
 from mopd.student.worker import StudentWorker
 from mopd.transfer.buckets import TensorMeta, to_json
 from mopd.transfer.group import GroupOrder, GroupStore, TransferFailed, TransferGroup
+from mopd.transfer.mapped import mapped_bytes, send_mapped
+from mopd.transfer.memory import SharedMemory
 from mopd.transfer.sending import Sent, send
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_CPU = torch.device("cpu")
 MAX_ATTEMPTS = 4
 """Of one update; a replica that fails in all of them is left without."""
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -51,12 +54,22 @@ class Transfer:
     """One update at a time. Belongs to rank 0's event loop."""
 
     def __init__(
-        self, targets: Targets, cfg: CollectiveConfig, metas: Sequence[TensorMeta], *, num_workers: int
+        self,
+        targets: Targets,
+        cfg: BucketsConfig,
+        metas: Sequence[TensorMeta],
+        *,
+        num_workers: int,
+        device: torch.device = _CPU,
     ) -> None:
-        """``metas``: every weight of the student, as it will travel; ``num_workers``: of one replica."""
+        """``metas``: every weight of the student, as it will travel; ``num_workers``: of one replica; ``device`` of
+        rank 0's parameters."""
         self._targets, self._cfg, self._metas, self._num_workers = targets, cfg, metas, num_workers
         self._group: TransferGroup | None = None
         self._order: GroupOrder | None = None
+        self._memory: SharedMemory | None = None
+        self._device = device
+        self._bucket_bytes = cfg.bucket_mib * 2**20
         self._names: list[str] = []
         self._num_updates = 0
         self._numbers: dict[str, float] = {}
@@ -129,7 +142,9 @@ class Transfer:
             return failures
 
         def work() -> Sent:
-            return send(group, self._metas, read(), bucket_bytes=self._cfg.bucket_mib * 2**20, verify=verify)
+            if self._memory is None:
+                return send(group, self._metas, read(), bucket_bytes=self._bucket_bytes, verify=verify)
+            return send_mapped(group, self._memory, self._metas, read(), bucket_bytes=self._bucket_bytes, verify=verify)
 
         began = time.monotonic()
         try:
@@ -155,12 +170,16 @@ class Transfer:
         await self._close()
         timeout_s = self._cfg.timeout_s
         store = GroupStore(timeout_s)
+        num_receivers = len(names) * self._num_workers
+        if isinstance(self._cfg, IpcConfig):
+            self._memory = SharedMemory(mapped_bytes(self._metas, self._bucket_bytes), self._device)
         order = GroupOrder(
             group_id=secrets.token_hex(8),
             port=store.port,
-            world_size=1 + len(names) * self._num_workers,
-            bucket_bytes=self._cfg.bucket_mib * 2**20,
+            world_size=1 + num_receivers,
+            bucket_bytes=self._bucket_bytes,
             timeout_s=timeout_s,
+            memory="" if self._memory is None else self._memory.handles(num_receivers),
         )
         told = {
             "group_id": order.group_id,
@@ -168,6 +187,7 @@ class Transfer:
             "world_size": order.world_size,
             "bucket_bytes": order.bucket_bytes,
             "timeout_s": timeout_s,
+            "memory": order.memory,
         }
         meeting = asyncio.ensure_future(asyncio.to_thread(_meet, order, store))
         failures = await self._targets.join(names, told, to_json(self._metas))
@@ -181,8 +201,11 @@ class Transfer:
 
     async def _close(self) -> None:
         group, self._group = self._group, None
+        memory, self._memory = self._memory, None
         if group is not None:
             await asyncio.to_thread(group.close)
+        if memory is not None:
+            memory.close()
 
 
 def _meet(order: GroupOrder, store: GroupStore) -> TransferGroup | None:
@@ -196,7 +219,7 @@ def _meet(order: GroupOrder, store: GroupStore) -> TransferGroup | None:
 def open_transfer(recipe: Recipe, worker: StudentWorker, targets: Targets) -> Transfer | None:
     """The collective of a recipe that asks for it."""
     cfg, engine = recipe.weight_sync, recipe.rollout.engine
-    if not isinstance(cfg, CollectiveConfig):
+    if not isinstance(cfg, BucketsConfig):
         return None
     num_workers = engine.tensor_parallel_size if isinstance(engine, VllmEngineConfig) else 1
     student, rollout = getattr(torch, recipe.student.dtype), getattr(torch, engine.dtype)
@@ -205,4 +228,4 @@ def open_transfer(recipe: Recipe, worker: StudentWorker, targets: Targets) -> Tr
         TensorMeta(name, smaller if dtype == student else dtype, shape)
         for name, dtype, shape in hf_tensors(worker.dims, student)
     ]
-    return Transfer(targets, cfg, metas, num_workers=num_workers)
+    return Transfer(targets, cfg, metas, num_workers=num_workers, device=worker.layout.device)

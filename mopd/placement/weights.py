@@ -90,14 +90,13 @@ class GroupWeightSync:
 
     async def send_again(self) -> Sequence[str]:
         """Send the weights that the router asks for to replicas without them; returns whom. Raises as ``send``."""
-        if self.targets is not None:
-            lacking = () if self.targets.is_updating else self._router.needs_weights
-            if self._again is not None and lacking:
-                await self._again()
-            return lacking
         async with self._turn:
+            if self._is_stopped:
+                return ()
+            if self.targets is not None:
+                return await self._fetch(self.targets)
             lacking = self._router.needs_weights
-            if self._sent is None or not lacking or self._is_stopped:
+            if self._sent is None or not lacking:
                 return ()
             await self._push(self._sent, lacking)
             self._router.set_weight_version(self._sent.weight_version)
@@ -107,20 +106,39 @@ class GroupWeightSync:
         """``again`` sends newer weights than the router asks for, or these, to all ``targets`` without them."""
         self._again = again
 
+    async def ask_for(self, weight_version: int) -> None:
+        """From now on requests ask for these, which the student has and replicas that wake are given. Returns when
+        every replica that can has them."""
+        async with self._turn:
+            self._router.set_weight_version(weight_version)
+        async with self.kept_awake():
+            await self.send_again()
+
     async def stop(self) -> None:
         """Nobody is sent weights from now on: the replicas sleep, and lose theirs."""
         async with self._turn:
             self._is_stopped = True
 
     async def go_on(self) -> int | None:
-        """The replicas are awake, and are sent what was sent last; its version, if there is one. Raises as ``send``."""
+        """The replicas are awake, and are sent what was sent last, or the student has; the version that is asked for,
+        if there is one. Raises as ``send``."""
         async with self._turn:
             self._is_stopped = False
+            if self.targets is not None:
+                await self._fetch(self.targets)
+                return self._router.weight_version if self._router.weight_version >= 0 else None
             if self._sent is None:
                 return None
             await self._push(self._sent, self._router.lacking(self._sent.weight_version))
             self._router.set_weight_version(self._sent.weight_version)
             return self._sent.weight_version
+
+    async def _fetch(self, targets: TransferTargets) -> Sequence[str]:
+        """The student sends its weights to those that lack them; returns whom."""
+        lacking = () if targets.is_updating else self._router.needs_weights
+        if self._again is not None and lacking:
+            await self._again()
+        return lacking
 
     async def _load(self, weights: Iterable[tuple[str, Tensor]], weight_version: int, kept: Set[str]) -> None:
         engines = [cast(TakesWeights, replica.engine) for replica in self._router.replicas]

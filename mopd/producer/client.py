@@ -257,6 +257,10 @@ class FarWeights:
         }
         await self._channel.call("weights", head, frames=staged.bodies)
 
+    async def ask_for(self, weight_version: int) -> None:
+        """See ``GroupWeightSync.ask_for``."""
+        await self._channel.call("ask_for_weights", weight_version)
+
     def send_again_by(self, again: Callable[[], Awaitable[None]]) -> None:
         """See ``GroupWeightSync.send_again_by``; the process asks for it."""
         self.again = again

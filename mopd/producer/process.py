@@ -102,6 +102,7 @@ class _Process:
             "start": self._start,
             "constants": self._constants,
             "weights": self._weights,
+            "ask_for_weights": self._ask_for_weights,
             "transfer": self._transfer,
             "check": self._check,
             "numbers": self._numbers,
@@ -152,6 +153,9 @@ class _Process:
     async def _weights(self, head: dict[str, Any], frames: Sequence[bytes]) -> None:
         staged = StagedWeights(**head, bodies=tuple(frames), constants=self._staged_constants)
         await self.workers.weights.send(staged)
+
+    async def _ask_for_weights(self, weight_version: int) -> None:
+        await self.workers.weights.ask_for(weight_version)
 
     async def _transfer(self, name: str, arguments: Sequence[Any]) -> Any:
         assert name in CALLS

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mopd.config.groups import VllmEngineConfig
 from mopd.config.schema import Recipe
-from mopd.config.weights import CollectiveConfig
+from mopd.config.weights import BucketsConfig
 from mopd.data.image_processing import sees_images
 from mopd.data.prompts import PromptDataset, check_domains_have_teachers, check_teachers_see_images, load_prompts
 from mopd.data.tokenizer import load_tokenizer
@@ -178,7 +178,7 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
 
 
 def _targets(recipe: Recipe, rollout: Router) -> TransferTargets | None:
-    if not isinstance(recipe.weight_sync, CollectiveConfig):
+    if not isinstance(recipe.weight_sync, BucketsConfig):
         return None
     engine = recipe.rollout.engine
     return TransferTargets(

@@ -170,6 +170,7 @@ class WeightUpdates:
             world_size=message.world_size,
             bucket_bytes=message.bucket_bytes,
             timeout_s=message.timeout_s,
+            memory=message.memory,
         )
         try:
             metas = from_json(parse_json(message.tensors.tobytes(), max_values=MAX_JOIN_VALUES))

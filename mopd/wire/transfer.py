@@ -15,6 +15,7 @@ from mopd.wire.messages import Array, Message, WireError, array_field
 MAX_WORLD = 65536
 MAX_BUCKET_BYTES = 2**34
 MAX_TIMEOUT_S = 86400.0
+MAX_MEMORY_CHARS = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class WeightJoin(Message):
     """Deadline of each operation of the group."""
     tensors: Array = array_field("|u1")
     """JSON: ``[name, dtype, shape]`` each, in the order in which they will come."""
+    memory: str
+    """Handles of rank 0's memory, where buckets are read there (``mopd.transfer.memory``); empty where they travel."""
 
     def check(self) -> None:
         """See ``Message.check``."""
@@ -46,6 +49,8 @@ class WeightJoin(Message):
             raise WireError(f"bucket_bytes is {self.bucket_bytes}")
         if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
             raise WireError(f"timeout_s is {self.timeout_s}")
+        if len(self.memory) > MAX_MEMORY_CHARS:
+            raise WireError(f"memory has {len(self.memory)} characters, the limit is {MAX_MEMORY_CHARS}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from mopd.files.json_text import parse_json
 from mopd.serving.app import check_generate, check_score
 from mopd.serving.errors import Refusal
 from mopd.transfer.buckets import TensorMeta, from_json, to_json
+from mopd.transfer.memory import SharedMemory, open_memory
 from mopd.transfer.receiving import check_fit
 from mopd.wire.frames import FrameReader, frame
 from mopd.wire.images import ImageFiles
@@ -172,6 +174,7 @@ def test_weight_push() -> None:
     for message in (begin, commit):
         both(f"wire {message.kind}", message, lambda message: None)
 
+    memory = SharedMemory(16, torch.device("cpu"))
     rows = to_json([TensorMeta(name, slot.dtype, tuple(slot.shape)) for name, slot in SLOTS.items()])
     join = WeightJoin(
         group_id="g",
@@ -181,8 +184,17 @@ def test_weight_push() -> None:
         bucket_bytes=99,
         timeout_s=1.0,
         tensors=np.frombuffer(rows, dtype=np.uint8),
+        memory=memory.handles(1),
     )
-    both("wire weight_join", join, lambda join: check_tensors(join.tensors.tobytes()))
+
+    def open_and_check(join: WeightJoin) -> None:
+        check_tensors(join.tensors.tobytes())
+        if join.memory:
+            with contextlib.suppress(ValueError):
+                open_memory(join.memory, 0, torch.device("cpu"))
+
+    both("wire weight_join", join, open_and_check)
+    memory.close()
     start = WeightStart(group_id="g", weight_version=1, verify=True, on_running="finish", patience_s=1.0)
     finish = WeightFinish(group_id="g", weight_version=1)
     received = WeightReceived(weight_version=1, wait_s=0.5, load_s=0.5)

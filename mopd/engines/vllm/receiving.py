@@ -24,6 +24,7 @@ from mopd.engines.interface import Reception
 from mopd.text import one_line
 from mopd.transfer.buckets import from_json
 from mopd.transfer.group import GroupOrder, TransferFailed
+from mopd.transfer.mapped import MappedReceiver, open_receiver
 from mopd.transfer.receiving import Receiver
 
 BACKEND = "mopd"
@@ -54,7 +55,7 @@ class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    receiver: Receiver | None = None
+    receiver: Receiver | MappedReceiver | None = None
     failure: str | None = None
     """Of the last call."""
     reception = Reception(wait_s=0.0, load_s=0.0)
@@ -67,10 +68,14 @@ class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
         try:
             self.failure = None
-            self.receiver = Receiver(
-                GroupOrder(**init_info.order), rank, from_json(init_info.tensors), keeps_views=True
+            self.receiver = open_receiver(
+                GroupOrder(**init_info.order),
+                rank,
+                from_json(init_info.tensors),
+                keeps_views=True,
+                device=self.device,
             )
-        except TransferFailed as error:
+        except (TransferFailed, ValueError) as error:
             self.failure = one_line(error)
 
     def start_weight_update(self) -> None:

@@ -4,6 +4,7 @@
 
     give back   no push is under way ──> every replica sleeps: weights and cache are gone
     take        every replica takes the memory of its weights ──> gets the version that was sent last ──> of its cache
+                from what is kept for it (HTTP), or from the student's own parameters (``weight_sync.type: ipc``)
 
 A replica that does not follow is ended, so that what it holds is free whatever had become of it; the group starts it
 again, in the rollout's turn. That costs one of its restarts.
@@ -47,7 +48,7 @@ class RolloutMemory:
         version = None if self.sync is None else await self.sync.go_on()
 
         async def wake(engine: RemoteEngine) -> None:
-            if version is not None and engine.weight_version != version:
+            if version is not None and engine.weight_version < version:
                 raise EngineUnavailable(f"{engine.name}: it has weights {engine.weight_version}, not {version}")
             await engine.wake_up()
 

@@ -160,7 +160,10 @@ def test_what_does_not_fit_is_named(write: Write, override: str) -> None:
     [
         ("schedule.max_staleness=1", "schedule.max_staleness is 1, but with rollout.placement.share_gpus_with student"),
         ("rollout.replicas=3", "need 3 GPUs, but rollout.placement.share_gpus_with has those of 2 trainer ranks"),
-        ("weight_sync={type: collective}", "replicas that wake are given weights that were kept for them"),
+        (
+            "weight_sync={type: collective}",
+            "puts two processes on one GPU, which NCCL refuses: set weight_sync.type: ipc",
+        ),
     ],
 )
 def test_what_cannot_take_turns_is_refused(write: Write, override: str, message: str) -> None:

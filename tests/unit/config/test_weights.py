@@ -20,6 +20,8 @@ def test_engines_elsewhere_are_refused(tmp_path: Path) -> None:
     for placement in ("{type: in_process}", "{type: external, urls: ['http://a:1']}"):
         with pytest.raises(UserError, match=r"weight_sync.type is 'collective', but rollout.placement.type is"):
             load_recipe(tmp_path / "recipe.yaml", [WAY, f"rollout.placement={placement}"])
+        with pytest.raises(UserError, match=r"weight_sync.type is 'ipc', but rollout.placement.type is"):
+            load_recipe(tmp_path / "recipe.yaml", ["weight_sync={type: ipc}", f"rollout.placement={placement}"])
 
 
 def test_cuda_is_refused(tmp_path: Path) -> None:
@@ -28,3 +30,21 @@ def test_cuda_is_refused(tmp_path: Path) -> None:
     assert settle(recipe, Hardware(), num_ranks=1).recipe.weight_sync == recipe.weight_sync
     with pytest.raises(ValueError, match=r"use CUDA: set weight_sync.type: http"):
         settle(recipe, Hardware(gpu_memory_bytes=(2**36,), torch_cuda="13.0"), num_ranks=1)
+
+
+def test_ipc_on_cuda_takes_one_gpu(tmp_path: Path) -> None:
+    """An engine sees its own GPU alone."""
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    keys = ["weight_sync={type: ipc}", "teachers.math.placement={type: local}"]
+    gpus = Hardware(gpu_memory_bytes=(2**36,) * 4, torch_cuda="13.0")
+    for shares, ranks in (("", 1), (", share_gpus_with: student", 2)):
+        settings = [
+            f"rollout.placement={{type: local{shares}}}",
+            f"student.parallel.tensor_model_parallel_size={ranks}",
+        ]
+        recipe = load_recipe(tmp_path / "recipe.yaml", [*keys, *settings]).recipe
+        with pytest.raises(ValueError, match=rf"for a student of 1 rank \(this one has {ranks}\)"):
+            settle(recipe, gpus, num_ranks=ranks)
+    settings = ["rollout.placement={type: local, share_gpus_with: student}"]
+    recipe = load_recipe(tmp_path / "recipe.yaml", [*keys, *settings]).recipe
+    assert settle(recipe, gpus, num_ranks=1).recipe.weight_sync == recipe.weight_sync

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
-from mopd.config.weights import CollectiveConfig
+from mopd.config.weights import BucketsConfig, CollectiveConfig, IpcConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import SamplingParams, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
@@ -31,6 +31,8 @@ from tests.fixtures.tiny_models import make_hf_model
 CONFIG = TorchEngineConfig(dtype="float32")
 SAMPLING = SamplingParams(max_new_tokens=4)
 DEADLINE_S = 2.0
+COLLECTIVE = CollectiveConfig(type="collective", bucket_mib=1, timeout_s=DEADLINE_S)
+IPC = IpcConfig(type="ipc", bucket_mib=1, timeout_s=DEADLINE_S)
 Weights = dict[str, Tensor]
 
 
@@ -54,13 +56,12 @@ def servers(folder: Path) -> Iterator[list[RunningServer]]:
 class Sender:
     """Rank 0 beside the replicas of some servers."""
 
-    def __init__(self, servers: list[RunningServer], metas: list[TensorMeta]) -> None:
+    def __init__(self, servers: list[RunningServer], metas: list[TensorMeta], way: BucketsConfig) -> None:
         self.engines = [RemoteEngine(s.url, timeout_s=30.0, name=f"r{i}") for i, s in enumerate(servers)]
         members = [Replica(name=engine.name, engine=engine) for engine in self.engines]
         self.router = Router("rollout", members, RoutingConfig(), kind="rollout")
         self.targets = TransferTargets(self.router, num_workers=1, on_running="finish", drain_s=30.0)
-        cfg = CollectiveConfig(type="collective", bucket_mib=1, timeout_s=DEADLINE_S)
-        self.transfer = Transfer(self.targets, cfg, metas, num_workers=1)
+        self.transfer = Transfer(self.targets, way, metas, num_workers=1)
 
     async def publish(self, weights: Weights, version: int, *, only_missing: bool = False) -> None:
         await self.transfer.publish(
@@ -78,9 +79,14 @@ def metas_of(weights: Weights) -> list[TensorMeta]:
     return [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]
 
 
-def run(servers: list[RunningServer], weights: Weights, action: Callable[[Sender], Awaitable[None]]) -> None:
+def run(
+    servers: list[RunningServer],
+    weights: Weights,
+    action: Callable[[Sender], Awaitable[None]],
+    way: BucketsConfig = COLLECTIVE,
+) -> None:
     async def work() -> None:
-        sender = Sender(servers, metas_of(weights))
+        sender = Sender(servers, metas_of(weights), way)
         try:
             await asyncio.wait_for(action(sender), 40)
         finally:
@@ -93,7 +99,10 @@ def holds(server: RunningServer, weights: Weights) -> bool:
     return all(torch.equal(slot, weights[name]) for name, slot in server.engine.weight_slots.items())
 
 
-def test_every_replica_gets_every_bit_and_the_version(servers: list[RunningServer], weights: Weights) -> None:
+@pytest.mark.parametrize("way", [COLLECTIVE, IPC])
+def test_every_replica_gets_every_bit_and_the_version(
+    servers: list[RunningServer], weights: Weights, way: BucketsConfig
+) -> None:
     newer = {name: tensor * 1.5 for name, tensor in weights.items()}
 
     async def action(sender: Sender) -> None:
@@ -104,7 +113,7 @@ def test_every_replica_gets_every_bit_and_the_version(servers: list[RunningServe
             assert set(generation.token_versions.tolist()) == {version}
         assert sender.transfer.take_numbers()["timing/weights_update_s"] > 0
 
-    run(servers, weights, action)
+    run(servers, weights, action, way)
 
 
 def test_as_an_http_update_of_the_same_weights(servers: list[RunningServer], weights: Weights) -> None:

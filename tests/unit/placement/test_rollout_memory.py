@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.config.load import load_recipe
+from mopd.config.weights import IpcConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams
 from mopd.engines.torch.engine import TorchEngine
+from mopd.launch.transfer import Transfer
 from mopd.placement import server_group
 from mopd.placement.groups import plan_groups
 from mopd.placement.process import ServerState
@@ -22,6 +25,8 @@ from mopd.placement.sharing.rollout import RolloutMemory, TurnsGenerator
 from mopd.placement.sharing.turns import GpuTurns
 from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.router import Router
+from mopd.replicas.transfer import TransferTargets
+from mopd.transfer.buckets import TensorMeta
 from mopd.types import UserError
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.servers import RunningServer, running_server
@@ -102,6 +107,7 @@ class Shared:
         ]
         self.launched = Launched(servers)
         plan = plan_groups(load_recipe(recipe_file, settings).recipe, ["rollout"])["rollout"]
+        self.transfer: Transfer | None = None
         self.memory = RolloutMemory()
         self.memory.group = self.group = ServerGroup(plan, self.launched)
 
@@ -110,11 +116,45 @@ class Shared:
         self.memory.sync = self.sync = GroupWeightSync(self.router)
         await self.sync.publish(source.model.named_parameters(), 1)
 
+    async def start_by_ipc(self, student: Student) -> GpuTurns:
+        """Weights come from the student's own memory; the turns are real, the student lends nothing."""
+        self.router = Router("rollout", await self.group.start(), RoutingConfig(), kind="rollout")
+        targets = TransferTargets(self.router, num_workers=1, on_running="finish", drain_s=30.0)
+        metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in student.weights.items()]
+        cfg = IpcConfig(type="ipc", bucket_mib=1, timeout_s=5.0)
+        self.transfer = Transfer(targets, cfg, metas, num_workers=1)
+        self.memory.sync = self.sync = GroupWeightSync(self.router, targets=targets)
+
+        async def again() -> None:
+            await self.transfer.publish(
+                student.version, lambda: iter(student.weights.items()), asyncio.to_thread, only_missing=True
+            )
+
+        self.sync.send_again_by(again)
+        turns = GpuTurns(Lender(), self.memory)
+        self.sync.kept_awake = lambda: turns.held("rollout")
+        return turns
+
     async def close(self) -> None:
+        if self.transfer is not None:
+            await self.transfer.close()
         for process in self.launched.processes:
             process.is_stuck = False
         await self.router.close()
         await self.group.close()
+
+
+class Student:
+    """Weights, and how many steps they have seen."""
+
+    def __init__(self, source: TorchEngine) -> None:
+        self.weights = {name: slot.detach().clone() for name, slot in source.weight_slots.items()}
+        self.version = 0
+
+    def step(self) -> None:
+        self.version += 1
+        for tensor in self.weights.values():
+            tensor.mul_(0.9)
 
 
 def weights_of(server: RunningServer) -> int:
@@ -136,6 +176,38 @@ def test_replicas_wake_with_the_weights_that_were_sent_last(
             after = await shared.router.generate([[5, 6, 7]], SAMPLING, [1])
             assert after[0].tokens.tolist() == before[0].tokens.tolist()
         await shared.close()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_replicas_wake_with_the_weights_that_the_student_has(
+    servers: list[RunningServer], source: TorchEngine, tmp_path: Path, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one is lost while they come: it is ended, the other one answers with them."""
+
+    async def work() -> None:
+        shared, student = Shared(servers, source, tmp_path), Student(source)
+        turns = await shared.start_by_ipc(student)
+        for version in range(1, 4):
+            await turns.begin("student")
+            assert version == 1 or [weights_of(server) for server in servers] == [0, 0]
+            student.step()
+            turns.end()
+            if is_lost and version == 3:
+                monkeypatch.setattr(shared.group.engines[0], "post", lost)
+            await shared.sync.ask_for(version)
+            (response,) = await shared.router.generate([[5, 6, 7]], SAMPLING, [1])
+            assert set(response.token_versions.tolist()) == {version}
+            for server in servers[is_lost and version == 3 :]:
+                slots = server.engine.weight_slots
+                assert all(torch.equal(slots[name], tensor) for name, tensor in student.weights.items())
+        codes = [process.exit_code for process in shared.launched.processes]
+        assert codes == ([-9, None] if is_lost else [None, None])
+        await shared.close()
+
+    async def lost(*_: object, **__: object) -> None:
+        raise EngineUnavailable("connection reset")
 
     asyncio.run(work())
 

@@ -118,6 +118,7 @@ JOIN = WeightJoin(
     bucket_bytes=2**20,
     timeout_s=2.5,
     tensors=np.frombuffer(b'[["a","float32",[2]]]', dtype=np.uint8),
+    memory="[{}]",
 )
 MESSAGES = [
     score_request(),
