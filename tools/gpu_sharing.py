@@ -78,6 +78,7 @@ def shared_recipe(assets: Path, run: Path, device: str) -> dict[str, Any]:
             "engine": vllm if device == "cuda" else {"type": "torch"},
             "placement": {"type": "local", "share_gpus_with": "student"},
         },
+        "weight_sync": {"type": "ipc"},
         "schedule": {"steps": STEPS, "prompts_per_step": 24},
         "checkpoint": {"every_steps": 2, "export_hf": False},
     }

@@ -78,12 +78,13 @@ def test_a_resumed_run_on_a_cpu_is_exact() -> None:
 
 
 @pytest.mark.slow
-def test_the_students_stage_on_this_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_stages_that_run_on_this_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"
-    assert main(["--device", "cpu", "--stages", "student", "--out", str(out)]) == 0, capsys.readouterr().out
+    assert main(["--device", "cpu", "--stages", "student,ipc", "--out", str(out)]) == 0, capsys.readouterr().out
     result = json.loads(out.read_text())
-    (stage,) = result["stages"]
+    stage, ipc = result["stages"]
     assert (result["device"], stage["name"], stage["status"]) == ("cpu", "student", "passed")
+    assert (ipc["name"], ipc["status"], len(ipc["checks"])) == ("ipc", "passed", 2)
     assert len(stage["checks"]) == 10 and all(check["ok"] for check in stage["checks"])
     assert stage["figures"]["tested"]["steps"][0]["grad_norm"] > 0
 
