@@ -13,7 +13,9 @@ MAX_BUCKET_MIB = 2**14
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoSyncConfig:
-    """``http``, which works everywhere; ``collective`` and ``ipc`` are to be asked for."""
+    """``http``, but where the rollout is ``local`` and nothing computes on GPUs ``ipc`` with ``share_gpus_with``, else
+    ``collective``, unless the student would wait for responses under way (``max_staleness`` above 0 and
+    ``on_new_weights: finish``)."""
 
     type: Literal["auto"] = "auto"
     """The way's name."""
