@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
 from mopd.config.placements import InProcessConfig
 from mopd.config.schema import Recipe
-from mopd.config.weights import CollectiveConfig
+from mopd.config.weights import BucketsConfig, IpcConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.planning.devices import Rates
 from mopd.planning.memory.activations import MicroBatchSize
@@ -52,6 +52,8 @@ BUCKET_PASSES = 3
 """Over the memory of the weights until they are in buckets: read, written, looked through for values that are none."""
 RECEIVER_PASSES = 6
 """For each replica that they are broadcast to: into a socket, out of it and into its model, read and written."""
+MAPPED_PASSES = 2
+"""For each replica that reads them in rank 0's memory: read there, written into its model."""
 SCORE_PASSES = 3
 """Over the logits, for log-sum-exp, top-k and the look-up of ids."""
 
@@ -193,7 +195,7 @@ def staging_s(recipe: Recipe, dims: ModelDims, rates: Rates) -> float:
     each = num_tensors(dims, 1) * (STEP_CALLS * rates.call_s + gathered * rates.collective_s)
     if isinstance(recipe.rollout.placement, InProcessConfig):
         return size * 3 / rates.bandwidth + each
-    if isinstance(recipe.weight_sync, CollectiveConfig):
+    if isinstance(recipe.weight_sync, BucketsConfig):
         return size * BUCKET_PASSES / rates.bandwidth + each
     return size / rates.stage + each
 
@@ -203,8 +205,9 @@ def sending_s(recipe: Recipe, dims: ModelDims, replicas: int, rates: Rates) -> f
     if isinstance(recipe.rollout.placement, InProcessConfig):
         return 0.0
     size = update_bytes(dims, recipe.student)
-    if isinstance(recipe.weight_sync, CollectiveConfig):
-        return size * replicas * RECEIVER_PASSES / rates.bandwidth
+    if isinstance(recipe.weight_sync, BucketsConfig):
+        passes = MAPPED_PASSES if isinstance(recipe.weight_sync, IpcConfig) else RECEIVER_PASSES
+        return size * replicas * passes / rates.bandwidth
     return max(size * replicas / rates.send, size / rates.receive)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from mopd.config.groups import VllmEngineConfig
 from mopd.config.placements import InProcessConfig
 from mopd.config.schema import Recipe
-from mopd.config.weights import CollectiveConfig
+from mopd.config.weights import BucketsConfig, IpcConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.placement.gpus import engine_groups
 from mopd.planning.devices import SHARES, Cluster
@@ -158,9 +158,9 @@ def host_bytes(recipe: Recipe, dims: ModelDims, work: Workload) -> dict[str, int
         found["copy for a checkpoint, over all nodes"] = checkpoint_bytes(dims, recipe.student)
     if isinstance(recipe.rollout.placement, InProcessConfig):
         return {"weights for the rollout": model, **found}
-    if isinstance(recipe.weight_sync, CollectiveConfig):
-        bucket = 2 * recipe.weight_sync.bucket_mib * MIB
-        return {"buckets of weights, of rank 0 and each rollout replica": bucket, **found}
+    if isinstance(recipe.weight_sync, BucketsConfig):
+        whose = "which engines map" if isinstance(recipe.weight_sync, IpcConfig) else "and of each rollout replica"
+        return {f"buckets of weights, of rank 0, {whose}": 2 * recipe.weight_sync.bucket_mib * MIB, **found}
     beside = "weights packed by rank 0", "weights kept by the producer"
     own = 2 * model if isinstance(recipe.rollout.engine, VllmEngineConfig) else model
     return {**dict.fromkeys(beside, model), "weights kept aside by each rollout replica": own, **found}
