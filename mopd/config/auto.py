@@ -85,11 +85,6 @@ def settle(
 
 
 def _check_way_on_gpus(recipe: Recipe) -> None:
-    if isinstance(recipe.weight_sync, CollectiveConfig):
-        raise ValueError(
-            "weight_sync.type is 'collective', which moves weights in host memory, but student and engines use CUDA: "
-            "set weight_sync.type: http"
-        )
     num_ranks = recipe.student.parallel.world_size
     if isinstance(recipe.weight_sync, IpcConfig) and (num_ranks > 1 or not recipe.shares_gpus):
         raise ValueError(

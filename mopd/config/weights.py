@@ -50,8 +50,8 @@ class BucketsConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveConfig(BucketsConfig):
     """Broadcast from the student's rank 0 into the memory of all rollout engines at once, in buckets, without a copy of
-    the model anywhere; student and engines wait for it (docs/weights.md). On a CPU, where ``rollout.placement`` is
-    ``local``."""
+    the model anywhere; student and engines wait for it (docs/weights.md). Over gloo on a CPU, over NCCL on CUDA, which
+    nobody has run; where ``rollout.placement`` is ``local``."""
 
     type: Literal["collective"]
     """The way's name."""

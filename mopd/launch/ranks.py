@@ -225,16 +225,16 @@ class StudentGroup:
             await self._transfer.publish(version, self._read_all, self._in_thread, only_missing=True)
 
     def _read_all(self) -> Iterator[tuple[str, Tensor]]:
-        return self._read("all")
+        return self._read("all", on_device=True)
 
     def _stage(self, weight_version: int) -> StagedWeights:
         if self._constants is None and self.worker.constants:
             self._constants = stage_constants(self._read("constants"))
         return self._weights.stage(self._read("trained"), weight_version, self._constants)
 
-    def _read(self, part: WeightPart) -> Iterator[tuple[str, Tensor]]:
+    def _read(self, part: WeightPart, *, on_device: bool = False) -> Iterator[tuple[str, Tensor]]:
         self._channel.send({"call": "weights", "kwargs": {"part": part}})
-        return self.worker.weights(part)
+        return self.worker.weights(part, on_device=on_device)
 
     async def send(self) -> None:
         """Returns when every rollout replica that can has the staged weights. The student may work meanwhile."""

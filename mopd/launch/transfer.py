@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -189,8 +190,15 @@ class Transfer:
             "timeout_s": timeout_s,
             "memory": order.memory,
         }
-        meeting = asyncio.ensure_future(asyncio.to_thread(_meet, order, store))
-        failures = await self._targets.join(names, told, to_json(self._metas))
+        given_up = threading.Event()
+        device = self._device if self._memory is None else _CPU  # of signals where engines map the memory
+        meeting = asyncio.ensure_future(asyncio.to_thread(_meet, order, store, given_up, device))
+        failures: dict[str, str] | None = None
+        try:
+            failures = await self._targets.join(names, told, to_json(self._metas))
+        finally:
+            if failures != {}:
+                given_up.set()  # those that came are told so
         group = await meeting
         if group is None or failures:
             if group is not None:
@@ -208,9 +216,11 @@ class Transfer:
             memory.close()
 
 
-def _meet(order: GroupOrder, store: GroupStore) -> TransferGroup | None:
+def _meet(
+    order: GroupOrder, store: GroupStore, given_up: threading.Event, device: torch.device
+) -> TransferGroup | None:
     try:
-        return TransferGroup(order, 0, store)
+        return TransferGroup(order, 0, store, given_up=given_up, device=device)
     except TransferFailed as error:
         logger.warning("a group for the weights did not meet: %s", error)
         return None

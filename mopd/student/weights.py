@@ -61,6 +61,7 @@ def iter_hf_weights(
     layout: Layout,
     *,
     takes: Callable[[Placed], bool] = lambda placed: True,
+    on_device: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """The whole model, or what ``takes`` chooses of it, as ``(hf_name, tensor)`` in checkpoint order, on rank 0 of the
     job.
@@ -70,8 +71,8 @@ def iter_hf_weights(
     once.
 
     Yields:
-        Contiguous CPU tensors with memory of their own, in their parameters' dtypes: load and export are a bit-exact
-        pair.
+        Contiguous tensors with memory of their own, on the CPU or, ``on_device``, where the parameters are, in their
+        dtypes: load and export are a bit-exact pair.
 
     Raises:
         RuntimeError: the model was not built from ``dims``.
@@ -87,13 +88,15 @@ def iter_hf_weights(
         num_layers_in_last_pipeline_stage=config.num_layers_in_last_pipeline_stage,
     )
     for placed in filter(takes, families.all_params(dims)):
+        tensors: Iterator[tuple[str, Tensor]] = iter(())
         dtype = torch.float32 if placed.param.stays_fp32 else config.params_dtype
         stage = placed.stage(dims, stages)
         if placed.expert is None:
             if layout.copy == 0:
-                yield from _export_shared(placed, stage, dtype, owned, dims, layout)
+                tensors = _export_shared(placed, stage, dtype, owned, dims, layout)
         elif layout.edp_rank == 0:
-            yield from _export_expert(placed, stage, dtype, owned, dims, layout)
+            tensors = _export_expert(placed, stage, dtype, owned, dims, layout)
+        yield from tensors if on_device else ((name, tensor.cpu()) for name, tensor in tensors)
 
 
 def hf_tensors(dims: ModelDims, dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
@@ -144,7 +147,7 @@ def _pass_on(
     if stage != 0 and layout.pp_rank in (0, stage):
         tensors = _move(placed, tensors, stage, dtype, layout.pp_group)
     if layout.pp_rank == 0:
-        yield from zip(placed.hf_names, (tensor.cpu() for tensor in tensors), strict=True)
+        yield from zip(placed.hf_names, tensors, strict=True)
 
 
 def _move(placed: Placed, tensors: list[Tensor], source: int, dtype: torch.dtype, group: ProcessGroup) -> list[Tensor]:

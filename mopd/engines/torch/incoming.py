@@ -36,7 +36,8 @@ class TorchIncoming:
 
     async def join(self, order: GroupOrder, first_rank: int, metas: Sequence[TensorMeta]) -> None:
         """See ``Incoming.join``."""
-        check_fit(metas, self._engine.weight_slots, name=self._engine.name)
+        slots = self._engine.weight_slots
+        check_fit(metas, slots, name=self._engine.name)
         await self.leave()
         given_up = self._given_up = threading.Event()
         try:
@@ -46,7 +47,8 @@ class TorchIncoming:
                 first_rank,
                 metas,
                 keeps_views=False,
-                slots=self._engine.weight_slots,
+                slots=slots,
+                device=next(iter(slots.values())).device,
                 given_up=given_up,
             )
         except TransferFailed as error:
@@ -72,4 +74,4 @@ class TorchIncoming:
         self._given_up.set()
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
-            receiver.close()
+            await asyncio.to_thread(receiver.close)  # waits for what is under way
