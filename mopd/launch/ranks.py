@@ -208,7 +208,9 @@ class StudentGroup:
             if self._transfer is not None and self._turns is not None:
                 self._waited_for = weight_version
             elif self._transfer is not None:
-                await self._transfer.publish(weight_version, self._read_all, self._in_thread)
+                await self._transfer.publish(
+                    weight_version, self._read_all, self._in_thread, read_trained=self._read_trained
+                )
             elif self._weights.loads_directly:
                 kept = self.worker.constants if self._has_given_constants else frozenset()
                 weights = self._read("trained" if kept else "all")
@@ -225,7 +227,13 @@ class StudentGroup:
             await self._transfer.publish(version, self._read_all, self._in_thread, only_missing=True)
 
     def _read_all(self) -> Iterator[tuple[str, Tensor]]:
-        return self._read("all", on_device=True)
+        """First what no step changes."""
+        if self.worker.constants:
+            yield from self._read("constants", on_device=True)
+        yield from self._read_trained()
+
+    def _read_trained(self) -> Iterator[tuple[str, Tensor]]:
+        return self._read("trained", on_device=True)
 
     def _stage(self, weight_version: int) -> StagedWeights:
         if self._constants is None and self.worker.constants:
@@ -266,6 +274,8 @@ class StudentGroup:
         async with self._own_turn():
             state: dict[str, Any] = await self._call("load", folder=str(folder), cure=cure)
         self._constants, self._has_given_constants = None, False
+        if self._transfer is not None:
+            self._transfer.send_constants()
         return state
 
     async def save_hf(self, folder: Path) -> None:

@@ -15,6 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -62,9 +63,10 @@ class Transfer:
         *,
         num_workers: int,
         device: torch.device = _CPU,
+        num_constants: int = 0,
     ) -> None:
         """``metas``: every weight of the student, as it will travel; ``num_workers``: of one replica; ``device`` of
-        rank 0's parameters."""
+        rank 0's parameters; ``num_constants``: how many of the first of ``metas`` no step changes."""
         self._targets, self._cfg, self._metas, self._num_workers = targets, cfg, metas, num_workers
         self._group: TransferGroup | None = None
         self._order: GroupOrder | None = None
@@ -73,6 +75,7 @@ class Transfer:
         self._bucket_bytes = cfg.bucket_mib * 2**20
         self._names: list[str] = []
         self._num_updates = 0
+        self._num_constants, self._have_constants = num_constants, False
         self._numbers: dict[str, float] = {}
 
     def take_numbers(self) -> dict[str, float]:
@@ -87,9 +90,11 @@ class Transfer:
         in_thread: InThread,
         *,
         only_missing: bool = False,
+        read_trained: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
     ) -> None:
         """Returns when every replica that can answers with these weights. ``read`` begins a stream of all of them, in
-        the student's thread. ``only_missing``: to those alone that have older weights than the router asks for.
+        the student's thread, ``read_trained`` of those that steps change: a group is sent the others once.
+        ``only_missing``: to those alone that have older weights than the router asks for.
 
         Raises:
             UserError: a replica's model has other weights; ``NonFiniteError`` for a value that is no number.
@@ -102,7 +107,7 @@ class Transfer:
             if not names:
                 break
             verify = attempt > 0 or self._num_updates % self._cfg.verify_every == 0
-            failures = await self._attempt(names, weight_version, verify, read, in_thread)
+            failures = await self._attempt(names, weight_version, verify, read, read_trained, in_thread)
             lost |= {name for name, kind in failures.items() if kind == "lost"}
             if failures:
                 await self._close()
@@ -112,6 +117,10 @@ class Transfer:
         if self._numbers:
             self._numbers["timing/weights_update_s"] = time.monotonic() - began
         await self._targets.published(asked)
+
+    def send_constants(self) -> None:
+        """With the next update: they may be others now."""
+        self._have_constants = False
 
     async def close(self) -> None:
         """Leave the group."""
@@ -123,6 +132,7 @@ class Transfer:
         weight_version: int,
         verify: bool,
         read: Callable[[], Iterable[tuple[str, Tensor]]],
+        read_trained: Callable[[], Iterable[tuple[str, Tensor]]] | None,
         in_thread: InThread,
     ) -> dict[str, str]:
         """Who has not got them, and why not."""
@@ -142,10 +152,13 @@ class Transfer:
         if failures:
             return failures
 
+        skipped = 0 if read_trained is None or not self._have_constants else self._num_constants
+        memory = self._memory
+
         def work() -> Sent:
-            if self._memory is None:
-                return send(group, self._metas, read(), bucket_bytes=self._bucket_bytes, verify=verify)
-            return send_mapped(group, self._memory, self._metas, read(), bucket_bytes=self._bucket_bytes, verify=verify)
+            stream = read_trained() if skipped and read_trained is not None else read()
+            send_all = partial(send, group) if memory is None else partial(send_mapped, group, memory)
+            return send_all(self._metas, stream, bucket_bytes=self._bucket_bytes, verify=verify, num_skipped=skipped)
 
         began = time.monotonic()
         try:
@@ -154,6 +167,7 @@ class Transfer:
             logger.warning("weights %d were not sent to the end: %s", weight_version, error)
             sent = None
         failures, load_s = await self._targets.finish(names, order)
+        self._have_constants = not failures
         if sent is not None:
             seconds = time.monotonic() - began
             self._numbers = {
@@ -173,7 +187,9 @@ class Transfer:
         store = GroupStore(timeout_s)
         num_receivers = len(names) * self._num_workers
         if isinstance(self._cfg, IpcConfig):
-            self._memory = SharedMemory(mapped_bytes(self._metas, self._bucket_bytes), self._device)
+            metas = self._metas, self._metas[self._num_constants :]
+            size = max(mapped_bytes(announced, self._bucket_bytes) for announced in metas)
+            self._memory = SharedMemory(size, self._device)
         order = GroupOrder(
             group_id=secrets.token_hex(8),
             port=store.port,
@@ -204,7 +220,7 @@ class Transfer:
             if group is not None:
                 group.close()
             return failures or dict.fromkeys(names, "refused")
-        self._group, self._order, self._names = group, order, names
+        self._group, self._order, self._names, self._have_constants = group, order, names, False
         return {}
 
     async def _close(self) -> None:
@@ -238,4 +254,14 @@ def open_transfer(recipe: Recipe, worker: StudentWorker, targets: Targets) -> Tr
         TensorMeta(name, smaller if dtype == student else dtype, shape)
         for name, dtype, shape in hf_tensors(worker.dims, student)
     ]
-    return Transfer(targets, cfg, metas, num_workers=num_workers, device=worker.layout.device)
+    metas.sort(key=lambda meta: meta.name not in worker.constants)
+    # replicas on shared GPUs lose theirs in every turn
+    num_constants = 0 if recipe.shares_gpus else len(worker.constants)
+    return Transfer(
+        targets,
+        cfg,
+        metas,
+        num_workers=num_workers,
+        device=worker.layout.device,
+        num_constants=num_constants,
+    )

@@ -104,6 +104,15 @@ class TransferGroup:
     def broadcast(self, buffer: Tensor, *, timeout_s: float | None = None) -> Pending:
         """Rank 0's bytes into everybody's ``buffer``, beside what the caller goes on with. ``timeout_s`` in the place
         of the group's."""
+        return self._post(buffer, timeout_s)
+
+    def tell(self, number: int, *, timeout_s: float | None = None) -> int:
+        """Rank 0's ``number``, to everybody; returns when it is there."""
+        said = torch.tensor([number], device=self.device)
+        self._post(said, timeout_s).wait()
+        return int(said)
+
+    def _post(self, buffer: Tensor, timeout_s: float | None) -> Pending:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         if timeout_s is not None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from mopd.transfer.buckets import Bucket, TensorMeta
 from mopd.transfer.group import GroupOrder, Pending, TransferFailed, TransferGroup
 from mopd.transfer.memory import SharedMemory, open_memory
-from mopd.transfer.pieces import Part, cut_pieces
+from mopd.transfer.pieces import Expected, Part, cut_pieces
 from mopd.transfer.receiving import Receiver
 from mopd.transfer.sending import Sent, next_tensor, require_finite, to_the_end
 
@@ -42,12 +42,14 @@ def send_mapped(
     *,
     bucket_bytes: int,
     verify: bool,
+    num_skipped: int = 0,
     on_bucket: Callable[[int], None] = lambda number: None,
 ) -> Sent:
     """As ``mopd.transfer.sending.send``, to ``MappedReceiver``s that have opened ``memory``."""
-    parts = _parts(metas, bucket_bytes)
+    parts = _parts(metas[num_skipped:], bucket_bytes)
     gather_s = send_s = 0.0
     with to_the_end(group, weights) as stream:
+        group.tell(num_skipped)
         filler = _Filler(stream)
         reading = deque[Pending]()
         for i, part in enumerate(parts):
@@ -109,13 +111,18 @@ class MappedReceiver:
         given_up: threading.Event | None,
     ) -> None:
         """Raises as ``Receiver``, and ``ValueError`` for memory that cannot be opened."""
-        self._parts = _parts(metas, order.bucket_bytes)
+        self._expected = Expected(metas, lambda announced: _parts(announced, order.bucket_bytes))
         self._memory = open_memory(order.memory, rank - 1, device)
-        if len(self._memory) < _mapped_bytes(self._parts):
+        if len(self._memory) < _mapped_bytes(self._expected.parts):
             raise ValueError(f"the sender's memory has {len(self._memory)} bytes: too few for two buckets")
         self._device, self._keeps_views, self._slots = device, keeps_views, slots
         self._group = TransferGroup(order, rank, given_up=given_up)
         self.wait_s = 0.0
+
+    @property
+    def num_skipped(self) -> int:
+        """See ``Receiver.num_skipped``."""
+        return self._expected.num_skipped
 
     def close(self) -> None:
         """See ``Receiver.close``."""
@@ -133,13 +140,19 @@ class MappedReceiver:
     def _tensors(self, verify: bool, patience_s: float) -> Iterator[tuple[str, Tensor]]:
         whole: dict[str, Tensor] = {}
         reading = deque[Pending]()
-        for i, part in enumerate(self._parts):
-            number, digest = self._hear(None if i else patience_s)
+        before = time.perf_counter()
+        self._expected.skip(self._group.tell(0, timeout_s=patience_s))
+        self.wait_s += time.perf_counter() - before
+        parts = self._expected.parts
+        if len(self._memory) < _mapped_bytes(parts):
+            raise TransferFailed(f"the sender's memory has {len(self._memory)} bytes: too few for two buckets")
+        for i, part in enumerate(parts):
+            number, digest = self._hear()
             if number != i:
                 raise TransferFailed(f"part {number} came in the place of {i}")
             buffer = _half(self._memory, i, part)
             if verify and int(part.digest(buffer)) != digest:
-                raise TransferFailed(f"part {i} of {len(self._parts)} is not as it was sent")
+                raise TransferFailed(f"part {i} of {len(parts)} is not as it was sent")
             yield from self._give(part, buffer, whole)
             _settle(self._device)  # whoever reads has read
             reading.append(self._group.all_reached())
@@ -147,6 +160,7 @@ class MappedReceiver:
                 reading.popleft().wait()  # or rank 0 would not have sent this part
         for pending in reading:
             pending.wait()
+        self._expected.has_all = True
 
     def _give(self, part: Part, buffer: Tensor, whole: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         if isinstance(part, Bucket):
@@ -161,10 +175,10 @@ class MappedReceiver:
         if slot is None and part.is_last:
             yield meta.name, whole.pop(meta.name)
 
-    def _hear(self, timeout_s: float | None) -> tuple[int, int]:
+    def _hear(self) -> tuple[int, int]:
         """Number and digest of the next part."""
         said, before = torch.tensor([-1, 0]), time.perf_counter()
-        self._group.broadcast(said, timeout_s=timeout_s).wait()
+        self._group.broadcast(said).wait()
         self.wait_s += time.perf_counter() - before
         number, digest = said.tolist()
         return number, digest

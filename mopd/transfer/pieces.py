@@ -11,7 +11,7 @@ copied into a bucket first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mopd.transfer.buckets import Bucket, TensorMeta, cut, digest
+from mopd.transfer.group import TransferFailed
 
 LARGE_BYTES = 2**20
 """A broadcast of as much takes 0.5 ms over a CPU's loopback, of which 0.1 ms is the same for every broadcast."""
@@ -72,6 +73,25 @@ def cut_pieces(metas: Sequence[TensorMeta], bucket_bytes: int, *, large_bytes: i
             total = meta.num_bytes // meta.dtype.itemsize
             parts += (Piece(meta, first, min(step, total - first)) for first in range(0, total, step))
     return parts
+
+
+class Expected:
+    """The parts that a receiver waits for: all, or, once it has had all, those behind some tensors at the beginning,
+    which no step changes."""
+
+    def __init__(self, metas: Sequence[TensorMeta], cut_parts: Callable[[Sequence[TensorMeta]], list[Part]]) -> None:
+        self._metas, self._cut = metas, cut_parts
+        self.parts = cut_parts(metas)
+        self.num_skipped = 0
+        self.has_all = False
+        """Something has come that was whole."""
+
+    def skip(self, count: int) -> None:
+        """So many tensors do not come. ``TransferFailed`` if they never did, or nothing would be left."""
+        if not 0 <= count < len(self._metas) or (count and not self.has_all):
+            raise TransferFailed(f"{count} of {len(self._metas)} weights are left out, which never came")
+        if count != self.num_skipped:
+            self.parts, self.num_skipped = self._cut(self._metas[count:]), count
 
 
 class Ring:

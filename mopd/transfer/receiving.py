@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mopd.transfer.buckets import Bucket, TensorMeta
 from mopd.transfer.group import GroupOrder, Pending, TransferFailed, TransferGroup
-from mopd.transfer.pieces import Part, Piece, Ring, cut_pieces
+from mopd.transfer.pieces import Expected, Part, Piece, Ring, cut_pieces
 
 
 def check_fit(metas: Sequence[TensorMeta], slots: Mapping[str, Tensor], *, name: str) -> None:
@@ -49,7 +49,7 @@ class Receiver:
         """Blocks until the group has met; raises as ``TransferGroup``. ``keeps_views``: whoever reads may hold tensors
         beyond their bucket, so that each gets memory of its own. ``slots``: what arrives under these names may be
         written there. ``device`` of the model: the CPU's unless told."""
-        self._parts = cut_pieces(metas, order.bucket_bytes)
+        self._expected = Expected(metas, lambda announced: cut_pieces(announced, order.bucket_bytes))
         self._group = TransferGroup(order, rank, given_up=given_up, device=device)
         self._ring = Ring(self._group.device)
         self._keeps_views = keeps_views
@@ -59,12 +59,17 @@ class Receiver:
         self.wait_s = 0.0
         """Of the last ``tensors``: seconds in which nothing had arrived."""
 
+    @property
+    def num_skipped(self) -> int:
+        """Tensors that did not come in the last update: no step changes them."""
+        return self._expected.num_skipped
+
     def close(self) -> None:
         """Leave the group; a ``tensors`` that waits in another thread fails."""
         self._group.close()
 
     def tensors(self, *, verify: bool, patience_s: float) -> Iterator[tuple[str, Tensor]]:
-        """What rank 0 sends, once, in its order, but for what was written to its slot; the first part may take
+        """What rank 0 sends, once, in its order, but for what was written to its slot; its first word may take
         ``patience_s``. A tensor is good until the next one is asked for, or, with ``keeps_views``, for ever.
 
         Raises:
@@ -82,8 +87,10 @@ class Receiver:
             self._whole.clear()
 
     def _tensors(self, verify: bool, patience_s: float) -> Iterator[tuple[str, Tensor]]:
-        digests = []
-        for part, buffer in self._arrivals(patience_s):
+        digests, before = [], time.perf_counter()
+        self._expected.skip(self._group.tell(0, timeout_s=patience_s))
+        self.wait_s += time.perf_counter() - before
+        for part, buffer in self._arrivals():
             if verify:
                 digests.append(part.digest(buffer))
             if isinstance(part, Bucket):
@@ -96,14 +103,15 @@ class Receiver:
             for i, same in enumerate((sums == torch.stack(digests)).tolist()):
                 if not same:
                     raise TransferFailed(f"part {i} of {len(digests)} changed on its way")
+        self._expected.has_all = True
 
-    def _arrivals(self, patience_s: float) -> Iterator[tuple[Part, Tensor]]:
+    def _arrivals(self) -> Iterator[tuple[Part, Tensor]]:
         """Each part with its bytes, while the next one travels."""
-        flying = deque[tuple[Tensor, Pending]]()
-        for i, part in enumerate(self._parts):
-            for number in range(i + len(flying), min(i + (2 if i else 1), len(self._parts))):
-                buffer = self._room(number, self._parts[number])
-                flying.append((buffer, self._group.broadcast(buffer, timeout_s=None if number else patience_s)))
+        flying, parts = deque[tuple[Tensor, Pending]](), self._expected.parts
+        for i, part in enumerate(parts):
+            for number in range(i + len(flying), min(i + (2 if i else 1), len(parts))):
+                buffer = self._room(number, parts[number])
+                flying.append((buffer, self._group.broadcast(buffer)))
             buffer, pending = flying.popleft()
             self._wait(pending)
             yield part, buffer

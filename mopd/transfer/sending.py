@@ -36,10 +36,12 @@ def send(
     *,
     bucket_bytes: int,
     verify: bool,
+    num_skipped: int = 0,
     on_bucket: Callable[[int], None] = lambda number: None,
 ) -> Sent:
     """Read the stream to its end, whatever happens: ranks that gather together stay in step.
 
+    The stream has not the first ``num_skipped`` of ``metas``, which came in an earlier update of this group.
     ``on_bucket(number)`` hears of each part before it leaves. Holds two buckets, and tensors of the stream until they
     have arrived.
 
@@ -49,7 +51,8 @@ def send(
         RuntimeError: the stream is not that of ``metas``.
     """
     with to_the_end(group, weights) as stream:
-        return _send(group, cut_pieces(metas, bucket_bytes), stream, verify, on_bucket)
+        group.tell(num_skipped)
+        return _send(group, cut_pieces(metas[num_skipped:], bucket_bytes), stream, verify, on_bucket)
 
 
 @contextmanager

@@ -8,7 +8,10 @@ and takes the rest for answers to its next calls.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +51,18 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     verify: bool
     patience_s: float
+
+
+@contextmanager
+def quiet_reload() -> Iterator[None]:
+    """vLLM warns of every layer that gets no weights; here some are to keep theirs."""
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -92,7 +107,7 @@ class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._abandon()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """All of them. Layers keep views of what arrives until they are complete."""
+        """All that come. Layers keep views of what arrives until they are complete."""
         receiver, began = self.receiver, time.perf_counter()
         if receiver is None:
             raise TransferFailed("the worker is in no group")
@@ -101,7 +116,9 @@ class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         """After a failure too: vLLM's session ends."""
-        if self.failure is None:
+        if self.failure is not None or self.receiver is None:
+            return
+        with quiet_reload() if self.receiver.num_skipped else nullcontext():
             finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:

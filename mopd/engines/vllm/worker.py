@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import select
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from safetensors import safe_open
@@ -18,12 +17,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
 
-from mopd.engines.vllm.receiving import BACKEND, GroupTransferEngine
+from mopd.engines.vllm.receiving import BACKEND, GroupTransferEngine, quiet_reload
 
 WeightTransferEngineFactory.register_engine(BACKEND, GroupTransferEngine)
-
-_RELOADING = "vllm.model_executor.model_loader.reload"
-"""Its modules warn of every layer that gets no weights."""
 
 
 def _pack_experts_at_every_load() -> None:
@@ -74,7 +70,7 @@ class WorkerExtension:
                         count += 1
                         yield name, file.get_tensor(name)
 
-        with _without_warnings(_RELOADING) if some_stay else nullcontext():
+        with quiet_reload() if some_stay else nullcontext():
             self.reload_weights(weights_iterator=tensors())
         self._refresh_tied_head()
         return count
@@ -96,17 +92,6 @@ class WorkerExtension:
         model = getattr(model, "language_model", model)  # of a model that sees images
         if model.config.get_text_config().tie_word_embeddings:
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
-
-
-@contextmanager
-def _without_warnings(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def _kill_after(owner_descriptor: int, core_pid: int) -> None:
