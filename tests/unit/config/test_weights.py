@@ -24,14 +24,6 @@ def test_engines_elsewhere_are_refused(tmp_path: Path) -> None:
             load_recipe(tmp_path / "recipe.yaml", ["weight_sync={type: ipc}", f"rollout.placement={placement}"])
 
 
-def test_cuda_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    recipe = load_recipe(tmp_path / "recipe.yaml", [WAY, "rollout.placement={type: local}"]).recipe
-    assert settle(recipe, Hardware(), num_ranks=1).recipe.weight_sync == recipe.weight_sync
-    with pytest.raises(ValueError, match=r"use CUDA: set weight_sync.type: http"):
-        settle(recipe, Hardware(gpu_memory_bytes=(2**36,), torch_cuda="13.0"), num_ranks=1)
-
-
 def test_ipc_on_cuda_takes_one_gpu(tmp_path: Path) -> None:
     """An engine sees its own GPU alone."""
     (tmp_path / "recipe.yaml").write_text(RECIPE)
