@@ -232,7 +232,7 @@ class Incoming(Protocol):
         ...
 
     async def leave(self) -> None:
-        """Leave the group; what waits in ``receive`` fails at once."""
+        """Leave the group; what waits in ``join`` fails at once, in ``receive`` at the next bucket or its deadline."""
         ...
 
 

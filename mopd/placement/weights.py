@@ -135,7 +135,8 @@ class GroupWeightSync:
 
     async def _fetch(self, targets: TransferTargets) -> Sequence[str]:
         """The student sends its weights to those that lack them; returns whom."""
-        lacking = () if targets.is_updating else self._router.needs_weights
+        await targets.hear()
+        lacking = [] if targets.is_updating else await targets.lacking(None)
         if self._again is not None and lacking:
             await self._again()
         return lacking

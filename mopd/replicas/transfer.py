@@ -6,8 +6,9 @@ Names, numbers and texts alone: rank 0, which has the weights and leads the grou
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from mopd.wire.weights import WeightVersion
 logger = logging.getLogger(__name__)
 
 ANSWER_BYTES = 2**16
+HEAR_S = 2.0
+"""For a replica that was lost to say that it is there."""
 MARGIN_S = 5.0
 """For an answer to come back beyond the deadline of what it tells."""
 Failures = dict[str, str]
@@ -40,11 +43,26 @@ class TransferTargets:
         self._drain_s = drain_s if on_running == "finish" else 0.0
         self.is_updating = False
         """Weights are on their way: replicas without any are about to have them."""
+        self._silent: set[RemoteEngine] = set()
+        """Were lost in an update, and have said nothing since: each would cost the student a deadline again."""
 
     async def lacking(self, weight_version: int | None) -> list[str]:
         """Replicas with older weights than these (``None``: than the router asks for), but those that are being
-        restarted."""
-        return list(self._router.needs_weights if weight_version is None else self._router.lacking(weight_version))
+        restarted, and those that were lost and are not ``heard`` again."""
+        names = self._router.needs_weights if weight_version is None else self._router.lacking(weight_version)
+        silent = {replica.name for replica in self._router.replicas if replica.engine in self._silent}
+        return [name for name in names if name not in silent]
+
+    async def hear(self) -> None:
+        """Ask those that were lost whether they are there."""
+        self._silent.intersection_update(self._engines([replica.name for replica in self._router.replicas]))
+
+        async def ask(engine: RemoteEngine) -> None:
+            with contextlib.suppress(EngineError):  # still silent
+                await engine.health(timeout_s=HEAR_S)
+                self._silent.discard(engine)
+
+        await asyncio.gather(*map(ask, tuple(self._silent)))
 
     async def join(self, names: Sequence[str], order: Mapping[str, Any], tensors: bytes) -> Failures:
         """Let these replicas into the group, in this order behind rank 0. ``order``: fields of ``WeightJoin``.
@@ -112,13 +130,13 @@ class TransferTargets:
         """One message to each, at once; a replica that is gone by now is lost."""
         engines: dict[str, Any] = {replica.name: replica.engine for replica in self._router.replicas}
         there = [(place, name) for place, name in enumerate(names) if name in engines]
-        calls: list[Awaitable[MessageT]] = [
+        calls = [
             engines[name].post(
                 f"/v1/weights/{step}", encode(message(place)), answer, ANSWER_BYTES, timeout_s=timeout_s + MARGIN_S
             )
             for place, name in there
         ]
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        outcomes = await (_until_one_fails(calls) if step == "join" else asyncio.gather(*calls, return_exceptions=True))
         failures: Failures = dict.fromkeys(set(names) - engines.keys(), "lost")
         received: dict[str, MessageT] = {}
         for (_, name), outcome in zip(there, outcomes, strict=True):
@@ -127,8 +145,22 @@ class TransferTargets:
             if isinstance(outcome, EngineError):
                 logger.warning("weights to rollout replica %s, %s: %s", name, step, outcome)
                 failures[name] = "refused" if isinstance(outcome, (StaleWeights, EngineBusy)) else "lost"
+                if failures[name] == "lost":
+                    self._silent.add(engines[name])
+            elif isinstance(outcome, asyncio.CancelledError):
+                failures[name] = "refused"
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
                 received[name] = outcome
         return failures, received
+
+
+async def _until_one_fails(calls: Sequence[Coroutine[Any, Any, MessageT]]) -> list[MessageT | BaseException]:
+    """The outcome of each; ``CancelledError`` for those under way when another failed, as these would wait for it."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    if tasks:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    for task in tasks:
+        task.cancel()
+    return await asyncio.gather(*tasks, return_exceptions=True)

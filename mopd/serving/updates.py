@@ -37,7 +37,7 @@ from mopd.serving.bodies import BodyReader
 from mopd.serving.errors import Refusal, bad_request, busy, stale_weights
 from mopd.serving.host import EngineHost
 from mopd.text import one_line
-from mopd.transfer.buckets import from_json
+from mopd.transfer.buckets import TensorMeta, from_json
 from mopd.transfer.group import GroupOrder
 from mopd.wire.limits import CONTENT_TYPE, MAX_CHUNK_BYTES
 from mopd.wire.messages import Message, MessageT, WireError, encode
@@ -50,8 +50,10 @@ SMALL_BYTES = 2**16
 """Limit of bodies that only say what to do."""
 RETRY_AFTER_S = 0.2
 """Of requests that are turned away while what runs ends."""
-MAX_JOIN_VALUES = 10_000_000
+MAX_JOIN_VALUES = 2_000_000
 """Of the tensors' list."""
+QUIT_S = 3.0
+"""For what waits in a group that was left to end."""
 _NO_UPDATE = "no such weight update: it was replaced, or silent for too long"
 
 
@@ -76,7 +78,10 @@ class WeightUpdates:
         self._update: _Update | None = None
         self._is_loading = False
         self._group_id = ""
+        self._joining: asyncio.Future[None] | None = None
         self._reception: asyncio.Task[Reception] | None = None
+        self._leaving: asyncio.Future[None] | None = None
+        """Kept, so that nothing forgets it."""
 
     @property
     def is_running(self) -> bool:
@@ -159,11 +164,13 @@ class WeightUpdates:
             self._is_loading = False
 
     async def join(self, message: WeightJoin) -> None:
-        """Returns when the group has met; the engine works meanwhile."""
+        """Returns when the group has met; the engine works meanwhile. What another group does here ends."""
+        await self._quit_group()
         self.require_updatable()
         self._admission.require_open_to_weights()
         self.drop()
-        self._is_loading, self._group_id = True, ""
+        self._is_loading = True
+        self._joining = asyncio.get_running_loop().create_future()
         order = GroupOrder(
             group_id=message.group_id,
             port=message.port,
@@ -173,7 +180,7 @@ class WeightUpdates:
             memory=message.memory,
         )
         try:
-            metas = from_json(parse_json(message.tensors.tobytes(), max_values=MAX_JOIN_VALUES))
+            metas = await asyncio.to_thread(_read_metas, message)
             await self._host.engine.incoming.join(order, message.first_rank, metas)
         except WeightsLost as error:
             raise stale_weights(one_line(error)) from error
@@ -181,7 +188,16 @@ class WeightUpdates:
             raise bad_request(one_line(error)) from error
         finally:
             self._is_loading = False
+            self._joining.set_result(None)
         self._group_id = message.group_id
+
+    async def _quit_group(self) -> None:
+        """Its sender begins anew, or is gone; ``Refusal`` 409 if what came from it does not end at once."""
+        self._group_id = ""
+        waiting = [work for work in (self._joining, self._reception) if work is not None and not work.done()]
+        if waiting:
+            self._leaving = asyncio.ensure_future(self._host.engine.incoming.leave())
+            await asyncio.wait([self._leaving, *waiting], timeout=QUIT_S)
 
     async def start(self, message: WeightStart) -> None:
         """Returns when the engine waits for the first bucket."""
@@ -282,10 +298,14 @@ class WeightUpdates:
 
     def require_updatable(self) -> None:
         """``Refusal`` 403 where weights are fixed, 409 while an update is being loaded."""
-        if self._fixed:
-            raise Refusal(403, "forbidden", "this server's weights are fixed: only a rollout server takes new ones")
+        self.require_not_fixed()
         if self._is_loading:
             raise stale_weights("an update is being loaded")
+
+    def require_not_fixed(self) -> None:
+        """``Refusal`` 403 where weights are."""
+        if self._fixed:
+            raise Refusal(403, "forbidden", "this server's weights are fixed: only a rollout server takes new ones")
 
     def _current(self, update_id: str, *, of_chunk: bool = False) -> _Update:
         self.require_updatable()
@@ -300,14 +320,17 @@ class WeightUpdates:
     async def close(self) -> None:
         """No more updates; one that waits for its sender fails."""
         self.drop()
-        if self._group_id:
-            await self._host.engine.incoming.leave()
+        await self._quit_group()
 
     def drop(self) -> None:
         """Forget the update, if there is one."""
         if self._update is not None:
             self._update.silence.cancel()
             self._update = None
+
+
+def _read_metas(message: WeightJoin) -> list[TensorMeta]:
+    return from_json(parse_json(message.tensors.tobytes(), max_values=MAX_JOIN_VALUES))
 
 
 class Read(Protocol):
@@ -354,7 +377,7 @@ class WeightRoutes:
 
     async def join(self, request: Request) -> Response:
         """Enter a group over which weights will come."""
-        self._updates.require_updatable()
+        self._updates.require_not_fixed()
         message = await self._read(request, WeightJoin, MAX_CHUNK_BYTES, self._large)
         await self._call(self._updates.join(message))
         return self._version()

@@ -199,7 +199,9 @@ def test_a_replica_that_goes_is_left_behind_and_comes_again(
         assert sender.engines[1].weight_version == 2
         assert holds(servers[1], newer)
         assert sender.router.needs_weights == ("r0",)
+        assert await sender.targets.lacking(None) == []  # it costs nobody a deadline again
         monkeypatch.setattr(RemoteEngine, "post", post)
+        await sender.targets.hear()
         await sender.publish(newer, 2, only_missing=True)
         assert sender.engines[0].weight_version == 2
         assert holds(servers[0], newer)
