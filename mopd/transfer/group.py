@@ -20,7 +20,7 @@ from mopd.transfer.backends import HOST, open_gloo, open_nccl, see_through
 CONNECT_S = 5.0
 """For a connection to a store that is there already: an order that comes late finds none, and shall not wait."""
 _LOOK_EVERY_S = 0.01
-_VERDICT, _GO, _NO = "verdict", b"go", b"no"
+_VERDICT, _GO, _NO = "verdict", "go", "no"
 
 
 class TransferFailed(RuntimeError):
@@ -187,14 +187,14 @@ def _meet(store: PrefixStore, order: GroupOrder, rank: int, given_up: threading.
     """Rank 0 says whether all are there: who connects to others before that waits for those that never come."""
     deadline = time.monotonic() + order.timeout_s
     if rank:
-        store.set(str(rank), b"")
+        store.set(str(rank), "")
     waited_for = [_VERDICT] if rank else [str(other) for other in range(1, order.world_size)]
     while not (there := store.check(waited_for)) and not given_up.is_set() and time.monotonic() < deadline:
         time.sleep(_LOOK_EVERY_S)
     if rank == 0:
         store.set(_VERDICT, _GO if there else _NO)
     elif there:
-        there = store.get(_VERDICT) == _GO
+        there = store.get(_VERDICT) == _GO.encode()
     if not there:
         raise TransferFailed("given up" if given_up.is_set() else f"not within {order.timeout_s:g} s")
 

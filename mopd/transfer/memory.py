@@ -53,7 +53,7 @@ class SharedMemory:
 
     def _export(self) -> list[Any]:
         """Fields of ``UntypedStorage._new_shared_cuda`` but the device."""
-        _, *fields = self.buffer.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+        _, *fields = self.buffer.untyped_storage()._share_cuda_()
         return [base64.b64encode(field).decode() if isinstance(field, bytes) else field for field in fields]
 
 
@@ -89,8 +89,8 @@ def _open_cuda(gpu: str, fields: list[Any], device: torch.device) -> Tensor:
     own = str(torch.cuda.get_device_properties(device).uuid)
     if own != gpu:
         raise ValueError(f"it is on GPU {gpu}, this process on {own}: rollout.placement.share_gpus_with is needed")
-    torch.cuda._lazy_init()  # type: ignore[no-untyped-call]
+    torch.cuda._lazy_init()
     decoded = [base64.b64decode(field) if isinstance(field, str) else field for field in fields]
     index = torch.cuda.current_device() if device.index is None else device.index
-    storage = torch.UntypedStorage._new_shared_cuda(index, *decoded)  # type: ignore[no-untyped-call]
+    storage = torch.UntypedStorage._new_shared_cuda(index, *decoded)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
