@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parts.add_parser("weights", help=text, description=text).add_argument
     add("--mb", type=int, nargs="+", default=[500, 2000], metavar="N", help="sizes of students (default: 500 2000)")
     add("--replicas", type=int, nargs="+", default=[1, 3], metavar="N", help="numbers of engines (default: 1 3)")
+    add("--stages", type=int, default=1, metavar="N", help="pipeline stages of the student (default: %(default)s)")
     add("--bucket-mib", type=int, default=64, metavar="N", help="weight_sync.bucket_mib (default: %(default)s)")
     add("--rounds", type=int, default=3, metavar="N", help="rounds of all ways (default: %(default)s)")
     add("--json", action="store_true", help="print JSON instead of tables")

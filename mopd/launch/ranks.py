@@ -229,20 +229,20 @@ class StudentGroup:
     def _read_all(self) -> Iterator[tuple[str, Tensor]]:
         """First what no step changes."""
         if self.worker.constants:
-            yield from self._read("constants", on_device=True)
+            yield from self._read("constants", in_place=True)
         yield from self._read_trained()
 
     def _read_trained(self) -> Iterator[tuple[str, Tensor]]:
-        return self._read("trained", on_device=True)
+        return self._read("trained", in_place=True)
 
     def _stage(self, weight_version: int) -> StagedWeights:
         if self._constants is None and self.worker.constants:
             self._constants = stage_constants(self._read("constants"))
         return self._weights.stage(self._read("trained"), weight_version, self._constants)
 
-    def _read(self, part: WeightPart, *, on_device: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def _read(self, part: WeightPart, *, in_place: bool = False) -> Iterator[tuple[str, Tensor]]:
         self._channel.send({"call": "weights", "kwargs": {"part": part}})
-        return self.worker.weights(part, on_device=on_device)
+        return self.worker.weights(part, in_place=in_place)
 
     async def send(self) -> None:
         """Returns when every rollout replica that can has the staged weights. The student may work meanwhile."""

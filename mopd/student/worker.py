@@ -211,15 +211,15 @@ class StudentWorker:
         by_id = dict(zip(ids, torch.split(flat.cpu(), lengths), strict=True))
         return [by_id[sample.sample_id] for sample in samples]
 
-    def weights(self, part: WeightPart = "all", *, on_device: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Weights as ``(hf_name, tensor)`` on rank 0, of the CPU or ``on_device``: all, the ``constants`` or the
-        others; other ranks get nothing but must exhaust the iterator."""
+    def weights(self, part: WeightPart = "all", *, in_place: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Weights as ``(hf_name, tensor)`` on rank 0, of the CPU or ``in_place`` (see ``iter_hf_weights``): all, the
+        ``constants`` or the others; other ranks get nothing but must exhaust the iterator."""
 
         def takes(placed: Placed) -> bool:
             return part == "all" or (placed.hf_names[0] in self.constants) == (part == "constants")
 
         complete_weights(self._chunks)
-        items = iter_hf_weights(self._chunks, self.dims, self.layout, takes=takes, on_device=on_device)
+        items = iter_hf_weights(self._chunks, self.dims, self.layout, takes=takes, in_place=in_place)
         while True:
             # The consumer between two items must not run under the shim.
             with cpu_shim.activate():

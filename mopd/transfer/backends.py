@@ -37,7 +37,7 @@ def open_nccl(store: PrefixStore, rank: int, size: int, device: torch.device) ->
     handling = os.environ.get(_HANDLING)
     os.environ[_HANDLING] = "0"  # read when the group is made
     try:
-        group = ProcessGroupNCCL(store, rank, size, options)
+        group: Any = ProcessGroupNCCL(store, rank, size, options)
     finally:
         if handling is None:
             del os.environ[_HANDLING]

@@ -21,7 +21,7 @@ LEAST_OF_BARE = 0.7
 LEAST_OVER_HTTP = 3.0
 MOST_BUCKETS = 2.0
 """Of memory beyond the models', on either side."""
-MAX_MB, MAX_REPLICAS = 100_000, 64
+MAX_MB, MAX_REPLICAS, MAX_STAGES, MAX_ROUNDS = 100_000, 64, 8, 1000
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,7 +37,14 @@ def run(args: argparse.Namespace) -> int:
 
     contests = [
         asyncio.run(
-            measure(mb * 10**6, replicas, bucket_mib=args.bucket_mib, num_rounds=args.rounds, progress=progress)
+            measure(
+                mb * 10**6,
+                replicas,
+                num_stages=args.stages,
+                bucket_mib=args.bucket_mib,
+                num_rounds=args.rounds,
+                progress=progress,
+            )
         )
         for mb in args.mb
         for replicas in args.replicas
@@ -51,7 +58,13 @@ def run(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> None:
     """``UserError`` for numbers out of range."""
-    bounds = {"mb": MAX_MB, "replicas": MAX_REPLICAS, "bucket_mib": MAX_BUCKET_MIB, "rounds": 1000}
+    bounds = {
+        "mb": MAX_MB,
+        "replicas": MAX_REPLICAS,
+        "stages": MAX_STAGES,
+        "bucket_mib": MAX_BUCKET_MIB,
+        "rounds": MAX_ROUNDS,
+    }
     for name, most in bounds.items():
         given = getattr(args, name)
         for value in given if isinstance(given, list) else [given]:

@@ -13,14 +13,13 @@ After each update every server must answer as after the other way's.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import secrets
 import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ import torch
 
 from mopd.bench.clock import Others
 from mopd.bench.weights.memory import DevicePeaks, HostPeaks
-from mopd.bench.weights.student import BenchStudent, bench_student, write_config
+from mopd.bench.weights.student import BenchStudent, bench_student, forks, write_config
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.config.weights import CollectiveConfig
 from mopd.engines.clients.remote import RemoteEngine
@@ -63,13 +62,13 @@ class Contest:
 
     num_bytes: int
     num_replicas: int
+    num_stages: int
     bucket_bytes: int
     seconds: dict[str, list[float]]
     phases: dict[str, float]
     """Medians of the collective's: see ``Transfer.take_numbers``."""
     extra_bytes: dict[str, dict[str, int]]
-    """By way: the most memory that the ``sender`` and any ``receiver`` took above what they had, in any round, the
-    warm-up too."""
+    """By way: the most memory that the ``sender`` and any ``receiver`` took above what they had."""
     others_cores: float | None
 
     def median_s(self, way: str) -> float:
@@ -85,7 +84,13 @@ class Contest:
 
 
 async def measure(
-    num_bytes: int, num_replicas: int, *, bucket_mib: int, num_rounds: int, progress: Callable[[str], None]
+    num_bytes: int,
+    num_replicas: int,
+    *,
+    num_stages: int,
+    bucket_mib: int,
+    num_rounds: int,
+    progress: Callable[[str], None],
 ) -> Contest:
     """A warm-up, then ``num_rounds`` rounds of all ways.
 
@@ -94,8 +99,8 @@ async def measure(
     """
     with tempfile.TemporaryDirectory(prefix="mopd-bench-") as name, ExitStack() as stack:
         folder = Path(name)
-        write_config(folder / "model", num_bytes)
-        student = stack.enter_context(bench_student(folder / "model"))
+        write_config(folder / "model", num_bytes, num_stages)
+        student = stack.enter_context(bench_student(folder / "model", num_stages))
         require_gpus(student.device, num_replicas)
         size = sum(meta.num_bytes for meta in student.metas)
         bare = stack.enter_context(_bare(size, bucket_mib * MIB, num_replicas, student.device))
@@ -104,18 +109,19 @@ async def measure(
             rounds = Rounds(student, servers, bucket_mib)
             try:
                 await rounds.begin()
+                await asyncio.to_thread(bare)
                 others = Others(_own_busy_s)
-                for number in range(num_rounds + 1):
+                for _ in range(num_rounds):
                     took = {BARE: await asyncio.to_thread(bare), **await rounds.next()}
-                    if number:
-                        rounds.keep(took)
-                        progress(", ".join(f"{way} {seconds:.2f} s" for way, seconds in took.items()))
+                    rounds.keep(took)
+                    progress(", ".join(f"{way} {seconds:.2f} s" for way, seconds in took.items()))
                 cores = others.cores()
             finally:
                 await rounds.close()
     return Contest(
         num_bytes=size,
         num_replicas=num_replicas,
+        num_stages=num_stages,
         bucket_bytes=bucket_mib * MIB,
         seconds=rounds.seconds,
         phases={key: statistics.median(phase[key] for phase in rounds.phases) for key in rounds.phases[0]},
@@ -154,20 +160,24 @@ class Rounds:
         self.extra_bytes = {way: {"sender": 0, "receiver": 0} for way in (COLLECTIVE, HTTP)}
 
     async def begin(self) -> None:
-        """Engines without weights have memory that was never touched, which is not what an update takes."""
-        await self._publish(self._by_http)
+        """What updates take in memory. On a CPU the first one says nothing: engines without weights have never touched
+        their own; and what is freed after one by HTTP may be taken again unseen."""
+        self._student.change()
+        if self._student.device.type == "cpu":
+            await self._publish(COLLECTIVE)
+        for way in self.extra_bytes:
+            peaks = self._peaks(self._holders)
+            await self._publish(way)
+            for name, extra in peaks.extra_bytes().items():
+                most, side = self.extra_bytes[way], name.split()[0]
+                most[side] = max(most[side], extra)
 
     async def next(self) -> dict[str, float]:
         """Seconds of new weights by each way."""
         self._student.change()
         took, answers = {}, []
-        for way, publish in ((COLLECTIVE, self._by_collective), (HTTP, self._by_http)):
-            peaks = self._peaks(self._holders)
-            took[way] = await self._publish(publish)
-            most = self.extra_bytes[way]
-            for name, extra in peaks.extra_bytes().items():
-                side = name.split()[0]
-                most[side] = max(most[side], extra)
+        for way in self.extra_bytes:
+            took[way] = await self._publish(way)
             for engine in self._engines:
                 (generation,) = await engine.generate([PROMPT], SAMPLING, [0])
                 answers.append((generation.tokens.tolist(), generation.logprobs.tolist()))
@@ -187,18 +197,16 @@ class Rounds:
         await self._router.close()
         self._thread.shutdown()
 
-    async def _publish(self, publish: Callable[[], Awaitable[None]]) -> float:
+    async def _publish(self, way: str) -> float:
         self._version += 1
         started = time.perf_counter()
-        await publish()
+        if way == COLLECTIVE:
+            await self._transfer.publish(self._version, lambda: self._student.read(in_place=True), self._in_thread)
+        else:
+            sync = GroupWeightSync(self._router)
+            read = self._student.read(in_place=False)
+            await sync.send(await self._in_thread(lambda: sync.stage(read, self._version)))
         return time.perf_counter() - started
-
-    async def _by_collective(self) -> None:
-        await self._transfer.publish(self._version, lambda: self._student.read(on_device=True), self._in_thread)
-
-    async def _by_http(self) -> None:
-        sync = GroupWeightSync(self._router)
-        await sync.send(await self._in_thread(lambda: sync.stage(self._student.read(on_device=False), self._version)))
 
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -271,7 +279,7 @@ def _bare(num_bytes: int, bucket_bytes: int, num_receivers: int, device: torch.d
         bucket_bytes=bucket_bytes,
         timeout_s=TIMEOUT_S,
     )
-    context = multiprocessing.get_context("spawn")
+    context = forks()
     members = []
     for rank in range(1, order.world_size):
         end, other = context.Pipe()

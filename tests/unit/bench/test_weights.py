@@ -17,10 +17,10 @@ from mopd.cli import main
 
 def test_both_ways_bring_the_same_weights_and_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     """Servers that answer otherwise after one way than after the other would be an error."""
-    options = ["--mb", "8", "--replicas", "1", "--bucket-mib", "1", "--rounds", "1", "--json"]
+    options = ["--mb", "12", "--replicas", "1", "--stages", "2", "--bucket-mib", "1", "--rounds", "1", "--json"]
     assert main(["bench", "weights", *options]) in (0, 1)
     (told,) = json.loads(capsys.readouterr().out)
-    assert 7e6 < told["num_bytes"] < 9e6
+    assert 11e6 < told["num_bytes"] < 13e6
     assert {way: len(times) for way, times in told["seconds"].items()} == {BARE: 1, COLLECTIVE: 1, HTTP: 1}
     assert all(seconds > 0 for seconds in told["median_s"].values())
     assert told["phases"]["timing/weights_update_s"] > 0
@@ -43,6 +43,7 @@ def test_goals_are_medians_of_ratios(capsys: pytest.CaptureFixture[str]) -> None
     contest = Contest(
         num_bytes=10**9,
         num_replicas=1,
+        num_stages=1,
         bucket_bytes=MIB,
         seconds={BARE: [1.0, 1.0, 8.0], COLLECTIVE: [2.0, 1.0, 10.0], HTTP: [8.0, 4.0, 10.0]},
         phases={"timing/weights_gather_s": 0.5},
