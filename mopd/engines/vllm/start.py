@@ -149,8 +149,6 @@ def engine_args(
         )
     return AsyncEngineArgs(
         model=str(folder),
-        # where all weights are to come, noise: with those of the folder nobody would notice one that vLLM did not take
-        load_format="safetensors" if fixed else "dummy",
         trust_remote_code=False,
         generation_config="vllm",
         dtype=cfg.dtype,
@@ -166,7 +164,8 @@ def engine_args(
         enable_chunked_prefill=not current_platform.is_cpu(),
         worker_extension_cls="mopd.engines.vllm.worker.WorkerExtension",
         disable_log_stats=True,
-        **{"skip_tokenizer_init": True, **options},
+        # where all weights are to come, noise: with those of the folder nobody would notice one that vLLM did not take
+        **{"skip_tokenizer_init": True, "load_format": "safetensors" if fixed else "dummy", **options},
     )
 
 
