@@ -73,8 +73,10 @@ class StaticChecks:
         if ("student", "model") not in self._no_folder:
             yield from self._try("layout of the student", [("student",)], self._layout)
         if not self._draft.broken:
-            yield from self._try("GPUs", [], self._gpus)
-            yield from self._try("weights to the rollout", [], self._weights)
+            gpus = list(self._try("GPUs", [], self._gpus))
+            yield from gpus
+            if gpus[0].status == "ok":
+                yield from self._try("weights to the rollout", [], self._weights)
         for split in ("train", "validation"):
             yield from self._rows(split)
         domains = [("teachers", name, key) for name in self._recipe.teachers or {} for key in ("domains", "default")]
