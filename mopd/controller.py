@@ -81,6 +81,10 @@ class Student(Protocol):
     dp_size: int
     packing: PackingRules
 
+    async def expect_step(self) -> None:
+        """Nothing is being drawn any more, and nothing will be before new weights."""
+        ...
+
     async def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]: ...
     async def optim_step(self) -> dict[str, float]: ...
     async def stage(self, weight_version: int) -> None: ...
@@ -131,6 +135,7 @@ class Controller:
         # A ledger of a checkpoint has counts of its own, which earlier steps told.
         self._told = {end: self.ledger.counts(end) for end in ("refused", "replaced")}
         self._refused_tokens: Counter[str] = Counter()
+        self._num_drawing = 0
         self._num_replaced: Counter[int] = Counter()
         """Replacements by the step that a slot was admitted for."""
 
@@ -145,8 +150,12 @@ class Controller:
         round again."""
         while slots:
             prompts = [slot.prompt for slot in slots]
+            self._num_drawing += 1
             with self.timer("rollout"):
                 samples = await self.rollout.generate(prompts)
+            self._num_drawing -= 1
+            if not self._num_drawing and not self.ledger.has_room():
+                await self.student.expect_step()
             of_slot = _by_slot(slots, samples)
             old = [slot for slot in slots if self.ledger.is_stale(of_slot[slot])]
             fresh = [slot for slot in slots if slot not in old]

@@ -9,7 +9,7 @@ kernels 25 the compiled Triton kernels: every loss, tail, clamp and layout, not 
 goals 15 what the losses must reach on a GPU: time, memory, the fused LM head
 benchmark 20 the losses beside published styles and released packages
 losses 15 all other loss tests, on the GPU where they can be
-student 25 one student on the GPU beside fp32 on the CPU, a model of full size, the quickstart (tools/gpu_student.py)
+student 25 one student on the GPU beside fp32 on the CPU, a model of full size, the quickstart, a rollout that shares its GPU, weights from process to process (tools/gpu_student.py)
 "
 
 usage() {

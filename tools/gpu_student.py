@@ -6,6 +6,10 @@ model of full size.
     training     mopd bench student --size qwen3-1.7b: tokens/s, share of the peak, memory, beside transformers
     quickstart   recipes/quickstart.yaml shortened, on one rank: student and engines share the GPU, in one process
     scoring      mopd bench teachers --size qwen3-1.7b: tokens/s beside a bare forward pass
+    shared       a rollout on the student's GPU by turns (share_gpus_with): vLLM's memory comes back, training goes on;
+                 the teacher is on the CPU, as it would need a GPU of its own
+    ipc          weights of that size from one process to another on the GPU (weight_sync: {type: ipc}): time beside a
+                 copy within one, memory
 
 Models and data are made on the spot and train to nothing. A stage that cannot run is skipped with its reason; the
 result is one JSON file. On a machine without CUDA ``--device cpu`` compares fp32 with fp32, which tests this tool.
@@ -20,21 +24,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
 if __package__ is None or __package__ == "":  # run as a file: make `tools` importable
-    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.gpu_ipc import ipc_stage
+from tools.gpu_sharing import shared_stage
+from tools.gpu_stage import ROOT, Check, Failed, Skipped, Stage, need, start, wait
 
 STUDENT_NEEDS = ("megatron.core", "transformers", "safetensors", "psutil", "yaml", "numpy")
 QUICKSTART_NEEDS = (
@@ -43,9 +47,6 @@ QUICKSTART_NEEDS = (
 )  # fmt: skip
 BENCH_NEEDS = (*STUDENT_NEEDS, "rich", "pyarrow")
 SIZE = "qwen3-1.7b"
-TAIL = 400
-"""Characters of a failed child's last words."""
-TERMINATE_S = 40.0
 QUICKSTART_STEPS = 4
 
 LIMITS: dict[str, dict[str, float]] = {
@@ -59,37 +60,6 @@ LIMITS: dict[str, dict[str, float]] = {
 }
 """Largest differences by the dtype under test; relative, save ``logprob`` (mean, nats) and ``gradient_angle`` (1 less
 the cosine of the worst tensor)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """One figure and its limit."""
-
-    name: str
-    value: float | bool
-    limit: float | bool
-    ok: bool
-
-
-@dataclass(kw_only=True)
-class Stage:
-    """What became of one stage."""
-
-    name: str
-    status: str
-    """passed, failed or skipped."""
-    reason: str = ""
-    seconds: float = 0.0
-    checks: list[Check] = field(default_factory=list)
-    figures: dict[str, Any] = field(default_factory=dict)
-
-
-class Skipped(Exception):
-    """The stage cannot run here; the message says why."""
-
-
-class Failed(Exception):
-    """The stage broke; the message says how."""
 
 
 def compare(
@@ -133,14 +103,14 @@ def _relative(value: float, expected: float) -> float:
 
 def student_stage(device: str, dtype: str, work: Path, stage: Stage, deadline: float) -> None:
     """The same four steps on both devices at once, and what differs."""
-    _need(STUDENT_NEEDS)
+    need(STUDENT_NEEDS)
     model = work / "model"
     _make_model(model)
     runs = {"reference": ("cpu", "float32"), "tested": (device, dtype)}
     children = {name: _start_rank(model, work / name, *how) for name, how in runs.items()}
     try:
         for name, child in children.items():
-            _wait(child, f"student on {' in '.join(runs[name])}", deadline)
+            wait(child, f"student on {' in '.join(runs[name])}", deadline)
     finally:
         for child in children.values():
             child.kill()
@@ -154,7 +124,7 @@ def student_stage(device: str, dtype: str, work: Path, stage: Stage, deadline: f
 
 def quickstart_stage(device: str, dtype: str, work: Path, stage: Stage, deadline: float) -> None:
     """``mopd train`` on the shortened recipe, as a user would start it."""
-    _need(QUICKSTART_NEEDS)
+    need(QUICKSTART_NEEDS)
     from tools import make_quickstart
     from tools.quickstart.cache import PartsFolder
 
@@ -166,7 +136,7 @@ def quickstart_stage(device: str, dtype: str, work: Path, stage: Stage, deadline
     command = [sys.executable, "-m", "mopd", "train", str(ROOT / "recipes" / "quickstart.yaml")]
     for setting in quickstart_settings(assets, run):
         command += ["--set", setting]
-    _wait(_start(command, device), "mopd train recipes/quickstart.yaml", deadline)
+    wait(start(command, device), "mopd train recipes/quickstart.yaml", deadline)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     stage.checks = [
         Check(name="steps", value=len(lines), limit=QUICKSTART_STEPS, ok=len(lines) == QUICKSTART_STEPS),
@@ -189,13 +159,13 @@ def scoring_stage(device: str, dtype: str, work: Path, stage: Stage, deadline: f
 
 def _bench(what: str, device: str, work: Path, deadline: float) -> dict[str, Any]:
     """What ``mopd bench`` measures at full size, which takes a GPU."""
-    _need(BENCH_NEEDS)
+    need(BENCH_NEEDS)
     if device == "cpu":
         raise Skipped(f"{SIZE} is for a GPU")
     out = work / "out.json"
     with out.open("w") as file:
-        child = _start([sys.executable, "-m", "mopd", "bench", what, "--size", SIZE, "--json"], device, stdout=file)
-        _wait(child, f"mopd bench {what} --size {SIZE}", deadline, good=(0, 1))
+        child = start([sys.executable, "-m", "mopd", "bench", what, "--size", SIZE, "--json"], device, stdout=file)
+        wait(child, f"mopd bench {what} --size {SIZE}", deadline, good=(0, 1))
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
@@ -224,6 +194,8 @@ STAGES: dict[str, Callable[[str, str, Path, Stage, float], None]] = {
     "training": training_stage,
     "quickstart": quickstart_stage,
     "scoring": scoring_stage,
+    "shared": shared_stage,
+    "ipc": ipc_stage,
 }
 """In order of importance."""
 
@@ -248,19 +220,6 @@ def run_stage(name: str, device: str, dtype: str, work: Path, deadline: float) -
     return stage
 
 
-def _need(packages: Sequence[str]) -> None:
-    missing = [name for name in packages if not _is_there(name)]
-    if missing:
-        raise Skipped(f"this interpreter lacks {', '.join(missing)}")
-
-
-def _is_there(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of the package around it
-        return False
-
-
 def _make_model(folder: Path) -> None:
     """A random Qwen3 of half a million weights, with distributions far from uniform."""
     import torch
@@ -278,33 +237,7 @@ def _make_model(folder: Path) -> None:
 
 def _start_rank(model: Path, out: Path, device: str, dtype: str) -> subprocess.Popen[str]:
     arguments = ["--model", str(model), "--dtype", dtype, "--out", str(out)]
-    return _start([sys.executable, "-m", "tools.gpu_student_rank", *arguments], device)
-
-
-def _start(command: Sequence[str], device: str, *, stdout: IO[str] | None = None) -> subprocess.Popen[str]:
-    """A child that sees the first GPU, or none. What it says is kept for its end, ``stdout`` where it is given."""
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": str(ROOT), **hidden}
-    if stdout is not None:
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def _wait(child: subprocess.Popen[str], what: str, deadline: float, *, good: Sequence[int] = (0,)) -> None:
-    try:
-        said, told = child.communicate(timeout=max(1.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        child.terminate()  # mopd's launcher ends its ranks, which takes a while
-        try:
-            child.wait(timeout=TERMINATE_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-        raise Skipped(f"{what} did not end within the time limit: raise --time-limit") from None
-    if child.returncode not in good:
-        output = " ".join((said or told or "").split())
-        raise Failed(f"{what} ended with exit code {child.returncode}: ...{output[-TAIL:]}")
+    return start([sys.executable, "-m", "tools.gpu_student_rank", *arguments], device)
 
 
 def _angles(work: Path) -> dict[str, float]:

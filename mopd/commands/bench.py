@@ -1,6 +1,6 @@
 """``mopd bench``: the losses beside what else there is, the path from teachers to tensors beside the bare engine, the
 data plane beside other ways from process to process, the pipeline beside its slowest stage, the student beside plain
-PyTorch."""
+PyTorch, weights on their way to engines beside a bare broadcast."""
 
 from __future__ import annotations
 
@@ -54,6 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--size", metavar="NAME", help="instead: qwen3-1.7b, random weights, beside transformers' own model; on a GPU")
     add("--json", action="store_true", help="print JSON instead of tables")
 
+    text = (
+        "an update of the rollout's weights by a collective, by HTTP and as a bare broadcast; exit code 1 below a goal"
+    )
+    add = parts.add_parser("weights", help=text, description=text).add_argument
+    add("--mb", type=int, nargs="+", default=[500, 2000], metavar="N", help="sizes of students (default: 500 2000)")
+    add("--replicas", type=int, nargs="+", default=[1, 3], metavar="N", help="numbers of engines (default: 1 3)")
+    add("--stages", type=int, default=1, metavar="N", help="pipeline stages of the student (default: %(default)s)")
+    add("--bucket-mib", type=int, default=64, metavar="N", help="weight_sync.bucket_mib (default: %(default)s)")
+    add("--rounds", type=int, default=3, metavar="N", help="rounds of all ways (default: %(default)s)")
+    add("--json", action="store_true", help="print JSON instead of tables")
+
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Measure; the exit code."""
@@ -73,6 +84,10 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         from mopd.bench.student import command as student
 
         return student.run(args)
+    if args.what == "weights":
+        from mopd.bench.weights import command as weights
+
+        return weights.run(args)
     from mopd.bench.teachers import command as teachers
 
     return teachers.run(args)

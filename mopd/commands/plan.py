@@ -83,13 +83,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
             response_tokens=args.response_length,
             image_tokens=args.image_length,
         )
-    if not 0 <= work.image_tokens <= work.prompt_tokens:
-        raise UserError(
-            f"--image-length is {work.image_tokens:g}: set 0 to the {work.prompt_tokens:g} tokens of a prompt, which "
-            "they are part of"
-        )
-    if work.image_tokens and models[STUDENT].vision is None:
-        raise UserError("--image-length: the student sees no images: leave it out")
+    _check_images(work, sees_images=models[STUDENT].vision is not None)
     rates = _rates(args, loaded.recipe, models[STUDENT], work)
     if args.suggest:
         if rates is None or not cluster.gpus_per_node:
@@ -103,13 +97,25 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     plan = make_plan(loaded.recipe, models, work, cluster, rates)
     rows = beside(plan, steps) if steps else []
     if args.json:
-        print(json_lines({**plain(plan, rates), "measured": [asdict(row) for row in rows]}))
+        measured_rows = [asdict(row) for row in rows]
+        print(json_lines({**plain(plan, rates), "weights_way": loaded.weights_way, "measured": measured_rows}))
     else:
         show(plan, rates)
+        print(f"weights to the rollout: {loaded.weights_way}")
         if steps:
             show_beside(rows, None if plan.times is None else plan.times.bound_by, slowest(steps))
     _refuse(loaded, plan)
     return 0
+
+
+def _check_images(work: Workload, *, sees_images: bool) -> None:
+    if not 0 <= work.image_tokens <= work.prompt_tokens:
+        raise UserError(
+            f"--image-length is {work.image_tokens:g}: set 0 to the {work.prompt_tokens:g} tokens of a prompt, which "
+            "they are part of"
+        )
+    if work.image_tokens and not sees_images:
+        raise UserError("--image-length: the student sees no images: leave it out")
 
 
 def _cluster(args: argparse.Namespace, hardware: Hardware) -> Cluster:

@@ -24,6 +24,7 @@ from mopd.config.placements import (
 )
 from mopd.config.reading.tree import AUTO, dotted
 from mopd.config.schema import Recipe
+from mopd.config.weights import AutoSyncConfig, CollectiveConfig, HttpConfig, IpcConfig, WeightSync
 from mopd.hardware import Hardware
 
 Group = TypeVar("Group", bound=EngineGroupConfig)
@@ -53,8 +54,8 @@ class Settled:
 def settle(
     recipe: Recipe, hardware: Hardware, *, num_ranks: int, num_weights: Mapping[str, int | None] | None = None
 ) -> Settled:
-    """Every ``auto`` of engines, placements and dtypes made a value (``teacher_defaults``, which every teacher has
-    inherited, stays as it is written).
+    """Every ``auto`` of engines, placements, dtypes and the weights' way made a value (``teacher_defaults``, which
+    every teacher has inherited, stays as it is written).
 
     Args:
         num_ranks: trainer ranks on this machine.
@@ -64,6 +65,8 @@ def settle(
         ValueError: a key that another choice needs, with its dotted path and the cure.
     """
     settled = Settled(recipe)
+    if not hardware.without_cuda:
+        _check_way_on_gpus(recipe)
     student = recipe.student
     if student.dtype == AUTO:
         settled.reasons["student.dtype"] = hardware.without_cuda or "CUDA"
@@ -74,8 +77,40 @@ def settle(
         name: _group(("teachers", name), teacher, recipe, hardware, placement, why, settled.reasons)
         for name, teacher in recipe.teachers.items()
     }
-    settled.recipe = dataclasses.replace(recipe, student=student, rollout=rollout, teachers=teachers)
+    way, reason = _weight_sync(recipe, rollout.placement, hardware)
+    if reason:
+        settled.reasons["weight_sync.type"] = reason
+    settled.recipe = dataclasses.replace(recipe, student=student, rollout=rollout, teachers=teachers, weight_sync=way)
     return settled
+
+
+def _check_way_on_gpus(recipe: Recipe) -> None:
+    num_ranks = recipe.student.parallel.world_size
+    if isinstance(recipe.weight_sync, IpcConfig) and (num_ranks > 1 or not recipe.shares_gpus):
+        raise ValueError(
+            "weight_sync.type is 'ipc', but engines see their own GPU alone, and rank 0's memory is on another: set "
+            f"rollout.placement.share_gpus_with: student for a student of 1 rank (this one has {num_ranks}), or "
+            "weight_sync.type: http"
+        )
+
+
+def _weight_sync(recipe: Recipe, placement: Placement, hardware: Hardware) -> tuple[WeightSync, str]:
+    """The way of the weights to a rollout in this ``placement``, and why, if it was ``auto``; it stays so where there
+    is none."""
+    if not isinstance(recipe.weight_sync, AutoSyncConfig):
+        return recipe.weight_sync, ""
+    if isinstance(placement, InProcessConfig):
+        return recipe.weight_sync, "rollout.placement.type in_process: the engine is given them directly"
+    http, staleness = HttpConfig(type="http"), recipe.schedule.max_staleness
+    if not isinstance(placement, LocalConfig):
+        return http, f"rollout.placement.type {placement.type}: engines of other machines"
+    if not hardware.without_cuda:
+        return http, "CUDA, where no other way has been measured"
+    if placement.share_gpus_with is not None:
+        return IpcConfig(type="ipc"), "rollout.placement.share_gpus_with: nothing is kept for replicas that sleep"
+    if staleness > 0 and recipe.rollout.on_new_weights == "finish":
+        return http, f"schedule.max_staleness {staleness}: student and engines go on while they travel"
+    return CollectiveConfig(type="collective"), f"{hardware.without_cuda}, and engines on the student's machine"
 
 
 def compares_with_transformers(
@@ -97,8 +132,10 @@ def _placement(
     recipe: Recipe, hardware: Hardware, num_ranks: int, num_weights: Mapping[str, int | None]
 ) -> tuple[InProcessConfig | LocalConfig, str]:
     """What every ``placement.type: auto`` becomes, one choice for all groups, and why."""
-    is_beside = recipe.schedule.max_staleness > 0
+    is_beside = recipe.schedule.max_staleness > 0 or recipe.shares_gpus
     beside = f"schedule.max_staleness {recipe.schedule.max_staleness}: it works while the student trains"
+    if recipe.shares_gpus:
+        beside = "rollout.placement.share_gpus_with: it works while the student's memory is lent"
     if hardware.without_cuda:
         return (LocalConfig(type="local"), beside) if is_beside else (InProcessConfig(), hardware.without_cuda)
     groups = _groups(recipe)
@@ -128,7 +165,7 @@ def _taken(group: EngineGroupConfig) -> int:
     """GPUs of this machine that the recipe gives to a group, beside rank 0's."""
     placement = group.placement
     if isinstance(placement, LocalConfig):
-        return _wanted(group)
+        return 0 if group.shares_gpus else _wanted(group)
     if isinstance(placement, RayConfig) and placement.address is None:
         return placement.num_gpus * group.replicas
     return group.gpus_per_replica - 1 if isinstance(placement, InProcessConfig) else 0

@@ -13,6 +13,7 @@ from typing import Literal
 from mopd.config.placements import (
     AutoPlacementConfig,
     ExternalConfig,
+    InProcessConfig,
     LocalConfig,
     Placement,
     RayConfig,
@@ -187,6 +188,11 @@ class EngineGroupConfig:
         return self.engine.tensor_parallel_size if isinstance(self.engine, VllmEngineConfig) else 1
 
     @property
+    def shares_gpus(self) -> bool:
+        """The replicas are on the trainer ranks' GPUs, by turns."""
+        return isinstance(self.placement, LocalConfig) and self.placement.share_gpus_with is not None
+
+    @property
     def num_replicas(self) -> int:
         """Replicas that there will be."""
         return len(self.placement.urls) if isinstance(self.placement, ExternalConfig) else self.replicas
@@ -244,6 +250,37 @@ class TeacherConfig(EngineGroupConfig):
         check_unrepeated("domains", self.domains)
         if self.weight is not None:
             require_positive("weight", self.weight)
+
+
+def require_turns(
+    rollout: EngineGroupConfig, teachers: Mapping[str, TeacherConfig], *, max_staleness: int, num_ranks: int
+) -> None:
+    """``ValueError`` where student and rollout share GPUs and could not take turns on them."""
+    for name, teacher in teachers.items():
+        if teacher.shares_gpus:
+            raise ValueError(
+                f"teachers.{name}.placement.share_gpus_with is set: only the rollout shares the student's GPUs: remove "
+                "it"
+            )
+        if rollout.shares_gpus and isinstance(teacher.placement, InProcessConfig):
+            raise ValueError(
+                f"rollout.placement.share_gpus_with is set, but teachers.{name}.placement is in_process, where nothing "
+                f"sleeps: set teachers.{name}.placement.type: local"
+            )
+    if not rollout.shares_gpus:
+        return
+    if max_staleness:
+        raise ValueError(
+            f"schedule.max_staleness is {max_staleness}, but with rollout.placement.share_gpus_with student and "
+            "rollout take turns: set max_staleness: 0, or remove share_gpus_with"
+        )
+    size = rollout.replicas * rollout.gpus_per_replica
+    if size > num_ranks:
+        raise ValueError(
+            f"rollout.replicas {rollout.replicas} x engine.tensor_parallel_size {rollout.gpus_per_replica} need {size} "
+            f"GPUs, but rollout.placement.share_gpus_with has those of {num_ranks} trainer ranks: set at most "
+            f"{num_ranks}"
+        )
 
 
 class Assignment:

@@ -65,6 +65,15 @@ class Loaded:
         is_ours = origin is None or origin == DEFAULT_ORIGIN or origin.startswith(AUTO_ORIGIN)
         return f"{place(self.path, self.path if origin is None or is_ours else origin)}: {key}"
 
+    @property
+    def weights_way(self) -> str:
+        """Of a settled recipe: how the student's weights come to the rollout, and why, if that was ``auto``."""
+        way, origin = self.recipe.weight_sync.type, self.origins.get("weight_sync.type", "")
+        if not origin.startswith(AUTO_ORIGIN):
+            return way
+        why = origin.removeprefix(AUTO_ORIGIN)
+        return why if way == AUTO else f"{way} ({why})"
+
     def settled(self, recipe: Recipe, reasons: Mapping[str, str]) -> Loaded:
         """With ``recipe``, in which the values at ``reasons`` were ``auto``."""
         keys = map(dotted, leaf_paths(to_tree(recipe)))

@@ -46,6 +46,10 @@ class LocalConfig:
     lowest that neither trainer ranks nor other groups have. A GPU has one owner: too few are an error."""
     num_threads: int | None = None
     """CPU threads of one replica; absent: the machine's cores over the number of replicas."""
+    share_gpus_with: Literal["student"] | None = None
+    """``student``, of the rollout: replicas on the trainer ranks' own GPUs, by turns. They sleep while the student
+    trains; its optimizer states are in host memory while they draw (docs/teachers.md). Only with
+    ``schedule.max_staleness: 0``. Absent: GPUs of their own."""
     python: str | None = None
     """Python interpreter that runs this group's servers, for an engine in an environment of its own (vLLM with the
     torch that it pins); absent: mopd's. That environment needs the packages of mopd, not mopd itself."""
@@ -59,6 +63,11 @@ class LocalConfig:
         check_unrepeated("gpus", self.gpus)
         for gpu in self.gpus:
             require_at_least("gpus", gpu, 0, MAX_PROCESSES)
+        if self.gpus and self.share_gpus_with is not None:
+            raise ValueError(
+                f"gpus is {list(self.gpus)}, but share_gpus_with: {self.share_gpus_with} puts the replicas on the "
+                "trainer ranks' GPUs, in their order: remove gpus"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

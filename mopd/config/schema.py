@@ -11,8 +11,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mopd.config.data import DataConfig, DataPlane, LocalPlaneConfig, ValidationConfig
-from mopd.config.groups import Assignment, EngineGroupConfig, TeacherConfig, TeacherDefaultsConfig, VllmEngineConfig
+from mopd.config.groups import (
+    Assignment,
+    EngineGroupConfig,
+    TeacherConfig,
+    TeacherDefaultsConfig,
+    VllmEngineConfig,
+    require_turns,
+)
 from mopd.config.losses import Loss, PolicyGradientConfig, TopKLossConfig, require_own_samples
+from mopd.config.output import CheckpointConfig, MetricsConfig
 from mopd.config.placements import ExternalConfig, InProcessConfig, RayConfig
 from mopd.config.rewards import RewardConfig
 from mopd.config.slurm import SlurmConfig
@@ -26,6 +34,7 @@ from mopd.config.values import (
     require_seconds,
     require_seed,
 )
+from mopd.config.weights import AutoSyncConfig, WeightSync, check_weight_sync
 from mopd.types import LOSS_FIELDS
 
 MAX_SAMPLES = 1_000_000
@@ -106,29 +115,6 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig:
-    """What is saved while training."""
-
-    every_steps: int = 100
-    """Optimizer steps between checkpoints; the last step is always saved."""
-    keep_last: int = 2
-    """Newest checkpoints that are kept."""
-    async_save: bool = True
-    """Copy the state into host memory and go on with the next step while every rank writes and hashes its own files;
-    the checkpoint counts once all are written. The files are the same. Meanwhile host memory holds 14 bytes a weight in
-    bfloat16, 16 in float32, over all ranks; with ``false`` the distributed optimizer's 12 of them, while steps wait."""
-    keep_best: bool = True
-    """Also keep the checkpoint with the best mean validation reward (saved when it is reached). Without validation
-    there is none."""
-    export_hf: bool = True
-    """At the end write the result (the best checkpoint, else the last) as a Hugging Face folder."""
-
-    def __post_init__(self) -> None:
-        require_at_least("every_steps", self.every_steps, 1)
-        require_at_least("keep_last", self.keep_last, 1)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PreflightConfig:
     """Checks before the first step; ``mopd check`` runs the same ones."""
 
@@ -167,33 +153,6 @@ class PreflightConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WandBConfig:
-    """Weights & Biases run; the ``wandb`` package must be installed."""
-
-    project: str
-    """Project name."""
-    name: str | None = None
-    """Run name; the run folder's name when absent."""
-    mode: Literal["online", "offline"] = "online"
-    """``offline`` writes to the run folder only."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MetricsConfig:
-    """Where numbers go besides ``metrics.jsonl`` and the terminal."""
-
-    diagnostics_every_steps: int = 10
-    """Optimizer steps between the dearer diagnostics: student entropy and top-k overlap."""
-    tensorboard: bool = True
-    """Write TensorBoard event files into the run folder."""
-    wandb: WandBConfig | None = None
-    """Also log to Weights & Biases."""
-
-    def __post_init__(self) -> None:
-        require_at_least("diagnostics_every_steps", self.diagnostics_every_steps, 1)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """One run, complete: what ``mopd train`` reads."""
 
@@ -214,6 +173,8 @@ class Recipe:
     """Prompt files."""
     rollout: RolloutConfig = RolloutConfig()
     """Sampling of responses."""
+    weight_sync: WeightSync = AutoSyncConfig()
+    """The way of the student's weights to the rollout, where that has processes of its own."""
     loss: Loss = TopKLossConfig()
     """What the student minimises."""
     schedule: ScheduleConfig
@@ -240,6 +201,13 @@ class Recipe:
         self._check_loss()
         self._check_vllm_rollout()
         self._check_staleness()
+        check_weight_sync(self.weight_sync, self.rollout.placement)
+        require_turns(
+            self.rollout,
+            self.teachers,
+            max_staleness=self.schedule.max_staleness,
+            num_ranks=self.student.parallel.world_size,
+        )
         if self.samples_per_step > MAX_SAMPLES:
             raise ValueError(
                 f"schedule.prompts_per_step {self.schedule.prompts_per_step} x rollout.samples_per_prompt "
@@ -361,6 +329,11 @@ class Recipe:
         """Some group's engines run on rank 0, in its process, where they cannot work beside training."""
         groups = (self.rollout, *self.teachers.values())
         return any(isinstance(group.placement, InProcessConfig) for group in groups)
+
+    @property
+    def shares_gpus(self) -> bool:
+        """See ``EngineGroupConfig.shares_gpus``, of the rollout."""
+        return self.rollout.shares_gpus
 
     @property
     def assignment(self) -> Assignment:

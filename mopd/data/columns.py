@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mopd.config.columns import SHIPPED, DataFileConfig, mapping_of
+from mopd.config.data import SHIPPED, DataFileConfig, mapping_of
 from mopd.data.files import MISSING, listed, lookup, quoted, read_rows
 from mopd.data.image_files import read_rgb
 from mopd.data.images import holds_images, stored_images

@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mopd.config.columns import DataFileConfig
-from mopd.config.data import DataConfig
+from mopd.config.data import DataConfig, DataFileConfig
 from mopd.data.files import MISSING, ColumnReader, lookup, quoted
 from mopd.data.image_files import MAX_IMAGE_BYTES, MAX_IMAGES, digest_of, read_rgb
 from mopd.files.reading import read_bytes, shown_path

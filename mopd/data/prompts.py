@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mopd.config.columns import DataFileConfig
-from mopd.config.data import DataConfig
+from mopd.config.data import DataConfig, DataFileConfig
 from mopd.config.groups import Assignment
 from mopd.data.columns import RowReader
 from mopd.data.files import MISSING, listed, quoted, read_rows

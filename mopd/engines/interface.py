@@ -14,6 +14,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from mopd.transfer.buckets import TensorMeta
+from mopd.transfer.group import GroupOrder
 from mopd.types import PromptImage
 
 DEFAULT_RETRY_AFTER_S = 1.0
@@ -51,6 +53,10 @@ class EngineRejected(EngineError):
 
 class StaleWeights(EngineUnavailable):
     """A rollout replica serves another ``weight_version`` than the one asked for, or is between two versions."""
+
+
+class WeightsLost(EngineError):
+    """New weights did not arrive completely: the engine has none until all of them arrive once."""
 
 
 def _bounded(retry_after_s: object) -> float:
@@ -156,8 +162,10 @@ class Scores:
 class Generator(Protocol):
     """Samples responses with the weights of the moment."""
 
-    weight_version: int
-    """Version of the weights that answer now; -1 before the first ``TakesWeights.load_weights``."""
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that answer now; -1 before the first ``TakesWeights.load_weights``."""
+        ...
 
     async def generate(
         self,
@@ -193,6 +201,38 @@ class TakesWeights(Protocol):
         weights keeps. Before the first one is replaced it raises, and the old ones answer on: ``ValueError`` if a name
         or shape does not match or a weight is missing, ``NonFiniteError`` for NaN or infinite values, also such as do
         not fit the engine's dtype."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reception:
+    """What receiving weights took an engine."""
+
+    wait_s: float
+    """Seconds in which it had nothing to load."""
+    load_s: float
+    """The other seconds."""
+
+
+class Incoming(Protocol):
+    """Weights that come to an engine over a process group, into its own memory."""
+
+    async def join(self, order: GroupOrder, first_rank: int, metas: Sequence[TensorMeta]) -> None:
+        """Enter a group, from ``first_rank`` on with one rank for each worker, and leave the one before. The engine
+        works meanwhile. ``ValueError`` unless ``metas``, which will come in this order, are exactly its weights;
+        ``WeightsLost`` if the group does not meet."""
+        ...
+
+    async def receive(
+        self, weight_version: int, *, verify: bool, patience_s: float, ready: Callable[[], object]
+    ) -> Reception:
+        """Replace all weights by what the group's rank 0 sends. ``ready`` is called once the engine has stopped and
+        waits for the first bucket, which may take ``patience_s``. ``WeightsLost`` if not everything arrived as it was
+        sent; the group is left then."""
+        ...
+
+    async def leave(self) -> None:
+        """Leave the group; what waits in ``join`` fails at once, in ``receive`` at the next bucket or its deadline."""
         ...
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mopd.launch.rank_log import StallWatch
+from mopd.launch.transfer import Transfer
+from mopd.placement.sharing.turns import GpuTurns
 from mopd.student.worker import StudentWorker, WeightPart
 from mopd.types import DomainSums, MicroBatchPlan, SampleMeta, UserError
 from mopd.wire.weights import StagedConstants, StagedWeights, stage_constants
@@ -78,6 +81,19 @@ class Weights(Protocol):
         self, weights: Iterable[tuple[str, Tensor]], weight_version: int, constants: StagedConstants | None
     ) -> StagedWeights: ...
     async def send(self, staged: StagedWeights) -> None: ...
+    async def ask_for(self, weight_version: int) -> None: ...
+    def send_again_by(self, again: Callable[[], Awaitable[None]]) -> None: ...
+
+
+class StudentTurns(Protocol):
+    """The student's way to GPUs that it shares with the rollout, which see: ``mopd.placement.sharing.turns``."""
+
+    async def begin(self) -> None:
+        """Wait for the student's turn."""
+        ...
+
+    async def end(self) -> None: ...
+    async def expect(self) -> None: ...
 
 
 class StudentGroup:
@@ -87,13 +103,27 @@ class StudentGroup:
     works on it, goes on meanwhile.
     """
 
-    def __init__(self, worker: StudentWorker, channel: CommandChannel, weights: Weights) -> None:
+    def __init__(
+        self,
+        worker: StudentWorker,
+        channel: CommandChannel,
+        weights: Weights,
+        transfer: Transfer | None = None,
+        turns: StudentTurns | None = None,
+    ) -> None:
+        """``transfer``: the way of the weights in the place of ``stage`` and ``send``, where there is one. ``turns``:
+        where it shares GPUs."""
         self.worker = worker
         self.dp_size = worker.dp_size
         self.packing = worker.packing
         self._channel = channel
         self._weights = weights
+        self._transfer, self._turns = transfer, turns
+        if transfer is not None:
+            weights.send_again_by(self.send_again)
         self._staged: StagedWeights | None = None
+        self._waited_for: int | None = None
+        """Version that replicas will be given when they wake."""
         self._constants: StagedConstants | None = None
         """For servers: staged once, part of all that is."""
         self._has_given_constants = False
@@ -114,20 +144,52 @@ class StudentGroup:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]:
-        """Loss and gradients of one step; sums per domain over all ranks."""
+        """Loss and gradients of one step; sums per domain over all ranks. The student's turn lasts until
+        ``optim_step``."""
+        if self._turns is not None:
+            await self._turns.begin()
         sums: dict[str, DomainSums] = await self._call("forward_backward", plan=plan.to_json(), diagnostics=diagnostics)
         return sums
 
     async def optim_step(self) -> dict[str, float]:
-        """Clip, check, step. Returns ``grad_norm``, ``lr`` and this rank's peak memory."""
+        """Clip, check, step. Returns ``grad_norm``, ``lr``, this rank's peak memory, and what the last update of the
+        rollout's weights took where they go by a collective."""
         values: dict[str, float] = await self._call("optim_step")
-        return values | self.worker.memory()
+        if self._turns is not None:
+            await self._turns.end()
+        numbers = {} if self._transfer is None else self._transfer.take_numbers()
+        return values | self.worker.memory() | numbers
 
     async def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float) -> list[Tensor]:
         """[R] fp32 student log-probs of each sample's response tokens."""
         metas = [asdict(sample) for sample in samples]
-        rows: list[Tensor] = await self._call("logprobs", samples=metas, temperature=temperature)
+        async with self._own_turn():
+            rows: list[Tensor] = await self._call("logprobs", samples=metas, temperature=temperature)
         return rows
+
+    async def expect_step(self) -> None:
+        """All of a step's responses are drawn: its GPUs may come back while they are scored."""
+        if self._turns is not None:
+            await self._turns.expect()
+
+    async def lend(self) -> None:
+        """See ``StudentWorker.lend``."""
+        await self._call("lend")
+
+    async def restore(self) -> None:
+        """See ``StudentWorker.restore``."""
+        await self._call("restore")
+
+    @asynccontextmanager
+    async def _own_turn(self) -> AsyncIterator[None]:
+        if self._turns is None:
+            yield
+            return
+        await self._turns.begin()
+        try:
+            yield
+        finally:
+            await self._turns.end()
 
     @property
     def vocab_size(self) -> int:
@@ -140,10 +202,16 @@ class StudentGroup:
         await self.send()
 
     async def stage(self, weight_version: int) -> None:
-        """Hand the weights over: to engines of this process itself, for others into host memory. The student is free
-        then."""
+        """Hand the weights over: to engines of this process itself, for others into host memory, or all the way by a
+        collective; those on shared GPUs are given them when they wake. The student is free then."""
         async with self._turn:
-            if self._weights.loads_directly:
+            if self._transfer is not None and self._turns is not None:
+                self._waited_for = weight_version
+            elif self._transfer is not None:
+                await self._transfer.publish(
+                    weight_version, self._read_all, self._in_thread, read_trained=self._read_trained
+                )
+            elif self._weights.loads_directly:
                 kept = self.worker.constants if self._has_given_constants else frozenset()
                 weights = self._read("trained" if kept else "all")
                 await self._weights.publish(weights, weight_version, kept=kept)
@@ -151,25 +219,45 @@ class StudentGroup:
             else:
                 self._staged = await self._in_thread(lambda: self._stage(weight_version))
 
+    async def send_again(self) -> None:
+        """The weights of the moment by the collective, to replicas without those that are asked for."""
+        assert self._transfer is not None
+        async with self._turn:
+            version = self.worker.weight_version
+            await self._transfer.publish(version, self._read_all, self._in_thread, only_missing=True)
+
+    def _read_all(self) -> Iterator[tuple[str, Tensor]]:
+        """First what no step changes."""
+        if self.worker.constants:
+            yield from self._read("constants", in_place=True)
+        yield from self._read_trained()
+
+    def _read_trained(self) -> Iterator[tuple[str, Tensor]]:
+        return self._read("trained", in_place=True)
+
     def _stage(self, weight_version: int) -> StagedWeights:
         if self._constants is None and self.worker.constants:
             self._constants = stage_constants(self._read("constants"))
         return self._weights.stage(self._read("trained"), weight_version, self._constants)
 
-    def _read(self, part: WeightPart) -> Iterator[tuple[str, Tensor]]:
+    def _read(self, part: WeightPart, *, in_place: bool = False) -> Iterator[tuple[str, Tensor]]:
         self._channel.send({"call": "weights", "kwargs": {"part": part}})
-        return self.worker.weights(part)
+        return self.worker.weights(part, in_place=in_place)
 
     async def send(self) -> None:
         """Returns when every rollout replica that can has the staged weights. The student may work meanwhile."""
         staged, self._staged = self._staged, None
+        version, self._waited_for = self._waited_for, None
         if staged is not None:
             await self._weights.send(staged)
+        if version is not None:
+            await self._weights.ask_for(version)
 
     async def save(self, folder: Path, state: Mapping[str, Any], *, is_async: bool) -> None:
         """Write model, optimizer, schedule and RNG of all ranks into ``folder``, with the JSON-able ``state``; when
         ``is_async``, return once all is copied, and write beside what comes next."""
-        await self._call("save", folder=str(folder), state=dict(state), is_async=is_async)
+        async with self._own_turn():
+            await self._call("save", folder=str(folder), state=dict(state), is_async=is_async)
 
     @property
     def is_saving(self) -> bool:
@@ -183,8 +271,11 @@ class StudentGroup:
     async def load(self, folder: Path, *, cure: str = "") -> dict[str, Any]:
         """Read what ``save`` wrote, at this run's layout; returns its ``state``. ``cure`` ends the line of an error, on
         every rank."""
-        state: dict[str, Any] = await self._call("load", folder=str(folder), cure=cure)
+        async with self._own_turn():
+            state: dict[str, Any] = await self._call("load", folder=str(folder), cure=cure)
         self._constants, self._has_given_constants = None, False
+        if self._transfer is not None:
+            self._transfer.send_constants()
         return state
 
     async def save_hf(self, folder: Path) -> None:
@@ -194,6 +285,50 @@ class StudentGroup:
     async def close(self) -> None:
         """Returns when the ranks are through with what they were told; nothing more can be asked of them."""
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
+        if self._transfer is not None:
+            await self._transfer.close()
+
+
+class StudentHere:
+    """Implements ``MemoryHolder`` and ``StudentTurns`` for a student in this process, also before there is a
+    ``StudentGroup`` that speaks to it."""
+
+    def __init__(self, worker: StudentWorker, channel: CommandChannel) -> None:
+        self._worker, self._channel = worker, channel
+        self.group: StudentGroup | None = None
+        self.turns: GpuTurns | None = None
+
+    async def give_back(self) -> None:
+        """See ``MemoryHolder.give_back``."""
+        if self.group is not None:
+            await self.group.lend()
+        else:
+            await asyncio.to_thread(self._lend)
+
+    async def take(self) -> None:
+        """See ``MemoryHolder.take``. Before there is a group, nobody asks for it."""
+        assert self.group is not None
+        await self.group.restore()
+
+    async def begin(self) -> None:
+        """See ``StudentTurns.begin``."""
+        assert self.turns is not None
+        await self.turns.begin("student")
+
+    async def end(self) -> None:
+        """See ``GpuTurns.end``."""
+        assert self.turns is not None
+        self.turns.end()
+
+    async def expect(self) -> None:
+        """See ``GpuTurns.expect``."""
+        assert self.turns is not None
+        self.turns.expect("student")
+
+    def _lend(self) -> None:
+        _use_device(self._worker)
+        self._channel.send({"call": "lend", "kwargs": {}})
+        execute(self._worker, "lend", {})
 
 
 def _use_device(worker: StudentWorker) -> None:
@@ -222,6 +357,10 @@ def execute(worker: StudentWorker, name: str, kwargs: dict[str, Any]) -> Any:
             return worker.load(Path(kwargs["folder"]))
         except UserError as error:
             raise UserError(f"{error}{kwargs['cure']}") from error
+    if name == "lend":
+        return worker.lend()
+    if name == "restore":
+        return worker.restore()
     if name == "save_hf":
         return worker.save_hf(Path(kwargs["folder"]))
     raise RuntimeError(f"unknown command {name!r} from rank 0")

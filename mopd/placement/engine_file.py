@@ -64,7 +64,7 @@ class EngineFile:
     startup_timeout_s: float
     """Deadline for the engine to be ready."""
     enable_sleep_mode: bool
-    """The engine can be put to sleep (a shared pool of GPUs)."""
+    """The engine can be put to sleep: it shares GPUs."""
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -138,7 +138,7 @@ def _file(
         max_queued_tokens=2 * routing.max_inflight_tokens,  # a router and whoever else looks at the teacher
         request_timeout_s=routing.request_timeout_s,
         startup_timeout_s=placement.startup_timeout_s if has_deadline else STARTUP_TIMEOUT_S,
-        enable_sleep_mode=isinstance(placement, RayConfig) and placement.shared_pool is not None,
+        enable_sleep_mode=group.shares_gpus or (isinstance(placement, RayConfig) and placement.shared_pool is not None),
     )
 
 

@@ -6,8 +6,8 @@
     local groups    the ones that ``gpus`` names, else the lowest that are free, in the recipe's order
     ray             what is left, on a cluster of this machine
 
-A GPU has one owner. Sharing is asked for by a placement that shares: ``in_process`` (with rank 0) or, on Ray, a
-``shared_pool``.
+A GPU has one owner. Sharing is asked for by a placement that shares: ``in_process`` (with rank 0), ``local`` with
+``share_gpus_with`` (the trainer ranks', by turns) or, on Ray, a ``shared_pool``.
 """
 
 from __future__ import annotations
@@ -97,7 +97,11 @@ def share_gpus(groups: Mapping[str, EngineGroupConfig], machine: Machine) -> Sha
     shares: dict[str, tuple[tuple[int, ...], ...]] = {}
     for key, group in local.items():
         size, own = group.gpus_per_replica, list(_named(group))
-        if not own:
+        if group.shares_gpus:
+            own = _of_ranks(key, size * group.replicas, machine)
+            for gpu in own:
+                owners.setdefault(gpu, key)
+        elif not own:
             free = [gpu for gpu in range(machine.num_gpus) if gpu not in owners]
             own = free[: size * group.replicas]
             if len(own) < size * group.replicas:
@@ -149,6 +153,17 @@ def _of_trainer(groups: Mapping[str, EngineGroupConfig], machine: Machine) -> di
     return owners
 
 
+def _of_ranks(key: str, count: int, machine: Machine) -> list[int]:
+    """GPUs of trainer ranks for a group that shares them; where none is a rank (an engine alone), any."""
+    most = machine.num_ranks or machine.num_gpus
+    if count > most:
+        raise UserError(
+            f"{key}.placement.share_gpus_with: its replicas need {count} GPUs, and {most} of this machine are trainer "
+            "ranks': lower replicas"
+        )
+    return list(range(count))
+
+
 def _take(
     owners: dict[int, str], gpu: int, key: str, groups: Mapping[str, EngineGroupConfig], machine: Machine
 ) -> None:
@@ -177,7 +192,9 @@ def _table(groups: Mapping[str, EngineGroupConfig], machine: Machine) -> str:
             rows.append(f"{key}: {_numbers(range(group.gpus_per_replica))} in_process")
         elif isinstance(group.placement, LocalConfig):
             wanted = f"{group.replicas} x {group.gpus_per_replica}"
-            rows.append(f"{key}: {_numbers(_named(group))}" if _named(group) else f"{key}: any {wanted}")
+            shared = f"{key}: {wanted} of the ranks'"
+            free = f"{key}: {_numbers(_named(group))}" if _named(group) else f"{key}: any {wanted}"
+            rows.append(shared if group.shares_gpus else free)
     more = [f"and {len(rows) - MAX_SHOWN} more"] if len(rows) > MAX_SHOWN else []
     return "; ".join([f"{machine.num_gpus} GPUs here", *itertools.islice(rows, MAX_SHOWN), *more])
 

@@ -28,7 +28,9 @@ from mopd.placement.interface import ROLLOUT, GroupPlan, Placement
 from mopd.placement.local import LocalLauncher
 from mopd.placement.registered import RegisteredGroup
 from mopd.placement.server_group import ServerGroup
-from mopd.placement.time_sharing import SharedPool
+from mopd.placement.sharing.pool import SharedPool
+from mopd.placement.sharing.rollout import RolloutMemory
+from mopd.placement.sharing.turns import GpuTurns, MemoryHolder
 from mopd.placement.weights import GroupWeightSync, Repair
 from mopd.replicas.identity import Needs
 from mopd.replicas.interface import Replica
@@ -75,7 +77,13 @@ class Groups:
     """
 
     def __init__(
-        self, recipe: Recipe, *, log_dir: Path | None, device: torch.device, only: Sequence[str] | None = None
+        self,
+        recipe: Recipe,
+        *,
+        log_dir: Path | None,
+        device: torch.device,
+        only: Sequence[str] | None = None,
+        student: MemoryHolder | None = None,
     ) -> None:
         """Starts nothing. Raises ``UserError`` where GPUs do not suffice.
 
@@ -83,6 +91,7 @@ class Groups:
             log_dir: for the servers' logs; ``None``: a temporary folder that goes with ``close``.
             device: of ``torch`` engines in this process.
             only: keys of the groups that are wanted; ``None``: all.
+            student: who gives back GPUs that the rollout shares; ``None``: nobody is on them.
         """
         self.plans = plan_groups(recipe, only)
         self._gpus = share_gpus({key: plan.group for key, plan in self.plans.items()}, this_machine())
@@ -94,6 +103,11 @@ class Groups:
         self._repair: Repair | None = None
         self._cluster: RayCluster | None = None
         self._pools: dict[str, SharedPool] = {}
+        self._rollout_memory = RolloutMemory()
+        self.turns: GpuTurns | None = None
+        """Of student and rollout, where they share GPUs."""
+        if ROLLOUT in self.plans and recipe.shares_gpus and student is not None:
+            self.turns = GpuTurns(student, self._rollout_memory)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -109,7 +123,9 @@ class Groups:
         return self._placements[key]
 
     def kept_awake(self, key: str) -> AbstractAsyncContextManager[None]:
-        """To be held while a group's router works: the group is awake within (``shared_pool``)."""
+        """To be held while a group's router works: the group is awake within (``shared_pool``, ``share_gpus_with``)."""
+        if key == ROLLOUT and self.turns is not None:
+            return self.turns.held("rollout")
         placement = self.plans[key].group.placement
         if isinstance(placement, RayConfig) and placement.shared_pool is not None:
             return self._pools[placement.shared_pool].kept_awake(key)
@@ -141,6 +157,9 @@ class Groups:
         sent last get them once more."""
         for key, router in routers.items():
             self._placements[key].watch(router)
+        if weight_sync is not None and self.turns is not None:
+            self._rollout_memory.sync = weight_sync
+            weight_sync.kept_awake = functools.partial(self.kept_awake, ROLLOUT)
         is_remote = ROLLOUT in routers and not isinstance(self.plans[ROLLOUT].group.placement, InProcessConfig)
         if is_remote and weight_sync is not None:
             placement = self._placements[ROLLOUT]
@@ -149,6 +168,8 @@ class Groups:
 
     async def close(self) -> None:
         """End every replica that was started; may be called twice."""
+        if self.turns is not None:
+            await self.turns.close()
         if self._repair is not None:
             await self._repair.close()
             self._repair = None
@@ -188,7 +209,12 @@ class Groups:
             return RegisteredGroup(plan, self._registered)
         if isinstance(placement, LocalConfig):
             gpus = self._gpus.groups[plan.key]
-            return ServerGroup(plan, LocalLauncher(plan, log_dir=log_dir, gpus=gpus))
+            group = ServerGroup(
+                plan, LocalLauncher(plan, log_dir=log_dir, gpus=gpus), kept_awake=lambda: self.kept_awake(plan.key)
+            )
+            if plan.group.shares_gpus:
+                self._rollout_memory.group = group
+            return group
         assert self._cluster is not None
         return ServerGroup(plan, self._cluster.launcher(plan), kept_awake=lambda: self.kept_awake(plan.key))
 

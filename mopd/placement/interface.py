@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +14,8 @@ from mopd.replicas.interface import Kind, Replica
 from mopd.replicas.router import Router
 from mopd.text import file_name
 
+KeptAwake = Callable[[], AbstractAsyncContextManager[None]]
+"""Held while a group works, or its replicas start: the group has the GPUs that it shares."""
 ROLLOUT = "rollout"
 """Key of the rollout group; a teacher's is ``teachers.NAME``, as in the recipe."""
 

@@ -13,15 +13,14 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from mopd.config.placements import LocalConfig, RayConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.concurrency import CANCEL_GRACE_S, all_or_none, cancel
 from mopd.engines.interface import EngineError, EngineInfo, EngineUnavailable
-from mopd.placement.interface import GroupPlan
+from mopd.placement.interface import GroupPlan, KeptAwake
 from mopd.placement.process import ServerState, how_it_ended
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
@@ -41,8 +40,6 @@ MAX_RESTARTS = 3
 run stops when none is left."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Before a replica is started again after a failed start."""
-
-KeptAwake = Callable[[], AbstractAsyncContextManager[None]]
 
 
 class Server(Protocol):
@@ -157,6 +154,23 @@ class ServerGroup:
         self._servers = []
         await self._launcher.close()
 
+    async def all_do(self, what: str, act: Callable[[RemoteEngine], Awaitable[None]]) -> None:
+        """``act`` on every replica that works, at once. One that fails is ended, and what it holds is free; its
+        watcher starts it again. ``UserError`` if its process does not end."""
+
+        async def one(life: Life) -> None:
+            try:
+                await act(life.engine)
+            except EngineError as error:
+                logger.warning("%s does not %s and is ended: %s", life.engine.name, what, error)
+                await self._end(life.server, grace_s=0.0)
+                if (await life.server.state()).exit_code is None:
+                    raise UserError(
+                        f"{life.engine.name} does not {what} ({error}), and does not end either: see what holds it"
+                    ) from error
+
+        await all_or_none([one(life) for life in self._lives if life is not None])
+
     async def _first_life(self, index: int) -> None:
         self._lives[index] = await self._bring_up(index)
 
@@ -225,7 +239,7 @@ class ServerGroup:
                 logger.error("%s is given up: %s", name, again)
                 router.remove(name, reason=again)
                 return
-            life = self._lives[index] = again
+            life = again
             router.replace(name, life.engine, life.limits)
             logger.warning("%s works again, restart %d of %d", name, self.restarts[index], MAX_RESTARTS)
 
@@ -265,14 +279,15 @@ class ServerGroup:
             try:
                 async with self._kept_awake():
                     life = await self._bring_up(index)
+                    if life.manifest == manifest:
+                        self._lives[index] = life  # within: whoever else gets the memory then puts it to sleep
+                        return life
             except (ReplicaDied, UserError) as error:
                 reason = str(error)
                 logger.warning("restart %d failed: %s", self.restarts[index], reason)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
-            if life.manifest == manifest:
-                return life
             await life.engine.close()
             await self._forget(life.server)
             return f"{self.plan.model} is not the model any more that the run began with: restore it"

@@ -9,15 +9,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 from typing import Any, Protocol, cast
 
 from torch import Tensor
 
 from mopd.engines.clients.remote import RemoteEngine, push_staged
 from mopd.engines.interface import EngineRejected, EngineUnavailable, OnRunning, TakesWeights
+from mopd.placement.interface import KeptAwake
 from mopd.replicas.router import Router
+from mopd.replicas.transfer import TransferTargets
 from mopd.types import UserError
 from mopd.wire.weights import StagedConstants, StagedWeights, stage_updates
 
@@ -37,10 +40,18 @@ class GroupWeightSync:
     the push: the requests that follow wait for the repair, and fail with its reason if there is none.
     """
 
-    def __init__(self, router: Router, *, on_running: OnRunning = "finish") -> None:
-        """``on_running``: what becomes of responses that are under way (``rollout.on_new_weights``)."""
+    def __init__(
+        self, router: Router, *, on_running: OnRunning = "finish", targets: TransferTargets | None = None
+    ) -> None:
+        """``on_running``: what becomes of responses that are under way (``rollout.on_new_weights``). ``targets``: the
+        replicas, where weights come to them by a collective."""
         self._router, self._on_running = router, on_running
+        self.targets = targets
+        self._again: Callable[[], Awaitable[None]] | None = None
         self._turn = asyncio.Lock()
+        self.kept_awake: KeptAwake = contextlib.nullcontext
+        """Held while weights are sent."""
+        self._is_stopped = False
         self._sent: StagedWeights | None = None
         """What the router asks for."""
 
@@ -73,18 +84,62 @@ class GroupWeightSync:
         """
         async with self._turn:
             self._sent = staged  # first: those before it are the size of a model
+        async with self.kept_awake(), self._turn:
             await self._push(staged, self._router.lacking(staged.weight_version))
             self._router.set_weight_version(staged.weight_version)
 
     async def send_again(self) -> Sequence[str]:
         """Send the weights that the router asks for to replicas without them; returns whom. Raises as ``send``."""
         async with self._turn:
+            if self._is_stopped:
+                return ()
+            if self.targets is not None:
+                return await self._fetch(self.targets)
             lacking = self._router.needs_weights
             if self._sent is None or not lacking:
                 return ()
             await self._push(self._sent, lacking)
             self._router.set_weight_version(self._sent.weight_version)
             return lacking
+
+    def send_again_by(self, again: Callable[[], Awaitable[None]]) -> None:
+        """``again`` sends newer weights than the router asks for, or these, to all ``targets`` without them."""
+        self._again = again
+
+    async def ask_for(self, weight_version: int) -> None:
+        """From now on requests ask for these, which the student has and replicas that wake are given. Returns when
+        every replica that can has them."""
+        async with self._turn:
+            self._router.set_weight_version(weight_version)
+        async with self.kept_awake():
+            await self.send_again()
+
+    async def stop(self) -> None:
+        """Nobody is sent weights from now on: the replicas sleep, and lose theirs."""
+        async with self._turn:
+            self._is_stopped = True
+
+    async def go_on(self) -> int | None:
+        """The replicas are awake, and are sent what was sent last, or the student has; the version that is asked for,
+        if there is one. Raises as ``send``."""
+        async with self._turn:
+            self._is_stopped = False
+            if self.targets is not None:
+                await self._fetch(self.targets)
+                return self._router.weight_version if self._router.weight_version >= 0 else None
+            if self._sent is None:
+                return None
+            await self._push(self._sent, self._router.lacking(self._sent.weight_version))
+            self._router.set_weight_version(self._sent.weight_version)
+            return self._sent.weight_version
+
+    async def _fetch(self, targets: TransferTargets) -> Sequence[str]:
+        """The student sends its weights to those that lack them; returns whom."""
+        await targets.hear()
+        lacking = [] if targets.is_updating else await targets.lacking(None)
+        if self._again is not None and lacking:
+            await self._again()
+        return lacking
 
     async def _load(self, weights: Iterable[tuple[str, Tensor]], weight_version: int, kept: Set[str]) -> None:
         engines = [cast(TakesWeights, replica.engine) for replica in self._router.replicas]

@@ -1,8 +1,8 @@
 """Which rank and which replica is on which GPU of which node.
 
-Trainer ranks fill as few nodes as hold them evenly, from node 0 on; engines ``in_process`` share rank 0's GPU,
-``local`` ones follow on node 0, and what registers or lives on Ray takes GPUs that are left, each replica on one node.
-``external`` servers are somebody else's.
+Trainer ranks fill as few nodes as hold them evenly, from node 0 on; engines ``in_process`` share rank 0's GPU, a
+rollout with ``share_gpus_with`` those of node 0's ranks; other ``local`` ones follow on node 0, and what registers or
+lives on Ray takes GPUs that are left, each replica on one node. ``external`` servers are somebody else's.
 """
 
 from __future__ import annotations
@@ -117,6 +117,9 @@ def _local(
     problems: list[tuple[str, str]],
 ) -> list[Tenant]:
     size, tenants = group.gpus_per_replica, []
+    if group.shares_gpus:
+        taken = [range(i * size, (i + 1) * size) for i in range(group.replicas)]
+        return [Tenant(key=key, number=number, node=0, gpus=tuple(own)) for number, own in enumerate(taken)]
     for number in range(group.replicas):
         own = placement.gpus[number * size : (number + 1) * size]
         if not own and len(free.nodes[0]) < size:

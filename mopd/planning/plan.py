@@ -135,6 +135,8 @@ def make_plan(
     ranks = plan_ranks(recipe, dims, work, cluster, replicas)
     batch = micro_batches(recipe, dims, work)
     hosts = host_bytes(recipe, dims, work)
+    if any(rank.rollout_turn for rank in ranks):
+        hosts["optimizer states, lent"] = places.ranks_per_node * max(rank.parts["optimizer"] for rank in ranks)
     moved = links(recipe, groups, dims, work, tokens=batch.padded_tokens)
     loads = _loads(recipe, groups, models, work, replicas, rates) if rates is not None else []
     trainer = {} if rates is None else training_time(recipe, dims, work, batch, rates, places.ranks_per_node)
@@ -254,7 +256,9 @@ def _alternatives(
 ) -> list[Alternative]:
     """One replica more or less of each group that has GPUs of its own."""
     counts = {key.replace(".", "/", 1): group.num_replicas for key, group in groups.items()}
-    own = [load for load in loads if load.name not in times.in_turn]
+    own = [
+        load for load in loads if load.name not in times.in_turn and not (load.name == ROLLOUT and recipe.shares_gpus)
+    ]
     base = recipe.student.parallel.world_size + sum(load.gpus * counts[load.name] for load in own)
     found = []
     for load in own:
@@ -291,7 +295,17 @@ def _too_large(
             problems.append(("student.model", f"{text}plan for GPUs with --gpu, or use smaller models"))
         return problems
     for rank in ranks:
-        if rank.num_bytes > cluster.memory_bytes:
+        turn = sum(rank.rollout_turn.values())
+        if turn > cluster.memory_bytes:
+            parts = ", ".join(f"{name} {_gib(size)}" for name, size in rank.rollout_turn.items())
+            problems.append(
+                (
+                    "rollout.engine.gpu_memory_utilization",
+                    f"with placement.share_gpus_with {_gib(turn)} of a GPU's {_gib(cluster.memory_bytes)} are taken "
+                    f"while the rollout draws ({parts}): lower it",
+                )
+            )
+        elif rank.num_bytes > cluster.memory_bytes:
             parts = ", ".join(f"{name} {_gib(size)}" for name, size in {**rank.parts, **rank.shared}.items())
             name = "every rank" if len(ranks) == 1 else f"ranks of pipeline stage {rank.stage}"
             problems.append(

@@ -129,6 +129,13 @@ def _memory_table(plan: RunPlan) -> Table:
         name = "each rank" if len(plan.ranks) == 1 else f"ranks of stage {rank.stage}, {rank.num_layers} layers"
         own = sum(rank.parts.values())
         table.add_row(name, f"{own / GIB:.2f}", limit, _parts(rank.parts))
+        if rank.rollout_turn:
+            table.add_row(
+                f"{name}, rollout's turn",
+                f"{sum(rank.rollout_turn.values()) / GIB:.2f}",
+                limit,
+                _parts(rank.rollout_turn),
+            )
         if rank.shared:
             table.add_row("rank 0 with engines", f"{rank.num_bytes / GIB:.2f}", limit, _parts(rank.shared))
     for key, one in plan.replicas.items():

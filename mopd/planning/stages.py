@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
 from mopd.config.placements import InProcessConfig
 from mopd.config.schema import Recipe
+from mopd.config.weights import BucketsConfig, IpcConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.planning.devices import Rates
 from mopd.planning.memory.activations import MicroBatchSize
@@ -50,6 +51,12 @@ GATHERS = 2
 """Collectives by which rank 0 gets one tensor of the others."""
 HOST_PASSES = 3
 """Over states in host memory: they are read and written, gradients (a third of them) likewise, weights sent back."""
+BUCKET_PASSES = 3
+"""Over the memory of the weights until they are in buckets: read, written, looked through for values that are none."""
+RECEIVER_PASSES = 6
+"""For each replica that they are broadcast to: into a socket, out of it and into its model, read and written."""
+MAPPED_PASSES = 2
+"""For each replica that reads them in rank 0's memory: read there, written into its model."""
 SCORE_PASSES = 3
 """Over the logits, for log-sum-exp, top-k and the look-up of ids."""
 
@@ -192,12 +199,14 @@ def scoring_time(
 
 
 def staging_s(recipe: Recipe, dims: ModelDims, rates: Rates) -> float:
-    """Until the student goes on: its weights are in host memory, or in the engine of its own process."""
+    """Until the student goes on: its weights are in host memory, in the engine of its own process, or in buckets."""
     size = update_bytes(dims, recipe.student)
     gathered = GATHERS if recipe.student.parallel.tensor_model_parallel_size > 1 else 0
     each = num_tensors(dims, 1) * (STEP_CALLS * rates.call_s + gathered * rates.collective_s)
     if isinstance(recipe.rollout.placement, InProcessConfig):
         return size * 3 / rates.bandwidth + each
+    if isinstance(recipe.weight_sync, BucketsConfig):
+        return size * BUCKET_PASSES / rates.bandwidth + each
     return size / rates.stage + each
 
 
@@ -206,6 +215,9 @@ def sending_s(recipe: Recipe, dims: ModelDims, replicas: int, rates: Rates) -> f
     if isinstance(recipe.rollout.placement, InProcessConfig):
         return 0.0
     size = update_bytes(dims, recipe.student)
+    if isinstance(recipe.weight_sync, BucketsConfig):
+        passes = MAPPED_PASSES if isinstance(recipe.weight_sync, IpcConfig) else RECEIVER_PASSES
+        return size * replicas * passes / rates.bandwidth
     return max(size * replicas / rates.send, size / rates.receive)
 
 

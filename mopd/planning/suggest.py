@@ -47,8 +47,10 @@ def suggest(
     """The fastest first, at most ``SHOWN``; every one has room and a place for everybody.
 
     Raises:
-        UserError: nothing fits into so many GPUs.
+        UserError: nothing fits into so many GPUs, or the recipe does not split them.
     """
+    if recipe.shares_gpus:
+        raise UserError("--suggest splits GPUs between student and rollout: remove rollout.placement.share_gpus_with")
     wanted = {
         key: group for key, group in engine_groups(recipe).items() if not isinstance(group.placement, ExternalConfig)
     }

@@ -12,10 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from mopd.config.placements import ExternalConfig
 from mopd.config.schema import Recipe
@@ -29,6 +26,7 @@ from mopd.placement.interface import ROLLOUT
 from mopd.preflight.inputs import Check
 from mopd.preflight.parity import Parity
 from mopd.preflight.rewards import why_not_better
+from mopd.preflight.rollout import AskedStudent, RolloutCheck
 from mopd.preflight.scores import ScoresCheck
 from mopd.preflight.vision import check_images, probe_rows, tokenizer_differences
 from mopd.replicas.identity import Needs, fingerprint, fingerprint_difference, largest_difference, problems_of
@@ -48,17 +46,6 @@ CONVERSATION = [
 """Rendered by two chat templates to see whether they are one."""
 PROBE_IDS = 2**62
 """Sample ids of probes start here, far from the training stream's."""
-
-
-class AskedStudent(Protocol):
-    """What is asked of the student."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Without padding."""
-
-    async def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float) -> list[Tensor]:
-        """[R] fp32 of each sample's response tokens."""
 
 
 class Preflight:
@@ -122,7 +109,8 @@ class Preflight:
         """What the engines say of some probes is what their models say."""
         samples = await self._probe()
         try:
-            yield await self._student_equals_engine(samples)
+            rollout = RolloutCheck(self.recipe, self.workers, self.student)
+            yield await rollout.judge(samples, self._infos[ROLLOUT][0])
             failed = await self.workers.teachers.score(samples)
             if failed:
                 detail = f"teachers.{failed[0].teacher} did not score a probe: {failed[0].reason}: see its logs"
@@ -230,22 +218,6 @@ class Preflight:
             f"teachers.{name}.model {self.recipe.teachers[name].model} has the same weights as student.model "
             f"{self.recipe.student.model}: name another model, or set preflight.allow_same_weights: true for "
             "self-distillation",
-        )
-
-    async def _student_equals_engine(self, samples: Sequence[SampleMeta]) -> Check:
-        title = "student and rollout engine"
-        ids = [sample.sample_id for sample in samples]
-        student_logprobs = await self.student.logprobs(samples, temperature=self.recipe.rollout.temperature)
-        rollout_logprobs = (await self.workers.plane.get(ids, ("rollout_logprobs",)))["rollout_logprobs"]
-        difference = (torch.cat(student_logprobs) - torch.cat(rollout_logprobs)).abs().mean().item()
-        limit = self.cfg.logprob_limit(self.recipe.student.dtype, self._infos[ROLLOUT][0].dtype)
-        detail = f"mean |log-prob difference| {difference:.2e} at equal weights (limit {limit:g})"
-        if difference <= limit:
-            return Check(title, "ok", detail)
-        return Check(
-            title,
-            "failed",
-            f"{detail}: match rollout.engine.dtype and student.dtype, or widen preflight.max_logprob_difference",
         )
 
     async def _right_scores(self, name: str, samples: Sequence[SampleMeta]) -> Check:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from mopd.config.columns import DataFileConfig
+from mopd.config.data import DataFileConfig
 from mopd.config.load import Draft
 from mopd.config.reading.tree import dotted
 from mopd.conversion.models.dims import check_layout
@@ -73,7 +73,10 @@ class StaticChecks:
         if ("student", "model") not in self._no_folder:
             yield from self._try("layout of the student", [("student",)], self._layout)
         if not self._draft.broken:
-            yield from self._try("GPUs", [], self._gpus)
+            gpus = list(self._try("GPUs", [], self._gpus))
+            yield from gpus
+            if gpus[0].status == "ok":
+                yield from self._try("weights to the rollout", [], self._weights)
         for split in ("train", "validation"):
             yield from self._rows(split)
         domains = [("teachers", name, key) for name in self._recipe.teachers or {} for key in ("domains", "default")]
@@ -140,6 +143,9 @@ class StaticChecks:
         except UserError as error:
             raise UserError(f"{loaded.path}: {error}") from None
         return f"{self._hardware.num_gpus} here, {num_ranks} trainer ranks"
+
+    def _weights(self) -> str:
+        return settled(self._loaded, self._hardware).weights_way
 
     def _rows(self, split: str) -> Iterator[Check]:
         if not self._is_whole(("data",)):

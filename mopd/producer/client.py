@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -156,7 +156,7 @@ class ProducerClient:
     def __init__(self, recipe: Recipe, process: ProducerProcess) -> None:
         self._recipe, self._process = recipe, process
         self.tasks = Tasks()
-        self.channel = Channel(NAME, {"logprobs": self._logprobs, "log": self._log})
+        self.channel = Channel(NAME, {"logprobs": self._logprobs, "log": self._log, "weights_again": self._again})
         self.weights = FarWeights(self.channel)
         self.student: AskedStudent | None = None
         """Who answers the checks' questions."""
@@ -200,10 +200,17 @@ class ProducerClient:
         record: dict[str, Any] = await self.channel.call("validate", step)
         return record
 
+    async def stop_drawing(self) -> None:
+        """See ``Maker.stop_drawing``."""
+        await self.channel.call("stop_drawing")
+
     async def _logprobs(self, samples: list[Any], temperature: float) -> list[list[float]]:
         assert self.student is not None
         rows = await self.student.logprobs(read_samples(samples), temperature=temperature)
         return [row.tolist() for row in rows]
+
+    async def _again(self) -> None:
+        await self.weights.again()
 
     async def _log(self, name: str, level: int, message: str) -> None:
         logging.getLogger(name).log(level, "%s", message)
@@ -216,6 +223,7 @@ class FarWeights:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._given: StagedConstants | None = None
+        self.again: Callable[[], Awaitable[None]] = _nobody
 
     loads_directly = False
 
@@ -248,3 +256,46 @@ class FarWeights:
             "digest": staged.digest,
         }
         await self._channel.call("weights", head, frames=staged.bodies)
+
+    async def ask_for(self, weight_version: int) -> None:
+        """See ``GroupWeightSync.ask_for``."""
+        await self._channel.call("ask_for_weights", weight_version)
+
+    def send_again_by(self, again: Callable[[], Awaitable[None]]) -> None:
+        """See ``GroupWeightSync.send_again_by``; the process asks for it."""
+        self.again = again
+
+
+async def _nobody() -> None:
+    """Before there is a student, nothing can be sent again."""
+
+
+class FarTargets:
+    """``TransferTargets`` of the process."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    async def lacking(self, weight_version: int | None) -> list[str]:
+        """See ``TransferTargets.lacking``, as for the others."""
+        return list(await self._call("lacking", weight_version))
+
+    async def join(self, names: Sequence[str], order: Mapping[str, Any], tensors: bytes) -> dict[str, str]:
+        """See ``TransferTargets.join``."""
+        return dict(await self._call("join", list(names), dict(order), tensors))
+
+    async def start(self, names: Sequence[str], order: Mapping[str, Any]) -> dict[str, str]:
+        """See ``TransferTargets.start``."""
+        return dict(await self._call("start", list(names), dict(order)))
+
+    async def finish(self, names: Sequence[str], order: Mapping[str, Any]) -> tuple[dict[str, str], float]:
+        """See ``TransferTargets.finish``."""
+        failures, load_s = await self._call("finish", list(names), dict(order))
+        return failures, load_s
+
+    async def published(self, weight_version: int | None) -> None:
+        """See ``TransferTargets.published``."""
+        await self._call("published", weight_version)
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        return await self._channel.call("transfer", name, list(arguments))

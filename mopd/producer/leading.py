@@ -15,8 +15,10 @@ from mopd.data_plane.queue_plane import QueuePlane
 from mopd.data_plane.reading import open_reader
 from mopd.launch.ranks import CommandChannel, StudentGroup
 from mopd.launch.signals import ending_in_order
+from mopd.launch.transfer import open_transfer
 from mopd.preflight.checks import check_before_training
-from mopd.producer.client import ProducerProcess
+from mopd.producer.client import FarTargets, ProducerProcess
+from mopd.producer.turns import FarTurns, memory_handlers
 from mopd.replicas.statistics import group_metrics
 from mopd.run.folder import RunDir
 from mopd.run.leading import Opened, joined, lead
@@ -50,8 +52,11 @@ def _lead_beside(recipe: Recipe, run: RunDir, work: Work) -> str | None:
 
         async def beside(worker: StudentWorker, channel: CommandChannel) -> None:
             async with watched(run.path) as stop, producer.client(recipe) as client:
-                student = StudentGroup(worker, channel, client.weights)
+                transfer = open_transfer(recipe, worker, FarTargets(client.channel))
+                turns = FarTurns(client.channel) if recipe.shares_gpus else None
+                student = StudentGroup(worker, channel, client.weights, transfer, turns)
                 client.student = student
+                client.channel.answer(memory_handlers(student))
                 prompts = PromptStream(hello.rows, recipe.data.domain_weights, recipe.seed)
                 try:
                     await client.unless_ended(stop.unless_asked(client.start()))
@@ -99,13 +104,16 @@ class Here:
         """See ``Maker.validate``."""
         return await validate(self._workers, step)
 
+    async def stop_drawing(self) -> None:
+        """See ``Maker.stop_drawing``. Here a response ends with whoever asked for it."""
+
 
 def take_numbers(workers: Workers) -> dict[str, float]:
     """Metrics of every group since the last call."""
     values: dict[str, float] = {}
     for router in workers.routers.values():
         values |= group_metrics(router.take_numbers())
-    return values
+    return values if workers.turns is None else values | workers.turns.take_numbers()
 
 
 async def validate(workers: Workers, step: int) -> dict[str, Any]:

@@ -28,13 +28,16 @@ from mopd.data_plane.frames import packed
 from mopd.data_plane.interface import Storage
 from mopd.launch.failure import USER_ERROR_CODE, rank_0_host
 from mopd.placement.groups import Groups
+from mopd.placement.sharing.rollout import TurnsGenerator
 from mopd.placement.storage import open_storage
 from mopd.preflight.checks import check_before_training
 from mopd.producer.channel import Channel, Handler, PeerEnded
 from mopd.producer.leading import load_samples, save_samples, take_numbers, validate
 from mopd.producer.messages import pack_samples
 from mopd.producer.samples import SampleAnswers
+from mopd.producer.turns import FarMemory, turn_handlers
 from mopd.replicas.interface import SampleFailed
+from mopd.replicas.transfer import CALLS
 from mopd.run.workers import Inputs, Workers, build_workers, read_inputs
 from mopd.tasks import Tasks
 from mopd.types import SampleMeta, UserError
@@ -91,7 +94,6 @@ class _Process:
 
     def __init__(self, recipe: Recipe, inputs: Inputs, plane: Storage, logs: Path, forwarding: _Forwarding) -> None:
         self._recipe, self._inputs, self._plane = recipe, inputs, plane
-        self._groups = Groups(recipe, log_dir=logs, device=torch.device("cpu"))
         self._forwarding = forwarding
         self._workers: Workers | None = None
         self._staged_constants: StagedConstants | None = None
@@ -100,13 +102,20 @@ class _Process:
             "start": self._start,
             "constants": self._constants,
             "weights": self._weights,
+            "ask_for_weights": self._ask_for_weights,
+            "transfer": self._transfer,
             "check": self._check,
             "numbers": self._numbers,
             "validate": self._validate,
             "save_samples": self._save_samples,
             "load_samples": self._load_samples,
+            "stop_drawing": self._stop_drawing,
         }
         self._channel = Channel("rank 0", handlers)
+        student = FarMemory(self._channel)
+        self._groups = Groups(recipe, log_dir=logs, device=torch.device("cpu"), student=student)
+        if (turns := self._groups.turns) is not None:
+            self._channel.answer(turn_handlers(turns))
 
     async def serve(self, end: socket.socket) -> None:
         """Until rank 0 closes the connection. Engines load while rank 0 builds the student."""
@@ -134,6 +143,7 @@ class _Process:
             self._recipe, self._inputs, self._plane, self._groups, vocab_size=self._vocab_size
         )
         workers = self._workers
+        workers.weights.send_again_by(lambda: self._channel.call("weights_again"))
         self._channel.answer(SampleAnswers(workers.rollout, workers.teachers, workers.rewards, workers.plane).handlers)
 
     async def _constants(self, head: dict[str, Any] | None, frames: Sequence[bytes] = ()) -> None:
@@ -143,6 +153,13 @@ class _Process:
     async def _weights(self, head: dict[str, Any], frames: Sequence[bytes]) -> None:
         staged = StagedWeights(**head, bodies=tuple(frames), constants=self._staged_constants)
         await self.workers.weights.send(staged)
+
+    async def _ask_for_weights(self, weight_version: int) -> None:
+        await self.workers.weights.ask_for(weight_version)
+
+    async def _transfer(self, name: str, arguments: Sequence[Any]) -> Any:
+        assert name in CALLS
+        return await getattr(self.workers.weights.targets, name)(*arguments)
 
     async def _check(self, manifests: dict[str, Any], is_fresh: bool, fingerprints: dict[str, Any]) -> dict[str, Any]:
         with _naming_logs():
@@ -162,6 +179,10 @@ class _Process:
     async def _validate(self, step: int) -> dict[str, Any]:
         with _naming_logs():
             return await validate(self.workers, step)
+
+    async def _stop_drawing(self) -> None:
+        if isinstance(self.workers.generator, TurnsGenerator):
+            self.workers.generator.stop()
 
     async def _save_samples(self, folder: str) -> str | None:
         return await save_samples(self._plane, Path(folder))

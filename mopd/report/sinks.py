@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mopd.config.load import to_tree
-from mopd.config.schema import Recipe, WandBConfig
+from mopd.config.output import WandBConfig
+from mopd.config.schema import Recipe
 from mopd.files.writing import write_text, writing
 from mopd.metrics import JsonlWriter, StepMetrics, truncate_jsonl
 from mopd.report.progress import make_progress

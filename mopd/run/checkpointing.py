@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from mopd.config.schema import CheckpointConfig
+from mopd.config.output import CheckpointConfig
 from mopd.run.folder import RunDir, is_step_name
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mopd.config.columns import DEFAULT_COLUMNS, SHIPPED, DataFileConfig, ShippedColumns
+from mopd.config.data import DEFAULT_COLUMNS, SHIPPED, DataFileConfig, ShippedColumns
 from mopd.config.values import check_name
 from mopd.data.columns import survey
 from mopd.data.files import listed, read_first

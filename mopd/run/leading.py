@@ -17,7 +17,8 @@ from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.reading import open_reader
 from mopd.launch.failure import rank_0_host
 from mopd.launch.rank_log import rank_log
-from mopd.launch.ranks import CommandChannel, StudentGroup, serve
+from mopd.launch.ranks import CommandChannel, StudentGroup, StudentHere, serve
+from mopd.launch.transfer import open_transfer
 from mopd.placement.gpus import local_rank
 from mopd.placement.groups import Groups
 from mopd.placement.storage import open_storage
@@ -46,12 +47,17 @@ def lead(
 
     async def with_groups(plane: Storage, worker: StudentWorker, channel: CommandChannel) -> None:
         async with watched(None if run is None else run.path) as stop:
-            groups = Groups(recipe, log_dir=log_dir, device=worker.layout.device)
+            here = StudentHere(worker, channel)
+            groups = Groups(recipe, log_dir=log_dir, device=worker.layout.device, student=here)
+            here.turns = groups.turns
             student: StudentGroup | None = None
             try:
                 await stop.unless_asked(groups.start())
                 workers = await build_workers(recipe, inputs, plane, groups, vocab_size=worker.dims.vocab_size)
-                student = StudentGroup(worker, channel, workers.weights)
+                targets = workers.weights.targets
+                transfer = None if targets is None else open_transfer(recipe, worker, targets)
+                turns = None if groups.turns is None else here
+                here.group = student = StudentGroup(worker, channel, workers.weights, transfer, turns)
                 await work(workers, student, stop)
             except SampleFailed as error:
                 raise UserError(f"{error}: see the replicas' logs") from error

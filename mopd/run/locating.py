@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mopd.config.columns import DataFileConfig
+from mopd.config.data import DataFileConfig
 from mopd.config.load import Loaded
 from mopd.config.placements import ExternalConfig
 from mopd.config.reading.tree import dotted

@@ -91,6 +91,10 @@ class Maker(Protocol):
         """A line of ``validation.jsonl`` for the weights that were published last."""
         ...
 
+    async def stop_drawing(self) -> None:
+        """The run ends: no response keeps the student from GPUs that it shares."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Led:
@@ -290,6 +294,7 @@ class RunObserver:
 
     async def on_stop(self, step: int, state: Mapping[str, Any]) -> None:
         """Save what is done, unless that has happened, to the end."""
+        await self.maker.stop_drawing()
         await self.checkpointer.save(step, state, best_step=self._best_step)
         await self.checkpointer.finish()
 

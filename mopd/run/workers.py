@@ -10,18 +10,23 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from mopd.config.groups import VllmEngineConfig
 from mopd.config.schema import Recipe
+from mopd.config.weights import BucketsConfig
 from mopd.data.image_processing import sees_images
 from mopd.data.prompts import PromptDataset, check_domains_have_teachers, check_teachers_see_images, load_prompts
 from mopd.data.tokenizer import load_tokenizer
 from mopd.data.vision_prompts import VisionPrompts, read_vision
 from mopd.data_plane.interface import Storage
-from mopd.engines.interface import SamplingParams
+from mopd.engines.interface import Generator, SamplingParams
 from mopd.placement.groups import Groups
 from mopd.placement.interface import ROLLOUT
+from mopd.placement.sharing.rollout import TurnsGenerator
+from mopd.placement.sharing.turns import GpuTurns
 from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.interface import info_of
 from mopd.replicas.router import Router
+from mopd.replicas.transfer import TransferTargets
 from mopd.rewards.domains import DomainRewards, build_rewards
 from mopd.rollout.rewards import RewardWorker
 from mopd.rollout.worker import RolloutWorker, reward_item
@@ -61,11 +66,13 @@ class Workers:
     rewards: RewardWorker | None
     """Where the loss needs rewards of training samples."""
     validator: Validator | None
+    turns: GpuTurns | None
+    """Of student and rollout, where they share GPUs."""
 
     @property
-    def generator(self) -> Router:
+    def generator(self) -> Generator:
         """Samples with the student's published weights."""
-        return self.routers[ROLLOUT]
+        return self.rollout.generator
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -125,7 +132,9 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
     student publishes. ``vocab_size`` is the student's, without padding."""
     routers = build_routers(groups)
     routers[ROLLOUT].vocab_size = vocab_size
-    weights = GroupWeightSync(routers[ROLLOUT], on_running=recipe.rollout.on_new_weights)
+    weights = GroupWeightSync(
+        routers[ROLLOUT], on_running=recipe.rollout.on_new_weights, targets=_targets(recipe, routers[ROLLOUT])
+    )
     teachers = {name: await _teacher_group(name, routers, groups) for name in recipe.teachers}
     sampling = SamplingParams(
         max_new_tokens=recipe.rollout.max_response_length,
@@ -143,7 +152,9 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
         weights=weights,
         routers=routers,
         rollout=RolloutWorker(
-            routers[ROLLOUT],
+            routers[ROLLOUT]
+            if groups.turns is None
+            else TurnsGenerator(routers[ROLLOUT], functools.partial(groups.kept_awake, ROLLOUT)),
             plane,
             inputs.train,
             sampling=sampling,
@@ -162,6 +173,19 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
             keep_going=recipe.on_failure == "replace",
         ),
         validator=build_validator(recipe, inputs),
+        turns=groups.turns,
+    )
+
+
+def _targets(recipe: Recipe, rollout: Router) -> TransferTargets | None:
+    if not isinstance(recipe.weight_sync, BucketsConfig):
+        return None
+    engine = recipe.rollout.engine
+    return TransferTargets(
+        rollout,
+        num_workers=engine.tensor_parallel_size if isinstance(engine, VllmEngineConfig) else 1,
+        on_running=recipe.rollout.on_new_weights,
+        drain_s=recipe.rollout.routing.request_timeout_s,
     )
 
 

@@ -64,6 +64,8 @@ class Admission:
         """Requests whose engine work has not ended."""
         self._closed_because: Refusal | None = None
         self._is_paused = False
+        self.takes_weights = False
+        """While the engine sleeps: it has the memory for new weights already."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._done_tokens = 0
@@ -105,6 +107,11 @@ class Admission:
         if self._closed_because is not None:
             raise self._closed_because
 
+    def require_open_to_weights(self) -> None:
+        """``require_open``, or the engine sleeps and ``takes_weights``."""
+        if not (self._is_paused and self.takes_weights):
+            self.require_open()
+
     def pause(self, reason: Refusal) -> None:
         """Let nothing in for a while: weights change, or the engine sleeps. ``Refusal`` when it is paused or ends."""
         self.require_open()
@@ -113,7 +120,7 @@ class Admission:
     def resume(self) -> None:
         """Let work in again, unless the server ends."""
         if self._is_paused:
-            self._closed_because, self._is_paused = None, False
+            self._closed_because, self._is_paused, self.takes_weights = None, False, False
 
     def close(self, kind: str, message: str) -> None:
         """Let nothing in from now on."""

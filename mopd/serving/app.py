@@ -36,7 +36,7 @@ from mopd.serving.images import KeptImages
 from mopd.serving.metrics import ServerMetrics
 from mopd.serving.request_checks import LOOPBACK_NAMES, add_request_checks
 from mopd.serving.streaming import StreamedResponse, frames_of
-from mopd.serving.updates import WeightUpdates
+from mopd.serving.updates import SMALL_BYTES, WeightRoutes, WeightUpdates
 from mopd.text import one_line
 from mopd.types import UserError
 from mopd.wire.images import MAX_BODY_BYTES as MAX_IMAGES_BODY_BYTES
@@ -54,12 +54,8 @@ from mopd.wire.messages import (
     encode_aside,
     split_points,
 )
-from mopd.wire.weights import WeightBegin, WeightChunk, WeightCommit, WeightVersion
 
 logger = logging.getLogger(__name__)
-SMALL_BYTES = 2**16
-"""Limit of bodies that only say what to do."""
-
 ResultT = TypeVar("ResultT")
 
 
@@ -98,8 +94,10 @@ class EngineServer:
         self._chunks = BodyReader(limits, max_arriving_bytes=MAX_CHUNK_BYTES)
         self._image_bodies = BodyReader(limits, max_arriving_bytes=2 * MAX_IMAGES_BODY_BYTES)
         self.images = KeptImages(served.host.engine.sight, served.name)
+        self.weights = WeightRoutes(self.updates, self._read, self._chunks, self._engine_call)
         self._info: EngineInfo | None = None
-        self._is_asleep = False
+        self._sleeping: Literal["no", "cache", "all"] = "no"
+        """What of the engine sleeps; beside its cache its weights do."""
 
     async def start(self) -> None:
         """Before the first request."""
@@ -111,7 +109,7 @@ class EngineServer:
     async def close(self) -> None:
         """After the last request."""
         self.drain()
-        self.updates.drop()
+        await self.updates.close()
         await self.served.host.close()
 
     def drain(self) -> None:
@@ -227,57 +225,47 @@ class EngineServer:
         await self.images.add(files)
         return Response(encode(ImagesKept(num_files=len(files))), media_type=CONTENT_TYPE)
 
-    async def weights_begin(self, request: Request) -> Response:
-        """First message of a weight update."""
-        self.updates.begin(await self._read(request, WeightBegin, SMALL_BYTES))
-        return self._version()
-
-    async def weights_chunk(self, request: Request) -> Response:
-        """Tensors of a weight update. Its large body is read during an update only, and one at a time."""
-        self.updates.require_receiving()
-        self.updates.add(await self._read(request, WeightChunk, MAX_CHUNK_BYTES, self._chunks))
-        return self._version()
-
-    async def weights_commit(self, request: Request) -> Response:
-        """Last message of a weight update; answers when the new weights serve."""
-        message = await self._read(request, WeightCommit, SMALL_BYTES)
-        await self._engine_call(self.updates.commit(message))
-        return self._version()
-
-    def _version(self) -> Response:
-        now = WeightVersion(weight_version=self.updates.weight_version, constants=self.updates.constants)
-        return Response(encode(now), media_type=CONTENT_TYPE)
-
     async def sleep(self, request: Request) -> Response:
         """Give the engine's memory back until ``wake``; what runs may end. Asleep already is fine."""
         await self._ignore_body(request)
         engine = self._sleeper()
         if self.updates.is_running:
             raise stale_weights("a weight update is on its way")
-        if not self._is_asleep:
+        if self._sleeping == "no":
             self.admission.pause(Refusal(503, "asleep", "the engine is asleep: wake it first"))
-            try:
+        try:
+            if self._sleeping != "all":
                 await self.admission.wait_idle(self.served.limits.request_timeout_s)
                 await self._engine_call(engine.sleep())
-                self._is_asleep = True
-            finally:
-                if not self._is_asleep:
-                    self.admission.resume()
+                self._sleeping, self.admission.takes_weights = "all", False
+                self.updates.forget()
+        finally:
+            if self._sleeping == "no":
+                self.admission.resume()
         return JSONResponse({"status": "asleep"})
+
+    async def wake_weights(self, request: Request) -> Response:
+        """Take the memory of the weights alone, for an update; ``wake`` is to follow. Awake already is fine."""
+        await self._ignore_body(request)
+        engine = self._sleeper()
+        if self._sleeping == "all":
+            await self._engine_call(engine.wake_up(weights_only=True))
+            self._sleeping, self.admission.takes_weights = "cache", True
+        return JSONResponse({"status": "awake" if self._sleeping == "no" else "asleep"})
 
     async def wake(self, request: Request) -> Response:
         """Undo ``sleep``. Awake already is fine."""
         await self._ignore_body(request)
         engine = self._sleeper()
-        if self._is_asleep:
+        if self._sleeping != "no":
             await self._engine_call(engine.wake_up())
-            self._is_asleep = False
+            self._sleeping = "no"
             self.admission.resume()
         return JSONResponse({"status": "awake"})
 
     def _sleeper(self) -> CanSleep:
         engine = self.served.host.engine
-        if not isinstance(engine, CanSleep):
+        if not isinstance(engine, CanSleep) or not engine.can_sleep:
             raise bad_request("this engine cannot sleep")
         return engine
 
@@ -354,9 +342,8 @@ def create_app(server: EngineServer) -> FastAPI:
         ("/v1/images", server.keep_images),
         ("/v1/sleep", server.sleep),
         ("/v1/wake", server.wake),
-        ("/v1/weights/begin", server.weights_begin),
-        ("/v1/weights/chunk", server.weights_chunk),
-        ("/v1/weights/commit", server.weights_commit),
+        ("/v1/wake/weights", server.wake_weights),
+        *server.weights.handlers.items(),
     ):
         counted = server.metrics.counted(path, handler)
         app.add_api_route(path, counted, methods=["POST"], response_model=None, dependencies=with_token)

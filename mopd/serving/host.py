@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping, 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -21,7 +21,9 @@ from mopd.engines.interface import (
     Generation,
     Generator,
     Images,
+    Incoming,
     OnRunning,
+    Reception,
     SamplingParams,
     Scorer,
     Scores,
@@ -29,12 +31,16 @@ from mopd.engines.interface import (
 )
 from mopd.engines.vision import EngineSight
 
+T = TypeVar("T")
+
 
 class HostedEngine(Scorer, Generator, Described, Protocol):
     """What a server needs of an engine."""
 
     sight: EngineSight | None
     """Of its model; ``None`` for one of text."""
+    incoming: Incoming
+    """Its way into a process group; a ``ThreadHost`` calls ``receive`` in its thread."""
 
     @property
     def weight_slots(self) -> Mapping[str, Tensor]:
@@ -73,14 +79,20 @@ class BlockingEngine(HostedEngine, Protocol):
 
 @runtime_checkable
 class CanSleep(Protocol):
-    """An engine that can give its memory back for a while."""
+    """An engine that may be able to give its memory back for a while."""
 
-    async def sleep(self) -> None:
-        """Until ``wake_up`` it does no work."""
+    @property
+    def can_sleep(self) -> bool:
+        """It was started so that it can."""
         ...
 
-    async def wake_up(self) -> None:
-        """As before ``sleep``."""
+    async def sleep(self) -> None:
+        """Until ``wake_up`` it does no work. One whose weights come from a student has none afterwards."""
+        ...
+
+    async def wake_up(self, *, weights_only: bool = False) -> None:
+        """As before ``sleep``, in one step or two: ``weights_only`` takes the memory of the weights, so that new ones
+        can come; the rest follows with a second call."""
         ...
 
 
@@ -127,6 +139,12 @@ class EngineHost:
     async def swap_weights(self, prepared: Any, weight_version: int, *, on_running: OnRunning) -> None:
         """See ``HostedEngine.swap_weights``. With ``finish`` no other call may be running."""
         await self.engine.swap_weights(prepared, weight_version)
+
+    async def receive_weights(
+        self, weight_version: int, *, verify: bool, patience_s: float, on_running: OnRunning, ready: Callable[[], None]
+    ) -> Reception:
+        """See ``Incoming.receive``, and ``swap_weights``. ``ready`` is called on this event loop."""
+        return await self.engine.incoming.receive(weight_version, verify=verify, patience_s=patience_s, ready=ready)
 
 
 _Call = Callable[[list[Any], Callable[..., object]], Coroutine[Any, Any, list[Any]]]
@@ -224,13 +242,38 @@ class ThreadHost(EngineHost):
     async def swap_weights(self, prepared: Any, weight_version: int, *, on_running: OnRunning) -> None:
         """See ``EngineHost.swap_weights``: the next call of all. What waits is done with the new weights."""
 
-        async def call(_: list[Any], __: Any) -> list[Any]:
+        async def swap() -> None:
             await self.engine.swap_weights(prepared, weight_version)
+
+        await self._next(swap, on_running)
+
+    async def receive_weights(
+        self, weight_version: int, *, verify: bool, patience_s: float, on_running: OnRunning, ready: Callable[[], None]
+    ) -> Reception:
+        """See ``EngineHost.receive_weights``: the next call of all, as ``swap_weights``."""
+        loop = asyncio.get_running_loop()
+
+        async def receive() -> Reception:
+            return await self.engine.incoming.receive(
+                weight_version,
+                verify=verify,
+                patience_s=patience_s,
+                ready=lambda: loop.call_soon_threadsafe(ready),
+            )
+
+        return await self._next(receive, on_running)
+
+    async def _next(self, work: Callable[[], Coroutine[Any, Any, T]], on_running: OnRunning) -> T:
+        results: list[T] = []
+
+        async def call(_: list[Any], __: Any) -> list[Any]:
+            results.append(await work())
             return []
 
         if on_running == "continue":
             self._blocking.interrupt()
         await self._submit(object(), [], 0, call, is_next=True)
+        return results[0]
 
     async def _submit(
         self,

@@ -11,23 +11,49 @@
                      keeps its own queue (vLLM), in others what waits is answered under v+1
     swap, continue:  the weights change at once; what runs is frozen and goes on under v+1, or is handed back
     a new begin replaces the update before it (its sender died)
+
+With a group (``mopd.wire.transfer``) the weights come into the engine itself, so that the old ones end first::
+
+    serving v ──start──> no weights ──buckets──> finish: serving v+1        a failure leaves none (409), until an update
+                  ▲ after what runs, as above                               succeeds, by whichever way
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from mopd.engines.interface import OnRunning
+from fastapi import Request
+from fastapi.responses import Response
+
+from mopd.engines.interface import OnRunning, Reception, WeightsLost
+from mopd.files.json_text import parse_json
 from mopd.serving.admission import Admission
+from mopd.serving.bodies import BodyReader
 from mopd.serving.errors import Refusal, bad_request, busy, stale_weights
 from mopd.serving.host import EngineHost
-from mopd.wire.messages import WireError
-from mopd.wire.weights import NO_CONSTANTS, Staging, WeightBegin, WeightChunk, WeightCommit
+from mopd.text import one_line
+from mopd.transfer.buckets import TensorMeta, from_json
+from mopd.transfer.group import GroupOrder
+from mopd.wire.limits import CONTENT_TYPE, MAX_CHUNK_BYTES
+from mopd.wire.messages import Message, MessageT, WireError, encode
+from mopd.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
+from mopd.wire.weights import NO_CONSTANTS, Staging, WeightBegin, WeightChunk, WeightCommit, WeightVersion
 
+logger = logging.getLogger(__name__)
+
+SMALL_BYTES = 2**16
+"""Limit of bodies that only say what to do."""
 RETRY_AFTER_S = 0.2
 """Of requests that are turned away while what runs ends."""
+MAX_JOIN_VALUES = 2_000_000
+"""Of the tensors' list."""
+QUIT_S = 3.0
+"""For what waits in a group that was left to end."""
 _NO_UPDATE = "no such weight update: it was replaced, or silent for too long"
 
 
@@ -51,6 +77,11 @@ class WeightUpdates:
         self._constants = NO_CONSTANTS
         self._update: _Update | None = None
         self._is_loading = False
+        self._group_id = ""
+        self._joining: asyncio.Future[None] | None = None
+        self._reception: asyncio.Task[Reception] | None = None
+        self._leaving: asyncio.Future[None] | None = None
+        """Kept, so that nothing forgets it."""
 
     @property
     def is_running(self) -> bool:
@@ -82,14 +113,14 @@ class WeightUpdates:
 
     def require_receiving(self) -> None:
         """``Refusal`` 409 unless an update is on its way, 403 where none can be."""
-        self._require_updatable()
+        self.require_updatable()
         if self._update is None:
             raise stale_weights(_NO_UPDATE)
 
     def begin(self, message: WeightBegin) -> None:
         """From now on chunks can come."""
-        self._require_updatable()
-        self._admission.require_open()
+        self.require_updatable()
+        self._admission.require_open_to_weights()
         self.drop()
         self._update = _Update(
             update_id=message.update_id,
@@ -124,22 +155,131 @@ class WeightUpdates:
             kept = update.staging.kept
             async with self._host.engine.prepared_weights(tensors.items(), kept=kept) as prepared:
                 on_running: OnRunning = "continue" if message.on_running == "continue" else "finish"
-                if on_running == "continue" or self._host.swaps_between_calls:
-                    self._admission.require_open()
+                if on_running == "continue" or self._host.swaps_between_calls or self._admission.takes_weights:
+                    self._admission.require_open_to_weights()
                     await self._swap(prepared, update, on_running)
                 else:
                     await self._swap_when_idle(prepared, update)
         finally:
             self._is_loading = False
 
-    async def _swap_when_idle(self, prepared: Any, update: _Update) -> None:
-        reason = busy(f"weights {update.weight_version} wait for what runs", retry_after_s=RETRY_AFTER_S)
-        self._admission.pause(reason)
+    async def join(self, message: WeightJoin) -> None:
+        """Returns when the group has met; the engine works meanwhile. What another group does here ends."""
+        await self._quit_group()
+        self.require_updatable()
+        self._admission.require_open_to_weights()
+        self.drop()
+        self._is_loading = True
+        self._joining = asyncio.get_running_loop().create_future()
+        order = GroupOrder(
+            group_id=message.group_id,
+            port=message.port,
+            world_size=message.world_size,
+            bucket_bytes=message.bucket_bytes,
+            timeout_s=message.timeout_s,
+            memory=message.memory,
+        )
+        try:
+            metas = await asyncio.to_thread(_read_metas, message)
+            await self._host.engine.incoming.join(order, message.first_rank, metas)
+        except WeightsLost as error:
+            raise stale_weights(one_line(error)) from error
+        except ValueError as error:
+            raise bad_request(one_line(error)) from error
+        finally:
+            self._is_loading = False
+            self._joining.set_result(None)
+        self._group_id = message.group_id
+
+    async def _quit_group(self) -> None:
+        """Its sender begins anew, or is gone; ``Refusal`` 409 if what came from it does not end at once."""
+        self._group_id = ""
+        waiting = [work for work in (self._joining, self._reception) if work is not None and not work.done()]
+        if waiting:
+            self._leaving = asyncio.ensure_future(self._host.engine.incoming.leave())
+            await asyncio.wait([self._leaving, *waiting], timeout=QUIT_S)
+
+    async def start(self, message: WeightStart) -> None:
+        """Returns when the engine waits for the first bucket."""
+        self.require_updatable()
+        self._require_group(message.group_id)
+        self._admission.require_open_to_weights()
+        self.drop()
+        self._is_loading = True
+        ready = asyncio.Event()
+        self._reception = asyncio.create_task(self._receive(message, ready.set))
+        waiting = asyncio.create_task(ready.wait())
+        try:
+            await asyncio.wait({waiting, self._reception}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if not ready.is_set():
+            await self._reception
+
+    async def finish(self, message: WeightFinish) -> WeightReceived:
+        """Returns when the new weights answer."""
+        self._require_group(message.group_id)
+        if self._reception is None:
+            raise stale_weights(_NO_UPDATE)
+        reception = await asyncio.shield(self._reception)
+        if self._weight_version != message.weight_version:
+            raise stale_weights(_NO_UPDATE)
+        return WeightReceived(weight_version=self._weight_version, wait_s=reception.wait_s, load_s=reception.load_s)
+
+    async def _receive(self, message: WeightStart, ready: Callable[[], None]) -> Reception:
+        on_running: OnRunning = "continue" if message.on_running == "continue" else "finish"
+        try:
+            if on_running == "continue" or self._host.swaps_between_calls or self._admission.takes_weights:
+                return await self._take(message, on_running, ready)
+            async with self._idle(message.weight_version):
+                return await self._take(message, on_running, ready)
+        finally:
+            self._is_loading = False
+
+    async def _take(self, message: WeightStart, on_running: OnRunning, ready: Callable[[], None]) -> Reception:
+        """A failure leaves no weights."""
+
+        def stopped() -> None:
+            self._has_weights, self._weight_version, self._constants = False, -1, NO_CONSTANTS
+            ready()
+
+        try:
+            reception = await self._host.receive_weights(
+                message.weight_version,
+                verify=message.verify,
+                patience_s=message.patience_s,
+                on_running=on_running,
+                ready=stopped,
+            )
+        except WeightsLost as error:
+            self._group_id = ""
+            logger.warning("weights %d did not arrive: %s", message.weight_version, one_line(error))
+            raise stale_weights(f"weights {message.weight_version} did not arrive: {one_line(error)}") from error
+        self._has_weights, self._weight_version = True, message.weight_version
+        return reception
+
+    @asynccontextmanager
+    async def _idle(self, weight_version: int) -> AsyncIterator[None]:
+        """Nothing runs in the block, and nothing is let in."""
+        self._admission.pause(busy(f"weights {weight_version} wait for what runs", retry_after_s=RETRY_AFTER_S))
         try:
             await self._admission.wait_idle(self._admission.limits.request_timeout_s)
-            await self._swap(prepared, update, "finish")
+            yield
         finally:
             self._admission.resume()
+
+    def _require_group(self, group_id: str) -> None:
+        if not group_id or group_id != self._group_id:
+            raise stale_weights("the server is not in this group: it was left, or closed by a failure")
+
+    async def _swap_when_idle(self, prepared: Any, update: _Update) -> None:
+        async with self._idle(update.weight_version):
+            await self._swap(prepared, update, "finish")
+
+    def forget(self) -> None:
+        """The engine has lost the weights that updates gave it: it sleeps."""
+        if not self._fixed:
+            self._has_weights, self._weight_version, self._constants = False, -1, NO_CONSTANTS
 
     async def _swap(self, prepared: Any, update: _Update, on_running: OnRunning) -> None:
         """Requests that come meanwhile wait for the engine, and are answered with the new weights. A failure leaves
@@ -156,14 +296,19 @@ class WeightUpdates:
             raise
         self._has_weights, self._weight_version, self._constants = True, weight_version, update.staging.constants
 
-    def _require_updatable(self) -> None:
-        if self._fixed:
-            raise Refusal(403, "forbidden", "this server's weights are fixed: only a rollout server takes new ones")
+    def require_updatable(self) -> None:
+        """``Refusal`` 403 where weights are fixed, 409 while an update is being loaded."""
+        self.require_not_fixed()
         if self._is_loading:
             raise stale_weights("an update is being loaded")
 
+    def require_not_fixed(self) -> None:
+        """``Refusal`` 403 where weights are."""
+        if self._fixed:
+            raise Refusal(403, "forbidden", "this server's weights are fixed: only a rollout server takes new ones")
+
     def _current(self, update_id: str, *, of_chunk: bool = False) -> _Update:
-        self._require_updatable()
+        self.require_updatable()
         update = self._update
         if update is None or not (update_id == update.update_id or (of_chunk and update_id in update.staging.ids)):
             raise stale_weights(_NO_UPDATE)
@@ -172,8 +317,84 @@ class WeightUpdates:
     def _alarm(self) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(self._admission.limits.update_timeout_s, self.drop)
 
+    async def close(self) -> None:
+        """No more updates; one that waits for its sender fails."""
+        self.drop()
+        await self._quit_group()
+
     def drop(self) -> None:
         """Forget the update, if there is one."""
         if self._update is not None:
             self._update.silence.cancel()
             self._update = None
+
+
+def _read_metas(message: WeightJoin) -> list[TensorMeta]:
+    return from_json(parse_json(message.tensors.tobytes(), max_values=MAX_JOIN_VALUES))
+
+
+class Read(Protocol):
+    """How a server reads a message of a request."""
+
+    async def __call__(
+        self, request: Request, cls: type[MessageT], max_bytes: int, bodies: BodyReader | None = None
+    ) -> MessageT:
+        """``bodies`` read those that may be large."""
+        ...
+
+
+class WeightRoutes:
+    """Handlers of the messages of weight updates."""
+
+    def __init__(
+        self, updates: WeightUpdates, read: Read, large: BodyReader, call: Callable[[Awaitable[Any]], Awaitable[Any]]
+    ) -> None:
+        """``call`` awaits work of the engine, with its errors as refusals."""
+        self._updates, self._read, self._large, self._call = updates, read, large, call
+
+    @property
+    def handlers(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+        """By path."""
+        names = ("begin", "chunk", "commit", "join", "start", "finish")
+        return {f"/v1/weights/{name}": getattr(self, name) for name in names}
+
+    async def begin(self, request: Request) -> Response:
+        """First message of a weight update."""
+        self._updates.begin(await self._read(request, WeightBegin, SMALL_BYTES))
+        return self._version()
+
+    async def chunk(self, request: Request) -> Response:
+        """Tensors of a weight update. Its large body is read during an update only, and one at a time."""
+        self._updates.require_receiving()
+        self._updates.add(await self._read(request, WeightChunk, MAX_CHUNK_BYTES, self._large))
+        return self._version()
+
+    async def commit(self, request: Request) -> Response:
+        """Last message of a weight update; answers when the new weights serve."""
+        message = await self._read(request, WeightCommit, SMALL_BYTES)
+        await self._call(self._updates.commit(message))
+        return self._version()
+
+    async def join(self, request: Request) -> Response:
+        """Enter a group over which weights will come."""
+        self._updates.require_not_fixed()
+        message = await self._read(request, WeightJoin, MAX_CHUNK_BYTES, self._large)
+        await self._call(self._updates.join(message))
+        return self._version()
+
+    async def start(self, request: Request) -> Response:
+        """Stop for weights from the group; answers when the engine waits for them."""
+        await self._call(self._updates.start(await self._read(request, WeightStart, SMALL_BYTES)))
+        return self._version()
+
+    async def finish(self, request: Request) -> Response:
+        """Answers when the weights from the group serve."""
+        message = await self._read(request, WeightFinish, SMALL_BYTES)
+        return _answer(await self._call(self._updates.finish(message)))
+
+    def _version(self) -> Response:
+        return _answer(WeightVersion(weight_version=self._updates.weight_version, constants=self._updates.constants))
+
+
+def _answer(message: Message) -> Response:
+    return Response(encode(message), media_type=CONTENT_TYPE)

@@ -17,8 +17,8 @@ from mopd import cpu_shim
 from mopd.config.student import OptimizerConfig as StudentOptimizerConfig
 from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import ModelDims
+from mopd.student.memory.offload import main_weights_on_host, offload
 from mopd.student.model.gpt import StudentModel
-from mopd.student.offload import main_weights_on_host, offload
 from mopd.student.parallel import Layout
 from mopd.types import UserError
 

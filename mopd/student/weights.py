@@ -61,6 +61,7 @@ def iter_hf_weights(
     layout: Layout,
     *,
     takes: Callable[[Placed], bool] = lambda placed: True,
+    in_place: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """The whole model, or what ``takes`` chooses of it, as ``(hf_name, tensor)`` in checkpoint order, on rank 0 of the
     job.
@@ -70,8 +71,8 @@ def iter_hf_weights(
     once.
 
     Yields:
-        Contiguous CPU tensors with memory of their own, in their parameters' dtypes: load and export are a bit-exact
-        pair.
+        Contiguous tensors in their parameters' dtypes: load and export are a bit-exact pair. On the CPU with memory of
+        their own, or ``in_place``: on the parameters' device, in their memory where they lie there as they are.
 
     Raises:
         RuntimeError: the model was not built from ``dims``.
@@ -87,17 +88,33 @@ def iter_hf_weights(
         num_layers_in_last_pipeline_stage=config.num_layers_in_last_pipeline_stage,
     )
     for placed in filter(takes, families.all_params(dims)):
+        tensors: Iterator[tuple[str, Tensor]] = iter(())
         dtype = torch.float32 if placed.param.stays_fp32 else config.params_dtype
         stage = placed.stage(dims, stages)
         if placed.expert is None:
             if layout.copy == 0:
-                yield from _export_shared(placed, stage, dtype, owned, dims, layout)
+                tensors = _export_shared(placed, stage, dtype, owned, dims, layout, in_place)
         elif layout.edp_rank == 0:
-            yield from _export_expert(placed, stage, dtype, owned, dims, layout)
+            tensors = _export_expert(placed, stage, dtype, owned, dims, layout, in_place)
+        yield from tensors if in_place else ((name, tensor.cpu()) for name, tensor in tensors)
+
+
+def hf_tensors(dims: ModelDims, dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """``(hf_name, dtype, shape)`` of what ``iter_hf_weights`` yields, in its order, of a model with parameters in
+    ``dtype``."""
+    for placed in families.all_params(dims):
+        own = torch.float32 if placed.param.stays_fp32 else dtype
+        yield from ((name, own, tuple(shape)) for name, shape in zip(placed.hf_names, placed.hf_shapes, strict=True))
 
 
 def _export_shared(
-    placed: Placed, stage: int, dtype: torch.dtype, owned: Mapping[str, Tensor], dims: ModelDims, layout: Layout
+    placed: Placed,
+    stage: int,
+    dtype: torch.dtype,
+    owned: Mapping[str, Tensor],
+    dims: ModelDims,
+    layout: Layout,
+    in_place: bool,
 ) -> Iterator[tuple[str, Tensor]]:
     """A parameter outside the experts: shards go to the stage's first tensor-parallel rank, tensors to rank 0."""
     if layout.tp_rank != 0 and layout.pp_rank != stage:
@@ -106,13 +123,19 @@ def _export_shared(
     if layout.pp_rank == stage:
         local = _own(placed, owned, dtype)
         shards = [local] if placed.param.merge == "replicated" else _gather_shards(local, layout.tp_group)
-        tensors = split_shards(placed, shards, dims) if layout.tp_rank == 0 else []
+        tensors = split_shards(placed, shards, dims, shares_memory=in_place) if layout.tp_rank == 0 else []
     if layout.tp_rank == 0:
         yield from _pass_on(placed, tensors, stage, dtype, layout)
 
 
 def _export_expert(
-    placed: Placed, stage: int, dtype: torch.dtype, owned: Mapping[str, Tensor], dims: ModelDims, layout: Layout
+    placed: Placed,
+    stage: int,
+    dtype: torch.dtype,
+    owned: Mapping[str, Tensor],
+    dims: ModelDims,
+    layout: Layout,
+    in_place: bool,
 ) -> Iterator[tuple[str, Tensor]]:
     """An expert's parameter: shards go to the first rank that shares the expert, tensors to the stage's first rank (the
     first of every group that it is in), then to rank 0."""
@@ -120,7 +143,7 @@ def _export_expert(
     tensors: list[Tensor] = []
     if layout.pp_rank == stage and layout.ep_rank == owner:
         shards = _gather_shards(_own(placed, owned, dtype), layout.etp_group)
-        tensors = split_shards(placed, shards, dims) if layout.etp_rank == 0 else []
+        tensors = split_shards(placed, shards, dims, shares_memory=in_place) if layout.etp_rank == 0 else []
     if layout.etp_rank != 0:
         return
     if layout.pp_rank == stage and owner != 0:
@@ -136,7 +159,7 @@ def _pass_on(
     if stage != 0 and layout.pp_rank in (0, stage):
         tensors = _move(placed, tensors, stage, dtype, layout.pp_group)
     if layout.pp_rank == 0:
-        yield from zip(placed.hf_names, (tensor.cpu() for tensor in tensors), strict=True)
+        yield from zip(placed.hf_names, tensors, strict=True)
 
 
 def _move(placed: Placed, tensors: list[Tensor], source: int, dtype: torch.dtype, group: ProcessGroup) -> list[Tensor]:

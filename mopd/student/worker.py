@@ -29,6 +29,7 @@ from mopd.student.checkpoints import checkpoint
 from mopd.student.checkpoints.background import Background
 from mopd.student.form import Form, choose_form
 from mopd.student.images import StudentImages
+from mopd.student.memory.lending import Lending
 from mopd.student.model.balance import Balance
 from mopd.student.model.config import check_attention
 from mopd.student.model.gpt import HeadHook, LMHead, build_chunks
@@ -101,6 +102,9 @@ class StudentWorker:
         self._plan: MicroBatchPlan | None = None
         self.saving = Background(self.layout.device, timeout_s=recipe.schedule.wait_timeout_s)
         """Of checkpoints. Enter it around whatever uses the student."""
+        self._lending = None
+        if recipe.shares_gpus:
+            self._lending = Lending(self._chunks, self._optimizer, self.layout.device)
 
     @property
     def dp_size(self) -> int:
@@ -207,15 +211,15 @@ class StudentWorker:
         by_id = dict(zip(ids, torch.split(flat.cpu(), lengths), strict=True))
         return [by_id[sample.sample_id] for sample in samples]
 
-    def weights(self, part: WeightPart = "all") -> Iterator[tuple[str, Tensor]]:
-        """Weights as ``(hf_name, CPU tensor)`` on rank 0: all, the ``constants`` or the others; other ranks get nothing
-        but must exhaust the iterator."""
+    def weights(self, part: WeightPart = "all", *, in_place: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Weights as ``(hf_name, tensor)`` on rank 0, of the CPU or ``in_place`` (see ``iter_hf_weights``): all, the
+        ``constants`` or the others; other ranks get nothing but must exhaust the iterator."""
 
         def takes(placed: Placed) -> bool:
             return part == "all" or (placed.hf_names[0] in self.constants) == (part == "constants")
 
         complete_weights(self._chunks)
-        items = iter_hf_weights(self._chunks, self.dims, self.layout, takes=takes)
+        items = iter_hf_weights(self._chunks, self.dims, self.layout, takes=takes, in_place=in_place)
         while True:
             # The consumer between two items must not run under the shim.
             with cpu_shim.activate():
@@ -223,6 +227,17 @@ class StudentWorker:
             if item is None:
                 return
             yield item
+
+    def lend(self) -> None:
+        """Give back what the rollout may use, on every rank; between two steps. See ``Lending``."""
+        assert self._lending is not None
+        self._lending.lend()
+        dist.barrier(group=self.layout.control_group)  # the rollout may be on any rank's GPU
+
+    def restore(self) -> None:
+        """Undo ``lend``."""
+        assert self._lending is not None
+        self._lending.restore()
 
     @cpu_shim.activate()
     def save(self, folder: Path, extra: Mapping[str, Any], *, is_async: bool = False) -> None:
@@ -270,11 +285,13 @@ class StudentWorker:
         dist.barrier(group=self.layout.control_group)
 
     def memory(self) -> dict[str, float]:
-        """Peak memory of this rank so far, in GiB: device memory with CUDA, else resident memory."""
+        """Peak memory of this rank so far, in GiB: device memory with CUDA, else resident memory. Where it is lent to
+        the rollout, also ``Lending.numbers``."""
+        lent = {} if self._lending is None else self._lending.numbers()
         if torch.cuda.is_available():
-            return {"memory/student_peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+            return lent | {"memory/student_peak_gib": torch.cuda.max_memory_allocated() / 2**30}
         unit = 1 if sys.platform == "darwin" else 2**10
-        return {"memory/student_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+        return lent | {"memory/student_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
 
     def _teacher_weights(self) -> Tensor | None:
         """[domains, D] for the objective of a recipe with an ensemble."""

@@ -22,7 +22,19 @@ RUN_ELSEWHERE = {"mopd.placement.ray.agent"}
 CALLED_BY_LIBRARIES = {
     "mopd/conversion/torch_dist/description.py": {"find_class"},
     "mopd/conversion/torch_dist/reader.py": {"readable", "seekable"},
-    "mopd/engines/vllm/worker.py": {"WorkerExtension", "mopd_watch", "mopd_load_weights"},
+    "mopd/engines/vllm/receiving.py": {
+        "finish_weight_update",
+        "init_transfer_engine",
+        "start_weight_update",
+        "update_weights",
+    },
+    "mopd/engines/vllm/worker.py": {
+        "mopd_received",
+        "mopd_transfer_failure",
+        "WorkerExtension",
+        "mopd_watch",
+        "mopd_load_weights",
+    },
     "mopd/launch/agent.py": {"get_run_id", "is_closed", "next_rendezvous", "num_nodes_waiting", "set_closed"},
     "mopd/serving/server.py": {"capture_signals"},
     "mopd/serving/connections.py": {"eof_received", "data_received", "send_400_response"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,12 @@ import numpy as np
 import torch
 
 from mopd.engines.interface import EngineInfo, EngineLimits
+from mopd.files.json_text import parse_json
 from mopd.serving.app import check_generate, check_score
 from mopd.serving.errors import Refusal
+from mopd.transfer.buckets import TensorMeta, from_json, to_json
+from mopd.transfer.memory import SharedMemory, open_memory
+from mopd.transfer.receiving import check_fit
 from mopd.wire.frames import FrameReader, frame
 from mopd.wire.images import ImageFiles
 from mopd.wire.messages import (
@@ -27,6 +32,7 @@ from mopd.wire.messages import (
     decode_one_of,
     encode,
 )
+from mopd.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
 from mopd.wire.weights import Staging, TensorLedger, WeightBegin, WeightChunk, WeightCommit, cut
 from tests.fuzz.harness import fuzz
 
@@ -148,6 +154,14 @@ def test_streams_of_answers() -> None:
     fuzz("wire stream", [stream], read, WireError)
 
 
+def check_tensors(content: bytes) -> None:
+    """As a server that is asked into a group."""
+    try:
+        check_fit(from_json(parse_json(content, max_values=1000)), SLOTS, name="m")
+    except ValueError as error:
+        raise WireError(str(error)) from error
+
+
 def test_weight_push() -> None:
     """Heads alone, and chunks on their way into the staging of a model of three weights."""
     ledger = TensorLedger()
@@ -158,6 +172,33 @@ def test_weight_push() -> None:
     commit = WeightCommit(update_id="u", num_tensors=3, digest=ledger.digest, on_running="continue")
     begin = WeightBegin(update_id="u", weight_version=1, constants_id="c", constants=b"d" * 16)
     for message in (begin, commit):
+        both(f"wire {message.kind}", message, lambda message: None)
+
+    memory = SharedMemory(16, torch.device("cpu"))
+    rows = to_json([TensorMeta(name, slot.dtype, tuple(slot.shape)) for name, slot in SLOTS.items()])
+    join = WeightJoin(
+        group_id="g",
+        port=80,
+        first_rank=1,
+        world_size=3,
+        bucket_bytes=99,
+        timeout_s=1.0,
+        tensors=np.frombuffer(rows, dtype=np.uint8),
+        memory=memory.handles(1),
+    )
+
+    def open_and_check(join: WeightJoin) -> None:
+        check_tensors(join.tensors.tobytes())
+        if join.memory:
+            with contextlib.suppress(ValueError):
+                open_memory(join.memory, 0, torch.device("cpu"))
+
+    both("wire weight_join", join, open_and_check)
+    memory.close()
+    start = WeightStart(group_id="g", weight_version=1, verify=True, on_running="finish", patience_s=1.0)
+    finish = WeightFinish(group_id="g", weight_version=1)
+    received = WeightReceived(weight_version=1, wait_s=0.5, load_s=0.5)
+    for message in (start, finish, received):
         both(f"wire {message.kind}", message, lambda message: None)
 
     def stage(chunk: WeightChunk) -> None:

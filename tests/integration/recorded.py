@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,15 +37,20 @@ def _recorded_step(self: StudentWorker) -> dict[str, float]:
     return values
 
 
-def _agent_of_recorded(nodes: Nodes, command: Sequence[str], **options: Any) -> launch.RankAgent:
-    """Ranks are what this process is."""
-    python, option, _, *arguments = command
-    return _RankAgent(nodes, [python, option, __spec__.name, *arguments], **options)
+def run_recorded(module: str, prepare_rank: Callable[[], None] = lambda: None) -> int:
+    """Be ``mopd``, whose ranks are ``module``, which calls this too; the exit code."""
+
+    def agent(nodes: Nodes, command: Sequence[str], **options: Any) -> launch.RankAgent:
+        python, option, _, *arguments = command
+        return _RankAgent(nodes, [python, option, module, *arguments], **options)
+
+    if failure.is_rank():
+        StudentWorker.optim_step = _recorded_step  # type: ignore[method-assign]
+        prepare_rank()
+    else:
+        launch.RankAgent = agent  # type: ignore[misc, assignment]
+    return main(sys.argv[1:])
 
 
 if __name__ == "__main__":
-    if failure.is_rank():
-        StudentWorker.optim_step = _recorded_step  # type: ignore[method-assign]
-    else:
-        launch.RankAgent = _agent_of_recorded  # type: ignore[misc, assignment]
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_recorded("tests.integration.recorded"))

@@ -66,6 +66,9 @@ def recipe_of(world: World, run_dir: Path, *, steps: int, **changes: Any) -> Pat
 class Run:
     """One run of ``recorded``: started, killed, started again."""
 
+    program = "tests.integration.recorded"
+    """What runs in the place of ``mopd``."""
+
     def __init__(self, recipe: Path, *, own_tmpdir: bool = True) -> None:
         """``own_tmpdir``: ``temporary`` is the run's alone. Its path is too long for Ray's sockets."""
         self.recipe, self.path = recipe, recipe.with_suffix("")
@@ -83,7 +86,7 @@ class Run:
         self._errors = self.recipe.with_suffix(".stderr").open("w+", encoding="utf-8")
         with self.recipe.with_suffix(".stdout").open("w", encoding="utf-8") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.recorded", "train", str(self.recipe), *flags],
+                [sys.executable, "-m", self.program, "train", str(self.recipe), *flags],
                 cwd=REPOSITORY,
                 env={**environment(), JOURNAL: str(self.journal), **self._tmpdir},
                 stdout=output,
@@ -177,10 +180,8 @@ def trained(run: Run) -> list[list[dict[str, Any]]]:
     """Samples of every step that counts, as the optimizer has seen them: a step that was done again, after a kill,
     makes what came from there on undone."""
     steps: list[list[dict[str, Any]]] = []
-    files = sorted(run.journal.glob("*.jsonl"))
-    lines = [[json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] for file in files]
-    (entries,) = lines  # of one rank
-    for entry in entries:
+    journal = run.journal / "0.jsonl"  # ranks of one data-parallel rank say the same
+    for entry in map(json.loads, journal.read_text(encoding="utf-8").splitlines()):
         assert entry["step"] <= len(steps) + 1, f"step {entry['step']} after {len(steps)}: steps are missing"
         del steps[entry["step"] - 1 :]
         steps.append(entry["samples"])

@@ -104,6 +104,10 @@ def produce(
     recipe = settled(load_recipe(path, settings), Hardware()).recipe
     plane = LocalDataPlane()
     router = Router("math", [Replica(name="math.0", engine=Picky(engine, BAD_TOKEN))], RoutingConfig(), kind="teacher")
+
+    async def expect_step() -> None:
+        assert not controller._num_drawing
+
     controller = Controller(
         recipe=recipe,
         prompts=PromptStream(data.rows_by_domain, {"math": 1, "code": 1}, 0),
@@ -124,7 +128,7 @@ def produce(
             keep_going=on_failure == "replace",
         ),
         rewards=None,
-        student=SimpleNamespace(dp_size=1, packing=PACKING),
+        student=SimpleNamespace(dp_size=1, packing=PACKING, expect_step=expect_step),
         plane=plane,
         observer=SimpleNamespace(),
         stop=Stop(),

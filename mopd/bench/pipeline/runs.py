@@ -75,6 +75,9 @@ class SleepingStudent:
         """Prompts of each batch by domain."""
         self.num_of_two_versions = 0
 
+    async def expect_step(self) -> None:
+        """See ``Student.expect_step``."""
+
     async def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]:
         """See ``Student.forward_backward``."""
         samples = [sample for rank in plan.micro_batches for batch in rank for sample in batch]

@@ -230,7 +230,7 @@ async def _bare(model: Path, engine: EngineType, top_k: int) -> AsyncIterator[Sc
     from mopd.engines.vllm import start as vllm
 
     options = {"max_logprobs": top_k, "logprobs_mode": "processed_logprobs", "enable_prefix_caching": False}
-    args = vllm.engine_args(model, config, MAX_LENGTH, options)
+    args = vllm.engine_args(model, config, MAX_LENGTH, options, fixed=True)
     llm = await asyncio.to_thread(vllm.start_llm, model, args, START_TIMEOUT_S)
     params = vllm.VllmSamplingParams(
         max_tokens=1,

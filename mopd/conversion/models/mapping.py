@@ -82,13 +82,18 @@ def load_shard(placed: Placed, read_slice: ReadSlice, dims: ModelDims, *, rank: 
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def split_shards(placed: Placed, shards: Sequence[Tensor], dims: ModelDims) -> list[Tensor]:
+def split_shards(
+    placed: Placed, shards: Sequence[Tensor], dims: ModelDims, *, shares_memory: bool = False
+) -> list[Tensor]:
     """Inverse of ``load_shard``: the Hugging Face tensors of one parameter, from the shards of all ranks in order.
 
     Returns:
-        Contiguous tensors with memory of their own, in the order of ``placed.hf_names``; padding rows are stripped.
+        Contiguous tensors in the order of ``placed.hf_names``, padding rows stripped, with memory of their own or, when
+        one ``shares_memory``, that of a single shard where they lie in it as they are.
     """
     merge = placed.param.merge
+    if shares_memory and len(shards) == 1:
+        return split_whole(placed, shards[0], dims)
     if merge == "replicated":
         return [shards[0].clone()]
     if merge == "gate_up":

@@ -123,7 +123,7 @@ class RemoteEngine:
         request.check()
         longest = request.num_rows * (8 * top_k + 4) + 4 * len(tokens) + ANSWER_HEAD_BYTES
         body = await encode_aside(request)
-        answer = await self._images.asked(images, lambda: self._post("/v1/score", body, ScoreAnswer, longest))
+        answer = await self._images.asked(images, lambda: self.post("/v1/score", body, ScoreAnswer, longest))
         self._require_echo(answer, request)
         if answer.top_k != top_k or not np.array_equal(answer.lengths, request.lengths - request.prompt_lengths):
             raise self._http.corrupt(f"top_k {answer.top_k} and rows of another request than the one that was sent")
@@ -176,10 +176,9 @@ class RemoteEngine:
 
     async def push(self, step: Step, body: bytes) -> int:
         """One message of a weight push, as ``push_staged`` sends it; returns the version that the server has."""
-        timeout_s = self._timeout_s
-        if step == "commit":  # the server may wait for what runs, which has as long as any call, and load then
-            timeout_s *= 2
-        answer = await self._post(f"/v1/weights/{step}", body, WeightVersion, MAX_SMALL_BYTES, timeout_s=timeout_s)
+        # On a commit the server may wait for what runs, which has as long as any call, and load then.
+        timeout_s = self._timeout_s * (2 if step == "commit" else 1)
+        answer = await self.post(f"/v1/weights/{step}", body, WeightVersion, MAX_SMALL_BYTES, timeout_s=timeout_s)
         self.constants = answer.constants
         return answer.weight_version
 
@@ -205,12 +204,13 @@ class RemoteEngine:
         await self._http.call("GET", "/health", None, MAX_SMALL_BYTES, timeout_s=timeout_s)
 
     async def sleep(self) -> None:
-        """Let the server give its memory to others; ``EngineRejected`` if its engine cannot."""
+        """Let the server give its memory to others; ``EngineRejected`` if its engine cannot. See ``CanSleep``."""
         await self._http.call("POST", "/v1/sleep", b"", MAX_SMALL_BYTES)
+        self.weight_version, self.constants = -1, b""  # a teacher's never were others
 
-    async def wake_up(self) -> None:
-        """Undo ``sleep``."""
-        await self._http.call("POST", "/v1/wake", b"", MAX_SMALL_BYTES)
+    async def wake_up(self, *, weights_only: bool = False) -> None:
+        """Undo ``sleep``, or the first half of it; see ``CanSleep``."""
+        await self._http.call("POST", "/v1/wake" + "/weights" * weights_only, b"", MAX_SMALL_BYTES)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -218,9 +218,9 @@ class RemoteEngine:
         await self._http.close()
 
     async def _send_images(self, body: bytes) -> None:
-        await self._post("/v1/images", body, ImagesKept, MAX_SMALL_BYTES)
+        await self.post("/v1/images", body, ImagesKept, MAX_SMALL_BYTES)
 
-    async def _post(
+    async def post(
         self, path: str, body: bytes, answer: type[MessageT], longest: int, *, timeout_s: float | None = None
     ) -> MessageT:
         """Send a message and decode the answer of at most ``longest`` bytes."""

@@ -22,6 +22,7 @@ from mopd.engines.checks import check_length, check_sampling, check_scoring
 from mopd.engines.interface import EngineInfo, EngineLimits, Generation, Images, SamplingParams, Scores, Told
 from mopd.engines.staging import hold_weights
 from mopd.engines.torch.decoding import SeenBatch, decode, uniforms
+from mopd.engines.torch.incoming import TorchIncoming
 from mopd.engines.torch.loading import build_empty_model, load_model, read_stop_ids, weight_slots
 from mopd.engines.vision import EngineSight, check_images, read_sight
 from mopd.losses.teacher_topk import chunked_topk_logprobs
@@ -56,8 +57,13 @@ class TorchEngine:
         self.stop_ids = tuple(stop_ids)
         self._cfg = cfg
         self._has_weights = has_weights
+        self.can_sleep = not has_weights
+        """Its weights come from a student, so that it may lose them."""
+        self._storage_sizes: dict[torch.UntypedStorage, int] = {}
+        """Bytes of what sleeps."""
         self._head_checked = False
         self._interrupted = threading.Event()
+        self.incoming = TorchIncoming(self)
         self.sight = sight
         self._eyes = None if sight is None else _open_eyes(self.model, sight)
         self.max_sequence = self.max_positions
@@ -125,7 +131,8 @@ class TorchEngine:
         """It lives as long as this process."""
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Leave the group, if any."""
+        await self.incoming.leave()
 
     async def generate(
         self,
@@ -201,6 +208,25 @@ class TorchEngine:
                 length = decoded.lengths[row]
                 note(i, decoded.tokens[row, :length], decoded.logprobs[row, :length], decoded.finish_reasons[row])
 
+    async def sleep(self) -> None:
+        """Free the memory of the weights, which are gone. Nothing may run."""
+        self._has_weights, self.weight_version = False, -1
+        if self._eyes is not None:
+            self._eyes.forget()
+        for slot in self.weight_slots.values():
+            storage = slot.untyped_storage()
+            if storage.nbytes():
+                self._storage_sizes[storage] = storage.nbytes()
+                storage.resize_(0)
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    async def wake_up(self, *, weights_only: bool = False) -> None:
+        """Take the memory of the weights again, the only memory between two calls."""
+        for storage, size in self._storage_sizes.items():
+            storage.resize_(size)
+        self._storage_sizes.clear()
+
     def interrupt(self) -> None:
         """From any thread: the ``generate`` that runs hands back what it has (``handed_back``), and returns. Heard
         until one ends, or until weights are swapped."""
@@ -228,7 +254,7 @@ class TorchEngine:
             self._require_weights()
         yield await asyncio.to_thread(hold_weights, weights, self.weight_slots, kept=kept, name=self.name)
 
-    async def swap_weights(self, prepared: PreparedWeights, weight_version: int) -> None:
+    async def swap_weights(self, prepared: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """Answer with what ``prepared_weights`` gave from now on. A failure leaves the engine without weights."""
         slots = self.weight_slots
         self._interrupted.clear()

@@ -30,10 +30,12 @@ from mopd.engines.interface import (
     SamplingParams,
     Scores,
     Told,
+    WeightsLost,
 )
 from mopd.engines.staging import StagedFiles, stage_weights
 from mopd.engines.torch.loading import build_empty_model, read_config, read_stop_ids, weight_slots
 from mopd.engines.vision import EngineSight, check_images, read_sight
+from mopd.engines.vllm.incoming import VllmIncoming
 from mopd.engines.vllm.prompts import drawing_params, make_prompt, require_same_expansion, scoring_params, sight_options
 from mopd.engines.vllm.reading import last_output, no_scores, read_generation, read_scores
 from mopd.engines.vllm.start import (
@@ -45,16 +47,17 @@ from mopd.engines.vllm.start import (
     cache_tokens,
     check_temperature,
     engine_args,
+    group_transfer,
     has_cut,
     sequence_limit,
     start_llm,
     stop_llm,
 )
+from mopd.engines.vllm.weights import UPDATE_TIMEOUT_S, VllmWorkers
 from mopd.text import one_line
 from mopd.types import PromptImage, UserError
 
 T = TypeVar("T")
-_WEIGHT_UPDATE_TIMEOUT_S = 600.0
 
 
 class VllmEngine:
@@ -81,7 +84,7 @@ class VllmEngine:
         self._llm, self._folder, self._cfg, self._fixed = llm, folder, cfg, fixed
         self._max_logprobs = int(llm.model_config.max_logprobs)
         self._before_cut = llm.model_config.logprobs_mode == "raw_logprobs"
-        self._can_sleep = bool(llm.model_config.enable_sleep_mode)
+        self.can_sleep = bool(llm.model_config.enable_sleep_mode)
         model = build_empty_model(folder, cfg.dtype, torch.device("meta"))
         self.weight_slots: dict[str, Tensor] = (
             {} if fixed else weight_slots(model, None if sight is None else sight.dims.naming)
@@ -89,8 +92,9 @@ class VllmEngine:
         self._has_weights = fixed
         self._budget = TokenBudget(cfg.max_scoring_tokens)
         self._num_requests = self._num_running = 0
-        self._asleep = False
         self._failure: str | None = None
+        self.workers = VllmWorkers(llm)
+        self.incoming = VllmIncoming(self)
 
     @classmethod
     async def start_teacher(
@@ -138,6 +142,7 @@ class VllmEngine:
             "logprobs_mode": "raw_logprobs" if cuts else "processed_logprobs",
             "enable_prefix_caching": True,
             "enable_sleep_mode": enable_sleep_mode,
+            "weight_transfer_config": group_transfer(),
         }
         return await cls._start(Path(folder), cfg, options, startup_timeout_s, sight, fixed=False)
 
@@ -155,7 +160,7 @@ class VllmEngine:
         if sight is not None:
             options = {**options, **sight_options(sight)}
         max_sequence = sequence_limit(folder, cfg)
-        args = engine_args(folder, cfg, max_sequence, options)
+        args = engine_args(folder, cfg, max_sequence, options, fixed=fixed)
         llm = await asyncio.to_thread(start_llm, folder, args, startup_timeout_s)
         engine = cls(llm, folder, cfg, sight=sight, max_sequence=max_sequence, fixed=fixed)
         try:
@@ -184,9 +189,10 @@ class VllmEngine:
         """``EngineUnavailable`` once vLLM's processes have died; they do not come back."""
         if self._failure is None and self._llm.errored:
             self._failure = "its process has died (see its log)"
-        self._require_alive()
+        self.require_alive()
 
-    def _require_alive(self) -> None:
+    def require_alive(self) -> None:
+        """``EngineUnavailable`` if it has failed."""
         if self._failure is not None:
             raise EngineUnavailable(f"the vLLM engine of {self.name} is gone: {self._failure}")
 
@@ -196,16 +202,17 @@ class VllmEngine:
         await stop_llm(self._llm)
 
     async def sleep(self) -> None:
-        """Give the GPU memory back, weights kept in host memory. No request may run."""
+        """Give the GPU memory back. No request may run. A teacher's weights are kept in host memory, a rollout's are
+        gone: new ones come anyway."""
         self._require_idle("sleep")
-        self._asleep = True
-        await self._call(self._llm.sleep(level=1))
+        if not self._fixed:
+            self._has_weights, self.weight_version = False, -1
+        await self._call(self.workers.sleep(keeps_weights=self._fixed))
 
-    async def wake_up(self) -> None:
-        """Undo ``sleep``."""
+    async def wake_up(self, *, weights_only: bool = False) -> None:
+        """Undo ``sleep``; with ``weights_only`` the key-value cache sleeps on, until a second call."""
         self._require_idle("wake_up")
-        await self._call(self._llm.wake_up())
-        self._asleep = False
+        await self._call(self.workers.wake_up(weights_only=weights_only))
 
     async def score(
         self,
@@ -293,13 +300,22 @@ class VllmEngine:
 
     async def swap_weights(self, prepared: StagedFiles, weight_version: int) -> None:
         """Answer with the weights of these files from now on. Requests that run are frozen, and go on under the new
-        weights with their tokens computed anew. However this ends short of success, the engine never answers again:
-        half of its weights may be new."""
-        self._require_alive()
+        weights with their tokens computed anew."""
+        self.require_alive()
+        some_stay = prepared.num_tensors < len(self.weight_slots)
+        load = self.workers.load(prepared, str(weight_version), some_stay=some_stay)
+        await self.replace_weights(asyncio.wait_for(load, UPDATE_TIMEOUT_S), weight_version)
+
+    async def replace_weights(self, work: Coroutine[Any, Any, T], weight_version: int) -> T:
+        """``work`` gives the workers these weights. After ``WeightsLost`` the engine has none; however else it fails,
+        the engine never answers again: half of its weights may be new."""
         try:
-            swap = self._swap(prepared, str(weight_version))
-            await self._call(asyncio.wait_for(swap, _WEIGHT_UPDATE_TIMEOUT_S))
+            result = await self._call(work)
             self._has_weights, self.weight_version = True, weight_version
+            return result
+        except WeightsLost:
+            self._has_weights, self.weight_version = False, -1
+            raise
         except BaseException as error:
             self._has_weights, self.weight_version = False, -1
             self._failure = self._failure or f"a weight update failed: {one_line(error):.300}"
@@ -307,19 +323,6 @@ class VllmEngine:
             if isinstance(error, Exception):
                 raise EngineUnavailable(f"the vLLM engine of {self.name} is gone: {self._failure}") from error
             raise
-
-    async def _swap(self, files: StagedFiles, label: str) -> None:
-        """Let the workers read the weights while nothing runs; tokens that are drawn after it get the ``label``."""
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
-        args = (files.paths, files.num_tensors < len(self.weight_slots))
-        counts = await self._llm.collective_rpc("mopd_load_weights", timeout=_WEIGHT_UPDATE_TIMEOUT_S, args=args)
-        if any(count != files.num_tensors for count in counts):
-            raise RuntimeError(f"vLLM's workers read {counts} of {files.num_tensors} tensors")
-        if not await self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM kept its prefix cache")
-        await self._llm.reset_encoder_cache()  # of features that the old weights made
-        await self._llm.update_weight_version(label)
-        await self._llm.resume_generation()
 
     async def _request(
         self, tokens: list[int], images: Sequence[PromptImage], params: VllmSamplingParams
@@ -382,15 +385,15 @@ class VllmEngine:
             raise ValueError(f"{kind} {index} has an id outside the vocabulary of {self.vocab_size} of {self.name}")
 
     def _require_weights(self) -> None:
-        self._require_alive()
+        self.require_alive()
         if not self._has_weights:
             raise RuntimeError(f"the engine of {self.name} has no weights: call load_weights first")
-        if self._asleep:
+        if self.workers.is_asleep:
             raise RuntimeError(f"the engine of {self.name} sleeps: call wake_up first")
 
     def _require_idle(self, action: str) -> None:
-        self._require_alive()
+        self.require_alive()
         if self._num_running:
             raise RuntimeError(f"{action} while {self._num_running} calls run in the engine of {self.name}")
-        if action != "load_weights" and not self._can_sleep:
+        if action != "load_weights" and not self.can_sleep:
             raise RuntimeError(f"the engine of {self.name} was started without enable_sleep_mode")

@@ -25,6 +25,7 @@ def sight_options(sight: EngineSight) -> dict[str, Any]:
     """vLLM's arguments for a model that sees images."""
     edges = {"shortest_edge": sight.processing.min_pixels, "longest_edge": sight.processing.max_pixels}
     return {
+        "load_format": "safetensors",  # noise would also replace what vLLM computes itself, such as visual.input_norm
         "skip_tokenizer_init": False,  # it finds placeholders by their text
         "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0},
         "mm_processor_kwargs": {"size": edges},

@@ -28,6 +28,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for results: a server's address
 
 from vllm import SamplingParams as VllmSamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.inputs.engine import tokens_input
@@ -57,6 +58,7 @@ __all__ = [
     "cache_tokens",
     "check_temperature",
     "engine_args",
+    "group_transfer",
     "has_cut",
     "sequence_limit",
     "start_llm",
@@ -129,11 +131,24 @@ def check_temperature(sampling: SamplingParams, *, before_cut: bool, sees: bool 
         )
 
 
-def engine_args(folder: Path, cfg: VllmEngineConfig, max_sequence: int, options: Mapping[str, Any]) -> AsyncEngineArgs:
-    """vLLM's arguments. ``options`` are those that depend on what the engine is for."""
+def engine_args(
+    folder: Path, cfg: VllmEngineConfig, max_sequence: int, options: Mapping[str, Any], *, fixed: bool
+) -> AsyncEngineArgs:
+    """vLLM's arguments. ``options`` are those that depend on what the engine is for; ``fixed``: it keeps the weights of
+    the folder. ``UserError`` for such as this machine cannot give."""
+    if options.get("enable_sleep_mode") and not current_platform.is_sleep_mode_available():
+        raise UserError(
+            f"{folder}: vLLM cannot sleep on this machine, and GPUs are shared by turns (placement.share_gpus_with, "
+            "placement.shared_pool): set engine: {type: torch}, or give the group GPUs of its own"
+        )
+    config = read_config(folder).get_text_config()
+    if not fixed and current_platform.is_cpu() and getattr(config, "kv_lora_rank", None) is not None:
+        raise UserError(
+            f"{folder}: vLLM on a CPU gives up weights of latent attention once it has packed them, so that no update "
+            "reaches them: set rollout.engine: {type: torch}"
+        )
     return AsyncEngineArgs(
         model=str(folder),
-        load_format="safetensors",
         trust_remote_code=False,
         generation_config="vllm",
         dtype=cfg.dtype,
@@ -149,8 +164,14 @@ def engine_args(folder: Path, cfg: VllmEngineConfig, max_sequence: int, options:
         enable_chunked_prefill=not current_platform.is_cpu(),
         worker_extension_cls="mopd.engines.vllm.worker.WorkerExtension",
         disable_log_stats=True,
-        **{"skip_tokenizer_init": True, **options},
+        # where all weights are to come, noise: with those of the folder nobody would notice one that vLLM did not take
+        **{"skip_tokenizer_init": True, "load_format": "safetensors" if fixed else "dummy", **options},
     )
+
+
+def group_transfer() -> WeightTransferConfig:
+    """Lets weights come over a group (``mopd.engines.vllm.receiving``)."""
+    return WeightTransferConfig(backend="mopd")
 
 
 def start_llm(folder: Path, args: AsyncEngineArgs, startup_timeout_s: float) -> AsyncLLM:

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 import os
 import select
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.platforms import current_platform
 
-_RELOADING = "vllm.model_executor.model_loader.reload"
-"""Its modules warn of every layer that gets no weights."""
+from mopd.engines.vllm.receiving import BACKEND, GroupTransferEngine, quiet_reload
+
+WeightTransferEngineFactory.register_engine(BACKEND, GroupTransferEngine)
+
+
+def _pack_experts_at_every_load() -> None:
+    """For a CPU's kernels vLLM packs the weights of experts when it makes the kernel, at the first load. Those of a
+    later one it would put, as they are, where packed ones are expected: so the kernel is made anew."""
+    set_up = UnquantizedFusedMoEMethod._setup_kernel
+
+    def make_and_pack(self: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
+        self.moe_kernel = None
+        set_up(self, layer, w13, w2)
+
+    UnquantizedFusedMoEMethod._setup_kernel = make_and_pack
+
+
+if current_platform.is_cpu():
+    _pack_experts_at_every_load()
 
 
 class WorkerExtension:
@@ -25,6 +45,8 @@ class WorkerExtension:
     """vLLM's own method of the worker: replaces the weights in place, name by name."""
     model_runner: Any
     """vLLM's own."""
+    weight_transfer_engine: Any
+    """``GroupTransferEngine``, which vLLM makes by the name ``BACKEND``."""
 
     def mopd_watch(self, owner_pid: int) -> None:
         """End this worker and vLLM's core process as soon as process ``owner_pid``, which started them, is gone.
@@ -48,10 +70,20 @@ class WorkerExtension:
                         count += 1
                         yield name, file.get_tensor(name)
 
-        with _without_warnings(_RELOADING) if some_stay else nullcontext():
+        with quiet_reload() if some_stay else nullcontext():
             self.reload_weights(weights_iterator=tensors())
         self._refresh_tied_head()
         return count
+
+    def mopd_transfer_failure(self) -> str | None:
+        """Why the last ``init_weight_transfer_engine`` or ``update_weights`` of this worker failed, if it did."""
+        failure: str | None = self.weight_transfer_engine.failure
+        return failure
+
+    def mopd_received(self) -> dict[str, float]:
+        """After weights have come over a group: what they took, as fields of ``Reception``."""
+        self._refresh_tied_head()
+        return dataclasses.asdict(self.weight_transfer_engine.reception)
 
     def _refresh_tied_head(self) -> None:
         """A tied output matrix receives no tensor of its own, so that vLLM's reload leaves what it derived from the old
@@ -60,17 +92,6 @@ class WorkerExtension:
         model = getattr(model, "language_model", model)  # of a model that sees images
         if model.config.get_text_config().tie_word_embeddings:
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
-
-
-@contextmanager
-def _without_warnings(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def _kill_after(owner_descriptor: int, core_pid: int) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mopd.config.groups import VllmEngineConfig
 from mopd.config.placements import InProcessConfig
 from mopd.config.schema import Recipe
+from mopd.config.weights import BucketsConfig, IpcConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.placement.gpus import engine_groups
 from mopd.planning.devices import SHARES, Cluster
@@ -40,10 +41,17 @@ class RankPlan:
     parts: Mapping[str, int]
     shared: Mapping[str, int]
     """Engines in rank 0's process, by group: they take its memory too."""
+    rollout_turn: Mapping[str, int] = field(default_factory=dict)
+    """What is on its GPU while a rollout that shares it draws; then ``parts`` are those of the student's turn."""
+
+    @property
+    def training_bytes(self) -> int:
+        """While the student works."""
+        return sum(self.parts.values()) + sum(self.shared.values())
 
     @property
     def num_bytes(self) -> int:
-        return sum(self.parts.values()) + sum(self.shared.values())
+        return max(self.training_bytes, sum(self.rollout_turn.values()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +105,11 @@ def plan_ranks(
         if cluster.gpus_per_node:
             fragments = round(SHARES["fragments"].value * sum(parts.values()))
             parts["reserve"] = int(SHARES["rank_reserve_bytes"].value) + fragments
+        turn: dict[str, int] = {}
+        if recipe.shares_gpus and cluster.gpus_per_node:
+            process = int(SHARES["rank_reserve_bytes"].value)
+            parts["rollout, asleep"] = process
+            turn = {"weights": parts["weights"], "reserve": process, "rollout": replicas["rollout"].num_bytes}
         shared = {}
         if stage == 0:
             shared = {
@@ -105,7 +118,7 @@ def plan_ranks(
                 if isinstance(group.placement, InProcessConfig)
             }
         num_layers = len(own_layers(dims, student.parallel)[stage])
-        plans.append(RankPlan(stage=stage, num_layers=num_layers, parts=parts, shared=shared))
+        plans.append(RankPlan(stage=stage, num_layers=num_layers, parts=parts, shared=shared, rollout_turn=turn))
     return plans
 
 
@@ -127,7 +140,7 @@ def head_plans(
         )
         own = replace(recipe, student=replace(recipe.student, parallel=parallel))
         head = head_shape(own, dims, micro_batches(own, dims, work))
-        rank = max(plan_ranks(own, dims, work, cluster, replicas), key=lambda plan: plan.num_bytes)
+        rank = max(plan_ranks(own, dims, work, cluster, replicas), key=lambda plan: plan.training_bytes)
         ours = head.peak(recipe.student.lm_head_memory_budget_mib * MIB)
         eager = head.eager(head.element + EAGER_BYTES)
         plans.append(
@@ -135,9 +148,9 @@ def head_plans(
                 tensor_model_parallel_size=tp,
                 ours_bytes=ours,
                 eager_bytes=eager,
-                rank_bytes=rank.num_bytes,
-                fits=rank.num_bytes <= cluster.memory_bytes,
-                fits_eager=rank.num_bytes - ours + eager <= cluster.memory_bytes,
+                rank_bytes=rank.training_bytes,
+                fits=rank.training_bytes <= cluster.memory_bytes,
+                fits_eager=rank.training_bytes - ours + eager <= cluster.memory_bytes,
             )
         )
     return plans
@@ -158,6 +171,9 @@ def host_bytes(recipe: Recipe, dims: ModelDims, work: Workload) -> dict[str, int
         found["copy for a checkpoint, over all nodes"] = checkpoint_bytes(dims, student)
     if isinstance(recipe.rollout.placement, InProcessConfig):
         return {"weights for the rollout": model, **found}
+    if isinstance(recipe.weight_sync, BucketsConfig):
+        whose = "which engines map" if isinstance(recipe.weight_sync, IpcConfig) else "and of each rollout replica"
+        return {f"buckets of weights, of rank 0, {whose}": 2 * recipe.weight_sync.bucket_mib * MIB, **found}
     beside = "weights packed by rank 0", "weights kept by the producer"
     own = 2 * model if isinstance(recipe.rollout.engine, VllmEngineConfig) else model
     return {**dict.fromkeys(beside, model), "weights kept aside by each rollout replica": own, **found}

@@ -14,7 +14,7 @@ from torch import Tensor
 from mopd.config.data import LocalPlaneConfig
 from mopd.config.groups import TorchEngineConfig
 from mopd.config.load import Loaded
-from mopd.config.placements import InProcessConfig
+from mopd.config.placements import InProcessConfig, LocalConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.reader import HfReader
 from mopd.engines.torch.engine import TorchEngine
@@ -97,7 +97,11 @@ def _evaluate_checkpoint(loaded: Loaded, inputs: Inputs | None, folder: Path) ->
 async def _with_rollout(
     recipe: Recipe, device: torch.device, work: Callable[[Router], Coroutine[Any, Any, ValidationResult]]
 ) -> ValidationResult:
-    """``work`` with the recipe's rollout group, which has no weights yet."""
+    """``work`` with the recipe's rollout group, which has no weights yet. Nothing trains beside it, so that it shares
+    no GPU."""
+    if isinstance(recipe.rollout.placement, LocalConfig):
+        alone = dataclasses.replace(recipe.rollout.placement, share_gpus_with=None)
+        recipe = dataclasses.replace(recipe, rollout=dataclasses.replace(recipe.rollout, placement=alone))
     async with Groups(recipe, log_dir=None, device=device, only=(ROLLOUT,)) as groups:
         try:
             return await work(build_routers(groups)[ROLLOUT])

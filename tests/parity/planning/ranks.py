@@ -15,8 +15,8 @@ from mopd import cpu_shim
 from mopd.bench.losses.measure import peak_bytes
 from mopd.student import parallel
 from mopd.student.batch import build_micro_batch
+from mopd.student.memory.offload import HostWeights
 from mopd.student.model.gpt import LMHead
-from mopd.student.offload import HostWeights
 from tests.parity.student.ranks import DOMAINS, Case, layout_of
 
 

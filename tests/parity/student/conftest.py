@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures.tiny_models import make_hf_model
-from tests.parity.student import context_cases, vision_cases
+from tests.parity.student import context_cases, vision_cases, weight_cases
 from tests.parity.student.harness import run_ranks
 
 Results = dict[str, Any]
@@ -217,6 +217,8 @@ def two_ranks(
     cases |= _pipeline_cases(deep_model, student_folder / "saved_vp4")
     cases |= vision_cases.on_two_ranks(vision_folder, {**TWO_RANK_LAYOUTS, "cp2": context_cases.CP2})
     cases |= context_cases.on_two_ranks(latent_model, student_folder, tp2)
+    frozen = cases["vision/qwen2_5_vl/pp2"]
+    cases |= weight_cases.on_two_ranks(weight_cases.make_models(student_folder / "sent"), frozen)
     return run_ranks(2, {"model": str(hf_model), "cases": cases}, student_folder / "two")
 
 

@@ -47,6 +47,7 @@ from mopd.types import MicroBatchPlan, SampleMeta, UserError
 from tests.parity.student.pictures import make_seen_samples
 from tests.parity.student.refused_saves import refused_saves
 from tests.parity.student.samples import DOMAINS, ENSEMBLE, hash_of, make_samples
+from tests.parity.student.sending import NUM_VERSIONS, run_sends
 
 TOP_K = 8
 NUM_SAMPLES = 16
@@ -138,7 +139,7 @@ class Case:
 
     def __init__(self, model: str, case: dict[str, Any]) -> None:
         self.case = case
-        recipe = make_recipe(model, case)
+        self.recipe = recipe = make_recipe(model, case)
         layout = parallel.initialize(recipe.student.parallel, timeout_s=120, seed=0)
         self.plane = LocalDataPlane() if layout.rank == 0 else None
         self.reader = open_plane(self.plane, layout)
@@ -232,6 +233,11 @@ def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
     else:
         it = Case(model, case)
     result: dict[str, Any] = {}
+    if "sends" in case:
+        plans = [it.plan(step) for step in range(NUM_VERSIONS)]
+        result = run_sends(it.recipe, it.worker, plans, it.plane, case)
+        it.close()
+        return result
     if "load" in case:
         result["extra"] = it.worker.load(Path(case["load"]))
         result["weight_version"] = it.worker.weight_version

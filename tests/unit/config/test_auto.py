@@ -137,7 +137,7 @@ def test_what_is_said_stays_and_what_is_left_out_is_settled(load: Load) -> None:
     assert recipe.rollout.engine == VllmEngineConfig(type="vllm", dtype="bfloat16", kv_cache_memory_bytes=5)
     assert recipe.rollout.placement == LocalConfig(type="local", gpus=(6,))
     assert sorted(made.reasons) == [
-        "rollout.engine.dtype", "teachers.code.engine.type", "teachers.math.placement.type"
+        "rollout.engine.dtype", "teachers.code.engine.type", "teachers.math.placement.type", "weight_sync.type"
     ]  # fmt: skip
     assert made.reasons["teachers.math.placement.type"] == "5 of 8 GPUs are free, 1 wanted"
 
@@ -158,6 +158,17 @@ def test_replicas_take_gpus_of_their_own_or_are_refused_with_the_table(load: Loa
     table = r"8 GPUs here; trainer ranks: GPU 0, 1, 2, 3; rollout: any 1 x 1; teachers.math: any 4 x 1; teachers.code"
     with pytest.raises(UserError, match=table):
         shares("teachers.math.replicas=4")
+
+
+def test_a_rollout_that_shares_takes_no_gpu_of_its_own_and_nothing_is_in_process_beside_it(load: Load) -> None:
+    shared = ("rollout.placement={type: local, share_gpus_with: student}", "schedule.max_staleness=0")
+    on_cpu = settle(load(*shared).recipe, NO_GPU, num_ranks=1)
+    assert {teacher.placement.type for teacher in on_cpu.recipe.teachers.values()} == {"local"}
+    assert on_cpu.reasons["teachers.math.placement.type"].startswith("rollout.placement.share_gpus_with")
+    recipe = settle(load("student.parallel.data_parallel_size=4", *shared).recipe, NODE, num_ranks=4).recipe
+    assert recipe.rollout.engine.type == "vllm"
+    taken = share_gpus(engine_groups(recipe), Machine(num_gpus=8, num_ranks=4)).groups
+    assert list(taken.values()) == [((0,),), ((4,),), ((5,),)]
 
 
 def test_the_origin_says_why(load: Load) -> None:

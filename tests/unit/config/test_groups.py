@@ -144,12 +144,36 @@ REFUSALS = {
     "teachers.math.engine.tensor_parallel_size=0": "tensor_parallel_size is 0: set 1 or more",
     "rollout={engine: {type: vllm}, temperature: 0.5, top_p: 0.9}": "reports log-probs before the cuts",
     "on_failure=ignore": "on_failure: expected one of stop, replace",
+    "teachers.math.placement.share_gpus_with=student": "share_gpus_with is set: only the rollout shares",
+    "rollout.placement={type: local, share_gpus_with: student}": "but teachers.code.placement is in_process, where",
+    "rollout.placement={type: local, share_gpus_with: student, gpus: [0]}": "gpus is [0], but share_gpus_with: student",
 }
 
 
 @pytest.mark.parametrize("override", REFUSALS)
 def test_what_does_not_fit_is_named(write: Write, override: str) -> None:
     assert REFUSALS[override] in refusal(write, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("schedule.max_staleness=1", "schedule.max_staleness is 1, but with rollout.placement.share_gpus_with student"),
+        ("rollout.replicas=3", "need 3 GPUs, but rollout.placement.share_gpus_with has those of 2 trainer ranks"),
+        (
+            "weight_sync={type: collective}",
+            "puts two processes on one GPU, which NCCL refuses: set weight_sync.type: ipc",
+        ),
+    ],
+)
+def test_what_cannot_take_turns_is_refused(write: Write, override: str, message: str) -> None:
+    shared = (
+        "rollout.placement={type: local, share_gpus_with: student}",
+        "student.parallel.tensor_model_parallel_size=2",
+        "teachers.code.placement.type=local",
+    )
+    assert load(write, *shared, "rollout.replicas=2").recipe.shares_gpus
+    assert message in refusal(write, *shared, override)
 
 
 def test_two_default_teachers_are_refused(write: Write) -> None:

@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from mopd.config.columns import DataFileConfig
-from mopd.config.data import DataConfig
+from mopd.config.data import DataConfig, DataFileConfig
 from mopd.config.reading.build import build_from_json
 from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts
 from mopd.data.tokenizer import load_tokenizer

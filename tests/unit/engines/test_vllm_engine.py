@@ -363,6 +363,13 @@ def test_heads_that_vllm_cannot_compute_on_a_cpu(tmp_path: Path, loop: asyncio.A
         loop.run_until_complete(start)
 
 
+def test_latent_attention_that_no_update_reaches_on_a_cpu(tmp_path: Path, loop: asyncio.AbstractEventLoop) -> None:
+    model = make_hf_model(tmp_path, "deepseek_v3", qk_rope_head_dim=32)
+    start = VllmEngine.start_rollout(model, CFG, sampling=SamplingParams(max_new_tokens=4), startup_timeout_s=STARTUP_S)
+    with pytest.raises(UserError, match=r"latent attention.*set rollout.engine: \{type: torch\}"):
+        loop.run_until_complete(start)
+
+
 def test_other_children_of_this_process_inherit_nothing_of_vllm(teacher: VllmEngine, rollout: VllmEngine) -> None:
     assert "LD_PRELOAD" not in os.environ and "LOCAL_WORLD_SIZE" not in os.environ
 

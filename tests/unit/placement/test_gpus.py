@@ -22,6 +22,13 @@ def local(*named: int, replicas: int = 1, size: int = 1) -> EngineGroupConfig:
     return EngineGroupConfig(placement=LocalConfig(type="local", gpus=named), replicas=replicas, **engine)
 
 
+def shared(replicas: int = 1, size: int = 1) -> EngineGroupConfig:
+    engine: Any = {"engine": VllmEngineConfig(type="vllm", tensor_parallel_size=size)}
+    return EngineGroupConfig(
+        placement=LocalConfig(type="local", share_gpus_with="student"), replicas=replicas, **engine
+    )
+
+
 IN_PROCESS = EngineGroupConfig(placement=InProcessConfig())
 WIDE_IN_PROCESS = EngineGroupConfig(
     placement=InProcessConfig(), engine=VllmEngineConfig(type="vllm", tensor_parallel_size=2)
@@ -58,6 +65,14 @@ def machine(num_gpus: int, num_ranks: int = 1) -> Machine:
         ({"rollout": IN_PROCESS, "teachers.a": RAY, "teachers.b": local()}, 4, 1, {"teachers.b": ((1,),)}, (2, 3)),
         ({"rollout": EXTERNAL, "teachers.a": EXTERNAL}, 2, 2, {}, ()),
         ({"rollout": local()}, 1, 0, {"rollout": ((0,),)}, ()),
+        (
+            {"rollout": shared(2, size=2), "teachers.a": local()},
+            6,
+            4,
+            {"rollout": ((0, 1), (2, 3)), "teachers.a": ((4,),)},
+            (5,),
+        ),
+        ({"rollout": shared()}, 2, 0, {"rollout": ((0,),)}, (1,)),
         (
             {"rollout": WIDE_IN_PROCESS, "teachers.a": WIDE_IN_PROCESS, "teachers.b": local()},
             3,
@@ -98,6 +113,8 @@ def test_every_gpu_has_one_owner(
         ({"rollout": local(1), "teachers.a": local(2, 1, replicas=2)}, 4, 1, ["GPU 1 belongs to rollout"]),
         ({"rollout": local(4)}, 4, 1, ["GPU 4 is not there, this machine shows 4", "from 0 to 3"]),
         ({"rollout": local(0)}, 0, 1, ["rollout.placement.gpus is [0], but this machine has no CUDA device"]),
+        ({"rollout": shared(2)}, 4, 1, ["rollout.placement.share_gpus_with: its replicas need 2 GPUs, and 1 of this"]),
+        ({"rollout": shared(), "teachers.a": local()}, 1, 1, ["teachers.a.placement", "rollout: 1 x 1 of the ranks'"]),
         ({"rollout": IN_PROCESS}, 2, 4, ["4 trainer ranks run on this machine and each sees 2 GPUs"]),
         ({"rollout": WIDE_IN_PROCESS}, 4, 2, ["tensor_parallel_size 2 in_process: GPU 1 belongs to trainer rank 1"]),
         ({"rollout": WIDE_IN_PROCESS}, 1, 1, ["GPU 1 is not there"]),

@@ -135,6 +135,9 @@ class _Student:
         self._seconds, self._sync, self._send_s = world.train_s / gpus, sync, world.scenario.send_s
         self._version = 0
 
+    async def expect_step(self) -> None:
+        pass
+
     async def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]:
         await asyncio.sleep(self._seconds)
         domains = {sample.domain for rank in plan.micro_batches for batch in rank for sample in batch}

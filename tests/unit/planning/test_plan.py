@@ -18,6 +18,13 @@ ONE_NODE, FOUR_NODES, SIXTEEN_NODES = (
     for name in ("qwen3_8b_math_code_h100", "qwen3_8b_three_32b_4_nodes", "qwen3_30b_a3b_235b_16_nodes")
 )
 
+SHARED = [
+    "rollout.placement={type: local, share_gpus_with: student}",
+    "schedule.max_staleness=0",
+    "schedule.sync_every_steps=1",
+]
+SMALLER = "rollout.engine.gpu_memory_utilization=0.8"
+
 
 def plan(recipe: str, *arguments: str, gpu: str = "h100") -> int:
     return main(["plan", recipe, "--gpu", gpu, "--configs", CONFIGS, *arguments])
@@ -64,6 +71,8 @@ def as_json(capsys: pytest.CaptureFixture[str], recipe: str, *arguments: str) ->
             "teachers.large.engine.tensor_parallel_size: 4: weights",
         ),
         (SIXTEEN_NODES, ["--nodes", "2", "--suggest"], "--suggest: no layout of the student"),
+        (ONE_NODE, SHARED, "rollout.engine.gpu_memory_utilization: with placement.share_gpus_with 82.3 GiB of a GPU's"),
+        (ONE_NODE, [*SHARED, "--suggest"], "--suggest splits GPUs between student and rollout: remove"),
     ],
 )
 def test_what_cannot_work_is_one_line_with_its_key(
@@ -81,6 +90,21 @@ def test_a_refused_plan_shows_its_parts_first(capsys: pytest.CaptureFixture[str]
     assert "each rank" in printed.out and "optimizer" in printed.out
     assert "student.parallel.tensor_model_parallel_size: every rank needs" in printed.err
     assert ONE_NODE in printed.err
+
+
+def test_both_turns_of_a_shared_gpu_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """The larger one decides; the replica is on the ranks' GPUs, the states that leave are in the host's memory."""
+    apart, shared = as_json(capsys, ONE_NODE), as_json(capsys, ONE_NODE, *SHARED, SMALLER)
+    (own,), (rank,) = apart["ranks"], shared["ranks"]
+    turn = rank["rollout_turn"]
+    assert not own["rollout_turn"] and turn["weights"] == rank["parts"]["weights"] == own["parts"]["weights"]
+    assert turn["rollout"] == shared["replicas"]["rollout"]["num_bytes"]
+    assert rank["num_bytes"] == sum(turn.values()) > sum(rank["parts"].values()) > own["num_bytes"]
+    assert shared["host_bytes"]["optimizer states, lent"] == 4 * rank["parts"]["optimizer"]
+    assert plan(ONE_NODE, *SHARED, SMALLER) == 0
+    assert "rollout's turn" in capsys.readouterr().out
+    gpus = {where["key"]: where["gpus"] for where in shared["places"] if where["key"] != "student"}
+    assert gpus == {"rollout": [0, 1], "teachers.math": [4], "teachers.code": [5]}
 
 
 def test_a_smaller_gpu_refuses_what_a_larger_one_takes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,6 +77,24 @@ def test_exported_tensors_do_not_follow_the_model(checkpoint: Path, model: nn.Mo
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3_moe"])
+def test_tensors_in_place_are_the_same_and_copies_where_they_must_be(
+    family: str, layout: parallel.Layout, tmp_path: Path
+):
+    checkpoint = make_hf_model(tmp_path, family)
+    model, dims = build(checkpoint, layout), read_dims(checkpoint)
+    load(model, checkpoint, layout)
+    tensors = dict(iter_hf_weights([model], dims, layout, in_place=True))
+    expected = load_file(checkpoint / "model.safetensors")
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+    assert all(tensor.is_contiguous() for tensor in tensors.values())
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    copied = {name for name, tensor in tensors.items() if tensor.untyped_storage().data_ptr() not in own}
+    merged = ("q_proj", "k_proj", "v_proj")  # whose rows take turns in Megatron's matrix
+    assert copied == {name for name in expected if any(part in name for part in merged)}
+
+
 def test_wrapped_model_and_names_of_the_transformer_engine_spec(checkpoint: Path, layout: parallel.Layout):
     """The same layers with their norms where TransformerEngine keeps them, inside two wrappers."""
     model = build(checkpoint, layout)

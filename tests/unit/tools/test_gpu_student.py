@@ -19,7 +19,8 @@ from mopd.config.load import load_recipe
 from mopd.hardware import Hardware
 from mopd.run.preparing import settled
 from tools import gpu_student
-from tools.gpu_student import Stage, compare, main, run_stage
+from tools.gpu_stage import ROOT, Stage, start, wait
+from tools.gpu_student import compare, main, run_stage
 
 STEP = {"loss": 2.0, "grad_norm": 3.0}
 SEEN: dict[str, Any] = {
@@ -82,19 +83,20 @@ def test_a_resumed_run_on_a_cpu_is_exact() -> None:
 
 
 @pytest.mark.slow
-def test_the_students_stage_on_this_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_stages_that_run_on_this_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"
-    assert main(["--device", "cpu", "--stages", "student", "--out", str(out)]) == 0, capsys.readouterr().out
+    assert main(["--device", "cpu", "--stages", "student,ipc", "--out", str(out)]) == 0, capsys.readouterr().out
     result = json.loads(out.read_text())
-    (stage,) = result["stages"]
+    stage, ipc = result["stages"]
     assert (result["device"], stage["name"], stage["status"]) == ("cpu", "student", "passed")
+    assert (ipc["name"], ipc["status"], len(ipc["checks"])) == ("ipc", "passed", 2)
     assert len(stage["checks"]) == 11 and all(check["ok"] for check in stage["checks"])
     assert stage["figures"]["tested"]["steps"][0]["grad_norm"] > 0
 
 
 def test_the_quickstart_is_set_to_one_rank_with_engines_in_its_process(tmp_path: Path) -> None:
     settings = gpu_student.quickstart_settings(tmp_path / "assets", tmp_path / "run")
-    recipe = settled(load_recipe(gpu_student.ROOT / "recipes" / "quickstart.yaml", settings), Hardware()).recipe
+    recipe = settled(load_recipe(ROOT / "recipes" / "quickstart.yaml", settings), Hardware()).recipe
     assert recipe.student.parallel.world_size == 1
     assert recipe.schedule.steps == gpu_student.QUICKSTART_STEPS
     groups = [recipe.rollout, *recipe.teachers.values()]
@@ -125,10 +127,10 @@ def test_what_the_bench_measured_is_kept(
     """A child that prints figures as ``mopd bench`` does: exit code 1 is a goal that is missed, 2 an error."""
     figures = {"speed_up": 2.0, "is_met": is_met}
     script = f"import sys; print({json.dumps(json.dumps(figures))}); print('mopd: error: it broke', file=sys.stderr)"
-    start = gpu_student._start
+    start = gpu_student.start
     monkeypatch.setattr(
         gpu_student,
-        "_start",
+        "start",
         lambda command, device, stdout: start(
             [sys.executable, "-c", f"{script}; sys.exit({code})"], device, stdout=stdout
         ),
@@ -142,7 +144,7 @@ def test_what_the_bench_measured_is_kept(
 def test_a_child_that_breaks_fails_its_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stage(device: str, dtype: str, work: Path, stage: Stage, deadline: float) -> None:
         command = ["python3", "-c", "raise SystemExit('mopd: error: it broke')"]
-        gpu_student._wait(gpu_student._start(command, device), "the child", deadline)
+        wait(start(command, device), "the child", deadline)
 
     monkeypatch.setitem(gpu_student.STAGES, "student", stage)
     seen = run_stage("student", "cpu", "float32", tmp_path, time.monotonic() + 60)

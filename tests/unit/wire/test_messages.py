@@ -27,6 +27,7 @@ from mopd.wire.messages import (
     decode_one_of,
     encode,
 )
+from mopd.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
 from mopd.wire.weights import WeightBegin, WeightChunk, WeightCommit
 
 
@@ -109,6 +110,16 @@ def named(fill: int, *grid: int) -> PromptImage:
 
 FAILURE = GenerateFailure(request_checksum=b"y" * 16, status=503, message="the engine is dead")
 IMAGES = [[named(200, 1, 4, 6), named(0, 1, 2, 2)], [named(200, 1, 4, 6)]]
+JOIN = WeightJoin(
+    group_id="g",
+    port=80,
+    first_rank=1,
+    world_size=3,
+    bucket_bytes=2**20,
+    timeout_s=2.5,
+    tensors=np.frombuffer(b'[["a","float32",[2]]]', dtype=np.uint8),
+    memory="[{}]",
+)
 MESSAGES = [
     score_request(),
     score_request(images=to_table(IMAGES)),
@@ -124,6 +135,10 @@ MESSAGES = [
     WeightBegin(update_id="u", weight_version=3, constants_id="c", constants=b"d" * 16),
     chunk(),
     WeightCommit(update_id="u", num_tensors=2, digest=b"d", on_running="continue"),
+    JOIN,
+    WeightStart(group_id="g", weight_version=3, verify=True, on_running="finish", patience_s=2.5),
+    WeightFinish(group_id="g", weight_version=3),
+    WeightReceived(weight_version=3, wait_s=0.5, load_s=1.25),
 ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mopd.bench.teachers.makespan import run_on_token_clock
-from mopd.placement.time_sharing import TURN_S, SharedPool
+from mopd.placement.sharing.pool import TURN_S, SharedPool
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:

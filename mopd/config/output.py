@@ -1,0 +1,58 @@
+"""What a run writes besides its recipe: checkpoints and numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mopd.config.values import require_at_least
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """What is saved while training."""
+
+    every_steps: int = 100
+    """Optimizer steps between checkpoints; the last step is always saved."""
+    keep_last: int = 2
+    """Newest checkpoints that are kept."""
+    async_save: bool = True
+    """Copy the state into host memory and go on with the next step while every rank writes and hashes its own files;
+    the checkpoint counts once all are written. The files are the same. Meanwhile host memory holds 14 bytes a weight in
+    bfloat16, 16 in float32, over all ranks; with ``false`` the distributed optimizer's 12 of them, while steps wait."""
+    keep_best: bool = True
+    """Also keep the checkpoint with the best mean validation reward (saved when it is reached). Without validation
+    there is none."""
+    export_hf: bool = True
+    """At the end write the result (the best checkpoint, else the last) as a Hugging Face folder."""
+
+    def __post_init__(self) -> None:
+        require_at_least("every_steps", self.every_steps, 1)
+        require_at_least("keep_last", self.keep_last, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WandBConfig:
+    """Weights & Biases run; the ``wandb`` package must be installed."""
+
+    project: str
+    """Project name."""
+    name: str | None = None
+    """Run name; the run folder's name when absent."""
+    mode: Literal["online", "offline"] = "online"
+    """``offline`` writes to the run folder only."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsConfig:
+    """Where numbers go besides ``metrics.jsonl`` and the terminal."""
+
+    diagnostics_every_steps: int = 10
+    """Optimizer steps between the dearer diagnostics: student entropy and top-k overlap."""
+    tensorboard: bool = True
+    """Write TensorBoard event files into the run folder."""
+    wandb: WandBConfig | None = None
+    """Also log to Weights & Biases."""
+
+    def __post_init__(self) -> None:
+        require_at_least("diagnostics_every_steps", self.diagnostics_every_steps, 1)

@@ -1,0 +1,77 @@
+"""Weights that come to a torch engine over a process group, into the memory of its model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from mopd.engines.interface import Reception, WeightsLost
+from mopd.transfer.buckets import TensorMeta
+from mopd.transfer.group import GroupOrder, TransferFailed
+from mopd.transfer.mapped import MappedReceiver, open_receiver
+from mopd.transfer.receiving import Receiver, check_fit
+
+
+class _TorchModel(Protocol):
+    name: str
+
+    @property
+    def weight_slots(self) -> Mapping[str, Tensor]: ...
+    async def swap_weights(self, prepared: Iterable[tuple[str, Tensor]], weight_version: int) -> None: ...
+
+
+class TorchIncoming:
+    """Implements ``Incoming`` (``mopd.engines.interface``)."""
+
+    def __init__(self, engine: _TorchModel) -> None:
+        self._engine = engine
+        self._receiver: Receiver | MappedReceiver | None = None
+        self._given_up = threading.Event()
+        """Of the last ``join``."""
+
+    async def join(self, order: GroupOrder, first_rank: int, metas: Sequence[TensorMeta]) -> None:
+        """See ``Incoming.join``."""
+        slots = self._engine.weight_slots
+        check_fit(metas, slots, name=self._engine.name)
+        await self.leave()
+        given_up = self._given_up = threading.Event()
+        try:
+            self._receiver = await asyncio.to_thread(
+                open_receiver,
+                order,
+                first_rank,
+                metas,
+                keeps_views=False,
+                slots=slots,
+                device=next(iter(slots.values())).device,
+                given_up=given_up,
+            )
+        except TransferFailed as error:
+            raise WeightsLost(f"{self._engine.name}: {error}") from error
+
+    async def receive(
+        self, weight_version: int, *, verify: bool, patience_s: float, ready: Callable[[], object]
+    ) -> Reception:
+        """See ``Incoming.receive``. Blocks."""
+        receiver, began = self._receiver, time.perf_counter()
+        if receiver is None:
+            raise WeightsLost(f"{self._engine.name} is in no group")
+        ready()
+        try:
+            tensors = receiver.tensors(verify=verify, patience_s=patience_s)
+            await self._engine.swap_weights(tensors, weight_version)
+        except TransferFailed as error:
+            raise WeightsLost(f"{self._engine.name}: {error}") from error
+        return Reception(wait_s=receiver.wait_s, load_s=time.perf_counter() - began - receiver.wait_s)
+
+    async def leave(self) -> None:
+        """See ``Incoming.leave``."""
+        self._given_up.set()
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            await asyncio.to_thread(receiver.close)  # waits for what is under way

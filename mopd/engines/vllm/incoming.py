@@ -1,0 +1,76 @@
+"""Weights that come to a vLLM engine's workers over a process group, by vLLM's own weight-transfer protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from mopd.engines.interface import Reception, WeightsLost
+from mopd.engines.vllm.weights import VllmWorkers
+from mopd.transfer.buckets import TensorMeta, to_json
+from mopd.transfer.group import GroupOrder
+from mopd.transfer.receiving import check_fit
+
+T = TypeVar("T")
+
+
+class _VllmModel(Protocol):
+    """What is needed of ``VllmEngine``."""
+
+    name: str
+    weight_slots: dict[str, Tensor]
+    workers: VllmWorkers
+
+    def require_alive(self) -> None: ...
+    async def replace_weights(self, work: Coroutine[Any, Any, T], weight_version: int) -> T: ...
+
+
+class VllmIncoming:
+    """Implements ``Incoming`` (``mopd.engines.interface``)."""
+
+    def __init__(self, engine: _VllmModel) -> None:
+        self._engine = engine
+
+    async def join(self, order: GroupOrder, first_rank: int, metas: Sequence[TensorMeta]) -> None:
+        """See ``Incoming.join``. What runs waits until the group has met."""
+        self._engine.require_alive()
+        check_fit(metas, self._engine.weight_slots, name=self._engine.name)
+        told = {
+            "order": dataclasses.asdict(order),
+            "first_rank": first_rank,
+            "tensors": json.loads(to_json(metas)),
+        }
+        await self._engine.workers.tell("init_weight_transfer_engine", init_info=told)
+        await self._require_success()
+
+    async def receive(
+        self, weight_version: int, *, verify: bool, patience_s: float, ready: Callable[[], object]
+    ) -> Reception:
+        """See ``Incoming.receive``. Requests that run are frozen; after a failure they stay so until weights arrive."""
+        self._engine.require_alive()
+        work = self._receive(weight_version, {"verify": verify, "patience_s": patience_s}, ready)
+        return await self._engine.replace_weights(work, weight_version)
+
+    async def leave(self) -> None:
+        """See ``Incoming.leave``: it ends with vLLM's processes, which do not hear while they wait."""
+
+    async def _receive(self, weight_version: int, told: dict[str, Any], ready: Callable[[], object]) -> Reception:
+        engine = self._engine
+        await engine.workers.halt()
+        await engine.workers.tell("start_weight_update")
+        ready()
+        await engine.workers.tell("update_weights", update_info=told)
+        await engine.workers.tell("finish_weight_update")
+        await self._require_success()
+        receptions = [Reception(**given) for given in await engine.workers.tell("mopd_received")]
+        await engine.workers.go_on(str(weight_version))
+        return max(receptions, key=lambda reception: reception.load_s)
+
+    async def _require_success(self) -> None:
+        failures = [failure for failure in await self._engine.workers.tell("mopd_transfer_failure") if failure]
+        if failures:
+            raise WeightsLost(f"{self._engine.name}: {failures[0]}")

@@ -1,0 +1,137 @@
+"""Our engine of vLLM's weight-transfer protocol, in each of vLLM's worker processes: buckets of a group into its model.
+
+vLLM makes one for each worker, by the name ``BACKEND`` (``WorkerExtension`` registers it), and calls it in the order
+``init_transfer_engine``, then for each update ``start_weight_update``, ``update_weights``, ``finish_weight_update``.
+A worker that fails says so when it is asked (``failure``): of several workers vLLM reads answers until the first error,
+and takes the rest for answers to its next calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from mopd.engines.interface import Reception
+from mopd.text import one_line
+from mopd.transfer.buckets import from_json
+from mopd.transfer.group import GroupOrder, TransferFailed
+from mopd.transfer.mapped import MappedReceiver, open_receiver
+from mopd.transfer.receiving import Receiver
+
+BACKEND = "mopd"
+"""``weight_transfer_config.backend``."""
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """What ``VllmIncoming.join`` tells."""
+
+    order: dict[str, Any]
+    """Fields of ``GroupOrder``."""
+    first_rank: int
+    tensors: list[list[Any]]
+    """Rows of ``mopd.transfer.buckets.to_json``."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """What ``VllmIncoming.receive`` tells."""
+
+    verify: bool
+    patience_s: float
+
+
+@contextmanager
+def quiet_reload() -> Iterator[None]:
+    """vLLM warns of every layer that gets no weights; here some are to keep theirs."""
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Host memory alone."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    receiver: Receiver | MappedReceiver | None = None
+    failure: str | None = None
+    """Of the last call."""
+    reception = Reception(wait_s=0.0, load_s=0.0)
+    """Of the last update."""
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Enter the group; blocks until it has met."""
+        self.shutdown()
+        parallel = self.parallel_config
+        rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        try:
+            self.failure = None
+            self.receiver = open_receiver(
+                GroupOrder(**init_info.order),
+                rank,
+                from_json(init_info.tensors),
+                keeps_views=True,
+                device=self.device,
+            )
+        except (TransferFailed, ValueError) as error:
+            self.failure = one_line(error)
+
+    def start_weight_update(self) -> None:
+        """Nothing runs from here on."""
+        self.failure = None
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As the method that it replaces, but for the wait for an accelerator, which a CPU has not."""
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except Exception as error:  # told when asked
+            self.failure = one_line(error)
+            self._abandon()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """All that come. Layers keep views of what arrives until they are complete."""
+        receiver, began = self.receiver, time.perf_counter()
+        if receiver is None:
+            raise TransferFailed("the worker is in no group")
+        self.model.load_weights(receiver.tensors(verify=update_info.verify, patience_s=update_info.patience_s))
+        self.reception = Reception(wait_s=receiver.wait_s, load_s=time.perf_counter() - began - receiver.wait_s)
+
+    def finish_weight_update(self) -> None:
+        """After a failure too: vLLM's session ends."""
+        if self.failure is not None or self.receiver is None:
+            return
+        with quiet_reload() if self.receiver.num_skipped else nullcontext():
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        receiver, self.receiver = self.receiver, None
+        if receiver is not None:
+            receiver.close()
+
+    def _abandon(self) -> None:
+        """Give layers that are not complete the tensors that they had, so that a full update can begin."""
+        self.shutdown()
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.load_numel, info.loaded_weights = 0, []
+        finalize_layerwise_reload(self.model, self.model_config)

@@ -1,0 +1,267 @@
+"""Rank 0 gives the student's weights to the rollout's engines over a process group that it leads.
+
+::
+
+    lacking? ──> same replicas as last time: the group stays; others: a new store, join ∥ meet
+      ▲            start (they stop) ──> buckets, from the student's thread ──> finish (the new weights answer)
+      └── some failed: the group is closed, those that answered are tried again, the others are left to ``Repair``
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from mopd.config.groups import VllmEngineConfig
+from mopd.config.schema import Recipe
+from mopd.config.weights import BucketsConfig, IpcConfig
+from mopd.student.weights import hf_tensors
+from mopd.student.worker import StudentWorker
+from mopd.transfer.buckets import TensorMeta, to_json
+from mopd.transfer.group import GroupOrder, GroupStore, TransferFailed, TransferGroup
+from mopd.transfer.mapped import mapped_bytes, send_mapped
+from mopd.transfer.memory import SharedMemory
+from mopd.transfer.sending import Sent, send
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_CPU = torch.device("cpu")
+MAX_ATTEMPTS = 4
+"""Of one update; a replica that fails in all of them is left without."""
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs something in the student's thread."""
+
+
+class Targets(Protocol):
+    """See ``mopd.replicas.transfer.TransferTargets``."""
+
+    async def lacking(self, weight_version: int | None) -> list[str]: ...
+    async def join(self, names: Sequence[str], order: Mapping[str, Any], tensors: bytes) -> dict[str, str]: ...
+    async def start(self, names: Sequence[str], order: Mapping[str, Any]) -> dict[str, str]: ...
+    async def finish(self, names: Sequence[str], order: Mapping[str, Any]) -> tuple[dict[str, str], float]: ...
+    async def published(self, weight_version: int | None) -> None: ...
+
+
+class Transfer:
+    """One update at a time. Belongs to rank 0's event loop."""
+
+    def __init__(
+        self,
+        targets: Targets,
+        cfg: BucketsConfig,
+        metas: Sequence[TensorMeta],
+        *,
+        num_workers: int,
+        device: torch.device = _CPU,
+        num_constants: int = 0,
+    ) -> None:
+        """``metas``: every weight of the student, as it will travel; ``num_workers``: of one replica; ``device`` of
+        rank 0's parameters; ``num_constants``: how many of the first of ``metas`` no step changes."""
+        self._targets, self._cfg, self._metas, self._num_workers = targets, cfg, metas, num_workers
+        self._group: TransferGroup | None = None
+        self._order: GroupOrder | None = None
+        self._memory: SharedMemory | None = None
+        self._device = device
+        self._bucket_bytes = cfg.bucket_mib * 2**20
+        self._names: list[str] = []
+        self._num_updates = 0
+        self._num_constants, self._have_constants = num_constants, False
+        self._numbers: dict[str, float] = {}
+
+    def take_numbers(self) -> dict[str, float]:
+        """Metrics of the last update since the last call."""
+        numbers, self._numbers = self._numbers, {}
+        return numbers
+
+    async def publish(
+        self,
+        weight_version: int,
+        read: Callable[[], Iterable[tuple[str, Tensor]]],
+        in_thread: InThread,
+        *,
+        only_missing: bool = False,
+        read_trained: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
+    ) -> None:
+        """Returns when every replica that can answers with these weights. ``read`` begins a stream of all of them, in
+        the student's thread, ``read_trained`` of those that steps change: a group is sent the others once.
+        ``only_missing``: to those alone that have older weights than the router asks for.
+
+        Raises:
+            UserError: a replica's model has other weights; ``NonFiniteError`` for a value that is no number.
+        """
+        asked = None if only_missing else weight_version
+        lost: set[str] = set()
+        began = time.monotonic()
+        for attempt in range(MAX_ATTEMPTS):
+            names = [name for name in await self._targets.lacking(asked) if name not in lost]
+            if not names:
+                break
+            verify = attempt > 0 or self._num_updates % self._cfg.verify_every == 0
+            failures = await self._attempt(names, weight_version, verify, read, read_trained, in_thread)
+            lost |= {name for name, kind in failures.items() if kind == "lost"}
+            if failures:
+                await self._close()
+        if left := await self._targets.lacking(asked):
+            logger.warning("weights %d did not reach %s", weight_version, ", ".join(left))
+        self._num_updates += 1
+        if self._numbers:
+            self._numbers["timing/weights_update_s"] = time.monotonic() - began
+        await self._targets.published(asked)
+
+    def send_constants(self) -> None:
+        """With the next update: they may be others now."""
+        self._have_constants = False
+
+    async def close(self) -> None:
+        """Leave the group."""
+        await self._close()
+
+    async def _attempt(
+        self,
+        names: list[str],
+        weight_version: int,
+        verify: bool,
+        read: Callable[[], Iterable[tuple[str, Tensor]]],
+        read_trained: Callable[[], Iterable[tuple[str, Tensor]]] | None,
+        in_thread: InThread,
+    ) -> dict[str, str]:
+        """Who has not got them, and why not."""
+        failures = await self._meet(names)
+        if failures:
+            return failures
+        assert self._group is not None and self._order is not None
+        group, order = (
+            self._group,
+            {
+                "group_id": self._order.group_id,
+                "weight_version": weight_version,
+                "timeout_s": self._cfg.timeout_s,
+            },
+        )
+        failures = await self._targets.start(names, {**order, "verify": verify})
+        if failures:
+            return failures
+
+        skipped = 0 if read_trained is None or not self._have_constants else self._num_constants
+        memory = self._memory
+
+        def work() -> Sent:
+            stream = read_trained() if skipped and read_trained is not None else read()
+            send_all = partial(send, group) if memory is None else partial(send_mapped, group, memory)
+            return send_all(self._metas, stream, bucket_bytes=self._bucket_bytes, verify=verify, num_skipped=skipped)
+
+        began = time.monotonic()
+        try:
+            sent: Sent | None = await in_thread(work)
+        except TransferFailed as error:
+            logger.warning("weights %d were not sent to the end: %s", weight_version, error)
+            sent = None
+        failures, load_s = await self._targets.finish(names, order)
+        self._have_constants = not failures
+        if sent is not None:
+            seconds = time.monotonic() - began
+            self._numbers = {
+                "timing/weights_gather_s": sent.gather_s,
+                "timing/weights_send_s": sent.send_s,
+                "timing/weights_load_s": load_s,
+                "rate/weights_mib_per_s": sent.num_bytes / 2**20 / seconds,
+            }
+        return failures
+
+    async def _meet(self, names: list[str]) -> dict[str, str]:
+        """The group of exactly these, in this order."""
+        if self._group is not None and not self._group.is_over and names == self._names:
+            return {}
+        await self._close()
+        timeout_s = self._cfg.timeout_s
+        store = GroupStore(timeout_s)
+        num_receivers = len(names) * self._num_workers
+        if isinstance(self._cfg, IpcConfig):
+            metas = self._metas, self._metas[self._num_constants :]
+            size = max(mapped_bytes(announced, self._bucket_bytes) for announced in metas)
+            self._memory = SharedMemory(size, self._device)
+        order = GroupOrder(
+            group_id=secrets.token_hex(8),
+            port=store.port,
+            world_size=1 + num_receivers,
+            bucket_bytes=self._bucket_bytes,
+            timeout_s=timeout_s,
+            memory="" if self._memory is None else self._memory.handles(num_receivers),
+        )
+        told = {
+            "group_id": order.group_id,
+            "port": order.port,
+            "world_size": order.world_size,
+            "bucket_bytes": order.bucket_bytes,
+            "timeout_s": timeout_s,
+            "memory": order.memory,
+        }
+        given_up = threading.Event()
+        device = self._device if self._memory is None else _CPU  # of signals where engines map the memory
+        meeting = asyncio.ensure_future(asyncio.to_thread(_meet, order, store, given_up, device))
+        failures: dict[str, str] | None = None
+        try:
+            failures = await self._targets.join(names, told, to_json(self._metas))
+        finally:
+            if failures != {}:
+                given_up.set()  # those that came are told so
+        group = await meeting
+        if group is None or failures:
+            if group is not None:
+                group.close()
+            return failures or dict.fromkeys(names, "refused")
+        self._group, self._order, self._names, self._have_constants = group, order, names, False
+        return {}
+
+    async def _close(self) -> None:
+        group, self._group = self._group, None
+        memory, self._memory = self._memory, None
+        if group is not None:
+            await asyncio.to_thread(group.close)
+        if memory is not None:
+            memory.close()
+
+
+def _meet(
+    order: GroupOrder, store: GroupStore, given_up: threading.Event, device: torch.device
+) -> TransferGroup | None:
+    try:
+        return TransferGroup(order, 0, store, given_up=given_up, device=device)
+    except TransferFailed as error:
+        logger.warning("a group for the weights did not meet: %s", error)
+        return None
+
+
+def open_transfer(recipe: Recipe, worker: StudentWorker, targets: Targets) -> Transfer | None:
+    """The collective of a recipe that asks for it."""
+    cfg, engine = recipe.weight_sync, recipe.rollout.engine
+    if not isinstance(cfg, BucketsConfig):
+        return None
+    num_workers = engine.tensor_parallel_size if isinstance(engine, VllmEngineConfig) else 1
+    student, rollout = getattr(torch, recipe.student.dtype), getattr(torch, engine.dtype)
+    smaller = rollout if rollout.itemsize < student.itemsize else student  # cast before it travels
+    metas = [
+        TensorMeta(name, smaller if dtype == student else dtype, shape)
+        for name, dtype, shape in hf_tensors(worker.dims, student)
+    ]
+    metas.sort(key=lambda meta: meta.name not in worker.constants)
+    # replicas on shared GPUs lose theirs in every turn
+    num_constants = 0 if recipe.shares_gpus else len(worker.constants)
+    return Transfer(
+        targets,
+        cfg,
+        metas,
+        num_workers=num_workers,
+        device=worker.layout.device,
+        num_constants=num_constants,
+    )

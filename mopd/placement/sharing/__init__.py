@@ -1,0 +1,1 @@
+"""Student and rollout on the same GPUs, by turns."""

@@ -1,0 +1,144 @@
+"""What of a student's memory can be given to the rollout between two steps, and how it comes back, bit for bit.
+
+::
+
+    parameters          stay: they are what the rollout is given, and a forward alone (log-probs) needs no more
+    gradient buffers    freed; between two steps they say nothing, and a step begins by zeroing them (Megatron's own)
+    optimizer states    to pinned host memory and back: fp32 main parameters, both moments
+
+Megatron's ``optimizer.offload_to_cpu`` moves the model's own parameters where they are fp32, and makes pageable copies
+anew each time. Here storages are emptied in place, so that every tensor and view of them stays what it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer
+from torch import Tensor
+
+from mopd import cpu_shim
+from mopd.types import UserError
+
+GIB = 2**30
+SLAB_BYTES = 2**28
+"""Host memory is pinned in pieces of this size: torch rounds each piece up to a power of two."""
+
+
+class Lending:
+    """The memory of one rank that comes and goes. The rank's device is CUDA's or the CPU, whose memory is then given
+    back to the system's allocator."""
+
+    def __init__(
+        self, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, device: torch.device
+    ) -> None:
+        """``chunks`` of the model, in the optimizer's care."""
+        self._chunks, self._optimizer, self._device = chunks, optimizer, device
+        self._slabs: list[Tensor] = []
+        """Kept from one turn to the next: pinning takes longer than copying."""
+        self._lent: list[tuple[torch.UntypedStorage, int]] = []
+        self.is_lent = False
+        self._numbers: dict[str, float] = {}
+
+    @cpu_shim.activate()
+    def lend(self) -> None:
+        """Free the memory; its contents are in the host's. Call it between two steps only."""
+        if self.is_lent:
+            raise RuntimeError("the student's memory is lent already")
+        started = time.monotonic()
+        for chunk in self._chunks:
+            chunk.offload_grad_buffers()
+        self._lent = [(storage, storage.nbytes()) for storage in self._states()]
+        self._reserve(sum(size for _, size in self._lent))
+        for part, host in self._pieces():
+            host.copy_(part, non_blocking=True)
+        self._settle()
+        for storage, _ in self._lent:
+            storage.resize_(0)
+        self.is_lent = True
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._numbers["timing/lend_s"] = time.monotonic() - started
+        self._note_free("rollout")
+        self._numbers["memory/student_lent_gib"] = (self._gradient_bytes() + sum(n for _, n in self._lent)) / GIB
+
+    @cpu_shim.activate()
+    def restore(self) -> None:
+        """Undo ``lend``. ``UserError`` if the other side has left too little memory."""
+        if not self.is_lent:
+            raise RuntimeError("the student's memory is not lent")
+        started = time.monotonic()
+        self._note_free("student")
+        try:
+            for storage, size in self._lent:
+                storage.resize_(size)
+            for chunk in self._chunks:
+                chunk.restore_grad_buffers()
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                "rollout.placement.share_gpus_with: the rollout sleeps, and what the student lent it "
+                f"({self._numbers['memory/student_lent_gib']:.1f} GiB) does not fit back: lower "
+                "rollout.engine.gpu_memory_utilization, or see what else is on this GPU"
+            ) from error
+        for part, host in self._pieces():
+            part.copy_(host, non_blocking=True)
+        self._settle()
+        self._lent, self.is_lent = [], False
+        self._numbers["timing/restore_s"] = time.monotonic() - started
+
+    def numbers(self) -> dict[str, float]:
+        """Of this rank's last turn: seconds, GiB that it lent, GiB that each side found free on its GPU."""
+        return dict(self._numbers)
+
+    def _states(self) -> Iterator[torch.UntypedStorage]:
+        """Every storage of the optimizer's, once; those of the model's own parameters and gradients are not its own."""
+        seen = {tensor.untyped_storage().data_ptr() for chunk in self._chunks for tensor in chunk.parameters()}
+        for part in self._optimizer.chained_optimizers:
+            if part.is_stub_optimizer:
+                continue
+            inner: Any = part.optimizer
+            masters = [tensor for group in inner.param_groups for tensor in group["params"]]
+            states = [value for state in inner.state.values() for value in state.values()]
+            for tensor in (*masters, *states):
+                if not isinstance(tensor, Tensor) or tensor.device.type != self._device.type:
+                    continue
+                storage = tensor.untyped_storage()
+                if tensor.numel() > 1 and storage.nbytes() and storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    yield storage
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Host memory for so much."""
+        is_pinned = self._device.type == "cuda"
+        while (missing := num_bytes - sum(map(len, self._slabs))) > 0:
+            size = min(SLAB_BYTES, missing)
+            self._slabs.append(torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned))
+
+    def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Equally long parts of the storages and of the slabs, as bytes."""
+        slabs = iter(self._slabs)
+        host = next(slabs, torch.empty(0, dtype=torch.uint8))
+        for storage, _ in self._lent:
+            rest = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            while len(rest):
+                if not len(host):
+                    host = next(slabs)
+                size = min(len(rest), len(host))
+                yield rest[:size], host[:size]
+                rest, host = rest[size:], host[size:]
+
+    def _gradient_bytes(self) -> int:
+        buffers: Any = [buffer for c in self._chunks for buffer in (*c.buffers, *c.expert_parallel_buffers)]
+        return sum(buffer.grad_data.numel() * buffer.grad_data.element_size() for buffer in buffers)
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _note_free(self, side: str) -> None:
+        if self._device.type == "cuda":
+            self._numbers[f"memory/free_for_{side}_gib"] = torch.cuda.mem_get_info()[0] / GIB

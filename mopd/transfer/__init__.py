@@ -1,0 +1,1 @@
+"""Tensors from one process to many over a process group of their own, in buckets."""

@@ -1,0 +1,128 @@
+"""A model's tensors in buckets: cut alike on both sides, each with a digest of its bytes.
+
+::
+
+    bucket: tensor 0 | pad | tensor 1 | … | pad | digest, 8 bytes          tensors and digest begin at multiples of 16
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+_ALIGN = 16
+_DIGEST_BYTES = 16
+"""8, and as many to the next multiple."""
+_WORDS = 2**18
+"""Words of 8 bytes that a digest takes at a time: its own memory stays below some MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """What both sides know of a tensor before it travels."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its values."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Where tensors lie in one buffer."""
+
+    parts: tuple[tuple[TensorMeta, int], ...]
+    """Each with its first byte."""
+    num_bytes: int
+    """Digest included."""
+
+    @property
+    def metas(self) -> tuple[TensorMeta, ...]:
+        """Of its tensors, in order."""
+        return tuple(meta for meta, _ in self.parts)
+
+    def views(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Its tensors by name, in memory of ``buffer`` ([num_bytes] uint8)."""
+        for meta, start in self.parts:
+            yield meta.name, buffer[start : start + meta.num_bytes].view(meta.dtype).view(meta.shape)
+
+    def digest(self, buffer: Tensor) -> Tensor:
+        """``digest`` of all bytes but the digest's own."""
+        return digest(buffer[: self.num_bytes - _DIGEST_BYTES])
+
+    def seal(self, buffer: Tensor) -> None:
+        """Write the digest."""
+        self._place(buffer).copy_(self.digest(buffer))
+
+    def is_intact(self, buffer: Tensor) -> bool:
+        """Whether the digest is that of what arrived."""
+        return bool(self._place(buffer) == self.digest(buffer))
+
+    def _place(self, buffer: Tensor) -> Tensor:
+        start = self.num_bytes - _DIGEST_BYTES
+        return buffer[start : start + 8].view(torch.int64)
+
+
+def digest(data: Tensor) -> Tensor:
+    """[] int64 of [n] uint8, on its device: n and the sum of words of 8 bytes times odd numbers, modulo 2**64. One
+    flipped bit changes it, whichever it is, as do two words that change places; of empty memory it is not 0."""
+    num_bytes, whole = len(data), len(data) // 8 * 8
+    total = torch.tensor(num_bytes, dtype=torch.int64, device=data.device)
+    for start in range(0, num_bytes, 8 * _WORDS):
+        part = data[start : min(start + 8 * _WORDS, whole)]
+        if start + 8 * _WORDS >= num_bytes > whole:
+            part = torch.nn.functional.pad(data[start:], (0, whole + 8 - num_bytes))
+        words = (part.clone() if part.storage_offset() % 8 else part).view(torch.int64)
+        first = start // 4 + 1
+        total += (words * torch.arange(first, first + 2 * len(words), 2, device=data.device)).sum()
+    return total
+
+
+def cut(metas: Iterable[TensorMeta], bucket_bytes: int) -> list[Bucket]:
+    """In order, at most ``bucket_bytes`` of tensors in each unless one tensor alone is larger."""
+    buckets: list[Bucket] = []
+    parts: list[tuple[TensorMeta, int]] = []
+    end = 0
+    for meta in metas:
+        size = -(-meta.num_bytes // _ALIGN) * _ALIGN
+        if parts and end + size > bucket_bytes:
+            buckets.append(Bucket(tuple(parts), end + _DIGEST_BYTES))
+            parts, end = [], 0
+        parts.append((meta, end))
+        end += size
+    if parts:
+        buckets.append(Bucket(tuple(parts), end + _DIGEST_BYTES))
+    return buckets
+
+
+def to_json(metas: Sequence[TensorMeta]) -> bytes:
+    """For ``from_json`` of another process."""
+    return json.dumps([[meta.name, str(meta.dtype)[6:], list(meta.shape)] for meta in metas]).encode()
+
+
+def from_json(rows: object) -> list[TensorMeta]:
+    """Parsed rows of ``to_json``; ``ValueError`` for others."""
+    if not isinstance(rows, list):
+        raise ValueError("no list of tensors")
+    return [_meta(row) for row in rows]
+
+
+def _meta(row: object) -> TensorMeta:
+    if not isinstance(row, list) or len(row) != 3:
+        raise ValueError("a tensor is not [name, dtype, shape]")
+    name, dtype, shape = row
+    kind = getattr(torch, dtype) if isinstance(dtype, str) and dtype.isidentifier() and hasattr(torch, dtype) else None
+    if not isinstance(name, str) or not isinstance(kind, torch.dtype):
+        raise ValueError("a tensor has no name or an unknown dtype")
+    if not isinstance(shape, list) or len(shape) > 8 or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"weight {name[:64]!r} has an impossible shape")
+    return TensorMeta(name, kind, tuple(shape))

@@ -1,0 +1,229 @@
+"""Buckets that receivers read in the sender's memory: over the group only signals travel.
+
+::
+
+    rank 0          fill 0   fill 1        fill 2       …           two halves of one memory: bucket i is in half i % 2
+    bucket is there     b0       b1            b2                   broadcasts of its number and digest
+    receivers                read 0 ─a0   read 1 ─a1    …           a: all have read it; rank 0 fills the half anew
+
+All members call b0, a0, b1, a1, … in this order, and wait for a(i - 2) before bucket i. A member that fails closes its
+group, which the others learn at once: a receiver has no signal under way that would have to end first. A dead or silent
+one costs the others what it costs in ``TransferGroup``: the signals are that group's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mopd.transfer.buckets import Bucket, TensorMeta
+from mopd.transfer.group import GroupOrder, Pending, TransferFailed, TransferGroup
+from mopd.transfer.memory import SharedMemory, open_memory
+from mopd.transfer.pieces import Expected, Part, cut_pieces
+from mopd.transfer.receiving import Receiver
+from mopd.transfer.sending import Sent, next_tensor, require_finite, to_the_end
+
+
+def mapped_bytes(metas: Sequence[TensorMeta], bucket_bytes: int) -> int:
+    """Of the memory that ``send_mapped`` needs: two buckets."""
+    return _mapped_bytes(_parts(metas, bucket_bytes))
+
+
+def send_mapped(
+    group: TransferGroup,
+    memory: SharedMemory,
+    metas: Sequence[TensorMeta],
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    bucket_bytes: int,
+    verify: bool,
+    num_skipped: int = 0,
+    on_bucket: Callable[[int], None] = lambda number: None,
+) -> Sent:
+    """As ``mopd.transfer.sending.send``, to ``MappedReceiver``s that have opened ``memory``."""
+    parts = _parts(metas[num_skipped:], bucket_bytes)
+    gather_s = send_s = 0.0
+    with to_the_end(group, weights) as stream:
+        group.tell(num_skipped)
+        filler = _Filler(stream)
+        reading = deque[Pending]()
+        for i, part in enumerate(parts):
+            began = time.perf_counter()
+            if len(reading) == 2:
+                reading.popleft().wait()  # a(i - 2)
+            free = time.perf_counter()
+            buffer = _half(memory.buffer, i, part)
+            filler.fill(part, buffer)
+            digest = int(part.digest(buffer)) if verify else 0
+            _settle(memory.device)
+            gather_s, send_s = gather_s + time.perf_counter() - free, send_s + free - began
+            on_bucket(i)
+            group.broadcast(torch.tensor([i, digest])).wait()
+            reading.append(group.all_reached())
+        began = time.perf_counter()
+        for pending in reading:
+            pending.wait()
+        send_s += time.perf_counter() - began
+    return Sent(num_bytes=sum(part.num_bytes for part in parts), gather_s=gather_s, send_s=send_s)
+
+
+class _Filler:
+    """Puts what a stream gives into parts, one after another."""
+
+    def __init__(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+        self._stream = stream
+        self._tensor = torch.empty(0)
+        """Of the last piece."""
+
+    def fill(self, part: Part, buffer: Tensor) -> None:
+        """Raises as ``send``."""
+        if isinstance(part, Bucket):
+            rooms = dict(part.views(buffer))
+            for meta in part.metas:
+                rooms[meta.name].copy_(next_tensor(self._stream, meta))
+        else:
+            if part.first == 0:
+                self._tensor = next_tensor(self._stream, part.meta).contiguous()
+            rooms = {part.meta.name: buffer.view(part.meta.dtype).copy_(part.of(self._tensor))}
+        sums = [values.sum() for values in rooms.values() if values.is_floating_point()]
+        if sums and not torch.stack([total.double() for total in sums]).isfinite().all():  # one wait for the device
+            for name, values in rooms.items():
+                require_finite(name, values)
+
+
+class MappedReceiver:
+    """As ``Receiver``, without memory of its own for buckets."""
+
+    def __init__(
+        self,
+        order: GroupOrder,
+        rank: int,
+        metas: Sequence[TensorMeta],
+        *,
+        keeps_views: bool,
+        slots: Mapping[str, Tensor],
+        device: torch.device,
+        given_up: threading.Event | None,
+    ) -> None:
+        """Raises as ``Receiver``, and ``ValueError`` for memory that cannot be opened."""
+        self._expected = Expected(metas, lambda announced: _parts(announced, order.bucket_bytes))
+        self._memory = open_memory(order.memory, rank - 1, device)
+        if len(self._memory) < _mapped_bytes(self._expected.parts):
+            raise ValueError(f"the sender's memory has {len(self._memory)} bytes: too few for two buckets")
+        self._device, self._keeps_views, self._slots = device, keeps_views, slots
+        self._group = TransferGroup(order, rank, given_up=given_up)
+        self.wait_s = 0.0
+
+    @property
+    def num_skipped(self) -> int:
+        """See ``Receiver.num_skipped``."""
+        return self._expected.num_skipped
+
+    def close(self) -> None:
+        """See ``Receiver.close``."""
+        self._group.close()
+
+    def tensors(self, *, verify: bool, patience_s: float) -> Iterator[tuple[str, Tensor]]:
+        """See ``Receiver.tensors``."""
+        self.wait_s = 0.0
+        try:
+            yield from self._tensors(verify, patience_s)
+        except BaseException:
+            self._group.settle()
+            raise
+
+    def _tensors(self, verify: bool, patience_s: float) -> Iterator[tuple[str, Tensor]]:
+        whole: dict[str, Tensor] = {}
+        reading = deque[Pending]()
+        before = time.perf_counter()
+        self._expected.skip(self._group.tell(0, timeout_s=patience_s))
+        self.wait_s += time.perf_counter() - before
+        parts = self._expected.parts
+        if len(self._memory) < _mapped_bytes(parts):
+            raise TransferFailed(f"the sender's memory has {len(self._memory)} bytes: too few for two buckets")
+        for i, part in enumerate(parts):
+            number, digest = self._hear()
+            if number != i:
+                raise TransferFailed(f"part {number} came in the place of {i}")
+            buffer = _half(self._memory, i, part)
+            if verify and int(part.digest(buffer)) != digest:
+                raise TransferFailed(f"part {i} of {len(parts)} is not as it was sent")
+            yield from self._give(part, buffer, whole)
+            _settle(self._device)  # whoever reads has read
+            reading.append(self._group.all_reached())
+            if len(reading) == 2:
+                reading.popleft().wait()  # or rank 0 would not have sent this part
+        for pending in reading:
+            pending.wait()
+        self._expected.has_all = True
+
+    def _give(self, part: Part, buffer: Tensor, whole: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        if isinstance(part, Bucket):
+            for name, tensor in part.views(buffer):
+                yield name, tensor.clone() if self._keeps_views else tensor
+            return
+        meta = part.meta
+        slot = self._slots.get(meta.name)
+        if slot is None and part.first == 0:
+            whole[meta.name] = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
+        part.of(whole[meta.name] if slot is None else slot).copy_(buffer.view(meta.dtype))
+        if slot is None and part.is_last:
+            yield meta.name, whole.pop(meta.name)
+
+    def _hear(self) -> tuple[int, int]:
+        """Number and digest of the next part."""
+        said, before = torch.tensor([-1, 0]), time.perf_counter()
+        self._group.broadcast(said).wait()
+        self.wait_s += time.perf_counter() - before
+        number, digest = said.tolist()
+        return number, digest
+
+
+def open_receiver(
+    order: GroupOrder,
+    rank: int,
+    metas: Sequence[TensorMeta],
+    *,
+    keeps_views: bool,
+    slots: Mapping[str, Tensor] | None = None,
+    device: torch.device | None = None,
+    given_up: threading.Event | None = None,
+) -> Receiver | MappedReceiver:
+    """The one that fits the order; arguments and errors are ``Receiver``'s, and ``ValueError`` for memory that cannot
+    be opened."""
+    if not order.memory:
+        return Receiver(order, rank, metas, keeps_views=keeps_views, slots=slots, device=device, given_up=given_up)
+    return MappedReceiver(
+        order,
+        rank,
+        metas,
+        keeps_views=keeps_views,
+        slots=slots or {},
+        device=device or torch.device("cpu"),
+        given_up=given_up,
+    )
+
+
+def _parts(metas: Sequence[TensorMeta], bucket_bytes: int) -> list[Part]:
+    """Buckets, and pieces of what is larger than one."""
+    return cut_pieces(metas, bucket_bytes, large_bytes=bucket_bytes)
+
+
+def _mapped_bytes(parts: Sequence[Part]) -> int:
+    return 2 * (-(-max(part.num_bytes for part in parts) // 16) * 16)
+
+
+def _half(memory: Tensor, number: int, part: Part) -> Tensor:
+    start = number % 2 * (len(memory) // 2)
+    return memory[start : start + part.num_bytes]
+
+
+def _settle(device: torch.device) -> None:
+    """What is in the device's queue is done: another process looks at this memory next."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

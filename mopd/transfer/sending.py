@@ -1,0 +1,143 @@
+"""Rank 0 of a group: a stream of tensors to all others, one part gathered while the one before it travels."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mopd.transfer.buckets import Bucket, TensorMeta
+from mopd.transfer.group import Pending, TransferGroup
+from mopd.transfer.pieces import Part, Piece, Ring, cut_pieces
+from mopd.types import NonFiniteError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """What sending took."""
+
+    num_bytes: int
+    """To each receiver."""
+    gather_s: float
+    """Seconds until the tensors were there, and where they had to be copied in their buckets."""
+    send_s: float
+    """Seconds beyond in which the sender waited for what travels."""
+
+
+def send(
+    group: TransferGroup,
+    metas: Sequence[TensorMeta],
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    bucket_bytes: int,
+    verify: bool,
+    num_skipped: int = 0,
+    on_bucket: Callable[[int], None] = lambda number: None,
+) -> Sent:
+    """Read the stream to its end, whatever happens: ranks that gather together stay in step.
+
+    The stream has not the first ``num_skipped`` of ``metas``, which came in an earlier update of this group.
+    ``on_bucket(number)`` hears of each part before it leaves. Holds two buckets, and tensors of the stream until they
+    have arrived.
+
+    Raises:
+        TransferFailed: a receiver was lost or silent. The group is closed.
+        NonFiniteError: a value is NaN or infinite in the dtype of its ``metas``; receivers have a part of the weights.
+        RuntimeError: the stream is not that of ``metas``.
+    """
+    with to_the_end(group, weights) as stream:
+        group.tell(num_skipped)
+        return _send(group, cut_pieces(metas[num_skipped:], bucket_bytes), stream, verify, on_bucket)
+
+
+@contextmanager
+def to_the_end(group: TransferGroup, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """The stream, of which the block reads what was announced; after it nothing is left. A failure closes the group."""
+    stream = iter(weights)
+    try:
+        yield stream
+        if next(stream, None) is not None:
+            raise RuntimeError("the stream has more weights than were announced")
+    except BaseException:
+        group.settle()
+        raise
+    finally:
+        for _ in stream:
+            pass
+
+
+def _send(
+    group: TransferGroup,
+    parts: Sequence[Part],
+    stream: Iterator[tuple[str, Tensor]],
+    verify: bool,
+    on_bucket: Callable[[int], None],
+) -> Sent:
+    ring, flying = Ring(group.device), deque[tuple[Pending, Tensor]]()
+    tensor, digests = torch.empty(0), []
+    gather_s = send_s = 0.0
+    for i, part in enumerate(parts):
+        began = time.perf_counter()
+        if len(flying) == 2:
+            flying.popleft()[0].wait()  # of the part whose memory this one takes
+        free = time.perf_counter()
+        if isinstance(part, Bucket):
+            buffer = ring.room(i, part.num_bytes)
+            fill(part, buffer, stream)
+        else:
+            if part.first == 0:
+                tensor = next_tensor(stream, part.meta).contiguous()
+            buffer = _as_it_travels(part, tensor, ring, i)
+        if verify:
+            digests.append(part.digest(buffer))
+        gather_s, send_s = gather_s + time.perf_counter() - free, send_s + free - began
+        on_bucket(i)
+        flying.append((group.broadcast(buffer), buffer))
+    began = time.perf_counter()
+    if digests:
+        sums = torch.stack(digests)
+        flying.append((group.broadcast(sums), sums))
+    for pending, _ in flying:
+        pending.wait()
+    send_s += time.perf_counter() - began
+    return Sent(num_bytes=sum(part.num_bytes for part in parts), gather_s=gather_s, send_s=send_s)
+
+
+def _as_it_travels(piece: Piece, tensor: Tensor, ring: Ring, number: int) -> Tensor:
+    """[bytes] of the piece, in the tensor's own memory unless its dtype or device is another."""
+    values = piece.of(tensor)
+    if not piece.is_as_it_travels(tensor, ring.device):
+        values = ring.room(number, piece.num_bytes).view(piece.meta.dtype).copy_(values)
+    require_finite(piece.meta.name, values)
+    return values.view(torch.uint8)
+
+
+def next_tensor(stream: Iterator[tuple[str, Tensor]], meta: TensorMeta) -> Tensor:
+    """Of a stream that is to go on with this one; raises as ``send``."""
+    name, tensor = next(stream, ("", torch.empty(0)))
+    if name != meta.name or tuple(tensor.shape) != meta.shape:
+        raise RuntimeError(f"the stream has {name!r} of shape {list(tensor.shape)} where {meta.name!r} was announced")
+    return tensor
+
+
+def fill(bucket: Bucket, buffer: Tensor, stream: Iterator[tuple[str, Tensor]]) -> None:
+    """Its tensors from the stream; raises as ``send``."""
+    for meta, room in zip(bucket.metas, bucket.views(buffer), strict=True):
+        room[1].copy_(next_tensor(stream, meta))
+        require_finite(*room)
+
+
+def require_finite(name: str, values: Tensor) -> None:
+    """``NonFiniteError`` unless every value of this weight is a number. Reads them once."""
+    if not values.is_floating_point() or values.numel() == 0 or values.sum().isfinite():
+        return  # a NaN or an infinite value is still in a sum
+    if not all(bound.isfinite() for bound in torch.aminmax(values)):  # NaN is both
+        raise NonFiniteError(
+            f"weight {name!r} of the student has values that are NaN or infinite in {str(values.dtype)[6:]}: the "
+            "rollout does not get them; go back to a checkpoint before the damage and lower the learning rate"
+        )

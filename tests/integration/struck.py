@@ -1,0 +1,220 @@
+"""``recorded``, whose rank 0 does harm at a chosen moment of a weight update (``python -m tests.integration.struck``).
+
+What it is to do stands in ``fault.json`` in the journal's folder; when it is done, ``done_<id>`` is there. Beside the
+journal it leaves what a third party needs to see which weights drew a sample: ``drawn``, the samples of each step with
+their log-probs and versions, and ``versions``, the weights that were gathered, both by the process that was rank 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mopd.launch.transfer import Transfer
+from mopd.producer.client import FarTargets
+from mopd.student.worker import StudentWorker
+from mopd.transfer.group import TransferGroup
+from tests.integration.recorded import JOURNAL, run_recorded
+
+PHASES = ("join", "start", "bucket", "flight", "finish", "after")
+"""``bucket``: before a broadcast, all before it having arrived; ``flight``: just after it has begun."""
+FAULT, GO = "fault.json", "go"
+LONGEST_WAIT_S = 40.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Act:
+    """What befalls one process."""
+
+    does: str
+    """``KILL``, ``STOP``, ``TERM``; ``flip`` a bit of the bucket; ``wait`` for the file ``GO``."""
+    role: str = ""
+    pid: int = 0
+    """0: rank 0 itself."""
+    resume_after_s: float | None = None
+    """After ``STOP``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One moment."""
+
+    number: int
+    phase: str
+    bucket: int = 0
+    """Of this many broadcasts before."""
+    after_s: float = 0.0
+    """Beside what the phase does, rather than before it."""
+    acts: list[Act] = field(default_factory=list)
+
+    def write(self, journal: Path) -> None:
+        """For the run whose ``journal`` this is."""
+        (journal / GO).unlink(missing_ok=True)
+        path = journal / "fault.new"
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        path.rename(journal / FAULT)
+
+
+class _Striker:
+    """Of this process, rank 0."""
+
+    def __init__(self, journal: Path) -> None:
+        self.journal = journal
+        self._armed: Fault | None = None
+        self._broadcasts = 0
+        self.kept: Tensor | None = None
+        """Memory that a broadcast reads."""
+
+    def arm(self) -> bool:
+        """At an update's beginning; whether it is to make its group anew."""
+        try:
+            tree = json.loads((self.journal / FAULT).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return False
+        (self.journal / FAULT).unlink()
+        self._armed = Fault(**{**tree, "acts": [Act(**act) for act in tree["acts"]]})
+        return self._armed.phase == "join"
+
+    def count_from_here(self) -> None:
+        self._broadcasts = 0
+
+    def reach(self, phase: str) -> Fault | None:
+        """The moment is there, of the fault that is given back."""
+        fault = self._armed
+        if fault is None or fault.phase != phase:
+            return None
+        if phase in ("bucket", "flight") and self._broadcasts < fault.bucket:
+            return None
+        self._armed = None
+        if fault.after_s:
+            threading.Timer(fault.after_s, self._strike, [fault]).start()
+        else:
+            self._strike(fault)
+        return fault
+
+    def sent(self) -> None:
+        self._broadcasts += 1
+
+    def _strike(self, fault: Fault) -> None:
+        path = self.journal / f"done_{fault.number}"
+        path.write_text(json.dumps({"at": time.time()}), encoding="utf-8")
+        for act in fault.acts:  # those of others first: rank 0 may not survive its own
+            if act.does == "wait":
+                deadline = time.monotonic() + LONGEST_WAIT_S
+                while not (self.journal / GO).exists() and time.monotonic() < deadline:
+                    time.sleep(0.02)
+            elif act.does != "flip":
+                _signal(act)
+
+
+def _signal(act: Act) -> None:
+    pid = act.pid or os.getpid()
+    if act.resume_after_s is not None:  # by somebody else: it may be ourselves who stops
+        subprocess.Popen(["sh", "-c", f"sleep {act.resume_after_s}; kill -CONT {pid}"])
+    os.kill(pid, getattr(signal, f"SIG{act.does}"))
+
+
+def strike_and_keep() -> None:
+    """Into this process, a rank."""
+    journal, rank = Path(os.environ[JOURNAL]), int(os.environ["RANK"])
+    (journal / f"rank_{rank}.pid").write_text(str(os.getpid()), encoding="utf-8")
+    if rank == 0:
+        _keep_samples(journal)
+        _keep_weights(journal)
+        _strike_updates(_Striker(journal))
+
+
+def _strike_updates(striker: _Striker) -> None:
+    publish, broadcast, published = Transfer.publish, TransferGroup.broadcast, FarTargets.published
+
+    async def watched_publish(self: Transfer, *args: Any, **options: Any) -> None:
+        if striker.arm():
+            await self.close()
+        await publish(self, *args, **options)
+
+    def watched_broadcast(self: TransferGroup, buffer: Tensor, **options: Any) -> Any:
+        fault = striker.reach("bucket")
+        if fault is not None and any(act.does == "flip" for act in fault.acts):
+            buffer = buffer.clone()  # it changes on its way, not in the student
+            buffer.view(torch.uint8).view(-1)[buffer.nbytes // 3] ^= 4
+            striker.kept = buffer
+        pending = broadcast(self, buffer, **options)
+        striker.reach("flight")
+        striker.sent()
+        return pending
+
+    async def watched_published(self: FarTargets, weight_version: int | None) -> None:
+        await published(self, weight_version)
+        await asyncio.to_thread(striker.reach, "after")
+
+    def watch(phase: str) -> None:
+        call = getattr(FarTargets, phase)
+
+        async def watched(self: FarTargets, *args: Any) -> Any:
+            if phase == "start":
+                striker.count_from_here()
+            await asyncio.to_thread(striker.reach, phase)
+            return await call(self, *args)
+
+        setattr(FarTargets, phase, watched)
+
+    for phase in ("join", "start", "finish"):
+        watch(phase)
+    Transfer.publish = watched_publish  # type: ignore[method-assign]
+    TransferGroup.broadcast = watched_broadcast  # type: ignore[method-assign]
+    FarTargets.published = watched_published  # type: ignore[method-assign]
+
+
+def _keep_weights(journal: Path) -> None:
+    gather = StudentWorker.weights
+
+    def kept(self: StudentWorker, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
+        version, tensors = self.weight_version, {}
+        for name, tensor in gather(self, *args, **options):
+            tensors[name] = tensor.clone()
+            yield name, tensor
+        if tensors:  # else what is asked for apart, as no step changes it
+            _write(journal / "versions" / f"{os.getpid()}_{version:06d}.safetensors", tensors)
+
+    StudentWorker.weights = kept  # type: ignore[method-assign]
+
+
+def _keep_samples(journal: Path) -> None:
+    step = StudentWorker.optim_step
+    names = ("tokens", "rollout_logprobs", "token_versions")
+
+    def kept(self: StudentWorker) -> dict[str, float]:
+        plan = self._plan
+        values = step(self)
+        assert plan is not None
+        ids = [sample.sample_id for micro in plan.micro_batches[self.layout.dp_rank] for sample in micro]
+        fields = self.reader._reader.fetch(ids, names)
+        flat = {f"{name}.{i}": tensor.clone() for name in names for i, tensor in enumerate(fields[name])}
+        _write(journal / "drawn" / f"{os.getpid()}_{self.weight_version:06d}.safetensors", flat)
+        return values
+
+    StudentWorker.optim_step = kept  # type: ignore[method-assign]
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    save_file(tensors, path.with_suffix(".part"))
+    path.with_suffix(".part").rename(path)
+
+
+if __name__ == "__main__":
+    sys.exit(run_recorded("tests.integration.struck", strike_and_keep))

@@ -1,0 +1,96 @@
+"""Weight updates by a collective in whole runs, struck in every phase: killed, stopped, late and doubled peers.
+
+Invariant: whatever befalls a replica, the run goes on within its deadlines and the replica gets the weights of the
+moment when it is back; whatever befalls a rank or the producer, the run ends in one line, and goes on with
+``--resume``. Every trained token's log-prob is that of the weights whose version it names, computed anew by
+transformers; no sample is lost or doubled; no process and no shared memory is left. ``MOPD_WEIGHT_KILLS`` sets how many
+cases are tried (``make kills-weights``: 30; else a few), ``MOPD_WEIGHT_KILLS_SEED`` which. Not exercised: CUDA.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mopd.run.checkpointing import complete_steps
+from tests.integration.under_fire import check_accounts
+from tests.integration.weight_faults import (
+    MAX_DEATHS,
+    Case,
+    StruckRun,
+    Witness,
+    draw,
+    left_in_shared_memory,
+    make_world,
+    strike,
+)
+from tests.integration.world import World
+
+pytestmark = [pytest.mark.slow, pytest.mark.multirank]
+NUM_CASES = int(os.environ.get("MOPD_WEIGHT_KILLS", "0"))
+FEW = [Case(does="kill", phase="flight"), Case(does="flip", phase="bucket"), Case(does="term", phase="bucket")]
+"""Of a run with one rank, in ``make test``: it starts once."""
+ENDING_STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def small_world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+def play(run: StruckRun, cases: list[Case], chance: random.Random) -> None:
+    """One after another; a run that has ended goes on."""
+    witness = Witness(run)
+    for number, case in enumerate(cases):
+        if run.is_alive and max(run.deaths.values(), default=0) >= MAX_DEATHS - 1:
+            strike(run, Case(does="term", phase="after"), 1000 + number, chance)
+        if not run.is_alive:
+            run.start(*(["--resume"] if run.num_steps else []))
+        goal = run.num_steps + chance.randint(2, 4)
+        run.wait_until(lambda goal=goal: run.num_steps >= goal, f"step {goal}")
+        before = run.num_steps
+        print(json.dumps(strike(run, case, number, chance)), flush=True)
+        witness.look(before)
+    if run.is_alive:
+        strike(run, Case(does="term", phase="after"), 2000, chance)
+    steps = complete_steps(run.path / "checkpoints")[-1]
+    if cases[-1].does != "term":
+        steps += ENDING_STEPS
+        run.start("--resume", f"schedule.steps={steps}")
+        assert run.end() == 0, run.stderr
+    witness.look(0)
+    witness.close()
+    check_accounts(run, steps=steps)
+    print(json.dumps({"tokens": witness.num_tokens, "worst": witness.worst}), flush=True)
+
+
+def test_struck_updates(small_world: World, tmp_path: Path) -> None:
+    seed = int(os.environ.get("MOPD_WEIGHT_KILLS_SEED", random.randrange(2**31)))
+    print(f"MOPD_WEIGHT_KILLS_SEED={seed}")
+    chance = random.Random(seed)
+    cases = draw(NUM_CASES, chance)
+    halves: list[tuple[str, list[Case], dict[str, Any]]] = [("one", FEW, {"num_ranks": 1})]
+    if cases:
+        synchronous = {"schedule__max_staleness": 1, "rollout__on_new_weights": "finish"}
+        halves = [
+            ("one", [case for case in cases if not case.rank][::2], {"num_ranks": 1}),
+            ("two", [case for case in cases if not case.rank][1::2], {"num_ranks": 2, **synchronous}),
+        ]
+        halves[1][1].extend(case for case in cases if case.rank)
+    before = set(Path("/dev/shm").iterdir())
+    for name, half, options in halves:
+        run = StruckRun(small_world, tmp_path / name, **options)
+        try:
+            play(run, half, chance)
+        finally:
+            if run.is_alive:
+                run.process.kill()
+                run.process.wait()
+            shutil.rmtree(run.temporary)
+    assert not left_in_shared_memory(before)

@@ -1,0 +1,326 @@
+"""Faults of weight updates, drawn by chance, and what a run must make of them. Proven by ``test_weight_faults.py``."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mopd.launch.failure import STOPPED_CODE
+from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
+from tests.integration.struck import GO, PHASES, Act, Fault
+from tests.integration.under_fire import LOCAL, MAX_STALENESS, TOY, Run, recipe_of
+from tests.integration.world import World, write_prompts
+
+TIMEOUT_S = 4.0
+"""``weight_sync.timeout_s``."""
+LONGEST_S = 60.0
+"""For two more steps after a fault: some deadlines in a row, a replica that starts again, on a busy machine."""
+ATOL = 1e-4
+"""Of log-probs by the weights of their version: rounding; those of the neighbours err by ``POWER`` times as much."""
+POWER = 10
+SOME = 8
+"""One step of so many, where nothing was struck."""
+NUM_OTHERS = 20
+NUM_REPLICAS = 3
+MAX_DEATHS = 3
+"""Of each replica in one life of a run: as many as there are restarts."""
+HARMLESS, FATAL = "goes on", "ends"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One fault: who, what, when. Victims ``a`` and ``b`` are replicas that chance names."""
+
+    does: str
+    """``kill``, ``stop_short`` and ``stop_long`` a replica (below and above the deadline); ``flip`` a bit; ``come``: a
+    replica that died is back in this phase; ``kill_two``, ``kill_and_stop``, ``kill_and_flip``; ``pause_short`` and
+    ``pause_long`` rank 0; ``kill_rank``, ``kill_producer``, ``term``."""
+    phase: str
+    rank: int = 0
+
+    @property
+    def outcome(self) -> str:
+        """Of the run."""
+        return FATAL if self.does in ("kill_rank", "kill_producer", "term") else HARMLESS
+
+
+ALL = [
+    *(Case(does="kill", phase=phase) for phase in PHASES),
+    *(Case(does="stop_short", phase=phase) for phase in ("join", "flight", "finish")),
+    *(Case(does="stop_long", phase=phase) for phase in ("join", "start", "bucket", "flight", "finish")),
+    *(Case(does="flip", phase=phase) for phase in ("bucket", "bucket")),
+    *(Case(does="come", phase=phase) for phase in ("join", "start", "bucket", "finish", "after")),
+    Case(does="kill_two", phase="flight"),
+    Case(does="kill_and_stop", phase="start"),
+    Case(does="kill_and_flip", phase="bucket"),
+    Case(does="pause_short", phase="bucket"),
+    Case(does="pause_long", phase="flight"),
+    *(Case(does="kill_rank", phase=phase, rank=0) for phase in ("join", "flight", "finish")),
+    *(Case(does="kill_rank", phase=phase, rank=1) for phase in ("start", "bucket")),
+    Case(does="kill_producer", phase="flight"),
+    Case(does="term", phase="bucket"),
+]
+"""More than 30: ``draw`` takes some."""
+
+
+def draw(num: int, chance: random.Random) -> list[Case]:
+    """So many, all different as long as there are."""
+    cases: list[Case] = []
+    while len(cases) < num:
+        cases += chance.sample(ALL, len(ALL))
+    return cases[:num]
+
+
+def make_world(folder: Path) -> World:
+    """Random models of some MiB: several buckets of the smallest size."""
+    world = World(folder)
+    for seed, path in enumerate((world.student, *world.teachers.values())):
+        size = {"num_layers": 4, "ffn_size": 1024} if path == world.student else {}
+        make_hf_model(path, "qwen3", seed=seed, scale=0.1, **size)
+        make_tokenizer(path)
+    write_prompts(world.train, num_rows=40, start=0)
+    write_prompts(world.validation, num_rows=4, start=1000)
+    return world
+
+
+class StruckRun(Run):
+    """A run whose updates of the weights can be struck."""
+
+    program = "tests.integration.struck"
+
+    def __init__(self, world: World, folder: Path, *, num_ranks: int, **changes: Any) -> None:
+        """``changes`` of the recipe."""
+        rollout = {
+            **TOY["rollout"],
+            "max_response_length": 24,
+            "placement": {**LOCAL, "startup_timeout_s": 120},
+            "replicas": NUM_REPLICAS,
+            "routing": {"request_timeout_s": 20.0},
+        }
+        one_teacher = {"left": {"model": str(world.teachers["left"]), "domains": ["left", "right"]}}
+        options: dict[str, Any] = {
+            "teachers": one_teacher,
+            "rewards": {},
+            "rollout": rollout,
+            "student__parallel": {"tensor_model_parallel_size": num_ranks},
+            "student__optimizer": {"lr": 1e-3},
+            "schedule__sync_every_steps": 1,
+            "weight_sync": {"type": "collective", "bucket_mib": 1, "verify_every": 1, "timeout_s": TIMEOUT_S},
+        }
+        super().__init__(recipe_of(world, folder, steps=100_000, **{**options, **changes}))
+        self.student = world.student
+        self.deaths: dict[str, int] = {}
+        self._seen_versions: dict[str, float] = {}
+
+    def start(self, *flags: str) -> None:
+        """See ``Run.start``."""
+        self.deaths = {}
+        super().start(*flags)
+
+    def family(self) -> dict[str, psutil.Process]:
+        """See ``Run.family``; each rank by its number."""
+        found = super().family()
+        found.pop("rank 0", None)
+        for path in self.journal.glob("rank_*.pid"):
+            pid = int(path.read_text(encoding="utf-8"))
+            if pid in self._seen and self._seen[pid].is_running():
+                found[f"rank {path.stem.removeprefix('rank_')}"] = self._seen[pid]
+        return found
+
+
+def strike(run: StruckRun, case: Case, number: int, chance: random.Random) -> dict[str, Any]:
+    """Let it happen in the next update, and see it through; what it took."""
+    replicas = sorted(
+        (f"rollout.{i}" for i in range(NUM_REPLICAS)), key=lambda role: (run.deaths.get(role, 0), chance.random())
+    )
+    wait_until(lambda: {*replicas, "producer"} <= run.family().keys(), LONGEST_S, "all replicas run", run)
+    family = run.family()
+    acts, dead, pause_s = _acts(case, replicas, {role: process.pid for role, process in family.items()})
+    before = run.num_steps
+    if case.does == "come":  # dies between two updates, or in one
+        run.kill(replicas[0])
+    fault = Fault(
+        number=number,
+        phase=case.phase,
+        bucket=chance.randrange(3),
+        after_s=chance.choice((0.0, chance.uniform(0.001, 0.05))) if not _needs_bucket(case) else 0.0,
+        acts=acts,
+    )
+    fault.write(run.journal)
+    done = run.journal / f"done_{number}"
+    wait_until(lambda: done.exists() or run.process.poll() is not None, LONGEST_S, f"{case} begins", run)
+    began = time.monotonic()
+    for role in dead:
+        run.deaths[role] = run.deaths.get(role, 0) + 1
+    if case.outcome == FATAL:
+        told = _ends(run, case)
+    else:
+        for _ in dead:
+            assert run.is_repaired(), run.stderr
+        (run.journal / GO).touch()
+        _goes_on(run, pause_s)
+        assert case.does != "flip" or "changed on" in run.stderr, run.stderr
+        told = "; ".join(run.stderr.splitlines()[-2:])
+    took_s = round(time.monotonic() - began, 1)
+    return {"case": str(case), "victims": replicas[:2], "step": [before, run.num_steps], "s": took_s, "told": told}
+
+
+def _needs_bucket(case: Case) -> bool:
+    return "flip" in case.does or case.does == "come"
+
+
+def _acts(case: Case, replicas: list[str], pids: dict[str, int]) -> tuple[list[Act], list[str], float]:
+    """What is done to whom, which replicas die, and how long somebody stands still."""
+    first, second, *_ = replicas
+    short, long = TIMEOUT_S / 2, 2 * TIMEOUT_S + 5
+    kill = {role: Act(does="KILL", role=role, pid=pids.get(role, 0)) for role in pids}
+    stop = Act(does="STOP", role=first, pid=pids[first], resume_after_s=short)
+    match case.does:
+        case "kill":
+            return [kill[first]], [first], 0.0
+        case "stop_short":
+            return [stop], [], short
+        case "stop_long":
+            return [replace(stop, resume_after_s=long)], [], long
+        case "flip":
+            return [Act(does="flip")], [], 0.0
+        case "come":
+            return [Act(does="wait")], [first], 0.0
+        case "kill_two":
+            return [kill[first], kill[second]], [first, second], 0.0
+        case "kill_and_stop":
+            return [kill[second], stop], [second], short
+        case "kill_and_flip":
+            return [kill[second], Act(does="flip")], [second], 0.0
+        case "pause_short" | "pause_long":
+            pause_s = short if case.does == "pause_short" else long
+            return [Act(does="STOP", role="rank 0", resume_after_s=pause_s)], [], pause_s
+        case "kill_rank":
+            role = f"rank {case.rank}"
+            return [kill[role if role in kill else "rank 0"]], [], 0.0
+        case "kill_producer":
+            return [kill["producer"]], [], 0.0
+        case "term":
+            return [Act(does="TERM", role="launcher", pid=pids["launcher"])], [], 0.0
+    raise AssertionError(case.does)
+
+
+def _goes_on(run: StruckRun, pause_s: float) -> None:
+    """Two steps more, in time, with responses of every replica, after ``pause_s``; nobody is given up."""
+    time.sleep(pause_s)
+    since = run.num_steps
+
+    def goes_on() -> bool:
+        assert run.process.poll() is None, f"ended with {run.process.returncode}: {run.stderr}"
+        if run.num_steps < since + 2:
+            return False
+        whole, _, _ = (run.path / "metrics.jsonl").read_bytes().rpartition(b"\n")
+        lines = [json.loads(line) for line in whole.split(b"\n")[since:]]
+        drawn = [sum(line[f"rollout/samples/{i}"] for line in lines) for i in range(NUM_REPLICAS)]
+        return all(drawn)
+
+    wait_until(goes_on, LONGEST_S, "two steps with responses of every replica", run)
+    assert "is given up" not in run.stderr and "Traceback" not in run.stderr, run.stderr
+
+
+def _ends(run: StruckRun, case: Case) -> str:
+    code = run.end()
+    if case.does == "term":
+        assert code == STOPPED_CODE, run.stderr
+        return run.stderr.splitlines()[-1]
+    victim = "producer" if case.does == "kill_producer" else "rank"
+    assert code == (2 if victim == "producer" else 1), run.stderr
+    assert victim in run.error() and signal.SIGKILL.name in run.error(), run.stderr
+    return run.error()
+
+
+def wait_until(condition: Any, timeout_s: float, what: str, run: Run) -> None:
+    """Fails at the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}\n{run.stderr}"
+        time.sleep(0.05)
+
+
+class Witness:
+    """Computes anew what the samples of a run should have got, from the weights of the versions that they name."""
+
+    def __init__(self, run: StruckRun) -> None:
+        self._run = run
+        self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run.student), dtype=torch.float32)
+        self.num_tokens = 0
+        self.worst = 0.0
+        self._others: list[float] = []
+        torch.set_num_threads(1)  # the run needs the processors
+
+    def look(self, since: int) -> None:
+        """At all that were trained from this step on, and at some of those before."""
+        drawn = sorted((self._run.journal / "drawn").glob("*.safetensors"))  # before versions: the run goes on
+        versions = {path.stem: path for path in (self._run.journal / "versions").glob("*.safetensors")}
+        newest = 0
+        for path in drawn:
+            pid, step = path.stem.split("_")
+            newest = max(newest, int(step))
+            if int(step) >= since or int(step) % SOME == 0:
+                self._check(pid, load_file(path), versions)
+            path.unlink()
+        for name, path in versions.items():
+            if int(name.split("_")[1]) < newest - 2 * MAX_STALENESS:
+                path.unlink()
+
+    def close(self) -> None:
+        """The look was sharp: with the weights of the version before, log-probs are others."""
+        assert self.num_tokens and self._others
+        assert sorted(self._others)[len(self._others) // 2] > POWER * ATOL, sorted(self._others)
+
+    def _check(self, pid: str, fields: dict[str, Tensor], versions: dict[str, Path]) -> None:
+        num = len(fields) // 3
+        tokens = [fields[f"tokens.{i}"].long() for i in range(num)]
+        given = torch.cat([fields[f"rollout_logprobs.{i}"] for i in range(num)])
+        named = torch.cat([fields[f"token_versions.{i}"] for i in range(num)])
+        lengths = [len(fields[f"rollout_logprobs.{i}"]) for i in range(num)]
+        for version in sorted(set(named.tolist())):
+            name, chosen = f"{pid}_{version:06d}", named == version
+            assert name in versions, f"tokens of weights {version}, which the student never had: {sorted(versions)}"
+            error = (self._logprobs(versions[name], tokens, lengths) - given)[chosen].abs().max().item()
+            self.worst = max(self.worst, error)
+            assert error < ATOL, f"tokens of weights {version} were drawn by others: {error}"
+            self.num_tokens += int(chosen.sum())
+            before = versions.get(f"{pid}_{version - 1:06d}")
+            if before is not None and len(self._others) < NUM_OTHERS:
+                others = self._logprobs(before, tokens, lengths)
+                self._others.append((others - given)[chosen].abs().max().item())
+
+    def _logprobs(self, weights: Path, tokens: list[Tensor], lengths: list[int]) -> Tensor:
+        """[tokens of all responses]."""
+        self._model.load_state_dict(load_file(weights), strict=False)
+        self._model.tie_weights()
+        padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)  # on the right: no token sees it
+        with torch.inference_mode():
+            logprobs = self._model(padded).logits[:, :-1].log_softmax(-1)
+        of_tokens = logprobs.gather(-1, padded[:, 1:, None])[..., 0]
+        ends = [len(own) - 1 for own in tokens]
+        return torch.cat([of_tokens[i, end - n : end] for i, (end, n) in enumerate(zip(ends, lengths, strict=True))])
+
+
+def left_in_shared_memory(before: set[Path]) -> list[Path]:
+    """Files that were not there ``before``, and that no living process has open."""
+    new = set(Path("/dev/shm").iterdir()) - before
+    held: set[str] = set()
+    for process in psutil.process_iter():
+        try:
+            held |= {file.path for file in process.memory_maps(grouped=True)} | {f.path for f in process.open_files()}
+        except (psutil.Error, OSError):  # it has ended
+            continue
+    return sorted(path for path in new if str(path) not in held and path.exists())

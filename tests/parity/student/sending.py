@@ -1,0 +1,151 @@
+"""A student's updates to engines by each way, and what the engines say afterwards (run by ``ranks.py``).
+
+::
+
+    version 0, 1, 2:   train a step ──> one way ──> is it the student? ──> the others ──> is it the same, bit by bit?
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mopd.config.groups import RoutingConfig, TorchEngineConfig, VllmEngineConfig
+from mopd.config.placements import LocalConfig
+from mopd.config.schema import Recipe
+from mopd.config.weights import BucketsConfig, CollectiveConfig, IpcConfig
+from mopd.data_plane.interface import Storage
+from mopd.engines.clients.remote import RemoteEngine
+from mopd.engines.torch.engine import TorchEngine
+from mopd.launch.ranks import CommandChannel, StudentGroup, serve
+from mopd.launch.transfer import open_transfer
+from mopd.placement.weights import GroupWeightSync
+from mopd.replicas.interface import Replica
+from mopd.replicas.router import Router
+from mopd.replicas.transfer import TransferTargets
+from mopd.student.worker import StudentWorker
+from mopd.types import MicroBatchPlan
+from tests.fixtures.servers import RunningServer, running_server
+
+WAYS = (
+    CollectiveConfig(type="collective", bucket_mib=1, timeout_s=30.0),
+    IpcConfig(type="ipc", bucket_mib=1, timeout_s=30.0),
+)
+NUM_WAYS = 1 + len(WAYS)
+"""HTTP too."""
+NUM_VERSIONS = 3
+NUM_REPLICAS = 2
+
+
+def run_sends(
+    recipe: Recipe, worker: StudentWorker, plans: list[MicroBatchPlan], plane: Storage | None, case: dict[str, Any]
+) -> Any:
+    """On every rank; what rank 0, whose ``plane`` holds the samples of ``plans``, found. ``case["sends"]``: the
+    engines' ``dtype``; ``urls`` of servers in the place of torch engines here, the ``workers`` of each (vLLM's), the
+    ``first`` version that they are to get. A student that ``sees`` images is asked nothing, and sends over groups."""
+    channel = CommandChannel(worker.layout.control_group)
+    if plane is None:
+        serve(worker, channel)
+        return {}
+    with contextlib.ExitStack() as stack:
+        sends = case["sends"]
+        engine: Any = TorchEngineConfig(dtype=sends["dtype"])
+        urls, servers = list(sends.get("urls", ())), list[RunningServer]()
+        if urls:
+            engine = VllmEngineConfig(type="vllm", dtype=sends["dtype"], tensor_parallel_size=sends["workers"])
+        for _ in range(0 if urls else NUM_REPLICAS):
+            server = stack.enter_context(running_server(TorchEngine.empty(recipe.student.model, engine), "rollout"))
+            urls.append(server.url)
+            servers.append(server)
+        rollout = dataclasses.replace(recipe.rollout, engine=engine, placement=LocalConfig(type="local"))
+        recipe = dataclasses.replace(recipe, rollout=rollout)
+        student = Sender(recipe, worker, channel, plans, plane)
+        found = asyncio.run(student.lead(urls, [server.engine for server in servers], sends))
+        found["num_constants"] = len(worker.constants)
+        channel.send({"call": "stop", "kwargs": {"is_asked": False}})
+        return found
+
+
+class Sender:
+    """Rank 0."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        worker: StudentWorker,
+        channel: CommandChannel,
+        plans: list[MicroBatchPlan],
+        plane: Storage,
+    ) -> None:
+        self._recipe, self._worker, self._channel, self._plans, self._plane = recipe, worker, channel, plans, plane
+        self._engines: list[RemoteEngine] = []
+
+    async def lead(self, urls: list[str], here: list[TorchEngine], sends: dict[str, Any]) -> dict[str, Any]:
+        """All versions, each by all ways. ``here``: engines of this process."""
+        engines = [RemoteEngine(url, timeout_s=60.0, name=f"r{i}") for i, url in enumerate(urls)]
+        self._engines = engines
+        router = Router("rollout", [Replica(name=e.name, engine=e) for e in engines], RoutingConfig(), kind="rollout")
+        by_group, by_ipc = (self._group(router, way, sends) for way in WAYS)
+        by_http = StudentGroup(self._worker, self._channel, GroupWeightSync(router))
+        found: dict[str, Any] = {"apart": 0.0, "moved": [], "is_student": True, "is_same": True, "num_skipped": []}
+        ways = (by_group, by_ipc, by_http)
+        if sends.get("sees"):  # an engine leaves the group of one way for the next
+            ways = (by_group, by_group, by_ipc, by_ipc)
+        version, before = sends.get("first", 0), list[Tensor]()
+        for number, plan in enumerate(self._plans):
+            if number:
+                await by_group.forward_backward(plan, diagnostics=False)
+                await by_group.optim_step()
+            said: list[list[Tensor]] = []
+            for student in (*ways[number:], *ways[:number]):
+                await student.publish(version)
+                assert [engine.weight_version for engine in engines] == [version] * len(engines)
+                version += 1
+                if here:
+                    found["is_student"] &= _hold(list(by_group._read_all()), [one.weight_slots for one in here])
+                if sends.get("sees"):
+                    found["num_skipped"].append([one.incoming._receiver.num_skipped for one in here])
+                else:
+                    said.append(await self._said(by_group, found))
+            found["is_same"] &= all(all(map(torch.equal, said[0], other)) for other in said[1:])
+            if before and said:
+                found["moved"].append(float((said[0][0] - before[0]).abs().max()))
+            before = said[0] if said else []
+        for student in (by_group, by_ipc, by_http):
+            await student.close()
+        await router.close()
+        for engine in engines:
+            await engine.close()
+        return found
+
+    def _group(self, router: Router, way: BucketsConfig, sends: dict[str, Any]) -> StudentGroup:
+        targets = TransferTargets(router, num_workers=sends.get("workers", 1), on_running="finish", drain_s=30.0)
+        transfer = open_transfer(dataclasses.replace(self._recipe, weight_sync=way), self._worker, targets)
+        return StudentGroup(self._worker, self._channel, GroupWeightSync(router, targets=targets), transfer)
+
+    async def _said(self, student: StudentGroup, found: dict[str, Any]) -> list[Tensor]:
+        """[R] log-probs of the same responses by each engine; how far they are from what the student says."""
+        batches = self._plans[0].micro_batches
+        samples = sorted((s for rank in batches for batch in rank for s in batch), key=lambda s: s.sample_id)
+        tokens = (await self._plane.get([s.sample_id for s in samples], ("tokens",)))["tokens"]
+        own = torch.cat(await student.logprobs(samples, temperature=1.0))
+        said = []
+        for engine in self._engines:
+            scores = await engine.score(tokens, [s.prompt_length for s in samples], top_k=1, temperature=1.0)
+            said.append(torch.cat([given.token_logprobs for given in scores]))
+            found["apart"] = max(found["apart"], float((own - said[-1]).abs().max()))
+        return said
+
+
+def _hold(weights: list[tuple[str, Tensor]], slots: list[Any]) -> bool:
+    """Every replica every bit; where the rollout computes in a narrower dtype than the student, rounded."""
+    return all(
+        slot.keys() == dict(weights).keys()
+        and all(torch.equal(slot[name], tensor.to(slot[name].dtype)) for name, tensor in weights)
+        for slot in slots
+    )

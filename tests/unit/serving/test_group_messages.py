@@ -1,0 +1,288 @@
+"""The messages of a process group over which weights come: whoever sends them wrongly, twice, late or out of order is
+refused, and the server goes on with the weights that it has."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mopd.config.groups import TorchEngineConfig
+from mopd.engines.clients.remote import RemoteEngine
+from mopd.engines.torch.engine import TorchEngine
+from mopd.transfer import group as transfer_group
+from mopd.transfer.buckets import TensorMeta, to_json
+from mopd.transfer.group import GroupOrder, GroupStore, TransferGroup
+from mopd.transfer.sending import send
+from mopd.wire.limits import MAX_CHUNK_BYTES
+from mopd.wire.messages import Message, decode, encode
+from mopd.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
+from tests.fixtures.servers import RunningServer, running_server, wait_until
+from tests.unit.serving.test_limits import TOKEN, post
+from tests.unit.serving.test_updates import Weights, assert_serves, run
+
+FUZZ = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+INT64 = st.integers(-(2**63), 2**63 - 1)
+SMALL = st.integers(-1, 4)
+SECONDS = st.sampled_from([0.0, -1.0, 1e-9, 0.2, 86400.0, float("nan"), float("inf")])
+TEXT = st.sampled_from(["", "g", "G" * 64, "G" * 65, "\x00", "../..", "é" * 40])
+LISTS = st.sampled_from([b"", b"{}", b"[]", b"[[]]", b"[" * 5000, b'[["a", "float32", [9]]]', b'[["a", "Tensor", []]]',
+                         b'[["model.norm.weight", "float32", [1e3]]]', b"\xff", b"NaN", b"[1]" * 99])  # fmt: skip
+MEMORY = st.sampled_from(
+    [
+        "",
+        "[]",
+        "{}",
+        "[" * 3000,
+        "x" * 70_000,
+        '[{"gpu": "x"}]',
+        '[{"pid": 1, "descriptor": 0, "num_bytes": 9}]',
+        '[{"pid": -1, "descriptor": "../../1/fd/3", "num_bytes": 9e99}]',
+    ]
+)
+PATHS = ("/v1/weights/join", "/v1/weights/start", "/v1/weights/finish")
+DEADLINE_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def weights(local: TorchEngine) -> Weights:
+    return {name: slot.detach().clone() for name, slot in local.weight_slots.items()}
+
+
+@pytest.fixture(scope="module")
+def rollout(folder: Path) -> Iterator[RunningServer]:
+    with running_server(TorchEngine.empty(folder, TorchEngineConfig(dtype="float32")), "rollout") as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def soon_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores that are not there."""
+    monkeypatch.setattr(transfer_group, "CONNECT_S", 0.05)
+
+
+def metas_of(weights: Weights) -> list[TensorMeta]:
+    return [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]
+
+
+def join(tensors: bytes, **changes: Any) -> WeightJoin:
+    fields: dict[str, Any] = {"group_id": "g", "port": 9, "first_rank": 1, "world_size": 2, "memory": ""}
+    fields |= {"bucket_bytes": 2**20, "timeout_s": 0.2}
+    return WeightJoin(**{**fields, **changes}, tensors=np.frombuffer(tensors, dtype=np.uint8))
+
+
+def start(**changes: Any) -> WeightStart:
+    fields = {"group_id": "g", "weight_version": 9, "verify": True, "on_running": "finish", "patience_s": DEADLINE_S}
+    return WeightStart(**{**fields, **changes})
+
+
+def finish(**changes: Any) -> WeightFinish:
+    return WeightFinish(**{"group_id": "g", "weight_version": 9, **changes})
+
+
+def ask(running: RunningServer, step: str, message: Message) -> httpx.Response:
+    return post(running, f"/v1/weights/{step}", encode(message))
+
+
+def serves(running: RunningServer, local: TorchEngine, version: int) -> None:
+    async def look(remote: RemoteEngine) -> None:
+        remote.allow(version)
+        await assert_serves(remote, local, version)
+
+    run(running, look)
+
+
+class Rank0:
+    """Of a group with one server, in this process."""
+
+    def __init__(self, weights: Weights, *, world_size: int = 2, group_id: str = "g") -> None:
+        self.weights, self.metas, self.store = weights, metas_of(weights), GroupStore(DEADLINE_S)
+        self.order = GroupOrder(
+            group_id=group_id,
+            port=self.store.port,
+            world_size=world_size,
+            bucket_bytes=2**20,
+            timeout_s=DEADLINE_S,
+        )
+
+    def join(self, **changes: Any) -> WeightJoin:
+        names = ("group_id", "port", "world_size", "bucket_bytes", "timeout_s")
+        return join(to_json(self.metas), **{name: getattr(self.order, name) for name in names} | changes)
+
+    def meet(self, running: RunningServer) -> TransferGroup:
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(ask(running, "join", self.join())))
+        asking.start()
+        group = TransferGroup(self.order, 0, self.store)
+        asking.join()
+        assert answers[0].status_code == 200, answers[0].text
+        return group
+
+    def send(self, group: TransferGroup) -> None:
+        send(group, self.metas, self.weights.items(), bucket_bytes=2**20, verify=True)
+
+
+def test_any_values_leave_the_weights(rollout: RunningServer, weights: Weights, local: TorchEngine) -> None:
+    """No group was met: nothing that is sent changes what the server answers."""
+    run(rollout, lambda remote: remote.load_weights(weights.items(), 1))
+    right = to_json(metas_of(weights))
+    messages = st.one_of(
+        st.builds(
+            lambda changes, tensors: ("join", join(tensors, **changes)),
+            st.fixed_dictionaries(
+                {},
+                optional={
+                    "group_id": TEXT,
+                    "port": INT64 | st.sampled_from([0, 1, 65535, 65536]),
+                    "first_rank": SMALL | INT64,
+                    "world_size": SMALL | INT64,
+                    "bucket_bytes": SMALL | INT64,
+                    "memory": MEMORY,
+                    "timeout_s": SECONDS.filter(lambda seconds: not 1 < seconds < float("inf")),
+                },
+            ),
+            LISTS | st.just(right),
+        ),
+        st.builds(
+            lambda **changes: ("start", start(**changes)),
+            group_id=TEXT, weight_version=INT64, on_running=TEXT | st.just("finish"), patience_s=SECONDS,
+        ),
+        st.builds(lambda **changes: ("finish", finish(**changes)), group_id=TEXT, weight_version=INT64),
+    )  # fmt: skip
+
+    @FUZZ
+    @given(messages)
+    def any_values(asked: tuple[str, Message]) -> None:
+        response = ask(rollout, *asked)
+        assert response.status_code in (400, 409), response.text
+        assert "Traceback" not in response.text and "\n" not in response.json()["error"]["message"]
+
+    @FUZZ
+    @given(st.sampled_from(PATHS), st.binary(max_size=300))
+    def any_bytes(path: str, body: bytes) -> None:
+        assert post(rollout, path, body).status_code == 400
+
+    any_values()
+    any_bytes()
+    serves(rollout, local, 1)
+
+
+def test_a_long_list_is_refused_and_stops_nobody(rollout: RunningServer) -> None:
+    """It is read beside the event loop, and no further than any model's could go."""
+    slowest, over = [0.0], threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            took = httpx.get(f"{rollout.url}/health", timeout=20.0, trust_env=False).elapsed.total_seconds()
+            slowest[0] = max(slowest[0], took)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    response = ask(rollout, "join", join(b"[" + b"[]," * 2_500_000 + b"[]]"))
+    over.set()
+    looking.join()
+    assert response.status_code == 400, response.text
+    assert slowest[0] < 5.0
+    assert post(rollout, PATHS[0], b"x" * (MAX_CHUNK_BYTES + 1)).status_code == 413
+    for path in PATHS[1:]:
+        assert post(rollout, path, b"x" * (2**16 + 1)).status_code == 413
+
+
+def test_out_of_order_twice_and_late(rollout: RunningServer, weights: Weights, local: TorchEngine) -> None:
+    rank_0 = Rank0(weights)
+    group = rank_0.meet(rollout)
+    assert ask(rollout, "finish", finish()).status_code == 409  # not begun
+    assert ask(rollout, "start", start(group_id="h")).status_code == 409
+    assert ask(rollout, "start", start()).status_code == 200
+    for step, message in (("start", start()), ("finish", finish(group_id="h"))):
+        assert ask(rollout, step, message).status_code == 409, step
+    rank_0.send(group)
+    for _ in range(2):
+        answer = ask(rollout, "finish", finish())
+        assert decode(answer.content, WeightReceived).weight_version == 9
+    assert ask(rollout, "finish", finish(weight_version=8)).status_code == 409
+    serves(rollout, local, 9)
+
+    newer = Rank0(weights, group_id="h")
+    assert ask(rollout, "start", start()).status_code == 200  # and its sender is gone
+    group.close()
+    following = newer.meet(rollout)
+    for step, message in (("start", start()), ("finish", finish())):
+        assert ask(rollout, step, message).status_code == 409, "of the group before"
+    assert ask(rollout, "start", start(group_id="h", weight_version=10)).status_code == 200
+    newer.send(following)
+    assert ask(rollout, "finish", finish(group_id="h", weight_version=10)).status_code == 200
+    serves(rollout, local, 10)
+    following.close()
+
+
+def test_a_join_that_waits_gives_way_to_a_new_one(rollout: RunningServer, weights: Weights, local: TorchEngine) -> None:
+    lonely, answers = Rank0(weights, world_size=3, group_id="lonely"), list[httpx.Response]()
+    waiting = threading.Thread(target=lambda: answers.append(ask(rollout, "join", lonely.join(timeout_s=3600.0))))
+    waiting.start()
+    wait_until(lambda: rollout.server.updates.is_running)
+    rank_0 = Rank0(weights)
+    group = rank_0.meet(rollout)
+    waiting.join(10)
+    assert answers and answers[0].status_code == 409
+    assert ask(rollout, "start", start()).status_code == 200
+    rank_0.send(group)
+    assert ask(rollout, "finish", finish()).status_code == 200
+    serves(rollout, local, 9)
+    group.close()
+
+
+def test_rank_0_says_at_once_that_it_gave_up(weights: Weights, rollout: RunningServer) -> None:
+    rank_0, given_up = Rank0(weights, world_size=3), threading.Event()
+    answers: list[httpx.Response] = []
+    waiting = threading.Thread(target=lambda: answers.append(ask(rollout, "join", rank_0.join(timeout_s=3600.0))))
+    waiting.start()
+    given_up.set()
+    with pytest.raises(transfer_group.TransferFailed, match="given up"):
+        TransferGroup(rank_0.order, 0, rank_0.store, given_up=given_up)
+    waiting.join(10)
+    assert answers and answers[0].status_code == 409
+
+
+def test_who_may_not(folder: Path, teacher: RunningServer, weights: Weights) -> None:
+    """Without the token; at a teacher, whose weights are fixed; from a web page; while the engine sleeps."""
+    messages = (("join", join(to_json(metas_of(weights)))), ("start", start()), ("finish", finish()))
+    for step, message in messages[:2]:
+        assert ask(teacher, step, message).status_code == 403, step
+    engine = TorchEngine.empty(folder, TorchEngineConfig(dtype="float32"))
+    with running_server(engine, "rollout", token=TOKEN) as running:
+        for path in (*(f"/v1/weights/{step}" for step, _ in messages), "/v1/sleep", "/v1/wake", "/v1/wake/weights"):
+            for headers in ({}, {"authorization": "Bearer wrong"}):
+                assert post(running, path, b"", **headers).status_code == 401, path
+        own = {"authorization": f"Bearer {TOKEN}"}
+        assert post(running, "/v1/sleep", b"", **own).status_code == 200
+        for step, message in messages[:2]:
+            refused = post(running, f"/v1/weights/{step}", encode(message), **own)
+            assert refused.status_code in (409, 503), step
+        assert post(running, "/v1/wake/weights", b"", **own).status_code == 200
+        assert post(running, "/v1/weights/start", encode(start()), **own).status_code == 409  # in no group
+        assert post(running, "/v1/wake", b"x" * (2**16 + 1), **own).status_code == 413
+    page = {"origin": "http://evil.example"}
+    for step, message in messages:
+        assert post(teacher, f"/v1/weights/{step}", encode(message), **page).status_code == 403
+
+
+def test_every_port_is_this_machines_own(rollout: RunningServer, weights: Weights) -> None:
+    def listening() -> set[tuple[str, int]]:
+        found = psutil.Process().net_connections("tcp")
+        return {(one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN}
+
+    before = listening()
+    group = Rank0(weights).meet(rollout)
+    opened = listening() - before
+    group.close()
+    assert len(opened) >= 2  # the store's, and gloo's
+    assert {address for address, _ in opened} == {"127.0.0.1"}
