@@ -45,9 +45,9 @@ quickstart: $(STAMP)  ## three tiny teachers, one student; a run that was cut of
 	$(BIN)/python tools/make_quickstart.py --out runs/quickstart_assets
 	$(BIN)/mopd train recipes/quickstart.yaml $(if $(wildcard runs/quickstart/recipe.yaml),--resume)
 
-test: $(ENGINES_STAMP)  ## everything that runs on this machine, two files at a time: many tests wait for processes
+test: $(ENGINES_STAMP)  ## everything that runs on this machine, three files at a time: many tests wait for processes
 	# bytecode is kept, whatever the shell says: else each worker compiles every file anew
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -rs
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -rs
 
 fuzz: $(STAMP)  ## 10,000 mutations of every kind of file that is read (make test runs a short form)
 	MOPD_FUZZ_MUTATIONS=10000 $(BIN)/python -m pytest tests/fuzz --timeout=3600 --numprocesses 2 -rP

@@ -87,11 +87,18 @@ def chromium() -> Iterator[Any]:
 
 
 @NEEDS_CHROMIUM
-@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("page", PAGES)
-def test_nothing_is_cut(chromium: Any, address: str, page: str, width: int) -> None:
-    url = f"{address}/{page}.html"
+def test_nothing_is_cut(chromium: Any, address: str, page: str) -> None:
+    """Opened on a desk, then as narrow as a phone."""
+    url, (width, narrower) = f"{address}/{page}.html", WIDTHS
     problems, _ = look(
-        chromium, url, width=width, charts=".chart", boxes=".md-container", ignore=HIDDEN, scrolls=SCROLLS
+        chromium,
+        url,
+        width=width,
+        narrower=narrower,
+        charts=".chart",
+        boxes=".md-container",
+        ignore=HIDDEN,
+        scrolls=SCROLLS,
     )
     assert problems == []

@@ -7,16 +7,45 @@ about a millisecond for an operation of a program.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
+from triton.runtime import interpreter
 
 from mopd.losses import parallel_topk_distill
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOSSES = ("forward_kl", "reverse_kl", "jsd")
 TAILS = ("bucket", "generalized", "renormalize", "none")
+_patch_lang = interpreter._patch_lang
+_patched: set[Any] = set()
+"""Modules whose functions are the interpreter's, while a kernel runs."""
+
+
+def _patch_lang_once(fn: Any) -> Any:
+    """The interpreter's own, which looks through the whole language at every call of a function of a kernel: half of a
+    kernel's time. Here it does so once for a kernel."""
+    modules = {value for value in fn.__globals__.values() if inspect.ismodule(value) and value in (tl, tl.core)}
+    if _patched and modules <= _patched:
+        return None  # a call within a kernel, whose end restores the language
+    is_kernel = not _patched
+    _patched.update(modules)
+    scope = _patch_lang(fn)
+    if is_kernel:
+        restore = scope.restore
+
+        def restore_all() -> None:
+            _patched.clear()
+            restore()
+
+        scope.restore = restore_all
+    return scope
+
+
+interpreter._patch_lang = _patch_lang_once
 
 
 class _Moved(torch.autograd.Function):

@@ -89,6 +89,7 @@ def head_peak(it: Case) -> dict[str, int] | None:
 
 def main(job_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
+    torch._dynamo.config.disable = True  # Megatron has small functions compiled, for seconds each
     results, active = {}, None
     for name, case in sorted(job["cases"].items(), key=lambda item: layout_of(item[1])):
         if active is not None and active != layout_of(case):
