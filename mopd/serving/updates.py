@@ -178,6 +178,7 @@ class WeightUpdates:
             bucket_bytes=message.bucket_bytes,
             timeout_s=message.timeout_s,
             memory=message.memory,
+            shares=message.shares,
         )
         try:
             metas = await asyncio.to_thread(_read_metas, message)
