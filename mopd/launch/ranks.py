@@ -229,7 +229,8 @@ class StudentGroup:
             await self._transfer.publish(version, self._share_all, self._in_thread, only_missing=True)
 
     def _share_all(self) -> Iterator[tuple[str, Tensor]]:
-        """What rank 0 sends: as ``_read_all``, or of its own stage alone, and the other stages send theirs."""
+        """What rank 0 sends: first what no step changes, then all else, or that of its own stage alone, and the other
+        stages send theirs."""
         if self.worker.constants:
             yield from self._read("constants", in_place=True)
         yield from self._share_trained()
@@ -244,12 +245,6 @@ class StudentGroup:
 
     def _join_weights(self, kwargs: dict[str, Any]) -> None:
         self._channel.send({"call": "join_weights", "kwargs": kwargs})
-
-    def _read_all(self) -> Iterator[tuple[str, Tensor]]:
-        """First what no step changes."""
-        if self.worker.constants:
-            yield from self._read("constants", in_place=True)
-        yield from self._read_trained()
 
     def _read_trained(self) -> Iterator[tuple[str, Tensor]]:
         return self._read("trained", in_place=True)
