@@ -10,6 +10,8 @@ model of full size.
                  the teacher is on the CPU, as it would need a GPU of its own
     ipc          weights of that size from one process to another on the GPU (weight_sync: {type: ipc}): time beside a
                  copy within one, memory
+    collective   mopd bench weights: weights from one GPU to another (weight_sync: {type: collective}) beside a bare
+                 broadcast of NCCL and HTTP; takes two GPUs
 
 Models and data are made on the spot and train to nothing. A stage that cannot run is skipped with its reason; the
 result is one JSON file. On a machine without CUDA ``--device cpu`` compares fp32 with fp32, which tests this tool.
@@ -157,6 +159,29 @@ def scoring_stage(device: str, dtype: str, work: Path, stage: Stage, deadline: f
     stage.figures = _bench("teachers", device, work, deadline)
 
 
+def collective_stage(device: str, dtype: str, work: Path, stage: Stage, deadline: float) -> None:
+    """``mopd bench weights`` of a 1.7B-shaped student's bytes in fp32; without CUDA of some megabytes, whose times say
+    nothing."""
+    need((*BENCH_NEEDS, "fastapi", "uvicorn", "httpx", "msgpack", "prometheus_client"))
+    if device == "cuda":
+        import torch
+
+        if torch.cuda.device_count() < 2:
+            raise Skipped("a student and an engine need a GPU each: this machine has one")
+    sizes = ["6900", "--bucket-mib", "256"] if device == "cuda" else ["12", "--bucket-mib", "8", "--rounds", "1"]
+    out = work / "out.json"
+    with out.open("w") as file:
+        command = [sys.executable, "-m", "mopd", "bench", "weights", "--replicas", "1", "--json", "--mb", *sizes]
+        wait(start(command, device, stdout=file), "mopd bench weights", deadline, good=(0, 1))
+    (found,) = json.loads(out.read_text())
+    stage.figures = found
+    counted = found["goals"] if device == "cuda" else {"extra_buckets": found["goals"]["extra_buckets"]}
+    stage.checks = [
+        Check(name=name, value=goal["value"], limit=goal.get("at_least", goal.get("at_most")), ok=goal["is_met"])
+        for name, goal in counted.items()
+    ]
+
+
 def _bench(what: str, device: str, work: Path, deadline: float) -> dict[str, Any]:
     """What ``mopd bench`` measures at full size, which takes a GPU."""
     need(BENCH_NEEDS)
@@ -196,6 +221,7 @@ STAGES: dict[str, Callable[[str, str, Path, Stage, float], None]] = {
     "scoring": scoring_stage,
     "shared": shared_stage,
     "ipc": ipc_stage,
+    "collective": collective_stage,
 }
 """In order of importance."""
 

@@ -54,12 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--size", metavar="NAME", help="instead: qwen3-1.7b, random weights, beside transformers' own model; on a GPU")
     add("--json", action="store_true", help="print JSON instead of tables")
 
-    text = (
-        "an update of the rollout's weights by a collective, by HTTP and as a bare broadcast; exit code 1 below a goal"
-    )
+    text = "an update of the rollout's weights by one way, by HTTP and as a bare broadcast; exit code 1 below a goal"
     add = parts.add_parser("weights", help=text, description=text).add_argument
     add("--mb", type=int, nargs="+", default=[500, 2000], metavar="N", help="sizes of students (default: 500 2000)")
     add("--replicas", type=int, nargs="+", default=[1, 3], metavar="N", help="numbers of engines (default: 1 3)")
+    add("--way", choices=("collective", "ipc"), default="collective", help="weight_sync.type (default: %(default)s)")
     add("--stages", type=int, default=1, metavar="N", help="pipeline stages of the student (default: %(default)s)")
     add("--bucket-mib", type=int, default=64, metavar="N", help="weight_sync.bucket_mib (default: %(default)s)")
     add("--rounds", type=int, default=3, metavar="N", help="rounds of all ways (default: %(default)s)")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mopd.launch.rank_log import StallWatch
+from mopd.launch.stages import StageSender
 from mopd.launch.transfer import Transfer
 from mopd.placement.sharing.turns import GpuTurns
 from mopd.student.worker import StudentWorker, WeightPart
@@ -121,6 +122,7 @@ class StudentGroup:
         self._transfer, self._turns = transfer, turns
         if transfer is not None:
             weights.send_again_by(self.send_again)
+            transfer.join_stages = self._join_weights
         self._staged: StagedWeights | None = None
         self._waited_for: int | None = None
         """Version that replicas will be given when they wake."""
@@ -209,7 +211,7 @@ class StudentGroup:
                 self._waited_for = weight_version
             elif self._transfer is not None:
                 await self._transfer.publish(
-                    weight_version, self._read_all, self._in_thread, read_trained=self._read_trained
+                    weight_version, self._share_all, self._in_thread, read_trained=self._share_trained
                 )
             elif self._weights.loads_directly:
                 kept = self.worker.constants if self._has_given_constants else frozenset()
@@ -224,13 +226,25 @@ class StudentGroup:
         assert self._transfer is not None
         async with self._turn:
             version = self.worker.weight_version
-            await self._transfer.publish(version, self._read_all, self._in_thread, only_missing=True)
+            await self._transfer.publish(version, self._share_all, self._in_thread, only_missing=True)
 
-    def _read_all(self) -> Iterator[tuple[str, Tensor]]:
-        """First what no step changes."""
+    def _share_all(self) -> Iterator[tuple[str, Tensor]]:
+        """What rank 0 sends: first what no step changes, then all else, or that of its own stage alone, and the other
+        stages send theirs."""
         if self.worker.constants:
             yield from self._read("constants", in_place=True)
-        yield from self._read_trained()
+        yield from self._share_trained()
+
+    def _share_trained(self) -> Iterator[tuple[str, Tensor]]:
+        assert self._transfer is not None
+        if not self._transfer.shares:
+            yield from self._read_trained()
+            return
+        self._channel.send({"call": "send_weights", "kwargs": self._transfer.current})
+        yield from self.worker.weights("trained", in_place=True, by_stage=True)
+
+    def _join_weights(self, kwargs: dict[str, Any]) -> None:
+        self._channel.send({"call": "join_weights", "kwargs": kwargs})
 
     def _read_trained(self) -> Iterator[tuple[str, Tensor]]:
         return self._read("trained", in_place=True)
@@ -368,6 +382,12 @@ def execute(worker: StudentWorker, name: str, kwargs: dict[str, Any]) -> Any:
 
 def serve(worker: StudentWorker, channel: CommandChannel) -> bool:
     """Follow rank 0 until it says stop; whether that is because the run was asked to."""
+    sender = StageSender(worker)
     while (command := channel.receive())["call"] != "stop":
-        execute(worker, command["call"], command["kwargs"])
+        if command["call"] == "join_weights":
+            sender.join(**command["kwargs"])
+        elif command["call"] == "send_weights":
+            sender.send(**command["kwargs"])
+        else:
+            execute(worker, command["call"], command["kwargs"])
     return bool(command["kwargs"]["is_asked"])

@@ -56,8 +56,8 @@ def ending_in_order() -> Iterator[None]:
     ranks, which nothing depends on, they keep their effect: at once."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        for one in ENDING:
-            signal.signal(one, signal.SIG_IGN)  # the launcher does not wait for long
+        for one in ENDING:  # the launcher does not wait for long; of one that is pending and ignored Python complains
+            signal.signal(one, lambda *_: None)
         raise _Ended(number)
 
     before = {one: signal.getsignal(one) for one in ENDING}

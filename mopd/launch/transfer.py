@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -23,7 +25,8 @@ from torch import Tensor
 
 from mopd.config.groups import VllmEngineConfig
 from mopd.config.schema import Recipe
-from mopd.config.weights import BucketsConfig, IpcConfig
+from mopd.config.weights import BucketsConfig, CollectiveConfig, IpcConfig
+from mopd.launch.stages import waiting_s
 from mopd.student.weights import hf_tensors
 from mopd.student.worker import StudentWorker
 from mopd.transfer.buckets import TensorMeta, to_json
@@ -31,6 +34,7 @@ from mopd.transfer.group import GroupOrder, GroupStore, TransferFailed, Transfer
 from mopd.transfer.mapped import mapped_bytes, send_mapped
 from mopd.transfer.memory import SharedMemory
 from mopd.transfer.sending import Sent, send
+from mopd.transfer.stages import Words, of_sender
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -64,9 +68,11 @@ class Transfer:
         num_workers: int,
         device: torch.device = _CPU,
         num_constants: int = 0,
+        shares: Sequence[int] = (),
     ) -> None:
         """``metas``: every weight of the student, as it will travel; ``num_workers``: of one replica; ``device`` of
-        rank 0's parameters; ``num_constants``: how many of the first of ``metas`` no step changes."""
+        rank 0's parameters; ``num_constants``: how many of the first of ``metas`` no step changes; ``shares``:
+        how many of ``metas`` each pipeline stage sends, where each sends its own."""
         self._targets, self._cfg, self._metas, self._num_workers = targets, cfg, metas, num_workers
         self._group: TransferGroup | None = None
         self._order: GroupOrder | None = None
@@ -76,6 +82,13 @@ class Transfer:
         self._names: list[str] = []
         self._num_updates = 0
         self._num_constants, self._have_constants = num_constants, False
+        self.shares = tuple(shares)
+        """Of senders, if there are several."""
+        self.join_stages: Callable[[dict[str, Any]], None] = _no_stages
+        """Tells the other senders ``StageSender.join``, in the student's thread."""
+        self.current: dict[str, Any] = {}
+        """What the other senders are told in the update under way: ``StageSender.send``."""
+        self._words: Words | None = None
         self._numbers: dict[str, float] = {}
 
     def take_numbers(self) -> dict[str, float]:
@@ -136,7 +149,7 @@ class Transfer:
         in_thread: InThread,
     ) -> dict[str, str]:
         """Who has not got them, and why not."""
-        failures = await self._meet(names)
+        failures = await self._meet(names, in_thread)
         if failures:
             return failures
         assert self._group is not None and self._order is not None
@@ -154,11 +167,16 @@ class Transfer:
 
         skipped = 0 if read_trained is None or not self._have_constants else self._num_constants
         memory = self._memory
+        self.current = {"update": self.current.get("update", 0) + 1, "verify": verify}
 
         def work() -> Sent:
             stream = read_trained() if skipped and read_trained is not None else read()
             send_all = partial(send, group) if memory is None else partial(send_mapped, group, memory)
-            return send_all(self._metas, stream, bucket_bytes=self._bucket_bytes, verify=verify, num_skipped=skipped)
+            options: Any = {"bucket_bytes": self._bucket_bytes, "verify": verify, "num_skipped": skipped}
+            if not self.shares:
+                return send_all(self._metas, stream, **options)
+            with self._first_of_several():
+                return send_all(self._metas[: self.shares[0]], stream, **options)
 
         began = time.monotonic()
         try:
@@ -170,15 +188,28 @@ class Transfer:
         self._have_constants = not failures
         if sent is not None:
             seconds = time.monotonic() - began
+            num_bytes = sum(meta.num_bytes for meta in self._metas[skipped:])
             self._numbers = {
                 "timing/weights_gather_s": sent.gather_s,
                 "timing/weights_send_s": sent.send_s,
                 "timing/weights_load_s": load_s,
-                "rate/weights_mib_per_s": sent.num_bytes / 2**20 / seconds,
+                "rate/weights_mib_per_s": num_bytes / 2**20 / seconds,
             }
         return failures
 
-    async def _meet(self, names: list[str]) -> dict[str, str]:
+    @contextmanager
+    def _first_of_several(self) -> Iterator[None]:
+        """The block sends rank 0's share; afterwards all others are sent. ``TransferFailed`` if they are not."""
+        assert self._words is not None and self._order is not None
+        update, is_good = self.current["update"], False
+        try:
+            yield
+            is_good = True
+        finally:
+            self._words.pass_on(update, 1, is_good=is_good)
+        self._words.wait(update, len(self.shares), waiting_s(self._order))
+
+    async def _meet(self, names: list[str], in_thread: InThread) -> dict[str, str]:
         """The group of exactly these, in this order."""
         if self._group is not None and not self._group.is_over and names == self._names:
             return {}
@@ -197,6 +228,7 @@ class Transfer:
             bucket_bytes=self._bucket_bytes,
             timeout_s=timeout_s,
             memory="" if self._memory is None else self._memory.handles(num_receivers),
+            shares=self.shares,
         )
         told = {
             "group_id": order.group_id,
@@ -205,16 +237,24 @@ class Transfer:
             "bucket_bytes": order.bucket_bytes,
             "timeout_s": timeout_s,
             "memory": order.memory,
+            "shares": order.shares,
         }
+        own, tensors = order, to_json(self._metas)
+        if self.shares:
+            self._words, own = Words(order, store), of_sender(order, 0)
+            joining = {"order": {**told, "group_id": order.group_id}, "tensors": tensors.decode()}
+            await in_thread(lambda: self.join_stages(joining))
         given_up = threading.Event()
         device = self._device if self._memory is None else _CPU  # of signals where engines map the memory
-        meeting = asyncio.ensure_future(asyncio.to_thread(_meet, order, store, given_up, device))
+        meeting = asyncio.ensure_future(asyncio.to_thread(_meet, own, store, given_up, device))
         failures: dict[str, str] | None = None
         try:
-            failures = await self._targets.join(names, told, to_json(self._metas))
+            failures = await self._targets.join(names, told, tensors)
         finally:
             if failures != {}:
                 given_up.set()  # those that came are told so
+                if self._words is not None:
+                    self._words.call_off()
         group = await meeting
         if group is None or failures:
             if group is not None:
@@ -230,6 +270,10 @@ class Transfer:
             await asyncio.to_thread(group.close)
         if memory is not None:
             memory.close()
+
+
+def _no_stages(joining: dict[str, Any]) -> None:
+    raise RuntimeError("nobody speaks to the ranks of the other stages")
 
 
 def _meet(
@@ -255,6 +299,12 @@ def open_transfer(recipe: Recipe, worker: StudentWorker, targets: Targets) -> Tr
         for name, dtype, shape in hf_tensors(worker.dims, student)
     ]
     metas.sort(key=lambda meta: meta.name not in worker.constants)
+    shares: list[int] = []
+    if isinstance(cfg, CollectiveConfig) and worker.layout.pp_size > 1 and is_one_node():
+        names = [name for name, _, _ in hf_tensors(worker.dims, student)]
+        stages = dict(zip(names, worker.weight_stages(), strict=True))
+        metas.sort(key=lambda meta: stages[meta.name])
+        shares = [list(stages.values()).count(stage) for stage in range(worker.layout.pp_size)]
     # replicas on shared GPUs lose theirs in every turn
     num_constants = 0 if recipe.shares_gpus else len(worker.constants)
     return Transfer(
@@ -264,4 +314,10 @@ def open_transfer(recipe: Recipe, worker: StudentWorker, targets: Targets) -> Tr
         num_workers=num_workers,
         device=worker.layout.device,
         num_constants=num_constants,
+        shares=shares,
     )
+
+
+def is_one_node() -> bool:
+    """All ranks can reach rank 0's loopback: torchrun has one agent, or there is none."""
+    return os.environ.get("GROUP_WORLD_SIZE", "1") == "1"

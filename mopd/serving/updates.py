@@ -37,7 +37,7 @@ from mopd.serving.bodies import BodyReader
 from mopd.serving.errors import Refusal, bad_request, busy, stale_weights
 from mopd.serving.host import EngineHost
 from mopd.text import one_line
-from mopd.transfer.buckets import TensorMeta, from_json
+from mopd.transfer.buckets import from_json
 from mopd.transfer.group import GroupOrder
 from mopd.wire.limits import CONTENT_TYPE, MAX_CHUNK_BYTES
 from mopd.wire.messages import Message, MessageT, WireError, encode
@@ -50,8 +50,8 @@ SMALL_BYTES = 2**16
 """Limit of bodies that only say what to do."""
 RETRY_AFTER_S = 0.2
 """Of requests that are turned away while what runs ends."""
-MAX_JOIN_VALUES = 2_000_000
-"""Of the tensors' list."""
+MAX_JOIN_BYTES, MAX_JOIN_VALUES = 2**24, 2_000_000
+"""Of the tensors' list: some hundred thousand tensors."""
 QUIT_S = 3.0
 """For what waits in a group that was left to end."""
 _NO_UPDATE = "no such weight update: it was replaced, or silent for too long"
@@ -80,8 +80,7 @@ class WeightUpdates:
         self._group_id = ""
         self._joining: asyncio.Future[None] | None = None
         self._reception: asyncio.Task[Reception] | None = None
-        self._leaving: asyncio.Future[None] | None = None
-        """Kept, so that nothing forgets it."""
+        self._leaving: asyncio.Future[None] | None = None  # kept, so that nothing forgets it
 
     @property
     def is_running(self) -> bool:
@@ -178,9 +177,11 @@ class WeightUpdates:
             bucket_bytes=message.bucket_bytes,
             timeout_s=message.timeout_s,
             memory=message.memory,
+            shares=message.shares,
         )
         try:
-            metas = await asyncio.to_thread(_read_metas, message)
+            text = message.tensors.tobytes()
+            metas = await asyncio.to_thread(lambda: from_json(parse_json(text, max_values=MAX_JOIN_VALUES)))
             await self._host.engine.incoming.join(order, message.first_rank, metas)
         except WeightsLost as error:
             raise stale_weights(one_line(error)) from error
@@ -329,10 +330,6 @@ class WeightUpdates:
             self._update = None
 
 
-def _read_metas(message: WeightJoin) -> list[TensorMeta]:
-    return from_json(parse_json(message.tensors.tobytes(), max_values=MAX_JOIN_VALUES))
-
-
 class Read(Protocol):
     """How a server reads a message of a request."""
 
@@ -378,7 +375,7 @@ class WeightRoutes:
     async def join(self, request: Request) -> Response:
         """Enter a group over which weights will come."""
         self._updates.require_not_fixed()
-        message = await self._read(request, WeightJoin, MAX_CHUNK_BYTES, self._large)
+        message = await self._read(request, WeightJoin, MAX_JOIN_BYTES, self._large)
         await self._call(self._updates.join(message))
         return self._version()
 

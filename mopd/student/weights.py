@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,9 +62,10 @@ def iter_hf_weights(
     *,
     takes: Callable[[Placed], bool] = lambda placed: True,
     in_place: bool = False,
+    by_stage: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """The whole model, or what ``takes`` chooses of it, as ``(hf_name, tensor)`` in checkpoint order, on rank 0 of the
-    job.
+    job; ``by_stage`` each pipeline stage's own on its first rank.
 
     Collective: every rank must exhaust the iterator with the same choice, though only rank 0 gets items. Ranks that
     hold second copies of everything they hold do not communicate. Vocabulary padding is stripped; tied embeddings come
@@ -81,22 +82,26 @@ def iter_hf_weights(
         return
     owned = {placed.megatron[0]: param for placed, param in _owned_params(model_chunks, dims, layout)}
     config: Any = _unwrap(model_chunks[0]).config
-    stages = Stages(
-        pipeline_model_parallel_size=layout.pp_size,
-        virtual_pipeline_model_parallel_size=len(model_chunks),
-        num_layers_in_first_pipeline_stage=config.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=config.num_layers_in_last_pipeline_stage,
-    )
+    stages, way = _stages(model_chunks, layout), _Way(in_place, by_stage)
     for placed in filter(takes, families.all_params(dims)):
         tensors: Iterator[tuple[str, Tensor]] = iter(())
         dtype = torch.float32 if placed.param.stays_fp32 else config.params_dtype
         stage = placed.stage(dims, stages)
+        if by_stage and stage != layout.pp_rank:
+            continue
         if placed.expert is None:
             if layout.copy == 0:
-                tensors = _export_shared(placed, stage, dtype, owned, dims, layout, in_place)
+                tensors = _export_shared(placed, stage, dtype, owned, dims, layout, way)
         elif layout.edp_rank == 0:
-            tensors = _export_expert(placed, stage, dtype, owned, dims, layout, in_place)
+            tensors = _export_expert(placed, stage, dtype, owned, dims, layout, way)
         yield from tensors if in_place else ((name, tensor.cpu()) for name, tensor in tensors)
+
+
+def hf_stages(model_chunks: Sequence[torch.nn.Module], dims: ModelDims, layout: Layout) -> Iterator[int]:
+    """The pipeline stage of each of ``hf_tensors``."""
+    stages = _stages(model_chunks, layout)
+    for placed in families.all_params(dims):
+        yield from [placed.stage(dims, stages)] * len(placed.hf_names)
 
 
 def hf_tensors(dims: ModelDims, dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
@@ -107,6 +112,23 @@ def hf_tensors(dims: ModelDims, dtype: torch.dtype) -> Iterator[tuple[str, torch
         yield from ((name, own, tuple(shape)) for name, shape in zip(placed.hf_names, placed.hf_shapes, strict=True))
 
 
+class _Way(NamedTuple):
+    """Options of ``iter_hf_weights``."""
+
+    in_place: bool
+    by_stage: bool
+
+
+def _stages(model_chunks: Sequence[torch.nn.Module], layout: Layout) -> Stages:
+    config: Any = _unwrap(model_chunks[0]).config
+    return Stages(
+        pipeline_model_parallel_size=layout.pp_size,
+        virtual_pipeline_model_parallel_size=len(model_chunks),
+        num_layers_in_first_pipeline_stage=config.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=config.num_layers_in_last_pipeline_stage,
+    )
+
+
 def _export_shared(
     placed: Placed,
     stage: int,
@@ -114,7 +136,7 @@ def _export_shared(
     owned: Mapping[str, Tensor],
     dims: ModelDims,
     layout: Layout,
-    in_place: bool,
+    way: _Way,
 ) -> Iterator[tuple[str, Tensor]]:
     """A parameter outside the experts: shards go to the stage's first tensor-parallel rank, tensors to rank 0."""
     if layout.tp_rank != 0 and layout.pp_rank != stage:
@@ -123,9 +145,9 @@ def _export_shared(
     if layout.pp_rank == stage:
         local = _own(placed, owned, dtype)
         shards = [local] if placed.param.merge == "replicated" else _gather_shards(local, layout.tp_group)
-        tensors = split_shards(placed, shards, dims, shares_memory=in_place) if layout.tp_rank == 0 else []
+        tensors = split_shards(placed, shards, dims, shares_memory=way.in_place) if layout.tp_rank == 0 else []
     if layout.tp_rank == 0:
-        yield from _pass_on(placed, tensors, stage, dtype, layout)
+        yield from _pass_on(placed, tensors, stage, dtype, layout, way)
 
 
 def _export_expert(
@@ -135,7 +157,7 @@ def _export_expert(
     owned: Mapping[str, Tensor],
     dims: ModelDims,
     layout: Layout,
-    in_place: bool,
+    way: _Way,
 ) -> Iterator[tuple[str, Tensor]]:
     """An expert's parameter: shards go to the first rank that shares the expert, tensors to the stage's first rank (the
     first of every group that it is in), then to rank 0."""
@@ -143,22 +165,22 @@ def _export_expert(
     tensors: list[Tensor] = []
     if layout.pp_rank == stage and layout.ep_rank == owner:
         shards = _gather_shards(_own(placed, owned, dtype), layout.etp_group)
-        tensors = split_shards(placed, shards, dims, shares_memory=in_place) if layout.etp_rank == 0 else []
+        tensors = split_shards(placed, shards, dims, shares_memory=way.in_place) if layout.etp_rank == 0 else []
     if layout.etp_rank != 0:
         return
     if layout.pp_rank == stage and owner != 0:
         tensors = _move(placed, tensors, owner, dtype, layout.ep_group)
     if layout.ep_rank == 0:
-        yield from _pass_on(placed, tensors, stage, dtype, layout)
+        yield from _pass_on(placed, tensors, stage, dtype, layout, way)
 
 
 def _pass_on(
-    placed: Placed, tensors: list[Tensor], stage: int, dtype: torch.dtype, layout: Layout
+    placed: Placed, tensors: list[Tensor], stage: int, dtype: torch.dtype, layout: Layout, way: _Way
 ) -> Iterator[tuple[str, Tensor]]:
-    """From the first rank of ``stage`` to rank 0 of the job, which yields."""
-    if stage != 0 and layout.pp_rank in (0, stage):
+    """From the first rank of ``stage`` to rank 0 of the job, which yields, unless each stage's does."""
+    if not way.by_stage and stage != 0 and layout.pp_rank in (0, stage):
         tensors = _move(placed, tensors, stage, dtype, layout.pp_group)
-    if layout.pp_rank == 0:
+    if way.by_stage or layout.pp_rank == 0:
         yield from zip(placed.hf_names, tensors, strict=True)
 
 

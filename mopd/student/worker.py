@@ -38,7 +38,7 @@ from mopd.student.optimizer import build_optimizer, complete_weights, guarded_st
 from mopd.student.reading import StageReader, one_ahead
 from mopd.student.schedule import HookFor, Shape, run_schedule
 from mopd.student.vision import clock_of, constant_names
-from mopd.student.weights import iter_hf_weights, load_hf_into
+from mopd.student.weights import hf_stages, iter_hf_weights, load_hf_into
 from mopd.types import DomainSums, MicroBatchPlan, NonFiniteError, SampleMeta, UserError
 
 _MAX_NAMED_SAMPLES = 8
@@ -211,15 +211,17 @@ class StudentWorker:
         by_id = dict(zip(ids, torch.split(flat.cpu(), lengths), strict=True))
         return [by_id[sample.sample_id] for sample in samples]
 
-    def weights(self, part: WeightPart = "all", *, in_place: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Weights as ``(hf_name, tensor)`` on rank 0, of the CPU or ``in_place`` (see ``iter_hf_weights``): all, the
-        ``constants`` or the others; other ranks get nothing but must exhaust the iterator."""
+    def weights(
+        self, part: WeightPart = "all", *, in_place: bool = False, by_stage: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Weights as ``(hf_name, tensor)`` on rank 0, of the CPU or ``in_place``, or ``by_stage`` (see
+        ``iter_hf_weights``): all, the ``constants`` or the others; every rank must exhaust the iterator."""
 
         def takes(placed: Placed) -> bool:
             return part == "all" or (placed.hf_names[0] in self.constants) == (part == "constants")
 
         complete_weights(self._chunks)
-        items = iter_hf_weights(self._chunks, self.dims, self.layout, takes=takes, in_place=in_place)
+        items = iter_hf_weights(self._chunks, self.dims, self.layout, takes=takes, in_place=in_place, by_stage=by_stage)
         while True:
             # The consumer between two items must not run under the shim.
             with cpu_shim.activate():
@@ -227,6 +229,10 @@ class StudentWorker:
             if item is None:
                 return
             yield item
+
+    def weight_stages(self) -> list[int]:
+        """See ``hf_stages``."""
+        return list(hf_stages(self._chunks, self.dims, self.layout))
 
     def lend(self) -> None:
         """Give back what the rollout may use, on every rank; between two steps. See ``Lending``."""

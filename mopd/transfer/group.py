@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,16 @@ class GroupOrder:
     """Deadline of every operation: nobody waits longer for a peer that says nothing."""
     memory: str = ""
     """Where buckets are read in rank 0's memory (``mopd.transfer.mapped``): its handles, one for each receiver."""
+    shares: tuple[int, ...] = ()
+    """How many tensors each of several senders has (``mopd.transfer.stages``); empty where rank 0 has them all."""
+
+
+class GivenUp(Protocol):
+    """``threading.Event``, or what else can be asked."""
+
+    def is_set(self) -> bool:
+        """It is no use to wait any longer."""
+        ...
 
 
 class GroupStore:
@@ -69,7 +79,7 @@ class TransferGroup:
         rank: int,
         store: GroupStore | None = None,
         *,
-        given_up: threading.Event | None = None,
+        given_up: GivenUp | None = None,
         device: torch.device | None = None,
     ) -> None:
         """Blocks until all are there, or somebody has ``given_up`` waiting: rank 0 for everybody, another for itself.
@@ -183,7 +193,7 @@ class Pending:
         self._work = None
 
 
-def _meet(store: PrefixStore, order: GroupOrder, rank: int, given_up: threading.Event) -> None:
+def _meet(store: PrefixStore, order: GroupOrder, rank: int, given_up: GivenUp) -> None:
     """Rank 0 says whether all are there: who connects to others before that waits for those that never come."""
     deadline = time.monotonic() + order.timeout_s
     if rank:

@@ -27,6 +27,7 @@ from mopd.transfer.memory import SharedMemory, open_memory
 from mopd.transfer.pieces import Expected, Part, cut_pieces
 from mopd.transfer.receiving import Receiver
 from mopd.transfer.sending import Sent, next_tensor, require_finite, to_the_end
+from mopd.transfer.stages import StagesReceiver
 
 
 def mapped_bytes(metas: Sequence[TensorMeta], bucket_bytes: int) -> int:
@@ -193,9 +194,15 @@ def open_receiver(
     slots: Mapping[str, Tensor] | None = None,
     device: torch.device | None = None,
     given_up: threading.Event | None = None,
-) -> Receiver | MappedReceiver:
+) -> Receiver | MappedReceiver | StagesReceiver:
     """The one that fits the order; arguments and errors are ``Receiver``'s, and ``ValueError`` for memory that cannot
     be opened."""
+    if order.shares:
+
+        def enter(one: GroupOrder, share: Sequence[TensorMeta]) -> Receiver:
+            return Receiver(one, rank, share, keeps_views=keeps_views, slots=slots, device=device, given_up=given_up)
+
+        return StagesReceiver(order, metas, enter)
     if not order.memory:
         return Receiver(order, rank, metas, keeps_views=keeps_views, slots=slots, device=device, given_up=given_up)
     return MappedReceiver(

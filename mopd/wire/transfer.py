@@ -16,6 +16,7 @@ MAX_WORLD = 65536
 MAX_BUCKET_BYTES = 2**34
 MAX_TIMEOUT_S = 86400.0
 MAX_MEMORY_CHARS = 2**16
+MAX_SENDERS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ class WeightJoin(Message):
     """JSON: ``[name, dtype, shape]`` each, in the order in which they will come."""
     memory: str
     """Handles of rank 0's memory, where buckets are read there (``mopd.transfer.memory``); empty where they travel."""
+    shares: tuple[int, ...] = ()
+    """Tensors of each of several senders, in order; empty where there is one."""
 
     def check(self) -> None:
         """See ``Message.check``."""
@@ -49,6 +52,10 @@ class WeightJoin(Message):
             raise WireError(f"bucket_bytes is {self.bucket_bytes}")
         if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
             raise WireError(f"timeout_s is {self.timeout_s}")
+        if len(self.shares) > MAX_SENDERS or any(type(share) is not int or share < 1 for share in self.shares):
+            raise WireError(f"shares are not up to {MAX_SENDERS} numbers of 1 or more")
+        if self.shares and self.memory:
+            raise WireError("both shares and memory are given")
         if len(self.memory) > MAX_MEMORY_CHARS:
             raise WireError(f"memory has {len(self.memory)} characters, the limit is {MAX_MEMORY_CHARS}")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mopd.bench.weights.measure import BARE, COLLECTIVE, HTTP, MIB, Contest, measure
+from mopd.bench.weights.measure import BARE, HTTP, MIB, Contest, measure
 from mopd.config.weights import MAX_BUCKET_MIB
 from mopd.report.terminal import Terminal
 from mopd.types import UserError
@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
             measure(
                 mb * 10**6,
                 replicas,
+                way=args.way,
                 num_stages=args.stages,
                 bucket_mib=args.bucket_mib,
                 num_rounds=args.rounds,
@@ -74,8 +75,8 @@ def check(args: argparse.Namespace) -> None:
 
 def goals(contest: Contest) -> dict[str, dict[str, Any]]:
     """Values beside their bounds."""
-    of_bare, over_http = contest.ratio(BARE, COLLECTIVE), contest.ratio(HTTP, COLLECTIVE)
-    buckets = contest.extra_buckets(COLLECTIVE)
+    of_bare, over_http = contest.ratio(BARE, contest.way), contest.ratio(HTTP, contest.way)
+    buckets = contest.extra_buckets(contest.way)
     return {
         "of_bare_broadcast": {
             "value": of_bare, "at_least": LEAST_OF_BARE, "is_met": of_bare >= LEAST_OF_BARE
@@ -100,7 +101,7 @@ def show(contests: list[Contest]) -> None:
     for contest in contests:
         title = f"{contest.num_bytes / 1e9:.2f} GB to {contest.num_replicas}"
         table = Table(title, "s", "GB/s", "x bare", "sender MiB", "receiver MiB")
-        for way in (BARE, COLLECTIVE, HTTP):
+        for way in (BARE, contest.way, HTTP):
             extra = contest.extra_bytes.get(way)
             table.add_row(
                 way,

@@ -3,7 +3,7 @@
 ::
 
     bare        a gloo broadcast of as many bytes, bucket by bucket, from and into the same two buckets
-    collective  ``weight_sync: {type: collective}``: Transfer, servers' /v1/weights/join, start, finish
+    collective  ``weight_sync: {type: collective}``, or ``ipc``: Transfer, servers' /v1/weights/join, start, finish
     http        ``weight_sync: {type: http}``: staged here, sent in pieces, swapped in
 
 Student and servers are real and the same for both ways; who takes part in the bare broadcast is a process of its own.
@@ -29,12 +29,13 @@ from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
 from mopd.bench.clock import Others
 from mopd.bench.weights.memory import DevicePeaks, HostPeaks
 from mopd.bench.weights.student import BenchStudent, bench_student, forks, write_config
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
-from mopd.config.weights import CollectiveConfig
+from mopd.config.weights import CollectiveConfig, IpcConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import SamplingParams
 from mopd.launch.transfer import Transfer
@@ -48,7 +49,9 @@ from mopd.transfer.group import GroupOrder, GroupStore, Pending, TransferGroup
 from mopd.types import UserError
 
 MIB = 2**20
-BARE, COLLECTIVE, HTTP = "bare broadcast", "collective", "http"
+BARE, HTTP = "bare broadcast", "http"
+WAYS: dict[str, type[CollectiveConfig] | type[IpcConfig]] = {"collective": CollectiveConfig, "ipc": IpcConfig}
+"""That are measured beside both; one at a time, as an engine is in one group."""
 TIMEOUT_S = 300.0
 LOOK_EVERY_S = 0.1
 TOKEN = secrets.token_hex(16)
@@ -60,13 +63,15 @@ SAMPLING = SamplingParams(max_new_tokens=4)
 class Contest:
     """One student and one number of replicas: values of each round, the warm-up left out."""
 
+    way: str
+    """Of ``WAYS``."""
     num_bytes: int
     num_replicas: int
     num_stages: int
     bucket_bytes: int
     seconds: dict[str, list[float]]
     phases: dict[str, float]
-    """Medians of the collective's: see ``Transfer.take_numbers``."""
+    """Medians of ``way``'s: see ``Transfer.take_numbers``."""
     extra_bytes: dict[str, dict[str, int]]
     """By way: the most memory that the ``sender`` and any ``receiver`` took above what they had."""
     others_cores: float | None
@@ -87,12 +92,13 @@ async def measure(
     num_bytes: int,
     num_replicas: int,
     *,
+    way: str,
     num_stages: int,
     bucket_mib: int,
     num_rounds: int,
     progress: Callable[[str], None],
 ) -> Contest:
-    """A warm-up, then ``num_rounds`` rounds of all ways.
+    """A warm-up, then ``num_rounds`` rounds of the bare broadcast, ``way`` (of ``WAYS``) and HTTP.
 
     Raises:
         UserError: a server did not start, or answers otherwise after one way than after the other.
@@ -101,12 +107,12 @@ async def measure(
         folder = Path(name)
         write_config(folder / "model", num_bytes, num_stages)
         student = stack.enter_context(bench_student(folder / "model", num_stages))
-        require_gpus(student.device, num_replicas)
+        require_gpus(student.device, num_replicas, way)
         size = sum(meta.num_bytes for meta in student.metas)
         bare = stack.enter_context(_bare(size, bucket_mib * MIB, num_replicas, student.device))
         async with _replicas(folder, num_replicas, student.device) as servers:
             progress(f"weights: {size / 1e9:.2f} GB, {num_replicas} replicas, warming up")
-            rounds = Rounds(student, servers, bucket_mib)
+            rounds = Rounds(student, servers, bucket_mib, way)
             try:
                 await rounds.begin()
                 await asyncio.to_thread(bare)
@@ -119,6 +125,7 @@ async def measure(
             finally:
                 await rounds.close()
     return Contest(
+        way=way,
         num_bytes=size,
         num_replicas=num_replicas,
         num_stages=num_stages,
@@ -130,8 +137,13 @@ async def measure(
     )
 
 
-def require_gpus(device: torch.device, num_replicas: int) -> None:
-    """``UserError`` on a machine whose GPUs are too few for one each."""
+def require_gpus(device: torch.device, num_replicas: int, way: str) -> None:
+    """``UserError`` on a machine whose GPUs are too few for one each, or where this is no way."""
+    if device.type == "cuda" and way == "ipc":
+        raise UserError(
+            "bench weights: --way ipc, but engines have GPUs of their own here: set CUDA_VISIBLE_DEVICES= for the CPU "
+            "(one GPU: tools/gpu_student.py --stages ipc)"
+        )
     if device.type == "cuda" and torch.cuda.device_count() <= num_replicas:
         raise UserError(
             f"bench weights: the student and {num_replicas} replicas need a GPU each, and this machine has "
@@ -142,7 +154,7 @@ def require_gpus(device: torch.device, num_replicas: int) -> None:
 class Rounds:
     """Both ways to the same servers."""
 
-    def __init__(self, student: BenchStudent, servers: dict[RemoteEngine, int], bucket_mib: int) -> None:
+    def __init__(self, student: BenchStudent, servers: dict[RemoteEngine, int], bucket_mib: int, way: str) -> None:
         self._student, self._engines = student, list(servers)
         is_cuda = student.device.type == "cuda"
         self._peaks = DevicePeaks if is_cuda else HostPeaks
@@ -151,20 +163,23 @@ class Rounds:
         replicas = [Replica(name=engine.name, engine=engine) for engine in self._engines]
         self._router = Router("bench", replicas, RoutingConfig(), kind="rollout")
         targets = TransferTargets(self._router, num_workers=1, on_running="finish", drain_s=TIMEOUT_S)
-        cfg = CollectiveConfig(type="collective", bucket_mib=bucket_mib)
-        self._transfer = Transfer(targets, cfg, student.metas, num_workers=1, device=student.device)
+        cfg = WAYS[way](type=way, bucket_mib=bucket_mib)  # type: ignore[arg-type]
+        self._way = way
+        shares = student.shares if way == "collective" else []
+        self._transfer = Transfer(targets, cfg, student.metas, num_workers=1, device=student.device, shares=shares)
+        self._transfer.join_stages = student.join
         self._thread = ThreadPoolExecutor(1)
         self._version = -1
-        self.seconds: dict[str, list[float]] = {BARE: [], COLLECTIVE: [], HTTP: []}
+        self.seconds: dict[str, list[float]] = {BARE: [], way: [], HTTP: []}
         self.phases: list[dict[str, float]] = []
-        self.extra_bytes = {way: {"sender": 0, "receiver": 0} for way in (COLLECTIVE, HTTP)}
+        self.extra_bytes = {name: {"sender": 0, "receiver": 0} for name in (way, HTTP)}
 
     async def begin(self) -> None:
         """What updates take in memory. On a CPU the first one says nothing: engines without weights have never touched
         their own; and what is freed after one by HTTP may be taken again unseen."""
         self._student.change()
         if self._student.device.type == "cpu":
-            await self._publish(COLLECTIVE)
+            await self._publish(self._way)
         for way in self.extra_bytes:
             peaks = self._peaks(self._holders)
             await self._publish(way)
@@ -200,13 +215,20 @@ class Rounds:
     async def _publish(self, way: str) -> float:
         self._version += 1
         started = time.perf_counter()
-        if way == COLLECTIVE:
-            await self._transfer.publish(self._version, lambda: self._student.read(in_place=True), self._in_thread)
+        if way == self._way:
+            await self._transfer.publish(self._version, self._stream, self._in_thread)
         else:
             sync = GroupWeightSync(self._router)
-            read = self._student.read(in_place=False)
-            await sync.send(await self._in_thread(lambda: sync.stage(read, self._version)))
+            await sync.send(
+                await self._in_thread(lambda: sync.stage(self._student.read(in_place=False), self._version))
+            )
         return time.perf_counter() - started
+
+    def _stream(self) -> Iterator[tuple[str, Tensor]]:
+        if self._transfer.shares:
+            yield from self._student.share(self._transfer.current)
+        else:
+            yield from self._student.read(in_place=True)
 
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,11 @@ from mopd import cpu_shim
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.reading import read_dims
+from mopd.launch.stages import StageSender
 from mopd.student import parallel
 from mopd.student.model.gpt import build_model
-from mopd.student.weights import hf_tensors, iter_hf_weights
+from mopd.student.weights import hf_stages, hf_tensors, iter_hf_weights
+from mopd.student.worker import WeightPart
 from mopd.transfer.buckets import TensorMeta
 from mopd.types import UserError
 
@@ -104,9 +107,17 @@ class Stage:
         if self.layout.is_last_stage:
             self._model.decoder.final_layernorm.weight.mul_(1.5)
 
-    def read(self, *, in_place: bool) -> Iterator[tuple[str, Tensor]]:
-        """As ``StudentWorker.weights``, of all ranks."""
-        return iter_hf_weights([self._model], self.dims, self.layout, in_place=in_place)
+    def stages(self) -> list[int]:
+        """See ``hf_stages``."""
+        return list(hf_stages([self._model], self.dims, self.layout))
+
+    def help(self, *, in_place: bool) -> None:
+        """Rank 0 gets all weights."""
+        deque(self.weights("all", in_place=in_place, by_stage=False), maxlen=0)
+
+    def weights(self, part: WeightPart, *, in_place: bool, by_stage: bool) -> Iterator[tuple[str, Tensor]]:
+        """As ``StudentWorker.weights``; all are trained."""
+        return iter_hf_weights([self._model], self.dims, self.layout, in_place=in_place, by_stage=by_stage)
 
 
 class BenchStudent:
@@ -123,18 +134,31 @@ class BenchStudent:
         self._stage = Stage(folder, 0, num_stages)
         self.device = self._stage.layout.device
         """A GPU where there is one."""
-        self.metas = [TensorMeta(*tensor) for tensor in hf_tensors(self._stage.dims, torch.float32)]
-        """Of every weight."""
+        metas = [TensorMeta(*tensor) for tensor in hf_tensors(self._stage.dims, torch.float32)]
+        stages = self._stage.stages()
+        self.metas = [metas[i] for i in sorted(range(len(metas)), key=lambda i: stages[i])]
+        """Of every weight, stage by stage."""
+        self.shares = [stages.count(stage) for stage in range(num_stages)] if num_stages > 1 else []
+        """Of each stage, where there are several."""
 
     def change(self) -> None:
         """See ``Stage.change``."""
-        self._tell("change")
+        self._tell("change", {})
         self._stage.change()
 
     def read(self, *, in_place: bool) -> Iterator[tuple[str, Tensor]]:
-        """See ``Stage.read``."""
-        self._tell("read")
-        return self._stage.read(in_place=in_place)
+        """All, on rank 0."""
+        self._tell("help", {"in_place": in_place})
+        return self._stage.weights("all", in_place=in_place, by_stage=False)
+
+    def share(self, current: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        """Of rank 0's stage; the others send theirs as in ``current`` (``Transfer.current``)."""
+        self._tell("send", current)
+        return self._stage.weights("all", in_place=True, by_stage=True)
+
+    def join(self, joining: dict[str, Any]) -> None:
+        """See ``Transfer.join_stages``."""
+        self._tell("join", joining)
 
     def close(self) -> None:
         """End the other ranks."""
@@ -142,19 +166,24 @@ class BenchStudent:
             process.terminate()
             process.join()
 
-    def _tell(self, what: str) -> None:
+    def _tell(self, what: str, options: dict[str, Any]) -> None:
         for _, end in self._others:
-            end.send(what)
+            end.send((what, options))
 
 
 def _follow(folder: Path, rank: int, num_stages: int, end: Connection) -> None:
     """Another rank's whole life."""
     stage = Stage(folder, rank, num_stages)
+    sender = StageSender(stage)
+    calls: dict[str, Callable[..., None]] = {
+        "change": stage.change,
+        "help": stage.help,
+        "join": sender.join,
+        "send": sender.send,
+    }
     while True:
-        if end.recv() == "change":
-            stage.change()
-        else:
-            deque(stage.read(in_place=True), maxlen=0)
+        what, options = end.recv()
+        calls[what](**options)
 
 
 @contextmanager

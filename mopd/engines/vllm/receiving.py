@@ -29,6 +29,7 @@ from mopd.transfer.buckets import from_json
 from mopd.transfer.group import GroupOrder, TransferFailed
 from mopd.transfer.mapped import MappedReceiver, open_receiver
 from mopd.transfer.receiving import Receiver
+from mopd.transfer.stages import StagesReceiver
 
 BACKEND = "mopd"
 """``weight_transfer_config.backend``."""
@@ -70,7 +71,7 @@ class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    receiver: Receiver | MappedReceiver | None = None
+    receiver: Receiver | MappedReceiver | StagesReceiver | None = None
     failure: str | None = None
     """Of the last call."""
     reception = Reception(wait_s=0.0, load_s=0.0)

@@ -107,7 +107,7 @@ class Sender:
                 assert [engine.weight_version for engine in engines] == [version] * len(engines)
                 version += 1
                 if here:
-                    found["is_student"] &= _hold(list(by_group._read_all()), [one.weight_slots for one in here])
+                    found["is_student"] &= _hold(list(by_group._read("all")), [one.weight_slots for one in here])
                 if sends.get("sees"):
                     found["num_skipped"].append([one.incoming._receiver.num_skipped for one in here])
                 else:

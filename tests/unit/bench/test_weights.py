@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from mopd.bench.weights.command import goals, show
-from mopd.bench.weights.measure import BARE, COLLECTIVE, HTTP, MIB, Contest
+from mopd.bench.weights.measure import BARE, HTTP, MIB, Contest
 from mopd.bench.weights.memory import HostPeaks
 from mopd.cli import main
+
+WAY = "collective"
 
 
 def test_both_ways_bring_the_same_weights_and_are_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,10 +23,10 @@ def test_both_ways_bring_the_same_weights_and_are_told(capsys: pytest.CaptureFix
     assert main(["bench", "weights", *options]) in (0, 1)
     (told,) = json.loads(capsys.readouterr().out)
     assert 11e6 < told["num_bytes"] < 13e6
-    assert {way: len(times) for way, times in told["seconds"].items()} == {BARE: 1, COLLECTIVE: 1, HTTP: 1}
+    assert {way: len(times) for way, times in told["seconds"].items()} == {BARE: 1, WAY: 1, HTTP: 1}
     assert all(seconds > 0 for seconds in told["median_s"].values())
     assert told["phases"]["timing/weights_update_s"] > 0
-    assert told["extra_bytes"].keys() == {COLLECTIVE, HTTP}
+    assert told["extra_bytes"].keys() == {WAY, HTTP}
     assert told["goals"].keys() == {"of_bare_broadcast", "over_http", "extra_buckets"}
 
 
@@ -41,18 +43,19 @@ def test_peaks_see_what_is_freed_again() -> None:
 
 def test_goals_are_medians_of_ratios(capsys: pytest.CaptureFixture[str]) -> None:
     contest = Contest(
+        way=WAY,
         num_bytes=10**9,
         num_replicas=1,
         num_stages=1,
         bucket_bytes=MIB,
-        seconds={BARE: [1.0, 1.0, 8.0], COLLECTIVE: [2.0, 1.0, 10.0], HTTP: [8.0, 4.0, 10.0]},
+        seconds={BARE: [1.0, 1.0, 8.0], WAY: [2.0, 1.0, 10.0], HTTP: [8.0, 4.0, 10.0]},
         phases={"timing/weights_gather_s": 0.5},
-        extra_bytes={COLLECTIVE: {"sender": MIB, "receiver": 2 * MIB}, HTTP: {"sender": 10**9, "receiver": 10**9}},
+        extra_bytes={WAY: {"sender": MIB, "receiver": 2 * MIB}, HTTP: {"sender": 10**9, "receiver": 10**9}},
         others_cores=None,
     )
     found = {name: (goal["value"], goal["is_met"]) for name, goal in goals(contest).items()}
     assert found == {"of_bare_broadcast": (0.8, True), "over_http": (4.0, True), "extra_buckets": (2.0, True)}
-    slower = replace(contest, seconds={**contest.seconds, COLLECTIVE: [4.0, 2.0, 20.0]})
+    slower = replace(contest, seconds={**contest.seconds, WAY: [4.0, 2.0, 20.0]})
     assert [goal["is_met"] for goal in goals(slower).values()] == [False, False, True]
     show([slower])
     assert "of_bare_broadcast: 0.40, goal >= 0.7: missed" in capsys.readouterr().out

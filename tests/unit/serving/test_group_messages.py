@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.torch.engine import TorchEngine
+from mopd.serving.updates import MAX_JOIN_BYTES
 from mopd.transfer import group as transfer_group
 from mopd.transfer.buckets import TensorMeta, to_json
 from mopd.transfer.group import GroupOrder, GroupStore, TransferGroup
 from mopd.transfer.sending import send
-from mopd.wire.limits import MAX_CHUNK_BYTES
 from mopd.wire.messages import Message, decode, encode
 from mopd.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
 from tests.fixtures.servers import RunningServer, running_server, wait_until
@@ -191,7 +191,7 @@ def test_a_long_list_is_refused_and_stops_nobody(rollout: RunningServer) -> None
     looking.join()
     assert response.status_code == 400, response.text
     assert slowest[0] < 5.0
-    assert post(rollout, PATHS[0], b"x" * (MAX_CHUNK_BYTES + 1)).status_code == 413
+    assert post(rollout, PATHS[0], b"x" * (MAX_JOIN_BYTES + 1)).status_code == 413
     for path in PATHS[1:]:
         assert post(rollout, path, b"x" * (2**16 + 1)).status_code == 413
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mopd.transfer.buckets import Bucket, TensorMeta, digest
 from mopd.transfer.group import GroupOrder, GroupStore, TransferFailed, TransferGroup
-from mopd.transfer.pieces import LARGE_BYTES, Piece, cut_pieces
+from mopd.transfer.pieces import LARGE_BYTES, Expected, Piece, cut_pieces
 from mopd.transfer.receiving import Receiver
 from mopd.transfer.sending import Sent, send
 from mopd.types import NonFiniteError
@@ -84,6 +84,22 @@ def test_neighbours_that_are_small_share_a_bucket_and_large_ones_are_cut() -> No
     large = [part for part in parts if isinstance(part, Piece) and part.meta.name == "large"]
     assert torch.equal(torch.cat([part.of(weights["large"]) for part in large]), weights["large"].view(-1))
     assert [part.is_last for part in large] == [False, False, True]
+
+
+def test_what_never_came_is_not_left_out() -> None:
+    metas = metas_of(make_weights())
+    expected = Expected(metas, lambda announced: cut_pieces(announced, BUCKET))
+    with pytest.raises(TransferFailed, match="2 of 8 weights are left out, which never came"):
+        expected.skip(2)
+    assert expected.parts == cut_pieces(metas, BUCKET)
+    expected.has_all = True
+    expected.skip(2)
+    assert expected.parts == cut_pieces(metas[2:], BUCKET)
+    for count in (-1, len(metas), 2**40):
+        with pytest.raises(TransferFailed):
+            expected.skip(count)
+    expected.skip(0)
+    assert expected.parts == cut_pieces(metas, BUCKET)
 
 
 @pytest.mark.parametrize("own_slots", [True, False])

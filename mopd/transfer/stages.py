@@ -1,0 +1,126 @@
+"""Several senders, one after the other: each pipeline stage's first rank leads a group of its own, with all receivers.
+
+::
+
+    senders      0: its share ──go──> 1: its share ──go──> … ──go──> 0 knows that all is sent
+    receivers    of group 0           of group 1           …
+
+The tensors stand in the order of the senders. Words pass through the store of rank 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore
+
+from mopd.transfer.backends import HOST
+from mopd.transfer.buckets import TensorMeta
+from mopd.transfer.group import CONNECT_S, GroupOrder, GroupStore, TransferFailed
+
+LOOK_EVERY_S = 0.005
+_OFF = "off"
+
+
+def of_sender(order: GroupOrder, sender: int) -> GroupOrder:
+    """The order of the group that it leads."""
+    return dataclasses.replace(order, group_id=f"{order.group_id}.{sender}", shares=())
+
+
+class Words:
+    """What senders of one order leave for one another."""
+
+    def __init__(self, order: GroupOrder, store: GroupStore | None = None) -> None:
+        """``store`` is rank 0's. ``TransferFailed`` if there is none any more."""
+        try:
+            timeout = timedelta(seconds=CONNECT_S)
+            own: Any = TCPStore(HOST, order.port, is_master=False, timeout=timeout) if store is None else store.store
+        except RuntimeError as error:
+            raise TransferFailed(f"the store of rank 0 is gone: {error}") from error
+        self._store: Any = PrefixStore(f"{order.group_id}.words", own)
+
+    def call_off(self) -> None:
+        """Nobody need wait for receivers any longer."""
+        self._store.set(_OFF, "")
+
+    def is_set(self) -> bool:
+        """It was called off."""
+        return bool(self._store.check([_OFF]))
+
+    def pass_on(self, update: int, sender: int, *, is_good: bool) -> None:
+        """It is this sender's turn in this update; or whoever came before has failed."""
+        self._store.set(f"{update}.{sender}", "go" if is_good else "no")
+
+    def wait(self, update: int, sender: int, timeout_s: float) -> None:
+        """Until it is the turn of ``sender``. ``TransferFailed`` if it never will be."""
+        word, deadline = f"{update}.{sender}", time.monotonic() + timeout_s
+        while not self._store.check([word]):
+            if time.monotonic() > deadline:
+                raise TransferFailed(f"sender {sender - 1} is not done after {timeout_s:g} s")
+            time.sleep(LOOK_EVERY_S)
+        if self._store.get(word) != b"go":
+            raise TransferFailed(f"a sender before {sender} has failed")
+
+
+class OneReceiver(Protocol):
+    """See ``mopd.transfer.receiving.Receiver``."""
+
+    wait_s: float
+
+    @property
+    def num_skipped(self) -> int: ...
+    def close(self) -> None: ...
+    def tensors(self, *, verify: bool, patience_s: float) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class StagesReceiver:
+    """As ``Receiver``, of an order with several senders."""
+
+    def __init__(
+        self,
+        order: GroupOrder,
+        metas: Sequence[TensorMeta],
+        make: Callable[[GroupOrder, Sequence[TensorMeta]], OneReceiver],
+    ) -> None:
+        """``make`` enters one sender's group; raises as it does, and ``ValueError`` for other tensors than ordered."""
+        if sum(order.shares) != len(metas) or min(order.shares) < 1:
+            raise ValueError(f"{len(metas)} weights are announced, and {list(order.shares)} by their senders")
+        self._timeout_s = order.timeout_s
+        self._receivers: list[OneReceiver] = []
+        end = 0
+        try:
+            for sender, share in enumerate(order.shares):
+                start, end = end, end + share
+                self._receivers.append(make(of_sender(order, sender), metas[start:end]))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def wait_s(self) -> float:
+        """See ``Receiver.wait_s``."""
+        return sum(receiver.wait_s for receiver in self._receivers)
+
+    @property
+    def num_skipped(self) -> int:
+        """See ``Receiver.num_skipped``: what no step changes is rank 0's."""
+        return self._receivers[0].num_skipped
+
+    def close(self) -> None:
+        """See ``Receiver.close``."""
+        for receiver in self._receivers:
+            receiver.close()
+
+    def tensors(self, *, verify: bool, patience_s: float) -> Iterator[tuple[str, Tensor]]:
+        """See ``Receiver.tensors``."""
+        try:
+            for receiver in self._receivers:
+                yield from receiver.tensors(verify=verify, patience_s=patience_s)
+        except BaseException:
+            self.close()  # the senders of the other groups learn it
+            raise
