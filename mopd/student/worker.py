@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import resource
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
@@ -296,8 +295,8 @@ class StudentWorker:
         lent = {} if self._lending is None else self._lending.numbers()
         if torch.cuda.is_available():
             return lent | {"memory/student_peak_gib": torch.cuda.max_memory_allocated() / 2**30}
-        unit = 1 if sys.platform == "darwin" else 2**10
-        return lent | {"memory/student_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return lent | {"memory/student_peak_gib": kib / 2**20}
 
     def _teacher_weights(self) -> Tensor | None:
         """[domains, D] for the objective of a recipe with an ensemble."""
