@@ -146,6 +146,7 @@ def test_nothing_of_the_memory_is_left(weights: Weights) -> None:
         json.dumps([{"pid": 2**40, "descriptor": 1, "num_bytes": 16}]),
         json.dumps([{"pid": "..", "descriptor": 1, "num_bytes": 16}]),
     ],
+    ids=["empty", "no part", "no list", "no fields", "deep", "another file", "no process", "a path"],
 )
 def test_what_is_no_memory_of_a_sender_is_refused(handle: str) -> None:
     with pytest.raises(ValueError, match="the sender's memory cannot be opened"):
