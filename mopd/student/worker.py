@@ -213,8 +213,7 @@ class StudentWorker:
     def weights(
         self, part: WeightPart = "all", *, in_place: bool = False, by_stage: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Weights as ``(hf_name, tensor)`` on rank 0, of the CPU or ``in_place``, or ``by_stage`` (see
-        ``iter_hf_weights``): all, the ``constants`` or the others; every rank must exhaust the iterator."""
+        """``iter_hf_weights``, which every rank must exhaust: all weights, the ``constants`` or the others."""
 
         def takes(placed: Placed) -> bool:
             return part == "all" or (placed.hf_names[0] in self.constants) == (part == "constants")

@@ -3,7 +3,7 @@
 ::
 
     tensors:  norm  q_proj        k_proj  norm  norm  embedding
-    parts:   [Bucket][Stretch   ][Stretch][Bucket  ][Stretch    ][Stretch    ][Stretch]     in the order of the tensors
+    parts:   [Bucket][Segment   ][Segment ][Bucket    ][Segment  ][Segment  ][Segment]     in the order of the tensors
 
 A large tensor travels from its own memory into its slot's, in pieces of at most a bucket; neighbours that are small are
 copied into a bucket first.
@@ -26,7 +26,7 @@ LARGE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Segment:
     """A run of values of one large tensor."""
 
     meta: TensorMeta
@@ -57,7 +57,7 @@ class Stretch:
         return digest(buffer)
 
 
-Part = Bucket | Stretch
+Part = Bucket | Segment
 
 
 def cut_pieces(metas: Sequence[TensorMeta], bucket_bytes: int, *, large_bytes: int = LARGE_BYTES) -> list[Part]:
@@ -71,7 +71,7 @@ def cut_pieces(metas: Sequence[TensorMeta], bucket_bytes: int, *, large_bytes: i
         for meta in run:
             step = max(1, bucket_bytes // meta.dtype.itemsize)
             total = meta.num_bytes // meta.dtype.itemsize
-            parts += (Stretch(meta, first, min(step, total - first)) for first in range(0, total, step))
+            parts += (Segment(meta, first, min(step, total - first)) for first in range(0, total, step))
     return parts
 
 

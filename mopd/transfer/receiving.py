@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mopd.transfer.buckets import Bucket, TensorMeta
 from mopd.transfer.group import GroupOrder, Pending, TransferFailed, TransferGroup
-from mopd.transfer.pieces import Expected, Part, Ring, Stretch, cut_pieces
+from mopd.transfer.pieces import Expected, Part, Ring, Segment, cut_pieces
 
 
 def check_fit(metas: Sequence[TensorMeta], slots: Mapping[str, Tensor], *, name: str) -> None:
@@ -135,7 +135,7 @@ class Receiver:
             self._whole[part.meta.name] = whole
         return part.of(self._whole[part.meta.name] if slot is None else slot).view(torch.uint8)
 
-    def _put(self, piece: Stretch, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _put(self, piece: Segment, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What arrived in the ring into its slot; what has none is yielded when it is whole."""
         name = piece.meta.name
         slot = self._slots.get(name)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mopd.transfer.buckets import Bucket, TensorMeta
 from mopd.transfer.group import Pending, TransferGroup
-from mopd.transfer.pieces import Part, Ring, Stretch, cut_pieces
+from mopd.transfer.pieces import Part, Ring, Segment, cut_pieces
 from mopd.types import NonFiniteError
 
 
@@ -108,7 +108,7 @@ def _send(
     return Sent(num_bytes=sum(part.num_bytes for part in parts), gather_s=gather_s, send_s=send_s)
 
 
-def _as_it_travels(piece: Stretch, tensor: Tensor, ring: Ring, number: int) -> Tensor:
+def _as_it_travels(piece: Segment, tensor: Tensor, ring: Ring, number: int) -> Tensor:
     """[bytes] of the piece, in the tensor's own memory unless its dtype or device is another."""
     values = piece.of(tensor)
     if not piece.is_as_it_travels(tensor, ring.device):

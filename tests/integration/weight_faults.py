@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import signal
@@ -24,8 +25,6 @@ from tests.integration.world import World, write_prompts
 
 TIMEOUT_S = 4.0
 """``weight_sync.timeout_s``."""
-LONGEST_S = 60.0
-"""For two more steps after a fault: some deadlines in a row, a replica that starts again, on a busy machine."""
 ATOL = 1e-4
 """Of log-probs by the weights of their version: rounding; those of the neighbours err by ``POWER`` times as much."""
 POWER = 10
@@ -45,7 +44,7 @@ class Case:
     does: str
     """``kill``, ``stop_short`` and ``stop_long`` a replica (below and above the deadline); ``flip`` a bit; ``come``: a
     replica that died is back in this phase; ``kill_two``, ``kill_and_stop``, ``kill_and_flip``; ``pause_short`` and
-    ``pause_long`` rank 0; ``kill_rank``, ``kill_producer``, ``term``."""
+    ``pause_long`` rank 0; ``kill_rank``, ``kill_producer``, ``term``; ``kill_worker`` and ``stop_worker``, of vLLM."""
     phase: str
     rank: int = 0
 
@@ -74,6 +73,15 @@ ALL = [
 """More than 30: ``draw`` takes some."""
 
 
+VLLM = [
+    Case(does="stop_worker", phase="bucket"),
+    Case(does="kill_worker", phase="flight"),
+    Case(does="flip", phase="bucket"),
+    Case(does="term", phase="flight"),
+]
+"""Of one replica of two workers."""
+
+
 def draw(num: int, chance: random.Random) -> list[Case]:
     """So many, all different as long as there are."""
     cases: list[Case] = []
@@ -99,13 +107,25 @@ class StruckRun(Run):
 
     program = "tests.integration.struck"
 
-    def __init__(self, world: World, folder: Path, *, num_ranks: int, **changes: Any) -> None:
-        """``changes`` of the recipe."""
+    def __init__(
+        self,
+        world: World,
+        folder: Path,
+        *,
+        parallel: str | None = None,
+        num_replicas: int = NUM_REPLICAS,
+        patience: float = 1.0,
+        **changes: Any,
+    ) -> None:
+        """``parallel``: ``tensor`` or ``pipeline``, by two ranks; ``patience``: how much slower than torch's its
+        replicas start; ``changes`` of the recipe."""
+        self.start_s, self.deadline_s = patience * self.start_s, patience * self.deadline_s
+        self.num_replicas = num_replicas
         rollout = {
             **TOY["rollout"],
             "max_response_length": 24,
-            "placement": {**LOCAL, "startup_timeout_s": 120},
-            "replicas": NUM_REPLICAS,
+            "placement": {**LOCAL, "startup_timeout_s": 240},
+            "replicas": num_replicas,
             "routing": {"request_timeout_s": 20.0},
         }
         one_teacher = {"left": {"model": str(world.teachers["left"]), "domains": ["left", "right"]}}
@@ -113,7 +133,7 @@ class StruckRun(Run):
             "teachers": one_teacher,
             "rewards": {},
             "rollout": rollout,
-            "student__parallel": {"tensor_model_parallel_size": num_ranks},
+            "student__parallel": {} if parallel is None else {f"{parallel}_model_parallel_size": 2},
             "student__optimizer": {"lr": 1e-3},
             "schedule__sync_every_steps": 1,
             "weight_sync": {"type": "collective", "bucket_mib": 1, "verify_every": 1, "timeout_s": TIMEOUT_S},
@@ -121,7 +141,8 @@ class StruckRun(Run):
         super().__init__(recipe_of(world, folder, steps=100_000, **{**options, **changes}))
         self.student = world.student
         self.deaths: dict[str, int] = {}
-        self._seen_versions: dict[str, float] = {}
+        self.shared: set[Path] = set()
+        """Files of shared memory that its processes had."""
 
     def start(self, *flags: str) -> None:
         """See ``Run.start``."""
@@ -136,16 +157,29 @@ class StruckRun(Run):
             pid = int(path.read_text(encoding="utf-8"))
             if pid in self._seen and self._seen[pid].is_running():
                 found[f"rank {path.stem.removeprefix('rank_')}"] = self._seen[pid]
+        for process in self._seen.values():
+            with contextlib.suppress(psutil.Error):
+                _, is_worker, number = "".join(process.cmdline()).partition("Worker_TP")
+                if is_worker:
+                    found[f"worker {number[:1]}"] = process
         return found
+
+    def note_shared(self) -> None:
+        """Look for ``shared`` files of the moment."""
+        for process in tuple(self._seen.values()):
+            with contextlib.suppress(psutil.Error, OSError):  # it has ended
+                paths = {part.path for part in process.memory_maps() if part.path.startswith("/dev/shm/")}
+                self.shared |= {Path(path) for path in paths if not path.endswith(" (deleted)")}
 
 
 def strike(run: StruckRun, case: Case, number: int, chance: random.Random) -> dict[str, Any]:
     """Let it happen in the next update, and see it through; what it took."""
     replicas = sorted(
-        (f"rollout.{i}" for i in range(NUM_REPLICAS)), key=lambda role: (run.deaths.get(role, 0), chance.random())
+        (f"rollout.{i}" for i in range(run.num_replicas)), key=lambda role: (run.deaths.get(role, 0), chance.random())
     )
-    wait_until(lambda: {*replicas, "producer"} <= run.family().keys(), LONGEST_S, "all replicas run", run)
+    wait_until(lambda: {*replicas, "producer"} <= run.family().keys(), run.deadline_s, "all replicas run", run)
     family = run.family()
+    run.note_shared()
     acts, dead, pause_s = _acts(case, replicas, {role: process.pid for role, process in family.items()})
     before = run.num_steps
     if case.does == "come":  # dies between two updates, or in one
@@ -159,7 +193,7 @@ def strike(run: StruckRun, case: Case, number: int, chance: random.Random) -> di
     )
     fault.write(run.journal)
     done = run.journal / f"done_{number}"
-    wait_until(lambda: done.exists() or run.process.poll() is not None, LONGEST_S, f"{case} begins", run)
+    wait_until(lambda: done.exists() or run.process.poll() is not None, run.deadline_s, f"{case} begins", run)
     began = time.monotonic()
     for role in dead:
         run.deaths[role] = run.deaths.get(role, 0) + 1
@@ -182,7 +216,7 @@ def _needs_bucket(case: Case) -> bool:
 
 def _acts(case: Case, replicas: list[str], pids: dict[str, int]) -> tuple[list[Act], list[str], float]:
     """What is done to whom, which replicas die, and how long somebody stands still."""
-    first, second, *_ = replicas
+    first, second = replicas[0], replicas[-1]
     short, long = TIMEOUT_S / 2, 2 * TIMEOUT_S + 5
     kill = {role: Act(does="KILL", role=role, pid=pids.get(role, 0)) for role in pids}
     stop = Act(does="STOP", role=first, pid=pids[first], resume_after_s=short)
@@ -193,6 +227,10 @@ def _acts(case: Case, replicas: list[str], pids: dict[str, int]) -> tuple[list[A
             return [stop], [], short
         case "stop_long":
             return [replace(stop, resume_after_s=long)], [], long
+        case "kill_worker":
+            return [kill["worker 1"]], [first], 0.0
+        case "stop_worker":
+            return [Act(does="STOP", role="worker 1", pid=pids["worker 1"], resume_after_s=short)], [], short
         case "flip":
             return [Act(does="flip")], [], 0.0
         case "come":
@@ -227,10 +265,13 @@ def _goes_on(run: StruckRun, pause_s: float) -> None:
             return False
         whole, _, _ = (run.path / "metrics.jsonl").read_bytes().rpartition(b"\n")
         lines = [json.loads(line) for line in whole.split(b"\n")[since:]]
-        drawn = [sum(line[f"rollout/samples/{i}"] for line in lines) for i in range(NUM_REPLICAS)]
+        names = (
+            [f"rollout/samples/{i}" for i in range(run.num_replicas)] if run.num_replicas > 1 else ["rollout/samples"]
+        )
+        drawn = [sum(line[name] for line in lines) for name in names]
         return all(drawn)
 
-    wait_until(goes_on, LONGEST_S, "two steps with responses of every replica", run)
+    wait_until(goes_on, run.deadline_s, "two steps with responses of every replica", run)
     assert "is given up" not in run.stderr and "Traceback" not in run.stderr, run.stderr
 
 
@@ -312,15 +353,3 @@ class Witness:
         of_tokens = logprobs.gather(-1, padded[:, 1:, None])[..., 0]
         ends = [len(own) - 1 for own in tokens]
         return torch.cat([of_tokens[i, end - n : end] for i, (end, n) in enumerate(zip(ends, lengths, strict=True))])
-
-
-def left_in_shared_memory(before: set[Path]) -> list[Path]:
-    """Files that were not there ``before``, and that no living process has open."""
-    new = set(Path("/dev/shm").iterdir()) - before
-    held: set[str] = set()
-    for process in psutil.process_iter():
-        try:
-            held |= {file.path for file in process.memory_maps(grouped=True)} | {f.path for f in process.open_files()}
-        except (psutil.Error, OSError):  # it has ended
-            continue
-    return sorted(path for path in new if str(path) not in held and path.exists())

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mopd.bench.weights.measure import BARE, HTTP, MIB, Race, measure
+from mopd.bench.weights.measure import BARE, HTTP, MIB, WeightContest, measure
 from mopd.config.weights import MAX_BUCKET_MIB
 from mopd.report.terminal import Terminal
 from mopd.types import UserError
@@ -73,7 +73,7 @@ def check(args: argparse.Namespace) -> None:
                 raise UserError(f"--{name.replace('_', '-')} is {value}: set 1 to {most}")
 
 
-def goals(contest: Race) -> dict[str, dict[str, Any]]:
+def goals(contest: WeightContest) -> dict[str, dict[str, Any]]:
     """Values beside their bounds."""
     of_bare, over_http = contest.ratio(BARE, contest.way), contest.ratio(HTTP, contest.way)
     buckets = contest.extra_buckets(contest.way)
@@ -86,7 +86,7 @@ def goals(contest: Race) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def report(contest: Race) -> dict[str, Any]:
+def report(contest: WeightContest) -> dict[str, Any]:
     """What ``--json`` prints of one."""
     return {
         **asdict(contest),
@@ -95,7 +95,7 @@ def report(contest: Race) -> dict[str, Any]:
     }
 
 
-def show(contests: list[Race]) -> None:
+def show(contests: list[WeightContest]) -> None:
     """The same as tables."""
     terminal = Terminal()
     for contest in contests:

@@ -60,7 +60,7 @@ SAMPLING = SamplingParams(max_new_tokens=4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Race:
+class WeightContest:
     """One student and one number of replicas: values of each round, the warm-up left out."""
 
     way: str
@@ -97,7 +97,7 @@ async def measure(
     bucket_mib: int,
     num_rounds: int,
     progress: Callable[[str], None],
-) -> Race:
+) -> WeightContest:
     """A warm-up, then ``num_rounds`` rounds of the bare broadcast, ``way`` (of ``WAYS``) and HTTP.
 
     Raises:
@@ -124,7 +124,7 @@ async def measure(
                 cores = others.cores()
             finally:
                 await rounds.close()
-    return Race(
+    return WeightContest(
         way=way,
         num_bytes=size,
         num_replicas=num_replicas,

@@ -81,7 +81,7 @@ def test_on_vllm(models: dict[str, str], tmp_path: Path, family: str, workers: i
             )
             for number, layout in enumerate(weight_cases.layouts_of(family))
         }
-        found = run_ranks(2, {"model": models[family], "cases": cases}, tmp_path / "ranks")
+        found = run_ranks(2, {"model": models[family], "cases": cases}, tmp_path / "ranks", timeout_s=850)
     for layout, one in found.items():
         print(f"{family} {layout} TP{workers}: {one['apart']:.1e}")
         check(one)
@@ -95,7 +95,7 @@ def test_on_torch_at_every_layout(models: dict[str, str], tmp_path: Path) -> Non
         for family in FAMILIES
         for layout in weight_cases.layouts_of(family)
     }
-    found = run_ranks(2, {"model": models["tied"], "cases": cases}, tmp_path / "ranks")
+    found = run_ranks(2, {"model": models["tied"], "cases": cases}, tmp_path / "ranks", timeout_s=850)
     for name, one in found.items():
         print(f"{name}: {one['apart']:.1e}")
         check(one)

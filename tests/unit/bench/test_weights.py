@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mopd.bench.weights.command import goals, show
-from mopd.bench.weights.measure import BARE, HTTP, MIB, Race
+from mopd.bench.weights.measure import BARE, HTTP, MIB, WeightContest
 from mopd.bench.weights.memory import HostPeaks
 from mopd.cli import main
 
@@ -42,7 +42,7 @@ def test_peaks_see_what_is_freed_again() -> None:
 
 
 def test_goals_are_medians_of_ratios(capsys: pytest.CaptureFixture[str]) -> None:
-    contest = Race(
+    contest = WeightContest(
         way=WAY,
         num_bytes=10**9,
         num_replicas=1,

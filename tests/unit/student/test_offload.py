@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from mopd import cpu_shim
 from mopd.config.student import OptimizerConfig, StudentConfig
-from mopd.student import offload
+from mopd.student.memory import offload
 from mopd.student.memory.offload import HostWeights, choose
 from mopd.student.model.gpt import build_model
 from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mopd.transfer.buckets import Bucket, TensorMeta, digest
 from mopd.transfer.group import GroupOrder, GroupStore, TransferFailed, TransferGroup
-from mopd.transfer.pieces import LARGE_BYTES, Expected, Stretch, cut_pieces
+from mopd.transfer.pieces import LARGE_BYTES, Expected, Segment, cut_pieces
 from mopd.transfer.receiving import Receiver
 from mopd.transfer.sending import Sent, send
 from mopd.types import NonFiniteError
@@ -77,11 +77,11 @@ def test_neighbours_that_are_small_share_a_bucket_and_large_ones_are_cut() -> No
     weights = make_weights()
     parts = cut_pieces(metas_of(weights), BUCKET)
     names = [
-        part.meta.name if isinstance(part, Stretch) else [meta.name for meta in part.metas] for part in parts
+        part.meta.name if isinstance(part, Segment) else [meta.name for meta in part.metas] for part in parts
     ]  # fmt: skip
     assert names == [["norm"], "large", "large", "large", ["a", "empty", "b"], "q", ["end", "steps"]]
     assert all(part.num_bytes <= BUCKET for part in parts)
-    large = [part for part in parts if isinstance(part, Stretch) and part.meta.name == "large"]
+    large = [part for part in parts if isinstance(part, Segment) and part.meta.name == "large"]
     assert torch.equal(torch.cat([part.of(weights["large"]) for part in large]), weights["large"].view(-1))
     assert [part.is_last for part in large] == [False, False, True]
 
@@ -198,4 +198,4 @@ def test_digests_see_bits_places_and_lengths() -> None:
 def test_large_is_what_a_tensor_of_a_mebibyte_is() -> None:
     shapes = [(LARGE_BYTES // 4,), (LARGE_BYTES // 4 - 1,)]
     large, small = cut_pieces([TensorMeta(str(s), torch.float32, s) for s in shapes], BUCKET)
-    assert isinstance(large, Stretch) and isinstance(small, Bucket)
+    assert isinstance(large, Segment) and isinstance(small, Bucket)
