@@ -234,20 +234,20 @@ def joined(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_rank:
     layout = initialize(parallel, timeout_s=timeout_s, seed=seed, local_rank=local_rank)
     yield layout
     # A group that is still alive when the interpreter ends may abort the process from one of gloo's threads.
+    dist.barrier(group=layout.control_group)
     destroy()
     dist.destroy_process_group()
 
 
 def destroy() -> None:
-    """End every process group but the world's, once all ranks have come here; ``initialize`` may then build another
-    layout. Megatron alone would forget its groups, each of which has three threads, one of them awake 100 times a
-    second (gloo)."""
+    """End every process group but the world's; ``initialize`` may then build another layout. Ranks that may still hear
+    of each other wait for each other before. Megatron alone would forget its groups, each of which has three threads,
+    one of them awake 100 times a second (gloo)."""
     global _layout
-    if _layout is None:
-        return
-    dist.barrier(group=_layout.control_group)
     parallel_state.destroy_model_parallel()
     _layout = None
+    if not dist.is_initialized():
+        return
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

@@ -38,6 +38,7 @@ def main(folder: Path, plan: dict[str, list[str]], world_size: int) -> None:
         layout = parallel.initialize(degrees, timeout_s=120, seed=0)
         for checkpoint in checkpoints:
             round_trip(folder / checkpoint, folder / "exported" / f"{checkpoint}-{name}", layout)
+        torch.distributed.barrier()
         parallel.destroy()
 
 

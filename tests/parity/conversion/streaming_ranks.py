@@ -41,6 +41,7 @@ def main(folder: Path, layouts: list[str], names: list[str], world_size: int) ->
         for name in names:
             if (folder / f"{name}-streamed-{text}").exists():
                 compare_and_save(folder, name, text, degrees, layout)
+        torch.distributed.barrier()
         parallel.destroy()
 
 

@@ -93,6 +93,7 @@ def main(job_path: str) -> None:
     results, active = {}, None
     for name, case in sorted(job["cases"].items(), key=lambda item: layout_of(item[1])):
         if active is not None and active != layout_of(case):
+            torch.distributed.barrier()
             parallel.destroy()
         active = layout_of(case)
         it = Case(job["models"][case["model"]], case)

@@ -336,6 +336,7 @@ def main(job_path: str) -> None:
     # Loads follow all saves; within each, one layout after another: building the process groups is dear.
     for name, case in sorted(job["cases"].items(), key=lambda item: ("load" in item[1], layout_of(item[1]))):
         if active is not None and active != layout_of(case):
+            torch.distributed.barrier()
             parallel.destroy()
         active = layout_of(case)
         results[name] = run_case(case.get("model", job["model"]), case)

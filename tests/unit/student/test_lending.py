@@ -28,9 +28,9 @@ class Built:
             model = build_model(StudentConfig(model="unused", dtype=dtype), DIMS, layout)
             for parameter in model.parameters():
                 parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
-            self.model = wrap_data_parallel(model, use_distributed_optimizer=distributed)
+            (self.model,) = wrap_data_parallel([model], use_distributed_optimizer=distributed, overlap=False)
             config = OptimizerConfig(lr=0.1, use_distributed_optimizer=distributed)
-            self.optimizer, _ = build_optimizer(config, self.model, num_steps=8)
+            self.optimizer, _ = build_optimizer(config, [self.model], num_steps=8)
         self.lending = Lending([self.model], self.optimizer, CPU)
         self.step(1)
 
