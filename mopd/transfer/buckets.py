@@ -1,8 +1,8 @@
-"""A model's tensors in buckets: cut alike on both sides, each with a digest of its bytes.
+"""A model's tensors in buckets: cut alike on both sides; and the digest of what travels.
 
 ::
 
-    bucket: tensor 0 | pad | tensor 1 | … | pad | digest, 8 bytes          tensors and digest begin at multiples of 16
+    bucket: tensor 0 | pad | tensor 1 | … | pad          tensors begin at multiples of 16
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 _ALIGN = 16
-_DIGEST_BYTES = 16
-"""8, and as many to the next multiple."""
 _WORDS = 2**18
 """Words of 8 bytes that a digest takes at a time: its own memory stays below some MiB."""
 
@@ -43,7 +41,7 @@ class Bucket:
     parts: tuple[tuple[TensorMeta, int], ...]
     """Each with its first byte."""
     num_bytes: int
-    """Digest included."""
+    """Never 0."""
 
     @property
     def metas(self) -> tuple[TensorMeta, ...]:
@@ -56,20 +54,8 @@ class Bucket:
             yield meta.name, buffer[start : start + meta.num_bytes].view(meta.dtype).view(meta.shape)
 
     def digest(self, buffer: Tensor) -> Tensor:
-        """``digest`` of all bytes but the digest's own."""
-        return digest(buffer[: self.num_bytes - _DIGEST_BYTES])
-
-    def seal(self, buffer: Tensor) -> None:
-        """Write the digest."""
-        self._place(buffer).copy_(self.digest(buffer))
-
-    def is_intact(self, buffer: Tensor) -> bool:
-        """Whether the digest is that of what arrived."""
-        return bool(self._place(buffer) == self.digest(buffer))
-
-    def _place(self, buffer: Tensor) -> Tensor:
-        start = self.num_bytes - _DIGEST_BYTES
-        return buffer[start : start + 8].view(torch.int64)
+        """See ``digest``."""
+        return digest(buffer[: self.num_bytes])
 
 
 def digest(data: Tensor) -> Tensor:
@@ -95,12 +81,12 @@ def cut(metas: Iterable[TensorMeta], bucket_bytes: int) -> list[Bucket]:
     for meta in metas:
         size = -(-meta.num_bytes // _ALIGN) * _ALIGN
         if parts and end + size > bucket_bytes:
-            buckets.append(Bucket(tuple(parts), end + _DIGEST_BYTES))
+            buckets.append(Bucket(tuple(parts), max(end, _ALIGN)))
             parts, end = [], 0
         parts.append((meta, end))
         end += size
     if parts:
-        buckets.append(Bucket(tuple(parts), end + _DIGEST_BYTES))
+        buckets.append(Bucket(tuple(parts), max(end, _ALIGN)))
     return buckets
 
 
