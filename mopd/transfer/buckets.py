@@ -1,4 +1,4 @@
-"""A model's tensors in buckets: cut alike on both sides; and the digest by which both compare what is in one.
+"""A model's tensors in buckets: cut alike on both sides; and the digest of what travels.
 
 ::
 
@@ -41,6 +41,7 @@ class Bucket:
     parts: tuple[tuple[TensorMeta, int], ...]
     """Each with its first byte."""
     num_bytes: int
+    """Never 0."""
 
     @property
     def metas(self) -> tuple[TensorMeta, ...]:
@@ -80,12 +81,12 @@ def cut(metas: Iterable[TensorMeta], bucket_bytes: int) -> list[Bucket]:
     for meta in metas:
         size = -(-meta.num_bytes // _ALIGN) * _ALIGN
         if parts and end + size > bucket_bytes:
-            buckets.append(Bucket(tuple(parts), end))
+            buckets.append(Bucket(tuple(parts), max(end, _ALIGN)))
             parts, end = [], 0
         parts.append((meta, end))
         end += size
     if parts:
-        buckets.append(Bucket(tuple(parts), end))
+        buckets.append(Bucket(tuple(parts), max(end, _ALIGN)))
     return buckets
 
 

@@ -54,8 +54,8 @@ def test_one_file_reads_parallel_state() -> None:
 
 
 def test_the_environment_is_read_where_processes_start() -> None:
-    """vLLM reads its settings from the environment: the module that starts it has to set them. Which GPUs a process may
-    use stands there too. torch reads from the environment which groups its watchdog leaves alone."""
+    """vLLM reads its settings from the environment: the module that starts it has to set them; so do groups of NCCL.
+    Which GPUs a process may use stands there too."""
     readers = {
         path.relative_to(ROOT) for path in (ROOT / "mopd").rglob("*.py") if names_in(path) & {"environ", "getenv"}
     }
