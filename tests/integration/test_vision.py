@@ -170,7 +170,7 @@ def test_a_frozen_tower_stays_and_its_merger_learns(assets: Path, tmp_path: Path
     layout = {"pipeline_model_parallel_size": 2}
     recipe = write_recipe(assets, run_dir, parallel=layout)
     placements = ("teachers.reader.placement={type: in_process}", "rollout.placement={type: local, num_threads: 1}")
-    done = mopd("train", recipe, "schedule.steps=2", *placements)
+    done = mopd("train", recipe, "schedule.steps=2", "weight_sync.type=http", *placements)
     assert done.returncode == 0, done.stderr
     before, after = (load_file(folder / "model.safetensors") for folder in (assets / "student", run_dir / "hf"))
     same = {name for name, weight in before.items() if torch.equal(weight, after[name])}

