@@ -2,7 +2,7 @@
 
 What it is to do stands in ``fault.json`` in the journal's folder; when it is done, ``done_<id>`` is there. Beside the
 journal it leaves what a third party needs to see which weights drew a sample: ``drawn``, the samples of each step with
-their log-probs and versions, and ``versions``, the weights that were gathered, both by the process that was rank 0.
+their log-probs and versions, by the process that was rank 0, and ``versions``, the weights that left each of its ranks.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ def strike_and_keep() -> None:
     """Into this process, a rank."""
     journal, rank = Path(os.environ[JOURNAL]), int(os.environ["RANK"])
     (journal / f"rank_{rank}.pid").write_text(str(os.getpid()), encoding="utf-8")
+    _keep_weights(journal, rank)
     if rank == 0:
         _keep_samples(journal)
-        _keep_weights(journal)
         _strike_updates(_Striker(journal))
 
 
@@ -179,8 +179,13 @@ def _strike_updates(striker: _Striker) -> None:
     FarTargets.published = watched_published  # type: ignore[method-assign]
 
 
-def _keep_weights(journal: Path) -> None:
-    gather = StudentWorker.weights
+def _keep_weights(journal: Path, rank: int) -> None:
+    """Pipeline stages may send their own: then each rank has a part."""
+    make, gather, leader = StudentWorker.__init__, StudentWorker.weights, torch.tensor([os.getpid()])
+
+    def made(self: StudentWorker, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        torch.distributed.broadcast(leader, group_src=0, group=self.layout.control_group)
 
     def kept(self: StudentWorker, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
         version, tensors = self.weight_version, {}
@@ -188,8 +193,9 @@ def _keep_weights(journal: Path) -> None:
             tensors[name] = tensor.clone()
             yield name, tensor
         if tensors:  # else what is asked for apart, as no step changes it
-            _write(journal / "versions" / f"{os.getpid()}_{version:06d}.safetensors", tensors)
+            _write(journal / "versions" / f"{int(leader)}_{version:06d}.{rank}.safetensors", tensors)
 
+    StudentWorker.__init__ = made  # type: ignore[method-assign]
     StudentWorker.weights = kept  # type: ignore[method-assign]
 
 

@@ -308,7 +308,9 @@ class Witness:
     def look(self, since: int) -> None:
         """At all that were trained from this step on, and at some of those before."""
         drawn = sorted((self._run.journal / "drawn").glob("*.safetensors"))  # before versions: the run goes on
-        versions = {path.stem: path for path in (self._run.journal / "versions").glob("*.safetensors")}
+        versions: dict[str, list[Path]] = {}
+        for path in (self._run.journal / "versions").glob("*.safetensors"):
+            versions.setdefault(path.name.split(".")[0], []).append(path)
         newest = 0
         for path in drawn:
             pid, step = path.stem.split("_")
@@ -316,16 +318,17 @@ class Witness:
             if int(step) >= since or int(step) % SOME == 0:
                 self._check(pid, load_file(path), versions)
             path.unlink()
-        for name, path in versions.items():
+        for name, parts in versions.items():
             if int(name.split("_")[1]) < newest - 2 * MAX_STALENESS:
-                path.unlink()
+                for path in parts:
+                    path.unlink()
 
     def close(self) -> None:
         """The look was sharp: with the weights of the version before, log-probs are others."""
         assert self.num_tokens and self._others
         assert sorted(self._others)[len(self._others) // 2] > POWER * ATOL, sorted(self._others)
 
-    def _check(self, pid: str, fields: dict[str, Tensor], versions: dict[str, Path]) -> None:
+    def _check(self, pid: str, fields: dict[str, Tensor], versions: dict[str, list[Path]]) -> None:
         num = len(fields) // 3
         tokens = [fields[f"tokens.{i}"].long() for i in range(num)]
         given = torch.cat([fields[f"rollout_logprobs.{i}"] for i in range(num)])
@@ -343,9 +346,11 @@ class Witness:
                 others = self._logprobs(before, tokens, lengths)
                 self._others.append((others - given)[chosen].abs().max().item())
 
-    def _logprobs(self, weights: Path, tokens: list[Tensor], lengths: list[int]) -> Tensor:
+    def _logprobs(self, weights: list[Path], tokens: list[Tensor], lengths: list[int]) -> Tensor:
         """[tokens of all responses]."""
-        self._model.load_state_dict(load_file(weights), strict=False)
+        whole = {name: tensor for part in weights for name, tensor in load_file(part).items()}
+        missing = self._model.load_state_dict(whole, strict=False).missing_keys
+        assert missing == (["lm_head.weight"] if self._model.config.tie_word_embeddings else [])
         self._model.tie_weights()
         padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)  # on the right: no token sees it
         with torch.inference_mode():
