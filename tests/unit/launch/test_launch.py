@@ -72,6 +72,18 @@ def pid_from(path: Path) -> int:
     return int(path.read_text())
 
 
+def wait_until_started(launcher: int) -> None:
+    """A rank may be there before torchrun's agent has started the threads that read its output, and Python tells of a
+    thread that a signal interrupts as it starts. Until their number stays."""
+    seen, since, deadline = 0, time.monotonic(), time.monotonic() + DEADLINE_S
+    while time.monotonic() - since < 0.3:
+        assert time.monotonic() < deadline, "the launcher does not settle"
+        now = len(os.listdir(f"/proc/{launcher}/task"))
+        if now != seen:
+            seen, since = now, time.monotonic()
+        time.sleep(0.02)
+
+
 def is_running(pid: int) -> bool:
     """Whether a process runs (a zombie does not)."""
     try:
@@ -189,6 +201,7 @@ def test_killed_rank_takes_its_children_along(start: Start, tmp_path: Path) -> N
 def test_signal_to_the_launcher_ends_everything(start: Start, tmp_path: Path, number: signal.Signals) -> None:
     process = start("hang_in_python")
     pids = [pid_from(tmp_path / f"{rank}.pid") for rank in (0, 1)]
+    wait_until_started(process.pid)
     process.send_signal(number)
     began = time.monotonic()
     _, err = process.communicate(timeout=DEADLINE_S)
