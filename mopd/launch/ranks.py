@@ -238,16 +238,13 @@ class StudentGroup:
     def _share_trained(self) -> Iterator[tuple[str, Tensor]]:
         assert self._transfer is not None
         if not self._transfer.shares:
-            yield from self._read_trained()
+            yield from self._read("trained", in_place=True)
             return
         self._channel.send({"call": "send_weights", "kwargs": self._transfer.current})
         yield from self.worker.weights("trained", in_place=True, by_stage=True)
 
     def _join_weights(self, kwargs: dict[str, Any]) -> None:
         self._channel.send({"call": "join_weights", "kwargs": kwargs})
-
-    def _read_trained(self) -> Iterator[tuple[str, Tensor]]:
-        return self._read("trained", in_place=True)
 
     def _stage(self, weight_version: int) -> StagedWeights:
         if self._constants is None and self.worker.constants:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -123,7 +124,7 @@ class Transfer:
             failures = await self._attempt(names, weight_version, verify, read, read_trained, in_thread)
             lost |= {name for name, kind in failures.items() if kind == "lost"}
             if failures:
-                await self._close()
+                await self.close()
         if left := await self._targets.lacking(asked):
             logger.warning("weights %d did not reach %s", weight_version, ", ".join(left))
         self._num_updates += 1
@@ -136,8 +137,13 @@ class Transfer:
         self._have_constants = False
 
     async def close(self) -> None:
-        """Leave the group."""
-        await self._close()
+        """Leave the group, until the next update makes another."""
+        group, self._group = self._group, None
+        memory, self._memory = self._memory, None
+        if group is not None:
+            await asyncio.to_thread(group.close)
+        if memory is not None:
+            memory.close()
 
     async def _attempt(
         self,
@@ -213,7 +219,7 @@ class Transfer:
         """The group of exactly these, in this order."""
         if self._group is not None and not self._group.is_over and names == self._names:
             return {}
-        await self._close()
+        await self.close()
         timeout_s = self._cfg.timeout_s
         store = GroupStore(timeout_s)
         num_receivers = len(names) * self._num_workers
@@ -230,19 +236,10 @@ class Transfer:
             memory="" if self._memory is None else self._memory.handles(num_receivers),
             shares=self.shares,
         )
-        told = {
-            "group_id": order.group_id,
-            "port": order.port,
-            "world_size": order.world_size,
-            "bucket_bytes": order.bucket_bytes,
-            "timeout_s": timeout_s,
-            "memory": order.memory,
-            "shares": order.shares,
-        }
-        own, tensors = order, to_json(self._metas)
+        told, own, tensors = asdict(order), order, to_json(self._metas)
         if self.shares:
             self._words, own = Words(order, store), of_sender(order, 0)
-            joining = {"order": {**told, "group_id": order.group_id}, "tensors": tensors.decode()}
+            joining = {"order": told, "tensors": tensors.decode()}
             await in_thread(lambda: self.join_stages(joining))
         given_up = threading.Event()
         device = self._device if self._memory is None else _CPU  # of signals where engines map the memory
@@ -262,14 +259,6 @@ class Transfer:
             return failures or dict.fromkeys(names, "refused")
         self._group, self._order, self._names, self._have_constants = group, order, names, False
         return {}
-
-    async def _close(self) -> None:
-        group, self._group = self._group, None
-        memory, self._memory = self._memory, None
-        if group is not None:
-            await asyncio.to_thread(group.close)
-        if memory is not None:
-            memory.close()
 
 
 def _no_stages(joining: dict[str, Any]) -> None:

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import gc
+import os
+
 import pytest
+import torch.distributed as dist
 
 from mopd.config.student import ParallelConfig
+from mopd.student import parallel
 from mopd.student.parallel import check_world_size, device_number
 from mopd.types import UserError
 
@@ -29,3 +34,25 @@ def test_a_ranks_gpu_is_its_number_on_its_machine() -> None:
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="local_rank"):
         device_number(None, num_devices=2, is_alone=False)
+
+
+def test_a_layouts_process_groups_end_with_it() -> None:
+    """Each has threads of its own, some of which never sleep for long."""
+    parallel.initialize(ParallelConfig(), timeout_s=60, seed=0)
+    try:
+        with_groups = _num_threads()
+        parallel.destroy()
+        assert dist.is_initialized()
+        once = _num_threads()
+        assert once < with_groups - 20
+        parallel.initialize(ParallelConfig(), timeout_s=60, seed=0)
+        assert _num_threads() == with_groups
+        parallel.destroy()
+        assert _num_threads() == once
+    finally:
+        dist.destroy_process_group()
+
+
+def _num_threads() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/task"))
