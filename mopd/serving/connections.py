@@ -86,7 +86,10 @@ class _ClosingTransport:
         self._connection.forget()
         if self._connection.is_receiving:
             self._transport.resume_reading()  # data_received drops it
-            self._transport.write_eof()
+            try:
+                self._transport.write_eof()
+            except OSError:  # the client was gone before this loop could hear of it: nobody is left to read
+                return self._transport.abort()
             self._connection.abort_in(LINGER_S)
         else:
             self._transport.close()

@@ -1,0 +1,59 @@
+"""Connections that end at the worst moment."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+
+import pytest
+from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from mopd.serving.admission import ServerLimits
+from mopd.serving.connections import Connection, ServerConfig
+
+RESET_AT_CLOSE = struct.pack("ii", 1, 0)
+"""``SO_LINGER`` with no time to linger."""
+HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\ncontent-length: 100\r\n\r\nhalf a body"
+
+
+def test_a_client_that_resets_between_its_refusal_and_the_close(capsys: pytest.CaptureFixture[str]) -> None:
+    """The server is about to close its side of a socket whose other side is gone, and has not heard of it."""
+
+    async def scenario() -> list[str]:
+        loop = asyncio.get_running_loop()
+        complaints: list[str] = []
+        loop.set_exception_handler(lambda _, context: complaints.append(str(context)))
+        client = socket.socket()
+        answered = asyncio.Event()
+
+        async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+            headers = [(b"content-length", b"2"), (b"connection", b"close")]
+            await send({"type": "http.response.start", "status": 413, "headers": headers})
+            await send({"type": "http.response.body", "body": b"no", "more_body": True})
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
+            client.close()
+            try:
+                await send({"type": "http.response.body"})
+            finally:
+                answered.set()
+
+        config = ServerConfig(FastAPI(), ServerLimits(max_tokens_per_request=16, max_queued_tokens=16))
+        config.load()
+        config.loaded_app = refuse
+        state = ServerState()
+        server = await loop.create_server(lambda: Connection(config, state, {}), "127.0.0.1")
+        client.setblocking(False)
+        await loop.sock_connect(client, server.sockets[0].getsockname())
+        await loop.sock_sendall(client, HEAD)
+        await asyncio.wait_for(answered.wait(), 10)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not state.connections
+        server.close()
+        return complaints
+
+    assert asyncio.run(scenario()) == []
+    assert capsys.readouterr().err == ""
