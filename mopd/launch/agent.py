@@ -7,9 +7,10 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -18,13 +19,14 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from mopd.launch.nodes import NodeLostError, Nodes
+from mopd.launch.signals import first_sigterm_asks
 
 TERMINATE_TIMEOUT_S = 30
 """torchrun's own wait between the signal and SIGKILL when it ends ranks after a failure."""
 EXIT_S = 120.0
 """For the other nodes' ranks to end, once this node's have ended well."""
-HANDLED = "SIGINT,SIGHUP,SIGQUIT"
-"""Signals that end the ranks by the agent's own handler; SIGTERM has ours."""
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,10 @@ class RankAgent(LocalElasticAgent):
         names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
         for name in ("torch.distributed.elastic", *names):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = HANDLED
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "none"  # its handler raises wherever it comes, see ``_end``
         self._nodes = nodes
+        self._asked: SignalException | None = None
+        self._is_ending = False
         self._on_failure, self._has_failed = on_failure, False
         spec = WorkerSpec(
             role="trainer",
@@ -87,14 +91,61 @@ class RankAgent(LocalElasticAgent):
         that this ended because of others.
 
         Raises:
-            TerminatedError: SIGTERM, by the handler ``terminate``.
+            TerminatedError: SIGTERM, while ``ended_by_signals``.
             OthersFailedError: another node has failed.
             SignalException: another signal asks for the end.
         """
         failures = self.run().failures
         return [Death(rank, failure.exitcode, failure.timestamp) for rank, failure in failures.items()]
 
+    @contextlib.contextmanager
+    def ended_by_signals(self, *, ask: Callable[[], None] | None) -> Iterator[None]:
+        """While the block lasts, signals end the ranks; with ``ask`` the first SIGTERM calls it instead."""
+        before = {number: signal.getsignal(number) for number in ENDING}
+        for number in ENDING:
+            signal.signal(number, self._end)
+        if ask is not None:
+            first_sigterm_asks(ask, then=self._end)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        """A handler. A signal is heeded when the agent next looks at its ranks: raised here, it could cut off the start
+        of one, of which nobody would know then, or be lost in a destructor, of which Python tells."""
+        sent = signal.Signals(number)
+        asked = SignalException(sent.name, sent)
+        if sent == signal.SIGTERM:
+            asked = TerminatedError(sent.name, signal.SIGINT)
+        if self._is_ending:
+            raise asked
+        self._asked = self._asked or asked
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = TERMINATE_TIMEOUT_S) -> None:
+        """Whoever sends a signal while the ranks end does not want to wait for them."""
+        self._is_ending = True
+        try:
+            super()._shutdown(death_sig, timeout)
+        except SignalException:
+            super()._shutdown(signal.SIGKILL, 0)
+            raise
+        finally:
+            self._is_ending = False
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Ranks get SIGINT when they can end by it (``failure.run_as_rank``): one that comes while Python starts would
+        be told as a traceback."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._asked is not None:
+            raise self._asked
         ranks = {int(worker.id): int(worker.global_rank) for worker in worker_group.workers}
         ended = [] if self._has_failed else [(pid, code) for pid in ranks if (code := _exitcode(pid))]
         if ended:
@@ -151,8 +202,3 @@ class _Met(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
-
-
-def terminate(number: int, frame: FrameType | None) -> None:
-    """A handler: ``RankAgent.deaths`` raises ``TerminatedError``."""
-    raise TerminatedError("SIGTERM", signal.SIGINT)

@@ -167,6 +167,7 @@ def _tie_to_parent() -> Path | None:
         return None
     # Ctrl-C reaches the ranks through the launcher; a Python handler would wait for a collective to end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher starts ranks with it blocked
     launch_dir = Path(os.environ[LAUNCH_DIR])
     (launch_dir / f"{os.getpid()}.pid").touch()
     return launch_dir

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from mopd.files.writing import temporary_folder
 from mopd.launch import sharing
-from mopd.launch.agent import TERMINATE_TIMEOUT_S, Death, OthersFailedError, RankAgent, TerminatedError, terminate
+from mopd.launch.agent import TERMINATE_TIMEOUT_S, Death, OthersFailedError, RankAgent, TerminatedError
 from mopd.launch.failure import (
     ERROR_CODE,
     LAUNCH_DIR,
@@ -37,7 +37,6 @@ from mopd.launch.failure import (
 )
 from mopd.launch.node import node_name
 from mopd.launch.nodes import Kind, Nodes
-from mopd.launch.signals import first_sigterm_asks
 from mopd.placement import reaper
 from mopd.text import visible
 
@@ -104,22 +103,20 @@ def launch(
                 account(deaths).tell(nodes)
 
         agent = RankAgent(nodes, command, num_ranks=num_ranks, run_id=f"mopd-{os.getpid()}", on_failure=on_failure)
-        first = nodes.place.node_rank * num_ranks
-        reserve(launch_dir, range(first, first + num_ranks))
-        if shared is not None:
-            sharing.to_ranks(launch_dir, shared)
-        os.environ.update(_rank_environment(num_ranks, launch_dir, nodes))
-        signal.signal(signal.SIGTERM, terminate)
-        if ask is not None:
-            first_sigterm_asks(ask, then=terminate)
-        try:
-            deaths = agent.deaths()
-        except OthersFailedError:
-            return ended_by_others(nodes)
-        except TerminatedError:
-            return _tell_signal(signal.SIGTERM, nodes, cure)
-        except SignalException as error:
-            return _tell_signal(error.sigval, nodes, cure)
+        with agent.ended_by_signals(ask=ask):
+            first = nodes.place.node_rank * num_ranks
+            reserve(launch_dir, range(first, first + num_ranks))
+            if shared is not None:
+                sharing.to_ranks(launch_dir, shared)
+            os.environ.update(_rank_environment(num_ranks, launch_dir, nodes))
+            try:
+                deaths = agent.deaths()
+            except OthersFailedError:
+                return ended_by_others(nodes)
+            except TerminatedError:
+                return _tell_signal(signal.SIGTERM, nodes, cure)
+            except SignalException as error:
+                return _tell_signal(error.sigval, nodes, cure)
         if deaths:
             return _tell(account(deaths), nodes)
         line = read_stopped(launch_dir)

@@ -158,7 +158,8 @@ def test_servers_of_another_interpreter(models: World, tmp_path: Path) -> None:
 def test_a_server_that_is_not_ready_in_time(models: World, tmp_path: Path) -> None:
     recipe = make_recipe(models, tmp_path, teacher_defaults={"placement": {**LOCAL, "startup_timeout_s": 0.02}})
     before = children()
-    message = start_error(recipe_groups(recipe, LEFT))
+    with warm.cold():  # a fork could be ready by then
+        message = start_error(recipe_groups(recipe, LEFT))
     assert "left.0 was not ready within 0.02 s: raise placement.startup_timeout_s" in message
     assert children() == before
 

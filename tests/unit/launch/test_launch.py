@@ -72,18 +72,6 @@ def pid_from(path: Path) -> int:
     return int(path.read_text())
 
 
-def wait_until_started(launcher: int) -> None:
-    """A rank may be there before torchrun's agent has started the threads that read its output, and Python tells of a
-    thread that a signal interrupts as it starts. Until their number stays."""
-    seen, since, deadline = 0, time.monotonic(), time.monotonic() + DEADLINE_S
-    while time.monotonic() - since < 0.3:
-        assert time.monotonic() < deadline, "the launcher does not settle"
-        now = len(os.listdir(f"/proc/{launcher}/task"))
-        if now != seen:
-            seen, since = now, time.monotonic()
-        time.sleep(0.02)
-
-
 def is_running(pid: int) -> bool:
     """Whether a process runs (a zombie does not)."""
     try:
@@ -201,7 +189,6 @@ def test_killed_rank_takes_its_children_along(start: Start, tmp_path: Path) -> N
 def test_signal_to_the_launcher_ends_everything(start: Start, tmp_path: Path, number: signal.Signals) -> None:
     process = start("hang_in_python")
     pids = [pid_from(tmp_path / f"{rank}.pid") for rank in (0, 1)]
-    wait_until_started(process.pid)
     process.send_signal(number)
     began = time.monotonic()
     _, err = process.communicate(timeout=DEADLINE_S)
@@ -209,6 +196,25 @@ def test_signal_to_the_launcher_ends_everything(start: Start, tmp_path: Path, nu
     assert err == f"mopd: ended by {number.name}\n"
     assert time.monotonic() - began < 10
     wait_for_end(*pids, within_s=0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_at_any_moment_of_the_start(
+    start: Start, tmp_path: Path, temporary: Path, number: signal.Signals
+) -> None:
+    """From the launcher's first deed on: before its ranks, between them, while they are Python that has just begun."""
+    for moment_s in (0.0, 0.003, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3):
+        process = start("hang_in_python")
+        deadline = time.monotonic() + DEADLINE_S
+        while not list(temporary.glob("mopd-launch-*/0.*")):
+            assert time.monotonic() < deadline, "the launcher does not start"
+            time.sleep(0.0005)
+        time.sleep(moment_s)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=DEADLINE_S)
+        assert (process.returncode, err) == (128 + number, f"mopd: ended by {number.name}\n"), moment_s
+        assert not list(temporary.iterdir())
+        wait_for_end(*(int(path.read_text()) for path in tmp_path.glob("*.pid")), within_s=0)
 
 
 def test_raw_torchrun_prints_the_line_once_before_its_report(start: Start) -> None:
