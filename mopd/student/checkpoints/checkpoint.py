@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,8 +35,8 @@ from mopd.files.reading import shown_path
 from mopd.files.writing import WriteRefusedError, write_text, writing
 from mopd.student.checkpoints import restricted
 from mopd.student.checkpoints.background import Background
-from mopd.student.checkpoints.gathering import gather_states
 from mopd.student.checkpoints.saving import Ready, make_ready, write_sharded
+from mopd.student.checkpoints.states import gather_states, load_states
 from mopd.student.model.gpt import StudentModel
 from mopd.student.parallel import Layout, raise_together
 from mopd.types import UserError
@@ -125,14 +126,21 @@ def load(
     same_layout = state["layout"] == layout.sizes()
     if not same_layout:
         del sharded["rng"]
+    distributed = {
+        key: (part, sharded[key].pop("param_state"))
+        for part, key in _parts(optimizer)
+        if isinstance(part, DistributedOptimizer)
+    }
     loaded = restricted.load(sharded, folder)
     if same_layout:
         _check_rng_state(folder, loaded.get("rng"))
     _load_chunks([chunk.module for chunk in chunks], loaded["model"])
     for part, key in _parts(optimizer):
         if key == _EXPERTS_OPTIMIZER:
-            _add_common_state(part, loaded[key], loaded[_OPTIMIZER])
-        _load_optimizer(part, loaded[key])
+            _add_common_state(part, loaded.setdefault(key, {}), loaded[_OPTIMIZER])
+        part.load_state_dict(loaded[key])
+    with _without_steps(optimizer):
+        load_states(distributed, partial(restricted.load, folder=folder, is_part=True), layout.control_group)
     for group, kept in zip(optimizer.param_groups, options, strict=True):
         group.update(kept)
     scheduler.num_steps = state["weight_version"]
@@ -269,22 +277,18 @@ def _create_states(part: Any) -> None:
             states.setdefault("step", torch.tensor(0.0))
 
 
-def _load_optimizer(part: Any, loaded: dict[str, Any]) -> None:
-    """Load one optimizer part; works around three faults of Megatron 0.16.1 with torch's AdamW.
-
-    Its loader copies every state of a parameter, ``step`` included, from tensors that have none (so ``step`` is taken
-    away meanwhile), and it hands all parameters one ``step`` tensor, which each would then increment (so each gets its
-    own). The third is in ``_create_states``.
-    """
-    param_state = loaded.pop("param_state", None)
-    part.load_state_dict(loaded)
-    states = list(part.optimizer.state.values())
+@contextmanager
+def _without_steps(optimizer: ChainedOptimizer) -> Iterator[None]:
+    """Work around three faults of Megatron 0.16.1 with torch's AdamW: it fills every state of a parameter, ``step``
+    included, from tensors that have none (so ``step`` is away meanwhile), and it hands all parameters one ``step``
+    tensor, which each would then increment (so each gets its own). The third is in ``_create_states``."""
+    states = [state for part, _ in _parts(optimizer) for state in part.optimizer.state.values()]
     steps = [{"step": own.pop("step").clone()} if "step" in own else {} for own in states]
-    if isinstance(part, DistributedOptimizer):
-        part.load_parameter_state_from_fully_reshardable(param_state)
+    yield
     for own, step in zip(states, steps, strict=True):
         own.update(step)
-    _create_states(part)
+    for part, _ in _parts(optimizer):
+        _create_states(part)
 
 
 def _rng_state() -> dict[str, Any]:

@@ -35,8 +35,10 @@ _CURE = "restore the folder or name another checkpoint"
 _EXTRA_STATE = "._extra_state"
 
 
-def load(sharded: dict[str, Any], folder: Path) -> dict[str, Any]:
+def load(sharded: dict[str, Any], folder: Path, *, is_part: bool = False) -> dict[str, Any]:
     """``dist_checkpointing.load`` of a folder that anybody may have written. Collective.
+
+    With ``is_part`` some ranks may ask for what makes no whole tensor with what the others ask for.
 
     Raises:
         UserError: on every rank, if the folder is damaged, belongs to another model, or holds anything but tensors,
@@ -46,7 +48,11 @@ def load(sharded: dict[str, Any], folder: Path) -> dict[str, Any]:
     description = read_description(folder / METADATA_FILE)  # not inside torch's loader, which logs a stack of its own
     try:
         loaded: dict[str, Any] = dist_checkpointing.load(
-            sharded, str(folder), sharded_strategy=_Tensors(description), common_strategy=_Common()
+            sharded,
+            str(folder),
+            sharded_strategy=_Tensors(description),
+            common_strategy=_Common(),
+            validate_access_integrity=not is_part,
         )
     except CheckpointException as error:  # what other ranks raised, too; a BaseException
         causes = [cause for cause, _ in error.failures.values()]

@@ -41,7 +41,7 @@ from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.reading import SocketReader
 from mopd.launch.ranks import CommandChannel
 from mopd.student import optimizer, parallel
-from mopd.student.checkpoints import checkpoint
+from mopd.student.checkpoints import checkpoint, restricted, states
 from mopd.student.worker import StudentWorker
 from mopd.types import MicroBatchPlan, SampleMeta, UserError
 from tests.parity.student.pictures import make_seen_samples
@@ -239,7 +239,8 @@ def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
         it.close()
         return result
     if "load" in case:
-        result["extra"] = it.worker.load(Path(case["load"]))
+        with a_few_states_at_a_time(result):
+            result["extra"] = it.worker.load(Path(case["load"]))
         result["weight_version"] = it.worker.weight_version
         result["loaded_hash"] = it.weights_hash()
     if case.get("logprobs"):
@@ -273,6 +274,23 @@ def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
         result["poison"] = poison(it)
     it.close()
     return result
+
+
+@contextmanager
+def a_few_states_at_a_time(result: dict[str, Any]) -> Iterator[None]:
+    """Loads take several rounds; notes how many numbers of optimizer states each of this rank's had room for."""
+    rounds: list[int] = []
+    real = restricted.load
+
+    def load(sharded: dict[str, Any], folder: Path, *, is_part: bool = False) -> dict[str, Any]:
+        if is_part:
+            entries = [entry for part in sharded.values() for states in part.values() for entry in states.values()]
+            rounds.append(sum(entry.data.numel() for entry in entries))
+        return real(sharded, folder, is_part=is_part)
+
+    with patch.object(states, "_NUM_AT_ONCE", 2**13), patch.object(restricted, "load", load):
+        yield
+    result["rounds"] = rounds
 
 
 @contextmanager

@@ -73,6 +73,15 @@ def test_other_layout_continues(two_ranks: Results, four_ranks: Results, one_ran
                 assert step[name] == pytest.approx(expected[name], rel=1e-5), name
 
 
+def test_states_are_loaded_a_few_at_a_time(two_ranks: Results, student_folder: Path) -> None:
+    """Three states of 2**13 numbers, or of the one parameter that has more."""
+    reader = TorchDistReader(student_folder / "saved_dp2")
+    largest = max(math.prod(reader.shape(key)) for key in reader.keys)
+    rounds = two_ranks["load/dp2/dp2"]["rounds"]
+    assert len(rounds) > 3
+    assert max(rounds) <= 3 * max(largest, 2**13) < sum(rounds)
+
+
 def test_bytes_do_not_depend_on_when_they_are_written(two_ranks: Results, student_folder: Path) -> None:
     """Two students that have trained alike, saved either way: but for a number that torch draws into ``.metadata``."""
     beside, waiting = (student_folder / name for name in ("saved_tp2", "saved_tp2_waiting"))

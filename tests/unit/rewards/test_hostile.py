@@ -335,7 +335,7 @@ def test_a_failure_is_final_and_cancelling_ends_it(tmp_path: Path) -> None:
     started = time.monotonic()
     asyncio.run(twice())
     asyncio.run(cancelled())
-    assert time.monotonic() - started < 8 and left_over(tmp_path) == []
+    assert time.monotonic() - started < 30 and left_over(tmp_path) == []
 
 
 def test_a_stopped_supervisor_is_killed_with_all_it_watches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,4 +349,4 @@ def test_a_stopped_supervisor_is_killed_with_all_it_watches(tmp_path: Path, monk
     os.kill(reward._process._supervisor.pid, signal.SIGSTOP)
     started = time.monotonic()
     reward.close()
-    assert time.monotonic() - started < 3 and left_over(tmp_path) == []
+    assert time.monotonic() - started < 15 and left_over(tmp_path) == []

@@ -143,7 +143,7 @@ def test_heads(open_server: RunningServer, caplog: pytest.LogCaptureFixture, nam
     status, text = answer(open_server, request)
     assert status in (expected if isinstance(expected, set) else {expected}), text
     assert "\n" not in text.strip() and len(text) < 2000
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 5
     assert post(open_server, "/v1/score", b"x").status_code == 400
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -192,7 +192,7 @@ def test_half_heads_end(open_server: RunningServer) -> None:
             heard += part
         assert b"HTTP/1.1 408" in heard and b"the head of the request did not arrive within 0.6 s" in heard, request
         client.close()
-    assert 0.5 < time.monotonic() - start < 2
+    assert 0.5 < time.monotonic() - start < 8
 
 
 def test_more_connections_than_there_may_be(open_server: RunningServer) -> None:

@@ -171,12 +171,12 @@ def test_a_deadline_that_is_none(teacher: RunningServer, text: str) -> None:
 
 def test_a_deadline_that_passes(gated: GatedEngine) -> None:
     """The client's and the server's own; what waited never reaches the engine."""
-    with running_server(gated, limits={"request_timeout_s": 1.5}) as running:
+    with running_server(gated, limits={"request_timeout_s": 3.0}) as running:
         gated.gate.clear()
         body = encode(score_request())
         start = time.monotonic()
         assert post(running, "/v1/score", body, **{"x-mopd-deadline-s": "0.2"}).status_code == 504
-        assert time.monotonic() - start < 1.2
+        assert time.monotonic() - start < 2.8
         assert post(running, "/v1/score", body, **{"x-mopd-deadline-s": "60"}).status_code == 504
         gated.gate.set()
         assert_lives(running)

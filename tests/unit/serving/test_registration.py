@@ -163,7 +163,7 @@ def test_hostile_files_are_ignored_in_time(folder: Path, make: str) -> None:
     action(folder / f"{KEY}.evil.1.json")
     start = time.monotonic()
     assert said in problem(folder)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
 
 
 def test_a_good_server_beside_them_is_found(folder: Path) -> None:
