@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from mopd.transfer.buckets import Bucket, TensorMeta
 from mopd.transfer.group import GroupOrder, Pending, TransferFailed, TransferGroup
 from mopd.transfer.memory import SharedMemory, open_memory
 from mopd.transfer.pieces import Expected, Part, cut_pieces
-from mopd.transfer.receiving import Receiver
+from mopd.transfer.receiving import BroadcastReceiver, GroupReceiver, Receiver
 from mopd.transfer.sending import Sent, next_tensor, require_finite, to_the_end
 from mopd.transfer.stages import StagesReceiver
 
@@ -97,8 +98,8 @@ class _Filler:
                 require_finite(name, values)
 
 
-class MappedReceiver:
-    """As ``Receiver``, without memory of its own for buckets."""
+class MappedReceiver(GroupReceiver):
+    """Without memory of its own for buckets."""
 
     def __init__(
         self,
@@ -111,39 +112,16 @@ class MappedReceiver:
         device: torch.device,
         given_up: threading.Event | None,
     ) -> None:
-        """Raises as ``Receiver``, and ``ValueError`` for memory that cannot be opened."""
-        self._expected = Expected(metas, lambda announced: _parts(announced, order.bucket_bytes))
+        """Raises as ``BroadcastReceiver``, and ``ValueError`` for memory that cannot be opened."""
+        expected = Expected(metas, lambda announced: _parts(announced, order.bucket_bytes))
         self._memory = open_memory(order.memory, rank - 1, device)
-        if len(self._memory) < _mapped_bytes(self._expected.parts):
+        if len(self._memory) < _mapped_bytes(expected.parts):
             raise ValueError(f"the sender's memory has {len(self._memory)} bytes: too few for two buckets")
-        self._device, self._keeps_views, self._slots = device, keeps_views, slots
-        self._group = TransferGroup(order, rank, given_up=given_up)
-        self.wait_s = 0.0
+        group = TransferGroup(order, rank, given_up=given_up)
+        super().__init__(expected, group, keeps_views=keeps_views, slots=slots, device=device)
 
-    @property
-    def num_skipped(self) -> int:
-        """See ``Receiver.num_skipped``."""
-        return self._expected.num_skipped
-
-    def close(self) -> None:
-        """See ``Receiver.close``."""
-        self._group.close()
-
-    def tensors(self, *, verify: bool, patience_s: float) -> Iterator[tuple[str, Tensor]]:
-        """See ``Receiver.tensors``."""
-        self.wait_s = 0.0
-        try:
-            yield from self._tensors(verify, patience_s)
-        except BaseException:
-            self._group.settle()
-            raise
-
-    def _tensors(self, verify: bool, patience_s: float) -> Iterator[tuple[str, Tensor]]:
-        whole: dict[str, Tensor] = {}
+    def _arriving(self, verify: bool) -> Iterator[tuple[str, Tensor]]:
         reading = deque[Pending]()
-        before = time.perf_counter()
-        self._expected.skip(self._group.tell(0, timeout_s=patience_s))
-        self.wait_s += time.perf_counter() - before
         parts = self._expected.parts
         if len(self._memory) < _mapped_bytes(parts):
             raise TransferFailed(f"the sender's memory has {len(self._memory)} bytes: too few for two buckets")
@@ -154,33 +132,26 @@ class MappedReceiver:
             buffer = _half(self._memory, i, part)
             if verify and int(part.digest(buffer)) != digest:
                 raise TransferFailed(f"part {i} of {len(parts)} is not as it was sent")
-            yield from self._give(part, buffer, whole)
+            yield from self._give(part, buffer)
             _settle(self._device)  # whoever reads has read
             reading.append(self._group.all_reached())
             if len(reading) == 2:
                 reading.popleft().wait()  # or rank 0 would not have sent this part
         for pending in reading:
             pending.wait()
-        self._expected.has_all = True
 
-    def _give(self, part: Part, buffer: Tensor, whole: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _give(self, part: Part, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
         if isinstance(part, Bucket):
             for name, tensor in part.views(buffer):
                 yield name, tensor.clone() if self._keeps_views else tensor
             return
-        meta = part.meta
-        slot = self._slots.get(meta.name)
-        if slot is None and part.first == 0:
-            whole[meta.name] = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
-        part.of(whole[meta.name] if slot is None else slot).copy_(buffer.view(meta.dtype))
-        if slot is None and part.is_last:
-            yield meta.name, whole.pop(meta.name)
+        part.of(self._target(part)).copy_(buffer.view(part.meta.dtype))
+        yield from self._completed(part)
 
     def _hear(self) -> tuple[int, int]:
         """Number and digest of the next part."""
-        said, before = torch.tensor([-1, 0]), time.perf_counter()
-        self._group.broadcast(said).wait()
-        self.wait_s += time.perf_counter() - before
+        said = torch.tensor([-1, 0])
+        self._wait(self._group.broadcast(said))
         number, digest = said.tolist()
         return number, digest
 
@@ -194,26 +165,29 @@ def open_receiver(
     slots: Mapping[str, Tensor] | None = None,
     device: torch.device | None = None,
     given_up: threading.Event | None = None,
-) -> Receiver | MappedReceiver | StagesReceiver:
-    """The one that fits the order; arguments and errors are ``Receiver``'s, and ``ValueError`` for memory that cannot
-    be opened."""
+) -> Receiver:
+    """The one that fits the order. Blocks until its group has met; raises as ``TransferGroup``, and ``ValueError`` for
+    memory that cannot be opened.
+
+    Args:
+        order: rank 0's.
+        rank: of this process in the group.
+        metas: what is announced.
+        keeps_views: see ``GroupReceiver``, as ``slots`` and ``device`` (the CPU's unless told).
+        slots: none unless told.
+        device: of the model.
+        given_up: ends the wait for the others.
+    """
+    options: dict[str, Any] = {
+        "keeps_views": keeps_views,
+        "slots": slots or {},
+        "device": device or torch.device("cpu"),
+        "given_up": given_up,
+    }
     if order.shares:
-
-        def enter(one: GroupOrder, share: Sequence[TensorMeta]) -> Receiver:
-            return Receiver(one, rank, share, keeps_views=keeps_views, slots=slots, device=device, given_up=given_up)
-
-        return StagesReceiver(order, metas, enter)
-    if not order.memory:
-        return Receiver(order, rank, metas, keeps_views=keeps_views, slots=slots, device=device, given_up=given_up)
-    return MappedReceiver(
-        order,
-        rank,
-        metas,
-        keeps_views=keeps_views,
-        slots=slots or {},
-        device=device or torch.device("cpu"),
-        given_up=given_up,
-    )
+        return StagesReceiver(order, metas, lambda one, share: BroadcastReceiver(one, rank, share, **options))
+    make = MappedReceiver if order.memory else BroadcastReceiver
+    return make(order, rank, metas, **options)
 
 
 def _parts(metas: Sequence[TensorMeta], bucket_bytes: int) -> list[Part]:

@@ -14,7 +14,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, TCPStore
 from mopd.transfer.backends import HOST
 from mopd.transfer.buckets import TensorMeta
 from mopd.transfer.group import CONNECT_S, GroupOrder, GroupStore, TransferFailed
+from mopd.transfer.receiving import Receiver
 
 LOOK_EVERY_S = 0.005
 _OFF = "off"
@@ -67,31 +68,20 @@ class Words:
             raise TransferFailed(f"a sender before {sender} has failed")
 
 
-class OneReceiver(Protocol):
-    """See ``mopd.transfer.receiving.Receiver``."""
-
-    wait_s: float
-
-    @property
-    def num_skipped(self) -> int: ...
-    def close(self) -> None: ...
-    def tensors(self, *, verify: bool, patience_s: float) -> Iterator[tuple[str, Tensor]]: ...
-
-
-class StagesReceiver:
-    """As ``Receiver``, of an order with several senders."""
+class StagesReceiver(Receiver):
+    """Of an order with several senders."""
 
     def __init__(
         self,
         order: GroupOrder,
         metas: Sequence[TensorMeta],
-        make: Callable[[GroupOrder, Sequence[TensorMeta]], OneReceiver],
+        make: Callable[[GroupOrder, Sequence[TensorMeta]], Receiver],
     ) -> None:
         """``make`` enters one sender's group; raises as it does, and ``ValueError`` for other tensors than ordered."""
         if sum(order.shares) != len(metas) or min(order.shares) < 1:
             raise ValueError(f"{len(metas)} weights are announced, and {list(order.shares)} by their senders")
         self._timeout_s = order.timeout_s
-        self._receivers: list[OneReceiver] = []
+        self._receivers: list[Receiver] = []
         end = 0
         try:
             for sender, share in enumerate(order.shares):
@@ -103,21 +93,21 @@ class StagesReceiver:
 
     @property
     def wait_s(self) -> float:
-        """See ``Receiver.wait_s``."""
+        """See ``Receiver``."""
         return sum(receiver.wait_s for receiver in self._receivers)
 
     @property
     def num_skipped(self) -> int:
-        """See ``Receiver.num_skipped``: what no step changes is rank 0's."""
+        """See ``Receiver``: what no step changes is rank 0's."""
         return self._receivers[0].num_skipped
 
     def close(self) -> None:
-        """See ``Receiver.close``."""
+        """See ``Receiver``."""
         for receiver in self._receivers:
             receiver.close()
 
     def tensors(self, *, verify: bool, patience_s: float) -> Iterator[tuple[str, Tensor]]:
-        """See ``Receiver.tensors``."""
+        """See ``Receiver``."""
         try:
             for receiver in self._receivers:
                 yield from receiver.tensors(verify=verify, patience_s=patience_s)

@@ -13,9 +13,8 @@ from torch import Tensor
 from mopd.engines.interface import Reception, WeightsLost
 from mopd.transfer.buckets import TensorMeta
 from mopd.transfer.group import GroupOrder, TransferFailed
-from mopd.transfer.mapped import MappedReceiver, open_receiver
+from mopd.transfer.mapped import open_receiver
 from mopd.transfer.receiving import Receiver, check_fit
-from mopd.transfer.stages import StagesReceiver
 
 
 class _TorchModel(Protocol):
@@ -31,7 +30,7 @@ class TorchIncoming:
 
     def __init__(self, engine: _TorchModel) -> None:
         self._engine = engine
-        self._receiver: Receiver | MappedReceiver | StagesReceiver | None = None
+        self._receiver: Receiver | None = None
         self._given_up = threading.Event()
         """Of the last ``join``."""
 

@@ -27,9 +27,8 @@ from mopd.engines.interface import Reception
 from mopd.text import one_line
 from mopd.transfer.buckets import from_json
 from mopd.transfer.group import GroupOrder, TransferFailed
-from mopd.transfer.mapped import MappedReceiver, open_receiver
+from mopd.transfer.mapped import open_receiver
 from mopd.transfer.receiving import Receiver
-from mopd.transfer.stages import StagesReceiver
 
 BACKEND = "mopd"
 """``weight_transfer_config.backend``."""
@@ -71,7 +70,7 @@ class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    receiver: Receiver | MappedReceiver | StagesReceiver | None = None
+    receiver: Receiver | None = None
     failure: str | None = None
     """Of the last call."""
     reception = Reception(wait_s=0.0, load_s=0.0)

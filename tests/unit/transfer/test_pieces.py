@@ -13,7 +13,7 @@ from torch import Tensor
 from mopd.transfer.buckets import Bucket, TensorMeta, digest
 from mopd.transfer.group import GroupOrder, GroupStore, TransferFailed, TransferGroup
 from mopd.transfer.pieces import LARGE_BYTES, Expected, Segment, cut_pieces
-from mopd.transfer.receiving import Receiver
+from mopd.transfer.receiving import BroadcastReceiver
 from mopd.transfer.sending import Sent, send
 from mopd.types import NonFiniteError
 
@@ -55,7 +55,9 @@ def exchange(
     rest: Weights = {}
 
     def receive() -> None:
-        receiver = Receiver(order, 1, metas, keeps_views=slots is None, slots=slots)
+        receiver = BroadcastReceiver(
+            order, 1, metas, keeps_views=slots is None, slots=slots or {}, device=torch.device("cpu")
+        )
         for name, tensor in receiver.tensors(verify=True, patience_s=DEADLINE_S):
             rest[name] = tensor if slots is None else slots[name].copy_(tensor)
         receiver.close()
