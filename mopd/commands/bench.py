@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Sequence
 
 from mopd.bench.losses.plan import add_arguments as add_losses_arguments
+from mopd.launch.failure import ignore_library_warnings
 
 ABOUT = "measure a part of mopd"
 EXAMPLES = None
@@ -67,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Measure; the exit code."""
+    ignore_library_warnings()
     if args.what == "losses":
         from mopd.bench.losses import command as losses
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -132,8 +131,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         _print(describe(args.path, allow_pickle=args.allow_pickle, lists_tensors=args.tensors), as_json=args.json)
         return 0
     if args.action == "verify":
-        # Megatron and torch warn at import and at deprecated calls, of nothing that a user can change.
-        warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|mopd\.cpu_shim")
+        failure.ignore_library_warnings()
         from mopd.commands.convert_verify import verify
 
         report = verify(

@@ -34,12 +34,12 @@ def on_students_ranks(
     *,
     nodes: Nodes | None = None,
     groups: Sequence[str] | None = None,
-    cure: str = "",
+    cure: Callable[[], str] = lambda: "",
     ask: Callable[[], None] | None = None,
 ) -> failure.Ended:
     """In a rank: do the work (``cli.main`` relays its errors and its code). Elsewhere: check the student's layout, the
     recipe's inputs, the GPUs of ``groups`` (all) and what ``checks`` adds, then start this command as ranks, here or on
-    all ``nodes``. ``cure`` ends the line that tells of a rank's sudden end, ``ask`` is what the first SIGTERM does."""
+    all ``nodes``. ``cure()`` ends the line of a rank's sudden end, ``ask`` is what the first SIGTERM does."""
     from mopd.preflight.inputs import check_inputs, check_machine, check_world_size
 
     if failure.is_rank():

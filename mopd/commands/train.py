@@ -95,7 +95,7 @@ def _launch(args: argparse.Namespace, arguments: Sequence[str], nodes: Nodes) ->
         lambda: None,
         checks,
         nodes=nodes,
-        cure="; go on with --resume",
+        cure=lambda: f"; {run_dir.cure()}",
         ask=lambda: request_stop(run_dir.path, f"SIGTERM on {node_name()}"),
     )
     if ended.line:

@@ -103,8 +103,7 @@ def run_as_rank(action: Callable[[], int | None]) -> int:
     """
     launch_dir = _tie_to_parent()
     close_standard_input()
-    # Megatron and torch warn at import and at each deprecated call, once per rank, of nothing that a user can change.
-    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|mopd\.cpu_shim")
+    ignore_library_warnings()
     try:
         code = action()
         sys.stdout.flush()
@@ -113,6 +112,11 @@ def run_as_rank(action: Callable[[], int | None]) -> int:
     except BaseException as error:  # torch's CheckpointException is no Exception
         _leave(error if isinstance(error, UserError) else refusal(error) or error, launch_dir)
     return code or 0 if launch_dir is None else 0
+
+
+def ignore_library_warnings() -> None:
+    """Megatron and torch warn at import and at deprecated calls, on each rank, of nothing that a user can change."""
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|mopd\.cpu_shim")
 
 
 def leave_stopped(line: str) -> None:

@@ -71,7 +71,7 @@ def launch(
     num_ranks: int,
     nodes: Nodes,
     shared: str | None = None,
-    cure: str = "",
+    cure: Callable[[], str] = lambda: "",
     ask: Callable[[], None] | None = None,
 ) -> Ended:
     """Run ``command`` as ``num_ranks`` ranks on this node, and tell how they ended.
@@ -86,7 +86,7 @@ def launch(
         num_ranks: on this node.
         nodes: the launchers of the run, which have met.
         shared: text for all ranks (``sharing.from_launcher``).
-        cure: ends the line of a death that says nothing of it.
+        cure: its text ends the line of a death that says nothing of it.
         ask: what the first SIGTERM does; without it SIGTERM ends the ranks.
 
     Raises:
@@ -96,7 +96,7 @@ def launch(
 
         def account(deaths: Sequence[Death]) -> _Account:
             where = f" on {node_name()}" if nodes.are_several else ""
-            return _account(deaths, read_failures(launch_dir), where, cure)
+            return _account(deaths, read_failures(launch_dir), where, cure())
 
         def on_failure(deaths: Sequence[Death]) -> None:
             if nodes.are_several:  # the others' ranks have lost one, and shall hear why before these are through
@@ -114,9 +114,9 @@ def launch(
             except OthersFailedError:
                 return ended_by_others(nodes)
             except TerminatedError:
-                return _tell_signal(signal.SIGTERM, nodes, cure)
+                return _tell_signal(signal.SIGTERM, nodes, cure())
             except SignalException as error:
-                return _tell_signal(error.sigval, nodes, cure)
+                return _tell_signal(error.sigval, nodes, cure())
         if deaths:
             return _tell(account(deaths), nodes)
         line = read_stopped(launch_dir)
@@ -200,7 +200,7 @@ def _account(deaths: Sequence[Death], failures: Sequence[RankFailure], where: st
         deaths: in the order in which the agent saw them; the ranks that the agent ended itself are among them.
         failures: errors that ranks reported, earliest first.
         where: follows the rank's number.
-        cure: see ``launch``.
+        cure: ends the line of a death that says nothing of it.
     """
     if failures and failures[0].is_user_error:
         line = failures[0].message

@@ -156,8 +156,11 @@ class RunDir(RunFiles):
             refused = error if isinstance(error, UserError) else refusal(error)
             if not isinstance(refused, WriteRefusedError):
                 raise
-            how = "go on with --resume" if self.recipe.is_file() else "start again"
-            raise WriteRefusedError(f"{refused}, then {how}") from error
+            raise WriteRefusedError(f"{refused}, then {self.cure()}") from error
+
+    def cure(self) -> str:
+        """What to do after a run in here was cut off."""
+        return "go on with --resume" if self.recipe.is_file() else "start again"
 
     def write_recipe(self, loaded: Loaded) -> None:
         """Keep the resolved recipe; from now on the folder holds a run."""

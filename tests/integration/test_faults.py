@@ -215,9 +215,9 @@ def test_a_server_killed_during_an_update_never_serves_half_of_it(
 
 def test_a_replica_killed_in_mid_response_loses_and_doubles_none_of_many_callers(models: World, tmp_path: Path) -> None:
     """What had been told is not drawn again; the rest is, and is the same: it follows from prompt, seed and weights."""
-    recipe = make_recipe(models, tmp_path, rollout={"replicas": 2, "placement": LOCAL, "max_response_length": 24})
+    recipe = make_recipe(models, tmp_path, rollout={"replicas": 2, "placement": LOCAL, "max_response_length": 120})
     student = Student(models.student)
-    sampling = SamplingParams(max_new_tokens=24)
+    sampling = SamplingParams(max_new_tokens=120)
     prompts = [[3 + i % 40, 5, 7 + i % 11] for i in range(160)]
     told: list[int] = []
 
@@ -227,17 +227,22 @@ def test_a_replica_killed_in_mid_response_loses_and_doubles_none_of_many_callers
         right = await local.generate(prompts, sampling, range(160))
         async with started(recipe, None, [ROLLOUT], student) as (groups, routers):
             await student.publish(1)
-            router = routers[ROLLOUT]
+            router, pid = routers[ROLLOUT], pid_of(groups, ROLLOUT, 0)
+
+            def hear(number: int) -> None:
+                if not told:
+                    os.kill(pid, signal.SIGSTOP)  # it gets no further, however long this process takes
+                told.append(number)
 
             async def caller(i: int) -> list[Generation]:
                 own = [2 * i, 2 * i + 1]
                 return await router.generate(
-                    [prompts[j] for j in own], sampling, own, told=lambda k, given: told.append(own[k])
+                    [prompts[j] for j in own], sampling, own, told=lambda k, given: hear(own[k])
                 )
 
             callers = [asyncio.create_task(caller(i)) for i in range(80)]
             await until(lambda: bool(told))
-            os.kill(pid_of(groups, ROLLOUT, 0), signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
             assert len(told) < 160, "too fast for this test"
             drawn = [generation for pair in await asyncio.gather(*callers) for generation in pair]
             numbers = router.take_numbers()

@@ -56,8 +56,11 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def is_rank(process: psutil.Process) -> bool:
-    """The leader of a session of its own, which the launcher's guard is too."""
-    return "mopd" in process.cmdline() and os.getsid(process.pid) == process.pid
+    """The leader of a session of its own, which the launcher's guard is too; none that ends meanwhile."""
+    try:
+        return "mopd" in process.cmdline() and os.getsid(process.pid) == process.pid
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return False
 
 
 def assert_all_gone(processes: list[psutil.Process]) -> None:
@@ -119,6 +122,22 @@ def goes_on(recipe: Path, run_dir: Path, uninterrupted: Path) -> None:
     done = mopd("train", recipe, "--resume")
     assert done.returncode == 0, done.stderr
     assert_same_run(run_dir, uninterrupted)
+
+
+def test_interrupted_before_it_has_begun(world: World, tmp_path: Path) -> None:
+    """Nothing is left that could be resumed, and the line says so."""
+    run_dir = tmp_path / "run"
+    process = start_mopd("train", world.write_recipe(run_dir))
+    deadline = time.monotonic() + 60
+    while not [one for one in descendants(process) if is_rank(one)]:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.005)
+    family = descendants(process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (128 + signal.SIGINT, "mopd: ended by SIGINT; start again\n")
+    assert_all_gone(family)
+    assert not run_dir.exists()
 
 
 def start_nodes(recipe: Path, *flags: str) -> list[subprocess.Popen[str]]:
