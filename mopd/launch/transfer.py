@@ -70,16 +70,19 @@ class Transfer:
         device: torch.device = _CPU,
         num_constants: int = 0,
         shares: Sequence[int] = (),
+        checks_values: bool = True,
     ) -> None:
         """``metas``: every weight of the student, as it will travel; ``num_workers``: of one replica; ``device`` of
         rank 0's parameters; ``num_constants``: how many of the first of ``metas`` no step changes; ``shares``:
-        how many of ``metas`` each pipeline stage sends, where each sends its own."""
+        how many of ``metas`` each pipeline stage sends, where each sends its own; without ``checks_values`` whoever
+        changes the weights looks for NaN among them, and an update does when it is verified."""
         self._targets, self._cfg, self._metas, self._num_workers = targets, cfg, metas, num_workers
         self._group: TransferGroup | None = None
         self._order: GroupOrder | None = None
         self._memory: SharedMemory | None = None
         self._device = device
         self._bucket_bytes = cfg.bucket_mib * 2**20
+        self._sending = {"bucket_bytes": self._bucket_bytes, "checks_values": checks_values}
         self._names: list[str] = []
         self._num_updates = 0
         self._num_constants, self._have_constants = num_constants, False
@@ -178,7 +181,7 @@ class Transfer:
         def work() -> Sent:
             stream = read_trained() if skipped and read_trained is not None else read()
             send_all = partial(send, group) if memory is None else partial(send_mapped, group, memory)
-            options: Any = {"bucket_bytes": self._bucket_bytes, "verify": verify, "num_skipped": skipped}
+            options: Any = {**self._sending, "verify": verify, "num_skipped": skipped}
             if not self.shares:
                 return send_all(self._metas, stream, **options)
             with self._first_of_several():
@@ -304,6 +307,7 @@ def open_transfer(recipe: Recipe, worker: StudentWorker, targets: Targets) -> Tr
         device=worker.layout.device,
         num_constants=num_constants,
         shares=shares,
+        checks_values=False,  # ``optim_step`` does, on each rank of its own
     )
 
 

@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from mopd import cpu_shim
 from mopd.config.student import OptimizerConfig as StudentOptimizerConfig
@@ -20,6 +21,7 @@ from mopd.conversion.models.dims import ModelDims
 from mopd.student.memory.offload import main_weights_on_host, offload
 from mopd.student.model.gpt import StudentModel
 from mopd.student.parallel import Layout
+from mopd.transfer.sending import require_all_finite
 from mopd.types import UserError
 
 BUCKET_SIZE: int | None = None
@@ -123,10 +125,12 @@ def build_optimizer(
     return optimizer, scheduler
 
 
-def guarded_step(optimizer: ChainedOptimizer) -> float:
+def guarded_step(optimizer: ChainedOptimizer, chunks: Sequence[DistributedDataParallel]) -> float:
     """Clip by the global norm and step, unless the norm is not finite; returns the norm before clipping.
 
-    A non-finite norm is returned with weights and optimizer states untouched. One host synchronisation.
+    A non-finite norm is returned with weights and optimizer states untouched. ``NonFiniteError`` if one of this rank's
+    weights is NaN or infinite after the step: nobody looks again before they go to the rollout. Two host
+    synchronisations.
     """
     with cpu_shim.activate():
         optimizer.prepare_grads()
@@ -138,6 +142,11 @@ def guarded_step(optimizer: ChainedOptimizer) -> float:
             if parameters and part.config.clip_grad > 0:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
     optimizer.step_with_ready_grads()
+    weights: dict[str, Tensor] = {}
+    for number, chunk in enumerate(chunks):
+        suffix = f" of chunk {number}" if number else ""
+        weights |= {name + suffix: weight.detach() for name, weight in chunk.module.named_parameters()}
+    require_all_finite(weights)
     return norm
 
 

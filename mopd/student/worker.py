@@ -159,13 +159,14 @@ class StudentWorker:
         the ``lr`` that was used, and counts one ``weight_version`` more.
 
         Raises:
-            NonFiniteError: the gradient norm is not finite; weights and optimizer states are untouched.
+            NonFiniteError: the gradient norm is not finite, weights and optimizer states are untouched; or a weight is
+                not after the step, on the ranks that hold it.
             RuntimeError: no gradients since the last step.
         """
         if self._plan is None:
             raise RuntimeError("optim_step without a forward_backward before it")
         lr = float(self._optimizer.param_groups[0]["lr"])
-        norm = guarded_step(self._optimizer)
+        norm = guarded_step(self._optimizer, self._chunks)
         if not math.isfinite(norm):
             samples = [sample for rank in self._plan.micro_batches for batch in rank for sample in batch]
             raise NonFiniteError(

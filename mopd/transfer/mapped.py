@@ -27,7 +27,7 @@ from mopd.transfer.group import GroupOrder, Pending, TransferFailed, TransferGro
 from mopd.transfer.memory import SharedMemory, open_memory
 from mopd.transfer.pieces import Expected, Part, cut_pieces
 from mopd.transfer.receiving import BroadcastReceiver, GroupReceiver, Receiver
-from mopd.transfer.sending import Sent, next_tensor, require_finite, to_the_end
+from mopd.transfer.sending import Sent, looks_at_values, next_tensor, require_all_finite, to_the_end
 from mopd.transfer.stages import StagesReceiver
 
 
@@ -44,6 +44,7 @@ def send_mapped(
     *,
     bucket_bytes: int,
     verify: bool,
+    checks_values: bool = True,
     num_skipped: int = 0,
     on_bucket: Callable[[int], None] = lambda number: None,
 ) -> Sent:
@@ -52,7 +53,8 @@ def send_mapped(
     gather_s = send_s = 0.0
     with to_the_end(group, weights) as stream:
         group.tell(num_skipped)
-        filler = _Filler(stream)
+        is_checked = looks_at_values(metas, verify=verify, checks_values=checks_values)
+        filler = _Filler(stream, is_checked=is_checked)
         reading = deque[Pending]()
         for i, part in enumerate(parts):
             began = time.perf_counter()
@@ -77,8 +79,8 @@ def send_mapped(
 class _Filler:
     """Puts what a stream gives into parts, one after another."""
 
-    def __init__(self, stream: Iterator[tuple[str, Tensor]]) -> None:
-        self._stream = stream
+    def __init__(self, stream: Iterator[tuple[str, Tensor]], *, is_checked: bool) -> None:
+        self._stream, self._is_checked = stream, is_checked
         self._tensor = torch.empty(0)
         """Of the last piece."""
 
@@ -92,10 +94,8 @@ class _Filler:
             if part.first == 0:
                 self._tensor = next_tensor(self._stream, part.meta).contiguous()
             rooms = {part.meta.name: buffer.view(part.meta.dtype).copy_(part.of(self._tensor))}
-        sums = [values.sum() for values in rooms.values() if values.is_floating_point()]
-        if sums and not torch.stack([total.double() for total in sums]).isfinite().all():  # one wait for the device
-            for name, values in rooms.items():
-                require_finite(name, values)
+        if self._is_checked:
+            require_all_finite(rooms)
 
 
 class MappedReceiver(GroupReceiver):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,6 +15,9 @@ from mopd.transfer.buckets import Bucket, TensorMeta
 from mopd.transfer.group import Pending, TransferGroup
 from mopd.transfer.pieces import Part, Ring, Segment, cut_pieces
 from mopd.types import NonFiniteError
+
+Look = Callable[[str, Tensor], None]
+"""At a weight's values: ``require_finite``, or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,11 +39,13 @@ def send(
     *,
     bucket_bytes: int,
     verify: bool,
+    checks_values: bool = True,
     num_skipped: int = 0,
     on_bucket: Callable[[int], None] = lambda number: None,
 ) -> Sent:
     """Read the stream to its end, whatever happens: ranks that gather together stay in step.
 
+    NaN and infinite values are looked for with ``verify`` or ``checks_values``: somebody else has to, otherwise.
     The stream has not the first ``num_skipped`` of ``metas``, which came in an earlier update of this group.
     ``on_bucket(number)`` hears of each part before it leaves. Holds two buckets, and tensors of the stream until they
     have arrived.
@@ -52,7 +57,8 @@ def send(
     """
     with to_the_end(group, weights) as stream:
         group.tell(num_skipped)
-        return _send(group, cut_pieces(metas[num_skipped:], bucket_bytes), stream, verify, on_bucket)
+        look = require_finite if looks_at_values(metas, verify=verify, checks_values=checks_values) else _trust
+        return _send(group, cut_pieces(metas[num_skipped:], bucket_bytes), stream, verify, look, on_bucket)
 
 
 @contextmanager
@@ -76,6 +82,7 @@ def _send(
     parts: Sequence[Part],
     stream: Iterator[tuple[str, Tensor]],
     verify: bool,
+    look: Look,
     on_bucket: Callable[[int], None],
 ) -> Sent:
     ring, flying = Ring(group.device), deque[tuple[Pending, Tensor]]()
@@ -88,11 +95,11 @@ def _send(
         free = time.perf_counter()
         if isinstance(part, Bucket):
             buffer = ring.room(i, part.num_bytes)
-            fill(part, buffer, stream)
+            fill(part, buffer, stream, look)
         else:
             if part.first == 0:
                 tensor = next_tensor(stream, part.meta).contiguous()
-            buffer = _as_it_travels(part, tensor, ring, i)
+            buffer = _as_it_travels(part, tensor, ring, i, look)
         if verify:
             digests.append(part.digest(buffer))
         gather_s, send_s = gather_s + time.perf_counter() - free, send_s + free - began
@@ -108,12 +115,12 @@ def _send(
     return Sent(num_bytes=sum(part.num_bytes for part in parts), gather_s=gather_s, send_s=send_s)
 
 
-def _as_it_travels(piece: Segment, tensor: Tensor, ring: Ring, number: int) -> Tensor:
+def _as_it_travels(piece: Segment, tensor: Tensor, ring: Ring, number: int, look: Look) -> Tensor:
     """[bytes] of the piece, in the tensor's own memory unless its dtype or device is another."""
     values = piece.of(tensor)
     if not piece.is_as_it_travels(tensor, ring.device):
         values = ring.room(number, piece.num_bytes).view(piece.meta.dtype).copy_(values)
-    require_finite(piece.meta.name, values)
+    look(piece.meta.name, values)
     return values.view(torch.uint8)
 
 
@@ -125,11 +132,28 @@ def next_tensor(stream: Iterator[tuple[str, Tensor]], meta: TensorMeta) -> Tenso
     return tensor
 
 
-def fill(bucket: Bucket, buffer: Tensor, stream: Iterator[tuple[str, Tensor]]) -> None:
+def fill(bucket: Bucket, buffer: Tensor, stream: Iterator[tuple[str, Tensor]], look: Look) -> None:
     """Its tensors from the stream; raises as ``send``."""
     for meta, room in zip(bucket.metas, bucket.views(buffer), strict=True):
         room[1].copy_(next_tensor(stream, meta))
-        require_finite(*room)
+        look(*room)
+
+
+def looks_at_values(metas: Sequence[TensorMeta], *, verify: bool, checks_values: bool) -> bool:
+    """Whether a sender does: also where a cast may overflow."""
+    return verify or checks_values or any(meta.dtype == torch.float16 for meta in metas)
+
+
+def _trust(name: str, values: Tensor) -> None:
+    """Somebody else has looked at them."""
+
+
+def require_all_finite(weights: Mapping[str, Tensor]) -> None:
+    """``require_finite`` of each, with one wait for the device."""
+    sums = [values.sum().double() for values in weights.values() if values.is_floating_point()]
+    if sums and not torch.stack(sums).isfinite().all():
+        for name, values in weights.items():
+            require_finite(name, values)
 
 
 def require_finite(name: str, values: Tensor) -> None:

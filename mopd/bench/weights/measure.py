@@ -166,7 +166,15 @@ class Rounds:
         cfg = WAYS[way](type=way, bucket_mib=bucket_mib)  # type: ignore[arg-type]
         self._way = way
         shares = student.shares if way == "collective" else []
-        self._transfer = Transfer(targets, cfg, student.metas, num_workers=1, device=student.device, shares=shares)
+        self._transfer = Transfer(
+            targets,
+            cfg,
+            student.metas,
+            num_workers=1,
+            device=student.device,
+            shares=shares,
+            checks_values=False,  # as in a run, whose optimizer steps do
+        )
         self._transfer.join_stages = student.join
         self._thread = ThreadPoolExecutor(1)
         self._version = -1

@@ -14,7 +14,7 @@ from mopd.conversion.models.reading import read_dims
 from mopd.student.model.gpt import build_model
 from mopd.student.optimizer import build_optimizer, guarded_step, overlaps, wrap_data_parallel
 from mopd.student.parallel import Layout
-from mopd.types import UserError
+from mopd.types import NonFiniteError, UserError
 from tests.fixtures.vision import make_vision_model
 from tests.unit.student.test_model_config import DIMS
 
@@ -55,7 +55,7 @@ def test_decay_touches_matrices_only(layout: Layout) -> None:
     model, optimizer, _ = build(layout, weight_decay=0.1)
     with cpu_shim.activate():
         fill_gradients(model, 0.0)
-        assert guarded_step(optimizer) == 0.0
+        assert guarded_step(optimizer, [model]) == 0.0
     for name, parameter in model.named_parameters():
         assert torch.all(parameter == (0.5 if parameter.dim() == 1 else 0.45)), name
 
@@ -66,17 +66,28 @@ def test_a_bad_norm_changes_nothing(layout: Layout, value: float) -> None:
     with cpu_shim.activate():
         fill_gradients(model, 1.0)
         model.buffers[0].grad_data[3] = value
-        norm = guarded_step(optimizer)
+        norm = guarded_step(optimizer, [model])
     assert not norm < float("inf")
     assert all(torch.all(parameter == 0.5) for parameter in model.parameters())
     assert not optimizer.chained_optimizers[0].optimizer.state
+
+
+def test_a_weight_that_is_no_number_is_named(layout: Layout) -> None:
+    """The gradients are in order: some other fault, of which nothing else would tell before the rollout has it."""
+    model, optimizer, _ = build(layout)
+    name, weight = list(model.module.named_parameters())[-1]
+    weight.data.view(-1)[-1] = float("nan")
+    with cpu_shim.activate():
+        fill_gradients(model, 0.0)
+        with pytest.raises(NonFiniteError, match=f"weight {name!r} of the student has values that are NaN"):
+            guarded_step(optimizer, [model])
 
 
 def test_gradients_are_clipped_by_the_global_norm(layout: Layout) -> None:
     model, optimizer, _ = build(layout, clip_grad=1.0)
     with cpu_shim.activate():
         fill_gradients(model, 2.0)
-        norm = guarded_step(optimizer)
+        norm = guarded_step(optimizer, [model])
     count = sum(parameter.numel() for parameter in model.parameters())
     assert norm == pytest.approx(2.0 * count**0.5, rel=1e-5)
     (part,) = optimizer.chained_optimizers

@@ -48,8 +48,10 @@ def exchange(
     slots: Weights | None,
     *,
     spoil: Callable[[TransferGroup], None] = lambda group: None,
+    **options: bool,
 ) -> tuple[Sent, Weights]:
-    """What sending took, and what the receiver was given beside its slots."""
+    """What sending took, and what the receiver was given beside its slots. Verified, unless told."""
+    options = {"verify": True, **options}
     store = GroupStore(DEADLINE_S)
     order = GroupOrder(group_id="g", port=store.port, world_size=2, bucket_bytes=BUCKET, timeout_s=DEADLINE_S)
     rest: Weights = {}
@@ -58,7 +60,7 @@ def exchange(
         receiver = BroadcastReceiver(
             order, 1, metas, keeps_views=slots is None, slots=slots or {}, device=torch.device("cpu")
         )
-        for name, tensor in receiver.tensors(verify=True, patience_s=DEADLINE_S):
+        for name, tensor in receiver.tensors(verify=options["verify"], patience_s=DEADLINE_S):
             rest[name] = tensor if slots is None else slots[name].copy_(tensor)
         receiver.close()
 
@@ -67,7 +69,7 @@ def exchange(
         group = TransferGroup(order, 0, store)
         try:
             spoil(group)
-            sent = send(group, metas, iter(weights.items()), bucket_bytes=BUCKET, verify=True)
+            sent = send(group, metas, iter(weights.items()), bucket_bytes=BUCKET, **options)
             receiving.result(DEADLINE_S)
         finally:
             group.close()
@@ -165,13 +167,21 @@ def test_a_flipped_bit_of_a_piece_is_seen(place: int) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_number_does_not_leave(value: float) -> None:
+@pytest.mark.parametrize("options", [{}, {"checks_values": False}, {"verify": False}])
+def test_what_is_no_number_does_not_leave(value: float, options: dict[str, bool]) -> None:
     weights = make_weights()
     weights["q"][-1, -1] = value
     watched = Watched()
     with pytest.raises(NonFiniteError, match="'q'"):
-        exchange(weights, metas_of(weights), None, spoil=watched)
+        exchange(weights, metas_of(weights), None, spoil=watched, **options)
     assert weights["q"].data_ptr() not in watched.addresses
+
+
+def test_values_that_somebody_else_looks_at_are_not_read() -> None:
+    weights = make_weights()
+    weights["q"][-1, -1] = float("nan")
+    _, got = exchange(weights, metas_of(weights), None, verify=False, checks_values=False)
+    assert got["q"][-1, -1].isnan()
 
 
 def test_a_sum_beyond_all_numbers_is_no_fault() -> None:
