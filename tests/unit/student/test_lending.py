@@ -41,7 +41,7 @@ class Built:
         generator = torch.Generator().manual_seed(seed)
         for buffer in self.model.buffers:
             buffer.grad_data.copy_(torch.randn(buffer.grad_data.shape, generator=generator))
-        return guarded_step(self.optimizer)
+        return guarded_step(self.optimizer, [self.model])
 
     def states(self) -> list[Tensor]:
         (part,) = self.optimizer.chained_optimizers
