@@ -1,6 +1,7 @@
 """A real ``mopd serve`` under clients that mean harm: ``/health`` answers throughout, memory stays, SIGTERM ends it.
 
-``MOPD_ATTACK_SECONDS`` (default 0.4) is the length of each attack. The figures are printed and recorded.
+``MOPD_ATTACK_SECONDS`` (default 0.4) is the length of each attack; with it the bounds are those of a machine that does
+nothing else. The figures are printed and recorded.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 
 SECONDS = float(os.environ.get("MOPD_ATTACK_SECONDS", "0.4"))
 HOST = b"Host: 127.0.0.1\r\n"
-MAX_HEALTH_S = 4.0
-"""Beside other tests; alone on two cores it is 0.4 at most."""
-MAX_GROWN_MIB = 96
-"""Heads of 2,048 connections are 32, bodies 8; seen are 60, however long the attacks last."""
+IS_ALONE = "MOPD_ATTACK_SECONDS" in os.environ
+MAX_HEALTH_S = 1.0 if IS_ALONE else 4.0
+MAX_GROWN_MIB = 64 if IS_ALONE else 96
+"""Heads of 2,048 connections are 32, bodies 8; with 10 seconds an attack 56 were seen."""
 MAX_END_S = 8.0
 
 
