@@ -58,7 +58,7 @@ class StageSender:
         except TransferFailed as error:
             logger.warning("stage %d has no group for the weights: %s", layout.pp_rank, error)
 
-    def send(self, update: int, verify: bool) -> None:
+    def send(self, update: int, verify: bool, checks_values: bool) -> None:
         """Its share of an update; what fails is said to the next sender, and rank 0 hears it from the last."""
         stream = self._worker.weights("trained", in_place=True, by_stage=True)
         if self._group is None or self._words is None or self._order is None:
@@ -69,7 +69,7 @@ class StageSender:
         try:
             self._words.wait(update, stage, waiting_s(self._order))
             size = self._order.bucket_bytes
-            send(self._group, self._metas, stream, bucket_bytes=size, verify=verify, checks_values=False)
+            send(self._group, self._metas, stream, bucket_bytes=size, verify=verify, checks_values=checks_values)
             is_good = True
         except TransferFailed as error:
             logger.warning("stage %d did not send its weights: %s", stage, error)

@@ -82,7 +82,7 @@ class Transfer:
         self._memory: SharedMemory | None = None
         self._device = device
         self._bucket_bytes = cfg.bucket_mib * 2**20
-        self._sending = {"bucket_bytes": self._bucket_bytes, "checks_values": checks_values}
+        self._checks_values = checks_values
         self._names: list[str] = []
         self._num_updates = 0
         self._num_constants, self._have_constants = num_constants, False
@@ -176,12 +176,13 @@ class Transfer:
 
         skipped = 0 if read_trained is None or not self._have_constants else self._num_constants
         memory = self._memory
-        self.current = {"update": self.current.get("update", 0) + 1, "verify": verify}
+        how = {"verify": verify, "checks_values": self._checks_values}
+        self.current = {"update": self.current.get("update", 0) + 1, **how}
 
         def work() -> Sent:
             stream = read_trained() if skipped and read_trained is not None else read()
             send_all = partial(send, group) if memory is None else partial(send_mapped, group, memory)
-            options: Any = {**self._sending, "verify": verify, "num_skipped": skipped}
+            options: Any = {"bucket_bytes": self._bucket_bytes, "num_skipped": skipped, **how}
             if not self.shares:
                 return send_all(self._metas, stream, **options)
             with self._first_of_several():
@@ -307,7 +308,7 @@ def open_transfer(recipe: Recipe, worker: StudentWorker, targets: Targets) -> Tr
         device=worker.layout.device,
         num_constants=num_constants,
         shares=shares,
-        checks_values=False,  # ``optim_step`` does, on each rank of its own
+        checks_values=smaller != student,  # a cast may overflow; of its own dtype each rank does, in ``optim_step``
     )
 
 

@@ -27,7 +27,7 @@ from mopd.transfer.group import GroupOrder, Pending, TransferFailed, TransferGro
 from mopd.transfer.memory import SharedMemory, open_memory
 from mopd.transfer.pieces import Expected, Part, cut_pieces
 from mopd.transfer.receiving import BroadcastReceiver, GroupReceiver, Receiver
-from mopd.transfer.sending import Sent, looks_at_values, next_tensor, require_all_finite, to_the_end
+from mopd.transfer.sending import Sent, next_tensor, require_all_finite, to_the_end
 from mopd.transfer.stages import StagesReceiver
 
 
@@ -53,8 +53,7 @@ def send_mapped(
     gather_s = send_s = 0.0
     with to_the_end(group, weights) as stream:
         group.tell(num_skipped)
-        is_checked = looks_at_values(metas, verify=verify, checks_values=checks_values)
-        filler = _Filler(stream, is_checked=is_checked)
+        filler = _Filler(stream, is_checked=verify or checks_values)
         reading = deque[Pending]()
         for i, part in enumerate(parts):
             began = time.perf_counter()

@@ -57,7 +57,7 @@ def send(
     """
     with to_the_end(group, weights) as stream:
         group.tell(num_skipped)
-        look = require_finite if looks_at_values(metas, verify=verify, checks_values=checks_values) else _trust
+        look = require_finite if verify or checks_values else _trust
         return _send(group, cut_pieces(metas[num_skipped:], bucket_bytes), stream, verify, look, on_bucket)
 
 
@@ -137,11 +137,6 @@ def fill(bucket: Bucket, buffer: Tensor, stream: Iterator[tuple[str, Tensor]], l
     for meta, room in zip(bucket.metas, bucket.views(buffer), strict=True):
         room[1].copy_(next_tensor(stream, meta))
         look(*room)
-
-
-def looks_at_values(metas: Sequence[TensorMeta], *, verify: bool, checks_values: bool) -> bool:
-    """Whether a sender does: also where a cast may overflow."""
-    return verify or checks_values or any(meta.dtype == torch.float16 for meta in metas)
 
 
 def _trust(name: str, values: Tensor) -> None:

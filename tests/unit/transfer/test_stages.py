@@ -73,7 +73,7 @@ class Run:
     def update(self, number: int) -> tuple[Future[None], Future[list[tuple[str, Tensor]]]]:
         """The stage's and the receiver's part, under way."""
         receiving = self.pool.submit(lambda: list(self.receiver.tensors(verify=True, patience_s=DEADLINE_S)))
-        return self.pool.submit(self.sender.send, number, True), receiving
+        return self.pool.submit(self.sender.send, number, True, False), receiving
 
     def send_first(self, number: int) -> None:
         metas = self.metas[:1]
@@ -137,7 +137,7 @@ def test_a_value_of_a_later_stage_that_is_no_number_is_an_error_there(run: Run) 
 
 
 def test_a_receiver_that_goes_ends_it_for_all(run: Run) -> None:
-    sending = run.pool.submit(run.sender.send, 1, True)
+    sending = run.pool.submit(run.sender.send, 1, True, False)
     run.receiver.close()
     with pytest.raises(TransferFailed):
         run.send_first(1)
@@ -156,7 +156,7 @@ def test_a_meeting_that_is_called_off_ends_for_the_other_senders() -> None:
         words.call_off()
         joining.result(DEADLINE_S / 2)
         with contextlib.suppress(TransferFailed):
-            pool.submit(sender.send, 1, True).result(DEADLINE_S / 2)
+            pool.submit(sender.send, 1, True, False).result(DEADLINE_S / 2)
     assert stage.left == 0
 
 
