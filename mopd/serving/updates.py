@@ -78,6 +78,7 @@ class WeightUpdates:
         self._update: _Update | None = None
         self._is_loading = False
         self._group_id = ""
+        self._num_joins = 0
         self._joining: asyncio.Future[None] | None = None
         self._reception: asyncio.Task[Reception] | None = None
         self._leaving: asyncio.Future[None] | None = None  # kept, so that nothing forgets it
@@ -163,8 +164,14 @@ class WeightUpdates:
             self._is_loading = False
 
     async def join(self, message: WeightJoin) -> None:
-        """Returns when the group has met; the engine works meanwhile. What another group does here ends."""
+        """Returns when the group has met; the engine works meanwhile. What another group does here ends; ``Refusal``
+        409 if another comes before the list of tensors is read, ``ValueError`` if it is none."""
+        number = self._num_joins = self._num_joins + 1
         await self._quit_group()
+        text = message.tensors.tobytes()
+        metas = await asyncio.to_thread(lambda: from_json(parse_json(text, max_values=MAX_JOIN_VALUES)))
+        if number != self._num_joins:
+            raise stale_weights("another group came")
         self.require_updatable()
         self._admission.require_open_to_weights()
         self.drop()
@@ -180,13 +187,9 @@ class WeightUpdates:
             shares=message.shares,
         )
         try:
-            text = message.tensors.tobytes()
-            metas = await asyncio.to_thread(lambda: from_json(parse_json(text, max_values=MAX_JOIN_VALUES)))
             await self._host.engine.incoming.join(order, message.first_rank, metas)
         except WeightsLost as error:
             raise stale_weights(one_line(error)) from error
-        except ValueError as error:
-            raise bad_request(one_line(error)) from error
         finally:
             self._is_loading = False
             self._joining.set_result(None)

@@ -38,8 +38,9 @@ class TorchIncoming:
         """See ``Incoming.join``."""
         slots = self._engine.weight_slots
         check_fit(metas, slots, name=self._engine.name)
-        await self.leave()
-        given_up = self._given_up = threading.Event()
+        self._given_up.set()
+        given_up = self._given_up = threading.Event()  # before anything is waited for: a ``leave`` meanwhile is for it
+        await self._close()
         try:
             self._receiver = await asyncio.to_thread(
                 open_receiver,
@@ -72,6 +73,9 @@ class TorchIncoming:
     async def leave(self) -> None:
         """See ``Incoming.leave``."""
         self._given_up.set()
+        await self._close()
+
+    async def _close(self) -> None:
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             await asyncio.to_thread(receiver.close)  # waits for what is under way

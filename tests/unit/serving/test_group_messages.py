@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.torch.engine import TorchEngine
+from mopd.serving import updates
 from mopd.serving.updates import MAX_JOIN_BYTES
 from mopd.transfer import group as transfer_group
 from mopd.transfer.buckets import TensorMeta, to_json
@@ -49,7 +50,7 @@ MEMORY = st.sampled_from(
     ]
 )
 PATHS = ("/v1/weights/join", "/v1/weights/start", "/v1/weights/finish")
-DEADLINE_S = 1.0
+DEADLINE_S = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +234,35 @@ def test_a_join_that_waits_gives_way_to_a_new_one(rollout: RunningServer, weight
     group = rank_0.meet(rollout)
     waiting.join(10)
     assert answers and answers[0].status_code == 409
+    assert ask(rollout, "start", start()).status_code == 200
+    rank_0.send(group)
+    assert ask(rollout, "finish", finish()).status_code == 200
+    serves(rollout, local, 9)
+    group.close()
+
+
+def test_a_join_that_is_still_read_gives_way_to_a_new_one(
+    rollout: RunningServer, weights: Weights, local: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late it is read, and in whichever order they are."""
+    began, goes_on, read = threading.Event(), threading.Event(), updates.from_json
+
+    def read_slowly(rows: object) -> list[TensorMeta]:
+        if not began.is_set():
+            began.set()
+            assert goes_on.wait(20)
+        return read(rows)
+
+    monkeypatch.setattr(updates, "from_json", read_slowly)
+    lonely, answers = Rank0(weights, world_size=3, group_id="lonely"), list[httpx.Response]()
+    waiting = threading.Thread(target=lambda: answers.append(ask(rollout, "join", lonely.join(timeout_s=3600.0))))
+    waiting.start()
+    assert began.wait(20)
+    rank_0 = Rank0(weights)
+    group = rank_0.meet(rollout)
+    goes_on.set()
+    waiting.join(10)
+    assert answers and answers[0].status_code == 409 and "another group came" in answers[0].text
     assert ask(rollout, "start", start()).status_code == 200
     rank_0.send(group)
     assert ask(rollout, "finish", finish()).status_code == 200
