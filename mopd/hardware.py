@@ -109,11 +109,14 @@ def read_query(text: str) -> list[tuple[str, int]]:
 
 
 def _free_in_container() -> list[int]:
-    """What the container's own limit leaves, where it has one (cgroup v2)."""
-    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
+    """What the container's own limit leaves, where it has one (cgroup v2). Files that were read count as used; those
+    that nobody has looked at lately go as soon as somebody needs the memory."""
+    limit, used, parts = (CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
     if not limit.is_file() or not used.is_file() or not limit.read_text().strip().isdecimal():
         return []
-    return [max(0, int(limit.read_text()) - int(used.read_text()))]
+    found = re.search(r"^inactive_file (\d+)$", parts.read_text() if parts.is_file() else "", re.MULTILINE)
+    held = int(used.read_text()) - (int(found[1]) if found else 0)
+    return [max(0, int(limit.read_text()) - held)]
 
 
 def _torch_cuda() -> str | None:

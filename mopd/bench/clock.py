@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -29,6 +31,16 @@ def own_busy_s() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
+def family_busy_s() -> float:
+    """Busy seconds of this process and its children, those included that still run."""
+    busy_s = own_busy_s()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            times = process.cpu_times()
+            busy_s += times.user + times.system + times.children_user + times.children_system
+    return busy_s
+
+
 class Others:
     """What other processes than those of ``own_s`` take of the machine from now on."""
 
@@ -41,15 +53,17 @@ class Others:
         if self._start is None:
             return None
         busy, own, wall = (b - a for a, b in zip(self._start, self._now() or self._start, strict=True))
-        return max(0.0, busy - own) / wall if wall > 0 else 0.0
+        most = os.cpu_count() or 1  # the system counts in ticks, so that a short time may seem to hold more
+        return min(max(0.0, busy - own) / wall, most) if wall > 0 else 0.0
 
     def _now(self) -> tuple[float, float, float] | None:
         """Seconds: all cores' busy time, our own processes', wall clock."""
         if not STATISTICS.is_file():
             return None
         ticks = [int(number) for number in STATISTICS.read_text().split("\n", 1)[0].split()[1:9]]
+        wall = time.monotonic()  # at once: to look at all processes takes a while
         busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
-        return busy, self._own_s(), os.times().elapsed
+        return busy, self._own_s(), wall
 
 
 class CpuClock:

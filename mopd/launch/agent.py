@@ -69,7 +69,9 @@ class RankAgent(LocalElasticAgent):
         self._nodes = nodes
         self._asked: SignalException | None = None
         self._is_ending = False
-        self._on_failure, self._has_failed = on_failure, False
+        self._on_failure = on_failure
+        self._first: set[int] = set()
+        """Ranks that ended badly before this ended the others."""
         spec = WorkerSpec(
             role="trainer",
             local_world_size=num_ranks,
@@ -87,8 +89,8 @@ class RankAgent(LocalElasticAgent):
         )
 
     def deaths(self) -> list[Death]:
-        """Start the ranks and wait for their end: those that failed, in the order in which that was seen, also those
-        that this ended because of others.
+        """Start the ranks and wait for their end: those that failed, first those that did so by themselves, then those
+        that this ended because of them.
 
         Raises:
             TerminatedError: SIGTERM, while ``ended_by_signals``.
@@ -96,14 +98,16 @@ class RankAgent(LocalElasticAgent):
             SignalException: another signal asks for the end.
         """
         failures = self.run().failures
-        return [Death(rank, failure.exitcode, failure.timestamp) for rank, failure in failures.items()]
+        deaths = [Death(rank, failure.exitcode, failure.timestamp) for rank, failure in failures.items()]
+        return sorted(deaths, key=lambda death: death.rank not in self._first)
 
     @contextlib.contextmanager
     def ended_by_signals(self, *, ask: Callable[[], None] | None) -> Iterator[None]:
         """While the block lasts, signals end the ranks; with ``ask`` the first SIGTERM calls it instead."""
         before = {number: signal.getsignal(number) for number in ENDING}
         for number in ENDING:
-            signal.signal(number, self._end)
+            if before[number] != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, self._end)
         if ask is not None:
             first_sigterm_asks(ask, then=self._end)
         try:
@@ -147,14 +151,16 @@ class RankAgent(LocalElasticAgent):
         if self._asked is not None:
             raise self._asked
         ranks = {int(worker.id): int(worker.global_rank) for worker in worker_group.workers}
-        ended = [] if self._has_failed else [(pid, code) for pid in ranks if (code := _exitcode(pid))]
+        codes = {pid: code for pid in ranks if (code := _exitcode(pid)) is not None}
+        ended = [] if self._first else [(pid, code) for pid, code in codes.items() if code]
         if ended:
-            self._has_failed = True
+            self._first = {ranks[pid] for pid, _ in ended}
             self._on_failure([Death(ranks[pid], code, time.time()) for pid, code in ended])
             for pid in ranks:  # before the agent's SIGTERM
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGINT)
-        result = super()._monitor_workers(worker_group)
+        # torchrun's own look sends SIGTERM to all others at an end that ours has not seen
+        result = super()._monitor_workers(worker_group) if codes else RunResult(state=WorkerState.HEALTHY)
         if result.state == WorkerState.HEALTHY:
             try:
                 self._nodes.check()
@@ -164,12 +170,14 @@ class RankAgent(LocalElasticAgent):
 
 
 def _exitcode(pid: int) -> int | None:
-    """Of a child that has ended, which can still be waited for; -n for signal n."""
-    with contextlib.suppress(ChildProcessError):
+    """Of a child that has ended, -n for signal n, 0 for one that torchrun has waited for; ``None`` while it runs."""
+    try:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is not None:
-            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-    return None
+    except ChildProcessError:
+        return 0
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 class _Met(RendezvousHandler):

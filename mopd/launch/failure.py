@@ -195,8 +195,8 @@ def _leave(error: BaseException, launch_dir: Path | None) -> None:
         draft.rename(launch_dir / f"{failure.rank}.error.json")
     elif not is_user_error:
         traceback.print_exception(error)
-    elif _is_first_to_tell():
-        print(f"mopd: error: {one_line(error)}", file=sys.stderr)
+    else:
+        _tell_once(f"mopd: error: {one_line(error)}")
     with contextlib.suppress(OSError):  # a full disk or a reader that left; the error is told
         sys.stdout.flush()
     with contextlib.suppress(OSError):
@@ -208,12 +208,21 @@ def _draft(launch_dir: Path, rank: int) -> Path:
     return launch_dir / f"{rank}.partial"
 
 
-def _is_first_to_tell() -> bool:
-    """Whether this rank is the first to report a user error; torchrun's own store outlives the ranks and counts."""
+def _tell_once(line: str) -> None:
+    """From the first rank that comes to a user error; torchrun's own store outlives the ranks and counts. The others
+    end when it is told: at the first end torchrun ends all."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return True
+        print(line, file=sys.stderr, flush=True)
+        return
     from torch.distributed import TCPStore  # heavy, and most ranks never come here
 
     timeout = datetime.timedelta(seconds=STORE_TIMEOUT_S)
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
-    return int(store.add("mopd/user_errors", 1)) == 1
+    if int(store.add("mopd/user_errors", 1)) == 1:
+        print(line, file=sys.stderr, flush=True)
+        store.set("mopd/told", "")
+        return
+    try:
+        store.wait(["mopd/told"], timeout)
+    except RuntimeError:  # it has died before it could
+        print(line, file=sys.stderr, flush=True)

@@ -63,7 +63,7 @@ def ending_in_order() -> Iterator[None]:
     before = {one: signal.getsignal(one) for one in ENDING}
     asking = before[signal.SIGTERM]
     for one in ENDING:
-        if isinstance(before[one], _Asking):
+        if isinstance(before[one], _Asking) or before[one] == signal.SIG_IGN:  # as under nohup
             continue
         signal.signal(one, leave)
     if isinstance(asking, _Asking):

@@ -41,7 +41,8 @@ LOOK_EVERY_S = 0.5
 LONGEST_LOOK_S = 2.0
 """Counts at most of the time between two looks: while a training step blocks our own loop nobody is silent."""
 GONE_S = 1.0
-"""Without its file a server has left: one look may miss a file that is just being replaced."""
+"""Without its file a server has left: one look may miss a file that is just being replaced, and counts half of it at
+most."""
 SILENT_S = 30.0
 """Without a higher count a server is dead; network file systems show what was written several seconds late."""
 REMOVE_S = 600.0
@@ -79,7 +80,7 @@ class Sightings:
         seen = {server.server_id: (path, server) for path, server in servers.items()}
         for server_id, sight in list(self._sights.items()):
             if server_id not in seen:
-                sight.missing_s += passed_s
+                sight.missing_s += min(passed_s, GONE_S / 2)
                 if sight.missing_s > GONE_S:
                     del self._sights[server_id]
                 continue

@@ -63,9 +63,9 @@ class Channel:
 
     async def run(self, end: socket.socket) -> None:
         """Serve until the other end is closed; ``PeerEnded`` then, in every call that waits too."""
-        reader, self._writer = await asyncio.open_connection(sock=end, limit=BUFFER_BYTES)
-        self._is_open.set()
         try:
+            reader, self._writer = await asyncio.open_connection(sock=end, limit=BUFFER_BYTES)
+            self._is_open.set()
             async with Tasks() as tasks:
                 await tasks.unless_failed(self._receive(reader, tasks))
         except (EOFError, ConnectionError) as error:
@@ -75,7 +75,8 @@ class Channel:
             self._end(error)
             raise
         finally:
-            self._writer.close()
+            if self._writer is not None:
+                self._writer.close()
 
     async def call(self, name: str, *arguments: Any, frames: Frames = ()) -> Any:
         """What the other end's handler returns. A handler has deadlines of its own.
@@ -94,6 +95,8 @@ class Channel:
             return await future
         finally:
             del self._waiting[number]
+            if future.done() and not future.cancelled():
+                future.exception()  # where sending has raised the same
 
     async def tell(self, name: str, *arguments: Any) -> None:
         """A call that nobody waits for."""

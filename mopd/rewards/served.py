@@ -26,6 +26,7 @@ class ServedReward(ABC):
         self._process: RewardProcess | None = None
         self._failure: UserError | None = None
         self._lock = asyncio.Lock()
+        self._is_abandoned = False
 
     @abstractmethod
     def check(self, item: RewardItem) -> None:
@@ -43,6 +44,7 @@ class ServedReward(ABC):
                 await asyncio.to_thread(self.close)
                 raise self._failure from error
             except asyncio.CancelledError:
+                self._is_abandoned = True  # for a process that is just being started
                 if self._process is not None:
                     self._process.abandon()  # the thread comes back
                 raise
@@ -76,6 +78,8 @@ class ServedReward(ABC):
                 self._process = self._start()
             except (OSError, ValueError) as error:
                 raise RewardFailed(f"could not be started: {error}") from error
+            if self._is_abandoned:
+                self._process.abandon()
             _require_no_error(self._process.exchange(None, self._timeout_s(0)), items)
         answer = self._process.exchange(calls, self._timeout_s(len(calls)))
         _require_no_error(answer, items)

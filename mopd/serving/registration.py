@@ -228,6 +228,8 @@ class Registrar:
             self._mine = replace(self._mine, beat=self._mine.beat + 1)
             try:
                 self._write()
+                if self._over.is_set():  # ``end`` does not wait for long
+                    remove_registration(self._path)
                 is_refused = False
             except UserError as error:
                 if not is_refused:

@@ -21,6 +21,7 @@ With a group (``mopd.wire.transfer``) the weights come into the engine itself, s
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -177,15 +178,7 @@ class WeightUpdates:
         self.drop()
         self._is_loading = True
         self._joining = asyncio.get_running_loop().create_future()
-        order = GroupOrder(
-            group_id=message.group_id,
-            port=message.port,
-            world_size=message.world_size,
-            bucket_bytes=message.bucket_bytes,
-            timeout_s=message.timeout_s,
-            memory=message.memory,
-            shares=message.shares,
-        )
+        order = GroupOrder(**{field.name: getattr(message, field.name) for field in dataclasses.fields(GroupOrder)})
         try:
             await self._host.engine.incoming.join(order, message.first_rank, metas)
         except WeightsLost as error:
@@ -212,6 +205,8 @@ class WeightUpdates:
         self._is_loading = True
         ready = asyncio.Event()
         self._reception = asyncio.create_task(self._receive(message, ready.set))
+        # ``finish``, which would tell the sender of a failure, may never be asked for
+        self._reception.add_done_callback(lambda task: task.cancelled() or task.exception())
         waiting = asyncio.create_task(ready.wait())
         try:
             await asyncio.wait({waiting, self._reception}, return_when=asyncio.FIRST_COMPLETED)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 import pytest
 import torch
 
+from mopd import hardware
 from mopd.hardware import MIB, Hardware, read_query, shown_gpus, this_hardware
 
 LISTED = "0, GPU-aaaa-1, 81559\n1, GPU-bbbb-2, 81559\n2, GPU-bcbc-3, [N/A]\n"
@@ -49,3 +52,16 @@ def test_this_machine_as_torch_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < found.free_memory_bytes <= psutil.virtual_memory().total
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert this_hardware().num_gpus == 0
+
+
+def test_a_containers_memory_without_files_that_were_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They count as used, up to the limit: after a checkpoint was read nothing would be free."""
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
+    unlimited = this_hardware().free_memory_bytes
+    (tmp_path / "memory.max").write_text(f"{64 * MIB}\n")
+    (tmp_path / "memory.current").write_text(f"{60 * MIB}\n")
+    assert this_hardware().free_memory_bytes == 4 * MIB
+    (tmp_path / "memory.stat").write_text(f"anon 7\ninactive_file {50 * MIB}\nactive_file 9\n")
+    assert this_hardware().free_memory_bytes == 54 * MIB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert this_hardware().free_memory_bytes > unlimited / 2

@@ -26,12 +26,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import psutil
 import torch
 import yaml
 from torch import Tensor
 
-from mopd.bench.clock import Others
+from mopd.bench.clock import Others, family_busy_s
 from mopd.config.groups import RoutingConfig, TorchEngineConfig, VllmEngineConfig
 from mopd.engines.clients.remote import RemoteEngine, to_scores
 from mopd.replicas.interface import Replica
@@ -125,7 +124,7 @@ async def measure_throughput(
             await path(tokens, starts)
             received = await _received(remote, path, tokens, starts)
             times: dict[str, list[float]] = {"bare": [], "path": []}
-            others = Others(_own_busy_s)
+            others = Others(family_busy_s)
             sides: list[tuple[str, Score]] = [("bare", bare), ("path", path)]
             for pair in range(num_pairs):
                 for side, score in sides if pair % 2 == 0 else sides[::-1]:
@@ -178,13 +177,6 @@ def make_batch(num_sequences: int) -> tuple[list[Tensor], list[int]]:
     lengths = torch.randint(64, 193, (num_sequences,), generator=generator).tolist()
     tokens = [torch.randint(3, MODEL["vocab_size"], (length,), generator=generator) for length in lengths]
     return tokens, [PROMPT_LENGTH] * num_sequences
-
-
-def _own_busy_s() -> float:
-    """Busy seconds of this process and its children, those included that still run."""
-    processes = (psutil.Process(), *psutil.Process().children(recursive=True))
-    spent = [process.cpu_times() for process in processes]
-    return sum(each.user + each.system + each.children_user + each.children_system for each in spent)
 
 
 async def _received(remote: RemoteEngine, path: Score, tokens: Sequence[Tensor], starts: Sequence[int]) -> int:

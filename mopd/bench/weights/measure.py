@@ -27,11 +27,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
-from mopd.bench.clock import Others
+from mopd.bench.clock import Others, family_busy_s
 from mopd.bench.weights.memory import DevicePeaks, HostPeaks
 from mopd.bench.weights.student import BenchStudent, bench_student, forks, write_config
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
@@ -116,7 +115,7 @@ async def measure(
             try:
                 await rounds.begin()
                 await asyncio.to_thread(bare)
-                others = Others(_own_busy_s)
+                others = Others(family_busy_s)
                 for _ in range(num_rounds):
                     took = {BARE: await asyncio.to_thread(bare), **await rounds.next()}
                     rounds.keep(took)
@@ -356,10 +355,3 @@ def _broadcast(group: TransferGroup, num_bytes: int, bucket_bytes: int) -> None:
         flying.append(group.broadcast(memory[number % 2][: num_bytes - start]))
     for pending in flying:
         pending.wait()
-
-
-def _own_busy_s() -> float:
-    """Busy seconds of this process and its children, those included that still run."""
-    processes = (psutil.Process(), *psutil.Process().children(recursive=True))
-    spent = [process.cpu_times() for process in processes]
-    return sum(each.user + each.system + each.children_user + each.children_system for each in spent)

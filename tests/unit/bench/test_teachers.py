@@ -60,7 +60,7 @@ def test_the_whole_path_on_the_torch_engine(
     rows = throughput["num_rows"]
     assert 8 * 8 + 4 < throughput["answer_bytes_per_row"] < 8 * 8 + 4 + 400 / rows
     assert throughput["prompt_bytes_share"] == 0
-    assert 0 <= throughput["others_cores"] < (os.cpu_count() or 1) + 0.5  # two clocks: ticks of the system and ours
+    assert 0 <= throughput["others_cores"] <= (os.cpu_count() or 1)
     assert shown["makespan"]["is_met"]
     assert code == (0 if all(part["is_met"] for part in shown.values()) else 1)
 

@@ -55,7 +55,9 @@ def work() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif behaviour == "exit_silently" and rank == 1:
         os._exit(7)
-    elif behaviour in ("hang_in_python", "with_child"):
+    elif behaviour == "kill_itself_beside_sleepers" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif behaviour in ("hang_in_python", "with_child", "kill_itself_beside_sleepers"):
         time.sleep(600)
     dist.barrier()  # the others wait here; a collective that loses a peer raises on them
 

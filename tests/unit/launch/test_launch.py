@@ -23,6 +23,18 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 DEADLINE_S = 90.0
 
+_LOOKS_LATE = f"""
+import runpy, time
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+look = LocalElasticAgent._monitor_workers
+LocalElasticAgent._monitor_workers = lambda *given: (time.sleep(1.0), look(*given))[1]
+runpy.run_path({str(HERE / "launch_script.py")!r}, run_name="__main__")
+"""
+_IGNORES_HANGUPS = f"""
+import runpy, signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+runpy.run_path({str(HERE / "launch_script.py")!r}, run_name="__main__")
+"""
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -164,6 +176,16 @@ def test_rank_that_exits_without_a_word(start: Start) -> None:
     assert err.endswith("mopd: error: rank 1 ended with exit code 7 and no message\n")
 
 
+def test_the_rank_that_failed_is_blamed_whoever_ends_meanwhile(start: Start) -> None:
+    """torchrun may look so late that the others, which were ended for its sake and said nothing, have ended too."""
+    process = start("kill_itself_beside_sleepers", command=["-c", _LOOKS_LATE, "3"])
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, err) == (
+        1,
+        "mopd: error: rank 1 was killed by SIGKILL: often the kernel, out of memory\n",
+    )
+
+
 def test_killed_launcher_leaves_nothing(start: Start, tmp_path: Path, temporary: Path) -> None:
     process = start("with_child")
     pids = [pid_from(tmp_path / name) for name in ("0.pid", "1.pid", "child.pid")]
@@ -215,6 +237,18 @@ def test_signal_at_any_moment_of_the_start(
         assert (process.returncode, err) == (128 + number, f"mopd: ended by {number.name}\n"), moment_s
         assert not list(temporary.iterdir())
         wait_for_end(*(int(path.read_text()) for path in tmp_path.glob("*.pid")), within_s=0)
+
+
+def test_signals_that_were_ignored_stay_so(start: Start, tmp_path: Path) -> None:
+    """As ``nohup`` has it: the terminal may go."""
+    process = start("hang_in_python", command=["-c", _IGNORES_HANGUPS, "1"])
+    pid_from(tmp_path / "0.pid")
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)  # several looks of the launcher
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, err) == (128 + signal.SIGTERM, "mopd: ended by SIGTERM\n")
 
 
 def test_raw_torchrun_prints_the_line_once_before_its_report(start: Start) -> None:

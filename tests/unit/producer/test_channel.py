@@ -153,3 +153,18 @@ def test_answers_for_a_peer_that_has_gone_are_dropped_in_silence(caplog: pytest.
 
     asyncio.run(work())
     assert [record.getMessage() for record in caplog.records] == []
+
+
+def test_a_channel_that_is_given_up_while_it_opens_answers_nobody_and_keeps_nobody() -> None:
+    async def main() -> None:
+        one, other = socket.socketpair()
+        channel = Channel("the other", {})
+        with one, other:
+            running = asyncio.ensure_future(channel.run(one))
+            asked = asyncio.ensure_future(channel.call("slow", 1, 0.0))
+            await asyncio.sleep(0)
+            running.cancel()
+            with pytest.raises(PeerEnded):
+                await asyncio.wait_for(asked, 20)
+
+    asyncio.run(main())

@@ -3,6 +3,8 @@ refused, and the server goes on with the weights that it has."""
 
 from __future__ import annotations
 
+import gc
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,12 +64,6 @@ def weights(local: TorchEngine) -> Weights:
 def rollout(folder: Path) -> Iterator[RunningServer]:
     with running_server(TorchEngine.empty(folder, TorchEngineConfig(dtype="float32")), "rollout") as running:
         yield running
-
-
-@pytest.fixture(autouse=True)
-def soon_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stores that are not there."""
-    monkeypatch.setattr(transfer_group, "CONNECT_S", 0.05)
 
 
 def metas_of(weights: Weights) -> list[TensorMeta]:
@@ -131,8 +127,11 @@ class Rank0:
         send(group, self.metas, self.weights.items(), bucket_bytes=2**20, verify=True)
 
 
-def test_any_values_leave_the_weights(rollout: RunningServer, weights: Weights, local: TorchEngine) -> None:
+def test_any_values_leave_the_weights(
+    rollout: RunningServer, weights: Weights, local: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No group was met: nothing that is sent changes what the server answers."""
+    monkeypatch.setattr(transfer_group, "CONNECT_S", 0.05)  # for stores that are not there
     run(rollout, lambda remote: remote.load_weights(weights.items(), 1))
     right = to_json(metas_of(weights))
     messages = st.one_of(
@@ -268,6 +267,25 @@ def test_a_join_that_is_still_read_gives_way_to_a_new_one(
     assert ask(rollout, "finish", finish()).status_code == 200
     serves(rollout, local, 9)
     group.close()
+
+
+def test_an_update_that_nobody_asks_about_any_more_is_told_once(
+    rollout: RunningServer, weights: Weights, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its sender has died: the server's log has a line, and no traceback when what failed is forgotten."""
+    group = Rank0(weights).meet(rollout)
+    assert ask(rollout, "start", start()).status_code == 200
+    group.close()
+    wait_until(lambda: not rollout.server.updates.is_running)
+    rank_0 = Rank0(weights, group_id="h")
+    group = rank_0.meet(rollout)
+    assert ask(rollout, "start", start(group_id="h")).status_code == 200
+    rank_0.send(group)
+    assert ask(rollout, "finish", finish(group_id="h")).status_code == 200
+    group.close()
+    gc.collect()
+    (told,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert told.startswith("weights 9 did not arrive: ")
 
 
 def test_rank_0_says_at_once_that_it_gave_up(weights: Weights, rollout: RunningServer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -79,6 +80,26 @@ def test_a_server_is_seen_while_it_lives_and_no_longer(tmp_path: Path, registrar
     assert read_registrations(folder, KEY).servers[path].server_id == server.server_id
     assert not read_registrations(folder, "rollout").servers
     registrar.end()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_count_that_is_written_late_leaves_nothing(
+    folder: Path, registrar: Registrar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Network file systems take their time; the end does not wait for them."""
+    is_writing, goes_on, write = threading.Event(), threading.Event(), registration.write_private
+    registrar.begin("http://10.0.0.5:8000", HASHES)
+
+    def write_late(path: Path, content: bytes) -> None:
+        is_writing.set()
+        assert goes_on.wait(20)
+        write(path, content)
+
+    monkeypatch.setattr(registration, "write_private", write_late)
+    assert is_writing.wait(20)
+    registrar.end()
+    goes_on.set()
+    registrar._thread.join(20)
     assert list(folder.iterdir()) == []
 
 
