@@ -12,6 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.fixtures import warm
 
@@ -19,6 +20,10 @@ if not torch.cuda.is_available():
     # Triton reads this when a kernel is decorated: it must stand before any test imports the Triton layer.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 warm.install()
+# Before a test module makes settings of its own, which take the rest from here. The same inputs on every start: what
+# fails, fails again; others are searched for on purpose (make fuzz).
+settings.register_profile("tests", derandomize="MOPD_FUZZ_MUTATIONS" not in os.environ, deadline=None)
+settings.load_profile("tests")
 SHARING = ("tests/parity/student/",)
 """Their sessions' fixtures are starts of ranks."""
 

@@ -81,7 +81,7 @@ class Sightings:
         for server_id, sight in list(self._sights.items()):
             if server_id not in seen:
                 sight.missing_s += min(passed_s, GONE_S / 2)
-                if sight.missing_s > GONE_S:
+                if sight.missing_s >= GONE_S:
                     del self._sights[server_id]
                 continue
             path, server = seen.pop(server_id)

@@ -34,6 +34,12 @@ def changed(old: Manifest, new: Manifest) -> list[str]:
     return [phrase.split()[0] for phrase in compare_manifests(old, new)]
 
 
+def make_newer(path: Path, since: os.stat_result) -> None:
+    """A clock of a few milliseconds a tick may give a new file the time of the old one."""
+    stat = path.stat()
+    os.utime(path, ns=(stat.st_atime_ns, max(stat.st_mtime_ns, since.st_mtime_ns + 1)))
+
+
 def test_json_round_trip(model: Path, cache: Path):
     manifest = make_manifest(model, cache_file=cache)
     assert Manifest.from_json(manifest.to_json()) == manifest
@@ -53,9 +59,11 @@ def test_each_change_is_named(model: Path, cache: Path):
 
 def test_one_changed_weight_is_seen(model: Path, cache: Path):
     before = make_manifest(model, cache_file=cache)
-    tensors = load_file(model / "model.safetensors")
+    path = model / "model.safetensors"
+    stat, tensors = path.stat(), load_file(path)
     tensors["model.norm.weight"][3] += 1
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, model / "model.safetensors")
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
+    make_newer(path, stat)
     assert changed(before, make_manifest(model, cache_file=cache)) == ["weights_sha256"]
 
 
@@ -134,7 +142,7 @@ def test_the_cache_forgets_files_that_are_gone_or_changed(tmp_path: Path, model:
     make_manifest(model, cache_file=cache)
     before = json.loads(cache.read_text())
     shutil.rmtree(gone)
-    (model / "model.safetensors").touch()
+    make_newer(model / "model.safetensors", (model / "model.safetensors").stat())
     make_manifest(model, cache_file=cache)
     after = json.loads(cache.read_text())
     assert len(before) == 2 and len(after) == 1 and not before.keys() & after.keys()

@@ -137,7 +137,7 @@ def test_an_adapter_names_modules_as_transformers_does(flat: Path, tmp_path: Pat
     (tmp_path / "adapter").mkdir()
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "bias": "none"}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
-    before, factors = weights(flat), {}
+    before, factors, generator = weights(flat), {}, torch.Generator().manual_seed(5)
     changed = {
         "model.layers.1.mlp.up_proj": "model.language_model.layers.1.mlp.up_proj",
         "visual.blocks.0.attn.proj": "model.visual.blocks.0.attn.proj",
@@ -145,8 +145,8 @@ def test_an_adapter_names_modules_as_transformers_does(flat: Path, tmp_path: Pat
     for name, module in changed.items():
         out_size, in_size = before[f"{name}.weight"].shape
         factors |= {
-            f"{module}.lora_A.weight": torch.randn(2, in_size),
-            f"{module}.lora_B.weight": torch.randn(out_size, 2),
+            f"{module}.lora_A.weight": torch.randn(2, in_size, generator=generator) * 0.1,
+            f"{module}.lora_B.weight": torch.randn(out_size, 2, generator=generator) * 0.1,
         }
     adapter = {f"base_model.model.{key}": tensor for key, tensor in factors.items()}
     save_file(adapter, tmp_path / "adapter" / "adapter_model.safetensors")

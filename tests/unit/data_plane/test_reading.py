@@ -112,11 +112,13 @@ def test_another_process_reads_the_same_bits_and_errors_and_notices_a_kill(host:
 
 def test_a_storage_that_does_not_answer_is_waited_for_until_the_deadline() -> None:
     with storage() as (process, address):
-        reader = SocketReader(address, timeout_s=0.5)
+        reader = SocketReader(address, timeout_s=30)
         freeze(process)
+        reader._timeout_s = 0.5
         with pytest.raises(UserError, match=r"did not answer within 0.5 s \(schedule.wait_timeout_s\)"):
             reader.fetch([10], ["tokens"])
         process.send_signal(signal.SIGCONT)
+        reader._timeout_s = 30
         with pytest.raises(UserError, match="answer to another question"):  # what was given up arrives
             reader.fetch([11], ["tokens"])
         reader.close()

@@ -156,13 +156,14 @@ def test_scores_agree_with_transformers(
 def test_more_sequences_than_fit_at_once_and_the_whole_vocabulary(
     teacher: VllmEngine, loop: asyncio.AbstractEventLoop
 ) -> None:
-    rows = [torch.randint(3, VOCAB_SIZE, (100,)) for _ in range(40)]  # 4,000 tokens, max_scoring_tokens is 512
+    tokens = torch.randint(3, VOCAB_SIZE, (40, 100), generator=torch.Generator().manual_seed(1))
+    rows = list(tokens)  # 4,000 tokens, max_scoring_tokens is 512
     scores = loop.run_until_complete(teacher.score(rows, [50] * 40, top_k=VOCAB_SIZE, temperature=1.0))
     for given in scores:
         torch.testing.assert_close(given.logprobs.exp().sum(-1), torch.ones(50))
         assert (given.logprobs.diff(dim=-1) <= 0).all()
     alone = loop.run_until_complete(teacher.score(rows[7:8], [50], top_k=VOCAB_SIZE, temperature=1.0))
-    torch.testing.assert_close(alone[0].token_logprobs, scores[7].token_logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(alone[0].token_logprobs, scores[7].token_logprobs, rtol=0, atol=1e-4)
 
 
 def test_a_bad_request_is_refused_and_the_engine_lives(teacher: VllmEngine, loop: asyncio.AbstractEventLoop) -> None:
@@ -259,7 +260,7 @@ def test_untied_weights_and_biases_are_replaced_in_a_tensor_parallel_engine(
     with pytest.raises(UserError, match=r"temperature 0\.7"):
         sample_all(loop, engine, PROMPTS, SEEDS, temperature=0.7)
     params = SamplingParams(max_new_tokens=200)
-    task = run_while(loop, engine, engine.generate([[5]] * 8, params, list(range(8))))
+    task = run_while(loop, engine, engine.generate([[5]] * 64, params, list(range(64))))
     with pytest.raises(EngineUnavailable, match="a weight update failed"):  # inside vLLM, where half may have changed
         nowhere = StagedFiles([str(folders["biased"] / "nowhere.safetensors")], 1)
         loop.run_until_complete(engine.swap_weights(nowhere, 2))

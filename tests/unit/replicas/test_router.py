@@ -12,7 +12,7 @@ from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.engines.torch.engine import TorchEngine
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
-from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model
+from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, VOCAB_SIZE, make_hf_model
 from tests.unit.replicas.stand_in import SAMPLING, StandIn, check_scores, make_router, run, samples, score
 
 
@@ -138,7 +138,7 @@ def test_two_real_engines_agree_with_one(tmp_path: Path) -> None:
         alone = await engines[2].score(tokens, starts, top_k=4, temperature=0.7)
         for a, b in zip(shared, alone, strict=True):
             assert torch.equal(a.ids, b.ids)
-            torch.testing.assert_close(a.logprobs, b.logprobs, rtol=0, atol=1e-5)
-            torch.testing.assert_close(a.token_logprobs, b.token_logprobs, rtol=0, atol=1e-5)
+            torch.testing.assert_close(a.logprobs, b.logprobs, rtol=0, atol=FP32_FORWARD_ATOL)
+            torch.testing.assert_close(a.token_logprobs, b.token_logprobs, rtol=0, atol=FP32_FORWARD_ATOL)
 
     asyncio.run(work())

@@ -26,7 +26,7 @@ from mopd.replicas.router import Router
 from mopd.rollout.worker import RolloutWorker
 from mopd.teachers.worker import TeacherGroup, TeacherWorker
 from mopd.types import ROLLOUT_FIELDS, TEACHER_FIELDS, Prompt
-from tests.fixtures.tiny_models import make_hf_model
+from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, make_hf_model
 from tests.fixtures.vision import VISION_VOCAB_SIZE, image_bytes, make_vision_model
 
 ENGINE = TorchEngineConfig(dtype="float32")
@@ -102,12 +102,12 @@ def test_teachers_see_what_the_student_saw(models: Path, tmp_path: Path) -> None
         ]
         (text,) = await teachers["reader"].score(fields["tokens"][1:2], starts[1:2], top_k=TOP_K, temperature=1.0)
         for i, scores in ((0, own[0]), (1, text), (2, own[2])):
-            torch.testing.assert_close(fields["teacher_logprobs"][i], scores.logprobs, rtol=0, atol=1e-5)
+            torch.testing.assert_close(fields["teacher_logprobs"][i], scores.logprobs, rtol=0, atol=FP32_FORWARD_ATOL)
         assert (fields["teacher_token_logprobs"][0] - wrong[0].token_logprobs).abs().max() > 1e-2
         seen = await student.score(
             fields["tokens"], starts, top_k=1, temperature=1.0, images=dataset.images_of([0, 1, 2])
         )
         for scores, logprobs in zip(seen, fields["rollout_logprobs"], strict=True):
-            torch.testing.assert_close(scores.token_logprobs, logprobs, rtol=0, atol=1e-5)
+            torch.testing.assert_close(scores.token_logprobs, logprobs, rtol=0, atol=FP32_FORWARD_ATOL)
 
     asyncio.run(run())

@@ -27,7 +27,7 @@ from mopd.rollout.rewards import RewardWorker
 from mopd.rollout.worker import RolloutWorker, derive_seed
 from mopd.run.validation import ValidationResult, Validator
 from mopd.types import ROLLOUT_FIELDS, Prompt, SampleMeta, UserError
-from tests.fixtures.tiny_models import EOS_ID, make_hf_model, make_tokenizer
+from tests.fixtures.tiny_models import EOS_ID, FP32_FORWARD_ATOL, make_hf_model, make_tokenizer
 
 SAMPLING = SamplingParams(max_new_tokens=6)
 
@@ -166,7 +166,8 @@ def test_a_response_that_is_handed_back_goes_on_where_it_was(engine: TorchEngine
         scores = await engine.score([fields["tokens"][0]], [prompt_length], top_k=1, temperature=SAMPLING.temperature)
         return scores[0].token_logprobs.tolist()
 
-    assert fields["rollout_logprobs"][0].tolist() == pytest.approx(asyncio.run(drawn_under_prefixes()), abs=1e-5)
+    expected = pytest.approx(asyncio.run(drawn_under_prefixes()), abs=FP32_FORWARD_ATOL)
+    assert fields["rollout_logprobs"][0].tolist() == expected
 
 
 def test_a_prompt_that_is_drawn_again_gets_another_response(engine: TorchEngine, dataset: PromptDataset) -> None:

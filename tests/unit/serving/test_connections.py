@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from mopd.serving.admission import ServerLimits
-from mopd.serving.connections import Connection, ServerConfig
+from mopd.serving.connections import LINGER_S, Connection, ServerConfig
 
 RESET_AT_CLOSE = struct.pack("ii", 1, 0)
 """``SO_LINGER`` with no time to linger."""
@@ -49,8 +49,9 @@ def test_a_client_that_resets_between_its_refusal_and_the_close(capsys: pytest.C
         await loop.sock_connect(client, server.sockets[0].getsockname())
         await loop.sock_sendall(client, HEAD)
         await asyncio.wait_for(answered.wait(), 10)
-        for _ in range(3):
-            await asyncio.sleep(0)
+        deadline = loop.time() + LINGER_S / 2
+        while state.connections and loop.time() < deadline:
+            await asyncio.sleep(0.01)
         assert not state.connections
         server.close()
         return complaints

@@ -14,6 +14,7 @@ from mopd.serving.admission import Admission, ServerLimits
 from mopd.serving.errors import Refusal
 from mopd.serving.host import ThreadHost
 from tests.fixtures.servers import GatedEngine, random_tokens
+from tests.fixtures.tiny_models import FP32_FORWARD_ATOL
 
 
 async def behind_the_first(engine: GatedEngine, host: ThreadHost, calls: list[Any]) -> list[Any]:
@@ -42,7 +43,7 @@ def test_waiting_requests_share_a_call_and_get_their_own_scores(gated: GatedEngi
         for given, scores in zip(tokens, results, strict=True):
             for theirs, ours in zip(scores, await local.score(given, [4, 2], top_k=3, temperature=1.0), strict=True):
                 assert torch.equal(theirs.ids, ours.ids)
-                torch.testing.assert_close(theirs.logprobs, ours.logprobs, atol=1e-5, rtol=0)
+                torch.testing.assert_close(theirs.logprobs, ours.logprobs, atol=FP32_FORWARD_ATOL, rtol=0)
         assert other_result[0].ids.shape[1] == 2
         await host.close()
 

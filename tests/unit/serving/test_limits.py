@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from uvicorn.config import LOGGING_CONFIG
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
@@ -32,6 +34,8 @@ from tests.fixtures.servers import (
 from tests.unit.wire.test_messages import MESSAGES, score_request
 
 TOKEN = "0123456789abcdef"
+PROPAGATES = LOGGING_CONFIG["loggers"]["uvicorn"], "propagate", True
+"""Without it ``caplog`` hears nothing of uvicorn."""
 CLIENT = httpx.Client(timeout=30.0, trust_env=False)
 
 
@@ -56,6 +60,13 @@ def strict(folder: Any) -> Iterator[RunningServer]:
         TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32")), limits=limits
     ) as running:
         yield running
+
+
+def complaints(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """Warnings and worse, but for what the garbage collector finds: that may be an earlier test's."""
+    late = ("was never retrieved", "was destroyed but it is pending")
+    records = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    return [one for one in records if one.name != "asyncio" or not any(text in one.getMessage() for text in late)]
 
 
 def connect(running: RunningServer) -> socket.socket:
@@ -93,25 +104,27 @@ def test_a_client_that_sends_slowly(strict: RunningServer, drip: bool) -> None:
     assert_lives(strict)
 
 
-def test_too_much_arrives_at_once(strict: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_much_arrives_at_once(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has arrived counts, not what was announced."""
     head = b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: 20000\r\n\r\n"
-    slow = [connect(strict) for _ in range(9)]
-    try:
-        for connection in slow:
-            connection.sendall(head)
-        assert_lives(strict)
-        monkeypatch.setattr(strict.server._bodies, "_max_arriving_bytes", 80_000)
-        for connection in slow[:4]:
-            connection.sendall(b"x" * 19_999)
-        wait_until(lambda: strict.server._bodies._arrived_bytes == 4 * 19_999)
-        response = post(strict, "/v1/score", encode(score_request()))
-        assert response.status_code == 429 and "79996 bytes of other bodies" in response.text
-    finally:
-        for connection in slow:
-            connection.close()
-    wait_until(lambda: strict.server._bodies._arrived_bytes == 0)
-    assert_lives(strict)
+    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
+    with running_server(engine, limits={"max_body_bytes": 20_000}) as running:
+        slow = [connect(running) for _ in range(9)]
+        try:
+            for connection in slow:
+                connection.sendall(head)
+            assert_lives(running)
+            monkeypatch.setattr(running.server._bodies, "_max_arriving_bytes", 80_000)
+            for connection in slow[:4]:
+                connection.sendall(b"x" * 19_999)
+            wait_until(lambda: running.server._bodies._arrived_bytes == 4 * 19_999)
+            response = post(running, "/v1/score", encode(score_request()))
+            assert response.status_code == 429 and "79996 bytes of other bodies" in response.text
+        finally:
+            for connection in slow:
+                connection.close()
+        wait_until(lambda: running.server._bodies._arrived_bytes == 0)
+        assert_lives(running)
 
 
 def test_a_client_that_does_not_read(folder: Any) -> None:
@@ -170,17 +183,19 @@ def test_a_deadline_that_is_none(teacher: RunningServer, text: str) -> None:
 
 
 def test_a_deadline_that_passes(gated: GatedEngine) -> None:
-    """The client's and the server's own; what waited never reaches the engine."""
-    with running_server(gated, limits={"request_timeout_s": 3.0}) as running:
+    """The client's and the server's own, the other being far longer; what waited never reaches the engine."""
+    body = encode(score_request())
+    with running_server(gated) as running:
         gated.gate.clear()
-        body = encode(score_request())
-        start = time.monotonic()
-        assert post(running, "/v1/score", body, **{"x-mopd-deadline-s": "0.2"}).status_code == 504
-        assert time.monotonic() - start < 2.8
-        assert post(running, "/v1/score", body, **{"x-mopd-deadline-s": "60"}).status_code == 504
+        for _ in range(2):
+            assert post(running, "/v1/score", body, **{"x-mopd-deadline-s": "0.2"}).status_code == 504
         gated.gate.set()
         assert_lives(running)
         assert len(gated.num_samples) == 2  # the first, which ran on unheard, and the last
+    with running_server(gated, limits={"request_timeout_s": 0.2}) as running:
+        gated.gate.clear()
+        assert post(running, "/v1/score", body, **{"x-mopd-deadline-s": "600"}).status_code == 504
+        gated.gate.set()
 
 
 def test_health_answers_while_the_engine_computes(gated: GatedEngine) -> None:
@@ -189,7 +204,7 @@ def test_health_answers_while_the_engine_computes(gated: GatedEngine) -> None:
         thread = threading.Thread(target=post, args=(running, "/v1/score", encode(score_request())))
         thread.start()
         assert gated.entered.acquire(timeout=30)
-        assert CLIENT.get(f"{running.url}/health", timeout=2.0).status_code == 200
+        assert CLIENT.get(f"{running.url}/health", timeout=20.0).status_code == 200
         gated.gate.set()
         thread.join(30)
 
@@ -288,8 +303,11 @@ def test_top_k_is_what_the_recipe_asks_for(folder: Any) -> None:
         assert_lives(running)
 
 
-def test_a_request_that_outlives_the_drain(gated: GatedEngine, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_that_outlives_the_drain(
+    gated: GatedEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It hears so, and the server ends without a traceback."""
+    monkeypatch.setitem(*PROPAGATES)
     answers: list[httpx.Response] = []
     with running_server(gated, limits={"drain_timeout_s": 1}) as running:
         gated.gate.clear()
@@ -300,7 +318,7 @@ def test_a_request_that_outlives_the_drain(gated: GatedEngine, caplog: pytest.Lo
     thread.join(30)
     (response,) = answers
     assert response.status_code == 503 and "the server ended before" in response.text
-    assert not [record for record in caplog.records if record.exc_info]
+    assert not [record for record in complaints(caplog) if record.exc_info]
 
 
 def test_the_request_kind_is_checked(teacher: RunningServer) -> None:

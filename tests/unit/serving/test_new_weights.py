@@ -101,9 +101,10 @@ def test_a_short_response_arrives_before_the_long_one_ends(rollout: RunningServe
     async def work(remote: RemoteEngine) -> None:
         rollout.engine.hold_at(31)
         told, task = await hear(remote)
-        await until(lambda: len(told) == len(short) and rollout.engine.held.is_set())
+        left, admission = len(PROMPTS) - len(short), rollout.server.admission
+        await until(lambda: len(told) == len(short) and admission.queued_sequences == left)
+        await until(rollout.engine.held.is_set)
         assert set(told) == short and not task.done()
-        assert rollout.server.admission.queued_sequences == len(PROMPTS) - len(short)
         rollout.engine.go_on.set()
         for given, wanted in zip(await task, expected, strict=True):
             assert torch.equal(given.tokens, wanted.tokens) and torch.equal(given.logprobs, wanted.logprobs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from mopd.engines.torch.engine import TorchEngine
 from mopd.serving.host import ThreadHost
 from mopd.wire.messages import encode
 from mopd.wire.weights import TensorLedger, WeightBegin, WeightChunk, WeightCommit, cut
-from tests.fixtures.servers import GatedEngine, RunningServer, running_server
+from tests.fixtures.servers import WAIT_S, GatedEngine, RunningServer, running_server
 
 SAMPLING = SamplingParams(max_new_tokens=8)
 Weights = dict[str, Tensor]
@@ -60,6 +61,14 @@ def run(running: RunningServer, action: Callable[[RemoteEngine], Awaitable[None]
             await remote.close()
 
     asyncio.run(work())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async def wait() -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(wait(), WAIT_S)
 
 
 async def draw(engine: Any) -> Generation:
@@ -158,22 +167,24 @@ def test_a_changed_byte_is_refused_and_the_chunk_can_be_sent_again(
 
 
 def test_a_silent_update_leaves_the_old_weights(
-    folder: Path, weights: Weights, other_weights: Weights, local: TorchEngine
+    rollout: RunningServer, weights: Weights, other_weights: Weights, local: TorchEngine
 ) -> None:
     async def work(remote: RemoteEngine) -> None:
         await remote.load_weights(weights.items(), 1)
         chunks, commit = parts(other_weights)
         await remote.push("begin", begin(2))
-        for chunk in chunks:
+        for chunk in chunks[:-1]:
             await remote.push("chunk", chunk)
-        await asyncio.sleep(2.0)
+        admission, updates = rollout.server.admission, rollout.server.updates
+        assert updates.is_running
+        admission.limits = replace(admission.limits, update_timeout_s=0.3)
+        await remote.push("chunk", chunks[-1])
+        await until(lambda: not updates.is_running)
         with pytest.raises(StaleWeights, match="silent for too long"):
             await remote.push("commit", commit)
         await assert_serves(remote, local, 1)
 
-    engine = TorchEngine.empty(folder, TorchEngineConfig(dtype="float32"))
-    with running_server(engine, "rollout", limits={"update_timeout_s": 1.5}) as running:
-        run(running, work)
+    run(rollout, work)
 
 
 def test_a_new_update_replaces_the_one_whose_sender_died(
@@ -279,17 +290,17 @@ def test_what_runs_ends_with_the_old_weights_and_what_waits_is_answered_with_the
         engine = rollout.engine
         engine.gate.clear()
         running = asyncio.create_task(draw(remote))
-        while not engine.num_samples:
-            await asyncio.sleep(0.01)
+        await until(lambda: bool(engine.num_samples))
         other, waiting = RemoteEngine(rollout.url, timeout_s=30.0), RemoteEngine(rollout.url, timeout_s=30.0)
         waiting.weight_version = 1
         early = asyncio.create_task(draw(waiting))
-        await asyncio.sleep(0.3)
+        host = rollout.server.served.host
+        await until(lambda: len(host._waiting) == 1)
         update = asyncio.create_task(other.load_weights(other_weights.items(), 2))
-        await asyncio.sleep(0.3)
+        await until(lambda: len(host._waiting) == 2)
         waiting.allow(2)
         late = asyncio.create_task(draw(other))
-        await asyncio.sleep(0.1)
+        await until(lambda: len(host._waiting) == 3)
         assert not any(task.done() for task in (running, early, update, late))
         engine.gate.set()
         assert torch.equal((await running).logprobs, (await draw(local)).logprobs)
@@ -317,11 +328,10 @@ def test_an_engine_with_a_queue_of_its_own_gets_nothing_until_it_is_idle(
         engine = rollout.engine
         engine.gate.clear()
         running = asyncio.create_task(draw(remote))
-        while not engine.num_samples:
-            await asyncio.sleep(0.01)
+        await until(lambda: bool(engine.num_samples))
         other = RemoteEngine(rollout.url, timeout_s=30.0)
         update = asyncio.create_task(other.load_weights(other_weights.items(), 2))
-        await asyncio.sleep(0.3)
+        await until(lambda: rollout.server.admission._is_paused)
         assert not update.done()
         with pytest.raises(EngineBusy, match="weights 2 wait for what runs") as busy:
             await draw(remote)

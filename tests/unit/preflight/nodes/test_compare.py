@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mopd.preflight.nodes.compare import compare
@@ -93,6 +93,7 @@ values = st.recursive(
 names = st.sampled_from([field.name for field in dataclasses.fields(NodeFacts)])
 
 
+@settings(deadline=None)
 @given(st.dictionaries(names, values) | values)
 def test_whatever_comes_is_an_account_or_one_line(data: Any) -> None:
     try:
