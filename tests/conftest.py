@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
 # Before torch and its OpenMP are there: several processes with a thread for each core would wait for one another.
@@ -19,6 +20,10 @@ from tests.fixtures import warm
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is decorated: it must stand before any test imports the Triton layer.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Ignored in the background of a script, and then in all that tests start.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, usual)
 warm.install()
 # Before a test module makes settings of its own, which take the rest from here. The same inputs on every start: what
 # fails, fails again; others are searched for on purpose (make fuzz).

@@ -37,8 +37,8 @@ ROUTING = {
     "max_inflight_tokens": 256,
 }
 LOCAL = {"type": "local", "startup_timeout_s": 90.0, "num_threads": 1}
-LIMITS = RouterLimits(backoff_s=0.1, breaker_reset_s=0.5)
-"""Short, as everything here fails soon."""
+LIMITS = RouterLimits(backoff_s=0.1, breaker_reset_s=2.0)
+"""Short, as everything here fails soon; all attempts at a dead replica take longer than its death goes unnoticed."""
 SAMPLING = SamplingParams(max_new_tokens=4)
 
 

@@ -10,7 +10,6 @@ import ctypes
 import importlib.metadata
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import mopd.preflight.nodes.conducting
 from mopd.cli import main
+from tests.fixtures.ports import free_port
 
 CLONE_NEWNS = 0x00020000
 DEADLINE_S = 60.0
@@ -110,11 +110,6 @@ def ended(pid: int) -> int:
         if time.monotonic() > deadline:
             os.kill(pid, 9)
         time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def try_all(folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -20,6 +19,7 @@ from mopd.placement.groups import Groups, plan_groups
 from mopd.placement.interface import ROLLOUT
 from mopd.types import UserError
 from tests.fixtures import warm
+from tests.fixtures.ports import free_port
 from tests.fixtures.servers import engine_file, serve_process, wait_until
 from tests.integration.groups import (
     LEFT,
@@ -34,7 +34,9 @@ from tests.integration.groups import (
     pid_of,
     run,
     score_here,
+    server_group,
     started,
+    until,
 )
 from tests.integration.world import REPOSITORY, World, environment
 
@@ -165,8 +167,7 @@ def test_a_server_that_is_not_ready_in_time(models: World, tmp_path: Path) -> No
 
 
 def test_an_external_server_that_is_not_there(models: World, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
     placement = {"type": "external", "urls": [url], "startup_timeout_s": 1.0}
     recipe = make_recipe(models, tmp_path, teacher_defaults={"placement": placement})
     message = start_error(recipe_groups(recipe, LEFT))
@@ -192,6 +193,7 @@ def test_a_changed_model_is_not_restarted(models: World, tmp_path: Path) -> None
             weights = models.teachers["right"] / "model.safetensors"
             (folder / "model.safetensors").write_bytes(weights.read_bytes())
             os.kill(pid_of(groups, LEFT, 0), signal.SIGKILL)
+            await until(lambda: server_group(groups, LEFT).pids[0] is None)
             with pytest.raises(Exception, match="is not the model any more that the run began with"):
                 await routers[LEFT].score(tokens, starts, top_k=TOP_K, temperature=1.0)
 

@@ -68,14 +68,14 @@ def test_replicas_on_ray(models: World, tmp_path: Path) -> None:
             orphan = pid_of(groups, LEFT, 1)
             os.kill(agent, signal.SIGKILL)
             assert_same_scores(await routers[LEFT].score(*samples, top_k=8, temperature=1.0), expected)
-            await until(lambda: placement.restarts == [1, 1] and None not in placement.pids)
+            await until(lambda: placement.restarts == [1, 1] and None not in placement.pids, timeout_s=200.0)
             assert not is_alive(orphan)
             assert_same_scores(await routers[LEFT].score(*samples, top_k=8, temperature=1.0), expected)
             pids = [pid_of(groups, LEFT, 0), pid_of(groups, LEFT, 1), pid_of(groups, ROLLOUT, 0)]
         assert not any(is_alive(pid) for pid in pids)
         assert not ray().is_initialized()
 
-    run(work(), timeout_s=300.0)
+    run(work(), timeout_s=400.0)
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {
         "teachers.left.0.log",
         "teachers.left.1.log",
@@ -113,7 +113,7 @@ def test_a_replica_lies_on_one_node_of_a_cluster_that_others_run(models: World, 
                     pass
             assert not ray().is_initialized()
 
-        run(work(), timeout_s=200.0)
+        run(work(), timeout_s=400.0)
         assert len(cluster.list_all_nodes()) == 2
     finally:
         cluster.shutdown()

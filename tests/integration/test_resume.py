@@ -13,9 +13,9 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -28,9 +28,12 @@ from mopd.launch.failure import STOPPED_CODE
 from mopd.launch.node import NODE_NAME
 from mopd.run.checkpointing import MANIFEST, complete_steps
 from mopd.run.status import status_of
-from tests.integration.world import World, mopd, read_metrics, read_validation, start_mopd
+from tests.fixtures.ports import free_port
+from tests.integration.world import World, mopd, read_metrics, read_validation, start_mopd, takes_signals
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
+FORMAT = "metadata.json"
+"""Of a checkpoint: before this file is there, no rank tells the others the hashes of what it has written."""
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +59,38 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def is_rank(process: psutil.Process) -> bool:
-    """The leader of a session of its own, which the launcher's guard is too; none that ends meanwhile."""
+    """The leader of a session of its own; none that ends meanwhile."""
     try:
         return "mopd" in process.cmdline() and os.getsid(process.pid) == process.pid
     except (psutil.NoSuchProcess, ProcessLookupError):
         return False
+
+
+def ranks_of(*launchers: subprocess.Popen[str]) -> list[psutil.Process]:
+    """None before a launcher takes signals: its guard looks like one as it starts."""
+    ready = [launcher for launcher in launchers if takes_signals(launcher.pid)]
+    return [one for launcher in ready for one in descendants(launcher) if is_rank(one)]
+
+
+def wait_for_ranks(*launchers: subprocess.Popen[str], count: int) -> list[psutil.Process]:
+    deadline = time.monotonic() + 60
+    while len(ranks := ranks_of(*launchers)) < count:
+        assert time.monotonic() < deadline and all(launcher.poll() is None for launcher in launchers)
+        time.sleep(0.005)
+    return ranks
+
+
+@contextlib.contextmanager
+def stopped_clock(ranks: list[psutil.Process]) -> Iterator[None]:
+    """They get no further, however long this process takes."""
+    for rank in ranks:
+        rank.suspend()
+    try:
+        yield
+    finally:
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.resume()
 
 
 def assert_all_gone(processes: list[psutil.Process]) -> None:
@@ -88,7 +118,7 @@ def test_killed_while_a_checkpoint_is_written(world: World, uninterrupted: Path,
     process = start_mopd("train", recipe)
     wait_for_step(process, run_dir, 1)
     family = descendants(process)
-    ranks = [p for p in family if is_rank(p)]
+    ranks = ranks_of(process)
     assert len(ranks) == 2
     unfinished = suspend_in_mid_write(ranks, run_dir / "checkpoints")
     random.choice(ranks).kill()
@@ -103,15 +133,15 @@ def test_killed_while_a_checkpoint_is_written(world: World, uninterrupted: Path,
 
 
 def suspend_in_mid_write(ranks: list[psutil.Process], checkpoints: Path) -> Path:
-    """The checkpoint that was begun and is not whole while nobody runs."""
+    """The checkpoint that was begun, and cannot become whole without either of them, while nobody runs."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         for folder in checkpoints.glob("step_????????"):
-            if (folder / MANIFEST).exists():
+            if (folder / FORMAT).exists():
                 continue
             for rank in ranks:
                 rank.suspend()
-            if folder.exists() and not (folder / MANIFEST).exists():
+            if folder.exists() and not (folder / FORMAT).exists():
                 return folder
             for rank in ranks:
                 rank.resume()
@@ -128,12 +158,9 @@ def test_interrupted_before_it_has_begun(world: World, tmp_path: Path) -> None:
     """Nothing is left that could be resumed, and the line says so."""
     run_dir = tmp_path / "run"
     process = start_mopd("train", world.write_recipe(run_dir))
-    deadline = time.monotonic() + 60
-    while not [one for one in descendants(process) if is_rank(one)]:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.005)
-    family = descendants(process)
-    process.send_signal(signal.SIGINT)
+    with stopped_clock(wait_for_ranks(process, count=1)):
+        family = descendants(process)
+        process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (128 + signal.SIGINT, "mopd: ended by SIGINT; start again\n")
     assert_all_gone(family)
@@ -142,10 +169,7 @@ def test_interrupted_before_it_has_begun(world: World, tmp_path: Path) -> None:
 
 def start_nodes(recipe: Path, *flags: str) -> list[subprocess.Popen[str]]:
     """Two launchers, which take this machine for two."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    nodes = ("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    nodes = ("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
     return [
         start_mopd("train", recipe, *flags, *nodes, "--node-rank", str(rank), **{NODE_NAME: f"node-{rank}"})
         for rank in range(2)
@@ -170,19 +194,23 @@ def test_stopped_run_goes_on_anywhere_bit_for_bit(world: World, uninterrupted: P
     run_dir = tmp_path / "run"
     recipe = world.write_recipe(run_dir)
     process = start_mopd("train", recipe, "--resume=auto")
+    ranks = wait_for_ranks(process, count=2)
     wait_for_step(process, run_dir, 1)
-    assert main(["stop", str(run_dir)]) == 0
+    with stopped_clock(ranks):
+        assert main(["stop", str(run_dir)]) == 0
     family = descendants(process)
     done = stopped(process, run_dir, "mopd stop (")
     assert_all_gone(family)
     assert status_of(run_dir).state == "has ended"
 
     nodes = start_nodes(recipe, "--resume=auto")
+    ranks = wait_for_ranks(*nodes, count=2)
     wait_for_step(nodes[0], run_dir, done + 1)
-    family = [one for node in nodes for one in descendants(node)]
-    assert status_of(run_dir).state == "runs"
-    for one in (nodes[1], *filter(is_rank, family)):  # as a node that ends does: to every process
-        one.send_signal(signal.SIGTERM)
+    with stopped_clock(ranks):
+        family = [one for node in nodes for one in descendants(node)]
+        assert status_of(run_dir).state == "runs"
+        for one in (nodes[1], *ranks):  # as a node that ends does: to every process
+            one.send_signal(signal.SIGTERM)
     assert done < stopped(nodes[0], run_dir, "SIGTERM on node-")
     assert (nodes[1].wait(timeout=60), nodes[1].communicate()[1].splitlines()[-1:]) == (STOPPED_CODE, [])
     assert_all_gone(family)

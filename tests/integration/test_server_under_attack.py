@@ -199,6 +199,8 @@ def end_among_open_connections(port: int, pid: int, child: ServeProcess) -> floa
     with contextlib.suppress(OSError):
         while True:
             unread.sendall((b"GET /metrics HTTP/1.1\r\n" + HOST + b"\r\n") * 100)
+    for _ in range(2):  # its loop takes what comes in order: with the second answer it has read all of this
+        assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=30.0, trust_env=False).status_code == 200
     start = time.monotonic()
     os.kill(pid, signal.SIGTERM)
     code, stderr = child.end()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import os
 import signal
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -39,6 +41,7 @@ from tests.fixtures.seen import Transformers, prompts_with_images
 from tests.fixtures.servers import engine_file, random_tokens, serve_process, wait_until
 from tests.fixtures.tiny_models import EOS_ID, make_hf_model
 from tests.fixtures.vision import TOKEN_IDS, make_vision_model
+from tests.integration.groups import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -55,6 +58,26 @@ BYTES_PER_TOKEN = 2 * 2 * 2 * 32 * 4
 """Of the key-value cache: 2 layers, keys and values, 2 heads of 32 dimensions in fp32."""
 SAMPLING = SamplingParams(max_new_tokens=12)
 PROMPTS, SEEDS = [[5, 6, 7], [8, 9], [10] * 20], [1, 2, 3]
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The servers' folder for temporary files. vLLM's sockets are there: pytest's own folders are too long for them."""
+    with tempfile.TemporaryDirectory(prefix="m-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def core_of(pid: int) -> Iterator[psutil.Process]:
+    """The process in which vLLM computes. It is not left stopped: it would outlive its server."""
+    family = psutil.Process(pid).children(recursive=True)
+    (core,) = [process for process in family if "EngineCore" in "".join(process.cmdline())]
+    try:
+        yield core
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            core.resume()
 
 
 async def assert_serves(remote: RemoteEngine, local: TorchEngine) -> None:
@@ -103,7 +126,18 @@ async def first_of(running: asyncio.Task[Any], told: asyncio.Event) -> None:
         await running
 
 
-async def update_in_mid_response(remote: RemoteEngine, models: dict[int, TorchEngine], url: str) -> None:
+async def update_what_runs(remote: RemoteEngine, staged: StagedWeights, core: psutil.Process, temporary: Path) -> None:
+    """The core stands still until the server needs it for the update: what runs cannot end before."""
+    core.suspend()
+    pushing = asyncio.create_task(push_staged([remote], staged, on_running="continue"))
+    await until(lambda: pushing.done() or any(temporary.glob("mopd_weights_*/*")))  # the last thing before
+    core.resume()
+    assert await pushing == [None]
+
+
+async def update_in_mid_response(
+    remote: RemoteEngine, models: dict[int, TorchEngine], core: psutil.Process, temporary: Path
+) -> None:
     """Responses are told one by one; chunks stop nothing; what runs at the commit goes on under the new weights, and
     each token has the log-prob of its own version."""
     old, new = sorted(models)
@@ -111,6 +145,8 @@ async def update_in_mid_response(remote: RemoteEngine, models: dict[int, TorchEn
     first = asyncio.Event()
 
     def hear(i: int, _: Generation) -> None:
+        if not told:
+            core.suspend()  # it gets no further, however long this process takes
         told.append(i)
         first.set()
 
@@ -119,13 +155,15 @@ async def update_in_mid_response(remote: RemoteEngine, models: dict[int, TorchEn
     running = asyncio.create_task(remote.generate(MANY, LONG, range(24), told=hear))
     staged = stage_updates(models[new].weight_slots.items(), new)
     await first_of(running, first)
-    assert "mopd_running_requests 1.0" in (await asyncio.to_thread(httpx.get, f"{url}/metrics")).text
+    metrics = await asyncio.to_thread(httpx.get, f"{remote.url}/metrics", trust_env=False, verify=False)
+    assert "mopd_running_requests 1.0" in metrics.text
     assert 0 < len(told) < len(MANY)
     await remote.push("begin", encode(staged.begin))
     await remote.push("chunk", staged.bodies[0])
+    core.resume()
     (aside,) = await remote.generate([[9, 9]], SAMPLING, [3])
     assert aside.token_versions.unique().tolist() == [old]
-    assert await push_staged([remote], staged, on_running="continue") == [None]
+    await update_what_runs(remote, staged, core, temporary)
     drawn = await running
     versions = [tuple(given.token_versions.unique().tolist()) for given in drawn]
     assert {(old,), (old, new)} <= set(versions) and all(given.finish_reason != "handed_back" for given in drawn)
@@ -172,7 +210,7 @@ async def over_a_group(remote: RemoteEngine, source: TorchEngine, version: int) 
     await assert_serves(remote, source)
 
 
-def test_a_rollout_server_on_vllm(tmp_path: Path) -> None:
+def test_a_rollout_server_on_vllm(tmp_path: Path, temporary: Path) -> None:
     """With experts, and a tied head: on a CPU vLLM computes with packed copies of both."""
     folder = make_hf_model(tmp_path / "student", "qwen3_moe")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS_ID}))  # many end early, some late
@@ -186,29 +224,29 @@ def test_a_rollout_server_on_vllm(tmp_path: Path) -> None:
         ready = child.wait_ready()
         children = psutil.Process(ready["pid"]).children(recursive=True)
 
-        async def work() -> None:
+        async def work(core: psutil.Process) -> None:
             remote = RemoteEngine(ready["url"], timeout_s=120.0)
             await use(remote, source)
             for version in (3, 4, 5):  # to the other weights and back
                 now, then = (source, other) if version % 2 else (other, source)
                 if version > 3:
-                    await update_in_mid_response(remote, {version - 1: then, version: now}, ready["url"])
+                    await update_in_mid_response(remote, {version - 1: then, version: now}, core, temporary)
                 else:
                     await remote.load_weights(now.weight_slots.items(), version)
             await over_a_group(remote, source, 6)
-            (core,) = [process for process in children if "EngineCore" in "".join(process.cmdline())]
-            os.kill(core.pid, signal.SIGKILL)
+            core.kill()
             with pytest.raises(EngineUnavailable):
                 await remote.generate(PROMPTS, SAMPLING, SEEDS)
             await remote.close()
 
-        asyncio.run(work())
+        with core_of(ready["pid"]) as core:
+            asyncio.run(work(core))
         code, stderr = child.end()
     assert code == 1 and "the engine is dead" in stderr
     wait_until(lambda: not any(process.is_running() for process in children))
 
 
-async def see_and_update(remote: RemoteEngine, folders: dict[int, Path]) -> None:
+async def see_and_update(remote: RemoteEngine, folders: dict[int, Path], core: psutil.Process, temporary: Path) -> None:
     """Through router, wire and vLLM: scores and draws are those of the weights' own folder under transformers, also of
     responses that are under way when the weights change. The last two have one tower, which is sent once."""
     router = Router("rollout", [Replica(name="rollout.0", engine=remote)], RoutingConfig(), kind="rollout")
@@ -239,11 +277,17 @@ async def see_and_update(remote: RemoteEngine, folders: dict[int, Path]) -> None
     many, first = 6 * len(prompts), asyncio.Event()
     barred = {TOKEN_IDS[f"<|{name}|>"] for name in ("image_pad", "video_pad", "vision_start", "vision_end")}
     sampling = replace(LONG, max_new_tokens=150)  # beside the images' places
-    drawing = remote.generate(prompts * 6, sampling, range(many), images=images * 6, told=lambda *_: first.set())
+
+    def hear(*_: object) -> None:
+        if not first.is_set():
+            core.suspend()
+        first.set()
+
+    drawing = remote.generate(prompts * 6, sampling, range(many), images=images * 6, told=hear)
     running = asyncio.create_task(drawing)
     await first_of(running, first)
     before = remote.bytes_sent
-    assert await push_staged([remote], staged(3), on_running="continue") == [None]
+    await update_what_runs(remote, staged(3), core, temporary)
     sent, trained = remote.bytes_sent - before, sum(t.nbytes for n, t in whole[3].items() if n not in names)
     assert trained < sent < 1.1 * trained
     mixed = 0
@@ -260,7 +304,9 @@ async def see_and_update(remote: RemoteEngine, folders: dict[int, Path]) -> None
     assert mixed and error < 1e-3
 
 
-def test_a_rollout_server_on_vllm_that_sees_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollout_server_on_vllm_that_sees_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: Path
+) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # the first image would compile for seconds
     one, other, mixed = (make_vision_model(tmp_path / str(seed), seed=seed) for seed in (0, 1, 2))
     towers = {name: t for name, t in load_file(other / "model.safetensors").items() if name.startswith("visual.")}
@@ -268,17 +314,18 @@ def test_a_rollout_server_on_vllm_that_sees_images(tmp_path: Path, monkeypatch: 
     file = tmp_path / "rollout.json"
     engine_file(one, "rollout", engine=CFG, startup_timeout_s=240.0).write(file)
     with serve_process(file) as child:
-        url = child.wait_ready()["url"]
+        ready = child.wait_ready()
 
-        async def work() -> None:
-            remote = RemoteEngine(url, timeout_s=120.0)
+        async def work(core: psutil.Process) -> None:
+            remote = RemoteEngine(ready["url"], timeout_s=120.0)
             assert (await remote.info()).image_processing == read_image_processing(one, None).fingerprint
-            await see_and_update(remote, {1: one, 2: other, 3: mixed})
+            await see_and_update(remote, {1: one, 2: other, 3: mixed}, core, temporary)
             with pytest.raises(EngineRejected, match="at temperature 1 alone"):
                 await remote.generate([[1, 5]], replace(SAMPLING, temperature=0.5), [1])
             await remote.close()
 
-        asyncio.run(work())
+        with core_of(ready["pid"]) as core:
+            asyncio.run(work(core))
         child.process.send_signal(signal.SIGTERM)
         code, stderr = child.end()
     assert code == 0, stderr

@@ -21,7 +21,7 @@ from tests.integration.world import World, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 
-STEPS = 4
+STEPS = 8
 ONE_BY_ONE = {"type": "torch", "max_tokens_per_batch": 1}
 """No sample depends on what came with it."""
 
@@ -56,8 +56,9 @@ def test_a_run_that_shares_equals_one_that_does_not(runs: dict[str, Run]) -> Non
     for name, run in runs.items():
         run.start()
         if name == "shared":
+            victim = run.find("rollout.0")
             run.wait_until(lambda: runs["shared"].num_steps >= 1, "the first step")
-            run.kill("rollout.0")
+            victim.kill()
         assert run.end() == 0, run.stderr
     assert "rollout.0 works again" in runs["shared"].stderr
     expected, seen = (_of_training(read_metrics(run.path)) for run in runs.values())

@@ -29,7 +29,7 @@ long = pytest.mark.skipif("MOPD_SLURM" not in os.environ, reason="takes minutes:
 ON_NODES = {
     "student__parallel": {"tensor_model_parallel_size": 2, "data_parallel_size": 2},
     "teacher_defaults": {"placement": {"type": "registered"}, "engine": {"type": "torch", "dtype": "float32"}},
-    "schedule__wait_timeout_s": 60,
+    "schedule__wait_timeout_s": 180,
 }
 """Overrides of a world's recipe: four ranks, and teachers that register."""
 TOGETHER: dict[str, Any] = (
@@ -42,7 +42,7 @@ TOGETHER: dict[str, Any] = (
     }
 )
 """The job that ``make test`` tries too, there with a rank on each node: nothing that a job starts is warm."""
-JOB_S = 240.0
+JOB_S = 450.0
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -54,7 +55,9 @@ except UserError as error:
 def cluster() -> Iterator[Any]:
     """A cluster of this machine, as a run's replicas would have started it."""
     ray = connect("placement", None, num_cpus=1, gpus=())
-    yield ray
+    with pytest.MonkeyPatch.context() as patch:  # several queues, beside other tests
+        patch.setattr("mopd.data_plane.transfer_queue.STARTUP_S", 400.0)
+        yield ray
     disconnect()
 
 
@@ -71,12 +74,13 @@ def open_plane(**changes: Any) -> QueuePlane:
 
 
 def actor_processes() -> dict[str, psutil.Process]:
-    """Living actors of TransferQueue by class and process id."""
+    """Living actors of TransferQueue on our own cluster, by class and process id."""
     found = {}
-    for process in psutil.process_iter(["cmdline"]):
-        name = " ".join(process.info["cmdline"] or [])
-        if name.startswith("ray::") and ("SimpleStorageUnit" in name or "TransferQueueController" in name):
-            found[f"{name} {process.pid}"] = process
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            name = " ".join(process.cmdline())
+            if name.startswith("ray::") and ("SimpleStorageUnit" in name or "TransferQueueController" in name):
+                found[f"{name} {process.pid}"] = process
     return found
 
 

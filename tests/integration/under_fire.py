@@ -25,11 +25,11 @@ from mopd.data.prompts import load_prompts
 from mopd.data.stream import PromptStream
 from mopd.data.tokenizer import load_tokenizer
 from tests.integration.recorded import JOURNAL
-from tests.integration.world import REPOSITORY, World, environment
+from tests.integration.world import REPOSITORY, World, environment, takes_signals
 
 DEADLINE_S = 60.0
 """For a run to end after one of its processes has."""
-START_S = 180.0
+START_S = 400.0
 """For a run to come to where it is wanted."""
 LOCAL = {"type": "local", "num_threads": 1}
 PER_STEP, PER_PROMPT, MAX_STALENESS = 8, 2, 2
@@ -127,10 +127,20 @@ class Run:
                 found[role] = process
         return found
 
-    def kill(self, role: str, number: signal.Signals = signal.SIGKILL) -> None:
+    def find(self, role: str) -> psutil.Process:
         """One of ``family``, as soon as it is there."""
-        self.wait_until(lambda: role in self.family(), f"{role} is there")
-        self.family()[role].send_signal(number)
+        found: dict[str, psutil.Process] = {}
+
+        def is_there() -> bool:
+            found.update(self.family())
+            return role in found
+
+        self.wait_until(is_there, f"{role} is there")
+        return found[role]
+
+    def kill(self, role: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """``find`` it and send it the signal."""
+        self.find(role).send_signal(number)
 
     def is_repaired(self) -> bool:
         """Wait until a server that died works again (true), or the run has ended."""
@@ -163,6 +173,8 @@ class Run:
 def role_of(process: psutil.Process) -> str | None:
     """What it is to the run, as its command line and its log say."""
     try:
+        # looked at first: the launcher's guard, a leader too, has another command line by then
+        is_of_launcher = takes_signals(process.ppid())
         words, is_leader = process.cmdline(), os.getsid(process.pid) == process.pid
         if words and words[0] in ACTORS:
             return ACTORS[words[0]]
@@ -170,7 +182,7 @@ def role_of(process: psutil.Process) -> str | None:
             return "producer"
         if "serve" in words and "-S" not in words:  # a server, not its reaper
             return Path(os.readlink(f"/proc/{process.pid}/fd/1")).stem
-        if "train" in words and is_leader:
+        if "train" in words and is_leader and is_of_launcher:
             return "rank 0"  # the only one
     except (psutil.Error, OSError):  # it has ended, or has not become what it is to be
         pass

@@ -73,7 +73,7 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
     """Joins the group, computes every case and saves the results."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
-    timeout = datetime.timedelta(seconds=60)
+    timeout = datetime.timedelta(seconds=600)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     data, results = problem(), {}
     single = {name: value.float() if value.dtype == torch.float64 else value for name, value in data.items()}

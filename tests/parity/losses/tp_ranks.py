@@ -124,7 +124,7 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60)
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=600)
     )
     data, results = problem(), {}
     for even in (True, False):

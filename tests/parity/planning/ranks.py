@@ -105,6 +105,8 @@ def main(job_path: str) -> None:
         it.close()
     if torch.distributed.get_rank() == 0:
         Path(job["out"]).write_text(json.dumps(results))
+    torch.distributed.barrier()
+    parallel.destroy()
     torch.distributed.destroy_process_group()
 
 

@@ -17,6 +17,8 @@ from tests.fixtures.vision import make_vision_model
 from tests.parity.student.harness import run_ranks
 from tests.parity.student.ranks import make_recipe
 
+pytestmark = pytest.mark.timeout(3600)  # more than a start of ranks may take
+
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "ffn_size": 256}
 VOCAB_SIZE = 24_001
 """So large that logits outweigh everything else in the head, and no multiple of a tensor-parallel degree."""

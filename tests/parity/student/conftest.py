@@ -57,6 +57,14 @@ HEAD_CASES = [*((loss, "tied") for loss in ("default", "k2", "policy_gradient", 
 """Loss, and whether the embeddings are tied."""
 PACKING = (True, False)
 OTHER_LOSSES = ("reverse", "jsd", "k2", "policy_gradient")
+TIMEOUT_S = 3600
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test that needs a start of ranks waits for it; each start has a deadline of its own."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
 @pytest.fixture(scope="session")

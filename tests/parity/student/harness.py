@@ -13,9 +13,12 @@ SCRIPT = Path(__file__).with_name("ranks.py")
 
 
 def run_ranks(
-    num_ranks: int, job: dict[str, Any], folder: Path, *, timeout_s: float = 300, script: Path = SCRIPT
+    num_ranks: int, job: dict[str, Any], folder: Path, *, timeout_s: float = 1500, script: Path = SCRIPT
 ) -> dict[str, Any]:
-    """Run ``script`` with ``job`` (JSON) on ``num_ranks`` processes; returns its results by case name."""
+    """Run ``script`` with ``job`` (JSON) on ``num_ranks`` processes; returns its results by case name.
+
+    ``timeout_s`` is for a busy machine: ranks that hang end at the deadline of a collective.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     job_path, out_path = folder / "job.json", folder / "out.json"
     job_path.write_text(json.dumps({**job, "out": str(out_path)}))

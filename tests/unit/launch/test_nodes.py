@@ -20,17 +20,12 @@ from mopd.launch.failure import USER_ERROR_CODE
 from mopd.launch.node import NODE_NAME, Place, add_node_arguments, place_of
 from mopd.launch.nodes import NodeLostError, Nodes
 from mopd.types import UserError
+from tests.fixtures.ports import free_port
 from tests.fixtures.warm import cold
 
 HERE = Path(__file__).parent
 DEADLINE_S = 90.0
 Start = Callable[[str], list["subprocess.Popen[str]"]]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture
@@ -158,8 +153,9 @@ def test_all_meet_and_have_node_0s_text() -> None:
         order.append("before")
         nodes.meet("here")
         order.append("behind")
-        if nodes.place.is_first:
-            time.sleep(1)  # the store goes with it
+        deadline = time.monotonic() + DEADLINE_S
+        while nodes.place.is_first and order.count("behind") < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)  # the store goes with it
         return text
 
     ends = [meet_as(Place(num_nodes=3, node_rank=rank, port=port), work) for rank in range(3)]
@@ -186,6 +182,16 @@ def test_an_error_before_the_ranks_ends_the_waits_of_the_others() -> None:
         failing()
 
 
+def wait_for_store(port: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), 5).close()
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
 @pytest.mark.parametrize(
     ("other", "line"),
     [
@@ -195,10 +201,10 @@ def test_an_error_before_the_ranks_ends_the_waits_of_the_others() -> None:
     ids=["the same rank", "another number"],
 )
 def test_launchers_that_do_not_fit(other: Place, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "JOIN_S", 2.0)
+    monkeypatch.setattr(module, "JOIN_S", 5.0)
     port = free_port()
     first = meet_as(Place(num_nodes=2, node_rank=0, port=port), lambda nodes: None)
-    time.sleep(0.5)
+    wait_for_store(port)
     second = meet_as(Place(num_nodes=other.num_nodes, node_rank=other.node_rank, port=port), lambda nodes: None)
     with pytest.raises(UserError, match=line):
         second()

@@ -15,26 +15,31 @@ from pathlib import Path
 from mopd.launch.rank_log import rank_log
 
 def waits_for_a_collective():
-    time.sleep(2)
+    time.sleep(60)
 
 threading.Thread(target=waits_for_a_collective, daemon=True).start()
-with rank_log(Path(sys.argv[1]), int(sys.argv[2]), deadline_s=float(sys.argv[3])) as watch:
+logs, rank, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+with rank_log(logs, rank, deadline_s=3.0 if what == "works" else 0.5) as watch:
     print("as it was written", flush=True)
-    for _ in range(8):
-        time.sleep(0.1)
-        if sys.argv[4] == "works":
+    if what == "works":  # for longer than stacks are waited for, 2.4 s
+        for _ in range(30):
+            time.sleep(0.1)
             watch.alive()
+    else:
+        give_up_at = time.monotonic() + 30
+        while "Timeout (" not in (logs / f"rank_{rank}.log").read_text() and time.monotonic() < give_up_at:
+            time.sleep(0.1)
 """
 
 
 @pytest.mark.parametrize(("rank", "what"), [(0, "hangs"), (1, "hangs"), (1, "works")])
 def test_output_and_stacks(tmp_path: Path, rank: int, what: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", RANK, str(tmp_path / "logs"), str(rank), "0.5", what],
+        [sys.executable, "-c", RANK, str(tmp_path / "logs"), str(rank), what],
         env={"PYTHONPATH": str(ROOT), "MOPD_LAUNCH_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )
     log = (tmp_path / "logs" / f"rank_{rank}.log").read_text()

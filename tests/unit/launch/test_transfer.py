@@ -88,7 +88,7 @@ def run(
     async def work() -> None:
         sender = Sender(servers, metas_of(weights), way)
         try:
-            await asyncio.wait_for(action(sender), 40)
+            await asyncio.wait_for(action(sender), 120)
         finally:
             await sender.close()
 
@@ -201,7 +201,8 @@ def test_a_replica_that_goes_is_left_behind_and_comes_again(
         assert sender.router.needs_weights == ("r0",)
         assert await sender.targets.lacking(None) == []  # it costs nobody a deadline again
         monkeypatch.setattr(RemoteEngine, "post", post)
-        await sender.targets.hear()
+        while "r0" not in await sender.targets.lacking(None):  # a busy machine may answer too late
+            await sender.targets.hear()
         await sender.publish(newer, 2, only_missing=True)
         assert sender.engines[0].weight_version == 2
         assert holds(servers[0], newer)

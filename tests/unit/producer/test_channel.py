@@ -42,13 +42,23 @@ def between(work: Callable[[Channel, Channel], Awaitable[None]], own: Mapping[st
         asking, answering = Channel("the other", own), Channel("rank 0", HANDLERS)
         running = [asyncio.ensure_future(asking.run(one)), asyncio.ensure_future(answering.run(other))]
         try:
-            await asyncio.wait_for(work(asking, answering), 20)
+            await asyncio.wait_for(work(asking, answering), 60)
         finally:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
     asyncio.run(main())
+
+
+async def begun(hanging: list[None], num: int) -> None:
+    """So many calls have come to their handler."""
+
+    async def look() -> None:
+        while len(hanging) < num:
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(look(), 20)
 
 
 def test_many_calls_at_a_time_each_get_their_own_answer() -> None:
@@ -98,9 +108,16 @@ def test_the_other_end_may_call_and_tell() -> None:
 
 
 def test_whoever_waits_learns_of_the_others_end_at_once() -> None:
+    hanging: list[None] = []
+
+    async def hang() -> None:
+        hanging.append(None)
+        await asyncio.sleep(60)
+
     async def work(asking: Channel, answering: Channel) -> None:
-        waiting = [asyncio.ensure_future(asking.call("slow", 1, 60)) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        answering.answer({"hang": hang})
+        waiting = [asyncio.ensure_future(asking.call("hang")) for _ in range(3)]
+        await begun(hanging, 3)
         assert answering._writer is not None
         started = time.monotonic()
         answering._writer.transport.abort()
@@ -108,7 +125,7 @@ def test_whoever_waits_learns_of_the_others_end_at_once() -> None:
             assert isinstance(outcome, PeerEnded) and str(outcome) == "the other has ended"
         with pytest.raises(PeerEnded):
             await asking.call("slow", 1, 0)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
 
     between(work)
 
@@ -127,16 +144,19 @@ def test_sizes_are_bounded_before_anything_is_read(message: bytes, problem: str)
         running = asyncio.ensure_future(Channel("the other", {}).run(one))
         await asyncio.get_running_loop().run_in_executor(None, other.sendall, message)
         with pytest.raises(RuntimeError, match=problem):
-            await asyncio.wait_for(running, 10)
+            await asyncio.wait_for(running, 20)
         other.close()
 
     asyncio.run(main())
 
 
 def test_answers_for_a_peer_that_has_gone_are_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    hanging: list[None] = []
+
     async def end_badly() -> None:
+        hanging.append(None)
         try:
-            await asyncio.sleep(20)
+            await asyncio.sleep(60)
         except asyncio.CancelledError as error:
             raise RuntimeError("cancelled, and says so in its own way") from error
 
@@ -145,10 +165,10 @@ def test_answers_for_a_peer_that_has_gone_are_dropped_in_silence(caplog: pytest.
         asking, answering = Channel("the other", {}), Channel("rank 0", {"end_badly": end_badly})
         asks, answers = asyncio.ensure_future(asking.run(one)), asyncio.ensure_future(answering.run(other))
         calls = [asyncio.ensure_future(asking.call("end_badly")) for _ in range(50)]
-        await asyncio.sleep(0.03)
+        await begun(hanging, 50)
         asks.cancel()
         with pytest.raises(PeerEnded):
-            await asyncio.wait_for(answers, 5)
+            await asyncio.wait_for(answers, 20)
         await asyncio.gather(asks, *calls, return_exceptions=True)
 
     asyncio.run(work())

@@ -141,19 +141,19 @@ HOSTILE: dict[str, str] = {
     "huge result": "def add(a, b): return 'x' * (40 * 2**20)",
     "deep result": "def add(a, b):\n    x = []\n    for _ in range(100000): x = [x]\n    return x",
 }
-TIMEOUT_S = 1.0
+TIMEOUT_S = 5.0
+"""The honest program starts two Pythons in it, beside hostile ones."""
+MARK = "of-the-hostile-programs"
 
 
-def processes() -> set[str]:
-    """Command lines of what belongs to a reward."""
+def processes(folder: Path) -> set[str]:
+    """Command lines of what bears the mark or works below ``folder``; rewards of other tests do neither."""
     found = set()
     for entry in Path("/proc").iterdir():
-        try:
-            words = (entry / "cmdline").read_text(errors="replace") if entry.name.isdecimal() else ""
-        except OSError:
-            continue
-        if "judge.py" in words or "calls.py" in words or "program.py" in words or "sleep\x001000" in words:
-            found.add(f"{entry.name} {words}")
+        with contextlib.suppress(OSError):  # no process, gone, or another user's
+            words = (entry / "cmdline").read_text(errors="replace")
+            if words and (MARK in words or os.readlink(entry / "cwd").startswith(str(folder))):
+                found.add(f"{entry.name} {words}")
     return found
 
 
@@ -161,7 +161,8 @@ def processes() -> set[str]:
 def test_hostile_programs_score_0_in_time_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As functions and, where that is something else, as whole programs; honest ones among them still pass."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    outside, others = tmp_path / "outside", processes()
+    monkeypatch.setattr("secrets.token_hex", lambda num_bytes: MARK)
+    outside = tmp_path / "outside"
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -178,7 +179,7 @@ def test_hostile_programs_score_0_in_time_and_nothing_is_left(tmp_path: Path, mo
     assert {name: both for name, both in scores.items() if both != (0.0, 0.0)} == {}
     assert found[-1].value == 1.0
     assert not outside.exists() and list(tmp_path.iterdir()) == []
-    assert processes() <= others
+    assert processes(tmp_path) == set()
     assert took_s < len(items) / 2 * (TIMEOUT_S + 2)
 
 

@@ -27,8 +27,8 @@ from mopd.rewards.interface import RewardItem
 from mopd.types import UserError
 
 TIMEOUT_S = 0.7
-SLACK_S = 3.0
-"""Beyond the deadline: starting and killing processes on a busy machine."""
+SLACK_S = 10.0
+"""Beyond the deadlines of the start and of the call: starting and killing processes on a busy machine."""
 
 START = """
 import os, signal, subprocess, sys, threading, time
@@ -194,8 +194,9 @@ def left_over(folder: Path) -> list[str]:
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdecimal() and os.readlink(entry / "cwd") == str(folder):
-                found.append((entry / "cmdline").read_text())
+            words = (entry / "cmdline").read_text(errors="replace") if entry.name.isdecimal() else ""
+            if words and os.readlink(entry / "cwd") == str(folder):  # the dying lose their words first
+                found.append(words)
         except OSError:
             continue
     return found
@@ -206,7 +207,7 @@ def refused(path: Path, message: str) -> None:
     threads, started = threading.active_count(), time.monotonic()
     with pytest.raises(UserError, match=message) as caught:
         run(path, [item()], timeout_s=timeout_s)
-    assert time.monotonic() - started < timeout_s + SLACK_S
+    assert time.monotonic() - started < 2 * timeout_s + SLACK_S
     line = str(caught.value)
     assert line.startswith(f"{path}: custom reward 'f' ") and len(line) < 1000
     assert line.isprintable(), line

@@ -127,7 +127,7 @@ def test_failures_name_file_and_function(call: Any, source: Path, function: str,
 
 def test_deadline_kills_the_process(call: Any, tmp_path: Path) -> None:
     started = time.monotonic()
-    with pytest.raises(UserError, match=r"no answer within timeout_s 5:"):  # which the start has for itself too
+    with pytest.raises(UserError, match=r"no answer within timeout_s 5:"):  # a slow start would say the same
         call("sleeps", [item(pid=str(tmp_path / "pid"))], timeout_s=5.0)
     assert time.monotonic() - started < 20
     pid = int((tmp_path / "pid").read_text())

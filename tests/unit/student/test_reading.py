@@ -72,7 +72,7 @@ class Ending:
 def rank(number: int, folder: str, end: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=number, world_size=2)
-    layout = parallel.initialize(ParallelConfig(tensor_model_parallel_size=2), timeout_s=60, seed=0)
+    layout = parallel.initialize(ParallelConfig(tensor_model_parallel_size=2), timeout_s=300, seed=0)
     plane = LocalDataPlane()
     if number == 0:  # the other rank's plane is empty: it must not be asked
         tensors = {"tokens": [torch.arange(3), torch.arange(4)], "bf16": [torch.ones(2, 3).bfloat16()] * 2}
@@ -88,7 +88,7 @@ def rank(number: int, folder: str, end: Connection) -> None:
         except (KeyError, UserError) as error:
             said.append([type(error).__name__, error.args[0]])
     end.send(said)
-    end.poll(60)
+    end.poll(300)
 
 
 @pytest.mark.multirank
@@ -105,7 +105,7 @@ def test_ranks_of_a_group_get_the_same_bytes_and_errors(tmp_path: Path) -> None:
         ends.append(end)
     said = []
     for end in ends:
-        assert end.poll(60)
+        assert end.poll(300)
         said.append(end.recv())
     for process in processes:
         process.terminate()

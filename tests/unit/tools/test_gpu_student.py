@@ -85,7 +85,8 @@ def test_a_resumed_run_on_a_cpu_is_exact() -> None:
 @pytest.mark.slow
 def test_the_stages_that_run_on_this_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"
-    assert main(["--device", "cpu", "--stages", "student,ipc", "--out", str(out)]) == 0, capsys.readouterr().out
+    options = ["--device", "cpu", "--stages", "student,ipc", "--time-limit", "550", "--out", str(out)]
+    assert main(options) == 0, capsys.readouterr().out
     result = json.loads(out.read_text())
     stage, ipc = result["stages"]
     assert (result["device"], stage["name"], stage["status"]) == ("cpu", "student", "passed")

@@ -22,6 +22,7 @@ from mopd.preflight.nodes.conducting import check_nodes
 from mopd.preflight.nodes.meeting import Meeting, meeting_at
 from mopd.preflight.nodes.run_folder import RunFolderTrials, TrialFiles
 from mopd.types import UserError
+from tests.fixtures.ports import free_port
 from tests.fixtures.recipe import RECIPE
 
 T = TypeVar("T")
@@ -29,8 +30,7 @@ DEADLINE_S = 60.0
 
 
 def places(count: int) -> list[Place]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     return [Place(num_nodes=count, node_rank=node, host="127.0.0.1", port=port) for node in range(count)]
 
 
