@@ -245,6 +245,9 @@ def destroy() -> None:
     one of them awake 100 times a second (gloo)."""
     global _layout
     parallel_state.destroy_model_parallel()
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, dist.ProcessGroup):  # two that it keeps
+            setattr(parallel_state, name, None)
     _layout = None
     if not dist.is_initialized():
         return

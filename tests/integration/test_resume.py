@@ -136,6 +136,7 @@ def suspend_in_mid_write(ranks: list[psutil.Process], checkpoints: Path) -> Path
     """The checkpoint that was begun, and cannot become whole without either of them, while nobody runs."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
+        time.sleep(0.001)  # who never sleeps waits for a processor when it matters
         for folder in checkpoints.glob("step_????????"):
             if (folder / FORMAT).exists():
                 continue
