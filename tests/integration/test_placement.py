@@ -236,12 +236,12 @@ def test_servers_die_with_their_parent(models: World, tmp_path: Path, moment: st
     )
     assert parent.stdout is not None
     assert parent.stdout.readline()
-    wait_until(lambda: len(servers_below(parent.pid)) == 2)
+    wait_until(lambda: len(servers_below(parent.pid)) == 2, timeout_s=120.0)
     family = descendants(parent.pid)
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    wait_until(lambda: not any(is_alive(pid) for pid in family), timeout_s=10.0)
+    wait_until(lambda: not any(is_alive(pid) for pid in family))
     assert not list((tmp_path / "tmp").glob("mopd-servers-*"))
 
 
