@@ -229,7 +229,8 @@ class Registrar:
             try:
                 self._write()
                 if self._over.is_set():  # ``end`` does not wait for long
-                    remove_registration(self._path)
+                    with writing(self._path):
+                        remove_registration(self._path)
                 is_refused = False
             except UserError as error:
                 if not is_refused:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from mopd.launch import failure
 from mopd.launch.failure import read_failures, reserve
@@ -258,6 +259,23 @@ def test_raw_torchrun_prints_the_line_once_before_its_report(start: Start) -> No
     assert process.returncode != 0
     assert err.count("every rank saw it") == 1
     assert err.index("mopd: error: every rank saw it") < err.index("ChildFailedError")
+
+
+def test_the_line_is_told_if_the_rank_that_was_to_tell_it_dies(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under raw torchrun; else by that rank alone."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in (("TORCHELASTIC_USE_AGENT_STORE", "True"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setattr(failure, "STORE_TIMEOUT_S", 2.0)
+    store.add("mopd/user_errors", 1)
+    failure._tell_once("a line")
+    assert capsys.readouterr().err == "a line\n"
+    store.set("mopd/told", "")
+    failure._tell_once("a line")
+    assert capsys.readouterr().err == ""
 
 
 def test_ranks_do_not_outlive_raw_torchrun(start: Start, tmp_path: Path) -> None:

@@ -87,6 +87,17 @@ def test_one_look_that_misses_a_file_is_no_loss() -> None:
     assert sightings.loss("0" * 16) == "has left" and sightings.has_left("0" * 16)
 
 
+def test_one_look_after_a_long_time_is_no_loss_either() -> None:
+    """A training step has blocked the loop: it is still one look."""
+    sightings = Sightings()
+    for beat in (1, 2):
+        sightings.note(seen(beat), 1.0)
+    sightings.note({}, registered.LONGEST_LOOK_S)
+    assert not sightings.has_left("0" * 16)
+    sightings.note({}, registered.LONGEST_LOOK_S)
+    assert sightings.has_left("0" * 16)
+
+
 def test_the_next_life_under_the_same_name_is_another_server() -> None:
     sightings = Sightings()
     for beat in (50, 51):

@@ -125,6 +125,14 @@ class Rank0:
     def send(self, group: TransferGroup) -> None:
         send(group, self.metas, self.weights.items(), bucket_bytes=2**20, verify=True)
 
+    def update(self, running: RunningServer, group: TransferGroup) -> None:
+        """To version 9, and leave."""
+        group_id = self.order.group_id
+        assert ask(running, "start", start(group_id=group_id)).status_code == 200
+        self.send(group)
+        assert ask(running, "finish", finish(group_id=group_id)).status_code == 200
+        group.close()
+
 
 def test_any_values_leave_the_weights(
     rollout: RunningServer, weights: Weights, local: TorchEngine, monkeypatch: pytest.MonkeyPatch
@@ -232,11 +240,8 @@ def test_a_join_that_waits_gives_way_to_a_new_one(rollout: RunningServer, weight
     group = rank_0.meet(rollout)
     waiting.join(10)
     assert answers and answers[0].status_code == 409
-    assert ask(rollout, "start", start()).status_code == 200
-    rank_0.send(group)
-    assert ask(rollout, "finish", finish()).status_code == 200
+    rank_0.update(rollout, group)
     serves(rollout, local, 9)
-    group.close()
 
 
 def test_a_join_that_is_still_read_gives_way_to_a_new_one(
@@ -261,11 +266,8 @@ def test_a_join_that_is_still_read_gives_way_to_a_new_one(
     goes_on.set()
     waiting.join(10)
     assert answers and answers[0].status_code == 409 and "another group came" in answers[0].text
-    assert ask(rollout, "start", start()).status_code == 200
-    rank_0.send(group)
-    assert ask(rollout, "finish", finish()).status_code == 200
+    rank_0.update(rollout, group)
     serves(rollout, local, 9)
-    group.close()
 
 
 def test_an_update_that_nobody_asks_about_any_more_is_told_once(
@@ -278,10 +280,7 @@ def test_an_update_that_nobody_asks_about_any_more_is_told_once(
     wait_until(lambda: not rollout.server.updates.is_running)
     rank_0 = Rank0(weights, group_id="h")
     group = rank_0.meet(rollout)
-    assert ask(rollout, "start", start(group_id="h")).status_code == 200
-    rank_0.send(group)
-    assert ask(rollout, "finish", finish(group_id="h")).status_code == 200
-    group.close()
+    rank_0.update(rollout, group)
     gc.collect()
     (told,) = [record.getMessage() for record in caplog.records if record.name == updates.logger.name]
     assert told.startswith("weights 9 did not arrive: ") and "WeightUpdates._receive" not in caplog.text
