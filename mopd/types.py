@@ -32,6 +32,10 @@ class UserError(Exception):
     """An error that the user can cure: one line that names what clashes, the values and the key to set. Exit code 2."""
 
 
+class CutOffError(UserError):
+    """An error that cuts a run off which itself can go on; ``RunDir.telling`` adds how."""
+
+
 class NonFiniteError(UserError):
     """A loss or gradient norm is NaN or infinite; the message names step, domain and sample ids."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from typing import Any
 
@@ -11,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A folder that is not there may be a name of the Hub: no test asks the world for it.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -35,6 +37,10 @@ SHARING = ("tests/parity/student/",)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    # Whatever this worker ran before: what is drawn without a seed of its own is the same on every start, too.
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
     warm.state.kind = "mopd" if item.get_closest_marker("vllm") is None else "vllm"
 
 

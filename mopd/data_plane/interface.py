@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mopd.types import Batch, SampleMeta, UserError
+from mopd.types import Batch, CutOffError, SampleMeta
 
 
-class StorageEnded(UserError):
+class StorageEnded(CutOffError):
     """Whoever held the samples is gone, by its own death or because its process met an error of its own."""
 
 

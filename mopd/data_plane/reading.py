@@ -151,7 +151,7 @@ class SocketReader:
     def _ended(self) -> StorageEnded:
         return StorageEnded(
             f"data plane: process {self._pid}, which holds the samples, has ended or lets nobody in ({self._url}): see "
-            "its last lines; what was trained is in the last checkpoint (--resume)"
+            "its last lines"
         )
 
 

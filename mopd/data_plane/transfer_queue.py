@@ -227,8 +227,7 @@ class QueueClient:
                 writer.close()
                 continue
             raise StorageEnded(
-                f"data plane: {self._shown(name)} has ended, and the samples that it held with it: what was trained is "
-                "in the last checkpoint (--resume)"
+                f"data plane: {self._shown(name)} has ended, and the samples that it held with it: see Ray's logs"
             )
 
     def _shown(self, name: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, cast
 
 from mopd.files.reading import shown_path
 from mopd.text import visible
-from mopd.types import UserError
+from mopd.types import CutOffError, UserError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """The disk, a quota or a limit of file sizes is used up."""
@@ -32,7 +32,7 @@ _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 """How libraries in Rust (safetensors) show the system's error."""
 
 
-class WriteRefusedError(UserError):
+class WriteRefusedError(CutOffError):
     """The operating system does not let a file be written."""
 
 

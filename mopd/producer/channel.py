@@ -20,9 +20,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from mopd.data_plane.frames import packed, unpacked
-from mopd.files.writing import WriteRefusedError
 from mopd.tasks import Tasks
-from mopd.types import NonFiniteError, UserError
+from mopd.types import CutOffError, NonFiniteError, UserError
 
 Frames = Sequence[bytes]
 Handler = Callable[..., Awaitable[Any]]
@@ -33,7 +32,7 @@ MAX_HEAD_BYTES = 2**28
 MAX_FRAMES = 2**16
 MAX_FRAME_BYTES = 2**30
 BUFFER_BYTES = 2**20
-_ERRORS: dict[str, type[UserError]] = {cls.__name__: cls for cls in (UserError, WriteRefusedError, NonFiniteError)}
+_ERRORS: dict[str, type[UserError]] = {cls.__name__: cls for cls in (UserError, CutOffError, NonFiniteError)}
 
 
 class PeerEnded(RuntimeError):

@@ -30,7 +30,7 @@ from mopd.producer.samples import FarWorkers
 from mopd.run.folder import RunDir
 from mopd.run.training import Findings
 from mopd.tasks import Tasks
-from mopd.types import SampleMeta, UserError
+from mopd.types import CutOffError, SampleMeta, UserError
 from mopd.wire.weights import StagedConstants, StagedWeights, stage_updates
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class ProducerProcess:
             self._process.wait()
         self._file.unlink(missing_ok=True)
         if kind is None and self._process.returncode:
-            raise UserError(self.how_it_ended())
+            raise CutOffError(self.how_it_ended())
 
     @property
     def pid(self) -> int:
@@ -109,7 +109,7 @@ class ProducerProcess:
                 f"{NAME} did not read its inputs and open the data plane within {limit:g} s (schedule.wait_timeout_s)"
             ) from error
         except (EOFError, ConnectionError) as error:
-            raise UserError(self.how_it_ended()) from error
+            raise CutOffError(self.how_it_ended()) from error
         if "error" in said:
             raise UserError(said["error"])
         self._socket.setblocking(False)
@@ -131,7 +131,7 @@ class ProducerProcess:
         except subprocess.TimeoutExpired:
             return f"{NAME} (rollout, teachers, data) closed its connection and still runs (log: {self._log})"
         ended = how_it_ended(128 - code if code < 0 else code)
-        return f"{NAME} (rollout, teachers, data) {ended}: go on with --resume (log: {self._log})"
+        return f"{NAME} (rollout, teachers, data) {ended} (log: {self._log})"
 
     def _said(self) -> dict[str, Any]:
         size = int.from_bytes(self._receive(8), "little")
@@ -168,7 +168,7 @@ class ProducerClient:
         try:
             return await self.tasks.unless_failed(work)
         except PeerEnded as error:
-            raise UserError(self._process.how_it_ended()) from error
+            raise CutOffError(self._process.how_it_ended()) from error
 
     async def start(self) -> None:
         """Returns when every engine server answers. ``UserError`` for one that cannot be started."""

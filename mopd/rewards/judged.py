@@ -36,7 +36,7 @@ class JudgedReward(ServedReward):
 
     def __init__(self, cfg: JudgedConfig, key: str) -> None:
         """``key`` heads its errors. ``UserError`` for a file or a machine that cannot be used."""
-        cure = ": see that the machine has memory and processes left, then start again with --resume"
+        cure = ": see that the machine has memory and processes left"
         super().__init__(f"{key}: the {cfg.type} reward", cure)
         self._cfg = cfg
         self._num_processes = max(2, min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // 2))

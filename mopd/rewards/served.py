@@ -12,7 +12,7 @@ from typing import Any
 from mopd.rewards.interface import Graded, RewardItem
 from mopd.rewards.process import RewardFailed, RewardProcess
 from mopd.text import one_line
-from mopd.types import UserError
+from mopd.types import CutOffError, UserError
 
 GIB = 2**30
 
@@ -21,7 +21,7 @@ class ServedReward(ABC):
     """Implements ``Reward``. Every failure is a ``UserError`` that begins with what the reward is called."""
 
     def __init__(self, called: str, cure: str = "") -> None:
-        """``called`` heads its errors: a file or a key, and the reward; ``cure`` ends them."""
+        """``called`` heads its errors: a file or a key, and the reward; ``cure`` ends those of a run that can go on."""
         self._called, self._cure = called, cure
         self._process: RewardProcess | None = None
         self._failure: UserError | None = None
@@ -40,7 +40,8 @@ class ServedReward(ABC):
             try:
                 return await asyncio.to_thread(self._score, items)
             except RewardFailed as error:
-                self._failure = UserError(f"{self._called} {one_line(error)}{self._cure}")
+                kind = CutOffError if self._cure else UserError
+                self._failure = kind(f"{self._called} {one_line(error)}{self._cure}")
                 await asyncio.to_thread(self.close)
                 raise self._failure from error
             except asyncio.CancelledError:

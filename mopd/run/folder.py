@@ -21,7 +21,7 @@ from mopd.files.writing import PARTIALS, WriteRefusedError, refusal, write_text,
 from mopd.launch.node import node_name
 from mopd.report.run_files import RunFiles
 from mopd.run.locating import unpinned
-from mopd.types import UserError
+from mopd.types import CutOffError, UserError
 
 CHANGEABLE_ON_RESUME = (
     "run_dir",  # the folder may have moved; it is the one that holds the stored recipe
@@ -145,18 +145,18 @@ class RunDir(RunFiles):
 
     @contextmanager
     def telling(self) -> Iterator[RunDir]:
-        """The line of a refused write in this block also says how the run goes on.
+        """The line of an error in this block that cuts a run off also says how the run goes on.
 
         Raises:
-            WriteRefusedError: also for errors that a full disk is behind.
+            CutOffError: also for errors that a full disk is behind.
         """
         try:
             yield self
         except BaseException as error:
-            refused = error if isinstance(error, UserError) else refusal(error)
-            if not isinstance(refused, WriteRefusedError):
+            cut_off = error if isinstance(error, UserError) else refusal(error)
+            if not isinstance(cut_off, CutOffError):
                 raise
-            raise WriteRefusedError(f"{refused}, then {self.cure()}") from error
+            raise CutOffError(f"{cut_off}; {self.cure()}") from error
 
     def cure(self) -> str:
         """What to do after a run in here was cut off."""

@@ -156,8 +156,8 @@ def attempt(world: World, disk: Path, moment: Moment, expected: Path) -> str | N
             return None
         line = check_refusal(ended, disk)
         filler.unlink()
-        flags = ["--resume"] if line.endswith("then go on with --resume") else []
-        assert flags or line.endswith("then start again"), line
+        flags = ["--resume"] if line.endswith("; go on with --resume") else []
+        assert flags or line.endswith("; start again"), line
         again = train(recipe, log, *flags)
         assert again.code == 0, again.stderr
         check_same(run, expected)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.fixtures.chance import seed_of
 from tests.fixtures.mounts import private_mounts
 from tests.integration.world import REPOSITORY, World, environment
 
@@ -31,7 +31,7 @@ def test_a_full_disk_costs_one_line_and_nothing_more(world: World, tmp_path: Pat
     disk = tmp_path / "disk"
     disk.mkdir()
     number = int(os.environ.get("MOPD_DISK_FULL_MOMENTS", SHORT_FORM))
-    seed = int(os.environ.get("MOPD_DISK_FULL_SEED", random.randrange(2**31)))
+    seed = seed_of("MOPD_DISK_FULL_SEED", is_new=number > SHORT_FORM)
     command = [*private_mounts(disk), sys.executable, "-W", "ignore", "-m", "tests.integration.disk_full"]
     done = subprocess.run(
         [*command, str(world.folder), str(disk), str(number), str(seed)],

@@ -28,6 +28,7 @@ from mopd.launch.failure import STOPPED_CODE
 from mopd.launch.node import NODE_NAME
 from mopd.run.checkpointing import MANIFEST, complete_steps
 from mopd.run.status import status_of
+from tests.fixtures.chance import seed_of
 from tests.fixtures.ports import free_port
 from tests.integration.world import World, mopd, read_metrics, read_validation, start_mopd, takes_signals
 
@@ -42,6 +43,11 @@ def uninterrupted(world: World, tmp_path_factory: pytest.TempPathFactory) -> Pat
     done = mopd("train", world.write_recipe(run_dir))
     assert done.returncode == 0, done.stderr
     return run_dir
+
+
+def chance() -> random.Random:
+    """Always the same in ``make test``."""
+    return random.Random(seed_of("MOPD_KILLS_SEED", is_new="MOPD_KILLS" in os.environ))
 
 
 def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:
@@ -103,7 +109,7 @@ def test_killed_run_resumes_bit_for_bit(world: World, uninterrupted: Path, tmp_p
     run_dir = tmp_path / "run"
     recipe = world.write_recipe(run_dir)
     process = start_mopd("train", recipe)
-    wait_for_step(process, run_dir, random.randint(1, 5))
+    wait_for_step(process, run_dir, chance().randint(1, 6))
     family = descendants(process)
     os.kill(process.pid, signal.SIGKILL)
     process.wait(timeout=60)
@@ -121,7 +127,7 @@ def test_killed_while_a_checkpoint_is_written(world: World, uninterrupted: Path,
     ranks = ranks_of(process)
     assert len(ranks) == 2
     unfinished = suspend_in_mid_write(ranks, run_dir / "checkpoints")
-    random.choice(ranks).kill()
+    chance().choice(ranks).kill()
     for rank in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):
             rank.resume()

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from mopd.run.checkpointing import complete_steps
+from tests.fixtures.chance import seed_of
 from tests.integration.under_fire import check_accounts
 from tests.integration.weight_faults import (
     MAX_DEATHS,
@@ -60,7 +61,7 @@ def play(run: StruckRun, cases: list[Case], chance: random.Random) -> None:
         if run.is_alive and max(run.deaths.values(), default=0) >= MAX_DEATHS - 1:
             strike(run, Case(does="term", phase="after"), 1000 + number, chance)
         if not run.is_alive:
-            run.start(*(["--resume"] if run.num_steps else []))
+            run.start(*run.flags)
         goal = run.num_steps + chance.randint(2, 4)
         run.wait_until(lambda goal=goal: run.num_steps >= goal, f"step {goal}")
         before = run.num_steps
@@ -80,9 +81,7 @@ def play(run: StruckRun, cases: list[Case], chance: random.Random) -> None:
 
 
 def test_struck_updates(small_world: World, tmp_path: Path) -> None:
-    seed = int(os.environ.get("MOPD_WEIGHT_KILLS_SEED", random.randrange(2**31)))
-    print(f"MOPD_WEIGHT_KILLS_SEED={seed}")
-    chance = random.Random(seed)
+    chance = random.Random(seed_of("MOPD_WEIGHT_KILLS_SEED", is_new=NUM_CASES > 0))
     cases = draw(NUM_CASES, chance)
     halves: list[tuple[str, list[Case], dict[str, Any]]] = [("one", FEW, {})]
     if cases:

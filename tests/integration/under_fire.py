@@ -97,6 +97,11 @@ class Run:
         self.is_alive, self._num_repairs, self._seen = True, 0, {}
 
     @property
+    def flags(self) -> list[str]:
+        """With which the same run goes on, or starts again where it died before it had begun."""
+        return ["--resume"] if (self.path / "recipe.yaml").is_file() else []
+
+    @property
     def stderr(self) -> str:
         """Since the last start."""
         return self.recipe.with_suffix(".stderr").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ import pytest
 from mopd.data_plane.interface import StorageEnded
 from mopd.files.writing import WriteRefusedError
 from mopd.producer.channel import MAX_FRAME_BYTES, MAX_HEAD_BYTES, Channel, Handler, PeerEnded
-from mopd.types import UserError
+from mopd.types import CutOffError, UserError
 
 
 async def slow(value: int, seconds: float) -> int:
@@ -72,11 +72,11 @@ def test_many_calls_at_a_time_each_get_their_own_answer() -> None:
 
 def test_errors_are_those_of_the_handler() -> None:
     async def work(asking: Channel, answering: Channel) -> None:
-        for kind in ("user", "storage"):  # the latter is of a kind that the channel does not know
-            with pytest.raises(UserError, match=rf"^a {kind} error$"):
+        # the last two are of kinds that the channel does not know
+        for kind, arrives_as in (("user", UserError), ("storage", CutOffError), ("write", CutOffError)):
+            with pytest.raises(UserError, match=rf"^a {kind} error$") as caught:
                 await asking.call("refuse", kind)
-        with pytest.raises(WriteRefusedError, match=r"^a write error$"):
-            await asking.call("refuse", "write")
+            assert type(caught.value) is arrives_as
         with pytest.raises(RuntimeError, match=r"(?s)^in the other:\nTraceback .* in refuse.*ZeroDivisionError: a bug"):
             await asking.call("refuse", "bug")
         assert await asking.call("slow", 7, 0) == 7  # it goes on

@@ -22,7 +22,7 @@ from mopd.config.rewards import (
 )
 from mopd.rewards.domains import build_rewards
 from mopd.rewards.interface import Graded
-from mopd.types import UserError
+from mopd.types import CutOffError, UserError
 from tests.unit.rewards.items import item, judged, values
 
 PUBLISHED = [
@@ -177,10 +177,10 @@ def test_a_process_that_dies_is_one_line_with_the_key_and_final() -> None:
         (judge,) = [int(entry.name) for entry in Path("/proc").iterdir() if is_judge_of_ours(entry)]
         os.kill(judge, signal.SIGKILL)
         for _ in range(2):
-            with pytest.raises(UserError) as caught:
+            with pytest.raises(CutOffError) as caught:
                 await rewards.score([item("a")])
             line = "rewards.math: the regex reward ended its process (killed by signal 9): it wrote nothing to stderr"
-            assert str(caught.value).startswith(line) and str(caught.value).endswith("start again with --resume")
+            assert str(caught.value).startswith(line) and str(caught.value).endswith("memory and processes left")
 
     try:
         asyncio.run(killed())

@@ -18,7 +18,7 @@ import pytest
 from mopd.config.load import Loaded, load_recipe
 from mopd.files.writing import WriteRefusedError
 from mopd.run.folder import RunDir, check_same_run
-from mopd.types import UserError
+from mopd.types import CutOffError, UserError
 from tests.fixtures.recipe import RECIPE
 
 ROOT = Path(__file__).parents[3]
@@ -328,7 +328,7 @@ def test_a_refused_write_says_how_the_run_goes_on(load: Load, begun: bool, how: 
     if begun:
         begin(load())
     with (
-        pytest.raises(WriteRefusedError, match=f"No space left on device.*, then {how}$"),
+        pytest.raises(CutOffError, match=f"No space left on device.*; {how}$"),
         RunDir("runs/one").telling(),
     ):
         raise error
