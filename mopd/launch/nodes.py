@@ -281,10 +281,12 @@ class Nodes:
     def _look_for_silent(self, store: Store, seen: dict[int, tuple[bytes, float]]) -> None:
         now = time.monotonic()
         for rank in self._others():
+            if not store.check([f"here/{rank}"]):  # may come late; its beats follow
+                continue
             beat = store.get(f"beat/{rank}") if store.check([f"beat/{rank}"]) else b""
             if rank not in seen or seen[rank][0] != beat:
                 seen[rank] = (beat, now)
-            elif now - seen[rank][1] > SILENT_S and store.check([f"here/{rank}"]):
+            elif now - seen[rank][1] > SILENT_S:
                 store.set(f"silent/{rank}", "1")
                 store.set("failed", "1")
 

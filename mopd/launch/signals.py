@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+AGAIN_S = 0.01
+"""After which a signal is sent again that came at a bad moment."""
+_OF_WEAK_SETS = WeakSet.add.__code__.co_filename
 
 
 class _Asking:
@@ -56,6 +61,9 @@ def ending_in_order() -> Iterator[None]:
     ranks, which nothing depends on, they keep their effect: at once."""
 
     def leave(number: int, frame: FrameType | None) -> None:
+        if _is_swallowed(frame):
+            threading.Timer(AGAIN_S, os.kill, (os.getpid(), number)).start()
+            return
         for one in ENDING:  # the launcher does not wait for long; of one that is pending and ignored Python complains
             signal.signal(one, lambda *_: None)
         raise _Ended(number)
@@ -76,6 +84,16 @@ def ending_in_order() -> Iterator[None]:
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
+
+
+def _is_swallowed(frame: FrameType | None) -> bool:
+    """Whether Python prints and forgets what leaves this place: a finalizer, or the callback of a weak reference (of an
+    event loop's set of tasks, which comes with the end of each)."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__" or frame.f_code.co_filename == _OF_WEAK_SETS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _Ended(KeyboardInterrupt):

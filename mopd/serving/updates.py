@@ -78,7 +78,7 @@ class WeightUpdates:
         self._constants = NO_CONSTANTS
         self._update: _Update | None = None
         self._is_loading = False
-        self._group_id = ""
+        self._group_id = self._received_from = ""
         self._num_joins = 0
         self._joining: asyncio.Future[None] | None = None
         self._reception: asyncio.Task[Reception] | None = None
@@ -190,7 +190,7 @@ class WeightUpdates:
 
     async def _quit_group(self) -> None:
         """Its sender begins anew, or is gone; ``Refusal`` 409 if what came from it does not end at once."""
-        self._group_id = ""
+        self._group_id = self._received_from = ""
         waiting = [work for work in (self._joining, self._reception) if work is not None and not work.done()]
         if waiting:
             self._leaving = asyncio.ensure_future(self._host.engine.incoming.leave())
@@ -202,7 +202,7 @@ class WeightUpdates:
         self._require_group(message.group_id)
         self._admission.require_open_to_weights()
         self.drop()
-        self._is_loading = True
+        self._is_loading, self._received_from = True, message.group_id
         ready = asyncio.Event()
         self._reception = asyncio.create_task(self._receive(message, ready.set))
         # ``finish``, which would tell the sender of a failure, may never be asked for
@@ -216,8 +216,9 @@ class WeightUpdates:
             await self._reception
 
     async def finish(self, message: WeightFinish) -> WeightReceived:
-        """Returns when the new weights answer."""
-        self._require_group(message.group_id)
+        """Returns when the new weights answer; what closed the group meanwhile is told here, too."""
+        if message.group_id != self._received_from:
+            self._require_group(message.group_id)
         if self._reception is None:
             raise stale_weights(_NO_UPDATE)
         reception = await asyncio.shield(self._reception)

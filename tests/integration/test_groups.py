@@ -23,7 +23,7 @@ from tests.integration.world import ANSWERS, World, mopd, read_metrics, read_val
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 
-STEPS = 12
+STEPS = 16
 LOCAL = {"type": "local", "startup_timeout_s": 120.0, "num_threads": 1}
 
 

@@ -120,7 +120,8 @@ def test_killed_run_resumes_bit_for_bit(world: World, uninterrupted: Path, tmp_p
 def test_killed_while_a_checkpoint_is_written(world: World, uninterrupted: Path, tmp_path: Path) -> None:
     """A rank: what was being written beside the steps counts for nothing, in either run's eyes."""
     run_dir = tmp_path / "run"
-    recipe = world.write_recipe(run_dir, checkpoint__every_steps=1)
+    # All are kept: one that is being removed looks like one that is being written.
+    recipe = world.write_recipe(run_dir, checkpoint={"every_steps": 1, "keep_last": 10})
     process = start_mopd("train", recipe)
     wait_for_step(process, run_dir, 1)
     family = descendants(process)
@@ -219,7 +220,8 @@ def test_stopped_run_goes_on_anywhere_bit_for_bit(world: World, uninterrupted: P
         for one in (nodes[1], *ranks):  # as a node that ends does: to every process
             one.send_signal(signal.SIGTERM)
     assert done < stopped(nodes[0], run_dir, "SIGTERM on node-")
-    assert (nodes[1].wait(timeout=60), nodes[1].communicate()[1].splitlines()[-1:]) == (STOPPED_CODE, [])
+    errors = nodes[1].communicate(timeout=60)[1]  # torch may tell there that node 0's store has gone first
+    assert nodes[1].returncode == STOPPED_CODE and "mopd: " not in errors and "Traceback" not in errors, errors
     assert_all_gone(family)
     assert {path.name for path in (run_dir / "logs" / "node-1").iterdir()} == {"rank_1.log"}
 

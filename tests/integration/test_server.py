@@ -83,11 +83,11 @@ def test_start_ready_and_drain(folder: Path, local: TorchEngine, tmp_path: Path)
         line = child.wait_ready()
         assert line == json.loads(ready.read_text()) == {"url": line["url"], "pid": child.process.pid}
         assert line["url"].startswith("http://127.0.0.1:")
-        prompts, sampling = [[5, 6, 7 + i % 30] for i in range(60)], SamplingParams(max_new_tokens=60)
+        prompts, sampling = [[5, 6, 7 + i % 30] for i in range(400)], SamplingParams(max_new_tokens=240)
 
         async def work(engine: RemoteEngine) -> None:
             await score_one(engine)
-            running = asyncio.create_task(engine.generate(prompts, sampling, list(range(60))))
+            running = asyncio.create_task(engine.generate(prompts, sampling, list(range(len(prompts)))))
             while "mopd_running_requests 1.0" not in (await asyncio.to_thread(get, f"{line['url']}/metrics")).text:
                 assert not running.done()
             os.kill(line["pid"], signal.SIGTERM)
@@ -98,7 +98,9 @@ def test_start_ready_and_drain(folder: Path, local: TorchEngine, tmp_path: Path)
                 await score_one(other)
             await other.close()
             drawn = await running
-            for theirs, ours in zip(drawn, await local.generate(prompts, sampling, list(range(60))), strict=True):
+            for theirs, ours in zip(
+                drawn, await local.generate(prompts, sampling, list(range(len(prompts)))), strict=True
+            ):
                 assert torch.equal(theirs.tokens, ours.tokens)
 
         with_engine(line["url"], work)

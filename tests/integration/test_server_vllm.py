@@ -127,8 +127,7 @@ async def first_of(running: asyncio.Task[Any], told: asyncio.Event) -> None:
 
 
 async def update_what_runs(remote: RemoteEngine, staged: StagedWeights, core: psutil.Process, temporary: Path) -> None:
-    """The core stands still until the server needs it for the update: what runs cannot end before."""
-    core.suspend()
+    """The core stands still, and does until the server needs it for the update: what runs cannot end before."""
     pushing = asyncio.create_task(push_staged([remote], staged, on_running="continue"))
     await until(lambda: pushing.done() or any(temporary.glob("mopd_weights_*/*")))  # the last thing before
     core.resume()
@@ -161,7 +160,7 @@ async def update_in_mid_response(
     await remote.push("begin", encode(staged.begin))
     await remote.push("chunk", staged.bodies[0])
     core.resume()
-    (aside,) = await remote.generate([[9, 9]], SAMPLING, [3])
+    (aside,) = await remote.generate([[9, 9]], SAMPLING, [3], told=lambda *_: core.suspend())
     assert aside.token_versions.unique().tolist() == [old]
     await update_what_runs(remote, staged, core, temporary)
     drawn = await running

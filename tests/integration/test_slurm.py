@@ -136,7 +136,7 @@ def test_what_is_refused_leaves_nothing(
 ) -> None:
     run_dir = tmp_path / "runs" / "one"
     recipe = models.write_recipe(run_dir, **ON_NODES, slurm=slurm_keys)
-    code, output, errors = ended(command(nodes, "slurm", recipe), timeout_s=30)
+    code, output, errors = ended(command(nodes, "slurm", recipe), timeout_s=120)
     assert (code, output) == (2, "") and says in errors and errors.count("\n") == 1, errors
     assert not run_dir.exists() and nodes.jobs() == []
 
@@ -146,7 +146,7 @@ def test_a_student_that_its_layout_does_not_divide_is_not_submitted(
 ) -> None:
     keys = {**ON_NODES, "student__parallel": {"tensor_model_parallel_size": 8}}
     recipe = models.write_recipe(tmp_path / "run", **keys, slurm={"nodes": 2})
-    code, _, errors = ended(command(nodes, "slurm", recipe), timeout_s=30)
+    code, _, errors = ended(command(nodes, "slurm", recipe), timeout_s=120)
     assert code == 2 and "student.parallel.tensor_model_parallel_size 8 does not divide" in errors
     assert nodes.jobs() == []
 

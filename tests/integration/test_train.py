@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import statistics
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,8 @@ def test_the_student_learns_from_both_teachers(run_dir: Path) -> None:
     lines = read_metrics(run_dir)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for domain in ANSWERS:
-        assert lines[-1][f"loss/{domain}"] < 0.2 * lines[0][f"loss/{domain}"]
+        last_losses = [line[f"loss/{domain}"] for line in lines[-5:]]  # of four samples each
+        assert sum(last_losses) / len(last_losses) < 0.2 * lines[0][f"loss/{domain}"]
     first, *_, last = read_validation(run_dir)
     assert first["rewards"] == {"left": 0.0, "right": 0.0}
     assert last["rewards"] == {"left": 1.0, "right": 1.0}
@@ -97,7 +99,11 @@ def test_phases_are_all_of_the_steps_time(run_dir: Path) -> None:
     assert sum(phase["mean_s"] for phase in phases.values()) * len(lines) == pytest.approx(whole)
     for phase in set(phases) - {"other"}:
         assert phases[phase]["mean_s"] * len(lines) == pytest.approx(sum(line[f"timing/{phase}_s"] for line in lines))
-    assert 0 <= phases["other"]["share"] < 0.2
+    assert phases["other"]["share"] >= 0
+    others = [
+        1 - sum(line[f"timing/{name}_s"] for name in set(phases) - {"other"}) / line["timing/step_s"] for line in lines
+    ]
+    assert statistics.median(others) < 0.2
 
 
 def test_the_teachers_answers_are_kept_and_shown(run_dir: Path) -> None:

@@ -215,7 +215,9 @@ async def check_kills(plane: QueuePlane, process: subprocess.Popen[str]) -> None
     started = time.monotonic()
     process.stdin.write("go\n")
     process.stdin.flush()
-    with pytest.raises(UserError, match=r"^data plane: TransferQueue's storage unit \d .* has ended.*--resume\)$"):
+    with pytest.raises(
+        UserError, match=r"^data plane: TransferQueue's storage unit \d .* has ended.*: see Ray's logs$"
+    ):
         await plane.get([1], ["tokens"])
     said = await asyncio.to_thread(process.stdout.readline)
     assert said.startswith("data plane: TransferQueue's storage unit") and "has ended" in said

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -143,8 +144,11 @@ def test_killed_run_resumes_bit_for_bit(assets: Path, trained: Path, tmp_path: P
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < 1:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
         time.sleep(0.01)
+    family = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
     process.wait(timeout=60)
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert not alive
 
     done = mopd("train", recipe, "--resume")
 
@@ -157,10 +161,11 @@ def test_killed_run_resumes_bit_for_bit(assets: Path, trained: Path, tmp_path: P
 
 
 def _computed(run_dir: Path) -> list[dict[str, float]]:
-    """Without the bytes on the wire: a server that has started anew is sent the images again."""
+    """Without what happened on the wire: a server that has started anew is sent the images again, and one that is slow
+    is asked again."""
+    wire = tuple(f"teachers/{name}" for name in ("payload_bytes", "retries", "failures", "busy_answers"))
     return [
-        {name: value for name, value in line.items() if not name.startswith("teachers/payload_bytes")}
-        for line in read_metrics(run_dir)
+        {name: value for name, value in line.items() if not name.startswith(wire)} for line in read_metrics(run_dir)
     ]
 
 

@@ -121,8 +121,10 @@ def _cache_key(path: Path) -> str:
 
 def _is_current(key: str) -> bool:
     """Whether the file is still there, as it was: else nobody will ask for it again."""
-    path = Path(key.rsplit("|", 2)[0])
-    return path.is_file() and _cache_key(path) == key
+    try:
+        return _cache_key(Path(key.rsplit("|", 2)[0])) == key
+    except OSError:
+        return False
 
 
 def _hash_tensors(path: Path) -> dict[str, str]:

@@ -135,10 +135,12 @@ def test_equals_the_loss_of_all_logits(at_once: int, dtype: torch.dtype) -> None
     actual, metrics = linear_topk(hidden, weight, *teacher, rows_at_once=at_once, **options)
     grads = torch.autograd.grad(actual, (hidden, weight))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+    # A bf16 product of few rows may round a logit otherwise than that of all.
+    close = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(actual, expected, rtol=close, atol=0)
     assert metrics.keys() == expected_metrics.keys()
     for name, value in expected_metrics.items():
-        torch.testing.assert_close(metrics[name], value, rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(metrics[name], value, rtol=close, atol=close, msg=name)
     torch.testing.assert_close(grads[0], expected_grads[0], rtol=tolerance, atol=tolerance * 1e-2)
     # The product of all rows meets NaN * 0 in the weight gradient; rows that are left out do not.
     assert bool(torch.isfinite(grads[1]).all())

@@ -19,8 +19,8 @@ from tests.parity.student.weight_cases import DTYPES, FAMILIES, FEW
 
 ATOL = 1e-4
 """Nats, of log-probs in fp32."""
-COARSE_ATOL = 0.2
-"""Where one side computes in bf16: the weights' own equality is what counts."""
+COARSE_ATOL = 0.5
+"""Where one side computes in bf16, some roundings of an activation: the weights' own equality is what counts."""
 IS_WHOLE = os.environ.get("MOPD_WEIGHTS") == "all"
 ON_VLLM = [(family, workers) for family in FAMILIES for workers in (1, 2) if family != "latent"] if IS_WHOLE else []
 

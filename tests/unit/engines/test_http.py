@@ -166,7 +166,7 @@ def slow_talks(kind: str) -> dict[str, tuple[EngineError, list[bytes]]]:
     """All at a time: their deadline, which passes, leaves time to connect and to ask."""
 
     async def work() -> list[tuple[EngineError, list[bytes]]]:
-        return await asyncio.gather(*(converse(REPLIES[name][0], kind, 2.0) for name in SLOW))
+        return await asyncio.gather(*(converse(REPLIES[name][0], kind, 5.0) for name in SLOW))
 
     return dict(zip(SLOW, asyncio.run(work()), strict=True))
 

@@ -175,7 +175,7 @@ def test_refusals(server: Server, status: int, kind: type[Exception], match: str
 def test_silence_and_nobody(server: Server) -> None:
     server.released.clear()
     with pytest.raises(EngineUnavailable, match="no answer to /v1/completions within"):
-        score(server, timeout_s=2.0)
+        score(server, timeout_s=5.0)
     server.released.set()
     server.http.shutdown()
     server.http.server_close()

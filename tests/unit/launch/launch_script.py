@@ -9,7 +9,7 @@ from mopd.launch import nodes as module
 from mopd.launch.node import Place
 from mopd.launch.nodes import NodeLostError, Nodes
 
-module.SILENT_S, module.REPORT_S = 6.0, 4.0  # a fraction of a cluster's
+module.SILENT_S, module.REPORT_S = 12.0, 10.0  # a fraction of a cluster's
 num_ranks, *where = map(int, sys.argv[1].split(","))
 place = Place(num_nodes=where[0], node_rank=where[1], port=where[2]) if where else Place()
 with Nodes(place) as nodes:

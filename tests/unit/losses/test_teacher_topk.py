@@ -24,7 +24,7 @@ def test_equals_log_softmax(vocab: int, k: int, max_rows: int, dtype: torch.dtyp
     result = chunked_topk_logprobs(hidden, weight, k, target=target, temperature=0.8, bias=bias, max_rows=max_rows)
     logits = hidden @ weight.t() + bias  # rounded to the dtype, as a model's logits are
     expected = torch.log_softmax(logits.double() / 0.8, 1)
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    tolerance = 1e-12 if dtype == torch.float64 else 3e-5
     assert result.ids.dtype == torch.int32
     assert result.logprobs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     if dtype != torch.bfloat16:  # its product of one row may round otherwise than that of all
@@ -37,7 +37,9 @@ def test_equals_log_softmax(vocab: int, k: int, max_rows: int, dtype: torch.dtyp
         torch.testing.assert_close(result.target_logprobs.double(), own, rtol=0, atol=tolerance)
     else:
         best = expected.topk(k, 1).values
-        torch.testing.assert_close(result.logprobs.double(), best, rtol=0, atol=0.05)
+        torch.testing.assert_close(
+            result.logprobs.double(), best, rtol=0, atol=1.01 * 2**-7 * float(logits.abs().max()) / 0.8
+        )
     assert bool((result.logprobs.diff(dim=1) <= 0).all())
     assert bool((result.ids.sort(1).values.diff(dim=1) > 0).all())
 

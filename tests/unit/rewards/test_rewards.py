@@ -127,9 +127,9 @@ def test_failures_name_file_and_function(call: Any, source: Path, function: str,
 
 def test_deadline_kills_the_process(call: Any, tmp_path: Path) -> None:
     started = time.monotonic()
-    with pytest.raises(UserError, match=r"no answer within timeout_s 5:"):  # a slow start would say the same
-        call("sleeps", [item(pid=str(tmp_path / "pid"))], timeout_s=5.0)
-    assert time.monotonic() - started < 20
+    with pytest.raises(UserError, match=r"no answer within timeout_s 15:"):  # a slow start would say the same
+        call("sleeps", [item(pid=str(tmp_path / "pid"))], timeout_s=15.0)
+    assert time.monotonic() - started < 60
     pid = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 30
     while (state := _state(pid)) not in ("Z", None):

@@ -231,6 +231,16 @@ def test_out_of_order_twice_and_late(rollout: RunningServer, weights: Weights, l
     following.close()
 
 
+def test_finish_tells_of_a_failure_that_was_there_before_it_asked(rollout: RunningServer, weights: Weights) -> None:
+    group = Rank0(weights).meet(rollout)
+    assert ask(rollout, "start", start()).status_code == 200
+    group.close()
+    wait_until(lambda: "closed by a failure" in ask(rollout, "start", start()).text)
+    answer = ask(rollout, "finish", finish())
+    assert answer.status_code == 409 and "weights 9 did not arrive: " in answer.text
+    assert "closed by a failure" in ask(rollout, "finish", finish(group_id="h")).text
+
+
 def test_a_join_that_waits_gives_way_to_a_new_one(rollout: RunningServer, weights: Weights, local: TorchEngine) -> None:
     lonely, answers = Rank0(weights, world_size=3, group_id="lonely"), list[httpx.Response]()
     waiting = threading.Thread(target=lambda: answers.append(ask(rollout, "join", lonely.join(timeout_s=3600.0))))
