@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mopd.engines.interface import Generation, SamplingParams, Scores
+from mopd.engines.interface import Generation, SamplingParams, Scores, WeightsLost
 from mopd.types import UserError
 
 MAX_EXCESS = 1e-4
@@ -24,6 +24,12 @@ MAX_OWN_DIFFERENCE = 1e-3
 """Between the two log-probs that an answer may hold of one token, relative to the larger of 1 and their size."""
 
 Array = np.ndarray[Any, Any]
+
+
+def check_weights(has_weights: bool, *, name: str) -> None:
+    """``WeightsLost`` for an engine without."""
+    if not has_weights:
+        raise WeightsLost(f"the engine of {name} has no weights: call load_weights first")
 
 
 def check_scoring(tokens: Sequence[Tensor], prompt_lengths: Sequence[int]) -> None:

@@ -27,7 +27,15 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from mopd.engines.interface import EngineInfo, EngineRejected, EngineUnavailable, Generation, SamplingParams, Told
+from mopd.engines.interface import (
+    EngineInfo,
+    EngineRejected,
+    EngineUnavailable,
+    Generation,
+    SamplingParams,
+    Told,
+    WeightsLost,
+)
 from mopd.serving.admission import Admission, ServerLimits
 from mopd.serving.bodies import ARRIVING_BYTES, BodyReader, SlicedResponse, read_deadline, while_wanted
 from mopd.serving.errors import Refusal, bad_request, stale_weights
@@ -310,6 +318,8 @@ class EngineServer:
             return await call
         except (ValueError, UserError, EngineRejected) as error:
             raise bad_request(one_line(error)) from error
+        except WeightsLost as error:  # by an update, while the request waited for its turn
+            raise stale_weights(one_line(error)) from error
         except EngineUnavailable as error:
             message = one_line(error)
             logger.error("the engine is dead: %s", message)

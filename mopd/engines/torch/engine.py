@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mopd.config.groups import TorchEngineConfig
-from mopd.engines.checks import check_length, check_sampling, check_scoring
+from mopd.engines.checks import check_length, check_sampling, check_scoring, check_weights
 from mopd.engines.interface import EngineInfo, EngineLimits, Generation, Images, SamplingParams, Scores, Told
 from mopd.engines.staging import hold_weights
 from mopd.engines.torch.decoding import SeenBatch, decode, uniforms
@@ -374,8 +374,7 @@ class TorchEngine:
             self._check_head(tokens[0])
 
     def _require_weights(self) -> None:
-        if not self._has_weights:
-            raise RuntimeError(f"the engine of {self.name} has no weights: call load_weights first")
+        check_weights(self._has_weights, name=self.name)
 
 
 def _open_eyes(model: PreTrainedModel, sight: EngineSight) -> Eyes:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mopd.config.groups import VllmEngineConfig
-from mopd.engines.checks import check_length, check_sampling, check_scoring
+from mopd.engines.checks import check_length, check_sampling, check_scoring, check_weights
 from mopd.engines.concurrency import TokenBudget, all_or_none
 from mopd.engines.images import join
 from mopd.engines.interface import (
@@ -386,8 +386,7 @@ class VllmEngine:
 
     def _require_weights(self) -> None:
         self.require_alive()
-        if not self._has_weights:
-            raise RuntimeError(f"the engine of {self.name} has no weights: call load_weights first")
+        check_weights(self._has_weights, name=self.name)
         if self.workers.is_asleep:
             raise RuntimeError(f"the engine of {self.name} sleeps: call wake_up first")
 

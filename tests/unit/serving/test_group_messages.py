@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
+from mopd.engines.interface import StaleWeights
 from mopd.engines.torch.engine import TorchEngine
 from mopd.serving import updates
 from mopd.serving.updates import MAX_JOIN_BYTES
@@ -239,6 +240,18 @@ def test_finish_tells_of_a_failure_that_was_there_before_it_asked(rollout: Runni
     answer = ask(rollout, "finish", finish())
     assert answer.status_code == 409 and "weights 9 did not arrive: " in answer.text
     assert "closed by a failure" in ask(rollout, "finish", finish(group_id="h")).text
+
+
+def test_a_request_that_waits_while_weights_are_lost_is_refused(
+    rollout: RunningServer, weights: Weights, local: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No fault of the server: it gets others."""
+    run(rollout, lambda remote: remote.load_weights(weights.items(), 9))
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout.engine, "_has_weights", False)
+        with pytest.raises(StaleWeights, match="has no weights"):
+            serves(rollout, local, 9)
+    serves(rollout, local, 9)
 
 
 def test_a_join_that_waits_gives_way_to_a_new_one(rollout: RunningServer, weights: Weights, local: TorchEngine) -> None:
