@@ -2,8 +2,8 @@
 
 Invariant: whichever process dies, and whenever, the run ends in one line within seconds and leaves no process behind
 (or starts a server again and goes on), and with ``--resume`` each prompt of the stream is trained on exactly once.
-``MOPD_KILLS`` sets how many random kills are tried (``make kills``: 20; else one), and has the other tests take their
-long form; ``MOPD_KILLS_SEED`` sets which. Not exercised here: several machines, CUDA.
+``MOPD_KILLS`` sets how many random kills are tried (``make kills``: 20; else one, always the same), and has the other
+tests take their long form; ``MOPD_KILLS_SEED`` sets which. Not exercised here: several machines, CUDA.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VICTIMS = ("rank 0", "launcher", "producer", "rollout.0", "teachers.left.0")
 SERVERS = ("rollout.0", "teachers.left.0")
 STEPS_BETWEEN = 6
 """At most; and what the last start adds."""
-SHARE_AT_START, STARTING_S = 0.3, 12.0
+SHARE_AT_START, STARTING_S = 0.3, 5.0
 """Of all deaths: before the first step, or soon after it."""
 SHARE_IN_TRANSFER = 0.4
 """Of the deaths of ranks, launchers and producers."""
@@ -98,6 +98,23 @@ def test_random_kills_lose_nothing_and_repeat_nothing(
     assert run.end() == 0, run.stderr
     check_accounts(run, steps=steps)
     check_metrics(run, steps=steps)
+
+
+@pytest.mark.skipif(not IS_LONG, reason="takes long: make kills")
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_new_run_dies_as_it_starts(world: World, tmp_path: Path, make_run: Callable[..., Run], victim: str) -> None:
+    """It may not have begun: what is told then is right, too, and does."""
+    chance = random.Random(f"{victim} {seed_of('MOPD_KILLS_SEED', is_new=IS_LONG)}")
+    for number in range(3):
+        run = make_run(recipe_of(world, tmp_path / f"run{number}", steps=ENDLESS))
+        run.start()
+        time.sleep(chance.uniform(0, STARTING_S))
+        run.kill(victim)
+        told = after_death(run, victim)
+        print(json.dumps({"victim": victim, "step": run.num_steps, "told": told}), flush=True)
+        if not run.is_alive:
+            run.start(*run.flags)
+        check_stop(run)
 
 
 def after_death(run: Run, victim: str) -> str:
