@@ -21,6 +21,7 @@ from mopd.config.load import to_tree
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
 from mopd.data_plane.frames import unpacked
+from mopd.data_plane.interface import StorageEnded
 from mopd.files.writing import writing
 from mopd.placement.process import how_it_ended
 from mopd.preflight.checks import AskedStudent
@@ -38,6 +39,8 @@ T = TypeVar("T")
 NAME = "the producer process"
 END_S = 60.0
 """For the process to end its engine servers in order."""
+DYING_S = 2.0
+"""For its end to be seen once the samples that it held are gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +81,22 @@ class ProducerProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process is not None
+        is_cause = isinstance(error, StorageEnded) and self._ends_within(DYING_S)  # it holds the samples
         self._socket.close()  # its sign to end
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
+        if not self._ends_within(END_S):
             self._process.kill()
             self._process.wait()
         self._file.unlink(missing_ok=True)
-        if kind is None and self._process.returncode:
-            raise CutOffError(self.how_it_ended())
+        if is_cause or (kind is None and self._process.returncode):
+            raise CutOffError(self.how_it_ended()) from error
+
+    def _ends_within(self, seconds: float) -> bool:
+        assert self._process is not None
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     @property
     def pid(self) -> int:

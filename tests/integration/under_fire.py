@@ -106,6 +106,10 @@ class Run:
         """Since the last start."""
         return self.recipe.with_suffix(".stderr").read_text(encoding="utf-8")
 
+    def server_folders(self) -> set[Path]:
+        """Of its groups' servers, in TMPDIR."""
+        return set(self.temporary.glob("mopd-servers-*"))
+
     @property
     def num_steps(self) -> int:
         """Lines of the metrics."""
