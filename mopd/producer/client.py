@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from mopd.config.data import LocalPlaneConfig
 from mopd.config.load import to_tree
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
@@ -81,7 +82,8 @@ class ProducerProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process is not None
-        is_cause = isinstance(error, StorageEnded) and self._ends_within(DYING_S)  # it holds the samples
+        holds_samples = isinstance(self._recipe.data_plane, LocalPlaneConfig)
+        is_cause = holds_samples and isinstance(error, StorageEnded) and self._ends_within(DYING_S)
         self._socket.close()  # its sign to end
         if not self._ends_within(END_S):
             self._process.kill()

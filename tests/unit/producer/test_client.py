@@ -5,13 +5,16 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from mopd.config.data import LocalPlaneConfig, TransferQueueConfig
+from mopd.config.schema import Recipe
 from mopd.data_plane.interface import StorageEnded
-from mopd.producer import client
 from mopd.producer.client import ProducerProcess
 from mopd.run.folder import RunDir
 from mopd.types import CutOffError
@@ -31,14 +34,14 @@ class Producer(ProducerProcess):
 
 
 @pytest.fixture
-def producer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Producer:
+def make_producer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[object], Producer]:
     monkeypatch.chdir(tmp_path)
-    recipe: Any = None
-    return Producer(recipe, RunDir("run"))
+    return lambda plane: Producer(cast("Recipe", SimpleNamespace(data_plane=plane)), RunDir("run"))
 
 
-def test_its_death_is_told_whoever_saw_it_first(producer: Producer) -> None:
+def test_its_death_is_told_whoever_saw_it_first(make_producer: Callable[[object], Producer]) -> None:
     """A reader that lost its samples knows less."""
+    producer = make_producer(LocalPlaneConfig())
     line = r"^the producer process \(rollout, teachers, data\) was killed by SIGKILL .*producer.log\)$"
     with pytest.raises(CutOffError, match=line), producer:
         assert producer._process is not None
@@ -46,7 +49,9 @@ def test_its_death_is_told_whoever_saw_it_first(producer: Producer) -> None:
         raise StorageEnded("data plane: process 1, which holds the samples, has ended")
 
 
-def test_samples_that_others_held_are_told_as_such(producer: Producer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "DYING_S", 0.1)
+def test_the_end_of_samples_that_others_held_is_told_as_it_is(make_producer: Callable[[object], Producer]) -> None:
+    """The process then ends in order, as its connection does."""
+    producer = make_producer(TransferQueueConfig(type="transfer_queue"))
     with pytest.raises(StorageEnded, match=r"^data plane: TransferQueue's storage unit has ended$"), producer:
+        producer._socket.close()
         raise StorageEnded("data plane: TransferQueue's storage unit has ended")
