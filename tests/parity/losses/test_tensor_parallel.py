@@ -53,7 +53,7 @@ def test_results_equal_the_single_rank(ranks: list[dict[str, Tensor]], single: d
             actual = ranks[0][f"{split}/{name}"]
             for rank in ranks[1:]:
                 assert torch.equal(rank[f"{split}/{name}"], actual), name
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=3e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("split", ["even", "uneven"])

@@ -92,7 +92,14 @@ class Sender:
         router = Router("rollout", [Replica(name=e.name, engine=e) for e in engines], RoutingConfig(), kind="rollout")
         by_group, by_ipc = (self._group(router, way, sends) for way in WAYS)
         by_http = StudentGroup(self._worker, self._channel, GroupWeightSync(router))
-        found: dict[str, Any] = {"apart": 0.0, "moved": [], "is_student": True, "is_same": True, "num_skipped": []}
+        found: dict[str, Any] = {
+            "apart": 0.0,
+            "mean_apart": 0.0,
+            "moved": [],
+            "is_student": True,
+            "is_same": True,
+            "num_skipped": [],
+        }
         ways = (by_group, by_ipc, by_http)
         if sends.get("sees"):  # an engine leaves the group of one way for the next
             ways = (by_group, by_group, by_ipc, by_ipc)
@@ -138,7 +145,9 @@ class Sender:
         for engine in self._engines:
             scores = await engine.score(tokens, [s.prompt_length for s in samples], top_k=1, temperature=1.0)
             said.append(torch.cat([given.token_logprobs for given in scores]))
-            found["apart"] = max(found["apart"], float((own - said[-1]).abs().max()))
+            differences = (own - said[-1]).abs()
+            found["apart"] = max(found["apart"], float(differences.max()))
+            found["mean_apart"] = max(found["mean_apart"], float(differences.mean()))
         return said
 
 

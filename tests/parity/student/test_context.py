@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.parity.layouts.steps import assert_same_step
 from tests.parity.student import context_cases
+from tests.parity.student.test_layouts import assert_same_step
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 

@@ -18,7 +18,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mopd.student.model.overrides import ALLOWED
-from tests.parity.layouts.steps import assert_same_step
 from tests.parity.student.conftest import (
     ENSEMBLES,
     FOUR_RANK_LAYOUTS,
@@ -35,6 +34,12 @@ from tests.parity.student.samples import DOMAINS, ENSEMBLE, make_samples
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 
 Results = dict[str, Any]
+
+
+def assert_same_step(step: Results, expected: Results) -> None:
+    assert step.keys() == expected.keys()
+    for name, value in expected.items():
+        assert step[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
 @pytest.mark.parametrize("size", MICRO_BATCH_SIZES)

@@ -18,7 +18,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.fixtures.tiny_models import make_hf_model
-from tests.parity.layouts.steps import assert_same_step
 from tests.parity.student.balancing import by_definition
 from tests.parity.student.conftest import OVERLAP
 from tests.parity.student.harness import run_ranks
@@ -186,6 +185,12 @@ def moe_one_rank(moe_models: dict[str, str], deep_models: dict[str, str], moe_fo
         cases[f"one/{kind}/padded"] = {**cases[f"one/{kind}"], **PADDED}
         cases[f"one/{kind}/packed"] = {**cases[f"one/{kind}/padded"], "packing": True}
     return run_ranks(1, {"model": "unused", "cases": cases}, moe_folder / "one")
+
+
+def assert_same_step(step: Results, expected: Results) -> None:
+    assert step.keys() == expected.keys()
+    for name, value in expected.items():
+        assert step[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file
 
 from tests.fixtures.vision import VISION_FAMILIES
-from tests.parity.layouts.steps import assert_same_step
 from tests.parity.student.pictures import SIZES, Seen, make_seen_samples
 from tests.parity.student.vision_cases import FREEZES
 
@@ -92,8 +91,15 @@ def test_layouts_change_nothing(
     result: Results = request.getfixturevalue(ranks)[f"vision/{case}"]
     family = case.split("/")[0]
     step, expected = (dict(one["steps"][0]) for one in (result, one_rank[f"vision/{family}/one/{freeze}"]))
-    assert all(0 < value < 1 for name, value in step.items() if name.startswith("rate/"))
-    assert_same_step(step, expected)
+    for name in [name for name in expected if name.startswith("rate/")]:
+        assert 0 < step.pop(name) < 1
+        del expected[name]
+    assert (_loss(step), step["grad_norm"]) == pytest.approx((_loss(expected), expected["grad_norm"]), rel=1e-5)
+    # ``k1`` sums differences of either sign, of which little is left: 1e-5 for each of its tokens.
+    for name in [name for name in expected if name.startswith("k1/")]:
+        num_tokens = expected[f"num_tokens/{name.removeprefix('k1/')}"]
+        assert step.pop(name) == pytest.approx(expected.pop(name), abs=1e-5 * num_tokens)
+    assert step == pytest.approx(expected, rel=1e-5, abs=5e-5)
     assert len(set(result["towers"])) == 1
     assert result["is_packed"] == [not case.endswith("/padded")]
 

@@ -19,8 +19,8 @@ from tests.parity.student.weight_cases import DTYPES, FAMILIES, FEW
 
 ATOL = 1e-4
 """Nats, of log-probs in fp32."""
-COARSE_ATOL = 0.5
-"""Where one side computes in bf16, some roundings of an activation: the weights' own equality is what counts."""
+COARSE_ATOL, COARSE_MEAN = 0.5, 0.06
+"""Where one side computes in bf16, of one token and of all in the mean: the weights' own equality is what counts."""
 IS_WHOLE = os.environ.get("MOPD_WEIGHTS") == "all"
 ON_VLLM = [(family, workers) for family in FAMILIES for workers in (1, 2) if family != "latent"] if IS_WHOLE else []
 
@@ -40,7 +40,9 @@ def test_after_every_update(two_ranks: dict[str, Any], name: str) -> None:
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_between_dtypes(two_ranks: dict[str, Any], name: str) -> None:
-    check(two_ranks[f"sends/{name}"], atol=COARSE_ATOL)
+    found = two_ranks[f"sends/{name}"]
+    check(found, atol=COARSE_ATOL)
+    assert found["mean_apart"] < COARSE_MEAN
 
 
 def test_with_a_frozen_tower(two_ranks: dict[str, Any]) -> None:
