@@ -14,7 +14,7 @@ from tests.integration.world import REPOSITORY, World, environment, write_prompt
 
 pytestmark = pytest.mark.multirank
 TIMEOUT_S = 400.0
-SECONDS_OF_A_FAULT = 60.0
+SECONDS_OF_A_FAULT = 30.0
 NAMED = {
     "version": ("versions", "node2: numpy is 99.", " on node1: install the same on every node"),
     "code": ("versions", "node2: mopd is ", " on node1: install the same on every node"),

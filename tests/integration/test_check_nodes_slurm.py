@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.multirank,
     pytest.mark.skipif(bool(slurm.why_not()), reason=slurm.why_not() or "Slurm is there"),
 ]
-CHECK_S, JOB_S = 240.0, 300.0
+CHECK_S, JOB_S = 90.0, 300.0
 NVIDIA_SMI = """#!/bin/sh
 for number in 0 1 2 3 4 5; do echo "$number, GPU-$number, 81559"; done
 """

@@ -19,7 +19,7 @@ from tests.parity.student.weight_cases import DTYPES, FAMILIES, FEW
 
 ATOL = 1e-4
 """Nats, of log-probs in fp32."""
-COARSE_ATOL, COARSE_MEAN = 0.5, 0.06
+COARSE_ATOL, COARSE_MEAN = 0.2, 0.06
 """Where one side computes in bf16, of one token and of all in the mean: the weights' own equality is what counts."""
 IS_WHOLE = os.environ.get("MOPD_WEIGHTS") == "all"
 ON_VLLM = [(family, workers) for family in FAMILIES for workers in (1, 2) if family != "latent"] if IS_WHOLE else []

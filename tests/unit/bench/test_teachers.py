@@ -35,7 +35,7 @@ FAST = Decode(rows=8192, top_k=64, binary_s=1.0, lists_s=10.0, json_s=15.0, json
 def test_answers_are_small_and_become_tensors_fast() -> None:
     decode = measure_decode(64)
     assert decode.binary_bytes == len(encode(make_answer(64))) <= GOOD.payload_goal * NUM_ROWS
-    assert decode.speedup > 1 and decode.json_s > 0  # whether the goal is met is the machine's affair
+    assert decode.speedup > 1 and decode.json_s > decode.lists_s  # whether the goal is met is the machine's affair
 
 
 def test_the_goal_of_decoding_counts() -> None:

@@ -37,9 +37,7 @@ def test_equals_log_softmax(vocab: int, k: int, max_rows: int, dtype: torch.dtyp
         torch.testing.assert_close(result.target_logprobs.double(), own, rtol=0, atol=tolerance)
     else:
         best = expected.topk(k, 1).values
-        torch.testing.assert_close(
-            result.logprobs.double(), best, rtol=0, atol=1.01 * 2**-7 * float(logits.abs().max()) / 0.8
-        )
+        torch.testing.assert_close(result.logprobs.double(), best, rtol=0, atol=0.05)
     assert bool((result.logprobs.diff(dim=1) <= 0).all())
     assert bool((result.ids.sort(1).values.diff(dim=1) > 0).all())
 
