@@ -7,7 +7,7 @@
                  │ rollout.generate: tokens, … ──────> DATA PLANE ──────> │ student.forward_backward, optim_step
                  │ teachers.score ∥ rewards.judge ──────>    │ ids        │ plane.release
                  │ ledger.complete ──────────────────────> LEDGER ──────> │ publish: student.stage, student.send
-                 │   too old: ledger.again                                │
+                 │   too old: _redraw, ledger.again                       │
                  ▲   cannot be scored: ledger.replace                     ▼
                  └── ledger.room <────── ledger.publish <──────── weight_version
 
@@ -134,7 +134,10 @@ class Controller:
         self._sending: asyncio.Task[None] | None = None
         # A ledger of a checkpoint has counts of its own, which earlier steps told.
         self._told = {end: self.ledger.counts(end) for end in ("refused", "replaced")}
-        self._refused_tokens: Counter[str] = Counter()
+        self._lengths: dict[str, Counter[str]] = {
+            name: Counter() for name in ("drawn_samples", "drawn_tokens", "refused_tokens")
+        }
+        """Metric -> domain -> what was counted since the last step."""
         self._num_drawing = 0
         self._num_replaced: Counter[int] = Counter()
         """Replacements by the step that a slot was admitted for."""
@@ -146,28 +149,30 @@ class Controller:
             self._tasks.start(self._see_through(self.ledger.admit(self.prompts.next(self.unit))))
 
     async def _see_through(self, slots: Sequence[Slot]) -> None:
-        """From prompts to samples that can be trained on. Slots whose samples are too old, or cannot be scored, go
-        round again."""
+        """Carry prompts from the rollout to samples that can be trained on. Slots that cannot be scored go round
+        again; each that is too old does so by itself (``_redraw``), or it would wait for the slowest of the others."""
         while slots:
             prompts = [slot.prompt for slot in slots]
             self._num_drawing += 1
             with self.timer("rollout"):
                 samples = await self.rollout.generate(prompts)
             self._num_drawing -= 1
+            for sample in samples:
+                self._lengths["drawn_samples"][sample.domain] += 1
+                self._lengths["drawn_tokens"][sample.domain] += sample.response_length
             if not self._num_drawing and not self.ledger.has_room():
                 await self.student.expect_step()
             of_slot = _by_slot(slots, samples)
-            old = [slot for slot in slots if self.ledger.is_stale(of_slot[slot])]
-            fresh = [slot for slot in slots if slot not in old]
-            await self._refuse(old, of_slot)
+            fresh = [slot for slot in slots if self.ledger.drawn(slot, of_slot[slot])]
+            for slot in slots:
+                if slot not in fresh:
+                    self._tasks.start(self._redraw(slot, of_slot[slot]))
             failed = await self._score(fresh, of_slot)
-            replaced = await self._replace(fresh, of_slot, failed)
-            late = [slot for slot in fresh if slot not in replaced and self.ledger.is_stale(of_slot[slot])]
-            await self._refuse(late, of_slot)
+            slots = await self._replace(fresh, of_slot, failed)
             for slot in fresh:
-                if slot not in replaced and slot not in late:
-                    self.ledger.complete(slot, of_slot[slot])
-            slots = [*old, *replaced, *late]
+                # Between the ledger's look at the age and the slot's being ready no step can end: nothing is awaited.
+                if slot not in slots and not self.ledger.complete(slot, of_slot[slot]):
+                    self._tasks.start(self._redraw(slot, of_slot[slot]))
 
     async def _score(self, slots: Sequence[Slot], of_slot: Mapping[Slot, list[SampleMeta]]) -> list[FailedSample]:
         """Teachers and rewards side by side; what a teacher could not score."""
@@ -191,13 +196,12 @@ class Controller:
             await judging
         return failed
 
-    async def _refuse(self, slots: Sequence[Slot], of_slot: Mapping[Slot, Sequence[SampleMeta]]) -> None:
-        """Discard and count samples that no step can be trained on any more; their prompts are drawn again."""
-        for slot in slots:
-            samples = of_slot[slot]
-            await self.plane.discard([sample.sample_id for sample in samples])
-            self._refused_tokens[slot.prompt.domain] += sum(sample.response_length for sample in samples)
-            self.ledger.again(slot)
+    async def _redraw(self, slot: Slot, samples: Sequence[SampleMeta]) -> None:
+        """Discard and count samples that are too old for any step to come, and draw the prompt again."""
+        await self.plane.discard([sample.sample_id for sample in samples])
+        self._lengths["refused_tokens"][slot.prompt.domain] += sum(sample.response_length for sample in samples)
+        self.ledger.again(slot)
+        await self._see_through([slot])
 
     async def _replace(
         self, slots: Sequence[Slot], of_slot: Mapping[Slot, Sequence[SampleMeta]], failed: Sequence[FailedSample]
@@ -234,21 +238,19 @@ class Controller:
         """One optimizer step of the student."""
         step = self.weight_version + 1
         with self.timer("wait_batch"):
-            stale = self.ledger.stale()
-            if stale:
-                await self._refuse(stale, {slot: slot.samples for slot in stale})
-                self._tasks.start(self._see_through(stale))
+            for slot in self.ledger.stale():
+                self._tasks.start(self._redraw(slot, slot.samples))
             slots = await self.stop.unless_asked(self.ledger.take(timeout_s=self.schedule.wait_timeout_s))
             ids = [sample.sample_id for slot in slots for sample in slot.samples]
             batch = await self.plane.claim(ids, self.recipe.loss_fields)
-        self._check_staleness(batch)
+        self._check_staleness(slots)
         plan = pack(batch.samples, self.student.packing, dp_size=self.student.dp_size)
         diagnostics = step == 1 or step % self.recipe.metrics.diagnostics_every_steps == 0
         with self.timer("forward_backward"):
             sums = await self.student.forward_backward(plan, diagnostics=diagnostics)
         with self.timer("optim_step"):
             values = await self.student.optim_step()
-        values |= self._batch_metrics(batch) | plan_metrics(plan, self.student.packing)
+        values |= self._batch_metrics(batch, slots) | plan_metrics(plan, self.student.packing)
         self.weight_version = step
         await self.plane.release(batch)
         self.ledger.trained(slots)
@@ -285,26 +287,29 @@ class Controller:
             with contextlib.suppress(StopAsked):  # the step that these weights come from counts all the same
                 await self.stop.unless_asked(self._sending)
 
-    def _check_staleness(self, batch: Batch) -> None:
-        """The ledger lets no such batch through; training on one would go unnoticed."""
-        staleness = self.weight_version - batch.min_weight_version
-        if staleness > self.schedule.max_staleness:
-            raise StaleBatchError(
-                f"samples {list(batch.sample_ids)} are {staleness} weight versions behind, "
-                f"schedule.max_staleness is {self.schedule.max_staleness}"
-            )
+    def _check_staleness(self, slots: Sequence[Slot]) -> None:
+        """Check what the ledger promises once more: training on an older sample would go unnoticed."""
+        for slot in slots:
+            staleness = self.weight_version - slot.weight_version
+            if staleness > self.schedule.max_staleness:
+                raise StaleBatchError(
+                    f"the samples of prompt {slot.prompt.sample_id} are {staleness} weight versions behind, "
+                    f"schedule.max_staleness is {self.schedule.max_staleness}"
+                )
 
-    def _batch_metrics(self, batch: Batch) -> dict[str, float]:
-        """Age of the batch's samples, and what was discarded since the last one."""
-        values = age_metrics(batch, self.weight_version, max_staleness=self.schedule.max_staleness)
+    def _batch_metrics(self, batch: Batch, slots: Sequence[Slot]) -> dict[str, float]:
+        """Age of the batch's samples, and what was drawn and discarded since the last one."""
+        ages = [self.weight_version - slot.weight_version for slot in slots for _ in slot.samples]
+        values = age_metrics(batch, self.weight_version, ages, max_staleness=self.schedule.max_staleness)
         domains = sorted({sample.domain for sample in batch.samples})
         if self.recipe.on_failure == "replace":
             values |= self._since_last("replaced", domains)
         if self.schedule.max_staleness:
             values |= self._since_last("refused", domains)
-            told = sorted({*domains, *self._refused_tokens})  # also of a domain that this batch lacks
-            values |= {f"refused_tokens/{domain}": float(self._refused_tokens[domain]) for domain in told}
-            self._refused_tokens.clear()
+            for name, counts in self._lengths.items():
+                told = sorted({*domains, *counts})  # also of a domain that this batch lacks
+                values |= {f"{name}/{domain}": float(counts[domain]) for domain in told}
+                counts.clear()
         return values
 
     def _since_last(self, end: str, domains: Sequence[str]) -> dict[str, float]:

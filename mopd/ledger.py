@@ -8,20 +8,29 @@ A slot is a place in the stream of prompts, open from when its prompt is admitte
      steps' worth      │ │                 │
                        └─┴── replace: its samples cannot be scored; another prompt of its domain takes its place
 
-A batch takes ready slots, the oldest first, as many of each domain as the same stretch of the stream has: whatever
-overtakes what, every batch has the stream's mix. A slot that others overtake grows old, and in the end is drawn again.
+A batch takes ready slots, those of the oldest weights first, as many of each domain as the same stretch of the stream
+has: whatever overtakes what, every batch has the stream's mix.
+
+A slot of weights v has to be trained on by step v + n + 1 at the latest. With ``on_expiry: hold`` a batch waits where
+it would otherwise take a slot of newer weights and leave more old ones behind than the steps up to their last one have
+room for. So none is ever refused, and how long a response is does not change its chance to be trained on. Admission
+guarantees that such an order exists: of weights v or older at most (v + n + 1) steps' worth are ever admitted. With
+``redraw`` the batch goes ahead, and what became too old is drawn again: faster, and biased against long responses.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter, deque
+import math
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, Literal
 
+from mopd.pace import Pace
 from mopd.types import Prompt, SampleMeta, UserError
 
 ENDS = ("trained", "refused", "replaced")
@@ -36,48 +45,82 @@ class Slot:
     """Counts from 0 in order of admission."""
     prompt: Prompt
     """Who fills it now."""
+    weight_version: int
+    """Weights that its age counts from (``Ledger.version_of``). Until its samples are drawn, the oldest that it may
+    turn out to be."""
+    is_drawn: bool = False
+    """Its samples are drawn, which settles ``weight_version``."""
     samples: tuple[SampleMeta, ...] = ()
     """Its finished samples, once it is ready."""
 
-    @property
-    def weight_version(self) -> int:
-        """Oldest weights behind any token of its samples."""
-        return min(sample.weight_version for sample in self.samples)
-
 
 class Ledger:
-    """Slots and their accounts. Used on one event loop; every change wakes whoever waits here."""
+    """Tracks every admitted prompt until it is trained on. Not thread-safe: use from one event loop. Each change wakes
+    all coroutines that wait here."""
 
-    def __init__(self, *, prompts_per_step: int, max_staleness: int, step: int, last_step: int | None = None) -> None:
-        """``step`` optimizer steps are done, and their weights published. No prompt is admitted for a step after
-        ``last_step``."""
+    def __init__(
+        self,
+        *,
+        prompts_per_step: int,
+        max_staleness: int,
+        step: int,
+        last_step: int | None = None,
+        on_expiry: Literal["hold", "redraw"] = "hold",
+        on_new_weights: Literal["finish", "continue"] = "finish",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin after ``step`` optimizer steps, whose weights are published.
+
+        Args:
+            last_step: no prompt is admitted for a step after it.
+            on_expiry: ``schedule.on_expiry``.
+            on_new_weights: ``rollout.on_new_weights``.
+        """
         self.prompts_per_step, self.max_staleness = prompts_per_step, max_staleness
         self.step = self.published = step
+        self._holds, self._continues = on_expiry == "hold", on_new_weights == "continue"
         self._last_step = last_step
+        self._clock = clock
+        self._pace = Pace(max_staleness)
+        self._next_step = step
+        """Counts the steps whose batches are taken: one more than ``step`` while one is trained on."""
         self._num_admitted = step * prompts_per_step
         self._order: deque[str] = deque()
         """Domains of the stream, in its order, from the first prompt on that belongs to no step that is done."""
+        self._mixes: deque[Counter[str]] = deque()
+        """``_order`` by steps, from the next one on: prompts of each domain; the last step may be incomplete."""
         self._open: dict[int, Slot] = {}
-        self._ready: dict[str, list[int]] = {}
-        """Domain -> heap of the numbers of its ready slots."""
+        self._versions: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        """Domain -> ``weight_version`` -> open slots."""
+        self._ready: defaultdict[str, dict[int, list[int]]] = defaultdict(dict)
+        """Domain -> ``weight_version`` -> heap of the numbers of its ready slots; no heap is empty."""
         self._admitted: Counter[str] = Counter()
         self._ended: dict[str, Counter[str]] = {end: Counter() for end in ENDS}
-        self._mix: Counter[str] | None = None
-        """``_wanted``'s answer, once the stream is long enough for it to stay."""
         self._change: asyncio.Future[None] | None = None
         """Of the next change, where somebody waits for it."""
 
     async def room(self, num_prompts: int) -> None:
-        """Wait until ``num_prompts`` more may be admitted: the newest could then still be trained on in time.
+        """Wait until ``num_prompts`` more may be admitted: the newest could then still be trained on in time, and the
+        trainer will need them soon (``Pace``).
 
-        This wait has no deadline of its own: it ends when newer weights are published, which has one, or when the
-        trainer stops and cancels it.
+        This wait has no deadline of its own: it ends when newer weights are published or a batch is taken, which have
+        one, or when the trainer stops and cancels it.
         """
-        while not self.has_room(num_prompts):
-            await asyncio.wait({self._next_change()})
+        while (wait_s := self._wait_for_room_s(num_prompts)) > 0:
+            await asyncio.wait({self._next_change()}, timeout=None if math.isinf(wait_s) else wait_s)
+
+    def _wait_for_room_s(self, num_prompts: int) -> float:
+        """Seconds until ``num_prompts`` more are due; infinite until newer weights are published."""
+        if not self.has_room(num_prompts):
+            return math.inf
+        if not self.max_staleness:
+            return 0.0
+        now = self._clock()
+        ahead = (self._num_admitted + num_prompts - 1) // self.prompts_per_step - self._next_step
+        return self._pace.due(ahead, now) - now
 
     def has_room(self, num_prompts: int = 1) -> bool:
-        """``room`` would not wait."""
+        """Whether the bound on staleness lets ``num_prompts`` more in."""
         newest = self.published + self.max_staleness + 1
         if self._last_step is not None:
             newest = min(newest, self._last_step)
@@ -87,36 +130,59 @@ class Ledger:
         """Open a slot for each of the stream's next prompts."""
         slots = []
         for prompt in prompts:
-            slots.append(Slot(number=self._num_admitted, prompt=prompt))
-            self._open[self._num_admitted] = slots[-1]
-            self._num_admitted += 1
-            self._order.append(prompt.domain)
+            slots.append(self._add_slot(prompt))
+            self._add_to_order(prompt.domain)
             self._admitted[prompt.domain] += 1
         return slots
 
     def publish(self, weight_version: int) -> None:
-        """Responses are drawn with weights of ``weight_version`` from now on."""
+        """Responses are drawn with weights of ``weight_version`` from now on, and with ``on_new_weights: continue``
+        those under way go on with them."""
         self.published = weight_version
+        if self._continues:
+            for slot in self._open.values():
+                if not slot.is_drawn:
+                    self._set_version(slot, weight_version)
         self._wake()
+
+    def version_of(self, samples: Sequence[SampleMeta]) -> int:
+        """Weights that the age of one prompt's samples counts from.
+
+        The oldest of any token; with ``on_new_weights: continue`` the newest. A response that new weights overtake is
+        no older for it: what its tokens are off-policy is corrected token by token (``loss.correction``).
+        """
+        if self._continues:
+            return max(sample.newest_version for sample in samples)
+        return min(sample.weight_version for sample in samples)
 
     def is_stale(self, samples: Sequence[SampleMeta]) -> bool:
-        """The next step could not train on them any more."""
-        return self.step - min(sample.weight_version for sample in samples) > self.max_staleness
+        """Whether the next step could not train on one prompt's samples any more."""
+        return self._next_step - self.version_of(samples) > self.max_staleness
 
-    def complete(self, slot: Slot, samples: Sequence[SampleMeta]) -> None:
-        """All fields of the slot's samples are there."""
+    def drawn(self, slot: Slot, samples: Sequence[SampleMeta]) -> bool:
+        """Note which weights drew the slot's samples. ``False``: too old already for the next step."""
+        slot.is_drawn = True
+        self._set_version(slot, self.version_of(samples))
+        return not self.is_stale(samples)
+
+    def complete(self, slot: Slot, samples: Sequence[SampleMeta]) -> bool:
+        """Take in the slot's samples, all of whose fields are there. ``False``: they are too old for the next step, and
+        are not taken in (``again`` is to follow)."""
+        if not self.drawn(slot, samples):
+            return False
         slot.samples = tuple(samples)
-        heappush(self._ready.setdefault(slot.prompt.domain, []), slot.number)
+        heappush(self._ready[slot.prompt.domain].setdefault(slot.weight_version, []), slot.number)
+        self._note_complete()
         self._wake()
+        return True
 
     def stale(self) -> list[Slot]:
-        """Ready slots that the next step cannot train on; they are ready no more (``again`` is to follow)."""
-        gone = [slot for slot in self._open.values() if slot.samples and self.is_stale(slot.samples)]
-        for slot in gone:
-            self._ready[slot.prompt.domain].remove(slot.number)
-        for heap in self._ready.values():
-            heap.sort()  # a sorted list is a heap
-        return gone
+        """Take back and return the ready slots that the next step cannot train on (``again`` is to follow)."""
+        gone = []
+        for of_domain in self._ready.values():
+            for version in [v for v in of_domain if self._next_step - v > self.max_staleness]:
+                gone += [self._open[number] for number in of_domain.pop(version)]
+        return sorted(gone, key=lambda slot: slot.number)
 
     def again(self, slot: Slot) -> None:
         """The slot's samples are refused: its own prompt is drawn once more."""
@@ -135,11 +201,17 @@ class Ledger:
             UserError: after ``timeout_s``; says what is ready and what is missing, by domain.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
+        self._pace.asked(self._clock(), self._num_complete(most=self.max_staleness + 1))
+        self._wake()
         while (slots := self._try_take()) is None:
             left_s = deadline - asyncio.get_running_loop().time()
             done, _ = await asyncio.wait({self._next_change()}, timeout=left_s)
             if not done:
                 raise UserError(self._describe_wait(timeout_s))
+        self._next_step += 1
+        self._pace.taken(self._clock())
+        self._note_complete()
+        self._wake()
         return slots
 
     def trained(self, slots: Sequence[Slot]) -> None:
@@ -150,7 +222,6 @@ class Ledger:
             self._end(slot, "trained")
         for _ in slots:
             self._order.popleft()
-        self._mix = None
         self.step += 1
         self._check()
         self._wake()
@@ -196,9 +267,9 @@ class Ledger:
                     prompt_of(_number(entry["sample_id"]), entry["domain"], _number(entry["row"])),
                     attempt=_number(entry["attempt"]),
                 )
-                self._open[self._num_admitted] = Slot(number=self._num_admitted, prompt=prompt)
-                self._num_admitted += 1
-            self._order.extend(state["order"])
+                self._add_slot(prompt)
+            for domain in state["order"]:
+                self._add_to_order(domain)
             self._admitted.update({domain: _number(count) for domain, count in state["admitted"].items()})
             for end, counts in self._ended.items():
                 counts.update({domain: _number(count) for domain, count in state[end].items()})
@@ -211,32 +282,104 @@ class Ledger:
                 f"the checkpoint's open prompts cannot be read ({error}): resume from another one"
             ) from error
 
+    def _add_slot(self, prompt: Prompt) -> Slot:
+        slot = Slot(number=self._num_admitted, prompt=prompt, weight_version=self.published)
+        self._open[slot.number] = slot
+        self._versions[prompt.domain][self.published] += 1
+        self._num_admitted += 1
+        return slot
+
+    def _add_to_order(self, domain: str) -> None:
+        if len(self._order) % self.prompts_per_step == 0:
+            self._mixes.append(Counter())
+        self._order.append(domain)
+        self._mixes[-1][domain] += 1
+
+    def _set_version(self, slot: Slot, weight_version: int) -> None:
+        self._forget_version(slot)
+        self._versions[slot.prompt.domain][weight_version] += 1
+        slot.weight_version = weight_version
+
+    def _forget_version(self, slot: Slot) -> None:
+        versions = self._versions[slot.prompt.domain]
+        versions[slot.weight_version] -= 1
+        if not versions[slot.weight_version]:
+            del versions[slot.weight_version]
+
     def _reopen(self, slot: Slot, prompt: Prompt) -> None:
         if prompt.domain != slot.prompt.domain:
             raise RuntimeError(f"a prompt of {prompt.domain!r} cannot replace one of {slot.prompt.domain!r}")
-        slot.prompt, slot.samples = prompt, ()
+        slot.prompt, slot.samples, slot.is_drawn = prompt, (), False
+        self._set_version(slot, self.published)
         self._admitted[prompt.domain] += 1
+        self._wake()
 
     def _end(self, slot: Slot, end: str) -> None:
         self._ended[end][slot.prompt.domain] += 1
 
     def _try_take(self) -> list[Slot] | None:
-        if len(self._order) < self.prompts_per_step:
+        if not self._is_complete():
             return None
-        wanted = self._wanted()
-        if any(len(self._ready.get(domain, ())) < count for domain, count in wanted.items()):
-            return None
-        taken = [self._open[heappop(self._ready[domain])] for domain, count in wanted.items() for _ in range(count)]
+        mix = self._mixes.popleft()
+        taken = [self._pop_ready(domain) for domain, count in mix.items() for _ in range(count)]
         return sorted(taken, key=lambda slot: slot.prompt.sample_id)
 
-    def _wanted(self) -> Counter[str]:
-        """Domains of the stream's next stretch of one step."""
-        if self._mix is not None:
-            return self._mix
-        mix = Counter(itertools.islice(self._order, self.prompts_per_step))
-        if len(self._order) >= self.prompts_per_step:
-            self._mix = mix
-        return mix
+    def _pop_ready(self, domain: str) -> Slot:
+        """Take the domain's ready slot of the oldest weights, of these the one that was admitted first."""
+        of_domain = self._ready[domain]
+        oldest = min(of_domain)
+        slot = self._open[heappop(of_domain[oldest])]
+        if not of_domain[oldest]:
+            del of_domain[oldest]
+        self._forget_version(slot)
+        return slot
+
+    def _is_complete(self) -> bool:
+        """Whether the next batch can be taken."""
+        return self._num_complete(most=1) == 1 and not self._held()
+
+    def _note_complete(self) -> None:
+        if self.max_staleness and self._is_complete():
+            self._pace.completed(self._clock())
+
+    def _num_complete(self, most: int) -> int:
+        """Number of batches, up to ``most``, that the ready slots are enough for."""
+        wanted: Counter[str] = Counter()
+        for number, mix in enumerate(itertools.islice(self._mixes, most)):
+            wanted.update(mix)
+            if mix.total() < self.prompts_per_step or any(self._num_ready(d) < count for d, count in wanted.items()):
+                return number
+        return min(most, len(self._mixes))
+
+    def _num_ready(self, domain: str) -> int:
+        return sum(map(len, self._ready[domain].values()))
+
+    def _held(self) -> list[str]:
+        """Domains whose ready slots a batch must not be taken from yet: older ones would become too old."""
+        return [domain for domain in self._mixes[0] if self._leaves_too_many(domain)] if self._holds else []
+
+    def _leaves_too_many(self, domain: str) -> bool:
+        """Whether the next batch would take slots of newer weights of the domain and leave more slots of some weights v
+        or older than the later steps up to v + n + 1 take: one of these would become too old.
+
+        A batch without such newer slots cannot do better: it never waits.
+        """
+        left = Counter(self._versions[domain])
+        num_wanted, newest = self._mixes[0][domain], self._next_step
+        for version, numbers in sorted(self._ready[domain].items()):
+            if num_wanted > 0:
+                newest = version
+                left[version] -= min(num_wanted, len(numbers))
+                num_wanted -= len(numbers)
+        num_left = 0
+        for version in sorted(left):
+            if version >= newest:
+                return False
+            num_left += left[version]
+            last = version + self.max_staleness - self._next_step  # of ``_mixes``; the next batch's is number 0
+            if num_left > sum(mix[domain] for mix in itertools.islice(self._mixes, 1, max(1, last + 1))):
+                return True
+        return False
 
     def _in_flight(self) -> Counter[str]:
         return Counter(slot.prompt.domain for slot in self._open.values())
@@ -261,14 +404,14 @@ class Ledger:
             self._change = None
 
     def _describe_wait(self, timeout_s: float) -> str:
-        wanted = self._wanted()
-        told = ", ".join(
-            f"{domain!r} {len(self._ready.get(domain, ()))} of {count}" for domain, count in sorted(wanted.items())
-        )
+        mix = self._mixes[0] if self._mixes else Counter()
+        ready = ", ".join(f"{domain!r} {self._num_ready(domain)} of {count}" for domain, count in sorted(mix.items()))
+        held = ", ".join(map(repr, self._held())) if self._num_complete(most=1) else ""
+        waits_for = f"; others of {held} would become too old first (schedule.on_expiry: hold)" if held else ""
         return (
             f"waited {timeout_s:g} s (schedule.wait_timeout_s) for the {self.prompts_per_step} prompts of step "
-            f"{self.step + 1}; ready by domain: {told or 'none'}; {len(self._open)} are open: see the replicas' logs, "
-            "or raise it for very long responses"
+            f"{self._next_step + 1}; ready by domain: {ready or 'none'}{waits_for}; {len(self._open)} are open: see "
+            "the replicas' logs, or raise it for very long responses"
         )
 
 

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -159,11 +159,11 @@ def merge_step(
     return StepMetrics(step=step, values=flat)
 
 
-def age_metrics(batch: Batch, weight_version: int, *, max_staleness: int) -> dict[str, float]:
-    """How many optimizer steps the weights behind a batch's samples lag ``weight_version``, those that train on it:
-    the most, and in a run that allows any the share of each age and how many versions a response has."""
-    ages = [weight_version - sample.weight_version for sample in batch.samples]
-    values = {"staleness": float(max(ages))}
+def age_metrics(batch: Batch, weight_version: int, ages: Sequence[int], *, max_staleness: int) -> dict[str, float]:
+    """How many optimizer steps the weights behind a batch's tokens lag ``weight_version``, those that train on it: the
+    oldest token's, and in a run that allows any the share of each of the samples' ``ages``, as ``max_staleness``
+    bounds them, and how many versions a response has."""
+    values = {"staleness": float(max(weight_version - sample.weight_version for sample in batch.samples))}
     if max_staleness:
         values |= {f"staleness_share/{age}": ages.count(age) / len(ages) for age in range(max_staleness + 1)}
         versions = [sample.num_versions for sample in batch.samples]

@@ -102,6 +102,13 @@ class SampleMeta:
     """The response ended at the length limit, not at a stop token."""
     num_versions: int = 1
     """Versions of the weights that sampled the response: more than one where it went on under new weights."""
+    version_span: int = 0
+    """How many optimizer steps the weights of its newest token are ahead of those of its oldest."""
+
+    @property
+    def newest_version(self) -> int:
+        """Version of the weights that sampled the newest of its tokens."""
+        return self.weight_version + self.version_span
 
     @property
     def length(self) -> int:
@@ -137,10 +144,6 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum(sample.length for sample in self.samples)
-
-    @property
-    def min_weight_version(self) -> int:
-        return min(sample.weight_version for sample in self.samples)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

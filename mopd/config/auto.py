@@ -54,8 +54,8 @@ class Settled:
 def settle(
     recipe: Recipe, hardware: Hardware, *, num_ranks: int, num_weights: Mapping[str, int | None] | None = None
 ) -> Settled:
-    """Every ``auto`` of engines, placements, dtypes and the weights' way made a value (``teacher_defaults``, which
-    every teacher has inherited, stays as it is written).
+    """Replace every ``auto`` (engines, placements, dtypes, new weights and their way) by a value. ``teacher_defaults``,
+    which every teacher has inherited, stays as it is written.
 
     Args:
         num_ranks: trainer ranks on this machine.
@@ -77,6 +77,9 @@ def settle(
         name: _group(("teachers", name), teacher, recipe, hardware, placement, why, settled.reasons)
         for name, teacher in recipe.teachers.items()
     }
+    if recipe.rollout.on_new_weights == AUTO:
+        settled.reasons["rollout.on_new_weights"] = f"schedule.max_staleness {recipe.schedule.max_staleness}"
+        rollout = dataclasses.replace(rollout, on_new_weights=recipe.on_new_weights)
     way, reason = _weight_sync(recipe, rollout.placement, hardware)
     if reason:
         settled.reasons["weight_sync.type"] = reason
@@ -108,7 +111,7 @@ def _weight_sync(recipe: Recipe, placement: Placement, hardware: Hardware) -> tu
         return http, "CUDA, where no other way has been measured"
     if placement.share_gpus_with is not None:
         return IpcConfig(type="ipc"), "rollout.placement.share_gpus_with: nothing is kept for replicas that sleep"
-    if staleness > 0 and recipe.rollout.on_new_weights == "finish":
+    if staleness > 0 and recipe.on_new_weights == "finish":
         return http, f"schedule.max_staleness {staleness}: student and engines go on while they travel"
     return CollectiveConfig(type="collective"), f"{hardware.without_cuda}, and engines on the student's machine"
 

@@ -58,10 +58,10 @@ class RolloutConfig(EngineGroupConfig):
     """Keep only this many most probable tokens; -1 keeps all."""
     samples_per_prompt: int = 1
     """Responses drawn per prompt."""
-    on_new_weights: Literal["finish", "continue"] = "finish"
+    on_new_weights: Literal["auto", "finish", "continue"] = "auto"
     """What becomes of responses that are under way when new weights arrive: they end under the old ones, and the new
-    ones wait (``finish``), or they go on under the new ones (``continue``: partial rollout). Nothing is under way then
-    with ``schedule.max_staleness: 0``."""
+    ones wait (``finish``), or they go on under the new ones (``continue``: partial rollout). ``auto``: ``continue``
+    with ``schedule.max_staleness`` above 0; at 0 nothing is under way then."""
 
     def __post_init__(self) -> None:
         if isinstance(self.placement, RayConfig) and self.placement.shared_pool is not None:
@@ -93,8 +93,13 @@ class ScheduleConfig:
     prompts_per_step: int
     """Prompts of one optimizer step, over all ranks."""
     max_staleness: int = 0
-    """Optimizer steps that the weights behind any token of a sample may lag; 0 is synchronous training. Above 0 the
+    """Optimizer steps that the weights behind a sample may lag: those of its oldest token or, where responses go on
+    under new weights (``rollout.on_new_weights: continue``), of its newest. 0 is synchronous training. Above 0 the
     rollout and the teachers work while the student trains (docs/pipeline.md); no group may then be ``in_process``."""
+    on_expiry: Literal["hold", "redraw"] = "hold"
+    """What happens before a sample becomes older than ``max_staleness``. ``hold``: the step waits for it, so that every
+    response that is drawn is trained on, however long it is. ``redraw``: others overtake it, and its prompt is drawn
+    again; steps never wait for the longest response, and long responses are trained on less often than drawn."""
     sync_every_steps: int = 1
     """Optimizer steps from one publication of the student's weights to the next; at most ``max_staleness`` + 1."""
     wait_timeout_s: float = 3600.0
@@ -318,6 +323,13 @@ class Recipe:
                 f"validation.temperature is {self.validation.temperature}, but rollout.engine vllm with rollout.top_p "
                 "or top_k draws at temperature 0 or 1 only: set one of these"
             )
+
+    @property
+    def on_new_weights(self) -> Literal["finish", "continue"]:
+        """``rollout.on_new_weights``, also where it is ``auto``."""
+        if self.rollout.on_new_weights != "auto":
+            return self.rollout.on_new_weights
+        return "continue" if self.schedule.max_staleness else "finish"
 
     @property
     def loss_fields(self) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from mopd.report.pipeline import (
     AgeResult,
     PipelineResult,
     ages_line,
+    lengths_line,
     stage_label,
     summarise_ages,
     summarise_pipeline,
@@ -181,8 +182,9 @@ def print_summary(report: Report, console: Terminal | None = None) -> None:
         console.print(line, highlight=False)
     if report.pipeline is not None:
         console.print(_stage_table(report.pipeline))
-    if report.samples is not None and (line := ages_line(report.samples)):
-        console.print(line, highlight=False)
+    for line in [] if report.samples is None else [ages_line(report.samples), lengths_line(report.samples)]:
+        if line:
+            console.print(line, highlight=False)
     console.print(f"{report.wall_s:,.0f} s in steps and validations, {rate} trained", highlight=False)
 
 

@@ -96,6 +96,8 @@ PANELS = {
     "staleness": Panel(
         title="Staleness", text="Optimizer steps that the weights behind the oldest sample lagged.", is_noisy=False
     ),
+    "drawn_samples": Panel(title="Drawn samples", text="Responses that ended since the last step.", is_noisy=False),
+    "drawn_tokens": Panel(title="Tokens of drawn samples", text="Of their responses.", is_noisy=False),
     "refused_tokens": Panel(title="Tokens of refused samples", text="Of their responses.", is_noisy=False),
     "response_versions/mean": Panel(
         title="Versions in a response", text="Of the weights that drew its tokens, mean.", from_zero=False

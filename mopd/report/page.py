@@ -282,11 +282,11 @@ def _ages(found: Mapping[str, Any]) -> dict[str, Any]:
     """A histogram of the samples' ages, and the counts of those that were not trained on."""
     bars = [(float(age), share) for age, share in found["shares"].items()]
     title = "Staleness of the samples"
-    domains = sorted({*found["refused_samples"], *found["replaced_samples"]})
+    domains = sorted({*found["refused_samples"], *found["replaced_samples"], *found["drawn_length"]})
     return {
         "histogram": {
             "title": title,
-            "text": "Share of the samples by the optimizer steps that the weights behind their oldest token lagged.",
+            "text": "Share of the samples by the optimizer steps that the weights behind them lagged.",
             "metric": "staleness_share",
             "svg": histogram(bars, label=title),
             "legend": [],
@@ -299,6 +299,8 @@ def _ages(found: Mapping[str, Any]) -> dict[str, Any]:
             {
                 "name": name,
                 "refused": found["refused_samples"].get(name, 0),
+                "drawn": cell(found["drawn_length"].get(name), short),
+                "trained": cell(found["trained_length"].get(name), short),
                 "length": _mean_length(found["refused_tokens"].get(name), found["refused_samples"].get(name)),
                 "replaced": found["replaced_samples"].get(name, 0),
             }

@@ -70,6 +70,11 @@ class AgeResult:
     """Domain -> response tokens of these."""
     replaced_samples: Mapping[str, int]
     """Domain -> samples that no teacher could score."""
+    drawn_length: Mapping[str, float]
+    """Domain -> mean tokens of the responses that were drawn. Where it is not that of the trained ones, a response's
+    length decided whether it was trained on."""
+    trained_length: Mapping[str, float]
+    """Domain -> mean tokens of the responses that were trained on; like ``drawn_length`` of runs with staleness."""
 
 
 def summarise_pipeline(steps: Sequence[Mapping[str, Any]]) -> PipelineResult | None:
@@ -142,7 +147,20 @@ def summarise_ages(steps: Sequence[Mapping[str, Any]]) -> AgeResult | None:
         response_versions_mean=sum(means) / len(means) if means else None,
         response_versions_max=int(max(_values(steps, "response_versions/max"), default=0)) or None,
         **counts,
+        drawn_length=_mean_lengths(steps, "drawn_tokens", "drawn_samples"),
+        trained_length=_mean_lengths(steps, "num_tokens", "num_samples"),
     )
+
+
+def _mean_lengths(steps: Sequence[Mapping[str, Any]], tokens: str, samples: str) -> dict[str, float]:
+    """Domain -> sum of ``tokens/DOMAIN`` over that of ``samples/DOMAIN``; empty for runs that do not count draws."""
+    drawn = "drawn_samples/"
+    domains = sorted({name.removeprefix(drawn) for record in steps for name in record if name.startswith(drawn)})
+    totals = {
+        domain: [math.fsum(_number(record, f"{name}/{domain}") for record in steps) for name in (tokens, samples)]
+        for domain in domains
+    }
+    return {domain: num_tokens / num_samples for domain, (num_tokens, num_samples) in totals.items() if num_samples}
 
 
 def stage_label(stage: str) -> str:
@@ -174,6 +192,16 @@ def ages_line(ages: AgeResult) -> str:
     for what, counts in (("refused", ages.refused_samples), ("replaced", ages.replaced_samples)):
         texts += [f"{sum(counts.values())} {what}"] if any(counts.values()) else []
     return f"samples  {', '.join(texts)}" if texts else ""
+
+
+def lengths_line(ages: AgeResult) -> str:
+    """Mean lengths of drawn and of trained responses by domain; empty for runs that do not count draws."""
+    texts = [
+        f"{domain} {drawn:.0f} tokens, {ages.trained_length[domain]:.0f}"
+        for domain, drawn in ages.drawn_length.items()
+        if domain in ages.trained_length
+    ]
+    return f"mean length drawn, trained  {'; '.join(texts)}" if texts else ""
 
 
 def _groups(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:

@@ -144,4 +144,5 @@ def _meta(sample_id: int, prompt: Prompt, prompt_length: int, response: Generati
         num_loss_tokens=len(response.tokens),
         truncated=response.finish_reason == "length",
         num_versions=len(versions),
+        version_span=max(versions) - min(versions),
     )

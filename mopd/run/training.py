@@ -113,6 +113,8 @@ def fresh_ledger(recipe: Recipe, step: int = 0) -> Ledger:
         max_staleness=schedule.max_staleness,
         step=step,
         last_step=schedule.steps,
+        on_expiry=schedule.on_expiry,
+        on_new_weights=recipe.on_new_weights,
     )
 
 

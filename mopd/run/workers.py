@@ -133,7 +133,7 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
     routers = build_routers(groups)
     routers[ROLLOUT].vocab_size = vocab_size
     weights = GroupWeightSync(
-        routers[ROLLOUT], on_running=recipe.rollout.on_new_weights, targets=_targets(recipe, routers[ROLLOUT])
+        routers[ROLLOUT], on_running=recipe.on_new_weights, targets=_targets(recipe, routers[ROLLOUT])
     )
     teachers = {name: await _teacher_group(name, routers, groups) for name in recipe.teachers}
     sampling = SamplingParams(
@@ -184,7 +184,7 @@ def _targets(recipe: Recipe, rollout: Router) -> TransferTargets | None:
     return TransferTargets(
         rollout,
         num_workers=engine.tensor_parallel_size if isinstance(engine, VllmEngineConfig) else 1,
-        on_running=recipe.rollout.on_new_weights,
+        on_running=recipe.on_new_weights,
         drain_s=recipe.rollout.routing.request_timeout_s,
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 FILES = sorted(path for folder in ("mopd", "tools", "tests") for path in (ROOT / folder).rglob("*.py"))
 

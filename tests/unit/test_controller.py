@@ -158,13 +158,13 @@ def test_refused_samples_are_replaced_by_the_next_prompts_of_their_domain(
     assert not set(refused) & set(batch.sample_ids)
     assert set(batch.sample_ids) & set(range(8)) == set(range(8)) - set(refused)
     assert plane.num_samples == 8  # nothing of the refused ones is left
-    counts = controller._batch_metrics(batch)
+    counts = controller._batch_metrics(batch, [])
     assert counts["replaced_samples/code"] == 0
     assert counts["replaced_samples/math"] == controller.prompts.state_dict()["position"] - 8 >= len(refused)
     assert f"sample {refused[0]} of domain 'math' is replaced: teachers.math: " in caplog.text
     assert "I do not like it" in caplog.text
     again = {"replaced_samples/code": 0, "replaced_samples/math": 0, "staleness": 0}
-    assert controller._batch_metrics(batch) == again
+    assert controller._batch_metrics(batch, []) == again
 
 
 def test_all_samples_of_a_prompt_go_together(engine: TorchEngine, tmp_path: Path) -> None:
@@ -202,4 +202,4 @@ def test_the_stored_state_holds_the_prompts_that_no_step_has_used(engine: TorchE
     assert ledger.state_dict() == controller.ledger.state_dict()
     resumed = dataclasses.replace(controller, ledger=ledger)
     assert ledger.counts("replaced")["math"] > 0  # told by the steps before the checkpoint, and not once more
-    assert resumed._batch_metrics(batch)["replaced_samples/math"] == 0
+    assert resumed._batch_metrics(batch, [])["replaced_samples/math"] == 0

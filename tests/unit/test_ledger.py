@@ -4,10 +4,12 @@ ready when."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import random
 from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 
@@ -41,16 +43,24 @@ def take(ledger: Ledger) -> list[Slot]:
 def restored(ledger: Ledger) -> Ledger:
     """What a killed run goes on with."""
     state = json.loads(json.dumps(ledger.state_dict()))
-    again = Ledger(prompts_per_step=P, max_staleness=ledger.max_staleness, step=ledger.step)
+    again = Ledger(
+        prompts_per_step=P,
+        max_staleness=ledger.max_staleness,
+        step=ledger.step,
+        on_expiry="hold" if ledger._holds else "redraw",
+    )
     again.load_state_dict(state, lambda sample_id, domain, row: prompt(sample_id))
     return again
 
 
+@pytest.mark.parametrize("on_expiry", ["hold", "redraw"])
 @pytest.mark.parametrize(("max_staleness", "every"), [(0, 1), (1, 1), (1, 2), (3, 1), (3, 3)])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_orders_kills_and_failures(max_staleness: int, every: int, seed: int) -> None:
+def test_random_orders_kills_and_failures(
+    max_staleness: int, every: int, seed: int, on_expiry: Literal["hold", "redraw"]
+) -> None:
     rng = random.Random(f"{max_staleness} {every} {seed}")
-    ledger = Ledger(prompts_per_step=P, max_staleness=max_staleness, step=0)
+    ledger = Ledger(prompts_per_step=P, max_staleness=max_staleness, step=0, on_expiry=on_expiry)
     position, spare, version = 0, 10_000 * len(DOMAINS), 0
     running: dict[Slot, int] = {}
     trained: list[int] = []
@@ -69,11 +79,9 @@ def test_random_orders_kills_and_failures(max_staleness: int, every: int, seed: 
                 spare += len(DOMAINS)
                 ledger.replace(slot, prompt(spare + slot.prompt.sample_id % len(DOMAINS)))
                 running[slot] = version
-            elif ledger.is_stale([sample(slot, drawn_by)]):
+            elif not ledger.complete(slot, [sample(slot, drawn_by)]):
                 ledger.again(slot)
                 running[slot], refused = version, refused + 1
-            else:
-                ledger.complete(slot, [sample(slot, drawn_by)])
         for slot in ledger.stale():
             ledger.again(slot)
             running[slot], refused = version, refused + 1
@@ -95,8 +103,10 @@ def test_random_orders_kills_and_failures(max_staleness: int, every: int, seed: 
             ledger = restored(ledger)
             running = dict.fromkeys(ledger.slots, version)
     assert len(set(trained)) == len(trained) == 60 * P
-    if max_staleness == 0:
+    if max_staleness == 0 or on_expiry == "hold":
         assert refused == 0
+    elif every <= max_staleness:
+        assert refused > 0  # else the other half of this test shows nothing
     counts = ledger.counts
     assert sum((counts(end) for end in ("trained", "refused", "replaced")), Counter()).total() + len(ledger.slots) == (
         sum(ledger.state_dict()["admitted"].values())
@@ -105,24 +115,90 @@ def test_random_orders_kills_and_failures(max_staleness: int, every: int, seed: 
 
 def complete(ledger: Ledger, slots: Sequence[Slot], version: int = 0) -> None:
     for slot in slots:
-        ledger.complete(slot, [sample(slot, version)])
+        assert ledger.complete(slot, [sample(slot, version)])
 
 
-def test_an_overtaken_slot_is_drawn_again_with_a_count() -> None:
-    ledger = Ledger(prompts_per_step=1, max_staleness=1, step=0)
-    first, second = ledger.admit([Prompt(sample_id=i, domain="math", row=i) for i in range(2)])
+def overtaken(on_expiry: Literal["hold", "redraw"]) -> tuple[Ledger, Slot]:
+    """Three slots of weights 0, two of which are ready, and one trained on; the other one is still being drawn."""
+    ledger = Ledger(prompts_per_step=1, max_staleness=2, step=0, on_expiry=on_expiry)
+    late, *others = ledger.admit([Prompt(sample_id=i, domain="math", row=i) for i in range(3)])
     assert not ledger.has_room()
-    complete(ledger, [second])
+    complete(ledger, others)
     for step in (1, 2):
         ledger.trained(take(ledger))
         ledger.publish(step)
-        (late,) = ledger.admit([Prompt(sample_id=1 + step, domain="math", row=3)])
-        complete(ledger, [late], step)
-    assert not ledger.is_stale([sample(first, 1)]) and ledger.is_stale([sample(first, 0)])
-    ledger.again(first)
-    assert first.prompt.attempt == 1 and ledger.counts("refused") == {"math": 1}
-    complete(ledger, [first], 2)
-    assert take(ledger) == [first]  # the oldest comes first
+        complete(ledger, ledger.admit([Prompt(sample_id=2 + step, domain="math", row=3)]), step)
+    return ledger, late
+
+
+def test_a_step_waits_for_a_slot_that_would_become_too_old() -> None:
+    ledger, late = overtaken("hold")
+    # Steps 1 and 2 took others of weights 0; step 3 is the last one for those that are left, which is ``late``.
+    with pytest.raises(
+        UserError, match=r"step 3; ready by domain: 'math' 2 of 1; others of 'math' would become too old"
+    ):
+        take(ledger)
+    assert ledger.complete(late, [sample(late, 0)])
+    assert take(ledger) == [late]
+    ledger.trained([late])
+    assert [slot.weight_version for slot in take(ledger)] == [1]
+    assert ledger.counts("refused") == {}
+
+
+def test_a_slot_whose_place_others_took_is_waited_for_before_it_is_the_last_one() -> None:
+    """Two of weights 0 are left for two steps: the first of these may not take one of weights 1."""
+    ledger = Ledger(prompts_per_step=1, max_staleness=2, step=0)
+    slow, slower, first = ledger.admit([Prompt(sample_id=i, domain="math", row=i) for i in range(3)])
+    complete(ledger, [first])
+    ledger.trained(take(ledger))
+    ledger.publish(1)
+    complete(ledger, ledger.admit([Prompt(sample_id=3, domain="math", row=3)]), 1)
+    with pytest.raises(UserError, match="would become too old"):
+        take(ledger)
+    complete(ledger, [slow])
+    assert take(ledger) == [slow]
+    ledger.trained([slow])
+    complete(ledger, [slower])
+    assert take(ledger) == [slower]
+
+
+def test_an_overtaken_slot_is_drawn_again_with_a_count() -> None:
+    ledger, late = overtaken("redraw")
+    ledger.trained(take(ledger))
+    ledger.publish(3)
+    assert ledger.is_stale([sample(late, 0)]) and not ledger.is_stale([sample(late, 1)])
+    assert not ledger.complete(late, [sample(late, 0)])
+    ledger.again(late)
+    assert late.prompt.attempt == 1 and ledger.counts("refused") == {"math": 1}
+    complete(ledger, [late], 3)
+    assert [slot.weight_version for slot in take(ledger)] == [2]  # the oldest weights come first
+
+
+def test_a_slot_that_completes_while_its_last_step_is_trained_on_is_too_old() -> None:
+    ledger = Ledger(prompts_per_step=1, max_staleness=1, step=0, on_expiry="redraw")
+    late, other = ledger.admit([Prompt(sample_id=i, domain="math", row=i) for i in range(2)])
+    complete(ledger, [other])
+    ledger.trained(take(ledger))
+    ledger.publish(1)
+    complete(ledger, ledger.admit([Prompt(sample_id=2, domain="math", row=2)]), 1)
+    take(ledger)  # step 2, the last one for weights 0, is under way
+    assert not ledger.complete(late, [sample(late, 0)])
+
+
+def test_responses_that_go_on_under_new_weights_hold_up_nobody() -> None:
+    ledger = Ledger(prompts_per_step=1, max_staleness=1, step=0, on_new_weights="continue")
+    long, *_ = ledger.admit([prompt(0)])
+    for step in range(1, 6):
+        complete(ledger, ledger.admit([prompt(5 * step)]), step - 1)
+        ledger.trained(take(ledger))
+        ledger.publish(step)
+    over_five = dataclasses.replace(sample(long, 0), num_versions=6, version_span=5)
+    assert ledger.version_of([over_five, sample(long, 2)]) == 5  # the prompt's newest token
+    assert ledger.drawn(long, [over_five]) and long.weight_version == 5
+    ledger.publish(6)
+    assert long.weight_version == 5  # scoring it takes time, in which it ages
+    assert ledger.complete(long, [over_five])
+    assert take(ledger) == [long]
 
 
 def test_no_prompt_is_admitted_for_a_step_after_the_last() -> None:
@@ -133,7 +209,7 @@ def test_no_prompt_is_admitted_for_a_step_after_the_last() -> None:
 def test_a_wait_without_end_says_what_is_missing() -> None:
     ledger = Ledger(prompts_per_step=4, max_staleness=0, step=3)
     slots = ledger.admit([prompt(i) for i in range(4)])
-    complete(ledger, [slots[0], slots[2]])
+    complete(ledger, [slots[0], slots[2]], 3)
     with pytest.raises(UserError, match=r"4 prompts of step 4; ready by domain: 'code' 1 of 1, 'math' 1 of 3; 4 are"):
         take(ledger)
 

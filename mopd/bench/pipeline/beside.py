@@ -93,7 +93,7 @@ def _work(recipe: Recipe, scenario: Scenario, end: socket.socket) -> None:
 async def _serve(recipe: Recipe, scenario: Scenario, end: socket.socket) -> None:
     plane = LocalDataPlane()
     rollout = _rollout_router(recipe, scenario)
-    sync = GroupWeightSync(rollout, on_running=recipe.rollout.on_new_weights)
+    sync = GroupWeightSync(rollout, on_running=recipe.on_new_weights)
     dataset = make_dataset()
     answers = SampleAnswers(
         RolloutWorker(

@@ -152,7 +152,12 @@ def run_controller(scenario: Scenario, *, max_staleness: int, steps: int, warm_u
             student=student,
             plane=far,
             observer=observer,
-            ledger=Ledger(prompts_per_step=scenario.num_prompts, max_staleness=max_staleness, step=0),
+            ledger=Ledger(
+                prompts_per_step=scenario.num_prompts,
+                max_staleness=max_staleness,
+                step=0,
+                on_new_weights=recipe.on_new_weights,
+            ),
             stop=Stop(),
             unit=unit,
         ).run()

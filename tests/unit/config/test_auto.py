@@ -137,7 +137,8 @@ def test_what_is_said_stays_and_what_is_left_out_is_settled(load: Load) -> None:
     assert recipe.rollout.engine == VllmEngineConfig(type="vllm", dtype="bfloat16", kv_cache_memory_bytes=5)
     assert recipe.rollout.placement == LocalConfig(type="local", gpus=(6,))
     assert sorted(made.reasons) == [
-        "rollout.engine.dtype", "teachers.code.engine.type", "teachers.math.placement.type", "weight_sync.type"
+        "rollout.engine.dtype", "rollout.on_new_weights", "teachers.code.engine.type", "teachers.math.placement.type",
+        "weight_sync.type",
     ]  # fmt: skip
     assert made.reasons["teachers.math.placement.type"] == "5 of 8 GPUs are free, 1 wanted"
 

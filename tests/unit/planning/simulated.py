@@ -185,7 +185,7 @@ def step_s(world: World, gpus: int, replicas: Mapping[str, int]) -> float:
         limits = EngineLimits(max_sequences=SEQUENCES)
         members = [Replica(name=f"rollout.{i}", engine=engine, limits=limits) for i, engine in enumerate(engines)]
         rollout = Router("rollout", members, recipe.rollout.routing, kind="rollout")
-        sync = GroupWeightSync(rollout, on_running=recipe.rollout.on_new_weights)
+        sync = GroupWeightSync(rollout, on_running=recipe.on_new_weights)
         await sync.publish([], 0)
         groups = {}
         for domain in SHARES:
@@ -203,7 +203,13 @@ def step_s(world: World, gpus: int, replicas: Mapping[str, int]) -> float:
             student=_Student(world, gpus, sync),
             plane=plane,
             observer=times,
-            ledger=Ledger(prompts_per_step=world.scenario.num_prompts, max_staleness=world.max_staleness, step=0),
+            ledger=Ledger(
+                prompts_per_step=world.scenario.num_prompts,
+                max_staleness=world.max_staleness,
+                step=0,
+                on_new_weights=recipe.on_new_weights,
+                clock=asyncio.get_running_loop().time,
+            ),
             stop=Stop(),
             unit=1,
         ).run()

@@ -14,7 +14,7 @@ import pytest
 from mopd.metrics import StepMetrics
 from mopd.report.build import build_report
 from mopd.report.charts import histogram
-from mopd.report.pipeline import ages_line, pipeline_line, summarise_ages, summarise_pipeline
+from mopd.report.pipeline import ages_line, lengths_line, pipeline_line, summarise_ages, summarise_pipeline
 from mopd.report.progress import LiveProgress, PlainProgress
 from mopd.report.terminal import Terminal
 from tests.fixtures.runs import DOMAINS, STEPS, make_run, step_record, stream_record
@@ -102,6 +102,8 @@ def test_ages_versions_and_counts() -> None:
     assert found.refused_samples == {DOMAINS[0]: 0, DOMAINS[1]: 2, DOMAINS[2]: 2}
     assert found.refused_tokens == {DOMAINS[0]: 0, DOMAINS[1]: 1800, DOMAINS[2]: 1800}
     assert found.replaced_samples == dict.fromkeys(DOMAINS, 0)
+    assert found.trained_length == dict.fromkeys(DOMAINS, 256)
+    assert found.drawn_length == pytest.approx(dict(zip(DOMAINS, (300, *2 * [601_800 / 2002]), strict=True)))
     assert summarise_ages([step_record(1)]) is None
     replaced = summarise_ages([{"step": 1, "replaced_samples/math": 3.0}])
     assert replaced is not None and replaced.replaced_samples == {"math": 3} and replaced.shares == {}
@@ -119,6 +121,10 @@ def test_one_line_for_a_terminal() -> None:
     ages = summarise_ages([record])
     assert ages is not None and ages_line(ages) == (
         "samples  0 steps behind 25 %, 1 steps behind 50 %, 2 steps behind 25 %, 1.25 versions a response, 2 refused"
+    )
+    lengths = {DOMAINS[0]: 300, DOMAINS[1]: 329, DOMAINS[2]: 329}
+    assert lengths_line(ages) == "mean length drawn, trained  " + "; ".join(
+        f"{domain} {lengths[domain]} tokens, 256" for domain in sorted(DOMAINS)
     )
 
 
