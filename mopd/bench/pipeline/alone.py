@@ -1,18 +1,27 @@
-"""Each stage of a scenario by itself: what a run is held against."""
+"""What a run is held against: each stage of a scenario by itself, measured, and by arithmetic."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from mopd.bench.pipeline.beside import with_process
-from mopd.bench.pipeline.plan import SHARES, Scenario, make_recipe
+from mopd.bench.pipeline.plan import (
+    PROMPT_LENGTH,
+    ROLLOUT_REPLICAS,
+    SHARES,
+    TEACHER_REPLICAS,
+    Scenario,
+    make_recipe,
+)
 from mopd.bench.pipeline.runs import SleepingStudent, make_stream
 from mopd.producer.channel import Channel
 from mopd.producer.samples import FarWorkers
+from mopd.rollout.worker import derive_seed
 
 ItemT = TypeVar("ItemT")
 DoneT = TypeVar("DoneT")
@@ -57,6 +66,49 @@ class Alone:
     def streamed_s(self) -> float:
         """max(rollout, teachers) + trainer + sync: a synchronous step in which teachers work while the rollout does."""
         return max(self.rollout_step_s, self.teachers_step_s) + self.trainer_s + self.sync_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nominal:
+    """Seconds of a step by arithmetic: the stages' own times and the lengths that are drawn, with all replicas busy all
+    the time. It holds nothing of ours: what routers, workers and channel cost shows beside it, also where
+    ``measure_alone`` pays for them too."""
+
+    rollout_s: float
+    teachers_s: float
+    """Of the slowest teacher, which bounds them."""
+    trainer_s: float
+    sync_s: float
+
+    def bound_s(self, max_staleness: int) -> float:
+        """The slowest stage, or in a synchronous run max(rollout, teachers) + trainer + sync."""
+        if max_staleness:
+            return max(self.rollout_s, self.teachers_s, self.trainer_s, self.sync_s)
+        return max(self.rollout_s, self.teachers_s) + self.trainer_s + self.sync_s
+
+
+def nominal_times(scenario: Scenario, *, steps: int, warm_up: int) -> Nominal:
+    """The means of the same steps that ``measure_alone`` measures."""
+    recipe = make_recipe(scenario, max_staleness=0, steps=1)
+    stream = make_stream(recipe.seed)
+    stream.next(warm_up * scenario.num_prompts)
+    drawn = 0
+    scored: Counter[str] = Counter()
+    for prompt in stream.next(steps * scenario.num_prompts):
+        for number in range(scenario.samples_per_prompt):
+            seed = derive_seed(recipe.seed, prompt.sample_id * scenario.samples_per_prompt + number)
+            length = scenario.lengths.draw(seed, scenario.max_response_length)
+            drawn += length
+            scored[prompt.domain] += PROMPT_LENGTH + length
+    at_a_time = ROLLOUT_REPLICAS * scenario.max_sequences
+    return Nominal(
+        rollout_s=drawn * scenario.s_per_drawn_token / at_a_time / steps + scenario.swap_s,
+        teachers_s=max(
+            tokens * scenario.s_per_scored_token(domain) / TEACHER_REPLICAS / steps for domain, tokens in scored.items()
+        ),
+        trainer_s=scenario.train_s + scenario.stage_s,
+        sync_s=scenario.send_s + scenario.swap_s,
+    )
 
 
 def measure_alone(scenario: Scenario, *, steps: int, warm_up: int = 2) -> Alone:

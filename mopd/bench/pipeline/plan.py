@@ -48,6 +48,10 @@ class Scenario:
     """For which they travel, and nobody needs to wait."""
     swap_s: float = 0.0
     """For which a rollout replica stands still."""
+    staleness: tuple[int, ...] = (1, 2)
+    """Each ``max_staleness`` that is run, beside 0."""
+    most_age: float | None = None
+    """Goal of the samples' mean age in optimizer steps, at any staleness; ``None`` where the rollout decides it."""
 
     @property
     def num_samples(self) -> int:
@@ -84,6 +88,14 @@ SCENARIOS = (
     Scenario(name="constant", lengths=Lengths(mean=64), max_response_length=512, **_TIMES),
     Scenario(name="heavy_tailed", lengths=Lengths(mean=64, sigma=1.0), max_response_length=512, **_TIMES),
     Scenario(name="slow_domain", lengths=Lengths(mean=64), max_response_length=512, slow_domain="chat", **_TIMES),
+    Scenario(
+        name="slow_trainer",
+        lengths=Lengths(mean=64, sigma=1.0),
+        max_response_length=512,
+        staleness=(1, 4),
+        most_age=2.0,
+        **(_TIMES | {"rollout_s": 0.4, "teacher_s": 0.15, "train_s": 0.9}),
+    ),
 )
 
 

@@ -40,7 +40,7 @@ class Run:
     refused: int
     """Samples that were drawn again."""
     staleness: Mapping[int, float]
-    """Share of the samples that were so many versions old."""
+    """Share of the samples of these steps that were so many versions old."""
     two_versions: float
     """Share of the samples that more than one version of the weights has drawn."""
     bytes_per_sample: float
@@ -54,6 +54,11 @@ class Run:
     @property
     def mean_step_s(self) -> float:
         return sum(self.step_s) / len(self.step_s)
+
+    @property
+    def mean_age(self) -> float:
+        """Optimizer steps."""
+        return sum(age * share for age, share in self.staleness.items())
 
     @property
     def prompts_per_s(self) -> float:
@@ -173,7 +178,7 @@ def run_controller(scenario: Scenario, *, max_staleness: int, steps: int, warm_u
             num_samples=num,
             mix_deviation=mix_deviation(student.mixes, scenario.num_prompts),
             refused=round(sum(_total(values, "refused_samples/") for values in observer.values)),
-            staleness=_staleness(observer.values, max_staleness),
+            staleness=_staleness(observer.values[warm_up : warm_up + steps], max_staleness),
             two_versions=student.num_of_two_versions / num,
             bytes_per_sample=(channel.bytes_moved - moved) / num,
             calls_per_sample=(channel.num_calls - calls) / num,

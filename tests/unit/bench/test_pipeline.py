@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from mopd.bench.pipeline.alone import Alone
+from mopd.bench.pipeline.alone import Alone, Nominal, nominal_times
 from mopd.bench.pipeline.command import report, show
 from mopd.bench.pipeline.engines import Lengths
 from mopd.bench.pipeline.measure import MAX_BYTES, Rate, Result, measure_scenario, measure_traffic
@@ -85,14 +85,47 @@ GOOD = Run(
 ALONE = Alone(rollout_s=1.0, teachers_s=0.5, rollout_step_s=1.2, teachers_step_s=1.3, trainer_s=0.6, sync_s=0.1)
 
 
-@pytest.mark.parametrize("change", [{"step_s": (1.0, 1.3)}, {"bytes_per_sample": 1025.0}, {"mix_deviation": 1.1}, {}])
+NOMINAL = Nominal(rollout_s=1.0, teachers_s=0.5, trainer_s=0.6, sync_s=0.1)
+AGED = replace(SHORT, most_age=1.5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step_s": (1.0, 1.3)},
+        {"bytes_per_sample": 1025.0},
+        {"mix_deviation": 1.1},
+        {"refused": 1},
+        {"staleness": {1: 0.4, 2: 0.6}},
+        {},
+    ],
+)
 def test_each_goal_counts(change: dict[str, object]) -> None:
     whole = replace(GOOD, max_staleness=0, step_s=(2.4,))
     synchronous = replace(GOOD, max_staleness=0, step_s=(2.2,))  # of max(1.2, 1.3) + 0.6 + 0.1
     run = replace(GOOD, **change)  # type: ignore[arg-type]
-    result = Result(scenario=SHORT, alone=ALONE, whole=whole, runs=(synchronous, run))
+    result = Result(scenario=AGED, alone=ALONE, nominal=NOMINAL, whole=whole, runs=(synchronous, run))
     assert result.ratio(synchronous) == pytest.approx(1.1) and ALONE.slowest == "rollout"
+    assert result.nominal_ratio(run) == pytest.approx(run.mean_step_s / 1.0)
     assert result.is_met is (not change)
+
+
+def test_machinery_that_is_slow_itself_is_held_against_nominal_times() -> None:
+    """Stages that are measured through the same machinery would hide it."""
+    slow = replace(GOOD, step_s=(1.5, 1.5))
+    alone = replace(ALONE, rollout_s=1.5)
+    whole = replace(GOOD, max_staleness=0, step_s=(2.4,))
+    result = Result(scenario=SHORT, alone=alone, nominal=NOMINAL, whole=whole, runs=(slow,))
+    assert result.ratio(slow) == 1.0 and not result.is_met
+
+
+def test_nominal_times_are_those_of_the_scenario() -> None:
+    even = replace(SHORT, lengths=Lengths(mean=16), num_prompts=20, samples_per_prompt=2)
+    found = nominal_times(even, steps=3, warm_up=1)
+    assert found.rollout_s == pytest.approx(even.rollout_s + even.swap_s)
+    assert found.teachers_s == pytest.approx(even.slow_factor * even.teacher_s)
+    assert (found.trainer_s, found.sync_s) == (even.train_s + even.stage_s, even.send_s + even.swap_s)
+    assert found.bound_s(0) == pytest.approx(found.teachers_s + found.trainer_s + found.sync_s)
 
 
 def test_the_mix_is_that_of_the_worst_batch() -> None:
