@@ -23,7 +23,7 @@ from mopd.launch.failure import STOPPED_CODE
 from mopd.run.checkpointing import complete_steps
 from tests.fixtures.chance import seed_of
 from tests.integration.groups import is_alive
-from tests.integration.under_fire import MAX_STALENESS, Run, check_accounts, recipe_of, trained
+from tests.integration.under_fire import MAX_STALENESS, PER_PROMPT, Run, check_accounts, recipe_of, trained
 from tests.integration.world import World, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
@@ -141,11 +141,15 @@ def check_metrics(run: Run, *, steps: int) -> None:
     """One row a step, whose ages are within the bound, and whose responses are those that the optimizer saw."""
     for number, (row, samples) in enumerate(zip(read_metrics(run.path), trained(run), strict=True), start=1):
         assert row["step"] == number
-        versions = [number - 1 - sample["weight_version"] for sample in samples]
-        assert min(versions) >= 0 and max(versions) <= MAX_STALENESS
-        assert row["staleness"] == max(versions)
+        newest: dict[int, int] = {}  # prompt -> the weights of its samples' newest token
+        for sample in samples:
+            prompt = sample["sample_id"] // PER_PROMPT
+            newest[prompt] = max(newest.get(prompt, 0), sample["weight_version"] + sample["version_span"])
+        ages = [number - 1 - newest[sample["sample_id"] // PER_PROMPT] for sample in samples]
+        assert min(ages) >= 0 and max(ages) <= MAX_STALENESS
+        assert row["staleness"] == max(number - 1 - sample["weight_version"] for sample in samples)
         for age in range(MAX_STALENESS + 1):
-            assert row[f"staleness_share/{age}"] == pytest.approx(versions.count(age) / len(versions))
+            assert row[f"staleness_share/{age}"] == pytest.approx(ages.count(age) / len(ages))
         assert row["response_versions/max"] == max(sample["num_versions"] for sample in samples)
         assert row["tokens"] == sum(sample["prompt_length"] + sample["response_length"] for sample in samples)
 
