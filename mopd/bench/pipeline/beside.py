@@ -21,13 +21,14 @@ from transformers import PreTrainedTokenizerFast
 
 from mopd.bench.pipeline.engines import VOCAB_SIZE, SleepingGenerator, SleepingScorer
 from mopd.bench.pipeline.plan import PROMPT_LENGTH, ROLLOUT_REPLICAS, SHARES, TEACHER_REPLICAS, Scenario
+from mopd.bench.pipeline.weights import UnpackedWeights, make_weights
 from mopd.config.schema import Recipe
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineLimits, SamplingParams
-from mopd.placement.weights import GroupWeightSync
 from mopd.producer.channel import Channel, PeerEnded
 from mopd.producer.samples import SampleAnswers
+from mopd.producer.weights import WeightAnswers
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.rewards.domains import build_rewards
@@ -93,7 +94,7 @@ def _work(recipe: Recipe, scenario: Scenario, end: socket.socket) -> None:
 async def _serve(recipe: Recipe, scenario: Scenario, end: socket.socket) -> None:
     plane = LocalDataPlane()
     rollout = _rollout_router(recipe, scenario)
-    sync = GroupWeightSync(rollout, on_running=recipe.on_new_weights)
+    sync = UnpackedWeights(rollout, on_running=recipe.on_new_weights, slots=make_weights(scenario.weights_mb))
     dataset = make_dataset()
     answers = SampleAnswers(
         RolloutWorker(
@@ -115,14 +116,12 @@ async def _serve(recipe: Recipe, scenario: Scenario, end: socket.socket) -> None
         plane,
     )
 
-    async def weights(version: int) -> None:
-        await sync.publish([], version)
-
     async def processor_s() -> float:
         return time.process_time()
 
     await sync.publish([], 0)
-    channel = Channel("the controller", {**answers.handlers, "weights": weights, "processor_s": processor_s})
+    handlers = {**answers.handlers, **WeightAnswers(lambda: sync).handlers, "processor_s": processor_s}
+    channel = Channel("the controller", handlers)
     with suppress(PeerEnded):
         await channel.run(end)
 

@@ -48,6 +48,9 @@ class Scenario:
     """For which they travel, and nobody needs to wait."""
     swap_s: float = 0.0
     """For which a rollout replica stands still."""
+    weights_mb: int = 0
+    """Megabytes of real weights that are copied for handing over, go through the channel and are unpacked and checked
+    beside it, in the place of ``stage_s`` and ``send_s``."""
     staleness: tuple[int, ...] = (1, 2)
     """Each ``max_staleness`` that is run, beside 0."""
     most_age: float | None = None
@@ -88,6 +91,13 @@ SCENARIOS = (
     Scenario(name="constant", lengths=Lengths(mean=64), max_response_length=512, **_TIMES),
     Scenario(name="heavy_tailed", lengths=Lengths(mean=64, sigma=1.0), max_response_length=512, **_TIMES),
     Scenario(name="slow_domain", lengths=Lengths(mean=64), max_response_length=512, slow_domain="chat", **_TIMES),
+    Scenario(
+        name="real_weights",
+        lengths=Lengths(mean=64, sigma=1.0),
+        max_response_length=512,
+        weights_mb=256,
+        **(_TIMES | {"stage_s": 0.0, "send_s": 0.0}),
+    ),
     Scenario(
         name="slow_trainer",
         lengths=Lengths(mean=64, sigma=1.0),

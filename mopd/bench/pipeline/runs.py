@@ -12,6 +12,7 @@ from typing import Any
 
 from mopd.bench.pipeline.beside import make_dataset, with_process
 from mopd.bench.pipeline.plan import SHARES, Scenario, make_recipe
+from mopd.bench.pipeline.weights import make_weights
 from mopd.controller import Controller
 from mopd.data.packing import PackingRules
 from mopd.data.stream import PromptStream
@@ -19,8 +20,10 @@ from mopd.ledger import Ledger
 from mopd.metrics import StepMetrics
 from mopd.producer.channel import Channel
 from mopd.producer.samples import FarWorkers
+from mopd.producer.weights import FarWeights
 from mopd.tasks import Stop
 from mopd.types import DomainSums, MicroBatchPlan
+from mopd.wire.weights import StagedWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,9 @@ class Run:
     two_versions: float
     """Share of the samples that more than one version of the weights has drawn."""
     bytes_per_sample: float
-    """Through the channel between the two processes, both directions."""
+    """Through the channel between the two processes, both directions, weights left out."""
+    weight_bytes: int
+    """Of real weights that went through it."""
     calls_per_sample: float
     controller_s: float
     beside_s: float
@@ -74,6 +79,10 @@ class SleepingStudent:
 
     def __init__(self, scenario: Scenario, channel: Channel) -> None:
         self._scenario, self._channel = scenario, channel
+        self._way = FarWeights(channel)
+        self._weights = make_weights(scenario.weights_mb)
+        self._staged: StagedWeights | None = None
+        self.weight_bytes = 0
         self._version = 0
         self.sample_ids: list[int] = []
         self.mixes: list[Counter[str]] = []
@@ -104,12 +113,18 @@ class SleepingStudent:
         """See ``Student.stage``."""
         await asyncio.sleep(self._scenario.stage_s)
         self._version = weight_version
+        if self._weights:
+            self._staged = await asyncio.to_thread(self._way.stage, self._weights.items(), weight_version)
 
     async def send(self) -> None:
         """See ``Student.send``."""
-        version = self._version
+        version, staged = self._version, self._staged
         await asyncio.sleep(self._scenario.send_s)
-        await self._channel.call("weights", version)
+        if staged is None:
+            await self._channel.call("ask_for_weights", version)
+        else:
+            self.weight_bytes += sum(map(len, staged.bodies))
+            await self._way.send(staged)
 
 
 class _Steps:
@@ -180,7 +195,8 @@ def run_controller(scenario: Scenario, *, max_staleness: int, steps: int, warm_u
             refused=round(sum(_total(values, "refused_samples/") for values in observer.values)),
             staleness=_staleness(observer.values[warm_up : warm_up + steps], max_staleness),
             two_versions=student.num_of_two_versions / num,
-            bytes_per_sample=(channel.bytes_moved - moved) / num,
+            bytes_per_sample=(channel.bytes_moved - moved - student.weight_bytes) / num,
+            weight_bytes=student.weight_bytes,
             calls_per_sample=(channel.num_calls - calls) / num,
             controller_s=time.process_time() - used_s,
             beside_s=await channel.call("processor_s") - beside_s,

@@ -13,7 +13,7 @@ from mopd.bench.pipeline.command import report, show
 from mopd.bench.pipeline.engines import Lengths
 from mopd.bench.pipeline.measure import MAX_BYTES, Rate, Result, measure_scenario, measure_traffic
 from mopd.bench.pipeline.plan import SHARES, Scenario
-from mopd.bench.pipeline.runs import Run, mix_deviation
+from mopd.bench.pipeline.runs import Run, mix_deviation, run_controller
 
 SHORT = Scenario(
     name="short",
@@ -60,6 +60,15 @@ def test_a_scenario_from_prompts_to_tables(capsys: pytest.CaptureFixture[str]) -
     assert told["scenarios"][0]["runs"][1]["num_samples"] == streaming.num_samples
 
 
+def test_real_weights_pass_through_the_same_channel() -> None:
+    scenario = replace(SHORT, weights_mb=8, stage_s=0.0, send_s=0.0)
+    run = run_controller(scenario, max_staleness=1, steps=2)
+    num_updates = 2 + 2 + 2  # steps before, in between and after; each publishes
+    assert run.weight_bytes > num_updates * 8e6
+    assert run.bytes_per_sample <= MAX_BYTES + run.weight_bytes / run.num_samples / 1000  # heads of the pieces
+    assert run.mix_deviation <= 1 and run.refused == 0
+
+
 def test_bytes_through_the_controller_do_not_grow_with_tensors() -> None:
     small, large = measure_traffic(top_ks=(512,), responses=(16, 1024))
     assert large.tensor_bytes > 4_000_000
@@ -77,6 +86,7 @@ GOOD = Run(
     staleness={0: 1.0},
     two_versions=0.0,
     bytes_per_sample=1024.0,
+    weight_bytes=0,
     calls_per_sample=1.5,
     controller_s=1.0,
     beside_s=1.0,
