@@ -132,12 +132,10 @@ class Ledger:
         """The next step's slots, in order of their sample ids, as soon as they are ready.
 
         Raises:
-            UserError: after ``timeout_s``; says what is ready and what is missing, by domain.
+            UserError: nothing has changed for ``timeout_s``; says what is ready and what is missing, by domain.
         """
-        deadline = asyncio.get_running_loop().time() + timeout_s
         while (slots := self._try_take()) is None:
-            left_s = deadline - asyncio.get_running_loop().time()
-            done, _ = await asyncio.wait({self._next_change()}, timeout=left_s)
+            done, _ = await asyncio.wait({self._next_change()}, timeout=timeout_s)
             if not done:
                 raise UserError(self._describe_wait(timeout_s))
         return slots

@@ -13,6 +13,7 @@ import pytest
 
 from mopd.data_plane.interface import StorageEnded
 from mopd.files.writing import WriteRefusedError
+from mopd.producer import channel
 from mopd.producer.channel import MAX_FRAME_BYTES, MAX_HEAD_BYTES, Channel, Handler, PeerEnded
 from mopd.types import CutOffError, UserError
 
@@ -188,3 +189,23 @@ def test_a_channel_that_is_given_up_while_it_opens_answers_nobody_and_keeps_nobo
                 await asyncio.wait_for(asked, 20)
 
     asyncio.run(main())
+
+
+def test_a_silent_end_is_given_up_and_a_slow_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose process was stopped holds its socket open; a handler may take many times as long as the silence."""
+    monkeypatch.setattr(channel, "BEAT_S", 0.05)
+
+    async def main() -> None:
+        one, other = socket.socketpair()
+        asking, answering = Channel("the other", {}, silent_s=2.0), Channel("rank 0", HANDLERS)
+        running, serving = (asyncio.ensure_future(end.run(s)) for end, s in ((asking, one), (answering, other)))
+        assert await asking.call("slow", 7, 5.0) == 7
+        kept = other.dup()
+        serving.cancel()
+        with pytest.raises(UserError, match="the other gave no sign of life for 2 s"):
+            await running
+        with pytest.raises(PeerEnded):
+            await asking.call("slow", 7, 0.0)
+        kept.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
