@@ -198,14 +198,12 @@ class Ledger:
         """The next step's slots, in order of their sample ids, as soon as they are ready.
 
         Raises:
-            UserError: after ``timeout_s``; says what is ready and what is missing, by domain.
+            UserError: nothing has changed for ``timeout_s``; says what is ready and what is missing, by domain.
         """
-        deadline = asyncio.get_running_loop().time() + timeout_s
         self._pace.asked(self._clock(), self._num_complete(most=self.max_staleness + 1))
         self._wake()
         while (slots := self._try_take()) is None:
-            left_s = deadline - asyncio.get_running_loop().time()
-            done, _ = await asyncio.wait({self._next_change()}, timeout=left_s)
+            done, _ = await asyncio.wait({self._next_change()}, timeout=timeout_s)
             if not done:
                 raise UserError(self._describe_wait(timeout_s))
         self._next_step += 1

@@ -40,12 +40,14 @@ def on_students_ranks(
     """In a rank: do the work (``cli.main`` relays its errors and its code). Elsewhere: check the student's layout, the
     recipe's inputs, the GPUs of ``groups`` (all) and what ``checks`` adds, then start this command as ranks, here or on
     all ``nodes``. ``cure()`` ends the line of a rank's sudden end, ``ask`` is what the first SIGTERM does."""
+    from mopd.launch.heartbeat import beating
     from mopd.preflight.inputs import check_inputs, check_machine, check_world_size
 
     if failure.is_rank():
-        check_world_size(loaded, failure.rank_and_world_size()[1])
-        check_inputs(loaded)
-        return failure.Ended(code=work() or 0)
+        with beating(loaded.recipe.schedule.wait_timeout_s):
+            check_world_size(loaded, failure.rank_and_world_size()[1])
+            check_inputs(loaded)
+            return failure.Ended(code=work() or 0)
     nodes = Nodes(Place()) if nodes is None else nodes
     if loaded.path == STANDARD_INPUT:
         raise UserError("recipe: the ranks cannot read standard input again: write it to a file and name that")

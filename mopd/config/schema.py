@@ -103,7 +103,8 @@ class ScheduleConfig:
     sync_every_steps: int = 1
     """Optimizer steps from one publication of the student's weights to the next; at most ``max_staleness`` + 1."""
     wait_timeout_s: float = 3600.0
-    """Deadline of every wait between workers (for a batch, a weight update, another rank, a checkpoint)."""
+    """Deadline of every wait between workers: for the next sample of a batch, a sign of life of another process, a
+    checkpoint. Waits that contain such a wait are a quarter longer, or last as long as there are signs of life."""
 
     def __post_init__(self) -> None:
         require_at_least("steps", self.steps, 1)

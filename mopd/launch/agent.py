@@ -18,11 +18,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from mopd.launch.nodes import NodeLostError, Nodes
+from mopd.launch.nodes import TERMINATE_TIMEOUT_S, NodeLostError, Nodes
 from mopd.launch.signals import first_sigterm_asks
 
-TERMINATE_TIMEOUT_S = 30
-"""torchrun's own wait between the signal and SIGKILL when it ends ranks after a failure."""
 EXIT_S = 120.0
 """For the other nodes' ranks to end, once this node's have ended well."""
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

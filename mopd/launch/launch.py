@@ -20,9 +20,9 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from mopd.files.writing import temporary_folder
+from mopd.files.abandoned import held_folder
 from mopd.launch import sharing
-from mopd.launch.agent import TERMINATE_TIMEOUT_S, Death, OthersFailedError, RankAgent, TerminatedError
+from mopd.launch.agent import Death, OthersFailedError, RankAgent, TerminatedError
 from mopd.launch.failure import (
     ERROR_CODE,
     LAUNCH_DIR,
@@ -36,7 +36,7 @@ from mopd.launch.failure import (
     reserve,
 )
 from mopd.launch.node import node_name
-from mopd.launch.nodes import Kind, Nodes
+from mopd.launch.nodes import TERMINATE_TIMEOUT_S, Kind, Nodes
 from mopd.placement import reaper
 from mopd.text import visible
 
@@ -164,9 +164,10 @@ def _rank_environment(num_ranks: int, launch_dir: Path, nodes: Nodes) -> dict[st
 @contextmanager
 def _reaped_folder() -> Iterator[Path]:
     """The launch folder, with a process that clears up after it (see ``reaper``)."""
-    folder = temporary_folder("mopd-launch-")
+    folder, lock = held_folder("mopd-launch-")
     command = [sys.executable, "-I", "-S", reaper.__file__, str(folder)]
-    clearing = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    clearing = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=[lock])
+    os.close(lock)  # the reaper outlives this process, and needs the folder until it has ended
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield folder

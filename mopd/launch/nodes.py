@@ -41,6 +41,8 @@ SILENT_S = 20.0
 """A launcher that does nothing for so long has lost its machine; a dead one's connection ends at once."""
 REPORT_S = 10.0
 """For all launchers to say how their ranks ended, once one has failed."""
+TERMINATE_TIMEOUT_S = 30
+"""torchrun's own wait between the signal and SIGKILL when it ends ranks after a failure."""
 CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 """Environment variable."""
 Kind = Literal["user_error", "died", "error", "signal", "peer_lost", "gone", "ended"]
@@ -115,7 +117,7 @@ class Nodes:
             self._beating.join(timeout=SILENT_S)
         if self.place.is_first and self._told is not None:  # the store goes with this process
             left = [rank for rank in self._others() if rank in self._names and rank not in self._gone]
-            self._wait_for(lambda: all(self._has(f"bye/{rank}") for rank in left))
+            self._wait_for(lambda: all(self._has(f"bye/{rank}") for rank in left), REPORT_S + TERMINATE_TIMEOUT_S)
 
     def _tell_error(self, error: BaseException) -> None:
         if isinstance(error, UserError):
@@ -165,7 +167,7 @@ class Nodes:
     def cause(self) -> NodeEnd:
         """After ``tell``: the end that explains all others; waits for theirs, but not for long."""
         assert self._told is not None
-        self._wait_for(lambda: all(self._has(f"end/{r}") or self._has(f"silent/{r}") for r in self._others()))
+        self._wait_for(lambda: all(self._has(f"end/{r}") or self._has(f"silent/{r}") for r in self._others()), REPORT_S)
         ends = [self._told, *(self._end_of(rank) for rank in self._others())]
         for kinds in _CAUSES:
             found = [end for end in ends if end.kind in kinds]
@@ -256,9 +258,9 @@ class Nodes:
                 )
             time.sleep(POLL_S)
 
-    def _wait_for(self, is_so: Callable[[], bool]) -> None:
+    def _wait_for(self, is_so: Callable[[], bool], timeout_s: float) -> None:
         """For what others do at their end, whether or not it comes true."""
-        deadline = time.monotonic() + REPORT_S
+        deadline = time.monotonic() + timeout_s
         while not is_so() and not self._is_store_gone and time.monotonic() < deadline:
             time.sleep(POLL_S)
 

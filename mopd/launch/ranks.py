@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mopd.launch.heartbeat import LeaderWatch
 from mopd.launch.rank_log import StallWatch
 from mopd.launch.stages import StageSender
 from mopd.launch.transfer import Transfer
@@ -32,15 +33,16 @@ MAX_COMMAND_BYTES = 64 * 2**20
 
 
 class CommandChannel:
-    """JSON objects from rank 0 to every rank of ``group`` (gloo). Its deadline is the group's timeout."""
+    """JSON objects from rank 0 to every rank of ``group`` (gloo)."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None, leader: LeaderWatch | None = None) -> None:
+        """``leader``: how the other ranks wait for rank 0; without it for the group's timeout."""
+        self._group, self._leader = group, leader
         self._alone = group is None or dist.get_world_size(group) == 1
         self.stopped: str | None = None
         """On rank 0, before the others are released: the line of a run that was asked to stop."""
         self.watch: StallWatch | None = None
-        """Hears of every command."""
+        """Hears of every command, and of signs of life between them."""
 
     def send(self, command: dict[str, Any]) -> None:
         """Rank 0 only."""
@@ -54,7 +56,11 @@ class CommandChannel:
     def receive(self) -> dict[str, Any]:
         """Every other rank; waits for rank 0."""
         size = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(size, src=0, group=self._group)
+        if self._leader is None or self._group is None:
+            dist.broadcast(size, src=0, group=self._group)
+        else:
+            self._leader.on_sign = self._note
+            self._leader.receive(size, self._group)
         num_bytes = int(size)
         if not 0 < num_bytes <= MAX_COMMAND_BYTES:
             raise RuntimeError(f"a command of {num_bytes} bytes arrived; the limit is {MAX_COMMAND_BYTES}")
@@ -252,8 +258,9 @@ class StudentGroup:
         return self._weights.stage(self._read("trained"), weight_version, self._constants)
 
     def _read(self, part: WeightPart, *, in_place: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """The others are told with the first tensor: in a collective they would wait for whoever is to read."""
         self._channel.send({"call": "weights", "kwargs": {"part": part}})
-        return self.worker.weights(part, in_place=in_place)
+        yield from self.worker.weights(part, in_place=in_place)
 
     async def send(self) -> None:
         """Returns when every rollout replica that can has the staged weights. The student may work meanwhile."""
@@ -379,7 +386,7 @@ def execute(worker: StudentWorker, name: str, kwargs: dict[str, Any]) -> Any:
 
 def serve(worker: StudentWorker, channel: CommandChannel) -> bool:
     """Follow rank 0 until it says stop; whether that is because the run was asked to."""
-    sender = StageSender(worker)
+    sender = StageSender(worker, longest_s=worker.recipe.schedule.wait_timeout_s)
     while (command := channel.receive())["call"] != "stop":
         if command["call"] == "join_weights":
             sender.join(**command["kwargs"])

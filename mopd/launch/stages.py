@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -31,8 +32,9 @@ class HasWeights(Protocol):
 class StageSender:
     """Follows rank 0's ``join_weights`` and ``send_weights``."""
 
-    def __init__(self, worker: HasWeights) -> None:
-        self._worker = worker
+    def __init__(self, worker: HasWeights, *, longest_s: float = math.inf) -> None:
+        """``longest_s``: of a wait for the stages before, while this stage's other ranks wait in a collective."""
+        self._worker, self._longest_s = worker, longest_s
         self._group: TransferGroup | None = None
         self._words: Words | None = None
         self._metas: Sequence[TensorMeta] = ()
@@ -67,7 +69,7 @@ class StageSender:
             return
         stage, is_good = self._worker.layout.pp_rank, False
         try:
-            self._words.wait(update, stage, waiting_s(self._order))
+            self._words.wait(update, stage, min(waiting_s(self._order), self._longest_s))
             size = self._order.bucket_bytes
             send(self._group, self._metas, stream, bucket_bytes=size, verify=verify, checks_values=checks_values)
             is_good = True

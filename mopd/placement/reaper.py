@@ -48,8 +48,7 @@ def kill_ranks(folder: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.read()
-    for path in Path(folder).glob("*.pid"):
-        _kill_group(int(path.stem))
+    _kill_groups({int(path.stem) for path in Path(folder).glob("*.pid")})
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -75,7 +74,7 @@ def keep_server(folder: str, command: Sequence[str]) -> int:
     threading.Thread(target=_kill_when_alone, args=(server.pid,), daemon=True).start()
     # Not reaped yet: its process id, which names the group, cannot belong to anybody else.
     os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
-    _kill_group(server.pid)
+    _kill_groups({server.pid})
     code = server.wait()
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # not empty: another server's folder is there
@@ -86,30 +85,32 @@ def keep_server(folder: str, command: Sequence[str]) -> int:
 def _kill_when_alone(group: int) -> None:
     while os.read(0, 4096):
         pass
-    _kill_group(group)
+    _kill_groups({group})
 
 
-def _kill_group(group: int) -> None:
+def _kill_groups(groups: set[int]) -> None:
+    """All at once: whoever waits for this process does not wait longer where there are more of them."""
     deadline = time.monotonic() + TRACKER_S
     while time.monotonic() < deadline:
-        members = list(_members(group))
-        if not members:  # the usual case: the group has ended by itself
+        members = list(_members(groups))
+        if not members:  # the usual case: the groups have ended by themselves
             return
         for pid, command in members:
             if TRACKER not in command:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(LOOK_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+    for pid, _ in _members(groups):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
-def _members(group: int) -> Iterator[tuple[int, bytes]]:
-    """Process id and command line of what lives in a process group."""
+def _members(groups: set[int]) -> Iterator[tuple[int, bytes]]:
+    """Process id and command line of what lives in these process groups."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended while we looked
-            state, _, own_group = (folder / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[:3]
-            if own_group == str(group) and state not in "ZX":
+            state, _, group = (folder / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[:3]
+            if int(group) in groups and state not in "ZX":
                 yield int(folder.name), (folder / "cmdline").read_bytes()
 
 

@@ -246,7 +246,8 @@ class ServerGroup:
     @property
     def _longest_restart_s(self) -> float:
         """How long requests may have to wait for a replica that is being restarted."""
-        return (self.cfg.startup_timeout_s + LONGEST_PAUSE_S + KILL_WAIT_S) * MAX_RESTARTS
+        answer_s = self.plan.group.routing.request_timeout_s  # of ``info``, after the start
+        return (self.cfg.startup_timeout_s + answer_s + LONGEST_PAUSE_S + KILL_WAIT_S) * MAX_RESTARTS
 
     async def _death(self, index: int, life: Life) -> str:
         """Wait for the end of a replica, or until it no longer answers; says how it ended."""

@@ -10,13 +10,15 @@ A message is a msgpack head and raw frames, which follow in pieces::
 Between two pieces other messages may stand, so that none waits for a model's weights. One message's frames are on their
 way at a time; a message with frames that comes before the last piece takes the place of the one that was given up.
 
-The end of either process ends every call that waits for it, at once.
+The end of either process ends every call that waits for it, at once. A call has no deadline, as its handler may wait
+for several things, each with a deadline: both ends tell that they are ``alive``, and one that is silent is given up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import socket
 import struct
 import traceback
@@ -38,6 +40,8 @@ MAX_FRAME_BYTES = 2**30
 BUFFER_BYTES = 2**20
 PIECE_BYTES = 2**20
 """What a message that comes meanwhile waits for: half a millisecond, where each piece costs 50 us."""
+BEAT_S = 10.0
+"""Each end says so often that it is there."""
 _ERRORS: dict[str, type[UserError]] = {cls.__name__: cls for cls in (UserError, CutOffError, NonFiniteError)}
 
 
@@ -48,10 +52,12 @@ class PeerEnded(RuntimeError):
 class Channel:
     """One end. Belongs to one event loop."""
 
-    def __init__(self, peer: str, handlers: Mapping[str, Handler]) -> None:
-        """``peer`` names the other process in messages; ``handlers`` are what it may call."""
-        self.peer = peer
-        self._handlers = dict(handlers)
+    def __init__(self, peer: str, handlers: Mapping[str, Handler], *, silent_s: float = math.inf) -> None:
+        """``peer`` names the other process in messages; ``handlers`` are what it may call; ``silent_s``: how
+        long it may say nothing, as its event loop is busy."""
+        self.peer, self._silent_s = peer, silent_s
+        self._handlers: dict[str, Handler] = {"alive": self._note_life, **handlers}
+        self._has_spoken = False
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._sending, self._sending_frames = asyncio.Lock(), asyncio.Lock()
@@ -68,15 +74,23 @@ class Channel:
         self._handlers |= handlers
 
     async def run(self, end: socket.socket) -> None:
-        """Serve until the other end is closed; ``PeerEnded`` then, in every call that waits too."""
+        """Serve until the other end is closed; ``PeerEnded`` then, in every call that waits too. ``UserError`` when
+        it is silent."""
         try:
             reader, self._writer = await asyncio.open_connection(sock=end, limit=BUFFER_BYTES)
             self._is_open.set()
             async with Tasks() as tasks:
+                tasks.start(self._beat())
+                tasks.start(self._watch())
                 await tasks.unless_failed(self._receive(reader, tasks))
         except (EOFError, ConnectionError) as error:
             self._end(PeerEnded(f"{self.peer} has ended"))
             raise PeerEnded(f"{self.peer} has ended") from error
+        except UserError as error:
+            self._end(error)
+            if self._writer is not None:
+                self._writer.transport.abort()  # ``close`` would wait for the silent peer to read, and so would senders
+            raise
         except BaseException as error:
             self._end(error)
             raise
@@ -107,6 +121,25 @@ class Channel:
     async def tell(self, name: str, *arguments: Any) -> None:
         """A call that nobody waits for."""
         await self._send(["tell", 0, name, arguments])
+
+    async def _note_life(self) -> None:
+        self._has_spoken = True
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await self.tell("alive")
+
+    async def _watch(self) -> None:
+        """Give up a silent peer. Not in ``_beat``, which a peer that was stopped as it read a model keeps waiting.
+
+        Counts what this end sees, not seconds: while its own event loop was busy, it has heard nothing.
+        """
+        num_silent = 0
+        while num_silent * BEAT_S <= self._silent_s:
+            await asyncio.sleep(BEAT_S)
+            num_silent, self._has_spoken = 0 if self._has_spoken else num_silent + 1, False
+        raise UserError(f"{self.peer} gave no sign of life for {self._silent_s:g} s: it was stopped, or hangs")
 
     async def _receive(self, reader: asyncio.StreamReader, tasks: Tasks) -> None:
         while True:

@@ -22,9 +22,10 @@ from mopd.conversion.hf.manifest import Manifest
 from mopd.data_plane.frames import unpacked
 from mopd.data_plane.interface import StorageEnded
 from mopd.files.writing import writing
+from mopd.launch.heartbeat import LOOP_S
 from mopd.placement.process import how_it_ended
 from mopd.preflight.checks import AskedStudent
-from mopd.producer.channel import Channel, PeerEnded
+from mopd.producer.channel import Channel, Handler, PeerEnded
 from mopd.producer.messages import read_samples
 from mopd.producer.samples import FarWorkers
 from mopd.producer.weights import FarWeights
@@ -166,7 +167,8 @@ class ProducerClient:
     def __init__(self, recipe: Recipe, process: ProducerProcess) -> None:
         self._recipe, self._process = recipe, process
         self.tasks = Tasks()
-        self.channel = Channel(NAME, {"logprobs": self._logprobs, "log": self._log, "weights_again": self._again})
+        handlers: dict[str, Handler] = {"logprobs": self._logprobs, "log": self._log, "weights_again": self._again}
+        self.channel = Channel(NAME, handlers, silent_s=max(recipe.schedule.wait_timeout_s, LOOP_S))
         self.weights = FarWeights(self.channel)
         self.student: AskedStudent | None = None
         """Who answers the checks' questions."""

@@ -13,6 +13,7 @@ from mopd.data.stream import PromptStream
 from mopd.data_plane.interface import Storage
 from mopd.data_plane.queue_plane import QueuePlane
 from mopd.data_plane.reading import open_reader
+from mopd.launch import heartbeat
 from mopd.launch.ranks import CommandChannel, StudentGroup
 from mopd.launch.signals import ending_in_order
 from mopd.launch.transfer import open_transfer
@@ -67,7 +68,7 @@ def _lead_beside(recipe: Recipe, run: RunDir, work: Work) -> str | None:
                     channel.stopped = str(asked)
 
         with joined(recipe, Opened(list(hello.rows), hello.plane, reader), run.logs_here) as rank:
-            asyncio.run(beside(*rank))
+            asyncio.run(heartbeat.tied_to(beside(*rank)))
         reader.close()
         return rank[1].stopped
 

@@ -15,9 +15,12 @@ from mopd.config.schema import Recipe
 from mopd.data_plane.interface import Reader, Storage, StorageEnded
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.reading import open_reader
+from mopd.launch import heartbeat
 from mopd.launch.failure import rank_0_host
+from mopd.launch.heartbeat import LeaderWatch
 from mopd.launch.rank_log import rank_log
 from mopd.launch.ranks import CommandChannel, StudentGroup, StudentHere, serve
+from mopd.launch.reaching import check_reach, told_to_reach
 from mopd.launch.transfer import open_transfer
 from mopd.placement.gpus import local_rank
 from mopd.placement.groups import Groups
@@ -73,7 +76,7 @@ def lead(
             opened_plane(recipe) as (plane, reader),
             joined(recipe, Opened(list(inputs.train.domain_counts), plane.address, reader), log_dir) as rank,
         ):
-            asyncio.run(with_groups(plane, *rank))
+            asyncio.run(heartbeat.tied_to(with_groups(plane, *rank)))
             return rank[1].stopped
     finally:
         if inputs.rewards is not None:
@@ -119,13 +122,19 @@ def joined(recipe: Recipe, opened: Opened | None, logs: Path | None = None) -> I
     """Join the other ranks and build this rank's share of the student. The others stop when rank 0 leaves the block.
     ``opened`` is rank 0's; the other ranks (``None``) are told. ``logs`` is the folder of this node's logs, if any."""
     timeout_s = recipe.schedule.wait_timeout_s
-    with (
-        parallel.joined(
-            recipe.student.parallel, timeout_s=timeout_s, seed=recipe.seed, local_rank=local_rank()
-        ) as layout,
-        contextlib.ExitStack() as log,
-    ):
-        channel = CommandChannel(layout.control_group)
+    leader = LeaderWatch(timeout_s)
+    if opened is None:
+        leader.await_joining()
+    else:
+        heartbeat.announce()
+    check_reach(timeout_s)
+    parallel_ranks = parallel.joined(
+        recipe.student.parallel, timeout_s=timeout_s, seed=recipe.seed, local_rank=local_rank()
+    )
+    with contextlib.ExitStack() as ranks, contextlib.ExitStack() as log:
+        with told_to_reach():
+            layout = ranks.enter_context(parallel_ranks)
+        channel = CommandChannel(layout.control_group, leader)
         if opened is None:
             told = channel.receive()
             channel.watch = log.enter_context(rank_log(logs, layout.rank, deadline_s=timeout_s))

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import HashStore
 
 from mopd import cpu_shim
 from mopd.config.student import ParallelConfig
+from mopd.config.values import MAX_SECONDS
 from mopd.files.writing import WriteRefusedError
 from mopd.types import UserError
 
@@ -100,6 +101,11 @@ class Layout:
 _layout: Layout | None = None
 
 
+MARGIN_SHARE = 0.25
+"""A rank that waits for another in a collective may meet one that waits for something else (samples, a checkpoint that
+is being written). By this share of its deadline it waits longer, so that the other's line is the one that is told."""
+
+
 @cpu_shim.activate()
 def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_rank: int | None = None) -> Layout:
     """Join the other ranks and build Megatron's process groups; returns the existing layout when it is the same.
@@ -109,7 +115,7 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_r
 
     Args:
         parallel: the layout.
-        timeout_s: the deadline of every collective.
+        timeout_s: longest wait of one rank; that of a collective is ``MARGIN_SHARE`` longer.
         seed: of Megatron's random states.
         local_rank: this rank's number among those of its machine, which is its GPU's; unread without CUDA, and may be
             left out by a rank that is alone.
@@ -124,6 +130,7 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_r
         if not _is_same(_layout, parallel):
             raise RuntimeError(f"another parallel layout is active: {_layout.sizes()}; destroy it first")
         return _layout
+    timeout_s = min(timeout_s * (1 + MARGIN_SHARE), MAX_SECONDS)
     _init_distributed(timeout_s, local_rank)
     check_world_size(parallel, dist.get_world_size())
     chunks = parallel.virtual_pipeline_model_parallel_size
@@ -163,7 +170,8 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_r
         etp_group=parallel_state.get_expert_tensor_parallel_group(),
         control_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
         samples_group=_samples_group(timeout_s),
-        checkpoint_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
+        # Waits here end by the deadline of ``Background.finish``, as they are for disks too, or with a rank that dies.
+        checkpoint_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=MAX_SECONDS)),
     )
     return _layout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import signal
@@ -10,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from mopd.placement.groups import plan_groups
 from mopd.placement.interface import ROLLOUT
+from mopd.placement.ray import RayCluster
+from mopd.placement.ray.agent import Agent
 from mopd.types import UserError
 from tests.integration.groups import (
     LEFT,
@@ -129,3 +133,17 @@ def ray() -> Any:
     import ray.util
 
     return package
+
+
+def test_a_stop_before_agents_have_begun(models: World, tmp_path: Path) -> None:
+    """They would answer once there is room for them: nobody waits for one after another, and nothing is raised."""
+    recipe = make_recipe(models, tmp_path, rollout={"max_response_length": 4, "placement": RAY, "routing": ROUTING})
+
+    async def work() -> None:
+        cluster = await RayCluster.open([plan_groups(recipe)[ROLLOUT]], log_dir=tmp_path / "logs", gpus=())
+        never = ray().remote(Agent).options(num_cpus=10_000)
+        cluster._agents |= {(f"never {i}", 0): never.remote(str(tmp_path)) for i in range(10)}
+        await asyncio.wait_for(cluster.close(), 40.0)
+        assert not ray().is_initialized()
+
+    run(work(), timeout_s=200.0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import socket
 import statistics
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,8 @@ from tests.integration.world import ANSWERS, World, mopd, read_metrics, read_val
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 
 STEPS = 20
+SHORT_S = 20.0
+"""A deadline that no collective of such a small student needs, however busy the machine is."""
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +189,20 @@ def test_validation_consumes_no_training_randomness(run_dir: Path, world: World,
     done = mopd("train", recipe)
     assert done.returncode == 0, done.stderr
     assert read_metrics(other) == read_metrics(run_dir)
+
+
+def test_rank_0_may_wait_longer_than_one_wait(world: World, tmp_path: Path) -> None:
+    """Engines take more than twice as long to start as the deadline, and the other rank waits for rank 0 meanwhile."""
+    slow = tmp_path / "slow_python"
+    slow.write_text(f'#!/bin/sh\nsleep {2.25 * SHORT_S}\nexec {shlex.quote(sys.executable)} "$@"\n')
+    slow.chmod(0o755)
+    recipe = world.write_recipe(
+        tmp_path / "run",
+        teacher_defaults={"placement": {"type": "local"}},
+        rollout={"max_response_length": 4, "placement": {"type": "local", "python": str(slow)}},
+        schedule={"steps": 3, "prompts_per_step": 4, "wait_timeout_s": SHORT_S},
+        validation__every_steps=3,
+        checkpoint__every_steps=3,
+    )
+    done = mopd("train", recipe)
+    assert done.returncode == 0, done.stderr

@@ -267,3 +267,17 @@ def test_a_damaged_state_is_refused(change: dict[str, object]) -> None:
     again = Ledger(prompts_per_step=1, max_staleness=2, step=0)
     with pytest.raises(UserError, match="open prompts cannot be read"):
         again.load_state_dict(ledger.state_dict() | change, lambda sample_id, domain, row: prompt(sample_id))
+
+
+def test_samples_that_come_one_by_one_may_take_longer_than_the_deadline_together() -> None:
+    """The deadline is that of the next change: a batch of slow responses is not late because there are many."""
+
+    async def wait(ledger: Ledger) -> list[Slot]:
+        loop = asyncio.get_running_loop()
+        for i, slot in enumerate(ledger.slots):
+            loop.call_later(0.5 * (i + 1), complete, ledger, [slot])
+        return await ledger.take(timeout_s=1.5)
+
+    ledger = Ledger(prompts_per_step=5, max_staleness=0, step=0)
+    ledger.admit([prompt(i) for i in range(5)])
+    assert len(LOOP.run_until_complete(wait(ledger))) == 5

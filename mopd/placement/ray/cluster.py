@@ -34,6 +34,8 @@ CALL_TIMEOUT_S = 30.0
 """Of a call to an agent, which never waits for anything."""
 CALLS = 2
 """Calls without an answer after which an agent is lost: one may be late because a training step blocks our own loop."""
+CLOSE_S = 5.0
+"""For agents to remove their files, all at once: rank 0 waits for the end of everything, and for each no longer."""
 RELEASE_S = 10.0
 """For a cluster to notice that what it shows as taken was given back: a run that ended just before."""
 LOST_CODE = 255
@@ -115,16 +117,20 @@ class RayCluster:
 
     async def close(self) -> None:
         """Give everything back. A cluster that ``open`` started ends."""
-        for agent in self._agents.values():
-            try:
-                await self.ask(agent.close.remote())
-            except (self.ray.exceptions.RayError, asyncio.TimeoutError) as error:
-                logger.warning("an agent was lost: %s", str(error).splitlines()[0])
-            self.ray.kill(agent)
+        await asyncio.gather(*map(self._close_agent, self._agents.values()))
         for reserved in self._reserved.values():
             self.ray.util.remove_placement_group(reserved)
         self._agents, self._reserved = {}, {}
         disconnect()
+
+    async def _close_agent(self, agent: Any) -> None:
+        try:
+            await self.ask(agent.close.remote(), CLOSE_S)
+        except asyncio.TimeoutError:  # it has not begun, or its node is gone, and the rest is that node's reapers'
+            pass
+        except self.ray.exceptions.RayError as error:
+            logger.warning("an agent was lost: %s", last_line(error))
+        self.ray.kill(agent)
 
 
 class RayLauncher:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mopd.config.load import Loaded
 from mopd.launch.node import Place
+from mopd.launch.reaching import CURE
 from mopd.preflight.inputs import Check
 from mopd.preflight.nodes.all_reduce import DEADLINE_S, AllReduce
 from mopd.preflight.nodes.compare import compare
@@ -18,6 +19,8 @@ from mopd.preflight.nodes.run_folder import STAGE_S, RunFolderTrials
 
 JOIN_S = 300.0
 """How long the first node waits for the last: a cold file system serves Python and torch to all of them."""
+VERDICT_S = 2 * (DEADLINE_S + STAGE_S)
+"""What node 0 may take from its last decision on: answers of the clocks, its own all-reduce, those of the others."""
 CLOCK_ROUNDS = 3
 MAX_CLOCK_OFFSET_S = 2.0
 """Heartbeats and stop requests carry times, and the first of several errors is found by them."""
@@ -36,7 +39,7 @@ def check_nodes(place: Place, load: Callable[[], Loaded], *, join_s: float = JOI
     """
     with meeting_at(place, join_s) as meeting:
         checks = _checks(meeting, load, join_s)
-        told = meeting.decide("verdict", lambda: [_plain(check) for check in checks], STAGE_S)
+        told = meeting.decide("verdict", lambda: [_plain(check) for check in checks], VERDICT_S)
         meeting.part()
         return [Check(one["name"], one["status"], one["detail"]) for one in told]
 
@@ -131,10 +134,7 @@ def _links(meeting: Meeting, names: Sequence[str]) -> list[Check]:
         if answer is None:
             problems.append(f"{name}: all-reduce: no answer")
         elif "error" in answer:
-            problems.append(
-                f"{name}: all-reduce over {answer['backend']}: {answer['error']}: set GLOO_SOCKET_IFNAME and "
-                "NCCL_SOCKET_IFNAME to the interface that joins the nodes"
-            )
+            problems.append(f"{name}: all-reduce over {answer['backend']}: {answer['error']}: {CURE}")
         else:
             rates.append(float(answer["bytes_per_s"]))
     if problems:

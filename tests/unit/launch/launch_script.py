@@ -1,5 +1,5 @@
-"""The launcher for its tests: ``python launch_script.py NUM_RANKS[,NODES,NODE_RANK,PORT] COMMAND…``; a process that
-tests may kill."""
+"""The launcher for its tests: ``python launch_script.py NUM_RANKS[,NODES,NODE_RANK,PORT[,HOST]] COMMAND…``; a process
+that tests may kill."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from mopd.launch.node import Place
 from mopd.launch.nodes import NodeLostError, Nodes
 
 module.SILENT_S, module.REPORT_S = 12.0, 10.0  # a fraction of a cluster's
-num_ranks, *where = map(int, sys.argv[1].split(","))
-place = Place(num_nodes=where[0], node_rank=where[1], port=where[2]) if where else Place()
+words = sys.argv[1].split(",")
+num_ranks, *where = map(int, words[:4])
+host = {"host": words[4]} if len(words) > 4 else {}
+place = Place(num_nodes=where[0], node_rank=where[1], port=where[2], **host) if where else Place()
 with Nodes(place) as nodes:
     try:
         nodes.join()

@@ -257,3 +257,25 @@ def test_places() -> None:
     place = place_of(parser.parse_args(["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "[::1]:29500"]))
     assert place == Place(num_nodes=2, node_rank=1, host="::1", port=29500) and place.is_on_loopback
     assert not Place(num_nodes=2, host="10.0.0.1", port=1).is_on_loopback
+
+
+def test_node_0_keeps_its_word_until_the_others_ranks_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that do not end by a signal take longer than a report: the line is the cause's all the same."""
+    monkeypatch.setattr(module, "REPORT_S", 0.5)
+    port, heard = free_port(), list[str]()
+
+    def fail(nodes: Nodes) -> None:
+        raise UserError("student.model: is not here")
+
+    def end_slowly(nodes: Nodes) -> None:
+        with pytest.raises(NodeLostError):
+            nodes.meet("the checks")
+        time.sleep(4 * module.REPORT_S)
+        heard.append(nodes.cause().line)
+
+    failing = meet_as(Place(num_nodes=2, node_rank=0, port=port), fail)
+    waiting = meet_as(Place(num_nodes=2, node_rank=1, port=port), end_slowly)
+    with pytest.raises(UserError, match="is not here"):
+        failing()
+    assert heard == ["student.model: is not here"]  # before node 0 and its store have gone
+    waiting()

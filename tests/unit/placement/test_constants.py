@@ -276,6 +276,31 @@ class Worker:
         return {}
 
 
+def test_the_ranks_begin_to_gather_when_somebody_reads(one: Path) -> None:
+    """Before that they would wait in a collective, as the engine waits for what it does."""
+    told: list[str] = []
+
+    class Telling(CommandChannel):
+        def send(self, command: dict[str, Any]) -> None:
+            told.append(command["call"])
+
+    class Waiting(GroupWeightSync):
+        async def publish(self, weights: Any, weight_version: int, *, kept: Any = frozenset()) -> None:
+            assert told == []
+            assert len(list(weights)) > 0
+
+    worker: Any = Worker(Student(one, "tower"))
+    router = Router(
+        "rollout", [Replica(name="r0", engine=TorchEngine.empty(one, CONFIG))], RoutingConfig(), kind="rollout"
+    )
+
+    async def work() -> None:
+        await StudentGroup(worker, Telling(None), Waiting(router)).stage(1)
+
+    asyncio.run(work())
+    assert told == ["weights"]
+
+
 @pytest.mark.parametrize("is_served", [False, True])
 def test_a_student_reads_its_constants_once_and_again_after_a_checkpoint(
     one: Path, is_served: bool, tmp_path: Path

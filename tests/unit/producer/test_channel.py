@@ -15,6 +15,7 @@ import pytest
 from mopd.data_plane.frames import packed
 from mopd.data_plane.interface import StorageEnded
 from mopd.files.writing import WriteRefusedError
+from mopd.producer import channel
 from mopd.producer.channel import MAX_FRAME_BYTES, MAX_HEAD_BYTES, PIECE_BYTES, Channel, Handler, PeerEnded
 from mopd.types import CutOffError, UserError
 
@@ -210,3 +211,41 @@ def test_a_channel_that_is_given_up_while_it_opens_answers_nobody_and_keeps_nobo
                 await asyncio.wait_for(asked, 20)
 
     asyncio.run(main())
+
+
+def test_an_end_that_is_stopped_as_it_reads_a_model_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender waits for room in the socket then, and what it would say of itself behind that."""
+    monkeypatch.setattr(channel, "BEAT_S", 0.05)
+
+    async def main() -> None:
+        one, other = socket.socketpair()
+        asking = Channel("the other", {}, silent_s=0.2)
+        running = asyncio.ensure_future(asking.run(one))
+        sending = asyncio.ensure_future(asking.call("weights", frames=[bytes(PIECE_BYTES)] * 8))
+        with pytest.raises(UserError, match=r"the other gave no sign of life for 0.2 s"):
+            await running
+        with pytest.raises(PeerEnded):
+            await sending
+        other.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_silent_end_is_given_up_and_a_slow_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose process was stopped holds its socket open; a handler may take many times as long as the silence."""
+    monkeypatch.setattr(channel, "BEAT_S", 0.05)
+
+    async def main() -> None:
+        one, other = socket.socketpair()
+        asking, answering = Channel("the other", {}, silent_s=2.0), Channel("rank 0", HANDLERS)
+        running, serving = (asyncio.ensure_future(end.run(s)) for end, s in ((asking, one), (answering, other)))
+        assert await asking.call("slow", 7, 5.0) == 7
+        kept = other.dup()
+        serving.cancel()
+        with pytest.raises(UserError, match="the other gave no sign of life for 2 s"):
+            await running
+        with pytest.raises(PeerEnded):
+            await asking.call("slow", 7, 0.0)
+        kept.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))

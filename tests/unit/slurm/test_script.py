@@ -123,3 +123,26 @@ def test_names_are_words_of_the_shell(tmp_path: Path, monkeypatch: pytest.Monkey
         ["bash", "-c", f'seed=3; {line}; printf %s "$run"'], capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "runs/it's 100 % $HOME/seed_3"
+
+
+@pytest.mark.parametrize(
+    ("number", "state", "why"),
+    [
+        ("USR1", "RUNNING", "whose time is up"),
+        ("TERM", "COMPLETING", "which was cancelled"),
+        ("TERM", "RUNNING", "which is preempted"),
+    ],
+)
+def test_the_stop_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str, state: str, why: str) -> None:
+    """The script's own lines, with a Slurm that says what the job's state is; a signal that follows changes nothing."""
+    monkeypatch.chdir(tmp_path)
+    text = prepare_job(recipe(tmp_path, RECIPES["allocation"])).text
+    lines = text[text.index("\nstopping=") : text.index("\nawait()")]
+    before = f"mopd=(printf '%s\\n'); run=r; SLURM_JOB_ID=7; squeue() {{ echo {state}; }}"
+    done = subprocess.run(
+        ["bash", "-c", f"{before}\n{lines}\nkill -{number} $$; kill -TERM $$"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout.splitlines(), done.stderr) == (["stop", "r", "--by", f"job 7, {why}"], "")

@@ -3,8 +3,10 @@ from __future__ import annotations
 import gc
 import os
 import time
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from mopd.config.student import ParallelConfig
@@ -67,3 +69,20 @@ def _await_end(threads: set[str]) -> None:
     while left := threads & _threads():
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+
+
+def test_a_collective_waits_longer_than_one_rank_alone() -> None:
+    """For samples, or for a checkpoint, which alone has its own deadline: what is late there is told, not the group."""
+
+    def deadline_s(group: dist.ProcessGroup) -> float:
+        backend: Any = group._get_backend(torch.device("cpu"))
+        return float(backend.options._timeout.total_seconds())
+
+    try:
+        layout = parallel.initialize(ParallelConfig(), timeout_s=60, seed=0)
+        assert min(map(deadline_s, (layout.control_group, layout.samples_group, dist.group.WORLD))) >= 70
+        assert deadline_s(layout.checkpoint_group) > 86_400
+    finally:
+        parallel.destroy()
+        if dist.is_initialized():
+            dist.destroy_process_group()

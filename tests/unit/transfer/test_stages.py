@@ -167,3 +167,18 @@ def test_other_tensors_than_ordered_are_refused() -> None:
     order = GroupOrder(group_id="g", port=1, world_size=2, bucket_bytes=1, timeout_s=1.0, secret="s", shares=(2, 1))
     with pytest.raises(ValueError, match=r"2 weights are announced, and \[2, 1\]"):
         open_receiver(order, 1, [TensorMeta(name, torch.float32, (2,)) for name in "ab"], keeps_views=True)
+
+
+def test_a_stage_waits_for_those_before_it_less_long_than_its_ranks_for_it() -> None:
+    store = GroupStore(DEADLINE_S)
+    order = GroupOrder(group_id="g", port=store.port, world_size=2, bucket_bytes=1, timeout_s=DEADLINE_S, shares=(1, 1))
+    stage = Stage(1, {"b": torch.zeros(2)})
+    sender, metas = StageSender(stage, longest_s=0.1), [TensorMeta(name, torch.float32, (2,)) for name in "ab"]
+    with ThreadPoolExecutor(2) as pool:
+        joining = pool.submit(sender.join, dataclasses.asdict(order), to_json(metas).decode())
+        mine = of_sender(order, 1)
+        receiving = pool.submit(TransferGroup, mine, 1)
+        joining.result(DEADLINE_S)
+        receiving.result(DEADLINE_S)
+        pool.submit(sender.send, 1, True, False).result(DEADLINE_S)
+    assert stage.left == 0

@@ -18,6 +18,7 @@ from mopd.config.load import load_recipe
 from mopd.launch.node import Place
 from mopd.preflight.inputs import Check
 from mopd.preflight.nodes import conducting, run_folder
+from mopd.preflight.nodes import meeting as meeting_module
 from mopd.preflight.nodes.conducting import check_nodes
 from mopd.preflight.nodes.meeting import Meeting, meeting_at
 from mopd.preflight.nodes.run_folder import RunFolderTrials, TrialFiles
@@ -179,3 +180,28 @@ def test_a_disk_without_room_for_checkpoints_is_named(
     failed = {check.name: check.detail for check in found[0] if check.status == "failed"}
     assert set(failed) == {"room"} and "2 checkpoints take 114688.0: free space there" in failed["room"]
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_link_that_fails_at_once_on_one_node_waits_for_the_others(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 0's own all-reduce may take its whole deadline, and the other node's after it."""
+    begun = threading.Barrier(2)
+
+    class Link:
+        def __init__(self, meeting: Meeting) -> None:
+            self.leads = meeting.leads
+
+        def measured(self) -> dict[str, Any]:
+            begun.wait(DEADLINE_S)
+            if self.leads:
+                time.sleep(4.0)
+            return {"backend": "gloo", "error": "no such interface"}
+
+    monkeypatch.setattr(conducting, "AllReduce", Link)
+    monkeypatch.setattr(conducting, "STAGE_S", 1.0)
+    monkeypatch.setattr(meeting_module, "MARGIN_S", 1.0)
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(check_nodes, place, lambda: load_recipe(recipe), join_s=DEADLINE_S) for place in places(2)]
+        for checks in [end.result(2 * DEADLINE_S) for end in ends]:
+            assert checks[-1].name == "all-reduce" and "no such interface" in checks[-1].detail

@@ -45,11 +45,18 @@ export -f on_gpus
 
 stopping=
 # shellcheck disable=SC2317,SC2329 # the trap calls it
-ask_to_stop() {  # the limit comes near, or another job needs the nodes
+ask_to_stop() {  # SIGNAL: the limit comes near, another job needs the nodes, or somebody has called scancel
+  local why="whose time is up"
+  [ -z "$stopping" ] || return 0  # the first one's reason counts
   stopping=1
-  "${mopd[@]}" stop "$run" --by "job $SLURM_JOB_ID, whose time is up"
+  [ "$1" = USR1 ] || case $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) in
+    RUNNING*) why="which is preempted" ;;
+    *) why="which was cancelled" ;;
+  esac
+  "${mopd[@]}" stop "$run" --by "job $SLURM_JOB_ID, $why"
 }
-trap ask_to_stop USR1 TERM
+trap 'ask_to_stop USR1' USR1
+trap 'ask_to_stop TERM' TERM
 
 await() {  # PROCESS: its exit code; a signal's trap runs meanwhile
   local code

@@ -1,0 +1,58 @@
+"""A rank waits for rank 0 as long as that lives, and no longer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+SCRIPT = Path(__file__).parent / "heartbeat_script.py"
+DEADLINE_S = 180.0
+SILENT = "rank 0 gave no sign of life for {:g} s (schedule.wait_timeout_s), and did not say what comes next"
+Start = Callable[[str, float], str]
+
+
+@pytest.fixture
+def heard() -> Iterator[Start]:
+    """What rank 1 of two hears; both are this process's children, with the store that torchrun's agent keeps."""
+    started: list[subprocess.Popen[str]] = []
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def begin(behaviour: str, timeout_s: float) -> str:
+        for rank in range(2):
+            variables = {
+                "RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo",
+                "PYTHONPATH": SCRIPT.parents[3],
+            }  # fmt: skip
+            environment = os.environ | {name: str(value) for name, value in variables.items()}
+            command = [sys.executable, str(SCRIPT), behaviour, str(timeout_s)]
+            started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+        return started[1].communicate(timeout=DEADLINE_S)[0]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate(timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize("behaviour", ["waits", "late"])
+def test_rank_0s_waits_may_take_longer_than_one(heard: Start, behaviour: str) -> None:
+    """Between commands, and before the ranks join: two and a half times as long."""
+    assert heard(behaviour, 6.0) == "one\ntwo\n"
+
+
+@pytest.mark.parametrize("behaviour", ["stopped", "hung loop"])
+def test_rank_0_that_hangs_is_not_waited_for(heard: Start, behaviour: str) -> None:
+    one, line = heard(behaviour, 2.0).splitlines()
+    assert one == "one" and line.startswith(SILENT.format(2))
+
+
+def test_rank_0_that_is_killed_is_known_at_once(heard: Start) -> None:
+    """By its connection: the deadline is far beyond the test's."""
+    assert heard("killed", 1000.0) == "one\nlost\n"
