@@ -20,7 +20,7 @@ JOIN_S = 300.0
 """How long the first node waits for the last: a cold file system serves Python and torch to all of them."""
 CLOCK_ROUNDS = 3
 MAX_CLOCK_OFFSET_S = 2.0
-"""Heartbeats and stop requests carry times, and the first of several errors is found by them."""
+"""Heartbeats and stop requests carry times."""
 
 
 def check_nodes(place: Place, load: Callable[[], Loaded], *, join_s: float = JOIN_S) -> list[Check]:
