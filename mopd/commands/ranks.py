@@ -63,11 +63,11 @@ def on_students_ranks(
     checks()
     nodes.meet("the checks")
     from mopd.launch.launch import launch
-    from mopd.run.locating import to_json
+    from mopd.run.preparing import for_ranks
 
     num_ranks = loaded.recipe.student.parallel.world_size // nodes.place.num_nodes
     command = [sys.executable, "-m", "mopd", *arguments]
-    return launch(command, num_ranks=num_ranks, nodes=nodes, shared=to_json(loaded), cure=cure, ask=ask)
+    return launch(command, num_ranks=num_ranks, nodes=nodes, shared=for_ranks(loaded), cure=cure, ask=ask)
 
 
 def _raise_open_files(loaded: Loaded) -> None:

@@ -9,6 +9,7 @@ import re
 import socket
 from dataclasses import dataclass
 
+from mopd.launch.failure import is_rank
 from mopd.text import file_name
 from mopd.types import UserError
 
@@ -16,6 +17,17 @@ NODE_NAME = "MOPD_NODE_NAME"
 """Environment variable: another name for this machine, as where two of its launchers stand for two nodes."""
 LOOPBACK = "127.0.0.1"
 MAX_NODES = 4096
+RANK_DEFAULTS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+"""What our launcher sets for ranks where the user does not: Megatron's overlap of TP communication relies on one
+queue."""
+_COMPARED = re.compile(
+    r"NVTE_|CUBLAS|CUDNN_|NVIDIA_TF32|TORCH_(ALLOW_TF32|BLAS|CUDNN|LINALG)|TORCHDYNAMO_|TORCHINDUCTOR_|TRITON_|"
+    r"ATEN_|ONEDNN_|DNNL_|MKL_|OMP_NUM_THREADS$|CUDA_DEVICE_MAX_CONNECTIONS$|MEGATRON_|"
+    r"NCCL_(ALGO|PROTO|NVLS|COLLNET|MIN_NCHANNELS|MAX_NCHANNELS|BUFFSIZE|NTHREADS)"
+)
+"""Beginnings of names: which kernels and algorithms are chosen, and in which order they add."""
+_LEFT_OUT = re.compile(r"_(DIR|PATH|FILE|HOME|ROOT)$|CACHE|LOG|DEBUG|VERBOSE")
+"""In a name: where files lie and what is printed differs between nodes by right."""
 
 
 def node_name() -> str:
@@ -23,6 +35,14 @@ def node_name() -> str:
     its domain."""
     given = os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME")
     return file_name(given or socket.gethostname().partition(".")[0] or "localhost")
+
+
+def compared_environment() -> dict[str, str]:
+    """The variables that must be the same on all nodes, as ranks of this process's machine have them."""
+    set_here = {
+        name: value for name, value in os.environ.items() if _COMPARED.match(name) and not _LEFT_OUT.search(name)
+    }
+    return set_here if is_rank() else RANK_DEFAULTS | set_here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
