@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mopd.commands.ranks import add_recipe, on_students_ranks
 from mopd.config.load import Loaded, draft_recipe, load_recipe
 from mopd.config.reading.tree import STANDARD_INPUT
 from mopd.launch.failure import is_rank, rank_and_world_size
-from mopd.launch.node import add_node_arguments, place_of
-from mopd.launch.slurm_step import node_of_step
-from mopd.run.preparing import prepare
+from mopd.launch.node import add_node_arguments, node_of_step, place_of
+from mopd.run.preparing import agreed
 from mopd.tasks import Stop
 from mopd.text import json_lines, one_line
 from mopd.types import UserError
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         failed = _check_statically(args)
         if args.static or failed:
             return 2 if failed else 0
-    loaded = prepare(load_recipe(args.recipe, args.set))
+    loaded = agreed(partial(load_recipe, args.recipe, args.set))
     return on_students_ranks(loaded, arguments, lambda: _check(loaded, as_json=args.json)).code
 
 

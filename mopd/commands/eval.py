@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mopd.commands.ranks import add_recipe, on_students_ranks
 from mopd.config.load import Loaded, load_recipe
 from mopd.files.reading import shown_path
-from mopd.run.preparing import prepare
+from mopd.run.preparing import agreed
 from mopd.text import json_lines
 from mopd.types import UserError
 
@@ -34,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Start the ranks, wait for their end; the exit code. In a rank: evaluate."""
-    loaded = prepare(load_recipe(args.recipe, args.set), {"--model": args.model} if args.model is not None else None)
+    further = {} if args.model is None else {"--model": args.model}
+    loaded = agreed(partial(load_recipe, args.recipe, args.set), further)
     model = None if args.model is None else Path(*loaded.located.get(args.model, (args.model,)))
     if loaded.recipe.validation is None:
         raise UserError(f"{loaded.path}: eval needs validation: add a validation section")

@@ -9,9 +9,11 @@ from typing import Any
 
 from mopd.config.load import Loaded
 from mopd.config.reading.tree import STANDARD_INPUT
+from mopd.hardware import this_hardware
 from mopd.launch import failure
 from mopd.launch.node import Place
 from mopd.launch.nodes import Nodes
+from mopd.launch.open_files import raise_open_files
 from mopd.types import UserError
 
 
@@ -46,12 +48,15 @@ def on_students_ranks(
     if failure.is_rank():
         with beating(loaded.recipe.schedule.wait_timeout_s):
             check_world_size(loaded, failure.rank_and_world_size()[1])
+            if not failure.is_our_launchers():
+                _raise_open_files(loaded)
             check_inputs(loaded)
             return failure.Ended(code=work() or 0)
     nodes = Nodes(Place()) if nodes is None else nodes
     if loaded.path == STANDARD_INPUT:
         raise UserError("recipe: the ranks cannot read standard input again: write it to a file and name that")
     check_machine(loaded, nodes.place.num_nodes)
+    _raise_open_files(loaded)
     check_inputs(loaded)
     from mopd.placement.gpus import check_gpus
 
@@ -60,8 +65,14 @@ def on_students_ranks(
     checks()
     nodes.meet("the checks")
     from mopd.launch.launch import launch
-    from mopd.run.locating import to_json
+    from mopd.run.preparing import for_ranks
 
     num_ranks = loaded.recipe.student.parallel.world_size // nodes.place.num_nodes
     command = [sys.executable, "-m", "mopd", *arguments]
-    return launch(command, num_ranks=num_ranks, nodes=nodes, shared=to_json(loaded), cure=cure, ask=ask)
+    return launch(command, num_ranks=num_ranks, nodes=nodes, shared=for_ranks(loaded), cure=cure, ask=ask)
+
+
+def _raise_open_files(loaded: Loaded) -> None:
+    """Of this process and its children, as the ranks need it."""
+    where, on_gpu = loaded.where("student", "parallel"), not this_hardware().without_cuda
+    raise_open_files(loaded.recipe.student.parallel, where, on_gpu=on_gpu)

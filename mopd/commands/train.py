@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from mopd.commands.ranks import add_recipe, on_students_ranks
 from mopd.config.load import Loaded, load_recipe
@@ -21,7 +22,7 @@ from mopd.launch.node import add_node_arguments, node_name, place_of
 from mopd.launch.nodes import NodeLostError, Nodes
 from mopd.launch.signals import asked_by_sigterm, first_sigterm_asks, outlive_sigterm
 from mopd.run.folder import RunDir
-from mopd.run.preparing import prepare
+from mopd.run.preparing import agreed
 from mopd.run.stopping import forget_request, request_stop
 from mopd.tasks import Stop, StopAsked
 from mopd.types import UserError
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     if args.from_step is not None and not args.resume:
         raise UserError("--from names a checkpoint to resume from: add --resume")
     if is_rank():
-        loaded = prepare(load_recipe(args.recipe, args.set))
+        loaded = agreed(partial(load_recipe, args.recipe, args.set))
         run_dir = RunDir(loaded.recipe.run_dir)
         return on_students_ranks(loaded, arguments, lambda: _train(loaded, run_dir, args)).code
     place = place_of(args)
@@ -78,7 +79,7 @@ def _stop_now() -> None:
 
 
 def _launch(args: argparse.Namespace, arguments: Sequence[str], nodes: Nodes) -> Ended:
-    loaded = prepare(load_recipe(args.recipe, args.set), nodes=nodes)
+    loaded = agreed(partial(load_recipe, args.recipe, args.set), nodes=nodes)
     run_dir = RunDir(loaded.recipe.run_dir)
     is_new = not run_dir.path.exists()
     is_first = nodes.place.is_first

@@ -87,6 +87,17 @@ def local_world_size() -> int:
     return int(os.environ["LOCAL_WORLD_SIZE"])
 
 
+def num_groups() -> int:
+    """Agents of torchrun, or launchers of ours, that have started ranks, one a machine; 1 in a process that is no
+    rank."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1")) if is_rank() else 1
+
+
+def group_rank() -> int:
+    """Which of them has started this rank; 0 in a process that is no rank."""
+    return int(os.environ.get("GROUP_RANK", "0")) if is_rank() else 0
+
+
 def rank_0_host() -> str | None:
     """What ranks on other machines call rank 0's, as torchrun was told; ``None`` if there are none. On rank 0."""
     if not is_rank() or local_world_size() == rank_and_world_size()[1]:
@@ -217,12 +228,14 @@ def _tell_once(line: str) -> None:
     from torch.distributed import TCPStore  # heavy, and most ranks never come here
 
     timeout = datetime.timedelta(seconds=STORE_TIMEOUT_S)
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
-    if int(store.add("mopd/user_errors", 1)) == 1:
-        print(line, file=sys.stderr, flush=True)
-        store.set("mopd/told", "")
-        return
     try:
-        store.wait(["mopd/told"], timeout)
-    except RuntimeError:  # it has died before it could
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+        if int(store.add("mopd/user_errors", 1)) > 1:
+            store.wait(["mopd/told"], timeout)
+            return
+    except RuntimeError:  # the store has ended with node 0, or the first one before it could tell
         print(line, file=sys.stderr, flush=True)
+        return
+    print(line, file=sys.stderr, flush=True)
+    with contextlib.suppress(RuntimeError):
+        store.set("mopd/told", "")

@@ -35,7 +35,7 @@ from mopd.launch.failure import (
     read_stopped,
     reserve,
 )
-from mopd.launch.node import node_name
+from mopd.launch.node import RANK_DEFAULTS, node_name
 from mopd.launch.nodes import TERMINATE_TIMEOUT_S, Kind, Nodes
 from mopd.placement import reaper
 from mopd.text import visible
@@ -151,10 +151,7 @@ def _tell_signal(number: signal.Signals, nodes: Nodes, cure: str) -> Ended:
 
 def _rank_environment(num_ranks: int, launch_dir: Path, nodes: Nodes) -> dict[str, str]:
     """What ranks find in their environment besides torchrun's variables; a user's own setting wins."""
-    defaults = {
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's overlap of TP communication relies on one queue
-    }
+    defaults = RANK_DEFAULTS | {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks))}
     if nodes.place.is_on_loopback:
         defaults["GLOO_SOCKET_IFNAME"] = "lo"  # works where the host's name does not resolve
     chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}

@@ -9,6 +9,7 @@ import re
 import socket
 from dataclasses import dataclass
 
+from mopd.launch.failure import is_rank
 from mopd.text import file_name
 from mopd.types import UserError
 
@@ -16,6 +17,17 @@ NODE_NAME = "MOPD_NODE_NAME"
 """Environment variable: another name for this machine, as where two of its launchers stand for two nodes."""
 LOOPBACK = "127.0.0.1"
 MAX_NODES = 4096
+RANK_DEFAULTS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+"""What our launcher sets for ranks where the user does not: Megatron's overlap of TP communication relies on one
+queue."""
+_COMPARED = re.compile(
+    r"NVTE_|CUBLAS|CUDNN_|NVIDIA_TF32|TORCH_(ALLOW_TF32|BLAS|CUDNN|LINALG)|TORCHDYNAMO_|TORCHINDUCTOR_|TRITON_|"
+    r"ATEN_|ONEDNN_|DNNL_|MKL_|OMP_NUM_THREADS$|CUDA_DEVICE_MAX_CONNECTIONS$|MEGATRON_|"
+    r"NCCL_(ALGO|PROTO|NVLS|COLLNET|MIN_NCHANNELS|MAX_NCHANNELS|BUFFSIZE|NTHREADS)"
+)
+"""Beginnings of names: which kernels and algorithms are chosen, and in which order they add."""
+_LEFT_OUT = re.compile(r"_(DIR|PATH|FILE|HOME|ROOT)$|CACHE|LOG|DEBUG|VERBOSE")
+"""In a name: where files lie and what is printed differs between nodes by right."""
 
 
 def node_name() -> str:
@@ -23,6 +35,14 @@ def node_name() -> str:
     its domain."""
     given = os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME")
     return file_name(given or socket.gethostname().partition(".")[0] or "localhost")
+
+
+def compared_environment() -> dict[str, str]:
+    """The variables that must be the same on all nodes, as ranks of this process's machine have them."""
+    set_here = {
+        name: value for name, value in os.environ.items() if _COMPARED.match(name) and not _LEFT_OUT.search(name)
+    }
+    return set_here if is_rank() else RANK_DEFAULTS | set_here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,3 +92,18 @@ def place_of(args: argparse.Namespace) -> Place:
     if match is None or not 0 < int(match[3]) < 2**16:
         raise UserError(f"--rdzv-endpoint is {args.rdzv_endpoint!r}: write HOST:PORT, with a port from 1 to 65535")
     return Place(num_nodes=args.nnodes, node_rank=args.node_rank, host=match[1] or match[2], port=int(match[3]))
+
+
+def node_of_step() -> tuple[int, int] | None:
+    """(number of nodes, this node's number) of the Slurm step that this process is in; ``None`` outside of one."""
+    num_nodes = os.environ.get("SLURM_STEP_NUM_NODES", os.environ.get("SLURM_NNODES"))
+    node = os.environ.get("SLURM_NODEID")
+    if num_nodes is None or node is None or "SLURM_PROCID" not in os.environ:
+        return None
+    return int(num_nodes), int(node)
+
+
+def gpus_of_step() -> int | None:
+    """GPUs that Slurm gives the job on this node; ``None`` where it says nothing."""
+    told = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    return int(told) if told.isdecimal() else None

@@ -4,7 +4,8 @@ Node 0's launcher holds torch's store, which the ranks use too. In it each launc
 
     here/R    its name, once             beat/R    a count that goes on, whatever its main thread does
     end/R     how its ranks ended        failed    there as soon as anybody's have, or somebody is silent
-    silent/R  its beat has stopped, as node 0 sees it
+    silent/R  its beat has stopped, as node 0 sees it (its place among the ends)
+    order     counts the ends: who failed first is told by the store, as the clocks of machines differ
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ REPORT_S = 10.0
 """For all launchers to say how their ranks ended, once one has failed."""
 TERMINATE_TIMEOUT_S = 30
 """torchrun's own wait between the signal and SIGKILL when it ends ranks after a failure."""
+_LAST = 2**31
+"""Order of an end that the store did not count."""
 CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 """Environment variable."""
 Kind = Literal["user_error", "died", "error", "signal", "peer_lost", "gone", "ended"]
@@ -60,8 +63,8 @@ class NodeEnd:
     code: int
     line: str
     """One line, for the other nodes."""
-    time_s: float
-    """Seconds since the epoch."""
+    order: int
+    """Its place among the ends of all nodes, from 1."""
 
 
 class NodeLostError(Exception):
@@ -77,6 +80,8 @@ class Nodes:
         self.place, self._poll = place, poll
         self._store: Store | None = None
         self._told: NodeEnd | None = None
+        self._order: int | None = None
+        """Place of this node's end, once anything is told of it."""
         self._names: dict[int, str] = {}
         self._gone: set[int] = set()
         """Nodes of which nothing more is heard."""
@@ -151,14 +156,16 @@ class Nodes:
         return text
 
     def tell(self, kind: Kind, line: str, *, code: int = ERROR_CODE) -> None:
-        """Have the others end: how this node's ranks did."""
+        """Have the others end: how this node's ranks did. What is told again keeps its place among all ends."""
+        if self._order is None:
+            self._order = self._ask(lambda: self.store.add("order", 1), _LAST)
         self._told = NodeEnd(
             node_rank=self.place.node_rank,
             name=node_name(),
             kind=kind,
             code=code,
             line=line,
-            time_s=time.time(),
+            order=self._order,
         )
         told = json.dumps(asdict(self._told))
         self._ask(lambda: self.store.set(f"end/{self.place.node_rank}", told), None)
@@ -172,7 +179,7 @@ class Nodes:
         for kinds in _CAUSES:
             found = [end for end in ends if end.kind in kinds]
             if found:
-                return min(found, key=lambda end: (end.time_s, end.node_rank))
+                return min(found, key=lambda end: (end.order, end.node_rank))
         return self._told
 
     def _end_of(self, rank: int) -> NodeEnd:
@@ -182,13 +189,15 @@ class Nodes:
                 return NodeEnd(**json.loads(told))
         self._gone.add(rank)
         name = self._names.get(rank, "which did not come")
+        silent = f"silent/{rank}"
+        place = self._ask(lambda: self.store.get(silent), b"") if self._has(silent) else b""
         return NodeEnd(
             node_rank=rank,
             name=name,
             kind="gone" if rank == 0 or not self._is_store_gone else "ended",
             code=ERROR_CODE,
             line=f"node {rank} ({name}) is gone: its launcher was killed, or its machine is lost",
-            time_s=time.time(),
+            order=int(place or _LAST),
         )
 
     def _others(self) -> list[int]:
@@ -289,7 +298,8 @@ class Nodes:
             if rank not in seen or seen[rank][0] != beat:
                 seen[rank] = (beat, now)
             elif now - seen[rank][1] > SILENT_S:
-                store.set(f"silent/{rank}", "1")
+                if not store.check([f"silent/{rank}"]):
+                    store.set(f"silent/{rank}", str(store.add("order", 1)))
                 store.set("failed", "1")
 
 

@@ -39,6 +39,11 @@ class StallWatch:
         self.file.close()
 
 
+def log_of(rank: int) -> str:
+    """Name of a rank's log in the folder of its node."""
+    return f"rank_{rank}.log"
+
+
 @contextmanager
 def rank_log(logs: Path | None, rank: int, *, deadline_s: float) -> Iterator[StallWatch | None]:
     """The log of a rank's work; nothing without a folder. Rank 0 keeps its terminal; the output of our launcher's other
@@ -46,7 +51,7 @@ def rank_log(logs: Path | None, rank: int, *, deadline_s: float) -> Iterator[Sta
     if logs is None:
         yield None
         return
-    watch = StallWatch(logs / f"rank_{rank}.log", deadline_s)
+    watch = StallWatch(logs / log_of(rank), deadline_s)
     if rank and is_our_launchers():  # under raw torchrun a rank tells its error by itself
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

@@ -4,19 +4,26 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mopd.files.reading import read_text
 from mopd.files.writing import writing
-from mopd.launch.failure import LAUNCH_DIR, rank_and_world_size
+from mopd.launch.failure import LAUNCH_DIR, group_rank, num_groups, rank_and_world_size
 from mopd.types import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 FILE = "shared.json"
 MAX_BYTES = 64 * 2**20
 WAIT = datetime.timedelta(hours=24)
 """For the first rank of a machine, which may be fetching hundreds of gigabytes. If it ends, torchrun ends them all."""
+_held: list[Store] = []
+"""Of this process, with the ranks' meeting point in it."""
 
 
 def to_ranks(launch_dir: Path, text: str) -> None:
@@ -34,30 +41,66 @@ def from_launcher() -> str | None:
 
 
 def once_per_machine(first: Callable[[], str], others: Callable[[str], str]) -> str:
-    """Under raw ``torchrun``: the text of this machine, which one of its ranks makes.
+    """Under raw ``torchrun``: the text of this machine, which one of its ranks makes. Returns when all machines have
+    theirs.
 
     Args:
         first: makes that of rank 0's machine.
         others: makes that of another machine, from rank 0's text.
 
     Raises:
-        UserError: torchrun keeps no store.
+        UserError: on every rank, where one of the machines has raised it.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise UserError(
-            "names of the Hub need the store of torchrun's agent, for all ranks to read one commit: start with "
-            "torchrun's defaults, or name local folders and files"
-        )
-    from torch.distributed import TCPStore  # heavy, and most runs never come here
-
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=WAIT)
-    prefix = f"mopd/hub/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    machine = f"{prefix}/{os.environ['GROUP_RANK']}"
-    rank, _ = rank_and_world_size()
+    rank, world_size = rank_and_world_size()
+    if world_size == 1:
+        return first()
+    store, number = _agents_store(is_first=rank == 0), group_rank()
+    prefix = f"mopd/recipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if rank == 0:
-        text = first()
-        store.set(f"{prefix}/first", text)
-        store.set(machine, text)
+        _tell(store, f"{prefix}/0", first)
     elif os.environ["LOCAL_RANK"] == "0":
-        store.set(machine, others(str(store.get(f"{prefix}/first"), "utf-8")))
-    return str(store.get(machine), "utf-8")
+        _tell(store, f"{prefix}/{number}", lambda: others(_hear(store, f"{prefix}/0")))
+    text = _hear(store, f"{prefix}/{number}")
+    if rank == 0:
+        keys = [f"{prefix}/{machine}" for machine in range(num_groups())]
+        _tell(store, f"{prefix}/all", lambda: "".join(_hear(store, key)[:0] for key in keys))
+    _hear(store, f"{prefix}/all")
+    return text
+
+
+def _tell(store: Store, key: str, make: Callable[[], str]) -> None:
+    """Leave a text, or the line of the ``UserError`` in its place."""
+    try:
+        told = {"text": make()}
+    except UserError as error:
+        told = {"error": str(error)}
+    store.set(key, json.dumps(told))
+
+
+def _hear(store: Store, key: str) -> str:
+    try:
+        told = json.loads(store.get(key))
+    except RuntimeError as error:  # torch's errors of its store
+        raise UserError("the run has ended before all machines had agreed on a recipe: see the first one's") from error
+    if "error" in told:
+        raise UserError(told["error"])
+    return str(told["text"])
+
+
+def _agents_store(*, is_first: bool) -> Store:
+    """A store that all ranks reach before they join: the one that torchrun's agent keeps, or rank 0's own, which lives
+    on in this process until the ranks meet in it (``multi_tenant``)."""
+    from torch.distributed import TCPStore  # heavy
+
+    is_master = is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=is_master,
+        timeout=WAIT,
+        wait_for_workers=False,
+        multi_tenant=is_master,
+    )
+    if is_master:
+        _held.append(store)
+    return store

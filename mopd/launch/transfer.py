@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import threading
 import time
@@ -27,6 +26,7 @@ from torch import Tensor
 from mopd.config.groups import VllmEngineConfig
 from mopd.config.schema import Recipe
 from mopd.config.weights import BucketsConfig, CollectiveConfig, IpcConfig
+from mopd.launch.failure import num_groups
 from mopd.launch.stages import waiting_s
 from mopd.student.weights import hf_tensors
 from mopd.student.worker import StudentWorker
@@ -315,4 +315,4 @@ def open_transfer(recipe: Recipe, worker: StudentWorker, targets: Targets) -> Tr
 
 def is_one_node() -> bool:
     """All ranks can reach rank 0's loopback: torchrun has one agent, or there is none."""
-    return os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    return num_groups() == 1

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mopd.config.load import load_recipe
+from mopd.config.reading.build import build_from_json
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
 from mopd.conversion.models.reading import read_dims
@@ -55,7 +55,7 @@ def run(file: Path, descriptor: int) -> int:
     logging.basicConfig(level=logging.WARNING, handlers=[forwarding])
     logging.getLogger("mopd").setLevel(logging.INFO)
     try:
-        recipe = load_recipe_of(told["recipe"], file)
+        recipe = build_from_json(Recipe, told["recipe"], "recipe.yaml")
         with forwarding.told_at_once(end):
             inputs = read_inputs(recipe)
         plane = open_storage(recipe, host=rank_0_host())
@@ -71,16 +71,6 @@ def run(file: Path, descriptor: int) -> int:
         if inputs.rewards is not None:
             inputs.rewards.close()
     return 0
-
-
-def load_recipe_of(tree: Mapping[str, Any], file: Path) -> Recipe:
-    """The recipe that rank 0 resolved; JSON is YAML."""
-    path = file.with_name(f"{file.name}.yaml")
-    path.write_text(json.dumps(tree), encoding="utf-8")
-    try:
-        return load_recipe(path).recipe
-    finally:
-        path.unlink()
 
 
 def _say(end: socket.socket, value: Mapping[str, Any]) -> None:

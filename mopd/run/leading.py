@@ -15,10 +15,11 @@ from mopd.config.schema import Recipe
 from mopd.data_plane.interface import Reader, Storage, StorageEnded
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.reading import open_reader
+from mopd.files.reading import shown_path
 from mopd.launch import heartbeat
 from mopd.launch.failure import rank_0_host
 from mopd.launch.heartbeat import LeaderWatch
-from mopd.launch.rank_log import rank_log
+from mopd.launch.rank_log import log_of, rank_log
 from mopd.launch.ranks import CommandChannel, StudentGroup, StudentHere, serve
 from mopd.launch.reaching import check_reach, told_to_reach
 from mopd.launch.transfer import open_transfer
@@ -36,6 +37,8 @@ from mopd.types import UserError
 
 RANK_0_S = 2.0
 """For rank 0 to say why the data plane is gone."""
+SEEN_S = 60.0
+"""For rank 0's log to be seen by the other nodes: network file systems keep what they have looked up."""
 Rank = tuple[StudentWorker, CommandChannel]
 
 
@@ -137,6 +140,7 @@ def joined(recipe: Recipe, opened: Opened | None, logs: Path | None = None) -> I
         channel = CommandChannel(layout.control_group, leader)
         if opened is None:
             told = channel.receive()
+            require_shared(logs, told["log"])
             channel.watch = log.enter_context(rank_log(logs, layout.rank, deadline_s=timeout_s))
             with _rank_0_first():
                 reader = open_reader(told["data_plane"], timeout_s=timeout_s)
@@ -147,12 +151,28 @@ def joined(recipe: Recipe, opened: Opened | None, logs: Path | None = None) -> I
             return
         channel.watch = log.enter_context(rank_log(logs, layout.rank, deadline_s=timeout_s))
         domains = list(recipe.assignment.domains_among(opened.domains))
-        channel.send({"domains": domains, "data_plane": opened.plane})
+        log_name = None if logs is None else f"{logs.name}/{log_of(layout.rank)}"
+        channel.send({"domains": domains, "data_plane": opened.plane, "log": log_name})
         worker = StudentWorker(recipe, opened.reader, domains)
         with worker.saving:
             yield worker, channel
         ending = {"is_asked": channel.stopped is not None}
         channel.send({"call": "stop", "kwargs": ending})  # after an error nobody listens
+
+
+def require_shared(logs: Path | None, name: str | None) -> None:
+    """``UserError`` where ``logs``, of this node, do not lie beside rank 0's log ``name``."""
+    if logs is None or name is None:
+        return
+    deadline = time.monotonic() + SEEN_S
+    while not (logs.parent / name).exists():
+        if time.monotonic() > deadline:
+            path = shown_path(logs.parent / name)
+            raise UserError(
+                f"run_dir: {path!r}, which rank 0 has made, is not there on {logs.name}: name a folder that all nodes "
+                "share, and start them in one working directory"
+            )
+        time.sleep(0.2)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,8 +13,6 @@ from mopd.config.placements import ExternalConfig
 from mopd.config.reading.tree import dotted
 from mopd.config.schema import Recipe
 from mopd.hub.names import HubName, hub_data, hub_model
-from mopd.launch import failure, sharing
-from mopd.launch.nodes import Nodes
 from mopd.types import UserError
 
 MAX_NAMES = 500
@@ -51,12 +48,14 @@ class Located:
 
 
 def locate(
-    loaded: Loaded, further_models: Mapping[str, str], nodes: Nodes | None = None, *, only: str | None = None
+    loaded: Loaded,
+    further_models: Mapping[str, str],
+    *,
+    only: str | None = None,
+    commits: Mapping[str, str] | None = None,
 ) -> Located:
-    """Fetch what the recipe names, or what it names at the key ``only``. ``further_models`` are those of the command
-    line, by option.
-
-    Each node fetches once, the commits that node 0 found: its launcher, one of ``nodes``, or its first rank.
+    """Fetch what the recipe names onto this machine, or what it names at the key ``only``. ``further_models`` are those
+    of the command line, by option; ``commits`` those that node 0 found, by key.
 
     Raises:
         UserError: file, key, both readings of the name and the cure.
@@ -66,16 +65,7 @@ def locate(
         return Located(paths={}, commits={})
     if len(wanted) > MAX_NAMES:
         raise UserError(f"{loaded.path}: names {len(wanted)} models and data sets of the Hub: name at most {MAX_NAMES}")
-
-    def first() -> str:
-        return to_json(_fetch(wanted))
-
-    def others(found: str) -> str:
-        return to_json(_fetch(_pinned(wanted, _from_json(found))))
-
-    if failure.is_rank():
-        return _from_json(sharing.from_launcher() or sharing.once_per_machine(first, others))
-    return _from_json(first() if nodes is None else nodes.once_per_node(first, others))
+    return _fetch(wanted if commits is None else _pinned(wanted, commits))
 
 
 def apply(loaded: Loaded, located: Located) -> Loaded:
@@ -97,16 +87,6 @@ def unpinned(recipe: Recipe) -> Recipe:
         return [text if name is None else str(dataclasses.replace(name, revision=None))]
 
     return _replaced(recipe, model, data)
-
-
-def to_json(located: Located | Loaded) -> str:
-    """For the ranks of this machine."""
-    paths = located.paths if isinstance(located, Located) else located.located
-    return json.dumps({"paths": {k: list(v) for k, v in paths.items()}, "commits": dict(located.commits)})
-
-
-def _from_json(text: str) -> Located:
-    return Located(**json.loads(text))
 
 
 def _wanted(loaded: Loaded, further_models: Mapping[str, str]) -> Iterator[Wanted]:
@@ -140,10 +120,10 @@ def _wanted(loaded: Loaded, further_models: Mapping[str, str]) -> Iterator[Wante
                 yield Wanted(key=f"data.{split}[{i}]", where=where, text=file.path, name=found, kind="data")
 
 
-def _pinned(wanted: Sequence[Wanted], first: Located) -> list[Wanted]:
+def _pinned(wanted: Sequence[Wanted], commits: Mapping[str, str]) -> list[Wanted]:
     """What another machine fetches: the commits that the first one found."""
     return [
-        dataclasses.replace(one, name=one.name.at(first.commits[one.key].partition("@")[2].partition(":")[0]))
+        dataclasses.replace(one, name=one.name.at(commits[one.key].partition("@")[2].partition(":")[0]))
         for one in wanted
     ]
 

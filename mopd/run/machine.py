@@ -1,16 +1,20 @@
-"""What a run runs on, kept in its folder for its report: hardware and packages, no name of a host or folder."""
+"""What a run runs on, kept in its folder for its report and compared between its nodes: hardware and packages, no name
+of a host or folder."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from mopd import __version__
+import mopd
+from mopd.hardware import driver_version
 
 PACKAGES = (
     "megatron-core",
@@ -27,19 +31,44 @@ PACKAGES = (
 def describe_machine() -> dict[str, Any]:
     """Content of ``machine.json``: ``gpus`` (names), ``cpu``, ``num_cores``, ``memory_gib`` of this machine, and the
     versions of ``packages``."""
-    packages = {"mopd": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    for name in PACKAGES:
-        try:
-            packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # an optional part
-            continue
     return {
         "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
         "cpu": _cpu_name(),
         "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "packages": packages,
+        "packages": _packages(),
     }
+
+
+def package_versions() -> dict[str, str]:
+    """Package -> version, as nodes compare them; ``mopd`` with a hash of its source, and the GPUs' ``driver``."""
+    driver = {"driver": version} if (version := driver_version()) is not None else {}
+    return _packages() | {"mopd": f"{mopd.__version__} ({_hash_of_source()})"} | driver
+
+
+def kinds_of_gpus(num_ranks: int) -> str:
+    """Names of the GPUs that ``num_ranks`` trainer ranks take on this machine, each once."""
+    names = {torch.cuda.get_device_name(number) for number in range(min(num_ranks, torch.cuda.device_count()))}
+    return ", ".join(sorted(names)) or "none"
+
+
+def _packages() -> dict[str, str]:
+    packages = {"mopd": mopd.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    for name in PACKAGES:
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # an optional part
+            continue
+    return packages
+
+
+def _hash_of_source() -> str:
+    """Two checkouts of one version may differ."""
+    root = Path(mopd.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def _cpu_name() -> str:

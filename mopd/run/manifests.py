@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -11,13 +13,17 @@ from mopd.config.groups import TeacherConfig
 from mopd.config.placements import ExternalConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest, compare_manifests, make_manifest
+from mopd.conversion.hf.reader import PROCESSOR_PATTERNS, matching_files
+from mopd.conversion.models.config_keys import CONFIG_FILE
 from mopd.files.json_text import read_json_object
-from mopd.files.reading import shown_path
+from mopd.files.reading import open_regular, shown_path
 from mopd.files.writing import write_json
 from mopd.replicas.identity import PROBE_TOKENS
 from mopd.report.run_files import CURE
 from mopd.types import UserError
 
+NUM_SAMPLES, SAMPLE_BYTES = 256, 4096
+"""Of a weight file that nodes compare: all of one of 1 MiB, and a tensor of 1/256 of a larger one is not missed."""
 CACHE_FILE = Path("~/.cache/mopd/weight_hashes.json")
 FINGERPRINTS = "fingerprints"
 """Key of ``manifest.json`` beside those of the models: scores on a fixed probe, by ``teachers.NAME``."""
@@ -129,3 +135,20 @@ def _is_fingerprint(value: Any) -> bool:
     return (
         isinstance(scores, list) and len(scores) == PROBE_TOKENS - 1 and all(type(score) is float for score in scores)
     )
+
+
+def glimpse(folder: Path) -> dict[str, str]:
+    """Digest of each file that trainer ranks read of the student's folder, for nodes to compare before they load it: of
+    a large one, of its size and of samples all over it. Empty where there is no such folder."""
+    patterns = ("*.safetensors", CONFIG_FILE, *PROCESSOR_PATTERNS)
+    return {path.name: _sampled_sha256(path)[:12] for path in matching_files(folder, patterns)}
+
+
+def _sampled_sha256(path: Path) -> str:
+    with open_regular(path, cure="let all nodes read one folder") as file:
+        size = file.seek(0, os.SEEK_END)
+        digest = hashlib.sha256(f"{size}\0".encode())
+        for start in (*range(0, size, max(SAMPLE_BYTES, size // NUM_SAMPLES)), max(0, size - SAMPLE_BYTES)):
+            file.seek(start)
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()

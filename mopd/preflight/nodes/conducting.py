@@ -23,7 +23,7 @@ VERDICT_S = 2 * (DEADLINE_S + STAGE_S)
 """What node 0 may take from its last decision on: answers of the clocks, its own all-reduce, those of the others."""
 CLOCK_ROUNDS = 3
 MAX_CLOCK_OFFSET_S = 2.0
-"""Heartbeats and stop requests carry times, and the first of several errors is found by them."""
+"""Heartbeats and stop requests carry times."""
 
 
 def check_nodes(place: Place, load: Callable[[], Loaded], *, join_s: float = JOIN_S) -> list[Check]:

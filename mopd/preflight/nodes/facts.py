@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import mopd
 from mopd.config.load import Loaded, flatten
 from mopd.conversion.hf.manifest import make_manifest
-from mopd.hardware import Hardware, driver_version, this_hardware
+from mopd.hardware import Hardware, this_hardware
 from mopd.hub.names import hub_model
-from mopd.launch.node import node_name
-from mopd.launch.slurm_step import gpus_of_step
+from mopd.launch.node import gpus_of_step, node_name
 from mopd.placement.gpus import Machine, engine_groups, share_gpus
 from mopd.preflight.inputs import check_inputs, check_machine, check_model_folder
-from mopd.run.machine import describe_machine
-from mopd.run.preparing import settled, weights_bytes
+from mopd.run.machine import describe_machine, package_versions
+from mopd.run.preparing import settled, shown, weights_bytes
 from mopd.slurm.layout import JobComponent, lay_out, slurm_of
 from mopd.types import UserError
 
 SHM = Path("/dev/shm")
-MAX_SHOWN = 60
-"""Characters of a recipe's value that is told to the others; of a longer one its hash."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,14 +83,9 @@ def facts_of_this_node(load: Callable[[], Loaded], *, num_nodes: int, node: int)
     """The account, and the recipe if it can be read. ``load`` raises ``UserError`` where it cannot."""
     problems: list[str] = []
     machine = describe_machine()
-    driver = driver_version()
     facts = NodeFacts(
         name=node_name(),
-        versions={
-            **machine["packages"],
-            "mopd": f"{mopd.__version__} ({_hash_of_source()})",
-            **({} if driver is None else {"driver": driver}),
-        },
+        versions=package_versions(),
         gpus=tuple(machine["gpus"]),
         shm_bytes=shutil.disk_usage(SHM).total if SHM.is_dir() else 0,
     )
@@ -111,23 +100,9 @@ def facts_of_this_node(load: Callable[[], Loaded], *, num_nodes: int, node: int)
         except UserError as error:
             if str(error) not in problems:
                 problems.append(str(error))
-    recipe = {key: _short(value) for key, value in flatten(loaded.named).items()}
+    recipe = {key: shown(value) for key, value in flatten(loaded.named).items()}
     whole = dataclasses.replace(facts, models=models, recipe=recipe, problems=tuple(problems), is_complete=True)
     return whole, loaded
-
-
-def _hash_of_source() -> str:
-    """Two checkouts of one version may differ."""
-    root = Path(mopd.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:8]
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= MAX_SHOWN else f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _models(loaded: Loaded) -> tuple[dict[str, dict[str, str]], list[str]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import os
 import signal
 import socket
@@ -193,6 +195,30 @@ def test_an_error_before_the_ranks_ends_the_waits_of_the_others() -> None:
     assert waiting() == ("student.model: is not here", USER_ERROR_CODE)
     with pytest.raises(UserError, match="is not here"):
         failing()
+
+
+def test_who_failed_first_is_what_the_store_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks of machines differ: here each look is an hour before the one before it."""
+    clock = itertools.count(1e9, -3600)
+    monkeypatch.setattr("time.time", lambda: next(clock))
+    told = threading.Barrier(2)
+
+    def fail(nodes: Nodes, *, is_first: bool) -> str:
+        if not is_first:
+            told.wait(DEADLINE_S)
+        nodes.tell("error", f"failure of node {nodes.place.node_rank}")
+        if is_first:
+            told.wait(DEADLINE_S)
+            nodes.tell("died", f"death on node {nodes.place.node_rank}")  # what is known later keeps its place
+        return nodes.cause().line
+
+    for first in (0, 1):
+        port = free_port()
+        ends = [
+            meet_as(Place(num_nodes=2, node_rank=rank, port=port), functools.partial(fail, is_first=rank == first))
+            for rank in range(2)
+        ]
+        assert {end() for end in ends} <= {f"death on node {first}", f"failure of node {first}"}
 
 
 def wait_for_store(port: int) -> None:

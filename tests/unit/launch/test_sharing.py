@@ -2,50 +2,83 @@
 
 from __future__ import annotations
 
+import datetime
 import multiprocessing
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from mopd.launch import sharing
 from mopd.launch.failure import LAUNCH_DIR
 from mopd.types import UserError
+from tests.fixtures.ports import free_port
 
 RANKS = [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
 """Rank, machine, rank on the machine."""
 
 
-def rank(number: int, machine: int, local: int, port: int, folder: Path) -> None:
+def rank(
+    number: int, machine: int, local: int, port: int, folder: Path, agents_store: bool = True, bad: int = -1
+) -> None:
+    """Leaves its text, or the line of its error; rank ``bad`` fails to make one."""
+
+    def make(text: str) -> str:
+        if number == bad:
+            raise UserError(f"{text} is bad")
+        return text
+
     with pytest.MonkeyPatch.context() as patch:
         variables = {
             "RANK": number, "WORLD_SIZE": len(RANKS), "LOCAL_RANK": local, "GROUP_RANK": machine,
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": agents_store,
+            "GROUP_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "one",
         }  # fmt: skip
         for name, value in variables.items():
             patch.setenv(name, str(value))
-        text = sharing.once_per_machine(lambda: f"first of {number}", lambda first: f"{number} after {first}")
+        try:
+            text = sharing.once_per_machine(
+                lambda: make(f"first of {number}"), lambda first: make(f"{number} after {first}")
+            )
+        except UserError as error:
+            (folder / str(number)).write_text(str(error))
+            return
+        if not agents_store:  # the ranks then meet in the same store
+            dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+            dist.barrier()
         (folder / str(number)).write_text(text)
+
+
+def texts_of_ranks(folder: Path, port: int, *more: object) -> list[str]:
+    context = multiprocessing.get_context("spawn")
+    # The last one starts first: it has to wait.
+    children = [context.Process(target=rank, args=(*one, port, folder, *more)) for one in reversed(RANKS)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(120)
+    assert [child.exitcode for child in children] == [0] * len(RANKS)
+    return [(folder / str(number)).read_text() for number, _, _ in RANKS]
 
 
 def test_one_rank_of_each_machine_makes_the_text(tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    # The last one starts first: it has to wait.
-    children = [context.Process(target=rank, args=(*one, store.port, tmp_path)) for one in reversed(RANKS)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(60)
-    assert [child.exitcode for child in children] == [0] * len(RANKS)
-    texts = [(tmp_path / str(number)).read_text() for number, _, _ in RANKS]
+    texts = texts_of_ranks(tmp_path, store.port)
     assert texts == ["first of 0", "first of 0", "2 after first of 0", "2 after first of 0"]
 
 
-def test_without_a_store_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
-    with pytest.raises(UserError, match="names of the Hub need the store of torchrun's agent"):
-        sharing.once_per_machine(str, str)
+@pytest.mark.parametrize(("bad", "line"), [(0, "first of 0 is bad"), (2, "2 after first of 0 is bad")])
+def test_one_machines_error_is_every_ranks(bad: int, line: str, tmp_path: Path) -> None:
+    """Nobody goes on before all machines have their text."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert texts_of_ranks(tmp_path, store.port, True, bad) == [line] * len(RANKS)
+
+
+def test_without_the_agents_store_rank_0_holds_one(tmp_path: Path) -> None:
+    """And the ranks join in it."""
+    texts = texts_of_ranks(tmp_path, free_port(), False)
+    assert texts == ["first of 0", "first of 0", "2 after first of 0", "2 after first of 0"]
 
 
 def test_from_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
