@@ -49,7 +49,7 @@ test: $(ENGINES_STAMP)  ## everything that runs on this machine, three files at 
 	# bytecode is kept, whatever the shell says: else each worker compiles every file anew
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -rs
 
-fuzz: $(STAMP)  ## 10,000 mutations of every kind of file that is read, and new random inputs (make test: a short form)
+fuzz: $(STAMP)  ## 10,000 mutations of every kind of file that is read and of responses, and new random inputs (make test: a short form)
 	MOPD_FUZZ_MUTATIONS=10000 $(BIN)/python -m pytest tests/fuzz $$(grep -rl 'from hypothesis' tests/unit) --timeout=3600 --numprocesses 2 -rP
 
 parity: $(STAMP)  ## resumption between any two layouts; 40 random models at random layouts against one rank

@@ -10,8 +10,7 @@ from urllib.parse import quote
 
 _ACTS_ON_TERMINALS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters (C0, DEL, C1), line ends of Unicode, overrides of the writing direction, halves of characters."""
-_USER = re.compile(r"(\w://)[^\s'\"]*@")
-_QUERY = re.compile(r"(\w://[^\s'\"?]*\?)[^\s'\"]+")
+_URL = re.compile(r"(\w://)([^\s'\"]+)")
 MAX_FILE_NAME_BYTES = 200
 """Linux takes 255; what is left is for numbers and suffixes."""
 
@@ -26,7 +25,18 @@ def visible(text: str, *, keep: str = "") -> str:
 
 def without_credentials(text: str) -> str:
     """``text`` without what URLs in it may tell: user names, passwords, queries."""
-    return _QUERY.sub(r"\1…", _USER.sub(r"\1…@", text))
+    return _URL.sub(_without_secrets, text)
+
+
+def _without_secrets(url: re.Match[str]) -> str:
+    _, at, place = url[2].rpartition("@")
+    place, mark, query = place.partition("?")
+    return f"{url[1]}{'…@' if at else ''}{place}{mark}{'…' if query else ''}"
+
+
+def encodable(text: str) -> str:
+    """Spell out halves of characters (lone surrogates), which UTF-8 does not carry."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def one_line(error: BaseException | str) -> str:

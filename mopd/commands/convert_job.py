@@ -23,7 +23,7 @@ from mopd.conversion.torch_dist.plan import TargetLayout
 from mopd.launch import failure
 from mopd.preflight.inputs import check_model_folder
 from mopd.report.terminal import Terminal
-from mopd.text import visible
+from mopd.text import encodable, visible
 from mopd.types import UserError
 
 TIMEOUT_S = 12 * 3600.0
@@ -146,7 +146,7 @@ def _together(action: Callable[[], _T], size: int) -> _T:
         message = str(error) or "unknown error"
     except Stopped:
         message = ""
-    messages = _gather(message.encode(), size)
+    messages = _gather(encodable(message).encode(), size)
     if any(messages):
         raise UserError(next(text for text in messages if text).decode())
     return result  # type: ignore[return-value]

@@ -35,8 +35,8 @@ class FrameError(ValueError):
 
 
 def packed(value: Any) -> bytes:
-    """A head as msgpack."""
-    body: bytes = msgpack.packb(value)
+    """A head as msgpack. Halves of characters, as an error's text may hold, are spelled out."""
+    body: bytes = msgpack.packb(value, unicode_errors="backslashreplace")
     return body
 
 

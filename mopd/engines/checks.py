@@ -86,9 +86,10 @@ def check_scores(
     top_k: int,
     vocab_size: int | None,
 ) -> None:
-    """The scores can be those of the responses ``tokens[i][prompt_lengths[i]:]``.
+    """The scores can be those of the responses ``tokens[i][prompt_lengths[i]:]``: every promise of ``Scores`` is kept.
 
-    A listed log-prob may be -inf: the entry then leaves the loss's set S. The token's own must be finite.
+    Rows are in order, most probable id first; equals may stand in any. A listed log-prob may be -inf: the entry then
+    leaves the loss's set S. The token's own must be finite.
 
     Args:
         vocab_size: ids are below it; ``None``: nobody knows it.
@@ -116,14 +117,17 @@ def check_generations(generations: Sequence[Generation], *, max_new_tokens: int,
     """The responses can have been drawn. ``ValueError``, one line, as ``check_scores``."""
     for i, given in enumerate(generations):
         count = len(given.tokens) if isinstance(given.tokens, Tensor) and given.tokens.dim() == 1 else -1
-        least = 0 if given.finish_reason == "handed_back" else 1
-        if not least <= count <= max_new_tokens:
-            raise ValueError(f"response {i} has not {least} to {max_new_tokens} tokens (max_new_tokens) but {count}")
+        is_part = given.finish_reason == "handed_back"  # something of it is still to be drawn
+        least, most = (0, max_new_tokens - 1) if is_part else (1, max_new_tokens)
+        if not least <= count <= most:
+            raise ValueError(f"response {i} has not {least} to {most} tokens (max_new_tokens) but {count}")
         _check_tensor(given.tokens, "tokens", (count,), torch.int64, i)
         _check_tensor(given.logprobs, "logprobs", (count,), torch.float32, i)
         _check_tensor(given.token_versions, "token_versions", (count,), torch.int32, i)
         if (given.token_versions.diff() < 0).any():
             raise ValueError(f"response {i} has a token whose weight version falls below the one before")
+        if count and given.token_versions[0] < -1:
+            raise ValueError(f"response {i} has a token of weight version {int(given.token_versions[0])}")
         if given.finish_reason not in ("stop", "length", "handed_back"):
             raise ValueError(f"response {i} ended for an unknown reason: {given.finish_reason!r:.40}")
     if not any(len(given.tokens) for given in generations):
@@ -156,6 +160,11 @@ class _Rows:
         difference_R = np.abs(np.where(is_listed, logprobs_RK[rows, place_R], own_R) - own_R)
         allowed_R = MAX_OWN_DIFFERENCE * np.maximum(1, -own_R)
         self._refuse(~(difference_R <= allowed_R), "the response's token has one log-prob in its row and another alone")
+        disorder_R = (logprobs_RK[:, 1:] > logprobs_RK[:, :-1]).any(1)
+        self._refuse(disorder_R, "a more probable id stands behind a less probable one")
+        last_R = logprobs_RK[:, -1]  # -inf: the row lists fewer than K
+        missing_R = ~is_listed & (last_R > -np.inf) & (own_R > last_R + allowed_R)
+        self._refuse(missing_R, "the response's token is more probable than the last id of its row, but not listed")
 
     def check_ids(self, ids_RK: Array, vocab_size: int | None) -> None:
         """[R, K] integers in the vocabulary."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +19,8 @@ MAX_INTEGER_DIGITS = 20
 """64-bit integers have at most 19 digits, 20 with a sign."""
 MAX_DIGITS = 400
 """Of a whole number with ``any_number``; longer ones take long to read."""
+_STRING = re.compile(r'"[^"]*"?')
+"""In a text without escaped quotes."""
 
 
 def parse_json(
@@ -41,7 +44,7 @@ def parse_json(
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")  # UnicodeDecodeError is a ValueError
-    if text.count(",") + text.count("[") + text.count("{") > max_values:
+    if _num_marks(text) > max_values and _num_values(text, max_values) > max_values:
         raise ValueError(f"more than {max_values} values")
     try:
         value = json.loads(
@@ -78,6 +81,20 @@ def read_json_object(
     if not isinstance(value, dict):
         raise UserError(f"{shown_path(path)}: holds a {type(value).__name__}, not a JSON object: {cure}")
     return value
+
+
+def _num_marks(text: str) -> int:
+    return text.count(",") + text.count("[") + text.count("{")
+
+
+def _num_values(text: str, limit: int) -> int:
+    """Marks outside of strings, which say how many values there are, or a number above ``limit``. Slow: a response of
+    commas alone is one value, and only such texts come here."""
+    bare = text.replace("\\\\", "").replace('\\"', "")
+    num_strings = bare.count('"') // 2
+    if num_strings > 2 * limit:  # more keys and values than are allowed, and long to look at
+        return num_strings
+    return _num_marks(bare) - sum(_num_marks(string[0]) for string in _STRING.finditer(bare))
 
 
 def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

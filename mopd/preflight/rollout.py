@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from mopd.config.schema import Recipe
+from mopd.engines.checks import check_generations
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.interface import EngineError, EngineInfo, Generator
+from mopd.engines.interface import CorruptAnswer, EngineError, EngineInfo, Generation, Generator, SamplingParams
 from mopd.placement.interface import ROLLOUT
 from mopd.preflight.inputs import Check
 from mopd.preflight.vision import probe_rows
@@ -38,6 +39,25 @@ class AskedStudent(Protocol):
 
     async def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float) -> list[Tensor]:
         """[R] fp32 of each sample's response tokens."""
+
+
+class CheckedReplica:
+    """A replica's engine as a ``Generator``, where no router looks at its answers."""
+
+    def __init__(self, replica: Replica, vocab_size: int) -> None:
+        self.name, self._engine, self._vocab_size = replica.name, cast(Generator, replica.engine), vocab_size
+        self.weight_version = self._engine.weight_version
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int], **more: Any
+    ) -> list[Generation]:
+        """``CorruptAnswer`` for responses that cannot have been drawn."""
+        drawn = await self._engine.generate(prompts, sampling, seeds, **more)
+        try:
+            check_generations(drawn, max_new_tokens=sampling.max_new_tokens, vocab_size=self._vocab_size)
+        except ValueError as error:
+            raise CorruptAnswer(f"{self.name}: corrupt answer: {error}") from error
+        return drawn
 
 
 class RolloutCheck:
@@ -82,7 +102,8 @@ class RolloutCheck:
         async def draw(number: int, replica: Replica) -> SampleMeta:
             prompt = Prompt(sample_id=FIRST_ID + number, domain=domain, row=row)
             try:
-                (sample,) = await replace(alone, generator=cast(Generator, replica.engine)).generate([prompt])
+                checked = CheckedReplica(replica, self._student.vocab_size)
+                (sample,) = await replace(alone, generator=checked).generate([prompt])
             except EngineError as error:
                 raise UserError(f"{replica.name} did not draw a probe: {error}: see its log") from error
             return sample

@@ -12,6 +12,7 @@ import torch
 from mopd.config.schema import PreflightConfig, Recipe
 from mopd.conversion.hf.manifest import HASHES, Manifest
 from mopd.data.image_processing import read_image_processing, sees_images
+from mopd.engines.checks import check_scores
 from mopd.engines.interface import EngineError, EngineInfo
 from mopd.replicas.interface import Replica
 from mopd.types import UserError
@@ -90,10 +91,14 @@ async def fingerprint(
     tokens = fingerprint_tokens(vocab_size // 2 if sees_images else vocab_size)
     scorer: Any = replica.engine
     try:
-        (scores,) = await scorer.score([torch.tensor(tokens)], [1], top_k=1, temperature=temperature)
+        scores = await scorer.score([torch.tensor(tokens)], [1], top_k=1, temperature=temperature)
     except EngineError as error:
         raise UserError(f"{replica.name} did not score the fixed probe: {error}: see its log") from error
-    return {"vocab_size": vocab_size, "token_logprobs": scores.token_logprobs.tolist()}
+    try:  # no router has
+        check_scores(scores, [torch.tensor(tokens)], [1], top_k=1, vocab_size=None)
+    except ValueError as error:
+        raise UserError(f"{replica.name} cannot have scored the fixed probe: {error}: see its log") from error
+    return {"vocab_size": vocab_size, "token_logprobs": scores[0].token_logprobs.tolist()}
 
 
 def fingerprint_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:

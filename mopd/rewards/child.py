@@ -138,7 +138,7 @@ def _describe(error: BaseException, path: str) -> str:
         said = " ".join(str(error)[: 10 * MAX_SHOWN].split())
     except BaseException:
         said = "it cannot be shown"
-    return f"{_plain(type(error).__name__)}: {_plain(said)}{where}"
+    return f"{plain(type(error).__name__)}: {plain(said)}{where}"
 
 
 def _shown(value: Any) -> str:
@@ -147,13 +147,12 @@ def _shown(value: Any) -> str:
         text = reprlib.repr(value)
     except BaseException:
         text = f"a value of type {type(value).__name__}"
-    return _plain(text)
+    return plain(text)
 
 
-def _plain(text: Any) -> str:
-    """Text that JSON and UTF-8 can carry, cut."""
-    cut = str.__str__(text)[:MAX_SHOWN]
-    return cut.encode("utf-8", "backslashreplace").decode()
+def plain(text: Any, most: int = MAX_SHOWN) -> str:
+    """At most ``most`` characters of a text, of which UTF-8 can carry each: halves of characters are spelled out."""
+    return str.__str__(text)[:most].encode("utf-8", "backslashreplace").decode()[:most]
 
 
 if __name__ == "__main__":

@@ -19,11 +19,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from mopd.rewards.child import bind, serve
+from mopd.rewards.child import bind, plain, serve
 from mopd.rewards.graders.answers import grade_json, grade_math, grade_regex, prepare_math
 from mopd.rewards.graders.programs import grade_program
 
@@ -121,15 +122,15 @@ def _start(grader: Grader, call: dict[str, Any], number: int, deadline: float) -
 
 
 def _answer(grader: Grader, call: dict[str, Any]) -> bytes:
-    """What the grader says, as JSON. Anything that a response can bring it to raise scores 0."""
+    """What the grader says, as JSON that any reader takes. Anything that a response can bring it to raise scores 0."""
     try:
         value, extracted, problem = grader(call)
-    except OSError as error:  # no room for a process or a file: nothing of the response's
-        return json.dumps(f"could not judge: {type(error).__name__}: {str(error)[:MAX_SHOWN]}").encode()
+    except (OSError, SubprocessError) as error:  # no room for a process or a file, no sandbox: not the response's
+        return json.dumps(f"could not judge: {type(error).__name__}: {plain(str(error), MAX_SHOWN)}").encode()
     except Exception as error:
         value, extracted, problem = 0.0, None, f"{type(error).__name__}: {error}"
-    shown = None if extracted is None else extracted[:MAX_SHOWN]
-    return json.dumps([value, shown, problem[:MAX_SHOWN]]).encode()
+    shown = None if extracted is None else plain(extracted, MAX_SHOWN)
+    return json.dumps([value, shown, plain(problem, MAX_SHOWN)]).encode()
 
 
 def _end(descriptor: int, fork: Fork) -> Any:

@@ -10,12 +10,13 @@ from mopd.rewards.interface import Graded, RewardItem
 
 CHOICES = (
     re.compile(r"\\boxed\s*\{\s*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{\s*)?\(?([A-Za-z])\)?\s*\}"),
-    re.compile(r"\b(?:answer|choice|option)\b(?:\s+is)?\s*:?\s*[*_$]*\(?([A-Za-z])\b(?!['’])", re.I),
+    re.compile(r"\b(?:answer|choice|option)\b(?:\s+is)?(?:\s*:)?\s*[*_$]*\(?([A-Za-z])\b(?!['’])", re.I),
     re.compile(r"\(([A-Z])\)"),
-    re.compile(r"^[\s*_$]*([A-Z])(?:[.):]|[\s*_$]*$)", re.M),
+    re.compile(r"^(?:[^\S\n]|[*_$])*([A-Z])(?:[.):]|(?:[^\S\n]|[*_$])*$)", re.M),
 )
 """In this order: a box, "Answer: C" or "the answer is (C)", "(C)", a letter that begins a line as "C." or is all of it.
-The last match of the first form that occurs counts. None of them looks ahead further than a few characters."""
+The last match of the first form that occurs counts. They run on the event loop, so each takes time in proportion to the
+response: no two neighbouring repeats take the same characters, no repeat goes on in the next line."""
 MAX_EXTRACTED = 500
 
 

@@ -15,7 +15,7 @@ from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import Generation, Generator, SamplingParams
 from mopd.replicas.interface import SampleFailed
 from mopd.rewards.interface import RewardItem
-from mopd.text import one_line
+from mopd.text import encodable, one_line
 from mopd.types import Prompt, SampleMeta, UserError
 
 MAX_NAMED_SAMPLES = 8
@@ -117,7 +117,7 @@ def reward_item(dataset: PromptDataset, row: int, response: str) -> RewardItem:
     found = dataset.row(row)
     return RewardItem(
         prompt=found.text,
-        response=response,
+        response=encodable(response),
         ground_truth=found.ground_truth,
         extra_info=found.extra_info,
         domain=found.domain,

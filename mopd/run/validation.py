@@ -20,11 +20,13 @@ from mopd.config.schema import Recipe
 from mopd.data.image_files import read_rgb
 from mopd.data.prompts import PromptDataset
 from mopd.engines.interface import Generator, SamplingParams
+from mopd.files.json_text import MAX_DEPTH, MAX_VALUES, parse_json
 from mopd.metrics import MAX_LINE_BYTES, JsonlWriter, apart
 from mopd.report.thumbnails import MAX_THUMBNAILS, thumbnail
 from mopd.rewards.domains import DomainRewards
 from mopd.rewards.interface import Graded, RewardItem
 from mopd.rollout.worker import derive_seed, reward_item
+from mopd.text import one_line
 from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
@@ -161,10 +163,15 @@ def plain_examples(
     examples: Mapping[str, list[dict[str, Any]]], name: str, max_bytes: int
 ) -> dict[str, list[dict[str, Any]]]:
     """As JSON for the file ``name`` of at most ``max_bytes``: ground truths of parquet files may be decimals, times or
-    bytes, which become text as for rewards."""
-    text = json.dumps(examples, ensure_ascii=False, allow_nan=False, default=str)
-    if len(text.encode()) > max_bytes // 2:
-        logger.warning("%s: the examples are left out, they have %d characters", name, len(text))
+    bytes, which become text as for rewards. What the reader of that file would refuse is left out with a warning: no
+    response or ground truth ends a run by being shown."""
+    try:
+        text = json.dumps(examples, ensure_ascii=False, default=str)
+        if len(text.encode()) > max_bytes // 2:
+            raise ValueError(f"they have {len(text)} characters")
+        # the file holds them two levels deeper, and beside other values
+        plain: dict[str, list[dict[str, Any]]] = parse_json(text, max_depth=MAX_DEPTH - 2, max_values=MAX_VALUES // 2)
+    except (ValueError, TypeError, RecursionError) as error:
+        logger.warning("%s: the examples are left out (%s)", name, one_line(error))
         return {}
-    plain: dict[str, list[dict[str, Any]]] = json.loads(text)
     return plain

@@ -19,6 +19,7 @@ from mopd import cpu_shim
 from mopd.config.student import ParallelConfig
 from mopd.config.values import MAX_SECONDS
 from mopd.files.writing import WriteRefusedError
+from mopd.text import encodable
 from mopd.types import UserError
 
 
@@ -222,7 +223,7 @@ def raise_together(layout: Layout, check: Callable[[], None]) -> None:
         try:
             check()
         except UserError as error:
-            message, is_refusal = str(error).encode(), isinstance(error, WriteRefusedError)
+            message, is_refusal = encodable(str(error)).encode(), isinstance(error, WriteRefusedError)
     head = torch.tensor([len(message), int(is_refusal)])
     dist.broadcast(head, group_src=0, group=layout.control_group)
     size, kind = int(head[0]), WriteRefusedError if int(head[1]) else UserError

@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import math
 import typing
 import zlib
 from collections.abc import Iterable
@@ -72,7 +73,7 @@ def array_field(dtype: str) -> Any:
 def encode(message: Message) -> bytes:
     """The message as a body."""
     scalars, dtypes = _fields(typing.cast(Any, type(message)))
-    head = msgpack.packb({name: getattr(message, name) for name in scalars})
+    head = msgpack.packb({name: getattr(message, name) for name in scalars}, unicode_errors="backslashreplace")
     arrays = {name: _buffer(getattr(message, name), dtype, name) for name, dtype in dtypes.items()}
     crc = _crc(head, arrays.values())
     outer = {"kind": type(message).kind, "version": VERSION, "head": head, "arrays": arrays, "crc": crc}
@@ -94,7 +95,7 @@ def decode_one_of(body: bytes | bytearray | memoryview, cls: type[MessageT], *ot
     outer = _unpack(body)
     _require_keys(outer, {"kind", "version", "head", "arrays", "crc"}, "message")
     cls = next((other for other in others if other.kind == outer["kind"]), cls)
-    if outer["kind"] != cls.kind or outer["version"] != VERSION:
+    if outer["kind"] != cls.kind or type(outer["version"]) is not int or outer["version"] != VERSION:
         raise WireError(
             f"expected kind {cls.kind!r} version {VERSION}, got {_shown(outer['kind'])} version "
             f"{_shown(outer['version'])}"
@@ -176,11 +177,12 @@ def _scalar(value: Any, annotation: Any, name: str) -> Any:
     if typing.get_origin(annotation) is tuple:
         if isinstance(value, list):
             return tuple(_plain(item) for item in value)
-    elif annotation is float and type(value) in (int, float):
-        return float(value)
+    elif annotation is float:
+        if type(value) in (int, float) and math.isfinite(value):
+            return float(value)
     elif type(value) is annotation:
         return value
-    raise WireError(f"{name} is {_shown(value)}: wrong type")
+    raise WireError(f"{name} is {_shown(value)}: wrong type, or not finite")
 
 
 def _plain(value: Any) -> Any:

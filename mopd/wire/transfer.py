@@ -107,3 +107,8 @@ class WeightReceived(Message):
     """Seconds in which the engine had nothing to load."""
     load_s: float
     """The other seconds, from the first bucket to the last change."""
+
+    def check(self) -> None:
+        """See ``Message.check``."""
+        if min(self.wait_s, self.load_s) < 0:
+            raise WireError(f"wait_s is {self.wait_s} and load_s {self.load_s}: times are not negative")

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from mopd.types import UserError
 MAX_BYTES_PER_ENTRY = 256
 """Bound of one log-prob's JSON: ``"151935":{"logprob":-12.345678901234567,"rank":151936,"decoded_token":"…"},``."""
 MAX_VALUES_PER_ENTRY = 8
-"""Bound of one log-prob's braces and commas, those of its text included."""
+"""Bound of one log-prob's braces and commas; those of its text do not count."""
 PLAIN = {
     "top_p": 1.0,
     "top_k": 0,
@@ -177,7 +177,9 @@ class OpenAIScorer:
             return self._model
         listed = await self._http.call("GET", "/v1/models", None, ANSWER_HEAD_BYTES)
         try:
-            names = [str(model["id"]) for model in parse_json(listed)["data"]]
+            names = [model["id"] for model in parse_json(listed)["data"]]
+            if not all(isinstance(name, str) for name in names):
+                raise TypeError("a name is no text")
         except (ValueError, KeyError, TypeError) as error:
             raise self._http.corrupt(f"/v1/models is not a list of models ({error})") from error
         shown = self._http.shown(", ".join(map(repr, names)) or "none")
@@ -201,7 +203,8 @@ class OpenAIScorer:
             raise self._http.corrupt(f"no prompt_logprobs in it ({type(error).__name__}: {error})") from error
         if model != self._model:
             raise self._http.corrupt(f"it is of the model {model!r:.80}, not {self._model!r}")
-        if echoed != tokens or not isinstance(entries, list) or len(entries) != len(tokens):
+        is_echo = echoed == tokens and all(type(token) is int for token in echoed)  # 1.0 and true equal 1
+        if not is_echo or not isinstance(entries, list) or len(entries) != len(tokens):
             raise self._http.corrupt("it belongs to other tokens than those that were sent")
         ids, logprobs, own_logprobs = [], [], []
         for token, entry in zip(tokens[start:], entries[start:], strict=True):
@@ -220,8 +223,8 @@ class OpenAIScorer:
     def _read_generation(self, body: bytes) -> Generation:
         try:
             (choice,) = parse_json(body)["choices"]
-            tokens = [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
-            logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
+            tokens = [_id(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
+            logprobs = [_logprob(value) for value in choice["logprobs"]["token_logprobs"]]
             reason = choice["finish_reason"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._http.corrupt(f"no tokens with log-probs in it ({type(error).__name__}: {error})") from error
@@ -237,12 +240,11 @@ class OpenAIScorer:
     def _read_row(self, entry: Any) -> dict[int, float]:
         """Token id -> log-prob of one position."""
         try:
-            row = {int(key): value["logprob"] for key, value in entry.items()}
+            row = {_id(key): _logprob(value["logprob"]) for key, value in entry.items()}
         except (AttributeError, ValueError, KeyError, TypeError) as error:
             raise self._http.corrupt(f"an entry of prompt_logprobs cannot be read ({error})") from error
-        if not all(0 <= key < self.vocab_size and type(value) in (int, float) for key, value in row.items()):
-            problem = f"an id outside the vocabulary of {self.vocab_size}, or a log-prob that is no number"
-            raise self._http.corrupt(problem)
+        if not all(0 <= key < self.vocab_size for key in row):
+            raise self._http.corrupt(f"an id outside the vocabulary of {self.vocab_size}")
         return row
 
     def _check_score(
@@ -256,6 +258,20 @@ class OpenAIScorer:
         if not 1 <= top_k <= self.vocab_size:
             raise ValueError(f"top_k is {top_k}: {self.name} has a vocabulary of {self.vocab_size}")
         check_scoring(tokens, prompt_lengths)
+
+
+def _id(text: str) -> int:
+    """A token id in the one way that it is written: with ``07`` or `` 7`` beside ``7`` two log-probs would be one."""
+    number = int(text)
+    if str(number) != text:
+        raise ValueError(f"{text!r:.40} is no token id")
+    return number
+
+
+def _logprob(value: object) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(f"{value!r:.40} is no number")
+    return float(cast(float, value))
 
 
 def _to_scores(ids: list[list[int]], logprobs: list[list[float]], own: list[float], top_k: int) -> Scores:

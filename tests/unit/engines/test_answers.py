@@ -74,6 +74,19 @@ BAD_SCORES: dict[str, tuple[Callable[[], list[Scores]], str]] = {
     "own differs": (lambda: changed(0, "token_logprobs", (0,), -0.6), "one log-prob in its row and another alone"),
     "own listed -inf": (lambda: changed(0, "logprobs", (0, 0), -math.inf), "one log-prob in its row and another"),
     "own too likely": (lambda: changed(0, "token_logprobs", (1,), -1.0), "of a row and of the response's token"),
+    "out of order": (lambda: changed(0, "logprobs", (0, 1), -4.5), "sequence 0, response position 0: a more probable"),
+    "out of order by a hair": (
+        lambda: changed(0, "logprobs", (1, 2), math.nextafter(-4.0, 0) + 1e-6),
+        "position 1: a more probable id stands behind a less probable one",
+    ),
+    "behind -inf": (
+        lambda: changed(2, "logprobs", (1, 2), -50.0),
+        "sequence 2, response position 1: a more probable id",
+    ),
+    "own above the last": (
+        lambda: changed(0, "token_logprobs", (1,), -4.5),
+        "than the last id of its row, but not listed",
+    ),
     "int64 ids": (lambda: converted(0, "ids", Tensor.long), "ids is torch.int64"),
     "float64": (lambda: converted(0, "logprobs", Tensor.double), "logprobs is torch.float64"),
     "half": (lambda: converted(2, "token_logprobs", Tensor.half), "sequence 2: token_logprobs is torch.float16"),
@@ -100,7 +113,9 @@ POSSIBLE: dict[str, Callable[[], list[Scores]]] = {
     "mass 1 + 5e-5": lambda: changed(2, "logprobs", (1, 1), math.log(5e-5)),
     "listed -inf": lambda: changed(0, "logprobs", (1, 2), -math.inf),
     "all of the mass elsewhere": lambda: changed(2, "logprobs", (1, 0), -math.inf),
-    "unsorted": lambda: converted(0, "ids", lambda t: t[:, [0, 2, 1]]),
+    "equal log-probs": lambda: changed(0, "logprobs", (1, 2), -4.0),
+    "own as probable as the last": lambda: changed(0, "token_logprobs", (1,), -5.0),
+    "ids in any order": lambda: converted(0, "ids", lambda t: t[:, [0, 2, 1]]),
 }
 
 
@@ -130,6 +145,38 @@ def test_real_distributions_pass(top_k: int) -> None:
         check_scores([wrong], [tokens], [1], top_k=top_k, vocab_size=500)
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_any_change_of_a_row_is_found_or_harmless(seed: int) -> None:
+    """Real rows with one entry moved, repeated, raised, lowered or made no number: what passes is what a distribution
+    can be, with its most probable ids in order."""
+    generator = torch.Generator().manual_seed(seed)
+    every = (torch.randn(8, 50, generator=generator) * (1 + seed % 5)).log_softmax(-1)
+    logprobs, ids = every.topk(6)
+    tokens = torch.randint(50, (9,), generator=generator)
+    own = every.gather(1, tokens[1:, None]).squeeze(1)
+    check_scores([Scores(ids=ids.int(), logprobs=logprobs, token_logprobs=own)], [tokens], [1], top_k=6, vocab_size=50)
+    row, one, other = (int(torch.randint(high, (), generator=generator)) for high in (8, 5, 5))
+    values = [logprobs[row, one].item() + step for step in (-3.0, -0.01, 0.01, 3.0)]
+    for value in (*values, logprobs[row, other].item(), 0.0, -0.0, math.nan, math.inf, -math.inf, 1e30, -1e30):
+        changed_row = logprobs.clone()
+        changed_row[row, one] = value
+        listed = changed_row[row].exp().double().sum().item()
+        is_listed = bool((ids[row] == tokens[1 + row]).any())
+        is_own = bool(ids[row, one] == tokens[1 + row]) and abs(value - own[row].item()) > 1e-3 * max(1, -own[row])
+        is_good = (
+            not math.isnan(value)
+            and changed_row[row].tolist() == sorted(changed_row[row].tolist(), reverse=True)
+            and listed + (0.0 if is_listed else own[row].exp().item()) <= 1 + 1e-4
+            and not is_own
+        )
+        scores = [Scores(ids=ids.int(), logprobs=changed_row, token_logprobs=own)]
+        if is_good:
+            check_scores(scores, [tokens], [1], top_k=6, vocab_size=50)
+        else:
+            with pytest.raises(ValueError, match=f"response position {row}: "):
+                check_scores(scores, [tokens], [1], top_k=6, vocab_size=50)
+
+
 def drawn(tokens: Any = (3, 4), logprobs: Any = (-1.0, 0.0), reason: Any = "stop", versions: Any = None) -> Generation:
     return Generation(
         tokens=torch.tensor(tokens, dtype=torch.int64),
@@ -154,6 +201,8 @@ BAD_GENERATIONS: dict[str, tuple[Generation, str]] = {
     "no reason": (drawn(reason=None), "unknown reason: None"),
     "a version less": (drawn(versions=(2,)), r"token_versions is torch.int32 \[1\]"),
     "versions fall": (drawn(versions=(3, 2)), "response 1 .* falls"),
+    "version -2": (drawn(versions=(-2, 3)), "a token of weight version -2"),
+    "handed back, complete": (drawn((1, 2, 3), (-1.0,) * 3, "handed_back"), "has not 0 to 2 tokens .* but 3"),
     "handed back, too long": (drawn((1, 2, 3, 4), (-1.0,) * 4, "handed_back"), "but 4"),
 }
 

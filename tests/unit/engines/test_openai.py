@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mopd.engines.clients.openai import ANSWER_HEAD_BYTES, OpenAIScorer
-from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, Scores
+from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, SamplingParams, Scores
 from mopd.types import UserError
 
 TOKENS = [3, 1, 4, 1]
@@ -118,6 +118,10 @@ def test_slow_path_is_said_once(server: Server, caplog: pytest.LogCaptureFixture
     assert ["mopd serve" in record.message for record in caplog.records] == [True]
 
 
+def renamed(row: dict[str, Any], key: str, other: str) -> None:
+    row[other] = row.pop(key)
+
+
 Change = Callable[[dict[str, Any]], Any]
 CORRUPT: dict[str, Change] = {
     "a row less": lambda choice: choice["prompt_logprobs"].pop(),
@@ -127,6 +131,16 @@ CORRUPT: dict[str, Change] = {
     "an id outside the vocabulary": lambda choice: choice["prompt_logprobs"][2].update({"6": {"logprob": -1.0}}),
     "not a number": lambda choice: choice["prompt_logprobs"][2]["4"].update(logprob="x"),
     "NaN": lambda choice: choice["prompt_logprobs"][2]["4"].update(logprob=float("nan")),
+    "a log-prob of text": lambda choice: choice["prompt_logprobs"][2]["4"].update(logprob="-3.0"),
+    "a truth": lambda choice: choice["prompt_logprobs"][2]["4"].update(logprob=False),
+    "an id in two ways": lambda choice: choice["prompt_logprobs"][2].update({"04": {"logprob": -3.0}}),
+    "an id in another way": lambda choice: renamed(choice["prompt_logprobs"][2], "5", "+5"),
+    "an id with a space": lambda choice: renamed(choice["prompt_logprobs"][2], "5", " 5"),
+    "an id in other digits": lambda choice: renamed(choice["prompt_logprobs"][2], "5", "\u0665"),
+    "an id below 0": lambda choice: renamed(choice["prompt_logprobs"][2], "5", "-1"),
+    "an id of 5,000 digits": lambda choice: choice["prompt_logprobs"][2].update({"9" * 5000: {"logprob": -9.0}}),
+    "a prompt of floats": lambda choice: choice.update(prompt_token_ids=[3.0, 1.0, 4.0, 1.0]),
+    "a prompt of truths": lambda choice: choice.update(prompt_token_ids=[3, True, 4, True]),
     "a null row": lambda choice: choice["prompt_logprobs"].__setitem__(2, None),
     "no log-probs": lambda choice: choice.pop("prompt_logprobs"),
 }
@@ -139,6 +153,47 @@ def test_corrupt_answers_are_no_answers(server: Server, change: str) -> None:
     server.reply = (200, {}, json.dumps(answer).encode())
     with pytest.raises(EngineUnavailable, match="corrupt answer"):
         score(server)
+
+
+def test_what_stands_in_texts_does_not_count(server: Server) -> None:
+    """The server turns each id into its text: of a response of brackets alone it is brackets."""
+    answer = answer_of(ROWS)
+    for entry in answer["choices"][0]["prompt_logprobs"][1:]:
+        for value in entry.values():
+            value["decoded_token"] = "[{," * 2000
+    server.reply = (200, {}, json.dumps(answer).encode())
+    assert score(server).token_logprobs.tolist() == [-0.5, -3.0, -0.875]
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        {"tokens": ["token_id:1"], "token_logprobs": ["-0.5"]},
+        {"tokens": ["token_id:1"], "token_logprobs": [True]},
+        {"tokens": ["token_id:1"], "token_logprobs": [None]},
+        {"tokens": ["token_id: 1"], "token_logprobs": [-0.5]},
+        {"tokens": ["token_id:01"], "token_logprobs": [-0.5]},
+        {"tokens": ["token_id:6"], "token_logprobs": [-0.5]},
+        {"tokens": [1], "token_logprobs": [-0.5]},
+        {"tokens": ["token_id:1"], "token_logprobs": [-0.5, -0.5]},
+    ],
+)
+def test_responses_of_odd_numbers_are_none(server: Server, logprobs: dict[str, Any]) -> None:
+    async def draw() -> Any:
+        scorer = OpenAIScorer(server.url, served_model_name=None, vocab_size=6, max_positions=16, timeout_s=10)
+        try:
+            return await scorer.generate([[1]], SamplingParams(max_new_tokens=2, temperature=0.0), [0])
+        finally:
+            await scorer.close()
+
+    def reply(given: dict[str, Any]) -> None:
+        server.reply = (200, {}, json.dumps({"choices": [{"logprobs": given, "finish_reason": "stop"}]}).encode())
+
+    reply({"tokens": ["token_id:1"], "token_logprobs": [-1]})
+    assert asyncio.run(draw())[0].logprobs.tolist() == [-1.0]
+    reply(logprobs)
+    with pytest.raises(EngineUnavailable, match="corrupt answer"):
+        asyncio.run(draw())
 
 
 def test_answers_that_are_not_json_or_too_long(server: Server) -> None:
@@ -191,6 +246,9 @@ def test_what_the_user_must_cure(server: Server) -> None:
 
     refuse("at temperature 1 only", temperature=0.5)
     refuse("served_model_name 'other' is not served there: 'teacher'", name="other")
+    server.models = [7]  # type: ignore[list-item]
+    with pytest.raises(EngineUnavailable, match="corrupt answer: /v1/models is not a list"):
+        score(server)
     server.models = ["a", "b"]
     refuse("serves 'a', 'b': name one as placement.served_model_name")
     assert score(server, name="b").ids.shape == (3, 2)

@@ -16,7 +16,7 @@ from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.config.load import load_recipe
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import SamplingParams
+from mopd.engines.interface import Generation, SamplingParams
 from mopd.engines.torch.engine import TorchEngine
 from mopd.placement.weights import GroupWeightSync
 from mopd.preflight.inputs import Check
@@ -113,6 +113,19 @@ def test_one_replica_alone_is_judged_by_the_group_s_probe(
     found, _ = check(folder, engines[:1], tmp_path)
     assert found.status == "failed"
     assert found.detail.startswith("mean |log-prob difference|")
+
+
+def test_a_replica_that_draws_what_nobody_can_is_named(
+    folder: Path, engines: list[TorchEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = engines[1].generate
+
+    async def generate(*args: Any, **kwargs: Any) -> list[Generation]:
+        return [dataclasses.replace(one, tokens=one.tokens + VOCAB_SIZE) for one in await draw(*args, **kwargs)]
+
+    monkeypatch.setattr(engines[1], "generate", generate)
+    with pytest.raises(UserError, match=r"rollout\.1 did not draw a probe: rollout\.1: corrupt answer: .*vocabulary"):
+        check(folder, engines, tmp_path)
 
 
 def test_a_replica_that_does_not_answer_is_named(folder: Path, engines: list[TorchEngine], tmp_path: Path) -> None:

@@ -64,6 +64,23 @@ async def begun(hanging: list[None], num: int) -> None:
     await asyncio.wait_for(look(), 20)
 
 
+def test_halves_of_characters_end_no_channel() -> None:
+    """In an error of a handler, an answer or an argument: they are spelled out."""
+
+    async def fail(text: str) -> None:
+        raise UserError(f"{text} \ud800")
+
+    async def work(asking: Channel, answering: Channel) -> None:
+        answering.answer({"fail": fail})
+        for _ in range(2):
+            with pytest.raises(UserError) as caught:
+                await asking.call("fail", "\udfff")
+            assert str(caught.value) == "\\udfff \\ud800"
+        assert await asking.call("measure", "x\ud800", frames=[b"abc"]) == ["x\\ud800", 3, b"abc"]
+
+    between(work)
+
+
 def test_many_calls_at_a_time_each_get_their_own_answer() -> None:
     async def work(asking: Channel, answering: Channel) -> None:
         answers = await asyncio.gather(*(asking.call("slow", i, 0.001 * (50 - i)) for i in range(50)))

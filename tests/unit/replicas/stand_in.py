@@ -52,7 +52,7 @@ class StandIn:
             Scores(
                 ids=(sequence[start:, None] + torch.arange(1, 1 + top_k)).int(),
                 logprobs=torch.full((len(sequence) - start, top_k), -20.0 - self.number),
-                token_logprobs=sequence[start:] * -temperature,
+                token_logprobs=-100.0 - sequence[start:] * temperature,
             )
             for sequence, start in zip(tokens, prompt_lengths, strict=True)
         ]
@@ -142,7 +142,7 @@ def check_scores(tokens: Sequence[Tensor], scores: Sequence[Scores]) -> None:
     """Each sample has its own answer, in its own place."""
     assert len(scores) == len(tokens)
     for sequence, given in zip(tokens, scores, strict=True):
-        assert torch.equal(given.token_logprobs, sequence[1:] * -2.0)
+        assert torch.equal(given.token_logprobs, -100.0 - sequence[1:] * 2.0)
         assert given.ids.shape == (len(sequence) - 1, 2)
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
+from torch import Tensor
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.conversion.hf.manifest import HASHES, Manifest, make_manifest
-from mopd.engines.interface import EngineInfo
+from mopd.engines.interface import EngineInfo, Scores
 from mopd.engines.torch.engine import TorchEngine
 from mopd.replicas.identity import (
     Needs,
@@ -21,6 +25,7 @@ from mopd.replicas.identity import (
     problems_of,
 )
 from mopd.replicas.interface import Replica
+from mopd.types import UserError
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model, make_tokenizer
 from tests.fixtures.vision import VISION_VOCAB_SIZE, make_vision_model
 
@@ -100,6 +105,18 @@ def test_the_probe_of_a_model_that_sees_images_has_no_place_of_one(tmp_path: Pat
     assert fingerprint_difference(take(sees_images=True), take(sees_images=True)) == 0
     with pytest.raises(ValueError, match="image tokens for 0 images"):
         take(sees_images=False)
+
+
+def test_a_probe_that_cannot_be_scored_so_is_no_fingerprint() -> None:
+    class Broken:
+        async def score(self, tokens: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Scores]:
+            count = len(tokens[0]) - 1
+            nothing = torch.full((count, 1), -1.0)
+            return [Scores(ids=nothing.int() + 2, logprobs=nothing, token_logprobs=torch.full((count,), torch.nan))]
+
+    replica = Replica(name="math.0", engine=cast(Any, Broken()))
+    with pytest.raises(UserError, match=r"math\.0 cannot have scored the fixed probe: .*not finite \(nan\)"):
+        asyncio.run(fingerprint(replica, vocab_size=48, temperature=1.0))
 
 
 def test_the_probe_is_the_same_everywhere() -> None:

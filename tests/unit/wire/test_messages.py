@@ -16,6 +16,7 @@ from mopd.wire.frames import FrameReader, frame
 from mopd.wire.image_table import from_table, to_table
 from mopd.wire.images import ImageFiles, ImagesKept
 from mopd.wire.messages import (
+    VERSION,
     GenerateAnswer,
     GenerateFailure,
     GenerateRequest,
@@ -263,6 +264,22 @@ def test_a_response_that_cannot_be(changes: dict[str, Any], problem: str) -> Non
         decode(encode(generate_answer(**changes)), GenerateAnswer)
 
 
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -float("inf"), -0.5, True, "1"])
+def test_times_are_finite_and_not_negative(seconds: Any) -> None:
+    for changes in ({"wait_s": seconds}, {"load_s": seconds}):
+        message = WeightReceived(**{"weight_version": 3, "wait_s": 0, "load_s": 1.25, **changes})
+        with pytest.raises(WireError, match=r"not finite|not negative"):
+            decode(encode(message), WeightReceived)
+
+
+@pytest.mark.parametrize("odd", [2.0, 8.0, 1.0, True, "2", None, 1e30, float("nan"), [2], b"2"])
+def test_a_number_that_equals_another_is_not_that_number(odd: Any) -> None:
+    scores = dataclasses.replace(score_answer(), top_k=odd)
+    for message in (scores, score_answer(weight_version=odd), generate_answer(index=odd)):
+        with pytest.raises(WireError, match="wrong type"):
+            decode(encode(message), type(message))
+
+
 def test_one_of_several_kinds() -> None:
     for message in (generate_answer(), FAILURE):
         back = decode_one_of(encode(message), GenerateAnswer, GenerateFailure)
@@ -308,6 +325,8 @@ def reframed(**changes: Any) -> bytes:
         (encode(score_request())[:-3], "not msgpack"),
         (encode(score_answer()), "expected kind 'score'"),
         (reframed(version=2), "version 2"),
+        (reframed(version=float(VERSION)), "version 5.0"),
+        (reframed(version="5"), "version '5'"),
         (reframed(extra=1), "extra"),
         (reframed(head=None), "head"),
         (reframed(head="text"), "head is not a buffer"),

@@ -1,0 +1,222 @@
+"""Whatever a response is, it is the response's own result: a number, words that can be written, and the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import subprocess
+import time
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mopd.config.rewards import (
+    CodeConfig,
+    JsonSchemaConfig,
+    MathConfig,
+    MultipleChoiceConfig,
+    RegexConfig,
+    RewardConfig,
+)
+from mopd.data_plane.frames import packed, unpacked
+from mopd.metrics import MAX_LINE_BYTES, read_jsonl
+from mopd.preflight.rewards import why_not_better
+from mopd.report.build import build_report
+from mopd.rewards import judge
+from mopd.rewards.domains import build_rewards
+from mopd.rewards.interface import Graded, RewardItem
+from mopd.rewards.texts import CHOICES
+from mopd.rollout.worker import reward_item
+from mopd.run.validation import ValidationResult, _example, append_record, plain_examples, record_of
+from tests.unit.report.conftest import recipe_file, run_dir  # noqa: F401 - fixtures
+from tests.unit.rewards.items import item
+
+ASSERTS = ["assert f() == 1"]
+GOOD: dict[str, tuple[RewardConfig, RewardItem]] = {
+    "math": (MathConfig(type="math"), item(r"\boxed{2}", "2")),
+    "regex": (RegexConfig(type="regex", pattern="x(.*)", timeout_s=10.0), item("x1", "1")),
+    "json_schema": (
+        JsonSchemaConfig(type="json_schema", timeout_s=10.0),
+        item("{}", {"type": "object", "additionalProperties": False}),
+    ),
+    "code": (CodeConfig(type="code", timeout_s=20.0), item("```\ndef f(): return 1\n```", ASSERTS)),
+}
+"""Grader -> a response that it gives 1."""
+ENDING: dict[str, tuple[str, str]] = {
+    # grader, response
+    "a lone surrogate raised": ("code", '```\ndef f(): raise ValueError("\\ud800")\n```'),
+    "a low one returned": ("code", '```\ndef f(): return "\\udfff"\n```'),
+    "a name of surrogates": (
+        "code",
+        '```\ndef f(): raise type("\\udc80", (Exception,), {})("\\0\\x1b[2J\\u202e")\n```',
+    ),
+    "exits with one": ("code", '```\nimport sys\ndef f(): sys.exit("\\ud800")\n```'),
+    "500 astral characters": ("code", '```\ndef f(): raise ValueError("\\U0010ffff" * 10**6)\n```'),
+    "500 halves": ("code", '```\ndef f(): raise ValueError("\\udbff" * 10**6)\n```'),
+    "dies of a signal without a name": ("code", "```\ndef f():\n    import os; os.kill(os.getpid(), 40)\n```"),
+    "the program itself": ("code", "```\ndef f(): return '\ud800'\n```"),
+    "an escaped key": ("json_schema", '{"\\ud800": "x"}'),
+    "a key that is one": ("json_schema", '{"\udc00\x00": "x"}'),
+    "an escaped value": ("json_schema", '["\\udfff\\u0000"]'),
+    "no JSON": ("json_schema", "\ud800" * 1000),
+    "a match": ("regex", "x\ud800\udc00\ud800"),
+    "a match of much": ("regex", "x" + "\U0001f600" * 10_000),
+    "a box": ("math", "\\boxed{\ud800}"),
+    "text": ("math", "1 \ud800 \x00 \u202e"),
+}
+
+
+def outcomes(grader: str, *items: RewardItem) -> list[Graded]:
+    """Of a batch, and of another one behind it that must be judged too."""
+    cfg, good = GOOD[grader]
+    rewards = build_rewards({"math": cfg})
+
+    async def both() -> list[Graded]:
+        found = await rewards.score(items)
+        assert [one.value for one in await rewards.score([good])] == [1.0]
+        return found
+
+    try:
+        return asyncio.run(both())
+    finally:
+        rewards.close()
+
+
+@pytest.fixture(scope="module")
+def found() -> Mapping[str, Graded]:
+    graded = {}
+    for grader in GOOD:
+        names = [name for name, (kind, _) in ENDING.items() if kind == grader]
+        truth = GOOD[grader][1].ground_truth
+        given = outcomes(grader, *(item(ENDING[name][1], truth) for name in names))
+        graded |= dict(zip(names, given, strict=True))
+    return graded
+
+
+@pytest.mark.parametrize("name", ENDING)
+def test_it_scores_0_and_its_words_can_be_written(name: str, found: Mapping[str, Graded]) -> None:
+    assert found[name].value == 0.0 and found[name].problem
+    for text in (found[name].extracted or "", found[name].problem):
+        text.encode()
+        assert len(text) <= judge.MAX_SHOWN
+
+
+def test_a_grader_that_cannot_work_is_not_a_wrong_response() -> None:
+    """Where no sandbox can be set up every program would score 0."""
+
+    def grade(call: dict[str, Any]) -> Any:
+        raise call["error"]
+
+    settings = {"num_processes": 2, "timeout_s": 20.0}
+    for error in (OSError(28, "no space \ud800"), subprocess.SubprocessError("preexec")):
+        answer = judge.judge(grade, [{"error": error}], settings, grace_s=0.0)
+        assert answer["item"] == 0 and answer["error"].startswith("could not judge: ")
+        answer["error"].encode()
+    answer = judge.judge(grade, [{"error": ValueError("\ud800")}], settings, grace_s=0.0)
+    assert answer == {"values": [[0.0, None, "ValueError: \\ud800"]]}
+
+
+OLD_CHOICES = (
+    CHOICES[0],
+    re.compile(r"\b(?:answer|choice|option)\b(?:\s+is)?\s*:?\s*[*_$]*\(?([A-Za-z])\b(?!['’])", re.I),
+    CHOICES[2],
+    re.compile(r"^[\s*_$]*([A-Z])(?:[.):]|[\s*_$]*$)", re.M),
+)
+"""As they read best; each took the square of the time."""
+WORDS = ("answer", "is", " ", "\n", "\t", "\u2028", "*", "$", "_", ":", "(", "A", "B.", "c", "'s")
+
+
+def test_forms_of_choices_find_what_they_say() -> None:
+    for words in itertools.product(WORDS, repeat=4):
+        text = "".join(words)
+        assert [form.findall(text) for form in CHOICES] == [form.findall(text) for form in OLD_CHOICES], text
+
+
+LONG = {
+    "lines": "\n",
+    "spaces": " ",
+    "stars": "*",
+    "boxes": "\\boxed{ ",
+    "answers": "answer ",
+    "brackets": "(",
+    "surrogates": "\ud800",
+    "colons": "answer: ",
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_response_takes_no_longer_for_each_character(name: str) -> None:
+    """These are graded on the event loop. As much text in responses of 300 characters and of 10,000, in processor time
+    of this thread: what takes the square of a length takes 33 times as long."""
+    reward = build_rewards({"math": MultipleChoiceConfig(type="multiple_choice")}).of("math")
+
+    def seconds(length: int) -> float:
+        text = f"answer{LONG[name] * length}!"[: length + 6]
+        started = time.thread_time()
+        for _ in range(30_000 // length):
+            asyncio.run(reward([item(text, "C")]))  # type: ignore[arg-type]
+        return time.thread_time() - started
+
+    assert seconds(10_000) < 10 * seconds(300)
+
+
+class Rows:
+    """A data set of one row, as ``reward_item`` reads it."""
+
+    def row(self, row: int) -> Any:
+        return SimpleNamespace(text="p", ground_truth=None, extra_info=None, domain="code", place="f: row 3")
+
+
+SHOWN = {
+    "halves": "\ud800 \udfff",
+    "controls": "".join(map(chr, range(32))) + "\x7f\x80\x9b31m\u2028\u202e\u2066",
+    "astral": "\U0010ffff" * 1000,
+    "tags": "</pre><script>alert(1)</script>{{ 7 * 7 }}",
+    "commas": "," * 2_500_000,
+    "brackets": "[{" * 1_500_000,
+    "quotes": '"\\' * 100_000,
+    "urls": "a://b" * 2_000,
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_it_is_shown_in_records_and_report(name: str, run_dir: Any) -> None:  # noqa: F811
+    text = reward_item(Rows(), 0, SHOWN[name]).response  # type: ignore[arg-type]
+    example = _example(item(text), Graded(0.0, text[:500], "it is none"), [])
+    result = ValidationResult(
+        rewards={"code": 0.5},
+        num_samples={"code": 1},
+        truncated_share={"code": 0.0},
+        extracted_share={"code": 1.0},
+        examples={"code": [example]},
+    )
+    record = unpacked(packed(record_of(60, result, wall_s=1.0)))
+    append_record(run_dir / "validation.jsonl", record)
+    assert read_jsonl(run_dir / "validation.jsonl")[-1]["examples"]["code"][0]["response"] == text
+    plain = plain_examples(result.examples, "headroom.json", MAX_LINE_BYTES)
+    (run_dir / "headroom.json").write_text(json.dumps({"code": {"teacher": 0.7, "examples": plain["code"]}}))
+    build_report(run_dir)
+    page = (run_dir / "report.html").read_bytes().decode()
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u202e\u2066]", page) and "alert(1)</script>" not in page
+    nothing = ValidationResult(
+        rewards={"code": 0.0}, num_samples={"code": 1}, truncated_share={"code": 0.0}, extracted_share={"code": 1.0},
+        examples={"code": [example]},
+    )  # fmt: skip
+    assert why_not_better("t", "code", "rewards.code", teacher=nothing, student=nothing).isprintable()
+
+
+DEEP: Any = 1
+for _ in range(62):
+    DEEP = [DEEP]
+UNREADABLE = {"deep": DEEP, "NaN": float("nan"), "huge": 10**30, "halves": "\ud800", "tuple keys": {(1, 2): 3}}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_could_not_be_read_again_is_left_out(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    example = _example(item("2", UNREADABLE[name]), Graded(1.0, "2"), [])
+    assert plain_examples({"math": [example]}, "validation.jsonl", MAX_LINE_BYTES) == {}
+    assert "validation.jsonl: the examples are left out (" in caplog.text
