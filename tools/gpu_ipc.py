@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -80,6 +81,7 @@ def measure(device_name: str, work: Path) -> dict[str, Any]:
         world_size=2,
         bucket_bytes=bucket_bytes,
         timeout_s=DEADLINE_S,
+        secret=secrets.token_hex(16),
         memory=memory.handles(1),
     )
     context = multiprocessing.get_context("spawn")

@@ -237,6 +237,7 @@ class Transfer:
             world_size=1 + num_receivers,
             bucket_bytes=self._bucket_bytes,
             timeout_s=timeout_s,
+            secret=secrets.token_hex(32),
             memory="" if self._memory is None else self._memory.handles(num_receivers),
             shares=self.shares,
         )

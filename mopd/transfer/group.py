@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
 from mopd.transfer.backends import HOST, open_gloo, open_nccl, see_through
+from mopd.transfer.store import DIGEST_BYTES, SignedStore, sign
 
 CONNECT_S = 5.0
 """For a connection to a store that is there already: an order that comes late finds none, and shall not wait."""
@@ -38,6 +40,8 @@ class GroupOrder:
     bucket_bytes: int
     timeout_s: float
     """Deadline of every operation: nobody waits longer for a peer that says nothing."""
+    secret: str = field(repr=False)
+    """Of the members, who get it by another way than the store."""
     memory: str = ""
     """Where buckets are read in rank 0's memory (``mopd.transfer.mapped``): its handles, one for each receiver."""
     shares: tuple[int, ...] = ()
@@ -93,16 +97,19 @@ class TransferGroup:
         timeout = timedelta(seconds=order.timeout_s)
         try:
             if store is None:
-                self._store: Any = TCPStore(HOST, order.port, is_master=False, timeout=timedelta(seconds=CONNECT_S))
-                self._store.set_timeout(timeout)
+                own = TCPStore(HOST, order.port, is_master=False, timeout=timedelta(seconds=CONNECT_S))
+                own.set_timeout(timeout)
             else:
-                self._store = store.store
+                own = store.store
+            self._store: Any = SignedStore(own, order.secret)
             meeting = PrefixStore(order.group_id, self._store)
             _meet(meeting, order, rank, given_up or threading.Event())
             if self.device.type == "cuda":
-                self._group: Any = open_nccl(meeting, rank, order.world_size, self.device)
+                # Not the signed one: NCCL's threads would call Python, and may do so while the interpreter ends.
+                self._group: Any = open_nccl(PrefixStore(order.group_id, own), rank, order.world_size, self.device)
             else:
                 self._group = open_gloo(meeting, rank, order.world_size, order.timeout_s)
+                _prove(self._group, order, rank)
         except RuntimeError as error:  # DistError is one
             raise TransferFailed(f"not all of {order.world_size} processes came: {_first_line(error)}") from error
 
@@ -201,12 +208,33 @@ def _meet(store: PrefixStore, order: GroupOrder, rank: int, given_up: GivenUp) -
     waited_for = [_VERDICT] if rank else [str(other) for other in range(1, order.world_size)]
     while not (there := store.check(waited_for)) and not given_up.is_set() and time.monotonic() < deadline:
         time.sleep(_LOOK_EVERY_S)
+    said = [store.get(key) for key in waited_for] if there else []  # ``ForgedEntry`` for a stranger's
     if rank == 0:
         store.set(_VERDICT, _GO if there else _NO)
     elif there:
-        there = store.get(_VERDICT) == _GO.encode()
+        there = said == [_GO.encode()]
     if not there:
         raise TransferFailed("given up" if given_up.is_set() else f"not within {order.timeout_s:g} s")
+
+
+def _prove(group: Any, order: GroupOrder, rank: int) -> None:
+    """Exchange with each peer a proof that only a holder of the secret can make for this pair. gloo lets in whoever
+    connects to a member's port first, so that signed addresses alone do not say who is at the other end."""
+    others = [other for other in range(order.world_size) if other != rank]
+    sending = [group.send([_proof(order, rank, other)], other, 0) for other in others]
+    for other in others:
+        heard = torch.zeros(DIGEST_BYTES, dtype=torch.uint8)
+        group.recv([heard], other, 0).wait()
+        if not hmac.compare_digest(heard.numpy().tobytes(), _proof(order, other, rank).numpy().tobytes()):
+            raise TransferFailed(f"who came as member {other} does not know the group's secret")
+    for work in sending:
+        work.wait()
+
+
+def _proof(order: GroupOrder, sender: int, receiver: int) -> Tensor:
+    """[DIGEST_BYTES] uint8."""
+    name = f"{order.group_id} {sender} {receiver}"
+    return torch.frombuffer(bytearray(sign(order.secret.encode(), name, b"")), dtype=torch.uint8)
 
 
 def _first_line(error: BaseException) -> str:

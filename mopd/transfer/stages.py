@@ -23,6 +23,7 @@ from mopd.transfer.backends import HOST
 from mopd.transfer.buckets import TensorMeta
 from mopd.transfer.group import CONNECT_S, GroupOrder, GroupStore, TransferFailed
 from mopd.transfer.receiving import Receiver
+from mopd.transfer.store import ForgedEntry, SignedStore
 
 LOOK_EVERY_S = 0.005
 _OFF = "off"
@@ -43,7 +44,8 @@ class Words:
             own: Any = TCPStore(HOST, order.port, is_master=False, timeout=timeout) if store is None else store.store
         except RuntimeError as error:
             raise TransferFailed(f"the store of rank 0 is gone: {error}") from error
-        self._store: Any = PrefixStore(f"{order.group_id}.words", own)
+        self._signed = SignedStore(own, order.secret)
+        self._store: Any = PrefixStore(f"{order.group_id}.words", self._signed)
 
     def call_off(self) -> None:
         """Nobody need wait for receivers any longer."""
@@ -51,7 +53,7 @@ class Words:
 
     def is_set(self) -> bool:
         """It was called off."""
-        return bool(self._store.check([_OFF]))
+        return self._store.check([_OFF]) and self._read(_OFF) == b""
 
     def pass_on(self, update: int, sender: int, *, is_good: bool) -> None:
         """It is this sender's turn in this update; or whoever came before has failed."""
@@ -64,8 +66,14 @@ class Words:
             if time.monotonic() > deadline:
                 raise TransferFailed(f"sender {sender - 1} is not done after {timeout_s:g} s")
             time.sleep(LOOK_EVERY_S)
-        if self._store.get(word) != b"go":
+        if self._read(word) != b"go":
             raise TransferFailed(f"a sender before {sender} has failed")
+
+    def _read(self, word: str) -> bytes:
+        try:
+            return bytes(self._store.get(word))
+        except ForgedEntry as error:
+            raise TransferFailed(str(error)) from error
 
 
 class StagesReceiver(Receiver):

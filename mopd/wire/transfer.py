@@ -7,7 +7,7 @@ first two are answered by ``WeightVersion``, the last by ``WeightReceived``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from mopd.wire.messages import Array, Message, WireError, array_field
@@ -33,6 +33,8 @@ class WeightJoin(Message):
     bucket_bytes: int
     timeout_s: float
     """Deadline of each operation of the group."""
+    secret: str = field(repr=False)
+    """Of the group's members, against what others write into its store."""
     tensors: Array = array_field("|u1")
     """JSON: ``[name, dtype, shape]`` each, in the order in which they will come."""
     memory: str
@@ -44,6 +46,8 @@ class WeightJoin(Message):
         """See ``Message.check``."""
         if not 1 <= len(self.group_id) <= 64:
             raise WireError("group_id is not text of 1 to 64 characters")
+        if not 16 <= len(self.secret) <= 64:
+            raise WireError("secret is not text of 16 to 64 characters")
         if not 1 <= self.port < 2**16:
             raise WireError(f"port is {self.port}")
         if not 2 <= self.world_size <= MAX_WORLD or not 1 <= self.first_rank < self.world_size:

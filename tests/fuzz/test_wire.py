@@ -183,6 +183,7 @@ def test_weight_push() -> None:
         world_size=3,
         bucket_bytes=99,
         timeout_s=1.0,
+        secret="s" * 16,
         tensors=np.frombuffer(rows, dtype=np.uint8),
         memory=memory.handles(1),
     )

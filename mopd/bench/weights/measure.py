@@ -307,6 +307,7 @@ def _bare(num_bytes: int, bucket_bytes: int, num_receivers: int, device: torch.d
         world_size=1 + num_receivers,
         bucket_bytes=bucket_bytes,
         timeout_s=TIMEOUT_S,
+        secret=TOKEN,
     )
     context = forks()
     members = []

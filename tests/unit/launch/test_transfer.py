@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore
 
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.config.weights import BucketsConfig, CollectiveConfig, IpcConfig
@@ -114,6 +115,31 @@ def test_every_replica_gets_every_bit_and_the_version(
         assert sender.transfer.take_numbers()["timing/weights_update_s"] > 0
 
     run(servers, weights, action, way)
+
+
+def test_what_a_stranger_writes_costs_an_attempt_and_changes_nothing(
+    servers: list[RunningServer],
+    weights: Weights,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Any user of the machine may write into the group's store. The next group has another one."""
+    join, spoiled = TransferTargets.join, []
+
+    async def join_spoiled(self: Any, names: Any, order: Any, tensors: bytes) -> Any:
+        if not spoiled:
+            TCPStore("127.0.0.1", order["port"], is_master=False).set(f"{order['group_id']}/verdict", "go")
+        spoiled.append(order["group_id"])
+        return await join(self, names, order, tensors)
+
+    async def action(sender: Sender) -> None:
+        monkeypatch.setattr(TransferTargets, "join", join_spoiled)
+        await sender.publish(weights, 0)
+        assert len(spoiled) == 2 and all(holds(server, weights) for server in servers)
+
+    run(servers, weights, action)
+    assert f"{spoiled[0]}/verdict' is not signed with this run's secret" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_as_an_http_update_of_the_same_weights(servers: list[RunningServer], weights: Weights) -> None:

@@ -52,6 +52,7 @@ MEMORY = st.sampled_from(
     ]
 )
 PATHS = ("/v1/weights/join", "/v1/weights/start", "/v1/weights/finish")
+SECRET = "s" * 16
 DEADLINE_S = 5.0
 
 
@@ -72,7 +73,7 @@ def metas_of(weights: Weights) -> list[TensorMeta]:
 
 def join(tensors: bytes, **changes: Any) -> WeightJoin:
     fields: dict[str, Any] = {"group_id": "g", "port": 9, "first_rank": 1, "world_size": 2, "memory": ""}
-    fields |= {"bucket_bytes": 2**20, "timeout_s": 0.2}
+    fields |= {"bucket_bytes": 2**20, "timeout_s": 0.2, "secret": SECRET}
     return WeightJoin(**{**fields, **changes}, tensors=np.frombuffer(tensors, dtype=np.uint8))
 
 
@@ -108,10 +109,11 @@ class Rank0:
             world_size=world_size,
             bucket_bytes=2**20,
             timeout_s=DEADLINE_S,
+            secret=SECRET,
         )
 
     def join(self, **changes: Any) -> WeightJoin:
-        names = ("group_id", "port", "world_size", "bucket_bytes", "timeout_s")
+        names = ("group_id", "port", "world_size", "bucket_bytes", "timeout_s", "secret")
         return join(to_json(self.metas), **{name: getattr(self.order, name) for name in names} | changes)
 
     def meet(self, running: RunningServer) -> TransferGroup:
@@ -154,6 +156,7 @@ def test_any_values_leave_the_weights(
                     "world_size": SMALL | INT64,
                     "bucket_bytes": SMALL | INT64,
                     "memory": MEMORY,
+                    "secret": TEXT,
                     "timeout_s": SECONDS.filter(lambda seconds: not 1 < seconds < float("inf")),
                 },
             ),

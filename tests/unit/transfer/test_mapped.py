@@ -46,7 +46,7 @@ class Two:
         store = GroupStore(DEADLINE_S)
         self.order = GroupOrder(
             group_id="two", port=store.port, world_size=3, bucket_bytes=BUCKET_BYTES, timeout_s=DEADLINE_S,
-            memory=self.memory.handles(2),
+            secret="s", memory=self.memory.handles(2),
         )  # fmt: skip
         self.threads = ThreadPoolExecutor(4)
         self.slots = {"large": torch.zeros_like(weights["large"])}

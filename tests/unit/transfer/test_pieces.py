@@ -53,7 +53,9 @@ def exchange(
     """What sending took, and what the receiver was given beside its slots. Verified, unless told."""
     options = {"verify": True, **options}
     store = GroupStore(DEADLINE_S)
-    order = GroupOrder(group_id="g", port=store.port, world_size=2, bucket_bytes=BUCKET, timeout_s=DEADLINE_S)
+    order = GroupOrder(
+        group_id="g", port=store.port, world_size=2, bucket_bytes=BUCKET, timeout_s=DEADLINE_S, secret="s"
+    )
     rest: Weights = {}
 
     def receive() -> None:

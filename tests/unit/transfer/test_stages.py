@@ -60,6 +60,7 @@ class Run:
             world_size=2,
             bucket_bytes=BUCKET,
             timeout_s=DEADLINE_S,
+            secret="s",
             shares=(1, 3),
         )
         self.words = Words(self.order, store)
@@ -148,7 +149,9 @@ def test_a_receiver_that_goes_ends_it_for_all(run: Run) -> None:
 
 def test_a_meeting_that_is_called_off_ends_for_the_other_senders() -> None:
     store = GroupStore(DEADLINE_S)
-    order = GroupOrder(group_id="g", port=store.port, world_size=2, bucket_bytes=1, timeout_s=DEADLINE_S, shares=(1, 1))
+    order = GroupOrder(
+        group_id="g", port=store.port, world_size=2, bucket_bytes=1, timeout_s=DEADLINE_S, secret="s", shares=(1, 1)
+    )
     words, stage = Words(order, store), Stage(1, {"b": torch.zeros(2)})
     sender, metas = StageSender(stage), [TensorMeta(name, torch.float32, (2,)) for name in "ab"]
     with ThreadPoolExecutor(1) as pool:
@@ -161,6 +164,6 @@ def test_a_meeting_that_is_called_off_ends_for_the_other_senders() -> None:
 
 
 def test_other_tensors_than_ordered_are_refused() -> None:
-    order = GroupOrder(group_id="g", port=1, world_size=2, bucket_bytes=1, timeout_s=1.0, shares=(2, 1))
+    order = GroupOrder(group_id="g", port=1, world_size=2, bucket_bytes=1, timeout_s=1.0, secret="s", shares=(2, 1))
     with pytest.raises(ValueError, match=r"2 weights are announced, and \[2, 1\]"):
         open_receiver(order, 1, [TensorMeta(name, torch.float32, (2,)) for name in "ab"], keeps_views=True)

@@ -117,6 +117,7 @@ JOIN = WeightJoin(
     world_size=3,
     bucket_bytes=2**20,
     timeout_s=2.5,
+    secret="s" * 16,
     tensors=np.frombuffer(b'[["a","float32",[2]]]', dtype=np.uint8),
     memory="[{}]",
 )
