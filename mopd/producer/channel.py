@@ -1,10 +1,14 @@
 """Calls in both directions between two processes over one pair of sockets that nobody else can reach.
 
-A message is a msgpack head and raw frames::
+A message is a msgpack head and raw frames, which follow in pieces::
 
-    <uint32 bytes of the head> <uint32 frames> <uint64 bytes of each frame> head frames
+    <uint32 bytes of the head> <uint32 frames> <uint64 bytes of each frame> head
+    <uint32 0> <uint32 1> <uint64 bytes of the piece> piece      the next bytes of the frames, in order
     head: ["call", number, name, arguments], ["tell", 0, name, arguments],
           ["answer", number, value] or ["error", number, kind, text]
+
+Between two pieces other messages may stand, so that none waits for a model's weights. One message's frames are on their
+way at a time; a message with frames that comes before the last piece takes the place of the one that was given up.
 
 The end of either process ends every call that waits for it, at once.
 """
@@ -32,6 +36,8 @@ MAX_HEAD_BYTES = 2**28
 MAX_FRAMES = 2**16
 MAX_FRAME_BYTES = 2**30
 BUFFER_BYTES = 2**20
+PIECE_BYTES = 2**20
+"""What a message that comes meanwhile waits for: half a millisecond, where each piece costs 50 us."""
 _ERRORS: dict[str, type[UserError]] = {cls.__name__: cls for cls in (UserError, CutOffError, NonFiniteError)}
 
 
@@ -48,7 +54,8 @@ class Channel:
         self._handlers = dict(handlers)
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._sending = asyncio.Lock()
+        self._sending, self._sending_frames = asyncio.Lock(), asyncio.Lock()
+        self._arriving: _Arriving | None = None
         self._ended: BaseException | None = None
         self._is_open = asyncio.Event()
         self._writer: asyncio.StreamWriter | None = None
@@ -103,20 +110,39 @@ class Channel:
 
     async def _receive(self, reader: asyncio.StreamReader, tasks: Tasks) -> None:
         while True:
-            head_bytes, num_frames = struct.unpack("<II", await reader.readexactly(8))
-            if head_bytes > MAX_HEAD_BYTES or num_frames > MAX_FRAMES:
-                raise RuntimeError(f"{self.peer} sent a message of {head_bytes} bytes and {num_frames} frames")
-            sizes = struct.unpack(f"<{num_frames}Q", await reader.readexactly(8 * num_frames))
-            if any(size > MAX_FRAME_BYTES for size in sizes):
-                raise RuntimeError(f"{self.peer} sent a frame of {max(sizes)} bytes")
-            kind, number, *rest = unpacked(await reader.readexactly(head_bytes))
-            frames = [await reader.readexactly(size) for size in sizes]
-            self.bytes_moved += 8 + head_bytes + sum(sizes) + 8 * num_frames
+            message = await self._next(reader)
+            if message is None:
+                continue
+            (kind, number, *rest), frames = message
             if kind in ("call", "tell"):
                 name, arguments = rest
                 tasks.start(self._answer(number if kind == "call" else None, name, arguments, frames))
             elif number in self._waiting:  # else its caller has gone away
                 self._settle(self._waiting[number], kind, rest)
+
+    async def _next(self, reader: asyncio.StreamReader) -> tuple[Sequence[Any], Frames] | None:
+        """Head and frames of a message that is whole with what comes next, if one is."""
+        head_bytes, num_frames = struct.unpack("<II", await reader.readexactly(8))
+        if head_bytes > MAX_HEAD_BYTES or num_frames > MAX_FRAMES:
+            raise RuntimeError(f"{self.peer} sent a message of {head_bytes} bytes and {num_frames} frames")
+        sizes = struct.unpack(f"<{num_frames}Q", await reader.readexactly(8 * num_frames))
+        if any(size > MAX_FRAME_BYTES for size in sizes):
+            raise RuntimeError(f"{self.peer} sent a frame of {max(sizes)} bytes")
+        self.bytes_moved += 8 + head_bytes + 8 * num_frames
+        if head_bytes:
+            head = unpacked(await reader.readexactly(head_bytes))
+            if not sizes:
+                return head, ()
+            self._arriving = _Arriving(head, sizes)
+        elif self._arriving is None or len(sizes) != 1 or not 0 < sizes[0] <= PIECE_BYTES:
+            raise RuntimeError(f"{self.peer} sent a piece of no frame")
+        else:
+            self._arriving.add(await reader.readexactly(sizes[0]))
+            self.bytes_moved += sizes[0]
+        if not self._arriving.is_whole:
+            return None
+        whole, self._arriving = self._arriving, None
+        return whole.head, whole.frames
 
     def _settle(self, future: asyncio.Future[Any], kind: str, rest: Sequence[Any]) -> None:
         if future.done():
@@ -152,13 +178,26 @@ class Channel:
             raise PeerEnded(f"{self.peer} has ended") from self._ended
         body = packed(head)
         sizes = [len(frame) for frame in frames]
-        self.bytes_moved += 8 + len(body) + sum(sizes) + 8 * len(sizes)
+        start = struct.pack(f"<II{len(frames)}Q", len(body), len(frames), *sizes) + body
+        if not frames:
+            await self._write(start)
+            return
+        async with self._sending_frames:
+            await self._write(start)
+            for frame in frames:
+                view = memoryview(frame)
+                for first in range(0, len(view), PIECE_BYTES):
+                    piece = view[first : first + PIECE_BYTES]
+                    await self._write(struct.pack("<IIQ", 0, 1, len(piece)), piece)
+
+    async def _write(self, *parts: bytes | memoryview) -> None:
+        """All of them, with nothing between; returns when there is room for more. Whoever came first is next."""
+        assert self._writer is not None
+        self.bytes_moved += sum(map(len, parts))
         try:
             async with self._sending:
-                self._writer.write(struct.pack(f"<II{len(frames)}Q", len(body), len(frames), *sizes) + body)
-                for frame in frames:
-                    self._writer.write(frame)
-                    await self._writer.drain()
+                for part in parts:
+                    self._writer.write(part)
                 await self._writer.drain()
         except ConnectionError as error:
             raise PeerEnded(f"{self.peer} has ended") from error
@@ -169,3 +208,34 @@ class Channel:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(PeerEnded(f"{self.peer} has ended"))
+
+
+class _Arriving:
+    """A message whose frames are on their way."""
+
+    def __init__(self, head: Sequence[Any], sizes: Sequence[int]) -> None:
+        self.head, self._sizes = head, sizes
+        self.frames: list[bytes] = []
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0
+        """In ``_pieces``."""
+        self._close_frames()
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing more comes."""
+        return len(self.frames) == len(self._sizes)
+
+    def add(self, piece: bytes) -> None:
+        """The next bytes. ``RuntimeError`` for more than the frame has."""
+        self._pieces.append(piece)
+        self._num_bytes += len(piece)
+        if self._num_bytes > self._sizes[len(self.frames)]:
+            raise RuntimeError(f"a frame of {self._sizes[len(self.frames)]} bytes has {self._num_bytes}")
+        self._close_frames()
+
+    def _close_frames(self) -> None:
+        """Those that are complete; one of no bytes is at once."""
+        while not self.is_whole and self._num_bytes == self._sizes[len(self.frames)]:
+            self.frames.append(b"".join(self._pieces))
+            self._pieces, self._num_bytes = [], 0

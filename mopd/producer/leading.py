@@ -17,8 +17,9 @@ from mopd.launch.ranks import CommandChannel, StudentGroup
 from mopd.launch.signals import ending_in_order
 from mopd.launch.transfer import open_transfer
 from mopd.preflight.checks import check_before_training
-from mopd.producer.client import FarTargets, ProducerProcess
+from mopd.producer.client import ProducerProcess
 from mopd.producer.turns import FarTurns, memory_handlers
+from mopd.producer.weights import FarTargets
 from mopd.replicas.statistics import group_metrics
 from mopd.run.folder import RunDir
 from mopd.run.leading import Opened, joined, lead

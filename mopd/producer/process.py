@@ -36,12 +36,11 @@ from mopd.producer.leading import load_samples, save_samples, take_numbers, vali
 from mopd.producer.messages import pack_samples
 from mopd.producer.samples import SampleAnswers
 from mopd.producer.turns import FarMemory, turn_handlers
+from mopd.producer.weights import WeightAnswers
 from mopd.replicas.interface import SampleFailed
-from mopd.replicas.transfer import CALLS
 from mopd.run.workers import Inputs, Workers, build_workers, read_inputs
 from mopd.tasks import Tasks
 from mopd.types import SampleMeta, UserError
-from mopd.wire.weights import StagedConstants, StagedWeights
 
 
 def run(file: Path, descriptor: int) -> int:
@@ -96,20 +95,16 @@ class _Process:
         self._recipe, self._inputs, self._plane = recipe, inputs, plane
         self._forwarding = forwarding
         self._workers: Workers | None = None
-        self._staged_constants: StagedConstants | None = None
         self._vocab_size = read_dims(Path(recipe.student.model)).vocab_size
         handlers: dict[str, Handler] = {
             "start": self._start,
-            "constants": self._constants,
-            "weights": self._weights,
-            "ask_for_weights": self._ask_for_weights,
-            "transfer": self._transfer,
             "check": self._check,
             "numbers": self._numbers,
             "validate": self._validate,
             "save_samples": self._save_samples,
             "load_samples": self._load_samples,
             "stop_drawing": self._stop_drawing,
+            **WeightAnswers(lambda: self.workers.weights).handlers,
         }
         self._channel = Channel("rank 0", handlers)
         student = FarMemory(self._channel)
@@ -145,21 +140,6 @@ class _Process:
         workers = self._workers
         workers.weights.send_again_by(lambda: self._channel.call("weights_again"))
         self._channel.answer(SampleAnswers(workers.rollout, workers.teachers, workers.rewards, workers.plane).handlers)
-
-    async def _constants(self, head: dict[str, Any] | None, frames: Sequence[bytes] = ()) -> None:
-        """Those of all weights that come from now on."""
-        self._staged_constants = None if head is None else StagedConstants(**head, bodies=tuple(frames))
-
-    async def _weights(self, head: dict[str, Any], frames: Sequence[bytes]) -> None:
-        staged = StagedWeights(**head, bodies=tuple(frames), constants=self._staged_constants)
-        await self.workers.weights.send(staged)
-
-    async def _ask_for_weights(self, weight_version: int) -> None:
-        await self.workers.weights.ask_for(weight_version)
-
-    async def _transfer(self, name: str, arguments: Sequence[Any]) -> Any:
-        assert name in CALLS
-        return await getattr(self.workers.weights.targets, name)(*arguments)
 
     async def _check(self, manifests: dict[str, Any], is_fresh: bool, fingerprints: dict[str, Any]) -> dict[str, Any]:
         with _naming_logs():

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mopd.launch.transfer import Transfer
-from mopd.producer.client import FarTargets
+from mopd.producer.weights import FarTargets
 from mopd.student.worker import StudentWorker
 from mopd.transfer.group import TransferGroup
 from tests.integration.recorded import JOURNAL, run_recorded

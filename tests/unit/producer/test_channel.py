@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 import time
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from mopd.data_plane.frames import packed
 from mopd.data_plane.interface import StorageEnded
 from mopd.files.writing import WriteRefusedError
-from mopd.producer.channel import MAX_FRAME_BYTES, MAX_HEAD_BYTES, Channel, Handler, PeerEnded
+from mopd.producer.channel import MAX_FRAME_BYTES, MAX_HEAD_BYTES, PIECE_BYTES, Channel, Handler, PeerEnded
 from mopd.types import CutOffError, UserError
 
 
@@ -93,6 +95,22 @@ def test_frames_arrive_whole_beside_small_calls() -> None:
     between(work)
 
 
+def test_a_call_that_is_given_up_between_two_pieces_leaves_the_way_whole() -> None:
+    async def work(asking: Channel, answering: Channel) -> None:
+        large = bytes(8 * PIECE_BYTES)
+        given_up = asyncio.ensure_future(asking.call("measure", "old", frames=[large]))
+        while answering._arriving is None or answering._arriving._num_bytes < PIECE_BYTES:
+            await asyncio.sleep(0)
+        given_up.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await given_up
+        assert answering._arriving is not None, "it was over before it could be given up"
+        assert await asking.call("slow", 3, 0) == 3
+        assert await asking.call("measure", "new", frames=[b"xyz", large]) == ["new", 3, len(large), b"xyz"]
+
+    between(work)
+
+
 def test_the_other_end_may_call_and_tell() -> None:
     told: list[str] = []
 
@@ -136,6 +154,10 @@ def test_whoever_waits_learns_of_the_others_end_at_once() -> None:
         (struct.pack("<II", MAX_HEAD_BYTES + 1, 0), "sent a message of 268435457 bytes"),
         (struct.pack("<II", 5, 2**20), "and 1048576 frames"),
         (struct.pack("<IIQ", 5, 1, MAX_FRAME_BYTES + 1), "sent a frame of 1073741825 bytes"),
+        (struct.pack("<IIQ", 0, 1, 9), "sent a piece of no frame"),
+        (struct.pack("<IIQ", 1, 1, 4) + packed([])[:1] + struct.pack("<IIQ", 0, 1, PIECE_BYTES + 1), "sent a piece"),
+        (struct.pack("<IIQ", 1, 1, 4) + packed([])[:1] + struct.pack("<II", 0, 0), "sent a piece of no frame"),
+        (struct.pack("<IIQ", 1, 1, 4) + packed([])[:1] + struct.pack("<IIQ", 0, 1, 5) + bytes(5), "4 bytes has 5"),
     ],
 )
 def test_sizes_are_bounded_before_anything_is_read(message: bytes, problem: str) -> None:
