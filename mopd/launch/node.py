@@ -14,6 +14,8 @@ from mopd.types import UserError
 
 NODE_NAME = "MOPD_NODE_NAME"
 """Environment variable: another name for this machine, as where two of its launchers stand for two nodes."""
+RUN_SECRET = "MOPD_RUN_SECRET"
+"""Environment variable: a secret of the run's launchers, against what others write into their store."""
 LOOPBACK = "127.0.0.1"
 MAX_NODES = 4096
 
