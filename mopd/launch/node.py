@@ -15,6 +15,8 @@ from mopd.types import UserError
 
 NODE_NAME = "MOPD_NODE_NAME"
 """Environment variable: another name for this machine, as where two of its launchers stand for two nodes."""
+RUN_SECRET = "MOPD_RUN_SECRET"
+"""Environment variable: a secret of the run's launchers, against what others write into their store."""
 LOOPBACK = "127.0.0.1"
 MAX_NODES = 4096
 RANK_DEFAULTS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}

@@ -6,6 +6,8 @@ Node 0's launcher holds torch's store, which the ranks use too. In it each launc
     end/R     how its ranks ended        failed    there as soon as anybody's have, or somebody is silent
     silent/R  its beat has stopped, as node 0 sees it (its place among the ends)
     order     counts the ends: who failed first is told by the store, as the clocks of machines differ
+
+Whoever reaches its port may write there. With ``MOPD_RUN_SECRET`` entries are signed, and a stranger's ends the run.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from mopd.launch.failure import ERROR_CODE, STOPPED_CODE, USER_ERROR_CODE
-from mopd.launch.node import Place, node_name
+from mopd.launch.node import RUN_SECRET, Place, node_name
 from mopd.launch.sharing import WAIT
 from mopd.tasks import StopAsked
 from mopd.text import one_line
+from mopd.transfer.signing import ForgedEntry
 from mopd.types import UserError
 
 if TYPE_CHECKING:
@@ -87,6 +90,8 @@ class Nodes:
         """Nodes of which nothing more is heard."""
         self._trouble = False
         self._is_store_gone = False
+        self._forged = ""
+        """What somebody without the run's secret wrote into the store."""
         self._closing = threading.Event()
         self._beating: threading.Thread | None = None
 
@@ -134,6 +139,8 @@ class Nodes:
 
     def check(self) -> None:
         """Raise ``NodeLostError`` once another node has failed; that this one ends is then told."""
+        if self._forged:
+            raise self._foreign(self._forged)
         if self._trouble:
             if self._told is None:
                 self.tell("ended", "")
@@ -186,7 +193,7 @@ class Nodes:
         if self._has(f"end/{rank}"):
             told = self._ask(lambda: self.store.get(f"end/{rank}"), b"")
             if told:
-                return NodeEnd(**json.loads(told))
+                return self._read_end(rank, told)
         self._gone.add(rank)
         name = self._names.get(rank, "which did not come")
         silent = f"silent/{rank}"
@@ -200,17 +207,32 @@ class Nodes:
             order=int(place or _LAST),
         )
 
+    def _read_end(self, rank: int, told: bytes) -> NodeEnd:
+        try:
+            return NodeEnd(**json.loads(told))
+        except (ValueError, TypeError):
+            raise self._foreign(f"what stands there as the end of node {rank} cannot be read") from None
+
     def _others(self) -> list[int]:
         return [rank for rank in range(self.place.num_nodes) if rank != self.place.node_rank]
 
     def _has(self, key: str) -> bool:
-        return self._ask(lambda: bool(self.store.check([key])), False)
+        """It is there, and a launcher of this run wrote it."""
+        return self._ask(lambda: self.store.check([key]) and self.store.get(key) is not None, False)
+
+    def _foreign(self, what: object) -> UserError:
+        return UserError(
+            f"--rdzv-endpoint {self.place.host}:{self.place.port}: {what}: set {RUN_SECRET} to the same on all nodes, "
+            "or keep other users from this port"
+        )
 
     def _ask(self, question: Callable[[], T], otherwise: T) -> T:
         """The store's answer; ``otherwise`` once it is gone, with node 0's launcher."""
         if not self._is_store_gone:
             try:
                 return question()
+            except ForgedEntry as error:
+                raise self._foreign(error) from None
             except RuntimeError:  # torch's errors of its store
                 self._is_store_gone = self._trouble = True
         return otherwise
@@ -228,7 +250,10 @@ class Nodes:
         if place.is_first:
             self._store.set("num_nodes", str(place.num_nodes))
         self._wait(lambda: self._has("num_nodes"), deadline)
-        num_nodes = int(self._store.get("num_nodes"))
+        told = self._store.get("num_nodes")
+        if not told.isdigit():
+            raise self._foreign("what node 0 wrote into the store is no number of nodes")
+        num_nodes = int(told)
         if num_nodes != place.num_nodes:
             raise UserError(f"--nnodes is {place.num_nodes} here and {num_nodes} on node 0: set the same")
         self._store.set(f"here/{place.node_rank}", node_name())
@@ -244,7 +269,7 @@ class Nodes:
             self._poll()
             try:
                 socket.create_connection((self.place.host, self.place.port), timeout=POLL_S * 10).close()
-                return _client(self.place)
+                return client_store(self.place)
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise UserError(
@@ -278,13 +303,15 @@ class Nodes:
         seen: dict[int, tuple[bytes, float]] = {}
         count = 0
         try:
-            store = _client(self.place)
+            store = client_store(self.place)
             while not self._closing.wait(BEAT_S):
                 count += 1
                 store.set(f"beat/{self.place.node_rank}", str(count))
                 if self.place.is_first:
                     self._look_for_silent(store, seen)
-                self._trouble = self._trouble or store.check(["failed"])
+                self._trouble = self._trouble or (store.check(["failed"]) and store.get("failed") is not None)
+        except ForgedEntry as error:
+            self._forged = str(error)
         except RuntimeError:
             if not self._closing.is_set():
                 self._is_store_gone = self._trouble = True
@@ -328,7 +355,7 @@ def held_store(place: Place) -> Store:
             "an address of this node, node 0, and a free port"
         ) from error
     port = listener.getsockname()[1]
-    return TCPStore(
+    store = TCPStore(
         place.host,
         port,
         is_master=True,
@@ -336,9 +363,19 @@ def held_store(place: Place) -> Store:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
+    return _signed(store)
 
 
-def _client(place: Place) -> Store:
+def client_store(place: Place, timeout_s: float = SILENT_S) -> Store:
+    """The store that another process holds, which listens."""
     from torch.distributed import TCPStore  # heavy
 
-    return TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=SILENT_S))
+    return _signed(TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=timeout_s)))
+
+
+def _signed(store: Store) -> Store:
+    """With the secret of the run, where it has one."""
+    from mopd.transfer.store import SignedStore  # heavy
+
+    secret = os.environ.get(RUN_SECRET)
+    return SignedStore(store, secret) if secret else store

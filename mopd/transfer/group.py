@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
 from mopd.transfer.backends import HOST, open_gloo, open_nccl, see_through
-from mopd.transfer.store import DIGEST_BYTES, SignedStore, sign
+from mopd.transfer.signing import DIGEST_BYTES, sign
+from mopd.transfer.store import SignedStore
 
 CONNECT_S = 5.0
 """For a connection to a store that is there already: an order that comes late finds none, and shall not wait."""
@@ -234,7 +235,7 @@ def _prove(group: Any, order: GroupOrder, rank: int) -> None:
 def _proof(order: GroupOrder, sender: int, receiver: int) -> Tensor:
     """[DIGEST_BYTES] uint8."""
     name = f"{order.group_id} {sender} {receiver}"
-    return torch.frombuffer(bytearray(sign(order.secret.encode(), name, b"")), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(sign(order.secret, name, b"")), dtype=torch.uint8)
 
 
 def _first_line(error: BaseException) -> str:

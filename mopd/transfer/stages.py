@@ -23,7 +23,8 @@ from mopd.transfer.backends import HOST
 from mopd.transfer.buckets import TensorMeta
 from mopd.transfer.group import CONNECT_S, GroupOrder, GroupStore, TransferFailed
 from mopd.transfer.receiving import Receiver
-from mopd.transfer.store import ForgedEntry, SignedStore
+from mopd.transfer.signing import ForgedEntry
+from mopd.transfer.store import SignedStore
 
 LOOK_EVERY_S = 0.005
 _OFF = "off"

@@ -6,21 +6,15 @@ overwrite entries, which ends what waits for them; what it writes is never read 
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from datetime import timedelta
 
-from torch.distributed import Store
+from torch.distributed import Store, TCPStore
 
-DIGEST_BYTES = hashlib.sha256().digest_size
-
-
-class ForgedEntry(RuntimeError):
-    """An entry of the store that no holder of the secret wrote."""
+from mopd.transfer.signing import read_signed, sign
 
 
 class SignedStore(Store):
-    """Signs each value together with its key (HMAC-SHA256), and checks that of each value that it reads.
+    """Signs each value together with its key, and checks the signature of each value that it reads.
 
     C++ calls it too: gloo reads the addresses of its peers here. Keep a reference as long as a process group uses it,
     since pybind finds these methods through the Python object alone. The extended calls of a store (``append``,
@@ -30,7 +24,13 @@ class SignedStore(Store):
 
     def __init__(self, store: Store, secret: str) -> None:
         super().__init__()
-        self._inner, self._secret = store, secret.encode()
+        self._inner, self._secret = store, secret
+
+    @property
+    def port(self) -> int:
+        """Of the server."""
+        assert isinstance(self._inner, TCPStore)
+        return self._inner.port
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a signed value."""
@@ -39,11 +39,7 @@ class SignedStore(Store):
 
     def get(self, key: str) -> bytes:
         """Wait for a value; ``ForgedEntry`` for one that was not signed."""
-        signed = bytes(self._inner.get(key))
-        digest, data = signed[:DIGEST_BYTES], signed[DIGEST_BYTES:]
-        if not hmac.compare_digest(digest, sign(self._secret, key, data)):
-            raise ForgedEntry(f"the store's entry {key[:200]!r} is not signed with this run's secret")
-        return data
+        return read_signed(self._secret, key, bytes(self._inner.get(key)))
 
     def add(self, key: str, amount: int) -> int:
         """Change a counter, unsigned."""
@@ -67,8 +63,3 @@ class SignedStore(Store):
     def set_timeout(self, timeout: timedelta) -> None:
         """Deadline of ``get`` and ``wait``."""
         self._inner.set_timeout(timeout)
-
-
-def sign(secret: bytes, name: str, data: bytes) -> bytes:
-    """[``DIGEST_BYTES``] that only a holder of the secret can make for this name and these bytes."""
-    return hmac.digest(secret, len(name.encode()).to_bytes(4, "little") + name.encode() + data, "sha256")

@@ -3,11 +3,12 @@
 ::
 
     bare        a gloo broadcast of as many bytes, bucket by bucket, from and into the same two buckets
-    collective  ``weight_sync: {type: collective}``, or ``ipc``: Transfer, servers' /v1/weights/join, start, finish
-    http        ``weight_sync: {type: http}``: staged here, sent in pieces, swapped in
+    collective  ``weight_sync: {type: collective}``, or ``ipc``: student ── calls ──> producer ── HTTP ──> servers,
+                and the tensors from the student to the servers
+    http        ``weight_sync: {type: http}``: student ── staged weights ──> producer ── HTTP, in pieces ──> servers
 
-Student and servers are real and the same for both ways; who takes part in the bare broadcast is a process of its own.
-After each update every server must answer as after the other way's.
+Student, producer process and servers are a run's, and the same for both ways; who takes part in the bare broadcast is a
+process of its own. After each update every server must answer as after the other way's.
 """
 
 from __future__ import annotations
@@ -18,12 +19,10 @@ import secrets
 import statistics
 import tempfile
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -31,31 +30,23 @@ import torch
 from torch import Tensor
 
 from mopd.bench.clock import Others, family_busy_s
+from mopd.bench.weights.bare import bare_broadcast
+from mopd.bench.weights.beside import ProducerWay, beside
 from mopd.bench.weights.memory import DevicePeaks, HostPeaks
-from mopd.bench.weights.student import BenchStudent, bench_student, forks, write_config
-from mopd.config.groups import RoutingConfig, TorchEngineConfig
+from mopd.bench.weights.student import TIMEOUT_S, BenchStudent, bench_student, write_config
+from mopd.config.groups import TorchEngineConfig
 from mopd.config.weights import CollectiveConfig, IpcConfig
-from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import SamplingParams
 from mopd.launch.transfer import Transfer
 from mopd.placement.engine_file import EngineFile
 from mopd.placement.process import ServerCommand, ServerProcess
-from mopd.placement.weights import GroupWeightSync
-from mopd.replicas.interface import Replica
-from mopd.replicas.router import Router
-from mopd.replicas.transfer import TransferTargets
-from mopd.transfer.group import GroupOrder, GroupStore, Pending, TransferGroup
 from mopd.types import UserError
 
 MIB = 2**20
 BARE, HTTP = "bare broadcast", "http"
 WAYS: dict[str, type[CollectiveConfig] | type[IpcConfig]] = {"collective": CollectiveConfig, "ipc": IpcConfig}
 """That are measured beside both; one at a time, as an engine is in one group."""
-TIMEOUT_S = 300.0
 LOOK_EVERY_S = 0.1
 TOKEN = secrets.token_hex(16)
-PROMPT = [3, 4, 5]
-SAMPLING = SamplingParams(max_new_tokens=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +63,9 @@ class WeightContest:
     phases: dict[str, float]
     """Medians of ``way``'s: see ``Transfer.take_numbers``."""
     extra_bytes: dict[str, dict[str, int]]
-    """By way: the most memory that the ``sender`` and any ``receiver`` took above what they had."""
+    """By way: the most memory that the ``sender``, the ``producer`` and any ``receiver`` took above what they had."""
+    claim_s: list[float]
+    """The longest wait for an answer to a claim, while weights travel by HTTP."""
     others_cores: float | None
 
     def median_s(self, way: str) -> float:
@@ -108,10 +101,13 @@ async def measure(
         student = stack.enter_context(bench_student(folder / "model", num_stages))
         require_gpus(student.device, num_replicas, way)
         size = sum(meta.num_bytes for meta in student.metas)
-        bare = stack.enter_context(_bare(size, bucket_mib * MIB, num_replicas, student.device))
-        async with _replicas(folder, num_replicas, student.device) as servers:
+        bare = stack.enter_context(bare_broadcast(size, bucket_mib * MIB, num_replicas, student.device))
+        async with (
+            _replicas(folder, num_replicas, student.device) as servers,
+            beside(list(servers), TOKEN) as producer,
+        ):
             progress(f"weights: {size / 1e9:.2f} GB, {num_replicas} replicas, warming up")
-            rounds = Rounds(student, servers, bucket_mib, way)
+            rounds = Rounds(student, producer, list(servers.values()), bucket_mib, way)
             try:
                 await rounds.begin()
                 await asyncio.to_thread(bare)
@@ -132,6 +128,7 @@ async def measure(
         seconds=rounds.seconds,
         phases={key: statistics.median(phase[key] for phase in rounds.phases) for key in rounds.phases[0]},
         extra_bytes=rounds.extra_bytes,
+        claim_s=rounds.claim_s,
         others_cores=cores,
     )
 
@@ -153,20 +150,22 @@ def require_gpus(device: torch.device, num_replicas: int, way: str) -> None:
 class Rounds:
     """Both ways to the same servers."""
 
-    def __init__(self, student: BenchStudent, servers: dict[RemoteEngine, int], bucket_mib: int, way: str) -> None:
-        self._student, self._engines = student, list(servers)
+    def __init__(
+        self, student: BenchStudent, producer: ProducerWay, servers: Sequence[int], bucket_mib: int, way: str
+    ) -> None:
+        """``servers``: their processes' ids."""
+        self._student, self._producer = student, producer
         is_cuda = student.device.type == "cuda"
         self._peaks = DevicePeaks if is_cuda else HostPeaks
-        holders = range(1 + len(servers)) if is_cuda else (os.getpid(), *servers.values())
+        holders = range(1 + len(servers)) if is_cuda else (os.getpid(), *servers)
         self._holders = {f"receiver {i}" if i else "sender": holder for i, holder in enumerate(holders)}
-        replicas = [Replica(name=engine.name, engine=engine) for engine in self._engines]
-        self._router = Router("bench", replicas, RoutingConfig(), kind="rollout")
-        targets = TransferTargets(self._router, num_workers=1, on_running="finish", drain_s=TIMEOUT_S)
+        if not is_cuda:
+            self._holders["producer"] = producer.pid
         cfg = WAYS[way](type=way, bucket_mib=bucket_mib)  # type: ignore[arg-type]
         self._way = way
         shares = student.shares if way == "collective" else []
         self._transfer = Transfer(
-            targets,
+            producer.targets,
             cfg,
             student.metas,
             num_workers=1,
@@ -179,7 +178,12 @@ class Rounds:
         self._version = -1
         self.seconds: dict[str, list[float]] = {BARE: [], way: [], HTTP: []}
         self.phases: list[dict[str, float]] = []
-        self.extra_bytes = {name: {"sender": 0, "receiver": 0} for name in (way, HTTP)}
+        self.extra_bytes = {
+            name: dict.fromkeys((holder.split()[0] for holder in self._holders), 0) for name in (way, HTTP)
+        }
+        self.claim_s: list[float] = []
+        self._longest_claim_s = 0.0
+        """While weights travelled by HTTP last."""
 
     async def begin(self) -> None:
         """What updates take in memory. On a CPU the first one says nothing: engines without weights have never touched
@@ -200,9 +204,7 @@ class Rounds:
         took, answers = {}, []
         for way in self.extra_bytes:
             took[way] = await self._publish(way)
-            for engine in self._engines:
-                (generation,) = await engine.generate([PROMPT], SAMPLING, [0])
-                answers.append((generation.tokens.tolist(), generation.logprobs.tolist()))
+            answers += await self._producer.answers()
         if any(answer != answers[0] for answer in answers):
             raise UserError("bench weights: engines answer otherwise after one way than after the other")
         return took
@@ -211,12 +213,12 @@ class Rounds:
         """A round that counts."""
         for way, seconds in took.items():
             self.seconds[way].append(seconds)
+        self.claim_s.append(self._longest_claim_s)
         self.phases.append(self._transfer.take_numbers())
 
     async def close(self) -> None:
         """Leave the group."""
         await self._transfer.close()
-        await self._router.close()
         self._thread.shutdown()
 
     async def _publish(self, way: str) -> float:
@@ -225,10 +227,11 @@ class Rounds:
         if way == self._way:
             await self._transfer.publish(self._version, self._stream, self._in_thread)
         else:
-            sync = GroupWeightSync(self._router)
-            await sync.send(
-                await self._in_thread(lambda: sync.stage(self._student.read(in_place=False), self._version))
-            )
+            weights = self._producer.weights
+            staged = await self._in_thread(lambda: weights.stage(self._student.read(in_place=False), self._version))
+            async with self._producer.claiming() as claims:
+                await weights.send(staged)
+            self._longest_claim_s = max(claims)
         return time.perf_counter() - started
 
     def _stream(self) -> Iterator[tuple[str, Tensor]]:
@@ -242,8 +245,8 @@ class Rounds:
 
 
 @asynccontextmanager
-async def _replicas(folder: Path, count: int, device: torch.device) -> AsyncIterator[dict[RemoteEngine, int]]:
-    """Servers that answer, with their processes' ids."""
+async def _replicas(folder: Path, count: int, device: torch.device) -> AsyncIterator[dict[str, int]]:
+    """URLs of servers that answer, with their processes' ids."""
     engine_file = folder / "engine.json"
     EngineFile(
         role="rollout",
@@ -273,15 +276,9 @@ async def _replicas(folder: Path, count: int, device: torch.device) -> AsyncIter
             environment={"OMP_NUM_THREADS": "1", **gpu},
         )
         servers.append(ServerProcess(command, folder=folder / str(i), log=folder / f"{i}.log"))
-    engines: dict[RemoteEngine, int] = {}
     try:
-        for number, server in enumerate(servers):
-            url, pid = await _ready(server)
-            engines[RemoteEngine(url, token=TOKEN, timeout_s=TIMEOUT_S, name=f"rollout.{number}")] = pid
-        yield engines
+        yield dict([await _ready(server) for server in servers])
     finally:
-        for engine in engines:
-            await engine.close()
         for server in servers:
             await server.kill()
 
@@ -295,64 +292,3 @@ async def _ready(server: ServerProcess) -> tuple[str, int]:
         if state.exit_code is not None or time.monotonic() > give_up_at:
             raise UserError(f"bench weights: an engine did not start: {await server.last_words()}")
         await asyncio.sleep(LOOK_EVERY_S)
-
-
-@contextmanager
-def _bare(num_bytes: int, bucket_bytes: int, num_receivers: int, device: torch.device) -> Iterator[Callable[[], float]]:
-    """Seconds until all of so many processes have received so many bytes."""
-    store = GroupStore(TIMEOUT_S)
-    order = GroupOrder(
-        group_id="bare",
-        port=store.port,
-        world_size=1 + num_receivers,
-        bucket_bytes=bucket_bytes,
-        timeout_s=TIMEOUT_S,
-        secret=TOKEN,
-    )
-    context = forks()
-    members = []
-    for rank in range(1, order.world_size):
-        end, other = context.Pipe()
-        process = context.Process(target=_receive, args=(order, rank, num_bytes, device.type, other), daemon=True)
-        process.start()
-        members.append((process, end))
-    group = TransferGroup(order, 0, store, device=device)
-
-    def send() -> float:
-        started = time.perf_counter()
-        for _, end in members:
-            end.send(None)
-        _broadcast(group, num_bytes, bucket_bytes)
-        for _, end in members:
-            end.recv()
-        return time.perf_counter() - started
-
-    try:
-        yield send
-    finally:
-        group.close()
-        for process, _ in members:
-            process.terminate()
-            process.join()
-
-
-def _receive(order: GroupOrder, rank: int, num_bytes: int, kind: str, end: Connection) -> None:
-    """A receiver's whole life."""
-    torch.set_num_threads(1)
-    group = TransferGroup(order, rank, device=torch.device(f"cuda:{rank}" if kind == "cuda" else kind))
-    while True:
-        end.recv()
-        _broadcast(group, num_bytes, order.bucket_bytes)
-        end.send(None)
-
-
-def _broadcast(group: TransferGroup, num_bytes: int, bucket_bytes: int) -> None:
-    """Two buckets are on their way at a time, from memory that was touched before."""
-    memory = [torch.zeros(bucket_bytes, dtype=torch.uint8, device=group.device) for _ in range(2)]
-    flying = deque[Pending]()
-    for number, start in enumerate(range(0, num_bytes, bucket_bytes)):
-        if len(flying) == 2:
-            flying.popleft().wait()
-        flying.append(group.broadcast(memory[number % 2][: num_bytes - start]))
-    for pending in flying:
-        pending.wait()

@@ -6,7 +6,6 @@ address alone. Values are JSON within limits. Every wait has a deadline, and can
 
 from __future__ import annotations
 
-import datetime
 import json
 import socket
 import time
@@ -14,11 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, Store
 
 from mopd.files.json_text import parse_json
-from mopd.launch.node import Place
-from mopd.launch.nodes import held_store
+from mopd.launch.node import RUN_SECRET, Place
+from mopd.launch.nodes import client_store, held_store
+from mopd.transfer.signing import ForgedEntry
 from mopd.types import UserError
 
 POLL_S = 0.02
@@ -131,7 +131,7 @@ def meeting_at(place: Place, timeout_s: float) -> Iterator[Meeting]:
     else:
         _await_listener(place, time.monotonic() + timeout_s)
         with _losing(place):
-            store = TCPStore(place.host, place.port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
+            store = client_store(place, timeout_s)
     yield Meeting(place, PrefixStore("mopd/check", store))
 
 
@@ -162,4 +162,9 @@ def _losing(place: Place) -> Iterator[None]:
     except DistError as error:
         raise UserError(
             f"--rdzv-endpoint {_endpoint(place)}: the connection to node 0 is lost: see what it printed"
+        ) from error
+    except ForgedEntry as error:
+        raise UserError(
+            f"--rdzv-endpoint {_endpoint(place)}: {error}: set {RUN_SECRET} to the same on all nodes, or keep other "
+            "users from this port"
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import os
@@ -16,11 +17,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from mopd.launch import nodes as module
 from mopd.launch.failure import USER_ERROR_CODE
-from mopd.launch.node import NODE_NAME, Place, add_node_arguments, place_of
+from mopd.launch.node import NODE_NAME, RUN_SECRET, Place, add_node_arguments, place_of
 from mopd.launch.nodes import NodeLostError, Nodes
 from mopd.types import UserError
 from tests.fixtures.ports import free_port
@@ -249,6 +250,72 @@ def test_launchers_that_do_not_fit(other: Place, line: str, monkeypatch: pytest.
         second()
     with pytest.raises((UserError, NodeLostError)):
         first()
+
+
+SECRET = "only the launchers know it"
+
+
+@pytest.mark.parametrize("junk", ["", "2", "{}", "x" * 500, "other nodes ended well"])
+@pytest.mark.parametrize("key", ["num_nodes", "here/0", "shared", "failed", "end/0"])
+def test_what_a_stranger_writes_is_not_believed(key: str, junk: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into the store of launchers with a secret: whoever reads it ends in one line that says so."""
+    monkeypatch.setenv(RUN_SECRET, SECRET)
+    port, is_spoiled, have_met = free_port(), threading.Event(), threading.Event()
+
+    def lead(nodes: Nodes) -> None:
+        have_met.set()
+        assert is_spoiled.wait(DEADLINE_S)
+        nodes.meet("an end that never comes")
+
+    def follow(nodes: Nodes) -> None:
+        assert is_spoiled.wait(DEADLINE_S)
+        if key == "end/0":
+            nodes.tell("ended", "")
+            nodes.cause()
+        try:
+            nodes.once_per_node(str, str)
+        except NodeLostError:  # node 0 saw it first, and told
+            raise UserError(nodes.cause().line) from None
+
+    first = meet_as(Place(num_nodes=2, node_rank=0, port=port), lead)
+    wait_for_store(port)
+    stranger = TCPStore("127.0.0.1", port, is_master=False)
+    if key in ("num_nodes", "here/0"):  # read as a launcher comes
+        stranger.wait(["num_nodes", "here/0"])
+        stranger.set(key, junk)
+    second = meet_as(Place(num_nodes=2, node_rank=1, port=port), follow)
+    if key not in ("num_nodes", "here/0"):
+        assert have_met.wait(DEADLINE_S)
+        stranger.set(key, junk)
+    is_spoiled.set()
+    with pytest.raises(UserError, match=rf"^--rdzv-endpoint 127.0.0.1:{port}: the store's entry '{key}' is not signed"):
+        second()
+    with contextlib.suppress(UserError, NodeLostError):
+        first()
+
+
+def test_an_entry_that_no_launcher_writes_is_one_line() -> None:
+    """Without a secret, where there is less to see."""
+    port = free_port()
+    first = meet_as(Place(num_nodes=2, node_rank=0, port=port), lambda nodes: None)
+    wait_for_store(port)
+    stranger = TCPStore("127.0.0.1", port, is_master=False)
+    stranger.wait(["num_nodes", "here/0"])
+    stranger.set("num_nodes", "a line of noise")
+    second = meet_as(Place(num_nodes=2, node_rank=1, port=port), lambda nodes: None)
+    with pytest.raises(UserError, match=r"is no number of nodes: set MOPD_RUN_SECRET to the same on all nodes"):
+        second()
+    stranger.set("end/1", '{"kind": "ended"}')
+    stranger.set("here/1", "a stranger")
+    with contextlib.suppress(UserError, NodeLostError):
+        first()
+
+
+@pytest.mark.multirank
+def test_launchers_with_a_secret_run_ranks(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's agent writes into the signed store too."""
+    monkeypatch.setenv(RUN_SECRET, SECRET)
+    assert [told(process)[0] for process in start("user_error")] == [2, 2]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

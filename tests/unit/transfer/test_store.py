@@ -12,8 +12,9 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from mopd.transfer.backends import open_gloo
 from mopd.transfer.group import GroupOrder, GroupStore, TransferFailed, TransferGroup, _prove
+from mopd.transfer.signing import ForgedEntry
 from mopd.transfer.stages import Words
-from mopd.transfer.store import ForgedEntry, SignedStore
+from mopd.transfer.store import SignedStore
 
 DEADLINE_S = 30.0
 FORGED = r"entry 'g/{}' is not signed with this run's secret"

@@ -37,6 +37,8 @@ step=(srun --overlap --cpu-bind=none --mem=0)  # beside others: cores and memory
 address_of() {  # NODE: its address, as its name may mean nothing elsewhere
   scontrol show node "$1" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2
 }
+MOPD_RUN_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')  # against what others write into the launchers' store
+export MOPD_RUN_SECRET
 head=$(address_of "${nodes_0[0]}")
 port=$((20000 + SLURM_JOB_ID % 2500 * 4))  # and the next two: jobs that share a node have different ones
 
