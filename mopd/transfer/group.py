@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
+from mopd.text import first_line
 from mopd.transfer.backends import HOST, open_gloo, open_nccl, see_through
 
 CONNECT_S = 5.0
@@ -104,7 +105,7 @@ class TransferGroup:
             else:
                 self._group = open_gloo(meeting, rank, order.world_size, order.timeout_s)
         except RuntimeError as error:  # DistError is one
-            raise TransferFailed(f"not all of {order.world_size} processes came: {_first_line(error)}") from error
+            raise TransferFailed(f"not all of {order.world_size} processes came: {first_line(error):.200}") from error
 
     @property
     def is_over(self) -> bool:
@@ -134,7 +135,7 @@ class TransferGroup:
             return self._began(group.broadcast([buffer], options), timeout_s)
         except RuntimeError as error:
             self.close()
-            raise TransferFailed(_first_line(error)) from error
+            raise TransferFailed(f"{first_line(error):.200}") from error
 
     def all_reached(self) -> Pending:
         """The next point that all members are to reach: is over when all have called this."""
@@ -145,7 +146,7 @@ class TransferGroup:
             return self._began(group.allreduce([torch.zeros(1, dtype=torch.int64)]))
         except RuntimeError as error:
             self.close()
-            raise TransferFailed(_first_line(error)) from error
+            raise TransferFailed(f"{first_line(error):.200}") from error
 
     def close(self) -> None:
         """From any thread, once is enough. Peers fail as soon as nothing of this process is under way any more."""
@@ -184,7 +185,7 @@ class Pending:
                 self._work.wait()
         except RuntimeError as error:
             self._group.close()
-            raise TransferFailed(_first_line(error)) from error
+            raise TransferFailed(f"{first_line(error):.200}") from error
         self.forget()
 
     def forget(self) -> None:
@@ -207,7 +208,3 @@ def _meet(store: PrefixStore, order: GroupOrder, rank: int, given_up: GivenUp) -
         there = store.get(_VERDICT) == _GO.encode()
     if not there:
         raise TransferFailed("given up" if given_up.is_set() else f"not within {order.timeout_s:g} s")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
