@@ -7,7 +7,6 @@ It says once what it has read (``Hello``), then answers calls until rank 0 close
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import signal
 import socket
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mopd.config.load import load_recipe
+from mopd.config.reading.tree import STANDARD_INPUT
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
 from mopd.conversion.models.reading import read_dims
@@ -44,19 +44,17 @@ from mopd.types import SampleMeta, UserError
 from mopd.wire.weights import StagedConstants, StagedWeights
 
 
-def run(file: Path, descriptor: int) -> int:
+def run(logs: Path, descriptor: int) -> int:
     """The whole life of the process; its exit code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # For rank 0, which closes the connection. A child would inherit it if they were ignored.
         signal.signal(number, lambda *_: None)
-    told = json.loads(file.read_text(encoding="utf-8"))
-    file.unlink()
     end = socket.socket(fileno=descriptor)
     forwarding = _Forwarding()
     logging.basicConfig(level=logging.WARNING, handlers=[forwarding])
     logging.getLogger("mopd").setLevel(logging.INFO)
     try:
-        recipe = load_recipe_of(told["recipe"], file)
+        recipe = load_recipe(STANDARD_INPUT).recipe  # as rank 0 resolved it; JSON is YAML
         with forwarding.told_at_once(end):
             inputs = read_inputs(recipe)
         plane = open_storage(recipe, host=rank_0_host())
@@ -66,22 +64,12 @@ def run(file: Path, descriptor: int) -> int:
     try:
         _say(end, {"rows": inputs.train.rows_by_domain, "plane": plane.address})
         end.setblocking(False)
-        asyncio.run(_Process(recipe, inputs, plane, Path(told["logs"]), forwarding).serve(end))
+        asyncio.run(_Process(recipe, inputs, plane, logs, forwarding).serve(end))
     finally:
         asyncio.run(plane.close())
         if inputs.rewards is not None:
             inputs.rewards.close()
     return 0
-
-
-def load_recipe_of(tree: Mapping[str, Any], file: Path) -> Recipe:
-    """The recipe that rank 0 resolved; JSON is YAML."""
-    path = file.with_name(f"{file.name}.yaml")
-    path.write_text(json.dumps(tree), encoding="utf-8")
-    try:
-        return load_recipe(path).recipe
-    finally:
-        path.unlink()
 
 
 def _say(end: socket.socket, value: Mapping[str, Any]) -> None:

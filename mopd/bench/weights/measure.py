@@ -16,7 +16,6 @@ import asyncio
 import os
 import secrets
 import statistics
-import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -37,6 +36,7 @@ from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.config.weights import CollectiveConfig, IpcConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import SamplingParams
+from mopd.files.temporary import TemporaryFolder
 from mopd.launch.transfer import Transfer
 from mopd.placement.engine_file import EngineFile
 from mopd.placement.process import ServerCommand, ServerProcess
@@ -102,7 +102,7 @@ async def measure(
     Raises:
         UserError: a server did not start, or answers otherwise after one way than after the other.
     """
-    with tempfile.TemporaryDirectory(prefix="mopd-bench-") as name, ExitStack() as stack:
+    with TemporaryFolder("mopd-bench-") as name, ExitStack() as stack:
         folder = Path(name)
         write_config(folder / "model", num_bytes, num_stages)
         student = stack.enter_context(bench_student(folder / "model", num_stages))
