@@ -163,7 +163,8 @@ class Groups:
         if is_remote and weight_sync is not None:
             placement = self._placements[ROLLOUT]
             give_up = placement.lose if isinstance(placement, RegisteredGroup) else routers[ROLLOUT].remove
-            self._repair = Repair(routers[ROLLOUT], weight_sync, give_up)
+            patience_s = self.plans[ROLLOUT].group.routing.request_timeout_s
+            self._repair = Repair(routers[ROLLOUT], weight_sync, give_up, patience_s=patience_s)
 
     async def close(self) -> None:
         """End every replica that was started; may be called twice."""
