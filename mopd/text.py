@@ -39,10 +39,34 @@ def encodable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
+def message_of(error: BaseException | str) -> str:
+    """An error's own words, never quoted; empty where it has none or cannot be asked for them."""
+    try:
+        return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    except Exception:  # a ``__str__`` of somebody else's; what this is called for goes on
+        return ""
+
+
 def one_line(error: BaseException | str) -> str:
     """A message on one line that a terminal only shows; an error without words by its type. URLs lose credentials."""
-    text = without_credentials(" ".join(str(error).split()))
+    text = without_credentials(" ".join(message_of(error).split()))
     return visible(text) or type(error).__name__
+
+
+def first_line(error: BaseException | str) -> str:
+    """The first line with words of a message, shown as ``one_line`` shows it."""
+    return _lines(error)[0]
+
+
+def last_line(error: BaseException | str) -> str:
+    """The last line with words of a message, shown as ``one_line`` shows it: what a long report comes to."""
+    return _lines(error)[-1]
+
+
+def _lines(error: BaseException | str) -> list[str]:
+    """At least one."""
+    lines = [line for line in message_of(error).splitlines() if line.strip()]
+    return [one_line(line) for line in lines] or [one_line(error)]
 
 
 def json_lines(value: Any, *, only_ascii: bool = False) -> str:

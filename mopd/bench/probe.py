@@ -11,7 +11,6 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ from mopd.conversion.models.dims import ModelDims
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import SamplingParams
 from mopd.engines.torch.engine import TorchEngine
+from mopd.files.temporary import TemporaryFolder
 from mopd.planning.devices import Rates
 from mopd.planning.stages import STEP_CALLS, TORCH_CALLS_PER_LAYER, forward_flops, num_tensors
 from mopd.planning.workload import Workload
@@ -113,7 +113,7 @@ def _engine(dims: ModelDims, *, tp: int) -> Iterator[TorchEngine]:
         "eos_token_id": 0,
         "tie_word_embeddings": False,
     }
-    with tempfile.TemporaryDirectory(prefix="mopd-probe-") as folder:
+    with TemporaryFolder("mopd-probe-") as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         engine = TorchEngine.empty(folder, TorchEngineConfig(dtype="float32"))
         weights = {name: 0.02 * torch.randn(slot.shape) for name, slot in engine.weight_slots.items()}
@@ -265,10 +265,10 @@ def _staging() -> float:
 
 def _collectives() -> tuple[float, float]:
     """Bytes a second that a rank sends in a sum of two ranks, and seconds of a sum of nearly nothing."""
-    with tempfile.TemporaryDirectory(prefix="mopd-probe-") as folder:
-        other = multiprocessing.get_context("spawn").Process(target=_sums, args=(1, folder), daemon=True)
+    with TemporaryFolder("mopd-probe-") as folder:
+        other = multiprocessing.get_context("spawn").Process(target=_sums, args=(1, str(folder)), daemon=True)
         other.start()
-        large, small = _sums(0, folder)
+        large, small = _sums(0, str(folder))
         other.join(TIMEOUT_S)
     return 4 * LARGE_SUM / large, small
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -23,11 +24,14 @@ from mopd.launch.nodes import NodeLostError, Nodes
 from mopd.launch.signals import asked_by_sigterm, first_sigterm_asks, outlive_sigterm
 from mopd.run.folder import RunDir
 from mopd.run.preparing import agreed
-from mopd.run.stopping import forget_request, request_stop
+from mopd.run.stopping import forget_request, is_users_stop, request_stop
 from mopd.tasks import Stop, StopAsked
 from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
+
+USERS_SIGNALS = (128 + signal.SIGINT, 128 + signal.SIGHUP)
+"""Exit codes of a run that a person ended at its terminal, or with it."""
 
 ABOUT = "train a student"
 EXAMPLES = """\
@@ -83,32 +87,45 @@ def _launch(args: argparse.Namespace, arguments: Sequence[str], nodes: Nodes) ->
     run_dir = RunDir(loaded.recipe.run_dir)
     is_new = not run_dir.path.exists()
     is_first = nodes.place.is_first
+    is_counted = False
 
     def checks() -> None:
+        nonlocal is_counted
         if is_first:
             _check_folder(loaded, run_dir, args)
+            is_counted = args.resume_auto
 
     if is_first:
         forget_request(run_dir.path)
-    ended = on_students_ranks(
-        loaded,
-        arguments,
-        lambda: None,
-        checks,
-        nodes=nodes,
-        cure=lambda: f"; {run_dir.cure()}",
-        ask=lambda: request_stop(run_dir.path, f"SIGTERM on {node_name()}"),
-    )
+    try:
+        ended = on_students_ranks(
+            loaded,
+            arguments,
+            lambda: None,
+            checks,
+            nodes=nodes,
+            cure=lambda: f"; {run_dir.cure()}",
+            ask=lambda: request_stop(run_dir.path, f"SIGTERM on {node_name()}"),
+        )
+    except KeyboardInterrupt:
+        if is_counted:
+            _note_end(run_dir, "interrupted", is_users=True)
+        raise
     if ended.line:
         run_dir.log_launch(ended.line)
     if is_first:
-        if args.resume_auto:
-            from mopd.run import resuming
-
-            resuming.note_end(run_dir, ended.line)
+        if is_counted:
+            is_users = ended.code in USERS_SIGNALS or (ended.code == STOPPED_CODE and is_users_stop(run_dir.path))
+            _note_end(run_dir, ended.line, is_users=is_users)
         if ended.code != 0 and is_new:
             run_dir.discard_if_unused()
     return ended
+
+
+def _note_end(run_dir: RunDir, line: str, *, is_users: bool) -> None:
+    from mopd.run import resuming
+
+    resuming.note_end(run_dir, line, is_users=is_users)
 
 
 def _check_folder(loaded: Loaded, run_dir: RunDir, args: argparse.Namespace) -> None:

@@ -115,7 +115,7 @@ class RoutingConfig:
     """Tokens that one replica holds unanswered; more wait at the router. Of responses that are to be drawn their
     prompts' count, and what a server says of itself goes before: sequences that it works on, tokens that it holds."""
     request_timeout_s: float = 600.0
-    """Deadline of one request to one replica."""
+    """Deadline of one request to one replica; a server that takes no requests is waited for as long."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens_per_request", "max_inflight_tokens"):

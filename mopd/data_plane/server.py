@@ -5,17 +5,16 @@
     reader (DEALER) ── [head: {number, sample_ids, fields}] ──────────> server (ROUTER)
            <── [head: {number, fields | error}] [frame] [frame] … ──
 
-On one machine the socket is a file in a private folder. Between machines it is TCP, encrypted and closed to whoever
-does not hold the keys of the address (CURVE).
+On one machine the socket has a name of the kernel's (abstract), closed to other users. Between machines it is TCP,
+encrypted and closed to whoever does not hold the keys of the address (CURVE).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
+import secrets
 import socket as sockets
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ import zmq.auth.thread
 from torch import Tensor
 
 from mopd.data_plane.frames import FrameError, packed, to_frames, unpacked
+from mopd.text import message_of
 from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,6 @@ Read = Callable[[Sequence[int], Sequence[str]], dict[str, list[Tensor]]]
 
 MAX_REQUEST_BYTES = 2**22
 """Of a message to the server: the ids of some hundred thousand samples."""
-MAX_PATH_BYTES = 100
-"""Of a socket's file; the system's limit is 107."""
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 30_000
 """After which the other end of a TCP connection counts as gone although nothing was closed."""
@@ -56,7 +54,6 @@ class SampleServer:
             UserError: nothing can listen there.
         """
         self._read = read
-        self._folder: str | None = None
         self._context = zmq.Context()
         self._auth: Any = None
         self._router = self._context.socket(zmq.ROUTER)
@@ -64,7 +61,7 @@ class SampleServer:
         self._router.setsockopt(zmq.SNDHWM, 0)  # a reader has one question under way, and its answer is never dropped
         self._router.setsockopt(zmq.LINGER, 0)
         try:
-            self.address = self._bind_file() if host is None else self._bind_host(host)
+            self.address = self._bind_name() if host is None else self._bind_host(host)
             stop = f"inproc://stop-{id(self)}"
             self._stopped = self._context.socket(zmq.PAIR)
             self._stopped.bind(stop)
@@ -88,18 +85,13 @@ class SampleServer:
         if self._auth is not None:
             self._auth.stop()
         self._context.destroy(linger=0)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _bind_file(self) -> dict[str, Any]:
-        self._folder = tempfile.mkdtemp(prefix="mopd-samples-")  # mode 0700
-        path = os.path.join(self._folder, "socket")
-        if len(os.fsencode(path)) > MAX_PATH_BYTES:
-            raise UserError(
-                f"TMPDIR {tempfile.gettempdir()!r} is too long for a socket's file: set it to a shorter path"
-            )
-        self._router.bind(f"ipc://{path}")
-        return {"type": "local", "url": f"ipc://{path}", "pid": os.getpid()}
+    def _bind_name(self) -> dict[str, Any]:
+        """Listen under a name that is no file: the kernel forgets it with this process, however that ends."""
+        url = f"ipc://@mopd-samples-{secrets.token_hex(16)}"
+        self._router.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())  # a name has no mode
+        self._router.bind(url)
+        return {"type": "local", "url": url, "pid": os.getpid()}
 
     def _bind_host(self, host: str) -> dict[str, Any]:
         """Only readers that know the server's public key and hold the one pair of keys that it lets in."""
@@ -157,7 +149,7 @@ class SampleServer:
         try:
             head, frames = to_frames(self._read(ids, names))
         except KeyError as error:
-            return [packed({"number": asked["number"], "error": error.args[0]})]
+            return [packed({"number": asked["number"], "error": message_of(error)})]
         return [packed({"number": asked["number"], "fields": head}), *frames]
 
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from mopd.data_plane.interface import StorageEnded
+from mopd.text import last_line
 from mopd.types import UserError
 
 T = TypeVar("T")
@@ -68,7 +69,7 @@ def start_actors(ray: Any, num_storage_units: int, *, num_cpus: float) -> tuple[
         end_actors(ray, actors)
         raise UserError(
             "data_plane: TransferQueue's actors ended as they started (is the same mopd installed on every node?): "
-            f"{str(error).strip().splitlines()[-1]}"
+            f"{last_line(error)}"
         ) from error
     address = {"controller": _to_json(controller), "units": [_to_json(unit) for unit in units]}
     return actors, {"type": "transfer_queue", **address}

@@ -33,6 +33,11 @@ class EngineUnavailable(EngineError):
     corrupt or belongs to another request. Another replica may be tried."""
 
 
+class EngineUnreachable(EngineUnavailable):
+    """Nobody takes requests there now: connection refused, HTTP 502 or 503. This says nothing about the request, and
+    may pass."""
+
+
 class CorruptAnswer(EngineUnavailable):
     """An answer came, and it cannot be right."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from mopd.files.abandoned import held_folder
+from mopd.files.temporary import TemporaryFolder
 from mopd.launch import sharing
 from mopd.launch.agent import Death, OthersFailedError, RankAgent, TerminatedError
 from mopd.launch.failure import (
@@ -161,19 +161,20 @@ def _rank_environment(num_ranks: int, launch_dir: Path, nodes: Nodes) -> dict[st
 @contextmanager
 def _reaped_folder() -> Iterator[Path]:
     """The launch folder, with a process that clears up after it (see ``reaper``)."""
-    folder, lock = held_folder("mopd-launch-")
-    command = [sys.executable, "-I", "-S", reaper.__file__, str(folder)]
-    clearing = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=[lock])
-    os.close(lock)  # the reaper outlives this process, and needs the folder until it has ended
+    folder = TemporaryFolder("mopd-launch-")
+    command = [sys.executable, "-I", "-S", reaper.__file__, str(folder.path)]
+    # The reaper has the folder's lock too: it outlives this process, and needs the folder until it has ended.
+    clearing = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=[folder.fileno()])
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield folder
+        yield folder.path
     finally:
         for number in handlers:
             signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not stop the clearing up
         assert clearing.stdin is not None
         clearing.stdin.close()
         clearing.wait(timeout=TERMINATE_TIMEOUT_S)
+        folder.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

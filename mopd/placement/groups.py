@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -19,7 +18,7 @@ from mopd.config.placements import ExternalConfig, InProcessConfig, LocalConfig,
 from mopd.config.schema import Recipe
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.concurrency import all_or_none
-from mopd.files.writing import temporary_folder
+from mopd.files.temporary import TemporaryFolder
 from mopd.placement.engine_file import rollout_file, teacher_file
 from mopd.placement.engine_loading import load_engine
 from mopd.placement.external import ExternalGroup
@@ -97,7 +96,7 @@ class Groups:
         self._gpus = share_gpus({key: plan.group for key, plan in self.plans.items()}, this_machine())
         self._log_dir, self._device = log_dir, device
         self._registered = RunFiles(Path(recipe.run_dir)).replicas
-        self._temporary: Path | None = None
+        self._temporary: TemporaryFolder | None = None
         self._placements: dict[str, Placement] = {}
         self._replicas: dict[str, list[Replica]] = {}
         self._repair: Repair | None = None
@@ -164,7 +163,8 @@ class Groups:
         if is_remote and weight_sync is not None:
             placement = self._placements[ROLLOUT]
             give_up = placement.lose if isinstance(placement, RegisteredGroup) else routers[ROLLOUT].remove
-            self._repair = Repair(routers[ROLLOUT], weight_sync, give_up)
+            patience_s = self.plans[ROLLOUT].group.routing.request_timeout_s
+            self._repair = Repair(routers[ROLLOUT], weight_sync, give_up, patience_s=patience_s)
 
     async def close(self) -> None:
         """End every replica that was started; may be called twice."""
@@ -179,7 +179,7 @@ class Groups:
             await self._cluster.close()
             self._cluster = None
         if self._temporary is not None:
-            shutil.rmtree(self._temporary)
+            self._temporary.close()
             self._temporary = None
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -187,7 +187,8 @@ class Groups:
 
     async def _start(self) -> None:
         if self._log_dir is None:
-            self._temporary = self._log_dir = temporary_folder("mopd-logs-")
+            self._temporary = TemporaryFolder("mopd-logs-")
+            self._log_dir = self._temporary.path
         self._share_pools()
         on_ray = [plan for plan in self.plans.values() if isinstance(plan.group.placement, RayConfig)]
         if on_ray:

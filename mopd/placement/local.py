@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from mopd.config.placements import LocalConfig
-from mopd.files.writing import temporary_folder, writing
+from mopd.files.temporary import TemporaryFolder
+from mopd.files.writing import writing
 from mopd.placement.gpus import visible_gpus
 from mopd.placement.interface import GroupPlan
 from mopd.placement.process import ServerCommand, ServerProcess
@@ -31,20 +31,20 @@ class LocalLauncher:
         self._gpus = gpus
         self._plan, self._cfg = plan, plan.group.placement
         self._log_dir = log_dir
-        self._folder: Path | None = None
+        self._folder: TemporaryFolder | None = None
         self._num_launches = 0
 
     async def prepare(self) -> None:
         """See ``Launcher.prepare``."""
         with writing(self._log_dir):
             self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._folder = temporary_folder("mopd-servers-")
+        self._folder = TemporaryFolder("mopd-servers-")
 
     async def launch(self, index: int, token: str) -> ServerProcess:
         """See ``Launcher.launch``."""
         assert self._folder is not None
         self._num_launches += 1
-        folder = self._folder / str(self._num_launches)
+        folder = self._folder.path / str(self._num_launches)
         command = ServerCommand(
             engine_file=json.dumps(self._plan.files[index].to_json()),
             token=token,
@@ -58,7 +58,7 @@ class LocalLauncher:
     async def close(self) -> None:
         """See ``Launcher.close``."""
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)  # the last reaper may have been faster
+            self._folder.close()
             self._folder = None
 
     def _environment(self, index: int) -> dict[str, str]:

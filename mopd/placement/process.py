@@ -33,6 +33,14 @@ class ServerState:
     """Of the server itself, once it answers."""
     exit_code: int | None
     """Once it has ended; 128 + n for signal n."""
+    ending: str | None = None
+    """How it ended, where the exit code does not tell."""
+
+    @property
+    def how_it_ended(self) -> str:
+        """In words, for a server that has ended."""
+        assert self.exit_code is not None
+        return self.ending or how_it_ended(self.exit_code)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +63,7 @@ class ServerProcess:
     def __init__(self, command: ServerCommand, *, folder: Path, log: Path) -> None:
         """``folder`` is made for this server alone and goes with it; ``log`` is appended to."""
         self._log = log
+        self._is_told_to_end = False
         self._ready = folder / "ready.json"
         engine_file, token_file = folder / "engine.json", folder / "token"
         with writing(folder):
@@ -91,16 +100,19 @@ class ServerProcess:
             ready = json.loads(self._ready.read_text(encoding="utf-8"))
         except FileNotFoundError:  # not ready yet, or gone with the server
             ready = {}
-        return ServerState(url=ready.get("url"), pid=ready.get("pid"), exit_code=exit_code)
+        ending = "was ended by mopd" if self._is_told_to_end else None
+        return ServerState(url=ready.get("url"), pid=ready.get("pid"), exit_code=exit_code, ending=ending)
 
     async def terminate(self) -> None:
         """See ``Server.terminate``: it answers what it has begun."""
         if self._reaper.poll() is None:
+            self._is_told_to_end = True
             self._reaper.send_signal(signal.SIGTERM)
 
     async def kill(self) -> None:
         """See ``Server.kill``: its children too; ``state`` shows the end within moments."""
         assert self._reaper.stdin is not None
+        self._is_told_to_end = self._is_told_to_end or self._reaper.poll() is None
         self._reaper.stdin.close()
 
     async def last_words(self) -> str:

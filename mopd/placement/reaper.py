@@ -5,10 +5,12 @@
     launcher ──stdin──> reaper                                      ranks: each leads a process group
     mopd ──stdin──> reaper ──parent death signal──> server ──> its own children (one process group)
 
-Run by file (``python -I -S reaper.py FOLDER [COMMAND …]``). The end of its standard input means that mopd is gone.
+Run by file (``python -I -S reaper.py [--apart] FOLDER [COMMAND …]``). The end of its standard input means that mopd is
+gone. With ``--apart`` it is nobody's child: Ray kills those of a process that it ends.
 
 Without a command it kills the groups that ``*.pid`` files of FOLDER name: the kernel kills ranks when their launcher
-dies, but not a rank's own children (a checkpoint writer, a reward process).
+dies, but not a rank's own children (a checkpoint writer, a reward process), and a server when its reaper dies, but not
+an inference engine's workers.
 
 With a command it starts this server, and kills its group when mopd is gone or the server has ended by itself (an
 inference engine's workers outlive it). SIGTERM is passed on, so that the server can end in order. Exit code: the
@@ -68,6 +70,9 @@ def keep_server(folder: str, command: Sequence[str]) -> int:
         if server.returncode is None:
             os.kill(server.pid, number)
 
+    note = Path(folder).with_name(f"{server.pid}.pid")
+    with contextlib.suppress(OSError):  # a full disk: nobody else could kill its group then
+        note.touch()
     signal.signal(signal.SIGTERM, pass_on)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -76,6 +81,7 @@ def keep_server(folder: str, command: Sequence[str]) -> int:
     os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
     _kill_groups({server.pid})
     code = server.wait()
+    note.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # not empty: another server's folder is there
         os.rmdir(os.path.dirname(folder))
@@ -115,6 +121,10 @@ def _members(groups: set[int]) -> Iterator[tuple[int, bytes]]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--apart":
+        del sys.argv[1]
+        if os.fork():
+            os._exit(0)
     if len(sys.argv) > 2:
         sys.exit(keep_server(sys.argv[1], sys.argv[2:]))
     kill_ranks(sys.argv[1])

@@ -21,7 +21,7 @@ from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.concurrency import CANCEL_GRACE_S, all_or_none, cancel
 from mopd.engines.interface import EngineError, EngineInfo, EngineUnavailable
 from mopd.placement.interface import GroupPlan, KeptAwake
-from mopd.placement.process import ServerState, how_it_ended
+from mopd.placement.process import ServerState
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.types import UserError
@@ -200,7 +200,7 @@ class ServerGroup:
         while True:
             state = await server.state()
             if state.exit_code is not None:
-                raise ReplicaDied(f"{name} {how_it_ended(state.exit_code)} at its start: {await server.last_words()}")
+                raise ReplicaDied(f"{name} {state.how_it_ended} at its start: {await server.last_words()}")
             if state.url is not None:
                 return state
             # After the look: a blocked event loop must not make a server late that is ready.
@@ -259,7 +259,7 @@ class ServerGroup:
             while True:
                 state = await life.server.state()
                 if state.exit_code is not None:
-                    return how_it_ended(state.exit_code)
+                    return state.how_it_ended
                 if health is None and time.monotonic() >= next_health:
                     health = asyncio.create_task(life.engine.health(timeout_s=timeout_s))
                 if health is not None and health.done():

@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence, Set
 from typing import Any, Protocol, cast
 
 from torch import Tensor
 
 from mopd.engines.clients.remote import RemoteEngine, push_staged
-from mopd.engines.interface import EngineRejected, EngineUnavailable, OnRunning, TakesWeights
+from mopd.engines.interface import EngineRejected, EngineUnavailable, EngineUnreachable, OnRunning, TakesWeights
 from mopd.placement.interface import KeptAwake
 from mopd.replicas.router import Router
 from mopd.replicas.transfer import TransferTargets
+from mopd.text import one_line
 from mopd.types import UserError
 from mopd.wire.weights import StagedConstants, StagedWeights, stage_updates
 
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.2
 LONGEST_PAUSE_S = 30.0
+AWAY_PAUSE_S, HEALTH_TIMEOUT_S = 5.0, 10.0
+"""Between pushes to a server that takes no requests, and for it to say whether it does."""
 MAX_PUSHES = 4
 """To one replica in a row, as many as a request gets attempts."""
 
@@ -179,9 +182,10 @@ class GiveUp(Protocol):
 class Repair:
     """Watches a rollout group for replicas without the current weights, and sends these once more."""
 
-    def __init__(self, router: Router, sync: GroupWeightSync, give_up: GiveUp) -> None:
-        """A replica that ``MAX_PUSHES`` in a row did not reach is given up."""
-        self._router, self._sync, self._give_up = router, sync, give_up
+    def __init__(self, router: Router, sync: GroupWeightSync, give_up: GiveUp, *, patience_s: float) -> None:
+        """A replica is given up that ``MAX_PUSHES`` in a row did not reach, or that takes no requests for
+        ``patience_s``."""
+        self._router, self._sync, self._give_up, self._patience_s = router, sync, give_up, patience_s
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -193,6 +197,7 @@ class Repair:
 
     async def _run(self) -> None:
         failures: dict[str, int] = {}
+        away_since: dict[str, float] = {}
         pause_s = LOOK_EVERY_S
         while True:
             await asyncio.sleep(pause_s)
@@ -200,6 +205,7 @@ class Repair:
             failures = {name: failures.get(name, 0) for name in lacking}
             pause_s = LOOK_EVERY_S
             if not lacking:
+                away_since = {}
                 continue
             try:
                 tried = set(await self._sync.send_again())
@@ -207,15 +213,37 @@ class Repair:
                 for name in lacking:
                     self._give_up(name, reason=f"the weights could not be sent again: {error}")
                 raise
+            now, away = asyncio.get_running_loop().time(), await self._away(tried & set(self._lacking()))
+            away_since = {name: away_since.get(name, now) for name in away}
             for name in tried & set(self._lacking()):
+                if name in away:
+                    if now - away_since[name] >= self._patience_s:
+                        self._give_up(name, reason=f"{away[name]}, for {self._patience_s:g} s")
+                    pause_s = max(pause_s, AWAY_PAUSE_S)
+                    continue
                 failures[name] = failures.get(name, 0) + 1
                 if failures[name] >= MAX_PUSHES:
                     self._give_up(name, reason=f"{failures[name]} pushes of the weights did not reach it")
-                pause_s = min(2.0 ** failures[name] * LOOK_EVERY_S, LONGEST_PAUSE_S)
+                pause_s = max(pause_s, min(2.0 ** failures[name] * LOOK_EVERY_S, LONGEST_PAUSE_S))
             for replica in self._router.replicas:
                 engine: Any = replica.engine
                 if replica.name in tried and engine.weight_version == self._router.weight_version:
                     logger.warning("%s has weights %d again", replica.name, engine.weight_version)
+
+    async def _away(self, names: Collection[str]) -> dict[str, str]:
+        """Those of ``names`` that take no requests now, and what they say."""
+        found: dict[str, str] = {}
+
+        async def look(name: str, engine: Any) -> None:
+            try:
+                await engine.health(timeout_s=HEALTH_TIMEOUT_S)
+            except EngineUnreachable as error:
+                found[name] = one_line(error)
+            except EngineUnavailable:
+                pass  # a push says more
+
+        await asyncio.gather(*(look(one.name, one.engine) for one in self._router.replicas if one.name in names))
+        return found
 
     def _lacking(self) -> tuple[str, ...]:
         return self._router.needs_weights if self._router.weight_version >= 0 else ()

@@ -1,4 +1,4 @@
-"""``python -m mopd.producer FILE DESCRIPTOR``: the process beside rank 0, which starts it."""
+"""``python -m mopd.producer LOGS DESCRIPTOR < RECIPE``: the process beside rank 0, which starts it."""
 
 import sys
 from pathlib import Path

@@ -34,6 +34,8 @@ from mopd.run.training import Findings
 from mopd.tasks import Tasks
 from mopd.types import CutOffError, SampleMeta, UserError
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 NAME = "the producer process"
@@ -63,18 +65,15 @@ class ProducerProcess:
 
     def __enter__(self) -> ProducerProcess:
         self._socket, theirs = socket.socketpair()
-        with tempfile.NamedTemporaryFile("w", prefix="mopd-recipe-", suffix=".json", delete=False) as file:
-            json.dump({"recipe": to_tree(self._recipe), "logs": str(self._run.logs_here)}, file)
-        self._file = Path(file.name)
         with writing(self._log):
             self._log.parent.mkdir(parents=True, exist_ok=True)
             log = self._log.open("ab")
-        with theirs, log:
-            command = [sys.executable, "-m", "mopd.producer", str(self._file), str(theirs.fileno())]
+        with theirs, log, tempfile.TemporaryFile("w+") as recipe:  # which has no name that a kill could leave
+            json.dump(to_tree(self._recipe), recipe)
+            recipe.seek(0)
+            command = [sys.executable, "-m", "mopd.producer", str(self._run.logs_here), str(theirs.fileno())]
             # In this rank's process group: whoever clears up after the rank clears it up too.
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(theirs.fileno(),)
-            )
+            self._process = subprocess.Popen(command, stdin=recipe, stdout=log, stderr=log, pass_fds=(theirs.fileno(),))
         return self
 
     def __exit__(
@@ -85,9 +84,10 @@ class ProducerProcess:
         is_cause = holds_samples and isinstance(error, StorageEnded) and self._ends_within(DYING_S)
         self._socket.close()  # its sign to end
         if not self._ends_within(END_S):
+            logger.warning("%s did not end within %g s and was killed (log: %s)", NAME, END_S, self._log)
             self._process.kill()
             self._process.wait()
-        self._file.unlink(missing_ok=True)
+            return
         if is_cause or (kind is None and self._process.returncode):
             raise CutOffError(self.how_it_ended()) from error
 

@@ -11,6 +11,7 @@ import json
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -43,19 +44,17 @@ from mopd.tasks import Tasks
 from mopd.types import SampleMeta, UserError
 
 
-def run(file: Path, descriptor: int) -> int:
+def run(logs: Path, descriptor: int) -> int:
     """The whole life of the process; its exit code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # For rank 0, which closes the connection. A child would inherit it if they were ignored.
         signal.signal(number, lambda *_: None)
-    told = json.loads(file.read_text(encoding="utf-8"))
-    file.unlink()
     end = socket.socket(fileno=descriptor)
     forwarding = _Forwarding()
     logging.basicConfig(level=logging.WARNING, handlers=[forwarding])
     logging.getLogger("mopd").setLevel(logging.INFO)
     try:
-        recipe = build_from_json(Recipe, told["recipe"], "recipe.yaml")
+        recipe = build_from_json(Recipe, json.load(sys.stdin), "recipe.yaml")  # as rank 0 resolved it
         with forwarding.told_at_once(end):
             inputs = read_inputs(recipe)
         plane = open_storage(recipe, host=rank_0_host())
@@ -65,7 +64,7 @@ def run(file: Path, descriptor: int) -> int:
     try:
         _say(end, {"rows": inputs.train.rows_by_domain, "plane": plane.address})
         end.setblocking(False)
-        asyncio.run(_Process(recipe, inputs, plane, Path(told["logs"]), forwarding).serve(end))
+        asyncio.run(_Process(recipe, inputs, plane, logs, forwarding).serve(end))
     finally:
         asyncio.run(plane.close())
         if inputs.rewards is not None:

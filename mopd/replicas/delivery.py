@@ -22,6 +22,7 @@ from mopd.engines.interface import (
     EngineBusy,
     EngineError,
     EngineUnavailable,
+    EngineUnreachable,
     StaleWeights,
 )
 from mopd.replicas.members import Member, Room, Want
@@ -61,6 +62,10 @@ class Part(Want, Generic[R]):
     last_error: Exception | None = None
     turned_away_since: float | None = None
     """When it first met a full queue since its last real attempt."""
+    num_failures: int = 0
+    """Of the attempts in ``failed_on``, those that reached a replica."""
+    unreachable_since: float | None = None
+    """When it first found nobody since the last attempt that reached a replica."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     """The caller's."""
 
@@ -84,6 +89,16 @@ class Part(Want, Generic[R]):
             if isinstance(error, EngineUnavailable) or not self.was_joined:
                 self.failed_on.append(member)
                 self.turned_away_since = None
+                if not isinstance(error, EngineUnreachable):
+                    self.num_failures, self.unreachable_since = self.num_failures + 1, None
+                elif self.unreachable_since is None:
+                    self.unreachable_since = now
+
+    def is_given_up(self, now: float, *, max_attempts: int, patience_s: float) -> bool:
+        """Enough attempts have failed, and where the last one found nobody, for long enough."""
+        if self.unreachable_since is None:
+            return self.num_failures >= max_attempts
+        return len(self.failed_on) >= max_attempts and now - self.unreachable_since >= patience_s
 
 
 class Request(Generic[R]):
@@ -201,7 +216,7 @@ class Request(Generic[R]):
 
     def _use(self, results: dict[int, R]) -> None:
         """Answers that came together and are good."""
-        self._member.breaker.succeeded()
+        self._member.answered()
         awaited = [i for i in results if self._places[i][0].waits_for(self)]
         if awaited and self._parts[0].is_counted:
             self._member.counters.answered(
@@ -234,10 +249,9 @@ class Request(Generic[R]):
         member, now = self._member, self._pool.now()
         is_stale = self._parts[0].is_stale(error)
         if isinstance(error, EngineUnavailable) and not is_stale:
-            member.breaker.failed(now)
-            member.counters.numbers.failures += 1
+            member.failed(now, error)
         else:
-            member.breaker.succeeded()  # it answered
+            member.answered()
         if isinstance(error, EngineBusy):
             member.counters.numbers.busy_answers += 1
             pause_s = min(error.retry_after_s, self._routing.request_timeout_s / 2)  # or waiting requests give up

@@ -49,6 +49,8 @@ class RouterLimits:
 
 
 LIMITS = RouterLimits()
+MAX_NAMED_ATTEMPTS = 8
+"""Of more of them each replica is named once."""
 
 
 class SampleFailed(RuntimeError):
@@ -61,10 +63,11 @@ class SampleFailed(RuntimeError):
         Args:
             group: for example ``teacher 'math'``.
             positions: places of the samples in the caller's request.
-            attempts: replicas that were tried, in order; one may stand there twice.
+            attempts: replicas that were tried, in order, with their URLs; one may stand there twice.
             last_error: why the last of them (or the wait for one) failed.
         """
-        tried = f"{len(attempts)} attempts on {', '.join(attempts)}" if attempts else "no replica was tried"
+        named = attempts if len(attempts) <= MAX_NAMED_ATTEMPTS else dict.fromkeys(attempts)
+        tried = f"{len(attempts)} attempts on {', '.join(named)}" if attempts else "no replica was tried"
         reason = one_line(last_error)
         super().__init__(f"{group} could not answer for {len(positions)} samples: {tried}; last error: {reason}")
         self.group = group

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import enum
+import logging
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from mopd.config.groups import RoutingConfig
+from mopd.config.values import shown_url
 from mopd.metrics import is_counted
 from mopd.replicas.interface import Replica, RouterLimits
 from mopd.replicas.statistics import ReplicaCounters
+from mopd.text import one_line
+
+logger = logging.getLogger(__name__)
 
 SPARE_SHARE = 8
 """A replica that works on N sequences at a time is given up to N / 8 more, which wait at it: those that end are
@@ -124,6 +129,9 @@ class Member:
         self, replica: Replica, routing: RoutingConfig, limits: RouterLimits, counters: ReplicaCounters
     ) -> None:
         self.name, self.engine, self.tells = replica.name, replica.engine, replica.tells
+        url = getattr(replica.engine, "url", None)
+        self.label = self.name if url is None else f"{self.name} ({shown_url(url)})"
+        """Name and place, for users."""
         self.counters = counters
         self.breaker = Breaker(failures=limits.breaker_failures, reset_s=limits.breaker_reset_s)
         self.in_flight = NO_ROOM
@@ -172,6 +180,20 @@ class Member:
         most_sequences = self._max_sequences + (self.spare_sequences or 0)
         after = self.in_flight + room
         return after.tokens <= most and after.sequences <= most_sequences
+
+    def failed(self, now: float, error: Exception) -> None:
+        """A request failed through its fault."""
+        was_closed = self.breaker.state is BreakerState.CLOSED
+        self.breaker.failed(now)
+        self.counters.numbers.failures += 1
+        if was_closed and self.breaker.state is BreakerState.OPEN:
+            logger.warning("%s is left alone and asked again from time to time: %s", self.label, one_line(error))
+
+    def answered(self) -> None:
+        """It answered, whatever it said."""
+        if self.breaker.state is not BreakerState.CLOSED:
+            logger.warning("%s answers again", self.label)
+        self.breaker.succeeded()
 
     def state(self, version: int | None) -> str:
         """See ``ReplicaNumbers.state``."""

@@ -172,7 +172,7 @@ class Pool(Generic[WantT]):
         if not self._members:
             return f"no replica is left ({self._last_loss})" if self._last_loss else "no replica is left"
         states = ", ".join(
-            f"{m.name} {m.suspended or m.state(version).replace('_', '-')}" for m in self._members.values()
+            f"{m.label} {m.suspended or m.state(version).replace('_', '-')}" for m in self._members.values()
         )
         return f"no replica took or finished work in time ({states})"
 

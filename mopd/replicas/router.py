@@ -7,7 +7,8 @@
                         └──────── another replica, after a pause <── failure ────────┘   a sample has one answer
 
 A part is given up (``SampleFailed``) after ``max_attempts`` failed attempts, when a replica refuses it as such, or
-when the group stands still. A full queue or stale weights are no failures of a part: it waits for another replica.
+when the group stands still. A full queue or stale weights are no failures of a part: it waits for another replica. A
+server that takes no requests for a while is waited for, ``request_timeout_s`` long.
 Every answer is checked here, wherever its engine runs. Works on one event loop, with that loop's clock.
 """
 
@@ -47,6 +48,8 @@ from mopd.types import UserError
 R = TypeVar("R")
 MAX_BACKOFF_S = 30.0
 """The pause between attempts stops doubling here."""
+MAX_DOUBLINGS = 30
+"""More would not fit into a float; any first pause has become ``MAX_BACKOFF_S`` long before."""
 
 
 class Router:
@@ -246,9 +249,11 @@ class Router:
                     return self._failure(part, error)
             elif isinstance(error, EngineUnavailable):
                 if not part.is_stale(error):  # a stale one gets no such request again before it has the weights
-                    if len(part.failed_on) >= self._limits.max_attempts:
+                    patience_s = self._routing.request_timeout_s
+                    now, most = self._pool.now(), self._limits.max_attempts
+                    if part.is_given_up(now, max_attempts=most, patience_s=patience_s):
                         return self._failure(part, error)
-                    pause_s = self._limits.backoff_s * 2 ** (len(part.failed_on) - 1)
+                    pause_s = self._limits.backoff_s * 2 ** min(len(part.failed_on) - 1, MAX_DOUBLINGS)
                     await asyncio.sleep(min(pause_s, MAX_BACKOFF_S))
             elif not part.was_joined:  # else each of its parts is asked for alone: only one may be at fault
                 if isinstance(error, EngineRejected):
@@ -273,7 +278,9 @@ class Router:
         request.task.add_done_callback(lambda task: self._requests.discard(request))
 
     def _failure(self, part: Part[R], error: BaseException) -> SampleFailed:
-        return SampleFailed(self.label, tuple(part.missing), attempts=part.failed_on, last_error=error)
+        labels = {member.name: member.label for member in self._pool.members}
+        attempts = [labels.get(name, name) for name in part.failed_on]
+        return SampleFailed(self.label, tuple(part.missing), attempts=attempts, last_error=error)
 
 
 def cut(tokens: Sequence[int], *, max_tokens: int, num_replicas: int) -> list[list[int]]:

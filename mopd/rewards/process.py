@@ -9,17 +9,16 @@ import contextlib
 import os
 import secrets
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from mopd.files.json_text import parse_json
+from mopd.files.temporary import TemporaryFolder
 from mopd.rewards.supervisor import KILL_S, MAX_PROCESSES, descendants
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
@@ -62,20 +61,21 @@ class RewardProcess:
             OSError: the system has no room for it.
         """
         self._bytes_per_value = bytes_per_value
-        self._scratch = tempfile.mkdtemp(prefix="mopd-reward-") if folder is None else ""
+        self._scratch = TemporaryFolder("mopd-reward-") if folder is None else None
         calls, self._calls = os.pipe()
         self._answers, answers = os.pipe()
         self._mark = secrets.token_hex(16)
         numbers = [str(number) for number in (os.getpid(), calls, answers, max_bytes)]
         child = str(SUPERVISOR.with_name(program))
+        scratch = "" if self._scratch is None else str(self._scratch.path)
         try:
             self._supervisor = subprocess.Popen(
-                [sys.executable, "-I", str(SUPERVISOR), *numbers, self._scratch, child, *arguments, self._mark],
+                [sys.executable, "-I", str(SUPERVISOR), *numbers, scratch, child, *arguments, self._mark],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=ENVIRONMENT,
-                cwd=folder or self._scratch,
+                cwd=folder or scratch,
                 pass_fds=(calls, answers),
                 start_new_session=True,
             )
@@ -138,8 +138,8 @@ class RewardProcess:
 
     def _remove_scratch(self) -> None:
         """What the supervisor could not."""
-        if self._scratch:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        if self._scratch is not None:
+            self._scratch.close()
 
     def _talk(self, message: memoryview, longest: int, deadline: float, timeout_s: float) -> bytes:
         """Write the message while reading; the first line that comes back."""

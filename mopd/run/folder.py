@@ -7,6 +7,7 @@ import fnmatch
 import json
 import os
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -126,7 +127,10 @@ class RunDir(RunFiles):
             if resume:
                 check_same_run(load_recipe(self.recipe), loaded)
             for unfinished in self.path.glob(PARTIALS):  # of a process that was killed while it wrote
-                unfinished.unlink()
+                if unfinished.is_dir() and not unfinished.is_symlink():
+                    shutil.rmtree(unfinished)
+                else:
+                    unfinished.unlink()
         except UserError:
             self.close()
             raise
@@ -246,10 +250,11 @@ class RunDir(RunFiles):
             raise WriteRefusedError(f"{loaded.where('run_dir')}: {shown_path(self.path)!r}: {error}") from error
 
     def is_held(self) -> bool:
-        """Whether a process has taken the folder."""
-        if not self.lock_path.is_file():
+        """Whether a process has taken the folder. The file alone says nothing: a process that was killed leaves it."""
+        try:
+            lock = os.open(self.lock_path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
             return False
-        lock = os.open(self.lock_path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False

@@ -178,12 +178,14 @@ def _write_attempts(run: RunDir, starts: int, last: str) -> None:
     write_json(run.attempts, {"starts": starts, "checkpoint": _newest(run), "last": last[:MAX_LAST]})
 
 
-def note_end(run: RunDir, line: str) -> None:
-    """How the start that ``count_start`` counted has ended; an empty line: well, and nothing is counted any more."""
-    if not line:
+def note_end(run: RunDir, line: str, *, is_users: bool = False) -> None:
+    """How the start that ``count_start`` counted has ended; an empty line: well, and nothing is counted any more.
+    ``is_users``: a person ended it, and it counts no more."""
+    starts = read_attempts(run)[0] - is_users if line and run.attempts.exists() else 0
+    if starts > 0:
+        _write_attempts(run, starts, line)
+    else:
         run.attempts.unlink(missing_ok=True)
-    elif run.attempts.exists():
-        _write_attempts(run, read_attempts(run)[0], line)
 
 
 def _wanted_step(run: RunDir, recipe: Recipe, steps: list[int], wanted: str) -> int:

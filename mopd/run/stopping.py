@@ -25,15 +25,16 @@ MAX_BYTES = 4096
 MAX_SHOWN = 200
 
 
-def request_stop(run_path: Path, by: str) -> None:
+def request_stop(run_path: Path, by: str, *, is_users: bool = False) -> None:
     """Ask the run in the folder to end after the step that it is in. Makes the folder where a run only begins.
+    ``is_users``: a person asks, not a machine that starts the run again.
 
     Raises:
         UserError: the request cannot be written.
     """
     with writing(run_path):
         run_path.mkdir(parents=True, exist_ok=True)
-    write_json(RunFiles(run_path).stop, {"by": by, "at": time.time()})
+    write_json(RunFiles(run_path).stop, {"by": by, "at": time.time(), "is_users": is_users})
 
 
 def stop_requested(run_path: Path) -> str | None:
@@ -46,6 +47,17 @@ def stop_requested(run_path: Path) -> str | None:
     except UserError:  # as after ``touch RUN/stop``
         by = None
     return one_line(by)[:MAX_SHOWN] if isinstance(by, str) else f"the file {path.name}"
+
+
+def is_users_stop(run_path: Path) -> bool:
+    """Whether a person asked for the run's end: by ``mopd stop``, or ``touch RUN/stop``."""
+    path = RunFiles(run_path).stop
+    if not os.path.lexists(path):
+        return False
+    try:
+        return read_json_object(path, cure="", max_bytes=MAX_BYTES).get("is_users") is not False
+    except UserError:
+        return True
 
 
 def forget_request(run_path: Path) -> None:

@@ -27,6 +27,7 @@ from mopd.data_plane.frames import from_frames, packed, to_frames, unpacked
 from mopd.data_plane.interface import Reader
 from mopd.student.batch import Fields, MicroBatch
 from mopd.student.parallel import Layout
+from mopd.text import message_of
 from mopd.types import SampleMeta, UserError
 
 T = TypeVar("T")
@@ -72,7 +73,7 @@ class StageReader:
             values = self._reader.fetch(ids, names)
             head, frames = to_frames(values)
         except (KeyError, UserError) as error:
-            self._send(packed({"error": str(error.args[0]), "is_user_error": isinstance(error, UserError)}), [])
+            self._send(packed({"error": message_of(error), "is_user_error": isinstance(error, UserError)}), [])
             raise
         self._send(packed(head), frames)
         return values

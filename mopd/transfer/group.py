@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
+from mopd.text import first_line
 from mopd.transfer.backends import HOST, open_gloo, open_nccl, see_through
 from mopd.transfer.signing import DIGEST_BYTES, sign
 from mopd.transfer.store import SignedStore
@@ -112,7 +113,7 @@ class TransferGroup:
                 self._group = open_gloo(meeting, rank, order.world_size, order.timeout_s)
                 _prove(self._group, order, rank)
         except RuntimeError as error:  # DistError is one
-            raise TransferFailed(f"not all of {order.world_size} processes came: {_first_line(error)}") from error
+            raise TransferFailed(f"not all of {order.world_size} processes came: {first_line(error):.200}") from error
 
     @property
     def is_over(self) -> bool:
@@ -142,7 +143,7 @@ class TransferGroup:
             return self._began(group.broadcast([buffer], options), timeout_s)
         except RuntimeError as error:
             self.close()
-            raise TransferFailed(_first_line(error)) from error
+            raise TransferFailed(f"{first_line(error):.200}") from error
 
     def all_reached(self) -> Pending:
         """The next point that all members are to reach: is over when all have called this."""
@@ -153,7 +154,7 @@ class TransferGroup:
             return self._began(group.allreduce([torch.zeros(1, dtype=torch.int64)]))
         except RuntimeError as error:
             self.close()
-            raise TransferFailed(_first_line(error)) from error
+            raise TransferFailed(f"{first_line(error):.200}") from error
 
     def close(self) -> None:
         """From any thread, once is enough. Peers fail as soon as nothing of this process is under way any more."""
@@ -192,7 +193,7 @@ class Pending:
                 self._work.wait()
         except RuntimeError as error:
             self._group.close()
-            raise TransferFailed(_first_line(error)) from error
+            raise TransferFailed(f"{first_line(error):.200}") from error
         self.forget()
 
     def forget(self) -> None:
@@ -236,7 +237,3 @@ def _proof(order: GroupOrder, sender: int, receiver: int) -> Tensor:
     """[DIGEST_BYTES] uint8."""
     name = f"{order.group_id} {sender} {receiver}"
     return torch.frombuffer(bytearray(sign(order.secret, name, b"")), dtype=torch.uint8)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

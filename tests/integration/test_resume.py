@@ -162,10 +162,11 @@ def goes_on(recipe: Path, run_dir: Path, uninterrupted: Path) -> None:
     assert_same_run(run_dir, uninterrupted)
 
 
-def test_interrupted_before_it_has_begun(world: World, tmp_path: Path) -> None:
-    """Nothing is left that could be resumed, and the line says so."""
+@pytest.mark.parametrize("flags", [(), ("--resume=auto",)])
+def test_interrupted_before_it_has_begun(world: World, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Nothing is left that could be resumed, and the line says so; nor does it count as a start that failed."""
     run_dir = tmp_path / "run"
-    process = start_mopd("train", world.write_recipe(run_dir))
+    process = start_mopd("train", world.write_recipe(run_dir), *flags)
     with stopped_clock(wait_for_ranks(process, count=1)):
         family = descendants(process)
         process.send_signal(signal.SIGINT)
@@ -237,7 +238,7 @@ def test_stopped_run_goes_on_anywhere_bit_for_bit(world: World, uninterrupted: P
 def test_stopped_before_its_first_step(world: World, tmp_path: Path) -> None:
     """Nothing was trained: nothing is left, and the exit code says that it was asked to."""
     run_dir = tmp_path / "run"
-    process = start_mopd("train", world.write_recipe(run_dir, schedule__steps=500))
+    process = start_mopd("train", world.write_recipe(run_dir, schedule__steps=500), "--resume=auto")
     deadline = time.monotonic() + 60
     while not (run_dir / ".lock").exists():
         assert time.monotonic() < deadline and process.poll() is None
@@ -247,6 +248,7 @@ def test_stopped_before_its_first_step(world: World, tmp_path: Path) -> None:
     assert process.returncode == STOPPED_CODE, errors
     assert "mopd: stopped before a step was trained, as the file stop asked\n" in errors
     assert not (run_dir / "metrics.jsonl").exists()
+    assert not (run_dir / "attempts.json").exists()  # a person asked: no failed start
 
 
 def assert_same_run(one: Path, other: Path) -> None:

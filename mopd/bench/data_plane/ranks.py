@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from mopd.data.packing import PackingRules, pack
 from mopd.data_plane.frames import packed, unpacked
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.reading import open_reader
+from mopd.files.temporary import TemporaryFolder
 from mopd.student import parallel
 from mopd.student.reading import StageReader
 from mopd.types import LOSS_FIELDS, SampleMeta, UserError
@@ -66,7 +66,7 @@ def measure_ranks(make: Callable[[], StepData]) -> dict[str, list[RankBytes]]:
     step = make()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with tempfile.TemporaryDirectory(prefix="mopd-bench-") as folder:
+    with TemporaryFolder("mopd-bench-") as folder:
         ends: list[Connection] = []
         processes = []
         for rank in range(NUM_RANKS):

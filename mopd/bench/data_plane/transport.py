@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from mopd.data_plane.interface import Storage
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.queue_plane import QueuePlane
 from mopd.data_plane.reading import open_reader
+from mopd.files.temporary import TemporaryFolder
 from mopd.placement.ray.connection import connect, disconnect
 from mopd.placement.storage import open_queue
 from mopd.types import LOSS_FIELDS
@@ -217,7 +217,7 @@ class Bench:
         return put_s, get_s, total
 
     def _as_lists(self, step: StepData) -> tuple[float, float, int]:
-        with tempfile.TemporaryDirectory(prefix="mopd-bench-") as folder:
+        with TemporaryFolder("mopd-bench-") as folder:
             path = str(Path(folder) / "socket")
             received = self._consumer.receive.remote(path, len(step.units()))
             while not Path(path).exists():

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from mopd.bench.clock import Clock, Copy, Others, make_clock
 from mopd.bench.losses.contenders import Contender
 from mopd.bench.losses.results import Row, Status
-from mopd.text import one_line
+from mopd.text import first_line
 
 WARM_UP_RUNS = {"cuda": 3, "cpu": 1}
 """Runs before the first round, beside the one that checks the gradient and the one that counts memory."""
@@ -119,7 +119,7 @@ def _prepare(contender: Contender, device: torch.device) -> Row:
     except torch.OutOfMemoryError:
         row.status, row.reason = "out of memory", "out of memory"
     except Exception as error:  # the row carries it; ours makes the command fail in the end
-        first = one_line(str(error).strip().partition("\n")[0])
+        first = first_line(error)
         row.status, row.reason = status, f"{type(error).__name__}: {first:.200}"
         if status == "failed":
             traceback.print_exc()

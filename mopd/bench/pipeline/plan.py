@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import yaml
 from mopd.bench.pipeline.engines import Lengths
 from mopd.config.load import load_recipe
 from mopd.config.schema import Recipe
+from mopd.files.temporary import TemporaryFolder
 
 SHARES = {"chat": 0.2, "code": 0.3, "math": 0.5}
 """Domains of the stream; each has a teacher of its own, of the same name."""
@@ -143,7 +143,7 @@ def make_recipe(scenario: Scenario, *, max_staleness: int, steps: int) -> Recipe
         "checkpoint": {"keep_best": False},
         "preflight": {"require_better_teacher": False},
     }
-    with tempfile.TemporaryDirectory(prefix="mopd-bench-") as folder:
+    with TemporaryFolder("mopd-bench-") as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(yaml.safe_dump(tree))
         return load_recipe(path).recipe

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from mopd.bench.student.inputs import (
 from mopd.bench.student.plain import PlainStep
 from mopd.conversion.models.reading import read_dims
 from mopd.data.packing import pack, packing_rules, plan_metrics
+from mopd.files.temporary import TemporaryFolder
 from mopd.student import parallel
 from mopd.student.worker import StudentWorker
 
@@ -98,7 +98,7 @@ def measure_mixed(rounds: int, num_samples: int) -> Contest:
 
 def imbalance(num_samples: int) -> dict[str, float]:
     """The busiest data-parallel rank's cost over the mean: of the plan, and of lengths in order dealt in turn."""
-    with tempfile.TemporaryDirectory(prefix="mopd-bench-") as folder:
+    with TemporaryFolder("mopd-bench-") as folder:
         write_model(Path(folder), max_positions=LONGEST)
         recipe = make_recipe(Path(folder), longest=LONGEST, max_tokens_per_micro_batch=MAX_TOKENS)
         rules = packing_rules(recipe.student, read_dims(Path(folder)), on_gpu=False)
@@ -124,7 +124,7 @@ def scratch_model(
     threads = torch.get_num_threads()
     torch.set_num_threads(NUM_THREADS)
     try:
-        with tempfile.TemporaryDirectory(prefix="mopd-bench-") as folder:
+        with TemporaryFolder("mopd-bench-") as folder:
             write_model(Path(folder), max_positions=max_positions, shape=shape, dtype=dtype)
             yield Path(folder), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from mopd.bench.student.inputs import Dtype, make_tokens, write_model
 from mopd.config.groups import TorchEngineConfig
 from mopd.conversion.hf.pretrained import load_weights
 from mopd.engines.torch.engine import TorchEngine
+from mopd.files.temporary import TemporaryFolder
 
 SEQUENCES, LENGTH, PROMPT = 16, 2048, 512
 PER_FORWARD = 4
@@ -79,7 +79,7 @@ def measure_scoring(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens = [make_tokens(length, shape["vocab_size"], seed=i) for i, length in enumerate(lengths)]
     starts = [prompt] * len(tokens)
-    with tempfile.TemporaryDirectory(prefix="mopd-bench-") as made:
+    with TemporaryFolder("mopd-bench-") as made:
         folder = Path(made)
         write_model(folder, max_positions=max(lengths), shape=shape, dtype=getattr(torch, dtype))
         budget = TorchEngineConfig(dtype=dtype, max_tokens_per_batch=PER_FORWARD * max(lengths))

@@ -17,7 +17,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -33,6 +32,7 @@ from torch import Tensor
 from mopd.bench.clock import Others, family_busy_s
 from mopd.config.groups import RoutingConfig, TorchEngineConfig, VllmEngineConfig
 from mopd.engines.clients.remote import RemoteEngine, to_scores
+from mopd.files.temporary import TemporaryFolder
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.types import UserError
@@ -112,7 +112,7 @@ async def measure_throughput(
     Raises:
         UserError: the server or the engine did not start.
     """
-    with tempfile.TemporaryDirectory(prefix="mopd-bench-") as name:
+    with TemporaryFolder("mopd-bench-") as name:
         folder = Path(name)
         num_weights = make_model(folder / "model")
         tokens, starts = make_batch(num_sequences)

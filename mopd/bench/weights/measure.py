@@ -17,7 +17,6 @@ import asyncio
 import os
 import secrets
 import statistics
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +35,7 @@ from mopd.bench.weights.memory import DevicePeaks, HostPeaks
 from mopd.bench.weights.student import TIMEOUT_S, BenchStudent, bench_student, write_config
 from mopd.config.groups import TorchEngineConfig
 from mopd.config.weights import CollectiveConfig, IpcConfig
+from mopd.files.temporary import TemporaryFolder
 from mopd.launch.transfer import Transfer
 from mopd.placement.engine_file import EngineFile
 from mopd.placement.process import ServerCommand, ServerProcess
@@ -95,7 +95,7 @@ async def measure(
     Raises:
         UserError: a server did not start, or answers otherwise after one way than after the other.
     """
-    with tempfile.TemporaryDirectory(prefix="mopd-bench-") as name, ExitStack() as stack:
+    with TemporaryFolder("mopd-bench-") as name, ExitStack() as stack:
         folder = Path(name)
         write_config(folder / "model", num_bytes, num_stages)
         student = stack.enter_context(bench_student(folder / "model", num_stages))

@@ -18,7 +18,7 @@ EXAMPLES = "example: mopd stop runs/quickstart"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Light to import, as all of this file."""
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, from any machine that sees it")
-    parser.add_argument("--by", metavar="TEXT", help="who asks, in words, for the line that ends the run")
+    parser.add_argument("--by", metavar="TEXT", help="who asks instead of a user, for the line that ends the run")
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -29,8 +29,9 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from mopd.run.stopping import request_stop
 
     folder = RunDir(args.run)
-    request_stop(folder.path, args.by or f"mopd stop ({_user()} on {node_name()})")
-    if folder.lock_path.exists():
+    by = args.by or f"mopd stop ({_user()} on {node_name()})"
+    request_stop(folder.path, by, is_users=args.by is None)
+    if folder.is_held():
         print(f"{shown_path(args.run)}: asked to stop; it ends after its step and a checkpoint, with exit code 75")
     else:
         print(f"{shown_path(args.run)}: asked to stop; no run is in there now, and the next one forgets the request")

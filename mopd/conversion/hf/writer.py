@@ -126,7 +126,7 @@ def write_folder(
     require_exportable(target, source)
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
         folder.chmod(0o755)  # mkdtemp makes private folders
     held: list[list[str]] = []
     num_bytes = 0

@@ -13,6 +13,7 @@ from torch import Tensor
 from mopd.conversion.mapped import DTYPE_NAMES
 from mopd.conversion.torch_dist.description import UnpicklingError
 from mopd.files.reading import open_regular, shown_path
+from mopd.text import first_line, message_of
 from mopd.types import UserError
 
 MAX_PICKLE_BYTES = 2**26
@@ -79,9 +80,8 @@ def require_plain_archive(stream: IO[bytes], *, max_pickle_bytes: int = MAX_PICK
 
 def reason_of(error: BaseException) -> str:
     """The first line of what a library says, short."""
-    text = str(error).strip()
+    text = message_of(error)
     if "weights_only" in text:  # torch goes on to recommend reading it without limits
         found = re.search(r"Unsupported (?:global: GLOBAL|class|operand) (\S+)", text)
         return f"it holds {found[1]:.100}, which is no plain value" if found else "it holds more than plain values"
-    lines = text.split("\n")
-    return f"{lines[0] or type(error).__name__:.200}"
+    return f"{first_line(error):.200}"

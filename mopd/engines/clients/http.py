@@ -21,6 +21,7 @@ from mopd.engines.interface import (
     EngineError,
     EngineRejected,
     EngineUnavailable,
+    EngineUnreachable,
     StaleWeights,
 )
 from mopd.files.json_text import parse_json
@@ -33,6 +34,8 @@ time: a request is open until its longest response has ended, and vLLM works on 
 KEPT_CONNECTIONS = 64
 """Beyond so many, idle ones are closed: httpx looks at every connection for each request and, where all are kept, at
 every pair of idle ones (13 ms of the processor for each of 512 requests that end together, against 0.5 ms)."""
+UNREACHABLE = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE)
+"""Of a proxy whose server is gone, and of a server that starts, ends or has lost its engine."""
 MAX_SMALL_BYTES = 2**20
 """Bound of answers without arrays, errors included."""
 SLICE_BYTES = 2**20
@@ -108,7 +111,8 @@ class HttpClient:
         returned; what it raises ends the call.
 
         Raises:
-            EngineUnavailable: refused, reset, deadline, 5xx, redirect, too long, not HTTP.
+            EngineUnreachable: refused, 502, 503.
+            EngineUnavailable: reset, deadline, any other 5xx, redirect, too long, not HTTP.
             EngineBusy, StaleWeights, EngineRejected: 429, 409, any other 4xx.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
@@ -117,6 +121,8 @@ class HttpClient:
             return await asyncio.wait_for(work, timeout_s)
         except asyncio.TimeoutError as error:
             raise EngineUnavailable(f"{self.name}: no answer to {path} within {timeout_s:g} s") from error
+        except httpx.ConnectError as error:
+            raise EngineUnreachable(f"{self.name}: {path}: {type(error).__name__}: {self.shown(error)}") from error
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, UnicodeError) as error:
             raise EngineUnavailable(f"{self.name}: {path}: {type(error).__name__}: {self.shown(error)}") from error
 
@@ -187,7 +193,7 @@ class HttpClient:
             return StaleWeights(message)
         if 400 <= status < 500 and status != httpx.codes.REQUEST_TIMEOUT:
             return EngineRejected(message)
-        return EngineUnavailable(message)
+        return (EngineUnreachable if status in UNREACHABLE else EngineUnavailable)(message)
 
 
 async def _slices(content: bytes) -> AsyncIterator[bytes]:

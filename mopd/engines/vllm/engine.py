@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence, Set
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -54,6 +53,7 @@ from mopd.engines.vllm.start import (
     stop_llm,
 )
 from mopd.engines.vllm.weights import UPDATE_TIMEOUT_S, VllmWorkers
+from mopd.files.temporary import TemporaryFolder
 from mopd.text import one_line
 from mopd.types import PromptImage, UserError
 
@@ -295,7 +295,7 @@ class VllmEngine:
             raise RuntimeError(f"the engine of {self.name} is a teacher's: its weights are fixed")
         if kept:
             self._require_weights()
-        with tempfile.TemporaryDirectory(prefix="mopd_weights_") as folder:
+        with TemporaryFolder("mopd-weights-") as folder:
             yield await stage_weights(weights, self.weight_slots, Path(folder), kept=kept, name=self.name)
 
     async def swap_weights(self, prepared: StagedFiles, weight_version: int) -> None:

@@ -25,19 +25,23 @@ from mopd.config.placements import RayConfig
 from mopd.placement.interface import GroupPlan
 from mopd.placement.process import ServerCommand, ServerState
 from mopd.placement.ray.agent import Agent
-from mopd.placement.ray.connection import connect, disconnect, last_line
+from mopd.placement.ray.connection import connect, disconnect
+from mopd.text import last_line
 from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 30.0
 """Of a call to an agent, which never waits for anything."""
+LAST_CALL_TIMEOUT_S = 10.0
+"""Of the call that ends a server, and of the last one to an agent: all of them together fit into the time that the
+producer has for its end, whichever nodes are lost."""
 CALLS = 2
 """Calls without an answer after which an agent is lost: one may be late because a training step blocks our own loop."""
-CLOSE_S = 5.0
-"""For agents to remove their files, all at once: rank 0 waits for the end of everything, and for each no longer."""
 RELEASE_S = 10.0
 """For a cluster to notice that what it shows as taken was given back: a run that ended just before."""
+LAUNCHES = 2
+"""Tries to start a server: the second one with a new agent, in the same bundle."""
 LOST_CODE = 255
 """Exit code of a server whose agent cannot be reached."""
 
@@ -52,6 +56,8 @@ class RayCluster:
         self._needs = needs
         self._reserved: dict[str, Any] = {}
         self._agents: dict[tuple[str, int], Any] = {}
+        self.nodes: dict[Any, str] = {}
+        """Agent -> address of its node, once it has started a server."""
 
     @classmethod
     async def open(cls, plans: Sequence[GroupPlan], *, log_dir: Path, gpus: Sequence[int]) -> RayCluster:
@@ -95,11 +101,9 @@ class RayCluster:
                 "placement.startup_timeout_s, or free the cluster"
             ) from error
 
-    async def agent(self, plan: GroupPlan, index: int, *, anew: bool = False) -> Any:
-        """The actor that holds replica ``index``'s resources; ``anew`` after the old one was lost."""
+    async def agent(self, plan: GroupPlan, index: int) -> Any:
+        """The actor that holds replica ``index``'s resources; a new one after the old one was lost."""
         key = (_reservation(plan), index)
-        if anew:
-            self._agents.pop(key, None)
         if key not in self._agents:
             need = self._needs[key[0]]
             strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
@@ -115,21 +119,29 @@ class RayCluster:
         """The value of an object reference; ``asyncio.TimeoutError`` after the deadline."""
         return await asyncio.wait_for(asyncio.wrap_future(reference.future()), timeout_s)
 
+    def lose(self, agent: Any) -> None:
+        """End an agent that does not answer, and its servers with it."""
+        self._agents = {key: other for key, other in self._agents.items() if other is not agent}
+        self.ray.kill(agent)
+
     async def close(self) -> None:
         """Give everything back. A cluster that ``open`` started ends."""
-        await asyncio.gather(*map(self._close_agent, self._agents.values()))
-        for reserved in self._reserved.values():
-            self.ray.util.remove_placement_group(reserved)
-        self._agents, self._reserved = {}, {}
-        disconnect()
-
-    async def _close_agent(self, agent: Any) -> None:
         try:
-            await self.ask(agent.close.remote(), CLOSE_S)
-        except asyncio.TimeoutError:  # it has not begun, or its node is gone, and the rest is that node's reapers'
-            pass
+            await asyncio.gather(*map(self._end, self._agents.values()))
+            for reserved in self._reserved.values():
+                self.ray.util.remove_placement_group(reserved)
+        finally:
+            self._agents, self._reserved = {}, {}
+            disconnect()
+
+    async def _end(self, agent: Any) -> None:
+        try:
+            if agent in self.nodes:  # else it has nothing, and may never begin
+                await self.ask(agent.close.remote(), LAST_CALL_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            logger.warning("node %s does not answer: what runs there is not ended in order", self.nodes[agent])
         except self.ray.exceptions.RayError as error:
-            logger.warning("an agent was lost: %s", last_line(error))
+            logger.warning("node %s: its agent was lost: %s", self.nodes[agent], last_line(error))
         self.ray.kill(agent)
 
 
@@ -158,15 +170,17 @@ class RayLauncher:
         )
         log_name = f"{self._plan.file_name(index)}.log"
         errors = self._cluster.ray.exceptions
-        for anew in (False, True):
-            agent = await self._cluster.agent(self._plan, index, anew=anew)
+        for _ in range(LAUNCHES):
+            agent = await self._cluster.agent(self._plan, index)
             try:
-                await self._cluster.ask(agent.launch.remote(name, log_name, command), self._cfg.startup_timeout_s)
+                launched = agent.launch.remote(name, log_name, command)
+                self._cluster.nodes[agent] = await self._cluster.ask(launched, self._cfg.startup_timeout_s)
                 return RayServer(self._cluster, agent, name)
             except errors.RayTaskError as error:
                 raise UserError(f"{self._plan.key}: the agent on the node failed: {last_line(error)}") from error
             except (errors.RayError, asyncio.TimeoutError) as error:
                 lost = error
+                self._cluster.lose(agent)
         raise UserError(
             f"{self._plan.key}: Ray could not start an agent (is the same mopd installed on every node?): "
             f"{last_line(lost)}"
@@ -186,39 +200,46 @@ class RayServer:
     async def state(self) -> ServerState:
         """See ``Server.state``."""
         state: ServerState | None = await self._ask("state")
-        return ServerState(url=None, pid=None, exit_code=LOST_CODE) if state is None else state
+        if state is not None:
+            return state
+        return ServerState(url=None, pid=None, exit_code=LOST_CODE, ending=f"was lost with node {self._node}")
 
     async def last_words(self) -> str:
         """See ``Server.last_words``."""
         words = await self._ask("last_words")
-        return str(words) if words is not None else f"its node was lost: {self._lost}"
+        return str(words) if words is not None else f"node {self._node}: {self._lost}"
 
     async def terminate(self) -> None:
         """See ``Server.terminate``."""
-        await self._ask("terminate")
+        await self._ask("terminate", calls=1, timeout_s=LAST_CALL_TIMEOUT_S)
 
     async def kill(self) -> None:
         """See ``Server.kill``."""
-        await self._ask("kill")
+        await self._ask("kill", calls=1, timeout_s=LAST_CALL_TIMEOUT_S)
 
-    async def _ask(self, method: str) -> Any:
+    @property
+    def _node(self) -> str:
+        return self._cluster.nodes[self._agent]
+
+    async def _ask(self, method: str, *, calls: int = CALLS, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """The agent's answer; None once it has been lost. It is ended then, and its servers with it."""
-        for _ in range(CALLS):
+        for _ in range(calls):
             if self._lost is not None:
                 return None
             try:
-                return await self._cluster.ask(self._agent.ask.remote(self._name, method))
+                return await self._cluster.ask(self._agent.ask.remote(self._name, method), timeout_s)
             except asyncio.TimeoutError:
                 continue
             except self._cluster.ray.exceptions.RayError as error:
                 self._lose(last_line(error))
-        self._lose(f"its agent did not answer within {CALLS} times {CALL_TIMEOUT_S:g} s")
+        self._lose(f"its agent did not answer within {calls} times {timeout_s:g} s")
         return None
 
     def _lose(self, reason: str) -> None:
         if self._lost is None:
             self._lost = reason
-            self._cluster.ray.kill(self._agent)
+            logger.warning("node %s was lost: %s", self._node, reason)
+            self._cluster.lose(self._agent)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mopd.placement.gpus import visible_gpus
+from mopd.text import last_line
 from mopd.types import UserError
 
 
@@ -75,12 +76,6 @@ def disconnect() -> None:
 
         _open = None
         ray.shutdown()
-
-
-def last_line(error: BaseException) -> str:
-    """What an error of Ray says in the end."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
 
 
 def _own_cluster(num_cpus: float, gpus: Sequence[int]) -> dict[str, Any]:

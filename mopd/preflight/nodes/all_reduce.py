@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mopd.preflight.nodes.meeting import Meeting
+from mopd.text import first_line
 
 NUM_VALUES = {"gloo": 2**20, "nccl": 2**24}
 """fp32: 4 and 64 MiB."""
@@ -41,7 +42,7 @@ class AllReduce(threading.Thread):
         try:
             self._found = {"bytes_per_s": self._rate()}
         except (RuntimeError, ValueError) as error:  # what torch raises for a backend's failure; told by node and line
-            self._found = {"error": str(error).splitlines()[0] if str(error) else type(error).__name__}
+            self._found = {"error": first_line(error)}
 
     def _rate(self) -> float:
         place = self._meeting.place

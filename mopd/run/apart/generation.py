@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from mopd.data.vision_prompts import MARK, VisionPrompts, read_vision
 from mopd.engines.interface import SamplingParams
 from mopd.engines.torch.engine import TorchEngine
 from mopd.files.reading import read_bytes, shown_path
+from mopd.files.temporary import TemporaryFolder
 from mopd.hub.fetch import fetch_model
 from mopd.hub.names import HubName, hub_model
 from mopd.rollout.worker import derive_seed
@@ -74,7 +74,7 @@ def model_folder(model: str) -> Iterator[tuple[Path, DataConfig | None]]:
             raise UserError(f"generate: {shown_path(path)!r} has no export ({run.hf.name}) yet{newest}")
         yield run.hf, _data_of(path)
     elif (path / "manifest.json").is_file():
-        with tempfile.TemporaryDirectory(prefix="mopd_generate_") as work:
+        with TemporaryFolder("mopd-generate-") as work:
             job = megatron_to_hf(path, Path(work) / "hf")
             job.begin(resume=False)
             job.write_share(0, 1)

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -75,12 +74,15 @@ def meta(sample_id: int) -> SampleMeta:
     )
 
 
+def is_in_the_kernel(address: dict[str, Any]) -> bool:
+    """Whether a process listens under the abstract name of a storage."""
+    return address["url"].removeprefix("ipc://") in Path("/proc/net/unix").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("host", [None, "localhost"])
 def test_another_process_reads_the_same_bits_and_errors_and_notices_a_kill(host: str | None) -> None:
     with storage(host) as (process, address):
-        folder = Path(address["url"].removeprefix("ipc://")).parent
-        if host is None:
-            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert host is not None or is_in_the_kernel(address)
         reader = SocketReader(address, timeout_s=60)
         got = reader.fetch([11, 10], ["bf16", "tokens"])
         assert list(got) == ["bf16", "tokens"]
@@ -107,9 +109,7 @@ def test_another_process_reads_the_same_bits_and_errors_and_notices_a_kill(host:
         reader.close()
         with pytest.raises(UserError, match="has ended"):
             SocketReader(address, timeout_s=60)
-        if host is None:
-            (folder / "socket").unlink()
-            folder.rmdir()
+        assert not is_in_the_kernel(address)
 
 
 def test_a_storage_that_does_not_answer_is_waited_for_until_the_deadline() -> None:
@@ -127,7 +127,7 @@ def test_a_storage_that_does_not_answer_is_waited_for_until_the_deadline() -> No
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(20) == 0
-        assert not Path(address["url"].removeprefix("ipc://")).parent.exists()
+        assert not is_in_the_kernel(address)
 
 
 def test_nobody_reads_without_the_keys() -> None:
@@ -180,10 +180,28 @@ def test_no_host_no_plane() -> None:
         LocalDataPlane().serve(host="192.0.2.1")
 
 
-def test_a_long_temporary_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deep = tmp_path / ("x" * 100)
+def test_a_storage_of_one_machine_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it ends, and in however long a folder."""
+    deep = tmp_path / ("x" * 200)
     deep.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(deep))
-    with pytest.raises(UserError, match=r"TMPDIR .* too long"):
-        LocalDataPlane().serve(host=None)
+    monkeypatch.setenv("TMPDIR", str(deep))
+    with storage() as (process, address):
+        reader = SocketReader(address, timeout_s=60)
+        assert reader.fetch([10], ["tokens"])["tokens"][0].tolist() == [0, 1, 2]
+        reader.close()
+        process.kill()
+        process.wait()
     assert list(deep.iterdir()) == []
+
+
+def test_other_users_do_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a storage of another user this process is a stranger."""
+    plane = LocalDataPlane()
+    with monkeypatch.context() as context:
+        context.setattr("os.geteuid", lambda: os.getuid() + 1)
+        plane.serve(host=None)
+    reader = SocketReader(plane.address, timeout_s=0.5)
+    with pytest.raises(UserError, match="did not answer"):
+        reader.fetch([10], ["tokens"])
+    reader.close()
+    asyncio.run(plane.close())

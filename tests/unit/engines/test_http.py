@@ -24,6 +24,7 @@ from mopd.engines.interface import (
     EngineError,
     EngineRejected,
     EngineUnavailable,
+    EngineUnreachable,
     StaleWeights,
 )
 from mopd.text import one_line
@@ -150,7 +151,7 @@ REPLIES: dict[str, tuple[Reply, type[EngineError]]] = {
     "a message of lists": (answer(b'{"error": {"message": [[1], {}]}}', "403 X"), EngineRejected),
     "our token": (answer(json.dumps({"error": {"message": f"no {TOKEN}!"}}).encode(), "401 X"), EngineRejected),
     "our token as text": (answer(f"Bearer {TOKEN}".encode(), "403 X"), EngineRejected),
-    "a password": (answer(b'{"error": {"message": "see http://me:hunter2@h/?k=hunter2"}}', "503 X"), EngineUnavailable),
+    "a password": (answer(b'{"error": {"message": "see http://me:hunter2@h/?k=hunter2"}}', "503 X"), EngineUnreachable),
     "a long refusal": (answer(b"x" * 2**21, "500 X"), EngineUnavailable),
     "a conflict": (answer(b"{}", "409 Conflict"), StaleWeights),
     "a trickle": (trickle, EngineUnavailable),

@@ -16,6 +16,7 @@ from mopd.engines.interface import (
     EngineBusy,
     EngineRejected,
     EngineUnavailable,
+    EngineUnreachable,
     SamplingParams,
     StaleWeights,
 )
@@ -243,7 +244,13 @@ def test_newer_weights_may_answer_once_their_push_was_committed() -> None:
 
 @pytest.mark.parametrize(
     ("status", "error"),
-    [(503, EngineUnavailable), (500, EngineUnavailable), (504, EngineUnavailable), (400, EngineRejected)],
+    [
+        (503, EngineUnreachable),
+        (502, EngineUnreachable),
+        (500, EngineUnavailable),
+        (504, EngineUnavailable),
+        (400, EngineRejected),
+    ],
 )
 def test_a_failure_in_mid_stream_leaves_what_was_told(status: int, error: type[Exception]) -> None:
     told: list[int] = []
@@ -284,7 +291,7 @@ def test_a_response_is_told_when_it_comes() -> None:
         ("429 Too Many Requests", EngineBusy),
         ("302 Found", EngineUnavailable),
         ("500 Internal Server Error", EngineUnavailable),
-        ("503 Service Unavailable", EngineUnavailable),
+        ("503 Service Unavailable", EngineUnreachable),
         ("504 Gateway Timeout", EngineUnavailable),
     ],
 )

@@ -369,7 +369,7 @@ def test_a_rollouts_newcomer_gets_the_weights_first(tmp_path: Path, model: Path,
         async with working(place) as (group, router):
             sync = GroupWeightSync(router)
             await sync.publish(weights, 5)
-            repair = Repair(router, sync, group.lose)
+            repair = Repair(router, sync, group.lose, patience_s=60.0)
             second = place.start("b")
             await until(lambda: len(names(router)) == 2 and not router.needs_weights)
             place.leave("a")

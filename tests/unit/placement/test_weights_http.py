@@ -16,12 +16,14 @@ from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine, Step, push_staged
 from mopd.engines.interface import EngineRejected, EngineUnavailable, OnRunning, SamplingParams, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
-from mopd.placement.weights import GroupWeightSync
-from mopd.replicas.interface import Replica
+from mopd.placement import weights as syncing
+from mopd.placement.weights import GroupWeightSync, Repair
+from mopd.replicas.interface import LIMITS, Replica, RouterLimits
 from mopd.replicas.router import Router
 from mopd.types import UserError
 from mopd.wire.messages import decode
 from mopd.wire.weights import WeightCommit, stage_updates
+from tests.fixtures.ports import free_port
 from tests.fixtures.servers import RunningServer, running_server
 from tests.fixtures.tiny_models import make_hf_model
 
@@ -133,6 +135,47 @@ def test_a_replica_that_dies_is_left_behind(
         await assert_serves(replicas[0], source)
 
     run(servers, work)
+
+
+def test_a_server_that_is_away_is_waited_for(
+    folder: Path, source: TorchEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends before a push and comes back at its address without weights, after more refused pushes and requests than
+    any fault is allowed: it is sent the weights, and answers what was asked meanwhile."""
+    monkeypatch.setattr(syncing, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(syncing, "AWAY_PAUSE_S", 0.01)
+    port = free_port()
+    weights = list(source.model.named_parameters())
+
+    def serving() -> contextlib.AbstractContextManager[RunningServer]:
+        return running_server(TorchEngine.empty(folder, TorchEngineConfig(dtype="float32")), "rollout", port=port)
+
+    async def work() -> None:
+        engine = RemoteEngine(f"http://127.0.0.1:{port}", timeout_s=60.0, name="rollout.0")
+        limits = RouterLimits(backoff_s=0.001, breaker_reset_s=0.001)
+        replicas = [Replica(name="rollout.0", engine=engine)]
+        router = Router("rollout", replicas, RoutingConfig(request_timeout_s=600.0), kind="rollout", limits=limits)
+        sync = GroupWeightSync(router)
+        with serving():
+            await sync.publish(weights, 1)
+            repair = Repair(router, sync, router.remove, patience_s=600.0)
+        drawing = asyncio.create_task(router.generate([[5, 6, 7]], SAMPLING, [1]))
+        retries = 0
+        while (retries := retries + router.take_numbers().retries) < 2 * LIMITS.max_attempts:
+            await asyncio.sleep(0.01)
+        await sync.publish(weights, 2)
+        later = asyncio.create_task(router.generate([[5, 6, 7]], SAMPLING, [1]))
+        while caplog.text.count("rollout.0 did not take weights 2") < 2 * syncing.MAX_PUSHES:
+            await asyncio.sleep(0.01)
+        with serving():
+            (ours,) = await source.generate([[5, 6, 7]], SAMPLING, [1])
+            for (theirs,) in (await drawing, await later):
+                assert torch.equal(theirs.tokens, ours.tokens) and set(theirs.token_versions.tolist()) == {2}
+            await repair.close()
+            await router.close()
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(work(), 120.0))
 
 
 def test_no_replica_left_is_told_after_the_stream(

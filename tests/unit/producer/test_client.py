@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -28,7 +29,6 @@ class Producer(ProducerProcess):
     def __enter__(self) -> Producer:
         self._socket, theirs = socket.socketpair()
         self._process = subprocess.Popen([sys.executable, "-c", ENDS], stdin=theirs.fileno())
-        self._file = Path("recipe.json")
         theirs.close()
         return self
 
@@ -55,3 +55,16 @@ def test_the_end_of_samples_that_others_held_is_told_as_it_is(make_producer: Cal
     with pytest.raises(StorageEnded, match=r"^data plane: TransferQueue's storage unit has ended$"), producer:
         producer._socket.close()
         raise StorageEnded("data plane: TransferQueue's storage unit has ended")
+
+
+def test_a_producer_that_mopd_has_to_kill_is_no_failure_of_the_run(
+    make_producer: Callable[[object], Producer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the run did stands; nobody blames the kernel."""
+    monkeypatch.setattr("mopd.producer.client.END_S", 0.1)
+    producer = make_producer(LocalPlaneConfig())
+    with producer:
+        assert producer._process is not None
+        producer._process.send_signal(signal.SIGSTOP)
+    (line,) = caplog.messages
+    assert line.startswith("the producer process did not end within 0.1 s and was killed (log: ")

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, Images, Scores
-from mopd.replicas.interface import SampleFailed
+from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, EngineUnreachable, Images, Scores
+from mopd.replicas.interface import LIMITS, SampleFailed
 from mopd.replicas.members import NO_ROOM
-from mopd.replicas.router import Router
+from mopd.replicas.router import MAX_BACKOFF_S, Router
 from tests.unit.replicas.stand_in import Plan, StandIn, check_scores, make_router, run, samples, score
 
 DEAD = EngineUnavailable("connection refused")
@@ -64,6 +64,51 @@ def test_pauses_double_and_attempts_are_counted() -> None:
         "last error: connection refused"
     )
     assert error.positions == (0,) and error.attempts == ("math.0",) * 4 and error.last_error is DEAD
+
+
+def away_until(end_s: float, trouble: Exception) -> Plan:
+    return lambda call: trouble if asyncio.get_running_loop().time() < end_s else None
+
+
+@pytest.mark.parametrize("num_callers", [1, 40])
+def test_a_server_that_is_away_for_a_while_is_waited_for(num_callers: int, caplog: pytest.LogCaptureFixture) -> None:
+    """45 s, as long as it takes to start a server again: with the limits of a real run, for one caller or many."""
+    engine = StandIn(0, away_until(45.0, EngineUnreachable("ConnectError")))
+    limits = {name: getattr(LIMITS, name) for name in ("max_attempts", "backoff_s", "breaker_failures")}
+    router = make_router([engine], request_timeout_s=60.0, breaker_reset_s=LIMITS.breaker_reset_s, **limits)
+    tokens, starts = samples(5)
+
+    async def work() -> float:
+        for scores in await asyncio.gather(*(score(router, tokens, starts) for _ in range(num_callers))):
+            check_scores(tokens, scores)
+        return asyncio.get_running_loop().time()
+
+    assert run(work) < 45 + LIMITS.breaker_reset_s + MAX_BACKOFF_S
+    assert [record.message for record in caplog.records] == [
+        "math.0 is left alone and asked again from time to time: ConnectError",
+        "math.0 answers again",
+    ]
+
+
+def test_a_server_that_stays_away_ends_the_wait_and_is_named() -> None:
+    engine = StandIn(0, always(EngineUnreachable("ConnectError")))
+    engine.url = "http://user:secret@10.0.0.3:8000"  # type: ignore[attr-defined]
+    error, ended = run(lambda: failure_of(make_router([engine], request_timeout_s=200.0), 5))
+    assert 200 <= ended < 200 + MAX_BACKOFF_S
+    assert len(engine.calls) > 8
+    assert str(error) == (
+        f"teacher 'math' could not answer for 1 samples: {len(engine.calls)} attempts on "
+        "math.0 (http://…@10.0.0.3:8000); last error: ConnectError"
+    )
+
+
+def test_a_fault_of_the_request_is_no_absence() -> None:
+    """A server that takes requests and fails at them gets the attempts that it always got, also between absences."""
+    plan = {0: EngineUnreachable("HTTP 503"), 3: EngineUnreachable("HTTP 503")}
+    engine = StandIn(0, lambda call: plan.get(call, DEAD))
+    error, ended = run(lambda: failure_of(make_router([engine], request_timeout_s=600.0, breaker_failures=9), 5))
+    assert len(engine.calls) == 3 + len(plan) and ended < 30
+    assert error.last_error is DEAD
 
 
 def test_a_retry_goes_to_another_replica_even_a_busier_one() -> None:

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from mopd.cli import main
 from mopd.config.load import Loaded, load_recipe
 from mopd.files.writing import WriteRefusedError
 from mopd.run.folder import RunDir, check_same_run
+from mopd.run.stopping import is_users_stop
 from mopd.types import CutOffError, UserError
 from tests.fixtures.recipe import RECIPE
 
@@ -339,3 +341,42 @@ def test_other_errors_pass(load: Load, error: BaseException) -> None:
     with pytest.raises(type(error)) as caught, RunDir("runs/one").telling():
         raise error
     assert caught.value is error
+
+
+def test_a_stop_knows_a_run_by_its_lock_not_by_the_file(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which a process that was killed leaves. Whoever asks in a user's place says so."""
+    loaded = load()
+    path = begin(loaded)
+    (path / ".lock").write_text("4242\n")
+    assert main(["stop", str(path)]) == 0
+    assert "no run is in there now, and the next one forgets the request" in capsys.readouterr().out
+    assert is_users_stop(path)
+    with RunDir(path) as run:
+        run.open(loaded, resume=True)
+        assert main(["stop", str(path), "--by", "job 7"]) == 0
+        assert "it ends after its step and a checkpoint" in capsys.readouterr().out
+    assert not is_users_stop(path)
+
+
+KILLED_EXPORT = """
+import os, signal, sys, torch
+from pathlib import Path
+from mopd.conversion.hf.writer import write_folder
+def stream():
+    yield "weight", torch.zeros(2)
+    os.kill(os.getpid(), signal.SIGKILL)
+write_folder(Path(sys.argv[1]), stream(), source=Path(sys.argv[2]))
+"""
+
+
+def test_an_export_that_was_killed_goes_at_the_next_start(load: Load, tmp_path: Path) -> None:
+    loaded = load()
+    path = begin(loaded)
+    (tmp_path / "config.json").write_text("{}")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    killed = subprocess.run([sys.executable, "-c", KILLED_EXPORT, path / "hf", tmp_path], env=environment)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(path.glob(".hf.*"))) == 1
+    with RunDir(path) as run:
+        run.open(loaded, resume=True)
+    assert {entry.name for entry in path.iterdir()} == {"recipe.yaml"}

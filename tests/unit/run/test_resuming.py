@@ -341,6 +341,23 @@ def test_three_starts_without_a_checkpoint_are_enough(tmp_path: Path) -> None:
     resuming.count_start(run)
 
 
+def test_what_a_person_ends_is_no_failed_start(tmp_path: Path) -> None:
+    """Ctrl-C takes back its own start, not those that failed before."""
+    run = make_run(tmp_path)
+    for _ in range(5):
+        resuming.count_start(run)
+        resuming.note_end(run, "ended by SIGINT; start again", is_users=True)
+        assert not run.attempts.exists()
+    for number in range(3):
+        resuming.count_start(run)
+        resuming.note_end(run, f"rank 1 failed, time {number}")
+        if number < 2:
+            resuming.count_start(run)
+            resuming.note_end(run, "ended by SIGINT; start again", is_users=True)
+    with pytest.raises(UserError, match=r"3 starts in a row, .*: rank 1 failed, time 2"):
+        resuming.count_start(run)
+
+
 @pytest.mark.parametrize("text", ["[]", "{", '{"starts": "3", "checkpoint": null}', '{"starts": 1, "checkpoint": 4}'])
 def test_a_count_of_starts_that_is_none(tmp_path: Path, text: str) -> None:
     run = make_run(tmp_path, 1)
