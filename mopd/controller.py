@@ -244,7 +244,8 @@ class Controller:
             ids = [sample.sample_id for slot in slots for sample in slot.samples]
             batch = await self.plane.claim(ids, self.recipe.loss_fields)
         self._check_staleness(slots)
-        plan = pack(batch.samples, self.student.packing, dp_size=self.student.dp_size)
+        with self.timer("pack"):
+            plan = pack(batch.samples, self.student.packing, dp_size=self.student.dp_size)
         diagnostics = step == 1 or step % self.recipe.metrics.diagnostics_every_steps == 0
         with self.timer("forward_backward"):
             sums = await self.student.forward_backward(plan, diagnostics=diagnostics)

@@ -13,12 +13,15 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush, heapreplace
 
 from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.types import MicroBatchPlan, SampleMeta, UserError
 
 MicroBatch = tuple[SampleMeta, ...]
+Place = tuple[int, int]
+"""A data-parallel rank and the number of one of its packs."""
 
 SIZES_PER_OCTAVE = 16
 """Sizes between a power of two and the next that packs are padded to on a GPU: padding is at most 1/16."""
@@ -187,70 +190,122 @@ def _check_lengths(ordered: Sequence[SampleMeta], rules: PackingRules) -> None:
 def _packs(ordered: Sequence[SampleMeta], rules: PackingRules, dp_size: int) -> tuple[tuple[MicroBatch, ...], ...]:
     """Packs of each rank, the costliest first, so that ranks do about the same at the same time; in each the longest
     sequences first, so that equally long ones are neighbours and share a kernel."""
-    total, step = sum(rules.sequence(sample.length) for sample in ordered), rules.count_multiple
     by_length = sorted(ordered, key=lambda sample: (-sample.length, sample.sample_id))
-    fewest = _up(-(-total // (rules.max_tokens * dp_size)), step)
-    for per_rank in range(fewest, len(ordered) // dp_size + 1, step):
-        packs = _dealt(by_length, rules, dp_size, per_rank)
-        if packs is not None:
+    per_rank, places = _fewest_packs([rules.sequence(sample.length) for sample in by_length], rules, dp_size)
+    ranks: list[list[list[SampleMeta]]] = [[[] for _ in range(per_rank)] for _ in range(dp_size)]
+    for sample, (rank, number) in zip(by_length, places, strict=True):
+        ranks[rank][number].append(sample)
+    for packs in ranks:
+        packs.sort(key=lambda batch: (-rules.cost(batch), batch[0].sample_id))
+    return tuple(tuple(map(tuple, packs)) for packs in ranks)
+
+
+def _fewest_packs(sizes: Sequence[int], rules: PackingRules, dp_size: int) -> tuple[int, list[Place]]:
+    """Packs of a rank and where sequences of ``sizes`` tokens, the longest first, go: as few packs as a bisection
+    finds. More packs than suffice may once in a while not suffice (dealing is greedy), so that fewer might have done;
+    counts above 256 are found to within 1/256.
+    """
+    step, most = rules.count_multiple, len(sizes) // (dp_size * rules.count_multiple)
+    # No pack holds two sequences above half of it.
+    fewest = max(-(-sum(sizes) // rules.max_tokens), sum(2 * size > rules.max_tokens for size in sizes))
+    groups = max(1, -(-fewest // (dp_size * step)))
+    too_few, stride = groups - 1, 1
+    while True:
+        if groups > most:
+            raise _uneven(len(sizes), rules, dp_size)
+        places = _dealt(sizes, rules, dp_size, groups * step)
+        if len(places) == len(sizes):
             break
-    else:
-        raise _uneven(len(ordered), rules, dp_size)
-    for rank in packs:
-        rank.sort(key=lambda batch: (-rules.cost(batch), batch[0].sample_id))
-    return tuple(tuple(map(tuple, rank)) for rank in packs)
-
-
-def _dealt(
-    by_length: Sequence[SampleMeta], rules: PackingRules, dp_size: int, per_rank: int
-) -> list[list[list[SampleMeta]]] | None:
-    """Longest processing time first: each sample goes to the rank with the least cost that has room, there to the pack
-    with the least; the last ones fill packs that are still empty. ``None`` where a sample finds no room."""
-    packs: list[list[list[SampleMeta]]] = [[[] for _ in range(per_rank)] for _ in range(dp_size)]
-    tokens = [[0] * per_rank for _ in range(dp_size)]
-    costs = [[0.0] * per_rank for _ in range(dp_size)]
-    loads = [0.0] * dp_size
-    num_empty = dp_size * per_rank
-    for number, sample in enumerate(by_length):
-        size = rules.sequence(sample.length)
-        most = 0 if len(by_length) - number <= num_empty else rules.max_tokens - size
-        for rank in sorted(range(dp_size), key=lambda r: (loads[r], r)):
-            room = [i for i in range(per_rank) if tokens[rank][i] <= most]
-            if room:
-                break
+        too_few = groups
+        # Were the packs of those that are left as full as these: mostly enough, and seldom far too many.
+        likely = -(-groups * len(sizes) // len(places))
+        groups = max(groups + 1, min(most, max(groups + stride, likely)))
+        stride *= 2
+    while groups - too_few > 1 + groups // 256:
+        middle = (too_few + groups) // 2
+        tried = _dealt(sizes, rules, dp_size, middle * step)
+        if len(tried) == len(sizes):
+            groups, places = middle, tried
         else:
-            return None
-        chosen = min(room, key=lambda i: (costs[rank][i], i))
-        num_empty -= not packs[rank][chosen]
-        packs[rank][chosen].append(sample)
-        tokens[rank][chosen] += size
-        costs[rank][chosen] += rules.sequence_cost(size)
-        loads[rank] += rules.sequence_cost(size)
-    return packs
+            too_few = middle
+    return groups * step, places
+
+
+def _dealt(sizes: Sequence[int], rules: PackingRules, dp_size: int, per_rank: int) -> list[Place]:
+    """Longest processing time first: each sequence goes to the rank with the least cost that has room, there to the
+    pack with the least; the last ones fill packs that are still empty. Ends before a sequence that finds no room.
+
+    Sequences come in descending ``sizes``, so a pack with room for one has room for all that follow.
+    """
+    with_room = [[(0.0, number, 0) for number in range(per_rank)] for _ in range(dp_size)]
+    """Heap of each rank's packs that have room: cost, number, tokens."""
+    too_full: list[list[tuple[int, int, float]]] = [[] for _ in range(dp_size)]
+    """Heap of its other packs: tokens, number, cost."""
+    ranks = [(0.0, rank) for rank in range(dp_size)]
+    """Heap of ranks where some pack may have room: cost, rank."""
+    without_room: list[tuple[int, int, float]] = []
+    """Heap of the other ranks: tokens of the emptiest pack, rank, cost."""
+    places: list[Place] = []
+    num_empty = dp_size * per_rank
+    for size in sizes:
+        most = 0 if len(sizes) - len(places) <= num_empty else rules.max_tokens - size
+        while without_room and without_room[0][0] <= most:
+            _, rank, load = heappop(without_room)
+            heappush(ranks, (load, rank))
+        while ranks:
+            load, rank = ranks[0]
+            open_packs, full = with_room[rank], too_full[rank]
+            while full and full[0][0] <= most:
+                tokens, number, cost = heappop(full)
+                heappush(open_packs, (cost, number, tokens))
+            if open_packs and open_packs[0][2] <= most:
+                break
+            heappop(ranks)
+            if full:
+                heappush(without_room, (full[0][0], rank, load))
+        else:
+            break
+        cost, number, tokens = open_packs[0]
+        places.append((rank, number))
+        num_empty -= not tokens
+        tokens, own = tokens + size, rules.sequence_cost(size)
+        heapreplace(ranks, (load + own, rank))
+        if tokens <= most:
+            heapreplace(open_packs, (cost + own, number, tokens))
+        else:
+            heappop(open_packs)
+            heappush(full, (tokens, number, cost + own))
+    return places
 
 
 def _fill(ordered: Sequence[SampleMeta], rules: PackingRules) -> list[MicroBatch]:
     """Fill one rectangle after another from long samples to short: a micro-batch's first sample is its longest."""
     open_batches: list[list[SampleMeta]] = []
+    longest = 0
     for sample in sorted(ordered, key=lambda s: (-s.length, s.sample_id)):
-        if not open_batches or rules.num_tokens([*open_batches[-1], sample]) > rules.max_tokens:
+        if not open_batches or (len(open_batches[-1]) + 1) * longest > rules.max_tokens:
             open_batches.append([])
+            longest = rules.sequence(sample.length)
         open_batches[-1].append(sample)
     return [tuple(batch) for batch in open_batches]
 
 
 def _even_out(micro_batches: list[MicroBatch], rules: PackingRules, dp_size: int) -> list[MicroBatch]:
     """Halve the costliest micro-batches until every rank gets as many as it may."""
-    result = list(micro_batches)
-    while len(result) % (dp_size * rules.count_multiple):
-        divisible = [i for i, batch in enumerate(result) if len(batch) > 1]
-        if not divisible:
-            raise _uneven(len(result), rules, dp_size)
-        costliest = max(divisible, key=lambda i: (rules.cost(result[i]), -i))
-        batch = result[costliest]
+
+    def entry(batch: MicroBatch) -> tuple[bool, float, int, int, MicroBatch]:
+        return len(batch) == 1, -rules.cost(batch), -batch[0].length, batch[0].sample_id, batch
+
+    heap = list(map(entry, micro_batches))
+    heapify(heap)
+    while len(heap) % (dp_size * rules.count_multiple):
+        is_single, *_, batch = heap[0]
+        if is_single:
+            raise _uneven(len(heap), rules, dp_size)
         half = (len(batch) + 1) // 2
-        result[costliest : costliest + 1] = [batch[:half], batch[half:]]
-    return result
+        heapreplace(heap, entry(batch[:half]))
+        heappush(heap, entry(batch[half:]))
+    return [batch for *_, batch in heap]
 
 
 def _uneven(num_samples: int, rules: PackingRules, dp_size: int) -> UserError:
@@ -288,13 +343,15 @@ def _share_out(
     micro_batches: Sequence[MicroBatch], rules: PackingRules, dp_size: int
 ) -> tuple[tuple[MicroBatch, ...], ...]:
     """Costliest first, each to the least loaded rank that still has room; all ranks get the same number."""
-    room = len(micro_batches) // dp_size
     ranks: list[list[MicroBatch]] = [[] for _ in range(dp_size)]
-    loads = [0.0] * dp_size
+    loads = [(0.0, rank) for rank in range(dp_size)]
     for batch in sorted(micro_batches, key=lambda b: (-rules.cost(b), b[0].sample_id)):
-        rank = min((r for r in range(dp_size) if len(ranks[r]) < room), key=lambda r: (loads[r], r))
+        load, rank = loads[0]
         ranks[rank].append(batch)
-        loads[rank] += rules.cost(batch)
+        if len(ranks[rank]) * dp_size < len(micro_batches):
+            heapreplace(loads, (load + rules.cost(batch), rank))
+        else:
+            heappop(loads)
     return tuple(tuple(rank) for rank in ranks)
 
 

@@ -21,6 +21,7 @@ PHASE_NAMES = {
     "rewards": "Judging by the rewards",
     "window_closed": "Rollout held back",
     "wait_batch": "Waiting for a batch",
+    "pack": "Packing",
     "forward_backward": "Forward and backward",
     "optim_step": "Optimizer step",
     "stage_weights": "Handing the weights over",
@@ -30,7 +31,7 @@ PHASE_NAMES = {
 }
 WITHOUT_DOMAINS = (*VOLATILE_PREFIXES, "moe/", "packing/", "response_versions/")
 """Beginnings of names whose other part is no domain."""
-TRAINER_PHASES = ("wait_batch", "forward_backward", "optim_step", "stage_weights", "weight_sync")
+TRAINER_PHASES = ("wait_batch", "pack", "forward_backward", "optim_step", "stage_weights", "weight_sync")
 """What the trainer does one after another; all other phases run beside it, or while it waits."""
 
 

@@ -98,6 +98,7 @@ def test_phases_are_all_of_the_steps_time(run_dir: Path) -> None:
     """And what stands beside the phases is little: no part of a step is left untimed."""
     lines = RunFiles(run_dir).steps()
     phases = json.loads((run_dir / "report.json").read_text())["phases"]
+    assert {"wait_batch", "pack", "forward_backward", "optim_step"} <= set(phases)
     assert sum(phase["share"] for phase in phases.values()) == pytest.approx(1)
     whole = sum(line["timing/step_s"] for line in lines)
     assert sum(phase["mean_s"] for phase in phases.values()) * len(lines) == pytest.approx(whole)

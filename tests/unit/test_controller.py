@@ -27,14 +27,14 @@ from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineRejected, Images, SamplingParams, Scores
 from mopd.engines.torch.engine import TorchEngine
 from mopd.hardware import Hardware
-from mopd.ledger import Ledger
+from mopd.ledger import Ledger, Slot
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.rollout.worker import RolloutWorker
 from mopd.run.preparing import settled
 from mopd.tasks import Stop
 from mopd.teachers.worker import TeacherGroup, TeacherWorker
-from mopd.types import LOSS_FIELDS, Batch, UserError
+from mopd.types import LOSS_FIELDS, Batch, FailedSample, UserError
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model
 
@@ -178,6 +178,31 @@ def test_a_domain_that_always_fails_ends_the_run(engine: TorchEngine, tmp_path: 
         UserError, match=r"more than 8 prompts of one step .* by teachers.math \(domain 'math'\): .*not like"
     ):
         produce(engine, dataset(bad_share=1), tmp_path)
+
+
+def test_replacements_are_counted_by_the_step_of_their_slots(engine: TorchEngine, tmp_path: Path) -> None:
+    """As many as a step has prompts, for each of two steps; one more of either ends the run."""
+    controller, _, plane = produce(engine, dataset(bad_share=20), tmp_path)
+    controller._num_replaced.clear()
+    controller.ledger = Ledger(prompts_per_step=8, max_staleness=1, step=0)
+    slots = controller.ledger.admit(controller.prompts.next(16))
+
+    async def replace_all() -> None:
+        for number in (0, 8, *range(1, 8), *range(9, 16)):
+            await replace_one(slots[number])
+        for number in (15, 0):
+            with pytest.raises(UserError, match="more than 8 prompts of one step could not be scored"):
+                await replace_one(slots[number])
+
+    async def replace_one(slot: Slot) -> None:
+        samples = await controller.rollout.generate([slot.prompt])
+        failed = [FailedSample(sample=samples[0], teacher="math", reason="lost")]
+        before = slot.prompt
+        assert await controller._replace([slot], {slot: samples}, failed) == [slot]
+        assert slot.prompt != before and slot.prompt.domain == before.domain
+
+    asyncio.run(replace_all())
+    assert plane.num_samples == 8 + 2  # those of the batch, and of the two that nobody replaced
 
 
 def test_stop_is_the_default(engine: TorchEngine, tmp_path: Path) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -81,6 +84,81 @@ def test_random_batches_keep_every_promise(dp_size: int, micro_batch_size: int |
             assert max(map(rectangle, packed)) <= 100
         chance.shuffle(batch)
         assert pack(batch, rules, dp_size=dp_size) == plan
+
+
+def draw_lengths(seed: int, num_samples: int) -> Iterator[list[int]]:
+    """Lengths that fill a budget of 100 tokens in every way: alone, in twos and threes, by dozens, or all mixed."""
+    chance = random.Random(seed)
+    for low, high in ((50, 100), (25, 50), (30, 60), (2, 5), (2, 100), (40, 40)):
+        yield [chance.randint(low, high) for _ in range(num_samples)]
+    yield [min(100, max(2, round(chance.lognormvariate(2, 1.5)))) for _ in range(num_samples)]
+
+
+def packs_of_a_rank(lengths: Sequence[int], dp_size: int) -> int | None:
+    """The least number of packs that suffices, by trying all of them, and looking at all packs for each sample."""
+    ordered = sorted(lengths, reverse=True)
+    for per_rank in range(1, len(lengths) // dp_size + 1):
+        packs = {(rank, number): [0, 0.0] for rank in range(dp_size) for number in range(per_rank)}
+        loads = [0.0] * dp_size
+        for place, length in enumerate(ordered):
+            empty = [key for key, (tokens, _) in packs.items() if not tokens]
+            room = [key for key, (tokens, _) in packs.items() if tokens + length <= 100]
+            chosen = empty if len(ordered) - place <= len(empty) else room
+            if not chosen:
+                break
+            best = min(chosen, key=lambda key: (loads[key[0]], key[0], packs[key][1], key[1]))
+            cost = length + 0.01 * length**2
+            packs[best] = [packs[best][0] + length, packs[best][1] + cost]
+            loads[best[0]] += cost
+        else:
+            return per_rank
+    return None
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 5])
+def test_no_fewer_packs_would_do(dp_size: int) -> None:
+    for seed in range(12):
+        for lengths in draw_lengths(seed, 5 * (seed + 2)):
+            try:
+                found = len(pack(samples(*lengths), PACKS, dp_size=dp_size).micro_batches[0])
+            except UserError:
+                found = None
+            assert found == packs_of_a_rank(lengths, dp_size), lengths
+
+
+def count_operations(work: Callable[..., object], *args: Any, **kwargs: Any) -> int:
+    """Count the bytecode instructions of Python that a call takes."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work(*args, **kwargs)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("max_tokens", [100, 100_000])
+@pytest.mark.parametrize("samples_per_rank", [16, 512])
+@pytest.mark.parametrize("form", FORMS)
+def test_work_grows_with_the_samples_and_little_more(form: str, samples_per_rank: int, max_tokens: int) -> None:
+    """Eight times as many samples, also on as many times the ranks, take at most sixteen times the instructions, those
+    of all kinds of lengths together."""
+    rules = replace(FORMS[form], max_tokens=max_tokens)
+    few, many = (
+        sum(
+            count_operations(pack, samples(*lengths), rules, dp_size=-(-number // samples_per_rank))
+            for lengths in draw_lengths(0, number)
+        )
+        for number in (64, 512)
+    )
+    assert many <= 16 * few
 
 
 def test_a_pack_is_filled_whatever_the_lengths_and_a_rectangle_with_similar_ones() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mopd.losses import kept_sequences
+from mopd.losses.sampled import CORRECTIONS, correction_weight
 from tests.parity.losses.on_device import parallel_sampled_kl
 
 STUDENT, TEACHER = 0.25, 0.5
@@ -54,6 +55,13 @@ def test_weight_of_an_estimator(estimator: str, kind: str, rollout: float, weigh
     assert float(metrics["correction_weight"]) == pytest.approx(weight)
     assert loss == float(metrics["unweighted_loss"]) == pytest.approx(weight * value)
     assert slope == pytest.approx(weight * plain)
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.0, 2.0), (0.5, 1.0)])
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_a_ratio_on_the_bound_is_within_it(kind: str, low: float, high: float) -> None:
+    same = torch.tensor([-1.5])
+    assert correction_weight((kind, low, high), same, same, same).tolist() == [1.0]
 
 
 def test_the_clamp_comes_before_the_weight() -> None:

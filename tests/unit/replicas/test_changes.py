@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
 
-from mopd.engines.interface import EngineUnavailable, StaleWeights
+from mopd.engines.interface import EngineUnavailable, Generation, StaleWeights
 from mopd.replicas.interface import Replica, SampleFailed
 from mopd.replicas.router import Router
 from mopd.types import UserError
-from tests.unit.replicas.stand_in import SAMPLING, StandIn, check_scores, make_router, run, samples, score
+from tests.unit.replicas.stand_in import (
+    SAMPLING,
+    StandIn,
+    Teller,
+    callers,
+    check_scores,
+    make_rollout,
+    make_router,
+    run,
+    samples,
+    score,
+)
 
 DEAD = EngineUnavailable("connection reset")
 WEIGHTS = [("w", torch.zeros(1))]
@@ -119,6 +131,30 @@ def test_a_closed_group_takes_no_work() -> None:
         await router.close()
         with pytest.raises(SampleFailed, match="the group is closed"):
             await scoring
+
+    run(work)
+
+
+class Hanging(Teller):
+    """Tells its responses, and then does not end the request."""
+
+    async def generate(self, *args: Any, **kwargs: Any) -> list[Generation]:
+        await super().generate(*args, **kwargs)
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("nobody has woken it")
+
+
+def test_a_closed_group_answers_whoever_still_waits_and_ends_what_nobody_waits_for() -> None:
+    router = make_rollout([Hanging(0), Teller(1)])
+
+    async def work() -> None:
+        done, waiting = callers(router, [(1, 1.0)], [(2, 5.0)])
+        await done
+        assert now() == pytest.approx(1.0) and len(router._requests) == 2
+        await router.close()
+        assert now() == pytest.approx(1.0) and len(router._requests) == 1
+        await waiting
+        assert now() == pytest.approx(5.0)
 
     run(work)
 

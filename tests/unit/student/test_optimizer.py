@@ -95,6 +95,31 @@ def test_gradients_are_clipped_by_the_global_norm(layout: Layout) -> None:
     assert first_moment.double().norm() == pytest.approx(0.1 * 1.0, rel=1e-4)
 
 
+def test_without_clip_grad_gradients_stay_as_they_are(layout: Layout) -> None:
+    model, optimizer, _ = build(layout, clip_grad=0.0)
+    with cpu_shim.activate():
+        fill_gradients(model, 2.0)
+        norm = guarded_step(optimizer, [model])
+    (part,) = optimizer.chained_optimizers
+    first_moment = torch.cat([states["exp_avg"] for states in part.optimizer.state.values()])
+    assert first_moment.double().norm() == pytest.approx(0.1 * norm, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("device", "dp_size", "cp_size", "is_on"),
+    [("cuda", 2, 1, True), ("cuda", 1, 2, True), ("cuda", 1, 1, False), ("cpu", 2, 2, False)],
+)
+def test_overlap_is_the_default_where_gpus_sum_gradients(
+    layout: Layout, tmp_path: Path, device: str, dp_size: int, cp_size: int, is_on: bool
+) -> None:
+    student = StudentConfig(model="unused")
+    several = replace(layout, device=torch.device(device), dp_size=dp_size, cp_size=cp_size)
+    assert overlaps(student, DIMS, several) is is_on
+    seeing = read_dims(make_vision_model(tmp_path))
+    assert not overlaps(student, seeing, several)  # its tower is trained
+    assert overlaps(replace(student, vision=VisionConfig(freeze="tower_and_merger")), seeing, several) is is_on
+
+
 def test_overlap_is_left_out_where_it_brings_nothing_or_a_tower_is_trained(layout: Layout, tmp_path: Path) -> None:
     student = StudentConfig(model="unused")
     assert not overlaps(student, DIMS, layout)  # a world of one rank

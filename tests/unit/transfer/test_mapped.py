@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -151,6 +152,23 @@ def test_nothing_of_the_memory_is_left(weights: Weights) -> None:
 def test_what_is_no_memory_of_a_sender_is_refused(handle: str) -> None:
     with pytest.raises(ValueError, match="the sender's memory cannot be opened"):
         open_memory(handle, 0, CPU)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("pid", True, "are not numbers"),
+        ("pid", "self", "are not numbers"),
+        ("descriptor", -1, "are not numbers"),
+        ("num_bytes", 16.0, "are not numbers"),
+        ("num_bytes", 0, "are not numbers"),
+        ("descriptor", 0, "/fd/0 is another file"),
+    ],
+)
+def test_handles_are_numbers_that_a_sender_may_have(field: str, value: Any, problem: str) -> None:
+    handle = {"pid": os.getpid(), "descriptor": 1, "num_bytes": 16, field: value}
+    with pytest.raises(ValueError, match=f"the sender's memory cannot be opened: .*{problem}"):
+        open_memory(json.dumps([handle]), 0, CPU)
 
 
 def test_a_size_that_the_memory_has_not_is_refused() -> None:
