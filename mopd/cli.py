@@ -7,13 +7,14 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from mopd import __version__
 from mopd.commands import bench, check, config, convert, eval, generate, init, plan, serve, slurm, train
 from mopd.commands.watching import compare, logs, report, status, stop
 from mopd.files.writing import refusal
 from mopd.launch import failure
-from mopd.text import one_line
+from mopd.text import one_line, visible
 from mopd.types import UserError
 
 DESCRIPTION = "Distil several domain teachers into one student, on-policy, on Megatron-Core."
@@ -61,6 +62,8 @@ COMMANDS = {
     "convert": convert,
     "bench": bench,
 }
+FREE_TEXTS = ("set", "prompts", "by")
+"""Arguments that are no paths and no names."""
 ON_RANKS = (train, check, eval, convert)
 """Commands that torchrun may start, several times beside one another."""
 
@@ -74,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     args = _parse(arguments)
     try:
+        _check_names(args)
         if args.command in ON_RANKS and failure.is_rank():
             return failure.run_as_rank(lambda: args.command.run(args, arguments))
         code = int(args.command.run(args, arguments))
@@ -95,6 +99,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what it holds cannot be written either
         print(f"mopd: error: {one_line(refused)}", file=sys.stderr)
         return 2
+
+
+def _check_names(args: argparse.Namespace) -> None:
+    """``UserError`` for a path or a name that a line or a script could not hold, as the reader of recipes has it."""
+    for key, value in vars(args).items():
+        for item in value if isinstance(value, list) else [value]:
+            shown = visible(str(item))
+            if key not in FREE_TEXTS and isinstance(item, (str, Path)) and shown != str(item):
+                raise UserError(f"'{shown[:300]}' holds a control character, such as a line end: rename it")
 
 
 def _open_standard_streams() -> None:

@@ -38,8 +38,9 @@ and the place that it comes from.
 - **Limits:** 1 MiB, 20,000 keys and values and 64 levels, with every alias written out and every default in place;
   100 characters a key; 16 files by way of `base`; 4,000 bytes a text; 100 teachers. No key takes a number that a rank
   could not use: at most 2,147,483,647 for a count, 2,000,000 seconds for a deadline, 1e30 for anything else.
-- **Names** of teachers and domains have 1 to 100 characters. Brackets, slashes, quotes and spaces are fine, control
-  characters are not.
+- **Texts** hold no control characters, as line ends and tabs are, which paths, names and scripts would carry on; free
+  values (`chat_template_kwargs`, `megatron_overrides`) may. A regular expression spells them: `\\n`.
+- **Names** of teachers and domains have 1 to 100 characters. Brackets, slashes, quotes and spaces are fine.
 - **Paths** (`run_dir`, model folders, data files, the chat template, a reward's file) are relative to the **current
   working directory**, not to the recipe. Only `base` is relative to its file. Models and data may have names of the
   Hugging Face Hub instead ([data.md](data.md#names-of-the-hub)).

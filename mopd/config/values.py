@@ -82,8 +82,8 @@ def require_fraction(name: str, value: float, *, low_open: bool = False, high_op
 
 
 def check_text(text: str) -> None:
-    """``ValueError`` unless ``text`` can be a path, a column, a URL: not empty, not endless, without NUL and halves of
-    characters."""
+    """``ValueError`` unless ``text`` can be a path, a name, a URL, a line of a script: not empty, not endless, without
+    control characters and halves of characters."""
     if not text:
         raise ValueError("is empty: write text, or remove the key")
     if "\0" in text:
@@ -92,6 +92,8 @@ def check_text(text: str) -> None:
         num_bytes = len(text.encode())
     except UnicodeEncodeError:
         raise ValueError(f"{_shown(text)} holds half a character (a lone surrogate): write it in UTF-8") from None
+    if visible(text) != text:
+        raise ValueError(f"{_shown(text)} holds a control character, such as a line end: remove it")
     if num_bytes > MAX_TEXT_BYTES:
         raise ValueError(f"{_shown(text)} has {num_bytes} bytes: write at most {MAX_TEXT_BYTES}")
 
@@ -107,8 +109,6 @@ def check_name(name: str) -> None:
         raise ValueError(f"{_shown(name)} has {len(name)} characters: a name has at most {MAX_KEY_CHARACTERS}")
     if not any(letter.isprintable() and letter != " " for letter in name):
         raise ValueError(f"{_shown(name)} cannot be seen: a name has at least one character that is no space")
-    if visible(name) != name:
-        raise ValueError(f"{_shown(name)} holds a control character: a name is made of characters that can be seen")
 
 
 def check_unrepeated(key: str, items: Iterable[Item]) -> None:

@@ -14,6 +14,7 @@ from mopd.config.rewards import CustomRewardConfig, JsonSchemaConfig
 from mopd.config.schema import Recipe
 from mopd.files.reading import shown_path
 from mopd.placement.gpus import engine_groups
+from mopd.text import visible
 from mopd.types import UserError
 
 MIN_RANKS, RANKS_PER_CORE = 64, 8
@@ -36,6 +37,8 @@ def check_inputs(loaded: Loaded) -> None:
     Raises ``UserError`` that names recipe, key and path or package.
     """
     recipe = loaded.recipe
+    if visible(os.getcwd()) != os.getcwd():  # paths below it go into files that take no such text
+        raise UserError(f"{shown_path(os.getcwd())}: the working directory holds a control character: rename it")
     check_model_folder(recipe.student.model, loaded.where("student", "model"))
     for name, teacher in recipe.teachers.items():
         check_model_folder(teacher.model, loaded.where("teachers", name, "model"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -59,10 +60,11 @@ def submit(script: Path, *, where: str) -> str:
     Raises:
         UserError: sbatch is not here, refuses the job, or does not answer; ``where`` heads the line.
     """
-    tried = _call(["sbatch", "--test-only", str(script)])
+    path = os.path.abspath(script)  # no option, whatever its folder is called
+    tried = _call(["sbatch", "--test-only", path])
     if IMPOSSIBLE in tried.stderr:  # sbatch would let it wait for ever
         raise UserError(f"{where}: sbatch refused the job: {one_line(tried.stderr)}")
-    done = _call(["sbatch", "--parsable", str(script)])
+    done = _call(["sbatch", "--parsable", path])
     found = re.fullmatch(r"(\d{1,18})(;\S+)?\s*", done.stdout)
     if done.returncode != 0 or found is None:
         said = [

@@ -1,11 +1,17 @@
-"""The job's script: one that a person reads from top to bottom, may change, and may submit by hand."""
+"""The job's script: one that a person reads from top to bottom, may change, and may submit by hand.
+
+The template renders quoted values alone: each ``{{ … }}`` becomes one word of the shell, unless a filter quotes it for
+where else it stands (a remark, a line of sbatch). No value spans lines.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +24,13 @@ from mopd.config.reading.tree import dotted
 from mopd.config.slurm import SlurmConfig
 from mopd.slurm.layout import JobComponent, JobLayout, JobServer, groups_of, path_of, slurm_of
 from mopd.text import file_name, visible
+from mopd.types import UserError
 
 MAX_JOB_NAME = 60
+
+
+class Quoted(str):
+    """Text of the script that is quoted already."""
 
 
 def render_script(loaded: Loaded, layout: JobLayout, *, run: Path, recipe: Path, script: Path) -> str:
@@ -30,47 +41,44 @@ def render_script(loaded: Loaded, layout: JobLayout, *, run: Path, recipe: Path,
         run: the run's folder, or the folder of the runs of an array.
         recipe: the recipe's copy that the job reads.
         script: where the text will lie.
+
+    Raises:
+        UserError: a value, the working directory or the interpreter's path cannot stand in a script.
     """
     config = slurm_of(loaded)
     is_split = len(layout.components) > 1
     environment = Environment(
         loader=PackageLoader("mopd.slurm", "."),
-        autoescape=False,  # a shell's quotes: the filter q
+        autoescape=False,  # HTML's
+        finalize=_word,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"q": shlex.quote, "remark": _remark, "sbatch": _sbatch_word}
+    environment.filters |= {"remark": _remark, "sbatch": _sbatch_word, "words": _words, "lines": _lines}
     return environment.get_template("job.sh.j2").render(
         slurm=config,
         layout=layout,
         recipe_name=loaded.path,
-        script=str(script),
-        recipe=str(recipe),
-        run_dir=str(run),
+        script=shlex.quote(_path(script)),
+        recipe=_path(recipe),
+        run_dir=_path(run),
+        run_key=f"run_dir={json.dumps(_path(run), ensure_ascii=False)[:-1]}",
         folder=os.getcwd(),
-        output=f"{_literal(run / 'logs' / 'job')}/%j.log",
+        output=_output(loaded, run),
         job_name=visible(f"mopd-{run.resolve().name}")[:MAX_JOB_NAME],
         python=sys.executable,
-        container=_container(config),
-        head_step=_head_step(config),
-        train_step=_head_step(config, layout.student_gpus),
+        container=config.container.type if config.container else None,
+        pyxis=_pyxis(config),
         student_gpus=_numbers(layout.student_gpus),
-        ray=_ray(config),
+        ray=str(Path(sys.executable).with_name("ray")),
         ray_keys=_ray_keys(loaded),
         ray_gpus=_ray_gpus(layout) if config.form == "ray" else [],
         table=_table(layout),
         is_split=is_split,
         num_nodes=sum(component.num_nodes for component in layout.components),
-        components=[
-            {
-                "options": _options(config, component),
-                "nodelist": f"SLURM_JOB_NODELIST_HET_GROUP_{index}" if is_split else "SLURM_JOB_NODELIST",
-            }
-            for index, component in enumerate(layout.components)
-        ],
-        het=[f" --het-group={index}" if is_split else "" for index in range(len(layout.components))],
+        components=[_options(config, component) for component in layout.components],
         servers=[_server(server) for server in layout.servers],
     )
 
@@ -84,30 +92,19 @@ def _options(config: SlurmConfig, component: JobComponent) -> list[str]:
         options += [f"--{name}={value}"] if value else []
     options += [f"--gpus-per-node={component.gpus_per_node}"] if component.gpus_per_node else []
     options += [f"--cpus-per-task={component.cpus_per_node}"] if component.cpus_per_node else ["--exclusive", "--mem=0"]
-    return [*options, *map(_sbatch_word, config.options)]
+    return [*options, *config.options]
 
 
 def _server(server: JobServer) -> dict[str, Any]:
     """A replica as the script starts it: a line."""
-    room, _, name = server.key.partition(".")
     return {
-        "node": f"nodes_{server.component}[{server.node}]",
+        "node": server.node,
         "component": server.component,
+        "teacher": server.key.partition(".")[2],
         "role": file_name(f"{server.key}.{server.number}"),
         "gpus": _numbers(server.gpus),
-        "which": f"--teacher={shlex.quote(name)}" if name else f"--{room}",
         "number": server.number,
     }
-
-
-def _head_step(config: SlurmConfig, gpus: Sequence[int] = ()) -> str:
-    """What stands before a command that runs on the job's first node, where the script runs too. A container of pyxis
-    begins with a step."""
-    on_gpus = f"on_gpus {shlex.quote(_numbers(gpus))} " if gpus else ""
-    if config.container is None or config.container.type != "pyxis":
-        return on_gpus
-    task = f"bash -c 'on_gpus \"$@\"' task {shlex.quote(_numbers(gpus))} " if gpus else ""
-    return f'"${{step[@]}}" --nodes=1 --ntasks=1 --nodelist="${{nodes_0[0]}}" {task}'
 
 
 def _numbers(gpus: Sequence[int]) -> str:
@@ -121,13 +118,6 @@ def _ray_gpus(layout: JobLayout) -> list[list[int]]:
     return [[gpu for gpu in range(component.gpus_per_node) if gpu not in own] for own in owned]
 
 
-def _ray(config: SlurmConfig) -> str:
-    """Ray's command, as a step or the script calls it."""
-    if config.container is None:
-        return shlex.quote(str(Path(sys.executable).with_name("ray")))
-    return '"${inside[@]}" ray' if config.container.type == "apptainer" else "ray"
-
-
 def _ray_keys(loaded: Loaded) -> list[str]:
     """Keys that take the address of the job's own cluster."""
     groups = groups_of(loaded)
@@ -135,17 +125,26 @@ def _ray_keys(loaded: Loaded) -> list[str]:
     keys = [dotted((*path, "placement", "address")) for path in on_ray]
     if isinstance(loaded.recipe.data_plane, TransferQueueConfig):
         keys.append("data_plane.address")
-    return keys
+    return [f"{key}=" for key in keys]
 
 
-def _container(config: SlurmConfig) -> str:
-    """Options of srun for a container of pyxis; empty without."""
-    if config.container is None or config.container.type != "pyxis":
-        return ""
+def _pyxis(config: SlurmConfig) -> list[str]:
+    """Options of srun for a container of pyxis; none without.
+
+    Raises:
+        UserError: the container cannot see the working directory, whose name would end where a mount's source ends.
+    """
     folder = os.getcwd()
+    if config.container is not None and {":", ","} & set(folder):
+        raise UserError(
+            f"{visible(folder)}: a container's mount cannot name a working directory with a colon or a comma: call "
+            "mopd slurm in another"
+        )
+    if config.container is None or config.container.type != "pyxis":
+        return []
     mounts = ",".join([f"{folder}:{folder}", *config.container.mounts])
     image, workdir = f"--container-image={config.container.image}", f"--container-workdir={folder}"
-    return "".join(f" {shlex.quote(word)}" for word in (image, f"--container-mounts={mounts}", workdir))
+    return [image, f"--container-mounts={mounts}", workdir]
 
 
 def _table(layout: JobLayout) -> list[str]:
@@ -175,16 +174,59 @@ def _on(gpus: Sequence[int]) -> str:
     return f" on GPU {gpus[0]}" if len(gpus) == 1 else f" on GPUs {gpus[0]} to {gpus[-1]}"
 
 
-def _remark(text: str) -> str:
-    """On one line of a remark."""
-    return visible(text)
+def _path(path: Path) -> str:
+    """A path that no command reads as an option."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
 
 
-def _sbatch_word(text: str) -> str:
-    """A word of a ``#SBATCH`` line, which has quotes as the shell has and takes ``#`` for a remark."""
-    return text if text and all(letter.isalnum() or letter in "-_=./,:@%+" for letter in text) else shlex.quote(text)
+def _output(loaded: Loaded, run: Path) -> str:
+    """File of the job's log, in which sbatch replaces nothing but ``%j``."""
+    folder = os.path.join(os.getcwd(), run, "logs", "job")
+    if "\\" in folder:
+        raise UserError(
+            f"{loaded.where('run_dir')}: {visible(folder)} holds a backslash, which Slurm takes out of the path of a "
+            "job's log: set another run_dir, or call mopd slurm elsewhere"
+        )
+    return f"{folder.replace('%', '%%')}/%j.log"
 
 
-def _literal(path: Path) -> str:
-    """A path in which sbatch replaces nothing."""
-    return str(path).replace("%", "%%")
+def _word(value: object) -> str:
+    """What every expression of the template becomes: one word of the shell."""
+    if isinstance(value, (Quoted, int)):
+        return str(value)
+    assert isinstance(value, str), value
+    return shlex.quote(_on_one_line(value))
+
+
+def _words(values: Iterable[object]) -> Quoted:
+    return Quoted(" ".join(map(_word, values)))
+
+
+def _lines(values: Iterable[str]) -> Quoted:
+    """Lines as one word, for ``eval``."""
+    return Quoted(shlex.quote("\n".join(map(_on_one_line, values))))
+
+
+def _remark(text: str) -> Quoted:
+    return Quoted(visible(text))
+
+
+def _sbatch_word(text: str) -> Quoted:
+    """A word of a ``#SBATCH`` line.
+
+    sbatch reads a backslash in either kind of quotes, ``#`` outside of them as a remark, and ``hetjob`` (once
+    ``packjob``) anywhere in a line as the next component (``get_argument`` in ``src/common/slurm_opt.c``).
+    """
+    quoted = re.sub(r'[\\"]', r"\\\g<0>", _on_one_line(text))
+    divided = re.sub("(?i)(het|pack)(?=job)", r"\1\\", quoted)
+    return Quoted(text if re.fullmatch("[A-Za-z0-9_=./,:@%+-]+", divided) else f'"{divided}"')
+
+
+def _on_one_line(text: str) -> str:
+    """``UserError`` for what has been read past the recipe: the working directory, the interpreter's path."""
+    if visible(text) != text:
+        raise UserError(
+            f"'{visible(text)[:300]}' would stand in the job's script, and holds a control character, such as a line "
+            "end: rename it"
+        )
+    return text

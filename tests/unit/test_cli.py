@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -159,6 +160,31 @@ def test_user_errors_are_one_line(
     assert captured.err.startswith(f"mopd: error: {line}")
     assert captured.err.count("\n") == 1
     assert [entry.name for entry in Path().iterdir() if entry.name not in ("other.yaml", "models")] == ["recipe.yaml"]
+
+
+NO_NAME = "a\nmopd: error: b"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", NO_NAME], ["config", "x.yaml", f"run_dir={json.dumps(NO_NAME)}"],
+        ["config", "x.yaml", "--diff", NO_NAME],
+        ["stop", NO_NAME], ["status", NO_NAME], ["logs", NO_NAME], ["report", NO_NAME], ["compare", "a", NO_NAME],
+        ["serve", "x.yaml", "--teacher", NO_NAME], ["serve", "x.yaml", "--rollout", "--register", NO_NAME],
+        ["eval", "x.yaml", "--model", NO_NAME], ["generate", NO_NAME, "two\nlines"], ["slurm", NO_NAME],
+        ["convert", "hf-to-megatron", NO_NAME, "b"], ["convert", "inspect", NO_NAME],
+        ["init", "--student", "a", "--teacher", f"b={NO_NAME}", "--train", "c"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_paths_and_names_hold_no_control_characters(
+    recipe: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([recipe if word == "x.yaml" else word for word in arguments]) == 2
+    said = capsys.readouterr().err
+    assert "a\\nmopd: error: b" in said and "holds a control character, such as a line end" in said
+    assert said.count("\n") == 1
 
 
 def test_used_run_folder_is_refused_before_ranks_start(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

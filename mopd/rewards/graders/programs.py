@@ -78,7 +78,7 @@ def _calls(sandbox: Sandbox, program: str, tests: dict[str, Any]) -> str:
             sandbox.start([CALLS, "program", str(to_program), str(from_program)], pass_fds=(to_program, from_program))
         )
         ends = (to_tests, from_tests, verdict_end)
-        running.append(sandbox.start([CALLS, "tests", *map(str, ends)], stdin=asked, pass_fds=ends))
+        running.append(sandbox.start([CALLS, "tests", *map(str, ends)], stdin=asked, pass_fds=ends, is_ours=True))
         for descriptor in (to_program, from_program, *ends):
             os.close(descriptor)
         problem = running[1].wait()

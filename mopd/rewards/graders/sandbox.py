@@ -4,6 +4,9 @@ The process has one program and no second one: it starts none (``fork`` is refus
 itself, opens no socket, and has no capability. Where the kernel has Landlock (Linux 5.13 and newer) it reads its Python
 and the system's libraries only, and writes plain files in its own folder; on older kernels it reads what its user can
 and writes nothing. All of it is set between ``fork`` and ``exec`` and cannot be taken back.
+
+What it holds of files is in its folder, or is shown by ``/proc`` as a descriptor or a mapping of the process: it cannot
+have a second table of descriptors, nor leave descriptors or pages in pipes and sockets.
 """
 
 from __future__ import annotations
@@ -28,9 +31,10 @@ from mopd.rewards.graders.system_calls import DENIED, FIRST_NEW, NEW_ALLOWED, WR
 
 MAX_FILE_BYTES = 16 * 2**20
 """Of one file, of the output, and of what is written to stderr."""
-MAX_FOLDER_BYTES, MAX_FOLDER_FILES = 64 * 2**20, 200
+MAX_HELD_BYTES, MAX_FOLDER_FILES = 64 * 2**20, 200
+"""Of files in the folder, and of removed ones that a program holds."""
 MAX_OPEN_FILES = 64
-LOOK_EVERY_S = 0.05
+LOOK_EVERY_S = 0.02
 ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """With a thread pool per core, numpy alone would need more memory than a program may have."""
 
@@ -42,7 +46,9 @@ FILE_READ, FILE_WRITE, FILE_EXECUTE = 1 << 2, 1 << 1 | 1 << 14, 1 << 0
 FOLDER_READ = 1 << 3
 PLAIN_FILES = 1 << 5 | 1 << 8
 """Make and remove plain files: no folder, link, socket or device."""
-CLONE_THREAD = 0x10000
+THREAD_FLAGS = (0x3D0F00, 0x7D0F00)
+"""clone(2) of pthread_create, of glibc and of musl. Another thread could have descriptors that /proc/PID/fd does not
+show."""
 SIGNAL_OWNERS, SOCKET_OWNERS = (8, 10, 15), (0x8901, 0x8902)
 """F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP: the kernel would signal another process in our name."""
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -57,8 +63,7 @@ class Program:
     output: int
     """Descriptor of what it writes to stdout and stderr."""
     errors: int
-    folder: Path
-    deadline: float
+    sandbox: Sandbox
     _closed: bool = field(default=False, init=False)
 
     def wait(self) -> str:
@@ -66,12 +71,13 @@ class Program:
         handle = os.pidfd_open(self.process.pid)
         try:
             while True:
-                left_s = self.deadline - time.monotonic()
+                left_s = self.sandbox.deadline - time.monotonic()
                 if left_s <= 0:
                     return "it took too long"
-                if _is_full(self.folder):
+                has_ended = _readable(handle, min(left_s, LOOK_EVERY_S))
+                if self.sandbox.is_full():
                     return "it wrote too much"
-                if _readable(handle, min(left_s, LOOK_EVERY_S)):
+                if has_ended:
                     break
         finally:
             os.close(handle)
@@ -107,9 +113,20 @@ class Sandbox:
     may_read: tuple[str, ...] = ()
     """Files that programs may read beside their Python."""
     use_landlock: bool = True
+    _started: list[Program] = field(default_factory=list, init=False)
 
-    def start(self, arguments: Sequence[str], *, stdin: bytes | None = None, pass_fds: Sequence[int] = ()) -> Program:
-        """``python -I ARGUMENTS`` with ``stdin`` (nothing when ``None``); ``OSError`` when the system refuses."""
+    def start(
+        self,
+        arguments: Sequence[str],
+        *,
+        stdin: bytes | None = None,
+        pass_fds: Sequence[int] = (),
+        is_ours: bool = False,
+    ) -> Program:
+        """``python -I ARGUMENTS`` with ``stdin`` (nothing when ``None``); ``OSError`` when the system refuses.
+
+        What it holds of removed files is counted unless the program ``is_ours``, which may hide it.
+        """
         output, errors = os.memfd_create("output"), os.memfd_create("errors")
         given = subprocess.DEVNULL if stdin is None else os.memfd_create("input")
         if stdin is not None:
@@ -132,7 +149,23 @@ class Sandbox:
         finally:
             if stdin is not None:
                 os.close(given)
-        return Program(process, output, errors, self.folder, self.deadline)
+        program = Program(process, output, errors, self)
+        if not is_ours:
+            self._started.append(program)
+        return program
+
+    def is_full(self) -> bool:
+        """Programs have made more files than they may, or hold more bytes of files, removed ones included."""
+        held: dict[int, int] = {}
+        for entry in os.scandir(self.folder):
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                held[entry.inode()] = entry.stat(follow_symlinks=False).st_size
+            if len(held) > MAX_FOLDER_FILES:
+                return True
+        for program in self._started:
+            if program.process.returncode is None:
+                held |= _removed_files(program.process.pid, self.folder)
+        return sum(held.values()) > MAX_HELD_BYTES
 
     def clear(self) -> None:
         """Remove what programs have written."""
@@ -241,7 +274,7 @@ def filter_program(architecture: Architecture, pid: int, *, may_write: bool) -> 
     for name in ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"):
         lines += _only_where(numbers[name], 0, [(EQUAL, pid)])
     lines += _only_where(numbers["prlimit64"], 0, [(EQUAL, 0), (EQUAL, pid)])
-    lines += _only_where(numbers["clone"], 0, [(ANY_BIT, CLONE_THREAD)])
+    lines += _only_where(numbers["clone"], 0, [(EQUAL, flags) for flags in THREAD_FLAGS])
     lines += _never_where(numbers["fcntl"], 1, [(EQUAL, command) for command in SIGNAL_OWNERS])
     lines += _never_where(numbers["ioctl"], 1, [(EQUAL, command) for command in SOCKET_OWNERS])
     if not may_write:
@@ -272,14 +305,32 @@ def _require(result: int, what: str) -> None:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
 
-def _is_full(folder: Path) -> bool:
-    sizes = []
-    for entry in os.scandir(folder):
-        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-            sizes.append(entry.stat(follow_symlinks=False).st_size)
-        if len(sizes) > MAX_FOLDER_FILES:
-            return True
-    return sum(sizes) > MAX_FOLDER_BYTES
+def _removed_files(pid: int, folder: Path) -> dict[int, int]:
+    """Inode -> bytes of files of the folder that have no name there and that a process holds.
+
+    By a descriptor: the file's size. By a mapping, of one page or of all: the most that the file can have.
+    """
+    held = {}
+    try:
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if _is_removed(os.readlink(f"/proc/{pid}/fd/{number}"), folder):
+                    found = os.stat(f"/proc/{pid}/fd/{number}")
+                    held[found.st_ino] = found.st_size
+        for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+            words = line.split(maxsplit=5)
+            if len(words) == 6 and _is_removed(words[5], folder):
+                held.setdefault(int(words[4]), MAX_FILE_BYTES)
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return {}
+    except PermissionError:  # prctl(PR_SET_DUMPABLE): it hides what it holds
+        return {0: MAX_HELD_BYTES + 1}
+    return held
+
+
+def _is_removed(shown: str, folder: Path) -> bool:
+    """What ``/proc`` shows is a file of the folder that has no name there (any more, or with O_TMPFILE ever)."""
+    return shown.startswith(f"{folder}/") and shown.endswith(" (deleted)")
 
 
 def _readable(descriptor: int, timeout_s: float) -> bool:

@@ -15,10 +15,13 @@ of other processes: fork vfork setsid setpgid tkill ptrace process_vm_readv proc
     sched_setscheduler sched_setparam sched_setattr sched_setaffinity ioprio_set migrate_pages move_pages
 of the network, and what outlives a process: socket shmget shmat shmctl msgget msgsnd msgrcv msgctl semget semctl semop
     semtimedop mq_open mq_unlink memfd_create add_key request_key keyctl
+of files, where pipes and sockets would hold their descriptors and pages uncounted: sendmsg sendmmsg sendfile splice tee
+    vmsplice
 of the system: unshare setns mount umount2 pivot_root chroot reboot kexec_load kexec_file_load init_module
     finit_module delete_module bpf perf_event_open userfaultfd swapon swapoff acct quotactl settimeofday clock_settime
     clock_adjtime adjtimex sethostname setdomainname iopl ioperm personality fanotify_init syslog vhangup modify_ldt
     lookup_dcookie nfsservctl
+of files, beyond their size: fallocate
 of files, where Landlock does not look: chmod fchmod fchmodat chown lchown fchown fchownat setxattr lsetxattr fsetxattr
     removexattr lremovexattr fremovexattr utime utimes futimesat utimensat name_to_handle_at open_by_handle_at flock
 """
@@ -45,7 +48,8 @@ utimensat 280 88, name_to_handle_at 303 264, open_by_handle_at 304 265, flock 73
 mkdir 83 -, mkdirat 258 34, unlink 87 -, unlinkat 263 35, rmdir 84 -, rename 82 -, renameat 264 38, renameat2 316 276
 link 86 -, linkat 265 37, symlink 88 -, symlinkat 266 36, mknod 133 -, mknodat 259 33, kill 62 129, tgkill 234 131
 rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, prlimit64 302 261, clone 56 220, open 2 -, openat 257 56
-fcntl 72 25, ioctl 16 29
+fcntl 72 25, ioctl 16 29, sendmsg 46 211, sendmmsg 307 269, sendfile 40 71, splice 275 76, tee 276 77, vmsplice 278 75
+fallocate 285 47
 """
 """Name, number on x86_64, number on aarch64 (include/uapi/asm-generic/unistd.h); what a machine does not have is -."""
 

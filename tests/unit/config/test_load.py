@@ -230,7 +230,7 @@ def test_unreadable_overrides(write: Write, override: str) -> None:
 AWKWARD = [
     'data.domain_weights."a.b=c"=1e-3',
     "data.domain_weights.yes=2",
-    'data.columns={prompt: p, domain: "a: b # c\\nd"}',
+    'data.columns={prompt: p, domain: "a: b # c \\"d"}',
     "data.columns={prompt: '1e-6', domain: d}",
     "data.columns.extra_info='null'",
     "rollout.top_k=-1",

@@ -34,6 +34,14 @@ def test_complete_inputs_pass(load: Load) -> None:
     check_inputs(load("rewards.default={type: custom, path: reward.py, function: f}"))
 
 
+def test_a_working_directory_of_two_lines_is_refused(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load()
+    Path("a\nb").mkdir()
+    monkeypatch.chdir("a\nb")
+    with pytest.raises(UserError, match=r"/a\\nb: the working directory holds a control character: rename it"):
+        check_inputs(loaded)
+
+
 def test_a_missing_wandb_is_one_line(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
     with pytest.raises(UserError, match=r"metrics\.wandb .* pip install wandb"):

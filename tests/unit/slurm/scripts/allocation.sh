@@ -9,7 +9,7 @@
 #
 #SBATCH --job-name=mopd-one
 #SBATCH --chdir=/home/me
-#SBATCH --output=runs/one/logs/job/%j.log
+#SBATCH --output=/home/me/runs/one/logs/job/%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300
@@ -23,7 +23,7 @@
 #SBATCH --mem=0
 
 set -e  # a line of slurm.setup that fails ends the job
-module load cuda
+eval 'module load cuda'
 set +e
 
 run=runs/one
@@ -33,6 +33,7 @@ mapfile -t nodes_0 < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 mopd=(/environment/bin/python -m mopd)
 step=(srun --overlap --cpu-bind=none --mem=0)  # beside others: cores and memory are shared
+here=()  # before what runs on this node
 
 address_of() {  # NODE: its address, as its name may mean nothing elsewhere
   scontrol show node "$1" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2
@@ -47,7 +48,7 @@ on_gpus() {  # NUMBERS COMMAND…: it sees these of the job's GPUs on its node, 
   local all own=() number
   IFS=, read -ra all <<<"$CUDA_VISIBLE_DEVICES"
   for number in $1; do own+=("${all[number]}"); done
-  exec env CUDA_VISIBLE_DEVICES="$(IFS=,; echo "${own[*]}")" "${@:2}"
+  CUDA_VISIBLE_DEVICES="$(IFS=,; echo "${own[*]}")" exec "${@:2}"
 }
 export -f on_gpus
 
@@ -61,7 +62,7 @@ ask_to_stop() {  # SIGNAL: the limit comes near, another job needs the nodes, or
     RUNNING*) why="which is preempted" ;;
     *) why="which was cancelled" ;;
   esac
-  "${mopd[@]}" stop "$run" --by "job $SLURM_JOB_ID, $why"
+  "${here[@]}" "${mopd[@]}" stop "$run" --by "job $SLURM_JOB_ID, $why"
 }
 trap 'ask_to_stop USR1' USR1
 trap 'ask_to_stop TERM' TERM
@@ -96,7 +97,8 @@ await $! || finish $?
 serve() {  # NODE ROLE GPUS ARGUMENTS…: a replica, which registers with the run
   local node=$1 role=$2
   shift 2
-  local start=(bash -c 'on_gpus "$@"' serve "$1")
+  local start=()
+  start=(bash -c 'on_gpus "$@"' serve "$1")
   shift
   mkdir -p "$run/logs/$node"
   "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$node" \
@@ -104,7 +106,7 @@ serve() {  # NODE ROLE GPUS ARGUMENTS…: a replica, which registers with the ru
     >>"$run/logs/$node/$role.log" 2>&1
   if [ $? -eq 2 ] && [ ! -e "$run/metrics.jsonl" ]; then  # nobody shall wait for it
     echo "$role has ended with an error: $run/logs/$node/$role.log"
-    while "${mopd[@]}" stop "$run" --by "$role, which has ended with an error"; do sleep 5; done
+    while "${here[@]}" "${mopd[@]}" stop "$run" --by "$role, which has ended with an error"; do sleep 5; done
   fi
 }
 serve "${nodes_0[0]}" rollout.0 4 --rollout --replica 0 &
@@ -115,12 +117,13 @@ serve "${nodes_0[1]}" teachers.math.0 '4 5 6 7' --teacher=math --replica 0 &
 serve "${nodes_0[2]}" teachers.math.1 '4 5 6 7' --teacher=math --replica 1 &
 
 # The trainer: a launcher on each of the student's nodes. The first one's exit code is the run's.
+trainer=(on_gpus '0 1 2 3')
 train=("${mopd[@]}" train "$recipe" --resume=auto --nnodes 4 --rdzv-endpoint "$head:$port" "${own[@]}")
 # shellcheck disable=SC2016 # the task on the node knows its number
 "${step[@]}" --nodes=3 --ntasks=3 --ntasks-per-node=1 --nodelist="$(IFS=,; echo "${nodes_0[*]:1:3}")" --kill-on-bad-exit=0 \
   bash -c 'on_gpus "$0" "$@" --node-rank "$((SLURM_PROCID + 1))"' '0 1 2 3' "${train[@]}" &
 others=$!
-on_gpus '0 1 2 3' "${train[@]}" --node-rank 0 &
+"${trainer[@]}" "${train[@]}" --node-rank 0 &
 await $!
 code=$?
 for _ in {1..60}; do  # for the others' last lines; one whose node is gone never says that it ended

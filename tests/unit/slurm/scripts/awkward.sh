@@ -5,9 +5,9 @@
 #   node 0: ranks 0 to 15 of the student on GPUs 0 to 15
 #   node 1: teachers.it's; $(touch gone) "a.b".0 on GPU 0
 #
-#SBATCH --job-name='mopd-it'"'"'s 100 % $HOME'
+#SBATCH --job-name="mopd-it's 100 % $HOME"
 #SBATCH --chdir=/home/me
-#SBATCH --output='runs/it'"'"'s 100 %% $HOME/logs/job/%j.log'
+#SBATCH --output="/home/me/runs/it's 100 %% $HOME/logs/job/%j.log"
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300
@@ -17,18 +17,19 @@
 #SBATCH --gpus-per-node=16
 #SBATCH --exclusive
 #SBATCH --mem=0
-#SBATCH '--comment=it'"'"'s # $HOME'
+#SBATCH "--comment=it's # $HOME"
 
 
 seeds=(3 17)
 seed=${seeds[$SLURM_ARRAY_TASK_ID]}
 run='runs/it'"'"'s 100 % $HOME'/seed_$seed
-own=("run_dir=$run" "seed=$seed")  # keys of this run
+own=('run_dir="runs/it'"'"'s 100 % $HOME'"/seed_$seed\"" "seed=$seed")  # keys of this run, as YAML
 recipe='runs/it'"'"'s 100 % $HOME/job/recipe.yaml'
 mapfile -t nodes_0 < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 mopd=(mopd)
 step=(srun --overlap --cpu-bind=none --mem=0 '--container-image=nvcr.io#nvidia/pytorch:25.06-py3' '--container-mounts=/home/me:/home/me,/my models:/models' --container-workdir=/home/me)  # beside others: cores and memory are shared
+here=("${step[@]}" --nodes=1 --ntasks=1 --nodelist="${nodes_0[0]}")  # before what runs on this node: its container begins with a step
 
 address_of() {  # NODE: its address, as its name may mean nothing elsewhere
   scontrol show node "$1" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2
@@ -43,7 +44,7 @@ on_gpus() {  # NUMBERS COMMAND…: it sees these of the job's GPUs on its node, 
   local all own=() number
   IFS=, read -ra all <<<"$CUDA_VISIBLE_DEVICES"
   for number in $1; do own+=("${all[number]}"); done
-  exec env CUDA_VISIBLE_DEVICES="$(IFS=,; echo "${own[*]}")" "${@:2}"
+  CUDA_VISIBLE_DEVICES="$(IFS=,; echo "${own[*]}")" exec "${@:2}"
 }
 export -f on_gpus
 
@@ -57,7 +58,7 @@ ask_to_stop() {  # SIGNAL: the limit comes near, another job needs the nodes, or
     RUNNING*) why="which is preempted" ;;
     *) why="which was cancelled" ;;
   esac
-  "${step[@]}" --nodes=1 --ntasks=1 --nodelist="${nodes_0[0]}" "${mopd[@]}" stop "$run" --by "job $SLURM_JOB_ID, $why"
+  "${here[@]}" "${mopd[@]}" stop "$run" --by "job $SLURM_JOB_ID, $why"
 }
 trap 'ask_to_stop USR1' USR1
 trap 'ask_to_stop TERM' TERM
@@ -92,7 +93,8 @@ await $! || finish $?
 serve() {  # NODE ROLE GPUS ARGUMENTS…: a replica, which registers with the run
   local node=$1 role=$2
   shift 2
-  local start=(bash -c 'on_gpus "$@"' serve "$1")
+  local start=()
+  start=(bash -c 'on_gpus "$@"' serve "$1")
   shift
   mkdir -p "$run/logs/$node"
   "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$node" \
@@ -100,13 +102,14 @@ serve() {  # NODE ROLE GPUS ARGUMENTS…: a replica, which registers with the ru
     >>"$run/logs/$node/$role.log" 2>&1
   if [ $? -eq 2 ] && [ ! -e "$run/metrics.jsonl" ]; then  # nobody shall wait for it
     echo "$role has ended with an error: $run/logs/$node/$role.log"
-    while "${step[@]}" --nodes=1 --ntasks=1 --nodelist="${nodes_0[0]}" "${mopd[@]}" stop "$run" --by "$role, which has ended with an error"; do sleep 5; done
+    while "${here[@]}" "${mopd[@]}" stop "$run" --by "$role, which has ended with an error"; do sleep 5; done
   fi
 }
 serve "${nodes_0[1]}" 'teachers.it%27s%3B %24%28touch gone%29 %22a.b%22.0' 0 --teacher='it'"'"'s; $(touch gone) "a.b"' --replica 0 &
 
 # The trainer: a launcher on each of the student's nodes. The first one's exit code is the run's.
-"${step[@]}" --nodes=1 --ntasks=1 --nodelist="${nodes_0[0]}" bash -c 'on_gpus "$@"' task '0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15' "${mopd[@]}" train "$recipe" --resume=auto "${own[@]}" &
+trainer=("${here[@]}" bash -c 'on_gpus "$@"' task '0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15')
+"${trainer[@]}" "${mopd[@]}" train "$recipe" --resume=auto "${own[@]}" &
 await $!
 code=$?
 finish "$code"

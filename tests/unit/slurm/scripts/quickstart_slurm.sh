@@ -7,7 +7,7 @@
 #
 #SBATCH --job-name=mopd-quickstart_slurm
 #SBATCH --chdir=/home/me
-#SBATCH --output=runs/quickstart_slurm/logs/job/%j.log
+#SBATCH --output=/home/me/runs/quickstart_slurm/logs/job/%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@60
@@ -25,6 +25,7 @@ mapfile -t nodes_0 < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 mopd=(/environment/bin/python -m mopd)
 step=(srun --overlap --cpu-bind=none --mem=0)  # beside others: cores and memory are shared
+here=()  # before what runs on this node
 
 address_of() {  # NODE: its address, as its name may mean nothing elsewhere
   scontrol show node "$1" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2
@@ -44,7 +45,7 @@ ask_to_stop() {  # SIGNAL: the limit comes near, another job needs the nodes, or
     RUNNING*) why="which is preempted" ;;
     *) why="which was cancelled" ;;
   esac
-  "${mopd[@]}" stop "$run" --by "job $SLURM_JOB_ID, $why"
+  "${here[@]}" "${mopd[@]}" stop "$run" --by "job $SLURM_JOB_ID, $why"
 }
 trap 'ask_to_stop USR1' USR1
 trap 'ask_to_stop TERM' TERM
@@ -79,13 +80,14 @@ await $! || finish $?
 serve() {  # NODE ROLE ARGUMENTS…: a replica, which registers with the run
   local node=$1 role=$2
   shift 2
+  local start=()
   mkdir -p "$run/logs/$node"
   "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$node" \
-    "${mopd[@]}" serve "$recipe" "$@" --register "$run/replicas" --host "$(address_of "$node")" "${own[@]}" \
+    "${start[@]}" "${mopd[@]}" serve "$recipe" "$@" --register "$run/replicas" --host "$(address_of "$node")" "${own[@]}" \
     >>"$run/logs/$node/$role.log" 2>&1
   if [ $? -eq 2 ] && [ ! -e "$run/metrics.jsonl" ]; then  # nobody shall wait for it
     echo "$role has ended with an error: $run/logs/$node/$role.log"
-    while "${mopd[@]}" stop "$run" --by "$role, which has ended with an error"; do sleep 5; done
+    while "${here[@]}" "${mopd[@]}" stop "$run" --by "$role, which has ended with an error"; do sleep 5; done
   fi
 }
 serve "${nodes_0[0]}" teachers.reversal.0 --teacher=reversal --replica 0 &
@@ -93,12 +95,13 @@ serve "${nodes_0[1]}" teachers.sorting.0 --teacher=sorting --replica 0 &
 serve "${nodes_0[0]}" teachers.next_letter.0 --teacher=next_letter --replica 0 &
 
 # The trainer: a launcher on each of the student's nodes. The first one's exit code is the run's.
+trainer=("${here[@]}")
 train=("${mopd[@]}" train "$recipe" --resume=auto --nnodes 2 --rdzv-endpoint "$head:$port" "${own[@]}")
 # shellcheck disable=SC2016 # the task on the node knows its number
 "${step[@]}" --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$(IFS=,; echo "${nodes_0[*]:1:1}")" --kill-on-bad-exit=0 \
   bash -c 'exec "$@" --node-rank "$((SLURM_PROCID + 1))"' '' "${train[@]}" &
 others=$!
-"${train[@]}" --node-rank 0 &
+"${trainer[@]}" "${train[@]}" --node-rank 0 &
 await $!
 code=$?
 for _ in {1..60}; do  # for the others' last lines; one whose node is gone never says that it ended

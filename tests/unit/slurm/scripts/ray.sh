@@ -9,7 +9,7 @@
 #
 #SBATCH --job-name=mopd-one
 #SBATCH --chdir=/home/me
-#SBATCH --output=runs/one/logs/job/%j.log
+#SBATCH --output=/home/me/runs/one/logs/job/%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300
@@ -27,6 +27,7 @@ mapfile -t nodes_0 < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 mopd=(/environment/bin/python -m mopd)
 step=(srun --overlap --cpu-bind=none --mem=0)  # beside others: cores and memory are shared
+here=()  # before what runs on this node
 
 address_of() {  # NODE: its address, as its name may mean nothing elsewhere
   scontrol show node "$1" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2
@@ -41,7 +42,7 @@ on_gpus() {  # NUMBERS COMMAND…: it sees these of the job's GPUs on its node, 
   local all own=() number
   IFS=, read -ra all <<<"$CUDA_VISIBLE_DEVICES"
   for number in $1; do own+=("${all[number]}"); done
-  exec env CUDA_VISIBLE_DEVICES="$(IFS=,; echo "${own[*]}")" "${@:2}"
+  CUDA_VISIBLE_DEVICES="$(IFS=,; echo "${own[*]}")" exec "${@:2}"
 }
 export -f on_gpus
 
@@ -55,7 +56,7 @@ ask_to_stop() {  # SIGNAL: the limit comes near, another job needs the nodes, or
     RUNNING*) why="which is preempted" ;;
     *) why="which was cancelled" ;;
   esac
-  "${mopd[@]}" stop "$run" --by "job $SLURM_JOB_ID, $why"
+  "${here[@]}" "${mopd[@]}" stop "$run" --by "job $SLURM_JOB_ID, $why"
 }
 trap 'ask_to_stop USR1' USR1
 trap 'ask_to_stop TERM' TERM
@@ -91,14 +92,16 @@ RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_USAGE_STATS_ENABLED=0
 ray_address=$head:$((port + 2))
 own+=(rollout.placement.address="$ray_address" teachers.math.placement.address="$ray_address")
+ray=(/environment/bin/ray)
 daemon() {  # NODE GPUS ARGUMENTS…: Ray on one node, until the job ends
   local node=$1
   shift
-  local start=(bash -c 'on_gpus "$@"' ray "$1")
+  local start=()
+  start=(bash -c 'on_gpus "$@"' ray "$1")
   shift
   mkdir -p "$run/logs/$node"
   "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$node" \
-    "${start[@]}" /environment/bin/ray start --block --node-ip-address="$(address_of "$node")" --num-cpus="$SLURM_CPUS_ON_NODE" "$@" \
+    "${start[@]}" "${ray[@]}" start --block --node-ip-address="$(address_of "$node")" --num-cpus="$SLURM_CPUS_ON_NODE" "$@" \
     >>"$run/logs/$node/ray.log" 2>&1
 }
 daemon "${nodes_0[0]}" '4 5 6 7' --num-gpus=4 --head --include-dashboard=false --port="${ray_address##*:}" &
@@ -106,17 +109,18 @@ daemon "${nodes_0[1]}" '4 5 6 7' --num-gpus=4 --address="$ray_address" &
 daemon "${nodes_0[2]}" '4 5 6 7' --num-gpus=4 --address="$ray_address" &
 daemon "${nodes_0[3]}" '4 5 6 7' --num-gpus=4 --address="$ray_address" &
 for _ in {1..60}; do  # until all are there; the run itself says which group has no room
-  [ "$(/environment/bin/ray status --address="$ray_address" 2>/dev/null | grep -c '^ 1 node_')" -ge 4 ] && break
+  [ "$("${here[@]}" "${ray[@]}" status --address="$ray_address" 2>/dev/null | grep -c '^ 1 node_')" -ge 4 ] && break
   sleep 2
 done
 
 # The trainer: a launcher on each of the student's nodes. The first one's exit code is the run's.
+trainer=(on_gpus '0 1 2 3')
 train=("${mopd[@]}" train "$recipe" --resume=auto --nnodes 4 --rdzv-endpoint "$head:$port" "${own[@]}")
 # shellcheck disable=SC2016 # the task on the node knows its number
 "${step[@]}" --nodes=3 --ntasks=3 --ntasks-per-node=1 --nodelist="$(IFS=,; echo "${nodes_0[*]:1:3}")" --kill-on-bad-exit=0 \
   bash -c 'on_gpus "$0" "$@" --node-rank "$((SLURM_PROCID + 1))"' '0 1 2 3' "${train[@]}" &
 others=$!
-on_gpus '0 1 2 3' "${train[@]}" --node-rank 0 &
+"${trainer[@]}" "${train[@]}" --node-rank 0 &
 await $!
 code=$?
 for _ in {1..60}; do  # for the others' last lines; one whose node is gone never says that it ended
