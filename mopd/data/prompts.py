@@ -17,20 +17,17 @@ from mopd.config.groups import Assignment
 from mopd.data.columns import RowReader
 from mopd.data.files import MISSING, listed, quoted, read_rows
 from mopd.data.images import ImageStore, holds_images
-from mopd.data.rendering import render
+from mopd.data.templates.rendering import MAX_PROMPT_CHARACTERS, Renderer
 from mopd.data.vision_prompts import OTHER_MEDIA, VisionPrompts
-from mopd.files.reading import read_text, shown_path
+from mopd.files.reading import shown_path
 from mopd.types import ImageRef, PromptImage, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-MAX_PROMPT_CHARACTERS = 4 * 2**20
-"""A prompt beyond this is a mistake in the data, and some tokenizers take minutes to say how many tokens it has."""
 MAX_DOMAIN_CHARACTERS = 200
 MAX_LISTED = 10
-MAX_TEMPLATE_BYTES = 2**20
 TELL_EVERY_S = 10.0
 """While a file with images is read, which takes as long as its bytes."""
 
@@ -111,23 +108,9 @@ class _Reading:
 
     cfg: DataConfig
     tokenizer: PreTrainedTokenizerBase
-    template: str | None
-    """In place of the tokenizer's own."""
-    vision: VisionPrompts | None
-    images: ImageStore | None
-
-    @classmethod
-    def of(
-        cls,
-        cfg: DataConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        vision: VisionPrompts | None = None,
-        images: ImageStore | None = None,
-    ) -> _Reading:
-        template = None
-        if cfg.chat_template is not None:
-            template = read_text(cfg.chat_template, cure="correct data.chat_template", max_bytes=MAX_TEMPLATE_BYTES)
-        return cls(cfg=cfg, tokenizer=tokenizer, template=template, vision=vision, images=images)
+    renderer: Renderer
+    vision: VisionPrompts | None = None
+    images: ImageStore | None = None
 
 
 def load_prompts(
@@ -144,29 +127,37 @@ def load_prompts(
     is one is for its reward to say.
     """
     images = None if vision is None else ImageStore(entries, cfg)
-    reading = _Reading.of(cfg, tokenizer, vision, images)
     unseen: Counter[str] = Counter()
-    rows = [row for i, file in enumerate(cfg.files(entries)) for row in _load_file(file, i, reading, unseen)]
+    with Renderer(cfg, tokenizer) as renderer:
+        reading = _Reading(cfg=cfg, tokenizer=tokenizer, renderer=renderer, vision=vision, images=images)
+        rows = [row for i, file in enumerate(cfg.files(entries)) for row in _load_file(file, i, reading, unseen)]
     check_student_sees_images(unseen)
     return _limit_length(rows, cfg, images)
 
 
-def encode_prompt(
-    prompt: str | list[dict[str, str]],
+def encode_prompts(
+    prompts: Sequence[str | list[dict[str, str]]],
     cfg: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
+    places: Sequence[str],
     vision: VisionPrompts | None = None,
-    images: Sequence[ImageRef] = (),
-    *,
-    place: str,
-) -> tuple[int, ...]:
-    """Token ids of a prompt that stands in no file, by the rules of ``load_prompts``; ``place`` names it in errors."""
-    reading = _Reading.of(cfg, tokenizer, vision)
-    text = _text(prompt, place, reading, num_images=len(images))
-    (ids,) = _tokenize([text], [not isinstance(prompt, str)], tokenizer)
-    if not ids:
-        raise UserError(f"{place} has no tokens: fill it")
-    return ids if vision is None else vision.expanded(ids, images, place)
+    images: Sequence[Sequence[ImageRef]] | None = None,
+) -> list[tuple[int, ...]]:
+    """Token ids of prompts that stand in no file, by the rules of ``load_prompts``; ``places`` name them in errors."""
+    images = [()] * len(prompts) if images is None else images
+    with Renderer(cfg, tokenizer) as renderer:
+        reading = _Reading(cfg=cfg, tokenizer=tokenizer, renderer=renderer, vision=vision)
+        texts = [
+            _text(prompt, place, reading, num_images=len(shown))
+            for prompt, place, shown in zip(prompts, places, images, strict=True)
+        ]
+        _, encoded = _encoded(texts, reading)
+    for ids, place in zip(encoded, places, strict=True):
+        if not ids:
+            raise UserError(f"{place} has no tokens: fill it")
+    if vision is None:
+        return encoded
+    return [vision.expanded(ids, shown, place) for ids, shown, place in zip(encoded, images, places, strict=True)]
 
 
 def check_domains_have_teachers(
@@ -228,17 +219,15 @@ def _load_file(file: DataFileConfig, index: int, reading: _Reading, unseen: Coun
     reader, path, vision = RowReader(file, image_key=reading.cfg.image_key), Path(file.path), reading.vision
     key = reader.mapping
     rows: list[PromptRow] = []
-    is_chat: list[bool] = []
-    has_template = reading.template is not None or reading.tokenizer.chat_template is not None
+    texts: list[str | None] = []
     columns = [*reader.columns, *(OTHER_MEDIA if vision is not None else ())]
     told = time.monotonic()
     for number, row in read_rows(path, columns, heavy=reader.image_column):
         place = f"{shown_path(path)}: row {number}"
         found = reader.read(row, place)
         prompt = found.prompt
-        if reader.holds_questions and has_template and isinstance(prompt, str):
+        if reader.holds_questions and reading.renderer.has_template and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        is_chat.append(not isinstance(prompt, str))
         if not _is_finite(found.ground_truth):
             raise UserError(
                 f"{place}: {key.ground_truth!r} (data.columns.ground_truth) holds a number that is not finite: "
@@ -251,10 +240,11 @@ def _load_file(file: DataFileConfig, index: int, reading: _Reading, unseen: Coun
             images = vision.refs(found.images, path, file=index, row=number, place=place)
         elif holds_images(found.images):
             unseen[domain] += 1
+        texts.append(_text(prompt, place, reading, column=key.prompt, num_images=len(images)))
         rows.append(
             PromptRow(
                 domain=domain,
-                text=_text(prompt, place, reading, column=key.prompt, num_images=len(images)),
+                text="",
                 tokens=(),
                 ground_truth=None if found.ground_truth is MISSING else found.ground_truth,
                 extra_info=None if found.extra_info is MISSING else found.extra_info,
@@ -267,36 +257,41 @@ def _load_file(file: DataFileConfig, index: int, reading: _Reading, unseen: Coun
             logger.info("%s: images of %d rows read", shown_path(path), number + 1)
     if reading.images is not None and any(row.images for row in rows):
         reading.images.prepare(index)
-    return _with_tokens(rows, is_chat, reading, key.prompt)
+    return _with_tokens(rows, texts, reading, key.prompt)
 
 
-def _with_tokens(rows: Sequence[PromptRow], is_chat: Sequence[bool], reading: _Reading, column: str) -> list[PromptRow]:
-    tokens = _tokenize([row.text for row in rows], is_chat, reading.tokenizer)
+def _with_tokens(
+    rows: Sequence[PromptRow], texts: Sequence[str | None], reading: _Reading, column: str
+) -> list[PromptRow]:
+    whole, tokens = _encoded(texts, reading)
     for row, ids in zip(rows, tokens, strict=True):
         if not ids:
             raise UserError(f"{row.place}: the prompt in {column!r} (data.columns.prompt) has no tokens: fill it")
     if reading.vision is not None:
         tokens = [reading.vision.expanded(ids, row.images, row.place) for row, ids in zip(rows, tokens, strict=True)]
-    return [replace(row, tokens=ids) for row, ids in zip(rows, tokens, strict=True)]
+    return [replace(row, text=text, tokens=ids) for row, text, ids in zip(rows, whole, tokens, strict=True)]
 
 
-def _tokenize(
-    texts: Sequence[str], is_chat: Sequence[bool], tokenizer: PreTrainedTokenizerBase
-) -> list[tuple[int, ...]]:
+def _encoded(texts: Sequence[str | None], reading: _Reading) -> tuple[list[str], list[tuple[int, ...]]]:
+    """Every text, those that the renderer still has (``None``) included, and its tokens."""
+    rendered = iter(reading.renderer.texts())
+    whole = [next(rendered) if text is None else text for text in texts]
     ids: dict[int, tuple[int, ...]] = {}
     for chat in (False, True):
-        chosen = [i for i, flag in enumerate(is_chat) if flag == chat]
+        chosen = [i for i, text in enumerate(texts) if (text is None) == chat]
         if chosen:  # a rendered chat already carries its special tokens
-            encoded = tokenizer([texts[i] for i in chosen], add_special_tokens=not chat, verbose=False)["input_ids"]
-            ids.update({i: tuple(row) for i, row in zip(chosen, encoded, strict=True)})
-    return [ids[i] for i in range(len(texts))]
+            read = reading.tokenizer([whole[i] for i in chosen], add_special_tokens=not chat, verbose=False)
+            ids.update({i: tuple(row) for i, row in zip(chosen, read["input_ids"], strict=True)})
+    return whole, [ids[i] for i in range(len(texts))]
 
 
-def _text(prompt: Any, place: str, reading: _Reading, column: str | None = None, num_images: int = 0) -> str:
+def _text(prompt: Any, place: str, reading: _Reading, column: str | None = None, num_images: int = 0) -> str | None:
+    """A plain prompt; ``None`` for a conversation, which goes to the renderer."""
+    where = place if column is None else f"{place}: column {column!r} (data.columns.prompt)"
     if not isinstance(prompt, str):
-        text = _render(prompt, place, reading, column, num_images)
-    else:
-        text = prompt if reading.vision is None else reading.vision.placed_in_text(prompt, num_images, place)
+        reading.renderer.put(_messages(prompt, place, where, reading, num_images), place)
+        return None
+    text = prompt if reading.vision is None else reading.vision.placed_in_text(prompt, num_images, place)
     if len(text) > MAX_PROMPT_CHARACTERS:
         raise UserError(
             f"{place}: the prompt{'' if column is None else f' in {column!r} (data.columns.prompt)'} has {len(text)} "
@@ -305,8 +300,7 @@ def _text(prompt: Any, place: str, reading: _Reading, column: str | None = None,
     return text
 
 
-def _render(prompt: Any, place: str, reading: _Reading, column: str | None, num_images: int) -> str:
-    where = place if column is None else f"{place}: column {column!r} (data.columns.prompt)"
+def _messages(prompt: Any, place: str, where: str, reading: _Reading, num_images: int) -> list[dict[str, Any]]:
     if not isinstance(prompt, list) or not prompt or not all(isinstance(message, Mapping) for message in prompt):
         raise UserError(f"{where} is {_kind(prompt)}, not text or a list of chat messages")
     messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
@@ -314,12 +308,9 @@ def _render(prompt: Any, place: str, reading: _Reading, column: str | None, num_
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise UserError(f"{where} has a message whose {key!r} is {_kind(message.get(key))}, not text")
-    cfg, tokenizer, template = reading.cfg, reading.tokenizer, reading.template
-    if template is None and tokenizer.chat_template is None:
+    if not reading.renderer.has_template:
         raise UserError(f"{where} holds chat messages but the tokenizer has no chat template: set data.chat_template")
-    if reading.vision is not None:
-        messages = reading.vision.placed_in_chat(messages, num_images, place)
-    return render(messages, cfg, tokenizer, template, place)
+    return messages if reading.vision is None else reading.vision.placed_in_chat(messages, num_images, place)
 
 
 def _is_finite(value: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 from mopd.config.placements import ExternalConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
-from mopd.data.prompts import encode_prompt
+from mopd.data.prompts import encode_prompts
 from mopd.data.tokenizer import load_tokenizer
 from mopd.engines.interface import EngineInfo
 from mopd.files.reading import MAX_TEXT_BYTES
@@ -144,7 +144,7 @@ class Preflight:
         prompt = f"teachers.{name}.model {teacher.model} and student.model {self.recipe.student.model}"
         try:
             read = [
-                encode_prompt(CONVERSATION, data, tokenizer, place=f"{prompt}: a probe conversation")
+                encode_prompts([CONVERSATION], data, tokenizer, [f"{prompt}: a probe conversation"])[0]
                 for tokenizer in (own, self.workers.tokenizer)
             ]
         except UserError as error:  # of data that may hold no conversation at all

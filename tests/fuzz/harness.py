@@ -30,8 +30,8 @@ NASTY = [
 """Pieces that have broken readers of text; they are also put into binary files."""
 
 
-def mutate(valid: bytes, rng: random.Random) -> bytes:
-    """A copy with one to four changes: bits, bytes, pieces removed, repeated, moved, cut off, or ``NASTY``."""
+def mutate(valid: bytes, rng: random.Random, pieces: Sequence[bytes] = NASTY) -> bytes:
+    """A copy with one to four changes: bits, bytes, parts removed, repeated, moved, cut off, or ``pieces`` put in."""
     data = bytearray(valid)
     for _ in range(rng.choice((1, 1, 1, 2, 3, 4))):
         start = rng.randrange(len(data) + 1)
@@ -48,9 +48,9 @@ def mutate(valid: bytes, rng: random.Random) -> bytes:
         elif kind == 4:
             del data[start:]
         elif kind == 5:
-            data[start:start] = rng.choice(NASTY)
+            data[start:start] = rng.choice(pieces)
         elif kind == 6:
-            data[start:stop] = rng.choice(NASTY)
+            data[start:stop] = rng.choice(pieces)
         elif kind == 7:
             elsewhere = rng.randrange(len(data) + 1)
             data[start:stop] = data[elsewhere : elsewhere + stop - start]
@@ -62,7 +62,11 @@ def mutate(valid: bytes, rng: random.Random) -> bytes:
 
 
 def fuzz(
-    name: str, valid: Sequence[bytes], read: Callable[[bytes], object], allowed: tuple[type[Exception], ...]
+    name: str,
+    valid: Sequence[bytes],
+    read: Callable[[bytes], object],
+    allowed: tuple[type[Exception], ...],
+    pieces: Sequence[bytes] = NASTY,
 ) -> None:
     """Every mutation of a ``valid`` content is read or refused with one of ``allowed``, in one line, within the bounds.
 
@@ -74,7 +78,7 @@ def fuzz(
     num_refused = 0
     for number in [int(ONLY)] if ONLY else range(NUM_MUTATIONS):
         rng = random.Random(f"{name} {number}")
-        content = mutate(rng.choice(list(valid)), rng)
+        content = mutate(rng.choice(list(valid)), rng, pieces)
         before_mib = _reset_peak_mib()
         start = time.process_time()
         try:

@@ -16,10 +16,12 @@ from mopd.config.data import DataConfig
 from mopd.data.image_files import image_size, read_rgb
 from mopd.data.image_processing import read_image_processing
 from mopd.data.prompts import load_prompts
+from mopd.data.templates import rendering
 from mopd.types import UserError
+from tests.fixtures.hostile_templates import ENDLESS, FORBIDDEN, GREEDY
 from tests.fixtures.tiny_models import make_tokenizer
 from tests.fixtures.vision import image_bytes, write_image_processing
-from tests.fuzz.harness import fuzz
+from tests.fuzz.harness import NASTY, fuzz
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -107,7 +109,7 @@ def test_image_processing(tmp_path: Path) -> None:
     fuzz("image processing", valid, read, (UserError,))
 
 
-def test_chat_templates(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_chat_templates(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, path = tmp_path / "rows.jsonl", tmp_path / "chat.jinja"
     rows.write_bytes(JSONL[0][:400].split(b"\n")[0])
     cfg = DataConfig(train=(str(rows),), chat_template=str(path), max_prompt_length=100_000)
@@ -123,3 +125,6 @@ def test_chat_templates(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> N
         load_prompts(cfg.train, cfg, tokenizer)
 
     fuzz("jinja", valid, read, (UserError,))
+    monkeypatch.setattr(rendering, "MAX_RENDER_S", 0.2)
+    hostile = [template.encode() for kind in (ENDLESS, GREEDY, FORBIDDEN) for template in kind.values()]
+    fuzz("hostile jinja", valid, read, (UserError,), pieces=[*hostile, *NASTY])

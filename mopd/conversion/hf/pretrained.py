@@ -27,7 +27,7 @@ from mopd.conversion.hf.reader import HfReader, read_tokenizer_json
 from mopd.conversion.models.config_keys import CONFIG_FILE, Keys, read_config
 from mopd.conversion.models.vision_config import VISION_FORMATS
 from mopd.files.json_text import read_json_object
-from mopd.files.reading import read_bytes, shown_path
+from mopd.files.reading import read_bytes, read_text, shown_path
 from mopd.text import one_line
 from mopd.types import UserError
 
@@ -145,6 +145,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     for path in (folder / "vocab.json", folder / "vocab.txt", folder / "merges.txt", *folder.glob("*.model")):
         if path.exists():
             read_bytes(path, cure=_CURE, max_bytes=_MAX_TOKENIZER_BYTES)
+    for path in (folder / "chat_template.jinja", *(folder / "additional_chat_templates").glob("*.jinja")):
+        if path.exists():
+            read_text(path, cure=_CURE)
     with _refusing(folder, "cannot load the tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False

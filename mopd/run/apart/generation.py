@@ -16,7 +16,7 @@ from mopd.config.groups import TorchEngineConfig
 from mopd.config.load import load_recipe
 from mopd.conversion.jobs.streaming import megatron_to_hf
 from mopd.data.image_files import MAX_IMAGES, digest_of, image_size, read_rgb
-from mopd.data.prompts import encode_prompt
+from mopd.data.prompts import encode_prompts
 from mopd.data.tokenizer import load_tokenizer
 from mopd.data.vision_prompts import MARK, VisionPrompts, read_vision
 from mopd.engines.interface import SamplingParams
@@ -131,17 +131,14 @@ def generate(
             raise UserError(f"generate: the tokenizer of {shown_path(folder)!r} has no chat template: add --raw")
         vision = read_vision(folder, cfg.max_pixels, tokenizer)
         shown = _images_of(prompts, images, vision, shown_path(folder))
-        encoded = [
-            encode_prompt(
-                text if is_raw else [{"role": "user", "content": text}],
-                cfg,
-                tokenizer,
-                vision,
-                [ref for ref, _ in own],
-                place=f"prompt {number}",
-            )
-            for number, (text, own) in enumerate(zip(prompts, shown, strict=True), start=1)
-        ]
+        encoded = encode_prompts(
+            [text if is_raw else [{"role": "user", "content": text}] for text in prompts],
+            cfg,
+            tokenizer,
+            [f"prompt {number}" for number in range(1, len(prompts) + 1)],
+            vision,
+            [[ref for ref, _ in own] for own in shown],
+        )
         is_cuda = torch.cuda.is_available()
         device = torch.device("cuda" if is_cuda else "cpu")
         engine_cfg = TorchEngineConfig(dtype="bfloat16" if is_cuda else "float32")

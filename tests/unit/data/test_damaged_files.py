@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from mopd.config.data import DataConfig
 from mopd.config.reading.build import build_from_json
-from mopd.data import files, rendering
+from mopd.data import files
 from mopd.data.prompts import PromptDataset, load_prompts
+from mopd.data.templates import rendering
 from mopd.types import UserError
 from tests.fixtures.tiny_models import make_tokenizer
 
