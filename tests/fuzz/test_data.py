@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mopd.types import UserError
 from tests.fixtures.hostile_templates import ENDLESS, FORBIDDEN, GREEDY
 from tests.fixtures.tiny_models import make_tokenizer
 from tests.fixtures.vision import image_bytes, write_image_processing
-from tests.fuzz.harness import NASTY, fuzz
+from tests.fuzz.harness import fuzz
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -109,6 +110,26 @@ def test_image_processing(tmp_path: Path) -> None:
     fuzz("image processing", valid, read, (UserError,))
 
 
+HOSTILE = [*ENDLESS.values(), *GREEDY.values(), *FORBIDDEN.values()]
+BLOCKS = [
+    "{0}{1}",
+    "{{% if messages %}}{0}{{% else %}}{1}{{% endif %}}",
+    "{{% for m in messages %}}{0}{1}{{% endfor %}}",
+    "{{% set y %}}{0}{{% endset %}}{1}{{{{ y * 9 }}}}",
+    "{{% macro f() %}}{0}{{% endmacro %}}{1}{{{{ f() }}}}",
+    "{{% filter center(99999) %}}{0}{{% endfilter %}}{1}",
+]
+
+
+def hostile_template(valid: bytes, rng: random.Random) -> bytes:
+    """One or two hostile templates and the valid one, within one another."""
+    parts = [*rng.choices(HOSTILE, k=rng.choice((1, 1, 2))), valid.decode()]
+    while len(parts) > 1:
+        rng.shuffle(parts)
+        parts.append(rng.choice(BLOCKS).format(parts.pop(), parts.pop()))
+    return parts[0].encode("utf-8", "surrogatepass")
+
+
 def test_chat_templates(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, path = tmp_path / "rows.jsonl", tmp_path / "chat.jinja"
     rows.write_bytes(JSONL[0][:400].split(b"\n")[0])
@@ -126,5 +147,4 @@ def test_chat_templates(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monk
 
     fuzz("jinja", valid, read, (UserError,))
     monkeypatch.setattr(rendering, "MAX_RENDER_S", 0.2)
-    hostile = [template.encode() for kind in (ENDLESS, GREEDY, FORBIDDEN) for template in kind.values()]
-    fuzz("hostile jinja", valid, read, (UserError,), pieces=[*hostile, *NASTY])
+    fuzz("hostile jinja", valid, read, (UserError,), hostile_template)

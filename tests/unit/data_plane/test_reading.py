@@ -98,14 +98,12 @@ def test_another_process_reads_the_same_bits_and_errors_and_notices_a_kill(host:
         freeze(process)
         killer = threading.Timer(0.3, process.kill)  # in the middle of a fetch
         killer.start()
-        started = time.monotonic()
         with pytest.raises(
             UserError, match=rf"^data plane: process {process.pid}, .* has ended.*: see its last lines$"
         ):
             reader.fetch([10], ["tokens"])
         with pytest.raises(UserError, match="has ended"):
             reader.fetch([10], ["tokens"])
-        assert time.monotonic() - started < 10
         reader.close()
         with pytest.raises(UserError, match="has ended"):
             SocketReader(address, timeout_s=60)

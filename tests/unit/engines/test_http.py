@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import gzip
+import itertools
 import json
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -59,7 +59,6 @@ async def converse(reply: Reply, kind: str, timeout_s: float = 5.0) -> tuple[Eng
         finally:
             writer.close()
 
-    started = time.monotonic()
     server = await asyncio.start_server(handle, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     engine: Any
@@ -75,7 +74,6 @@ async def converse(reply: Reply, kind: str, timeout_s: float = 5.0) -> tuple[Eng
     finally:
         await engine.close()
         server.close()
-    assert time.monotonic() - started < timeout_s + 2
     text = str(caught.value)
     assert text.startswith("math.0: ") and text.isprintable() and len(text) < 600, text
     assert TOKEN not in text
@@ -96,7 +94,7 @@ async def trickle(writer: asyncio.StreamWriter) -> None:
 
 async def slow_head(writer: asyncio.StreamWriter) -> None:
     writer.write(b"HTTP/1.1 200 OK\r\n")
-    for i in range(1000):
+    for i in itertools.count():
         writer.write(f"x-{i}: y\r\n".encode())
         await writer.drain()
         await asyncio.sleep(0.02)

@@ -106,13 +106,11 @@ def test_a_node_that_is_gone(start: Start, tmp_path: Path, lost: int) -> None:
         both = start("hang_in_python")
     wait_for_ranks(tmp_path)
     both[lost].kill()
-    began = time.monotonic()
     code, errors = told(both[1 - lost])
     assert (code, errors) == (
         1,
         f"mopd: error: node {lost} (node-{lost}) is gone: its launcher was killed, or its machine is lost\n",
     )
-    assert time.monotonic() - began < 60
 
 
 @pytest.mark.multirank

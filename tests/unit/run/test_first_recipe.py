@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,10 +74,9 @@ def test_the_recipe_loads_and_names_what_the_data_have() -> None:
 
 
 def test_init_into_check_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
-    """The two commands in a pipe, as a user types them; the time is a bound on what may be imported, with room."""
+    """The two commands in a pipe, as a user types them; few modules are loaded, with room."""
     code = "import sys; from mopd import cli; code = cli.main(sys.argv[1:]); print(sorted({'torch', 'transformers', "
-    code += "'megatron'} & set(sys.modules)), file=sys.stderr); sys.exit(code)"
-    start = time.monotonic()
+    code += "'megatron'} & set(sys.modules)), len(sys.modules), file=sys.stderr); sys.exit(code)"
     first = subprocess.run(
         [sys.executable, "-c", code, "init", *ARGUMENTS], capture_output=True, text=True, timeout=60, check=True
     )
@@ -86,9 +84,10 @@ def test_init_into_check_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", code, "check", "--static"],
         input=first.stdout, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert time.monotonic() - start < 20
     assert second.returncode == 0, second.stdout + second.stderr
-    assert first.stderr.strip() == second.stderr.strip() == "[]"
+    for done in (first, second):
+        heavy, num_modules = done.stderr.split()
+        assert heavy == "[]" and int(num_modules) < 800
     assert "rewards of the domains" in second.stdout
 
 

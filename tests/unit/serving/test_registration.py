@@ -67,10 +67,11 @@ def problem(folder: Path) -> str:
 def test_a_server_is_seen_while_it_lives_and_no_longer(tmp_path: Path, registrar: Registrar) -> None:
     folder = tmp_path / "run" / "replicas"
     assert not read_registrations(folder, KEY).servers
+    before = time.time()
     registrar.begin("http://10.0.0.5:8000", HASHES)
     ((path, server),) = read_registrations(folder, KEY).servers.items()
     assert (server.key, server.url, server.host, server.pid) == (KEY, "http://10.0.0.5:8000", "node/1", os.getpid())
-    assert dict(server.manifest) == HASHES and abs(server.started - time.time()) < 60
+    assert dict(server.manifest) == HASHES and before - 1 <= server.started <= time.time() + 1
     assert path.name == f"{KEY}.node%2F1.{os.getpid()}.json"
     token = path.with_suffix(".token")
     assert [stat.S_IMODE(p.stat().st_mode) for p in (folder, path, token)] == [0o700, 0o600, 0o600]
@@ -183,9 +184,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_hostile_files_are_ignored_in_time(folder: Path, make: str) -> None:
     action, said = HOSTILE[make]
     action(folder / f"{KEY}.evil.1.json")
-    start = time.monotonic()
     assert said in problem(folder)
-    assert time.monotonic() - start < 10
 
 
 def test_a_good_server_beside_them_is_found(folder: Path) -> None:

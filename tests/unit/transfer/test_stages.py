@@ -23,7 +23,8 @@ from mopd.transfer.stages import Words, of_sender
 from mopd.types import NonFiniteError
 
 BUCKET = 2**20
-DEADLINE_S = 20.0
+DEADLINE_S = 900.0
+"""Longer than a test may take: whatever waits for it fails."""
 Weights = dict[str, Tensor]
 
 
@@ -115,14 +116,12 @@ def test_after_a_failure_of_the_first_nobody_sends(run: Run) -> None:
     sending, receiving = run.update(1)
     with pytest.raises(NonFiniteError):
         run.send_first(1)
-    began = time.monotonic()
     sending.result(DEADLINE_S)
     with pytest.raises(TransferFailed):
         receiving.result(DEADLINE_S)
     with pytest.raises(TransferFailed, match="before 2 has failed"):
         run.words.wait(1, 2, DEADLINE_S)
     assert run.stage.left == 0  # its ranks stayed in step
-    assert time.monotonic() - began < DEADLINE_S / 2
 
 
 def test_a_value_of_a_later_stage_that_is_no_number_is_an_error_there(run: Run) -> None:

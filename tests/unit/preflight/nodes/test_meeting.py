@@ -65,12 +65,10 @@ def test_node_0_hears_all_and_decides_for_all() -> None:
 
 
 def test_a_node_that_does_not_come_is_named(recipe: Path) -> None:
-    begun = time.monotonic()
     (failed, *_) = [
         c for c in check_nodes(places(2)[0], lambda: load_recipe(recipe), join_s=0.5) if c.status == "failed"
     ]
     assert failed.name == "nodes" and "node 1 of 2 (from 0) did not come to 127.0.0.1:" in failed.detail
-    assert time.monotonic() - begun < DEADLINE_S / 2
 
 
 def test_without_node_0_the_endpoint_is_named(recipe: Path) -> None:
