@@ -36,7 +36,8 @@ class TemporaryFolder:
         new = temporary_folder(".mopd-")  # nobody looks at it before it is locked
         _remove_abandoned(new.parent)
         self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # a file system without locks, where nobody removes others' folders either
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.path = new.rename(new.with_name(f"{prefix}{_boot()}-{new.name.removeprefix('.mopd-')}"))
 
     def fileno(self) -> int:

@@ -58,6 +58,7 @@ class RewardProcess:
             folder: working directory; absent: a new one, which is removed with the processes.
 
         Raises:
+            UserError: there is no room for its folder.
             OSError: the system has no room for it.
         """
         self._bytes_per_value = bytes_per_value

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,42 @@ def test_replicas_on_ray(models: World, tmp_path: Path) -> None:
         "teachers.left.1.log",
         "rollout.0.log",
     }
+
+
+def test_a_node_that_falls_silent_is_named_and_costs_seconds(
+    models: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its agent and its raylet are stopped, as by a lost network: the groups end although it never answers, and once
+    Ray has ended it nothing is left of it, neither folder nor server."""
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setattr("mopd.placement.ray.cluster.CALL_TIMEOUT_S", 1000.0)  # longer than this test may take
+    monkeypatch.setattr("mopd.placement.ray.cluster.LAST_CALL_TIMEOUT_S", 1.0)
+    folder = Path(tempfile.mkdtemp(prefix="m-"))  # pytest's own folders are too long for Ray's sockets
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
+    try:
+        node = cluster.add_node(num_cpus=3)
+        placement = {**RAY, "address": cluster.address, "num_cpus": 3}
+        recipe = make_recipe(models, folder, teacher_defaults={"placement": placement, "replicas": 2})
+
+        async def work() -> list[int]:
+            async with started(recipe, folder / "logs", [LEFT]) as (groups, _):
+                pids = [pid_of(groups, LEFT, index) for index in range(2)]
+                raylets = [process.process.pid for process in node.all_processes["raylet"]]
+                agents = [parent_of(parent_of(pid)) for pid in pids]
+                for pid in (*raylets, *(agent for agent in agents if parent_of(agent) in raylets)):
+                    os.kill(pid, signal.SIGSTOP)
+            return pids
+
+        pids = run(work(), timeout_s=400.0)
+        assert f"node {node.node_ip_address} was lost: its agent did not answer" in caplog.text
+        cluster.remove_node(node, allow_graceful=False)
+        run(until(lambda: not any(is_alive(pid) for pid in pids) and not list(folder.glob("mopd-*"))))
+    finally:
+        cluster.shutdown()
+        shutil.rmtree(folder)
 
 
 def test_a_replica_lies_on_one_node_of_a_cluster_that_others_run(models: World, tmp_path: Path) -> None:

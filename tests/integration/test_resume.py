@@ -105,15 +105,17 @@ def assert_all_gone(processes: list[psutil.Process]) -> None:
 
 
 def test_killed_run_resumes_bit_for_bit(world: World, uninterrupted: Path, tmp_path: Path) -> None:
-    """The launcher, at any moment."""
-    run_dir = tmp_path / "run"
+    """The launcher, at any moment. It leaves no process and no temporary file."""
+    run_dir, temporary = tmp_path / "run", tmp_path / "tmp"
+    temporary.mkdir()
     recipe = world.write_recipe(run_dir)
-    process = start_mopd("train", recipe)
+    process = start_mopd("train", recipe, TMPDIR=str(temporary))
     wait_for_step(process, run_dir, chance().randint(1, 6))
     family = descendants(process)
     os.kill(process.pid, signal.SIGKILL)
     process.wait(timeout=60)
     assert_all_gone(family)
+    assert [path.name for path in temporary.iterdir()] == []
     goes_on(recipe, run_dir, uninterrupted)
 
 

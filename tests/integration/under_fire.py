@@ -106,9 +106,9 @@ class Run:
         """Since the last start."""
         return self.recipe.with_suffix(".stderr").read_text(encoding="utf-8")
 
-    def server_folders(self) -> set[Path]:
-        """Of its groups' servers, in TMPDIR."""
-        return set(self.temporary.glob("mopd-servers-*"))
+    def left_behind(self) -> list[str]:
+        """What mopd has in TMPDIR."""
+        return sorted(path.name for path in self.temporary.iterdir() if path.name.lstrip(".").startswith("mopd-"))
 
     @property
     def num_steps(self) -> int:
