@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -288,6 +290,12 @@ def test_the_process_dies_with_the_run(monkeypatch: pytest.MonkeyPatch, folder: 
             renderer.texts()
     assert os.read(told, 1) == b"x"
     (child,) = psutil.Process(run).children()
+    while child.cpu_times().user < 0.5:  # until it renders
+        time.sleep(0.05)
     os.kill(run, signal.SIGKILL)
     os.waitpid(run, 0)
-    child.wait(60)
+    try:
+        child.wait(60)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
