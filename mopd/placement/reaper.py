@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import shutil
 import signal
@@ -83,9 +84,20 @@ def keep_server(folder: str, command: Sequence[str]) -> int:
     code = server.wait()
     note.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):  # not empty: another server's folder is there
-        os.rmdir(os.path.dirname(folder))
+    _remove_parent(os.path.dirname(folder))
     return code if code >= 0 else 128 - code
+
+
+def _remove_parent(folder: str) -> None:
+    """Remove the folder of all servers, unless another one's is in it or its owner lives. The owner's lock is one of
+    this very folder: in a new one of its name the next server would be taken for abandoned (``files/temporary.py``)."""
+    with contextlib.suppress(OSError):
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.rmdir(folder)
+        finally:
+            os.close(lock)
 
 
 def _kill_when_alone(group: int) -> None:

@@ -101,8 +101,8 @@ def other_nodes(models: World, folder: Path, recipe: Path) -> dict[str, tuple[No
         ),
         "a file that is not there": (Node(folder / "none.yaml", cwd=here), "none.yaml' does not exist: check the path"),
         "a variable": (
-            Node(recipe, cwd=here, NVTE_FLASH_ATTN="0"),
-            f"NVTE_FLASH_ATTN is 0 {both.format('absent')}: set the same on every node",
+            Node(recipe, cwd=here, NVTE_ALLOW_NONDETERMINISTIC_ALGO="0"),
+            f"NVTE_ALLOW_NONDETERMINISTIC_ALGO is 0 {both.format('absent')}: set the same on every node",
         ),
         "a variable with a default": (
             Node(recipe, cwd=here, CUDA_DEVICE_MAX_CONNECTIONS="8"),

@@ -129,7 +129,7 @@ async def first_of(running: asyncio.Task[Any], told: asyncio.Event) -> None:
 async def update_what_runs(remote: RemoteEngine, staged: StagedWeights, core: psutil.Process, temporary: Path) -> None:
     """The core stands still, and does until the server needs it for the update: what runs cannot end before."""
     pushing = asyncio.create_task(push_staged([remote], staged, on_running="continue"))
-    await until(lambda: pushing.done() or any(temporary.glob("mopd_weights_*/*")))  # the last thing before
+    await until(lambda: pushing.done() or any(temporary.glob("mopd-weights-*/*")))  # the last thing before
     core.resume()
     assert await pushing == [None]
 
