@@ -12,8 +12,10 @@ import pytest
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
 from mopd.cli import main
+from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.config.student import ParallelConfig
 from mopd.planning.memory.activations import chunks_under_way
+from mopd.planning.stages import _step_cost
 
 ROOT = Path(__file__).parents[3]
 RECIPE, EXPERTS = (
@@ -35,6 +37,22 @@ def test_micro_batches_under_way_are_megatrons(stages: int, chunks: int, in_step
         table = get_schedule_table(in_step, chunks, stages)[: warm_up + min(1, remaining)]
         counts = Counter(chunk for _, chunk in table)
         assert chunks_under_way(parallel, stage, in_step) == [counts[chunk] for chunk in range(chunks)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "is_called"),
+    [
+        (TorchEngineConfig(), True),
+        (VllmEngineConfig(type="vllm", enforce_eager=True), True),
+        (VllmEngineConfig(type="vllm", enforce_eager=False), False),
+    ],
+)
+def test_a_captured_graph_is_launched_as_one(engine: TorchEngineConfig | VllmEngineConfig, is_called: bool) -> None:
+    group: Any = SimpleNamespace(engine=engine)
+    dims: Any = SimpleNamespace(num_layers=2)
+    rates: Any = SimpleNamespace(call_s=1.0, collective_s=100.0)
+    alone, shared = (_step_cost(group, dims, gpus, rates) for gpus in (1, 2))
+    assert (alone > 0) is is_called and shared == alone + 2 * 2 * 100.0
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str, recipe: str = RECIPE, nodes: int = 4) -> Any:
