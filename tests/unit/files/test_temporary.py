@@ -97,5 +97,4 @@ def test_every_temporary_folder_is_one_of_these() -> None:
         "files/temporary.py",
         "conversion/hf/writer.py",
         "rewards/graders/programs.py",
-        "launch/launch.py",  # the reaper removes it
     }

@@ -152,6 +152,7 @@ def run(folder: Path, source: str, *, size: int = MAX_FILE_BYTES) -> tuple[str, 
 @pytest.mark.parametrize("way", HOLDING)
 def test_nobody_holds_more_than_64_mib_of_files(way: str, start: str, size_mib: int, tmp_path: Path) -> None:
     source = HEAD.replace("TAKE", HOLDING[way]).replace("START", START[start])
+    source = source.replace("; sys.exit(0)", "")  # at a limit of the system it goes on holding: looks take turns
     problem, said = run(tmp_path, source, size=size_mib * 2**20)
     assert problem == "it wrote too much", said
 

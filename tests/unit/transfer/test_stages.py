@@ -170,7 +170,9 @@ def test_other_tensors_than_ordered_are_refused() -> None:
 
 def test_a_stage_waits_for_those_before_it_less_long_than_its_ranks_for_it() -> None:
     store = GroupStore(DEADLINE_S)
-    order = GroupOrder(group_id="g", port=store.port, world_size=2, bucket_bytes=1, timeout_s=DEADLINE_S, shares=(1, 1))
+    order = GroupOrder(
+        group_id="g", port=store.port, world_size=2, bucket_bytes=1, timeout_s=DEADLINE_S, secret="s", shares=(1, 1)
+    )
     stage = Stage(1, {"b": torch.zeros(2)})
     sender, metas = StageSender(stage, longest_s=0.1), [TensorMeta(name, torch.float32, (2,)) for name in "ab"]
     with ThreadPoolExecutor(2) as pool:
