@@ -38,7 +38,7 @@ class Pace:
         """Most steps' worth of prompts that are admitted at a time."""
         self._lead_s = math.inf
         self._slacks: list[float] = []
-        """Of the batches since the lead was changed."""
+        """Slacks in seconds of the batches since the lead was changed."""
         self._busy: deque[float] = deque(maxlen=NUM_STEPS)
         """Seconds from when a batch was taken until the next one was asked for."""
         self._taken_at: float | None = None

@@ -73,6 +73,6 @@ def on_students_ranks(
 
 
 def _raise_open_files(loaded: Loaded) -> None:
-    """Of this process and its children, as the ranks need it."""
+    """Raise the limit of this process and its children to what the ranks need."""
     where, on_gpu = loaded.where("student", "parallel"), not this_hardware().without_cuda
     raise_open_files(loaded.recipe.student.parallel, where, on_gpu=on_gpu)

@@ -8,7 +8,7 @@ from mopd.config.student import ParallelConfig
 from mopd.types import UserError
 
 OF_A_GROUP = 4
-"""Of a gloo group besides its pairs: a listener, an epoll, a pipe."""
+"""Descriptors of a gloo group besides those of its pairs: a listener, an epoll, a pipe."""
 RESERVE = 256
 """For all else: the standard streams, logs, stores, NCCL, GPUs, the data plane, files of a checkpoint."""
 WANTED = 65536

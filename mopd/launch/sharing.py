@@ -23,7 +23,7 @@ MAX_BYTES = 64 * 2**20
 WAIT = datetime.timedelta(hours=24)
 """For the first rank of a machine, which may be fetching hundreds of gigabytes. If it ends, torchrun ends them all."""
 _held: list[Store] = []
-"""Of this process, with the ranks' meeting point in it."""
+"""Stores that this process serves: they go with it."""
 
 
 def to_ranks(launch_dir: Path, text: str) -> None:

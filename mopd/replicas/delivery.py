@@ -63,7 +63,7 @@ class Part(Want, Generic[R]):
     turned_away_since: float | None = None
     """When it first met a full queue since its last real attempt."""
     num_failures: int = 0
-    """Of the attempts in ``failed_on``, those that reached a replica."""
+    """Attempts in ``failed_on`` that reached a replica."""
     unreachable_since: float | None = None
     """When it first found nobody since the last attempt that reached a replica."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)

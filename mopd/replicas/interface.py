@@ -50,7 +50,7 @@ class RouterLimits:
 
 LIMITS = RouterLimits()
 MAX_NAMED_ATTEMPTS = 8
-"""Of more of them each replica is named once."""
+"""Attempts that are named one by one; of more, each replica is named once."""
 
 
 class SampleFailed(RuntimeError):

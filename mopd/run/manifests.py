@@ -23,7 +23,7 @@ from mopd.report.run_files import CURE
 from mopd.types import UserError
 
 NUM_SAMPLES, SAMPLE_BYTES = 256, 4096
-"""Of a weight file that nodes compare: all of one of 1 MiB, and a tensor of 1/256 of a larger one is not missed."""
+"""Places of a weight file that nodes compare: all of one of 1 MiB, and no tensor of 1/256 of a larger one is missed."""
 CACHE_FILE = Path("~/.cache/mopd/weight_hashes.json")
 FINGERPRINTS = "fingerprints"
 """Key of ``manifest.json`` beside those of the models: scores on a fixed probe, by ``teachers.NAME``."""

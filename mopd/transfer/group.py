@@ -43,7 +43,7 @@ class GroupOrder:
     timeout_s: float
     """Deadline of every operation: nobody waits longer for a peer that says nothing."""
     secret: str = field(repr=False)
-    """Of the members, who get it by another way than the store."""
+    """Known to the members alone, who get it by another way than the store."""
     memory: str = ""
     """Where buckets are read in rank 0's memory (``mopd.transfer.mapped``): its handles, one for each receiver."""
     shares: tuple[int, ...] = ()

@@ -28,7 +28,7 @@ class SignedStore(Store):
 
     @property
     def port(self) -> int:
-        """Of the server."""
+        """TCP port of the server."""
         assert isinstance(self._inner, TCPStore)
         return self._inner.port
 

@@ -34,7 +34,7 @@ class WeightJoin(Message):
     timeout_s: float
     """Deadline of each operation of the group."""
     secret: str = field(repr=False)
-    """Of the group's members, against what others write into its store."""
+    """Known to the group's members alone, against what others write into its store."""
     tensors: Array = array_field("|u1")
     """JSON: ``[name, dtype, shape]`` each, in the order in which they will come."""
     memory: str

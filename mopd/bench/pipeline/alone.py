@@ -40,7 +40,7 @@ class Alone:
 
     rollout_s: float
     teachers_s: float
-    """Of the slowest teacher, which bounds them."""
+    """Seconds of the slowest teacher, which bounds them."""
     rollout_step_s: float
     teachers_step_s: float
     trainer_s: float
@@ -76,7 +76,7 @@ class Nominal:
 
     rollout_s: float
     teachers_s: float
-    """Of the slowest teacher, which bounds them."""
+    """Seconds of the slowest teacher, which bounds them."""
     trainer_s: float
     sync_s: float
 

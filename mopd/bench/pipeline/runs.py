@@ -49,7 +49,7 @@ class Run:
     bytes_per_sample: float
     """Through the channel between the two processes, both directions, weights left out."""
     weight_bytes: int
-    """Of real weights that went through it."""
+    """Bytes of real weights that went through it."""
     calls_per_sample: float
     controller_s: float
     beside_s: float

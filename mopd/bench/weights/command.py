@@ -23,7 +23,7 @@ LEAST_OVER_HTTP = 3.0
 MOST_BUCKETS = 2.0
 """Of memory beyond the models', on either side."""
 MOST_CLAIM_S = 0.05
-"""Of the student's wait for the data plane, while its weights travel by HTTP."""
+"""Longest wait of the student for the data plane while its weights travel by HTTP."""
 MAX_MB, MAX_REPLICAS, MAX_STAGES, MAX_ROUNDS = 100_000, 64, 8, 1000
 
 

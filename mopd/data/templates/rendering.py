@@ -38,7 +38,7 @@ MAX_PROMPT_CHARACTERS = 4 * 2**20
 MEAN_TEXT_CHARACTERS = 2**16
 """Text a row over many of them, beyond twice what the rows hold."""
 ESCAPE_CHARACTERS = 6
-"""Of one character in JSON, at most."""
+"""Most bytes that one character takes in JSON."""
 BATCH_ROWS = 256
 BATCH_CHARACTERS = 2**20
 DEADLINE_S = 600.0

@@ -35,12 +35,12 @@ KEPT_CONNECTIONS = 64
 """Beyond so many, idle ones are closed: httpx looks at every connection for each request and, where all are kept, at
 every pair of idle ones (13 ms of the processor for each of 512 requests that end together, against 0.5 ms)."""
 UNREACHABLE = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE)
-"""Of a proxy whose server is gone, and of a server that starts, ends or has lost its engine."""
+"""Statuses of a proxy whose server is gone, and of a server that starts, ends or has lost its engine."""
 MAX_SMALL_BYTES = 2**20
 """Bound of answers without arrays, errors included."""
 SLICE_BYTES = 2**20
-"""Of a body that is handed to the socket at once: asyncio copies what does not fit there, twice, while nothing else of
-this process runs (60 ms for 64 MiB)."""
+"""Bytes of a body that are handed to the socket at once: asyncio copies what does not fit there, twice, while nothing
+else of this process runs (60 ms for 64 MiB)."""
 MAX_MESSAGE_CHARACTERS = 300
 """Of what a server says, in an error."""
 

@@ -32,7 +32,7 @@ from mopd.rewards.graders.system_calls import DENIED, FIRST_NEW, NEW_ALLOWED, WR
 MAX_FILE_BYTES = 16 * 2**20
 """Of one file, of the output, and of what is written to stderr."""
 MAX_HELD_BYTES, MAX_FOLDER_FILES = 64 * 2**20, 200
-"""Of files in the folder, and of removed ones that a program holds."""
+"""Bytes of files in the folder and of removed ones that a program holds, together."""
 MAX_OPEN_FILES = 64
 LOOK_EVERY_S = 0.02
 ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
