@@ -71,6 +71,8 @@ def fuzz(
     read: Callable[[bytes], object],
     allowed: tuple[type[Exception], ...],
     change: Callable[[bytes, random.Random], bytes] = mutate,
+    *,
+    num_mutations: int = NUM_MUTATIONS,
 ) -> None:
     """Every ``change`` of a ``valid`` content is read, or refused with one of ``allowed`` in one line, in bounds.
 
@@ -80,7 +82,7 @@ def fuzz(
         read(content)
     problems: list[str] = []
     num_refused = 0
-    for number in [int(ONLY)] if ONLY else range(NUM_MUTATIONS):
+    for number in [int(ONLY)] if ONLY else range(num_mutations):
         rng = random.Random(f"{name} {number}")
         content = change(rng.choice(list(valid)), rng)
         before_mib = _reset_peak_mib()
@@ -99,7 +101,7 @@ def fuzz(
             problems.append(f"{number}: {seconds:.1f} s, {units:.0f} times the reference")
         if grown_mib > MAX_MIB:
             problems.append(f"{number}: {grown_mib:.0f} MiB")
-    print(f"{name}: {NUM_MUTATIONS} mutations, {num_refused} refused, {len(problems)} problems")
+    print(f"{name}: {num_mutations} mutations, {num_refused} refused, {len(problems)} problems")
     assert not problems, f"{name}: {len(problems)} mutations did not hold:\n" + "\n".join(problems[:20])
     assert ONLY or num_refused, f"{name}: no mutation was refused"
 

@@ -22,7 +22,7 @@ from mopd.types import UserError
 from tests.fixtures.hostile_templates import ENDLESS, FORBIDDEN, GREEDY
 from tests.fixtures.tiny_models import make_tokenizer
 from tests.fixtures.vision import image_bytes, write_image_processing
-from tests.fuzz.harness import fuzz
+from tests.fuzz.harness import NUM_MUTATIONS, fuzz
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -145,6 +145,7 @@ def test_chat_templates(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monk
         path.write_bytes(content)
         load_prompts(cfg.train, cfg, tokenizer)
 
-    fuzz("jinja", valid, read, (UserError,))
+    few = NUM_MUTATIONS // 5  # each starts a process
+    fuzz("jinja", valid, read, (UserError,), num_mutations=few)
     monkeypatch.setattr(rendering, "MAX_RENDER_S", 0.2)
-    fuzz("hostile jinja", valid, read, (UserError,), hostile_template)
+    fuzz("hostile jinja", valid, read, (UserError,), hostile_template, num_mutations=few)
