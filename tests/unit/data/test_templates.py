@@ -136,6 +136,7 @@ def test_hostile_templates_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"data_source": "m", "prompt": CHAT, "reward_model": {"ground_truth": "1"}}))
     cfg = DataConfig(train=(str(rows),))
+    others = {*psutil.Process().children()}  # of earlier tests: what forks their children, Ray's
     with pytest.raises(UserError) as caught:
         load_prompts(cfg.train, cfg, load_tokenizer(folder))
     shown = str(caught.value)
@@ -143,7 +144,7 @@ def test_hostile_templates_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "\n" not in shown and len(shown) < 600
     exceeded = any(words in shown for words in ("it ran for 0.2 s", "more than 512 MiB", "characters, the limit is"))
     assert exceeded or case not in {**ENDLESS, **GREEDY}, shown
-    assert psutil.Process().children() == []
+    assert {*psutil.Process().children()} <= others
 
 
 def in_config(folder: Path, template: str) -> None:
@@ -263,10 +264,11 @@ def test_the_process_has_limits_and_nothing_of_the_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     monkeypatch.setenv("SECRET", "x")
+    others = {*psutil.Process().children()}
     with Renderer(DataConfig(train=("-",)), load_tokenizer(folder)) as renderer:
         renderer.put(CHAT, "row 0")
         renderer.texts()
-        (child,) = psutil.Process().children()
+        (child,) = {*psutil.Process().children()} - others
         assert set(child.environ()) <= {"PATH", "LANG", "LC_CTYPE"} and child.cwd() == "/"
         limits = (Path("/proc") / str(child.pid) / "limits").read_text()
         assert {line.split("  ")[0]: line.split()[-2] for line in limits.splitlines()}["Max address space"] == str(
