@@ -55,11 +55,11 @@ class FarWeights:
         await self._channel.call("weights", head, frames=staged.bodies)
 
     async def ask_for(self, weight_version: int) -> None:
-        """See ``GroupWeightSync.ask_for``."""
+        """Have requests ask for these weights (``GroupWeightSync.ask_for``)."""
         await self._channel.call("ask_for_weights", weight_version)
 
     def send_again_by(self, again: Callable[[], Awaitable[None]]) -> None:
-        """See ``GroupWeightSync.send_again_by``; the process asks for it."""
+        """Keep what sends newer weights once more (``GroupWeightSync.send_again_by``); the process calls it."""
         self.again = again
 
 
@@ -74,24 +74,24 @@ class FarTargets:
         self._channel = channel
 
     async def lacking(self, weight_version: int | None) -> list[str]:
-        """See ``TransferTargets.lacking``, as for the others."""
+        """Names of the replicas without these weights (``TransferTargets.lacking``)."""
         return list(await self._call("lacking", weight_version))
 
     async def join(self, names: Sequence[str], order: Mapping[str, Any], tensors: bytes) -> dict[str, str]:
-        """See ``TransferTargets.join``."""
+        """Have the replicas join the group (``TransferTargets.join``)."""
         return dict(await self._call("join", list(names), dict(order), tensors))
 
     async def start(self, names: Sequence[str], order: Mapping[str, Any]) -> dict[str, str]:
-        """See ``TransferTargets.start``."""
+        """Have the replicas receive an update (``TransferTargets.start``)."""
         return dict(await self._call("start", list(names), dict(order)))
 
     async def finish(self, names: Sequence[str], order: Mapping[str, Any]) -> tuple[dict[str, str], float]:
-        """See ``TransferTargets.finish``."""
+        """Have the replicas use what came (``TransferTargets.finish``)."""
         failures, load_s = await self._call("finish", list(names), dict(order))
         return failures, load_s
 
     async def published(self, weight_version: int | None) -> None:
-        """See ``TransferTargets.published``."""
+        """Note which weights requests ask for now (``TransferTargets.published``)."""
         await self._call("published", weight_version)
 
     async def _call(self, name: str, *arguments: Any) -> Any:
