@@ -60,7 +60,11 @@ def keep_server(folder: str, command: Sequence[str]) -> int:
     reaper = os.getpid()
     libc = ctypes.CDLL(None, use_errno=True)
 
+    # A SIGTERM that comes while the server starts waits until it can be passed on: it would end this process alone.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
     def tie_to_reaper() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0 or os.getppid() != reaper:
             os._exit(LOST_CODE)
 
@@ -75,6 +79,7 @@ def keep_server(folder: str, command: Sequence[str]) -> int:
     with contextlib.suppress(OSError):  # a full disk: nobody else could kill its group then
         note.touch()
     signal.signal(signal.SIGTERM, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_kill_when_alone, args=(server.pid,), daemon=True).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -41,6 +42,29 @@ def keep_server(folder: Path) -> None:
     command = [sys.executable, "-I", "-S", reaper.__file__, str(folder), "true"]
     subprocess.run(command, stdin=subprocess.PIPE, check=True, timeout=120)
     assert not folder.exists()
+
+
+SIGNALLED_AS_IT_STARTS = """
+import os, signal, sys
+from pathlib import Path
+from mopd.placement import reaper
+touch = Path.touch
+def told(note):
+    touch(note)
+    os.kill(os.getpid(), signal.SIGTERM)
+Path.touch = told
+sys.exit(reaper.keep_server(sys.argv[1], sys.argv[2:]))
+"""
+
+
+def test_a_sigterm_while_the_server_starts_reaches_it(tmp_path: Path) -> None:
+    """Unheeded it ended the reaper alone: the server died with it, and the folder stayed."""
+    folder = tmp_path / "servers" / "1"
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-c", SIGNALLED_AS_IT_STARTS, str(folder), "sleep", "600"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        assert process.wait(120) == 128 + signal.SIGTERM
+    assert not folder.parent.exists()
 
 
 def test_the_folder_of_all_servers_stays_as_long_as_its_owner_lives(
