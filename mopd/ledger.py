@@ -48,6 +48,10 @@ class Slot:
     weight_version: int
     """Weights that its age counts from (``Ledger.version_of``). Until its samples are drawn, the oldest that it may
     turn out to be."""
+    opened_at: float
+    """When its prompt was admitted, by the ledger's clock."""
+    ready_at: float = 0.0
+    """When it was ready."""
     is_drawn: bool = False
     """Its samples are drawn, which settles ``weight_version``."""
     samples: tuple[SampleMeta, ...] = ()
@@ -170,7 +174,7 @@ class Ledger:
         are not taken in (``again`` is to follow)."""
         if not self.drawn(slot, samples):
             return False
-        slot.samples = tuple(samples)
+        slot.samples, slot.ready_at = tuple(samples), self._clock()
         heappush(self._ready[slot.prompt.domain].setdefault(slot.weight_version, []), slot.number)
         self._note_complete()
         self._wake()
@@ -207,7 +211,7 @@ class Ledger:
             if not done:
                 raise UserError(self._describe_wait(timeout_s))
         self._next_step += 1
-        self._pace.taken(self._clock())
+        self._pace.taken(self._clock(), max(slot.ready_at - slot.opened_at for slot in slots))
         self._note_complete()
         self._wake()
         return slots
@@ -281,7 +285,7 @@ class Ledger:
             ) from error
 
     def _add_slot(self, prompt: Prompt) -> Slot:
-        slot = Slot(number=self._num_admitted, prompt=prompt, weight_version=self.published)
+        slot = Slot(number=self._num_admitted, prompt=prompt, weight_version=self.published, opened_at=self._clock())
         self._open[slot.number] = slot
         self._versions[prompt.domain][self.published] += 1
         self._num_admitted += 1

@@ -6,9 +6,10 @@ it it was complete, and shifts admission::
     admitted ──── rollout, teachers, rewards ────> batch complete ──── slack ────> asked for, taken
              <─────────────────────────── lead ──────────────────────────────────>
 
-Where the trainer bounds the run, slack is time in which samples only age: the lead shrinks until ``MARGIN`` is left.
-Where the rollout or a teacher bounds it no batch has slack: the lead grows to the ``max_staleness + 1`` steps that the
-bound on staleness allows, and every prompt is admitted as soon as that lets it.
+The first lead is the time that the first batch's slowest prompt took from admission to readiness. Where the trainer
+bounds the run, slack is time in which samples only age: the lead shrinks until ``MARGIN`` is left. Where the rollout or
+a teacher bounds it no batch has slack: the lead grows to the ``max_staleness + 1`` steps that the bound on staleness
+allows, and every prompt is admitted as soon as that lets it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from collections import deque
 
 MARGIN = 0.25
 """Slack that is kept, as a share of the time between two batches: lengths and latencies vary from step to step."""
-GAIN = 0.5
-"""Share of the slack above the margin by which the lead shrinks at once."""
+GAIN = 0.75
+"""Share of the slack above the margin by which the lead shrinks at once: what varies between batches shall not make it
+too short again and again."""
 PENALTY = 2.0
 """Times the slack that is missing by which it grows: a trainer that waits costs more than samples that are older."""
 NUM_STEPS = 4
@@ -60,11 +62,12 @@ class Pace:
         if self._taken_at is not None:
             self._busy.append(now - self._taken_at)
 
-    def taken(self, now: float) -> None:
-        """Note that the trainer has its batch, and adapt the lead."""
+    def taken(self, now: float, longest_s: float) -> None:
+        """Note that the trainer has its batch, whose slowest prompt was ready ``longest_s`` after its admission, and
+        adapt the lead."""
         if self._asked_at is not None and self._busy:
             complete_at = now if self._complete_at is None else self._complete_at
-            self._adapt(self._asked_at - complete_at + self._num_ahead * self._busy_s)
+            self._adapt(self._asked_at - complete_at + self._num_ahead * self._busy_s, longest_s)
         self._taken_at, self._asked_at, self._complete_at = now, None, None
 
     def due(self, steps_ahead: int, now: float) -> float:
@@ -78,13 +81,15 @@ class Pace:
     def _busy_s(self) -> float:
         return min(self._busy)
 
-    def _adapt(self, slack_s: float) -> None:
+    def _adapt(self, slack_s: float, longest_s: float) -> None:
         most_s, margin_s = self._num_in_flight * self._busy_s, MARGIN * self._busy_s
+        if math.isinf(self._lead_s):
+            self._lead_s = longest_s + margin_s
         self._lead_s = min(self._lead_s, most_s)
         self._slacks.append(slack_s)
         if slack_s < margin_s:
             self._lead_s = min(most_s, self._lead_s + PENALTY * (margin_s - slack_s))
             self._slacks.clear()
-        elif len(self._slacks) > 2 * self._num_in_flight:  # half of them were admitted with this lead
+        elif len(self._slacks) > self._num_in_flight:  # the last of them was admitted with this lead
             self._lead_s = max(0.0, self._lead_s - GAIN * (min(self._slacks) - margin_s))
             self._slacks.clear()

@@ -195,13 +195,15 @@ def ages_line(ages: AgeResult) -> str:
 
 
 def lengths_line(ages: AgeResult) -> str:
-    """Mean lengths of drawn and of trained responses by domain; empty for runs that do not count draws."""
-    texts = [
-        f"{domain} {drawn:.0f} tokens, {ages.trained_length[domain]:.0f}"
-        for domain, drawn in ages.drawn_length.items()
-        if domain in ages.trained_length
-    ]
-    return f"mean length drawn, trained  {'; '.join(texts)}" if texts else ""
+    """Mean lengths of drawn, trained and refused responses by domain; empty for runs that do not count draws."""
+    texts = []
+    for domain, drawn in ages.drawn_length.items():
+        if domain in ages.trained_length:
+            num_refused = ages.refused_samples.get(domain, 0)
+            refused = f", {ages.refused_tokens.get(domain, 0) / num_refused:.0f}" if num_refused else ""
+            texts.append(f"{domain} {drawn:.0f} tokens, {ages.trained_length[domain]:.0f}{refused}")
+    named = "drawn, trained, refused" if any(ages.refused_samples.values()) else "drawn, trained"
+    return f"mean length {named}  {'; '.join(texts)}" if texts else ""
 
 
 def _groups(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:

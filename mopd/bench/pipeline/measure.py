@@ -74,7 +74,7 @@ def measure_scenario(
     runs = []
     for max_staleness in (0, *staleness):
         progress(f"{scenario.name}: max_staleness {max_staleness}")
-        # The pace of admission looks at 2 (n + 1) steps before it changes.
+        # What the first batches admitted is in flight for n + 1 steps, and the pace looks at n + 2 before it changes.
         settling = warm_up if scenario.most_age is None else max(warm_up, 3 * (max_staleness + 1))
         runs.append(run_controller(scenario, max_staleness=max_staleness, steps=steps, warm_up=settling))
     return Result(scenario=scenario, alone=alone, nominal=nominal, whole=whole, runs=tuple(runs))

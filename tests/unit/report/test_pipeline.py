@@ -123,8 +123,9 @@ def test_one_line_for_a_terminal() -> None:
         "samples  0 steps behind 25 %, 1 steps behind 50 %, 2 steps behind 25 %, 1.25 versions a response, 2 refused"
     )
     lengths = {DOMAINS[0]: 300, DOMAINS[1]: 329, DOMAINS[2]: 329}
-    assert lengths_line(ages) == "mean length drawn, trained  " + "; ".join(
-        f"{domain} {lengths[domain]} tokens, 256" for domain in sorted(DOMAINS)
+    refused = {DOMAINS[1], DOMAINS[2]}
+    assert lengths_line(ages) == "mean length drawn, trained, refused  " + "; ".join(
+        f"{domain} {lengths[domain]} tokens, 256{', 900' if domain in refused else ''}" for domain in sorted(DOMAINS)
     )
 
 
