@@ -9,6 +9,7 @@ import re
 import subprocess
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +119,31 @@ def test_a_grader_that_cannot_work_is_not_a_wrong_response() -> None:
         answer["error"].encode()
     answer = judge.judge(grade, [{"error": ValueError("\ud800")}], settings, grace_s=0.0)
     assert answer == {"values": [[0.0, None, "ValueError: \\ud800"]]}
+
+
+def test_what_one_response_takes_from_the_others_is_its_own_result(tmp_path: Path) -> None:
+    """A disk that one fills, with files that are gone when it ends, ended the run by the error of another."""
+    full, refused = tmp_path / "full", tmp_path / "refused"
+
+    def wait_for(path: Path) -> None:
+        while not path.exists():
+            time.sleep(0.01)
+
+    def grade(call: dict[str, Any]) -> Any:
+        if call["fills"]:
+            full.touch()
+            wait_for(refused)
+            full.unlink()
+            return 0.0, None, "it wrote too much"
+        if not refused.exists():
+            wait_for(full)
+            refused.touch()
+            raise OSError(28, "No space left on device")
+        return 1.0, "x", ""
+
+    settings = {"num_processes": 2, "timeout_s": 600.0}
+    answer = judge.judge(grade, [{"fills": True}, {"fills": False}], settings, grace_s=0.0)
+    assert answer == {"values": [[0.0, None, "it wrote too much"], [1.0, "x", ""]]}
 
 
 OLD_CHOICES = (
