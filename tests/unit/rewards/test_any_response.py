@@ -37,14 +37,16 @@ from tests.unit.report.conftest import recipe_file, run_dir  # noqa: F401 - fixt
 from tests.unit.rewards.items import item
 
 ASSERTS = ["assert f() == 1"]
+LONG_S = 600.0
+"""None of these responses runs long."""
 GOOD: dict[str, tuple[RewardConfig, RewardItem]] = {
-    "math": (MathConfig(type="math"), item(r"\boxed{2}", "2")),
-    "regex": (RegexConfig(type="regex", pattern="x(.*)", timeout_s=10.0), item("x1", "1")),
+    "math": (MathConfig(type="math", timeout_s=LONG_S), item(r"\boxed{2}", "2")),
+    "regex": (RegexConfig(type="regex", pattern="x(.*)", timeout_s=LONG_S), item("x1", "1")),
     "json_schema": (
-        JsonSchemaConfig(type="json_schema", timeout_s=10.0),
+        JsonSchemaConfig(type="json_schema", timeout_s=LONG_S),
         item("{}", {"type": "object", "additionalProperties": False}),
     ),
-    "code": (CodeConfig(type="code", timeout_s=20.0), item("```\ndef f(): return 1\n```", ASSERTS)),
+    "code": (CodeConfig(type="code", timeout_s=LONG_S), item("```\ndef f(): return 1\n```", ASSERTS)),
 }
 """Grader -> a response that it gives 1."""
 ENDING: dict[str, tuple[str, str]] = {
