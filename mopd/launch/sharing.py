@@ -15,7 +15,6 @@ from mopd.files.reading import read_text
 from mopd.files.writing import writing
 from mopd.launch.failure import LAUNCH_DIR, group_rank, num_groups, rank_and_world_size
 from mopd.launch.node import RUN_SECRET
-from mopd.text import one_line
 from mopd.transfer.signing import ForgedEntry
 from mopd.types import UserError
 
@@ -86,11 +85,12 @@ def _hear(store: Store, key: str) -> str:
     try:
         told = parse_json(bytes(store.get(key)))
         if not isinstance(told, dict) or list(told) not in (["text"], ["error"]):
-            raise ValueError(f"the store's entry {key!r} is none of this run's")
+            raise ValueError("no text and no error")
     except (ForgedEntry, ValueError) as error:
+        what = error if isinstance(error, ForgedEntry) else f"the store's entry {key!r} is none of this run's ({error})"
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UserError(
-            f"MASTER_ADDR {address}: {one_line(error)}: set {RUN_SECRET} to the same on all nodes, or keep other users "
+            f"MASTER_ADDR {address}: {what}: set {RUN_SECRET} to the same on all nodes, or keep other users "
             "from this port"
         ) from None
     except RuntimeError as error:  # torch's errors of its store
