@@ -34,8 +34,8 @@ class EngineUnavailable(EngineError):
 
 
 class EngineUnreachable(EngineUnavailable):
-    """Nobody takes requests there now: connection refused, HTTP 502 or 503. This says nothing about the request, and
-    may pass."""
+    """Nobody takes requests there now: no connection, or one that ends before an answer begins; HTTP 502, 503, 504.
+    This says nothing about the request, and may pass."""
 
 
 class CorruptAnswer(EngineUnavailable):

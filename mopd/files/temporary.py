@@ -13,6 +13,8 @@ from mopd.files.writing import temporary_folder
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Names the running kernel, which alone knows who holds a lock: TMPDIR may be shared by several machines."""
+HIDDEN = ".mopd-"
+"""How the names of folders begin that nobody has locked yet."""
 _has_looked = False
 
 
@@ -33,12 +35,22 @@ class TemporaryFolder:
         Raises:
             UserError: no folder can be made.
         """
-        new = temporary_folder(".mopd-")  # nobody looks at it before it is locked
-        _remove_abandoned(new.parent)
-        self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with contextlib.suppress(OSError):  # a file system without locks, where nobody removes others' folders either
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.path = new.rename(new.with_name(f"{prefix}{_boot()}-{new.name.removeprefix('.mopd-')}"))
+        self._lock = -1
+        while self._lock < 0:
+            self._take(prefix, temporary_folder(f"{HIDDEN}{_boot()}-"))
+        _remove_abandoned(self.path.parent)
+
+    def _take(self, prefix: str, new: Path) -> None:
+        """Lock the folder, then give it its name; nothing where a process that looked for abandoned ones was faster."""
+        try:
+            self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with contextlib.suppress(OSError):  # a file system without locks: nobody removes others' folders there
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self.path = new.rename(new.with_name(prefix + new.name.removeprefix(HIDDEN)))
+        except FileNotFoundError:
+            if self._lock >= 0:
+                os.close(self._lock)
+                self._lock = -1
 
     def fileno(self) -> int:
         """The lock: a process that inherits it keeps the folder too."""
@@ -69,7 +81,7 @@ def _remove_abandoned(place: Path) -> None:
     global _has_looked
     if not _has_looked:
         _has_looked = True
-        for folder in place.glob(f"mopd-*-{_boot()}-*"):
+        for folder in (*place.glob(f"mopd-*-{_boot()}-*"), *place.glob(f"{HIDDEN}{_boot()}-*")):
             with contextlib.suppress(OSError):  # held, somebody else's, or just gone
                 if folder.lstat().st_uid != os.geteuid():
                     continue

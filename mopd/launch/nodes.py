@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from mopd.launch.failure import ERROR_CODE, STOPPED_CODE, USER_ERROR_CODE
 from mopd.launch.node import RUN_SECRET, Place, node_name
-from mopd.launch.sharing import WAIT
+from mopd.launch.sharing import WAIT, signed_store
 from mopd.tasks import StopAsked
 from mopd.text import one_line
 from mopd.transfer.signing import ForgedEntry
@@ -363,19 +363,11 @@ def held_store(place: Place) -> Store:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    return _signed(store)
+    return signed_store(store)
 
 
 def client_store(place: Place, timeout_s: float = SILENT_S) -> Store:
     """The store that another process holds, which listens."""
     from torch.distributed import TCPStore  # heavy
 
-    return _signed(TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=timeout_s)))
-
-
-def _signed(store: Store) -> Store:
-    """With the secret of the run, where it has one."""
-    from mopd.transfer.store import SignedStore  # heavy
-
-    secret = os.environ.get(RUN_SECRET)
-    return SignedStore(store, secret) if secret else store
+    return signed_store(TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=timeout_s)))

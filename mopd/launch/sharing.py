@@ -10,9 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mopd.files.json_text import parse_json
 from mopd.files.reading import read_text
 from mopd.files.writing import writing
 from mopd.launch.failure import LAUNCH_DIR, group_rank, num_groups, rank_and_world_size
+from mopd.launch.node import RUN_SECRET
+from mopd.transfer.signing import ForgedEntry
 from mopd.types import UserError
 
 if TYPE_CHECKING:
@@ -78,12 +81,22 @@ def _tell(store: Store, key: str, make: Callable[[], str]) -> None:
 
 
 def _hear(store: Store, key: str) -> str:
+    """The text that somebody has left there. ``UserError`` with the line in its place, or for what none of us left."""
     try:
-        told = json.loads(store.get(key))
+        told = parse_json(bytes(store.get(key)))
+        if not isinstance(told, dict) or list(told) not in (["text"], ["error"]):
+            raise ValueError("no text and no error")
+    except (ForgedEntry, ValueError) as error:
+        what = error if isinstance(error, ForgedEntry) else f"the store's entry {key!r} is none of this run's ({error})"
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise UserError(
+            f"MASTER_ADDR {address}: {what}: set {RUN_SECRET} to the same on all nodes, or keep other users "
+            "from this port"
+        ) from None
     except RuntimeError as error:  # torch's errors of its store
         raise UserError("the run has ended before all machines had agreed on a recipe: see the first one's") from error
     if "error" in told:
-        raise UserError(told["error"])
+        raise UserError(str(told["error"]))
     return str(told["text"])
 
 
@@ -103,4 +116,12 @@ def _agents_store(*, is_first: bool) -> Store:
     )
     if is_master:
         _held.append(store)
-    return store
+    return signed_store(store)
+
+
+def signed_store(store: Store) -> Store:
+    """Sign entries with the secret of the run, where it has one (``MOPD_RUN_SECRET``)."""
+    from mopd.transfer.store import SignedStore  # heavy
+
+    secret = os.environ.get(RUN_SECRET)
+    return SignedStore(store, secret) if secret else store

@@ -16,7 +16,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import SubprocessError
@@ -78,16 +78,39 @@ def grader_of(kind: str, settings: dict[str, Any]) -> Grader:
 
 
 def judge(grader: Grader, calls: list[dict[str, Any]], settings: dict[str, Any], *, grace_s: float) -> dict[str, Any]:
-    """Every call judged, ``num_processes`` at a time; an error where a grader found its own settings unusable."""
-    values: list[Any] = [None] * len(calls)
+    """Every call judged, ``num_processes`` at a time; an error where the system let a grader do nothing even alone.
+
+    Beside others a grader may lack what their responses have taken, as the rest of a disk: it is asked once more when
+    they are gone.
+    """
+    values = _judged(grader, calls, range(len(calls)), settings, grace_s=grace_s, at_a_time=settings["num_processes"])
+    for number in [number for number, value in values.items() if isinstance(value, str)]:
+        again = _judged(grader, calls, [number], settings, grace_s=grace_s, at_a_time=1)[number]
+        if isinstance(again, str):
+            return {"error": again, "item": number}
+        values[number] = again
+    return {"values": [values[number] for number in range(len(calls))]}
+
+
+def _judged(
+    grader: Grader,
+    calls: list[dict[str, Any]],
+    numbers: Sequence[int],
+    settings: dict[str, Any],
+    *,
+    grace_s: float,
+    at_a_time: int,
+) -> dict[int, Any]:
+    """Number of each call -> its value, or text where the system let its grader do nothing."""
+    values: dict[int, Any] = {}
     running: dict[int, Fork] = {}
-    next_number = 0
-    while running or next_number < len(calls):
-        while len(running) < settings["num_processes"] and next_number < len(calls):
+    waiting = list(reversed(numbers))
+    while running or waiting:
+        while len(running) < at_a_time and waiting:
             deadline = time.monotonic() + settings["timeout_s"] + grace_s
-            descriptor, fork = _start(grader, calls[next_number], next_number, deadline)
+            number = waiting.pop()
+            descriptor, fork = _start(grader, calls[number], number, deadline)
             running[descriptor] = fork
-            next_number += 1
         wait_s = max(0.0, min(fork.deadline for fork in running.values()) - time.monotonic())
         ready = select.select(list(running), [], [], wait_s)[0]
         for descriptor in ready:
@@ -100,10 +123,7 @@ def judge(grader: Grader, calls: list[dict[str, Any]], settings: dict[str, Any],
             fork = running.pop(descriptor)
             _end(descriptor, fork)
             values[fork.number] = [0.0, None, f"it took more than {settings['timeout_s']:g} s"]
-    for number, value in enumerate(values):
-        if isinstance(value, str):
-            return {"error": value, "item": number}
-    return {"values": values}
+    return values
 
 
 def _start(grader: Grader, call: dict[str, Any], number: int, deadline: float) -> tuple[int, Fork]:

@@ -90,7 +90,8 @@ class JudgedReward(ServedReward):
 
     def _timeout_s(self, num_items: int) -> float:
         rounds = math.ceil(num_items / self._num_processes)
-        return START_S + rounds * (self._cfg.timeout_s + OVERHEAD_S)
+        each_again = num_items  # one at a time, see judge.py
+        return START_S + (rounds + each_again) * (self._cfg.timeout_s + OVERHEAD_S)
 
 
 def _checked_schema(path: str, key: str) -> str:

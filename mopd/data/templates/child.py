@@ -153,11 +153,12 @@ def main(parent_pid: int, progress_fd: int) -> None:
                     render = compiled(settings["template"], settings["arguments"])
                 texts.append(render(messages))
                 limits.check_text(texts[-1])
-            answer = json.dumps({"texts": texts})
+            answer = json.dumps({"texts": texts}).encode()
         except Exception as error:  # a template raises what it likes
             texts.clear()
-            answer = json.dumps({"error": described(error, memory_bytes), "row": row})
-        answers.write(answer.encode() + b"\n")
+            answer = json.dumps({"error": described(error, memory_bytes), "row": row}).encode()
+        answers.write(answer)
+        answers.write(b"\n")  # one by one: together they are a copy, which a template could make too large
         answers.flush()
 
 

@@ -10,6 +10,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 
 import httpx
 
@@ -34,8 +35,11 @@ time: a request is open until its longest response has ended, and vLLM works on 
 KEPT_CONNECTIONS = 64
 """Beyond so many, idle ones are closed: httpx looks at every connection for each request and, where all are kept, at
 every pair of idle ones (13 ms of the processor for each of 512 requests that end together, against 0.5 ms)."""
-UNREACHABLE = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE)
-"""Statuses of a proxy whose server is gone, and of a server that starts, ends or has lost its engine."""
+UNREACHABLE = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT)
+"""Statuses of a proxy whose server is gone, and of a server that starts, ends or has lost its engine. 500 is none: who
+says so has taken the request and failed at it, as at every other attempt if the request is at fault."""
+DISCONNECTED = "Server disconnected"
+"""How httpcore's ``RemoteProtocolError`` begins where nothing came, in the place of what is no HTTP."""
 MAX_SMALL_BYTES = 2**20
 """Bound of answers without arrays, errors included."""
 SLICE_BYTES = 2**20
@@ -111,8 +115,8 @@ class HttpClient:
         returned; what it raises ends the call.
 
         Raises:
-            EngineUnreachable: refused, 502, 503.
-            EngineUnavailable: reset, deadline, any other 5xx, redirect, too long, not HTTP.
+            EngineUnreachable: no connection, or one that ended before the answer began; 502, 503, 504.
+            EngineUnavailable: broken off, deadline, any other 5xx, redirect, too long, not HTTP.
             EngineBusy, StaleWeights, EngineRejected: 429, 409, any other 4xx.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
@@ -121,8 +125,6 @@ class HttpClient:
             return await asyncio.wait_for(work, timeout_s)
         except asyncio.TimeoutError as error:
             raise EngineUnavailable(f"{self.name}: no answer to {path} within {timeout_s:g} s") from error
-        except httpx.ConnectError as error:
-            raise EngineUnreachable(f"{self.name}: {path}: {type(error).__name__}: {self.shown(error)}") from error
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, UnicodeError) as error:
             raise EngineUnavailable(f"{self.name}: {path}: {type(error).__name__}: {self.shown(error)}") from error
 
@@ -157,7 +159,14 @@ class HttpClient:
         if content is not None:
             headers |= {"content-type": self._content_type, "content-length": str(len(content))}
         sent = content if content is None or len(content) <= SLICE_BYTES else _slices(content)
-        async with self._client.stream(method, path, content=sent, headers=headers) as response:
+        async with AsyncExitStack() as exchange:
+            begin = self._client.stream(method, path, content=sent, headers=headers)
+            try:
+                response = await exchange.enter_async_context(begin)
+            except (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError) as error:
+                if isinstance(error, httpx.RemoteProtocolError) and not str(error).startswith(DISCONNECTED):
+                    raise
+                raise EngineUnreachable(f"{self.name}: {path}: {type(error).__name__}: {self.shown(error)}") from error
             self._client.cookies.clear()  # whoever answers is told nothing about earlier answers
             is_good = response.status_code == httpx.codes.OK
             longest = longest if is_good else MAX_SMALL_BYTES

@@ -32,7 +32,11 @@ from mopd.rewards.graders.system_calls import DENIED, FIRST_NEW, NEW_ALLOWED, WR
 MAX_FILE_BYTES = 16 * 2**20
 """Of one file, of the output, and of what is written to stderr."""
 MAX_HELD_BYTES, MAX_FOLDER_FILES = 64 * 2**20, 200
-"""Bytes of files in the folder and of removed ones that a program holds, together."""
+"""Bytes of files in the folder and of removed ones that a program holds, together; names of files in the folder."""
+HIDDEN = {0: MAX_HELD_BYTES + 1}
+"""What a program is taken to hold that does not show it."""
+MAX_GLANCES = 100
+"""At the threads of a program before it counts as hiding: one that ends makes no new ones, so that two or three do."""
 MAX_OPEN_FILES = 64
 LOOK_EVERY_S = 0.02
 ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -49,8 +53,11 @@ PLAIN_FILES = 1 << 5 | 1 << 8
 THREAD_FLAGS = (0x3D0F00, 0x7D0F00)
 """clone(2) of pthread_create, of glibc and of musl. Another thread could have descriptors that /proc/PID/fd does not
 show."""
-SIGNAL_OWNERS, SOCKET_OWNERS = (8, 10, 15), (0x8901, 0x8902)
-"""F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP: the kernel would signal another process in our name."""
+SIGNAL_OWNERS = (8, 10, 15)
+"""F_SETOWN, F_SETSIG, F_SETOWN_EX: the kernel would signal another process in our name."""
+DEVICE_CALLS = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+"""TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: what Python asks of a descriptor. Among the others
+some give a file blocks beyond its end (FS_IOC_RESVSP), share blocks, or have processes signalled (FIOSETOWN)."""
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -157,11 +164,11 @@ class Sandbox:
     def is_full(self) -> bool:
         """Programs have made more files than they may, or hold more bytes of files, removed ones included."""
         held: dict[int, int] = {}
-        for entry in os.scandir(self.folder):
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                held[entry.inode()] = entry.stat(follow_symlinks=False).st_size
-            if len(held) > MAX_FOLDER_FILES:
+        for number, entry in enumerate(os.scandir(self.folder), 1):
+            if number > MAX_FOLDER_FILES:  # of names: one file can have thousands
                 return True
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                held[entry.inode()] = _bytes_of(entry.stat(follow_symlinks=False))
         for program in self._started:
             if program.process.returncode is None:
                 held |= _removed_files(program.process.pid, self.folder)
@@ -276,7 +283,7 @@ def filter_program(architecture: Architecture, pid: int, *, may_write: bool) -> 
     lines += _only_where(numbers["prlimit64"], 0, [(EQUAL, 0), (EQUAL, pid)])
     lines += _only_where(numbers["clone"], 0, [(EQUAL, flags) for flags in THREAD_FLAGS])
     lines += _never_where(numbers["fcntl"], 1, [(EQUAL, command) for command in SIGNAL_OWNERS])
-    lines += _never_where(numbers["ioctl"], 1, [(EQUAL, command) for command in SOCKET_OWNERS])
+    lines += _only_where(numbers["ioctl"], 1, [(EQUAL, command) for command in DEVICE_CALLS])
     if not may_write:
         for name, place in (("open", 1), ("openat", 2)):
             if name in numbers:
@@ -308,24 +315,61 @@ def _require(result: int, what: str) -> None:
 def _removed_files(pid: int, folder: Path) -> dict[int, int]:
     """Inode -> bytes of files of the folder that have no name there and that a process holds.
 
-    By a descriptor: the file's size. By a mapping, of one page or of all: the most that the file can have.
+    All threads of a process share its descriptors and its memory, and ``/proc`` shows them of each thread that has not
+    ended. The first thread may end long before the others.
     """
-    held = {}
+    seen: set[str] = set()
+    for _ in range(MAX_GLANCES):
+        try:
+            new = set(os.listdir(f"/proc/{pid}/task")) - seen
+        except (FileNotFoundError, ProcessLookupError):
+            return {}
+        if not new:  # all have ended
+            return {}
+        for number in new:
+            held = _held_by(f"/proc/{pid}/task/{number}", folder)
+            if held is not None:
+                return held
+        seen |= new
+    return HIDDEN
+
+
+def _held_by(thread: str, folder: Path) -> dict[int, int] | None:
+    """``_removed_files`` as one thread shows them; ``None`` if it has ended.
+
+    By a descriptor: the file's bytes. By a mapping, of one page or of all: the most that the file can have.
+    """
+    held: dict[int, int] = {}
+    is_refused = False
     try:
-        for number in os.listdir(f"/proc/{pid}/fd"):
+        for number in os.listdir(f"{thread}/fd"):
             with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                if _is_removed(os.readlink(f"/proc/{pid}/fd/{number}"), folder):
-                    found = os.stat(f"/proc/{pid}/fd/{number}")
-                    held[found.st_ino] = found.st_size
-        for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-            words = line.split(maxsplit=5)
-            if len(words) == 6 and _is_removed(words[5], folder):
-                held.setdefault(int(words[4]), MAX_FILE_BYTES)
-    except (FileNotFoundError, ProcessLookupError):  # it has ended
-        return {}
-    except PermissionError:  # prctl(PR_SET_DUMPABLE): it hides what it holds
-        return {0: MAX_HELD_BYTES + 1}
-    return held
+                if _is_removed(os.readlink(f"{thread}/fd/{number}"), folder):
+                    found = os.stat(f"{thread}/fd/{number}")
+                    held[found.st_ino] = _bytes_of(found)
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    except PermissionError:  # it hides them, or has ended: its descriptors are root's then, while its memory is empty
+        is_refused = True
+    try:
+        # After the descriptors, which a thread keeps as long as its memory: those of one that has it still were there.
+        maps = Path(f"{thread}/maps").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    except PermissionError:  # prctl(PR_SET_DUMPABLE)
+        return HIDDEN
+    if not maps:
+        return None
+    for line in maps.split(b"\n"):  # the one character of a name that the kernel escapes
+        words = line.split(maxsplit=5)
+        if len(words) == 6 and _is_removed(os.fsdecode(words[5]), folder):
+            held.setdefault(int(words[4]), MAX_FILE_BYTES)
+    return HIDDEN if is_refused else held
+
+
+def _bytes_of(found: os.stat_result) -> int:
+    """The size of a file, or what it takes on the disk where that is more."""
+    return max(found.st_size, 512 * found.st_blocks)
 
 
 def _is_removed(shown: str, folder: Path) -> bool:

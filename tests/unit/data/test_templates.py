@@ -251,6 +251,25 @@ def test_many_rows_have_less_text_each_than_one(tmp_path: Path, monkeypatch: pyt
     assert sum(map(len, render(f"{NUMBERED}{NUMBERED}", tokenizer, long))) == 20_000_000
 
 
+def test_an_answer_that_takes_the_last_of_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """Each half of these characters takes six bytes on its way, 46 MB in all: at some of these limits there is room for
+    the texts, or for their JSON, and not for what comes behind."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = load_tokenizer(folder)
+    ends = set()
+    for limit_mib in range(96, 320, 32):
+        monkeypatch.setattr(rendering, "MAX_MEMORY_BYTES", limit_mib * 2**20)
+        try:
+            assert render("{{ '\U0001f600' * 60000 }}", tokenizer, [CHAT] * 64) == ["\U0001f600" * 60000] * 64
+            ends.add("texts")
+        except UserError as error:
+            assert f": the chat template failed: it took more than {limit_mib} MiB of memory: " in str(error), error
+            ends.add("line")
+    assert ends == {"texts", "line"}
+
+
 def test_values_without_a_form_in_json(tmp_path: Path, folder: Path) -> None:
     """A date in a parquet file's messages reads as it did in the run's own process."""
     chat = [{"role": "user", "content": "ab", "at": datetime.datetime(2024, 1, 2), "raw": b"c"}]

@@ -7,9 +7,12 @@ import functools
 import gzip
 import itertools
 import json
+import socket
+import struct
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -114,6 +117,21 @@ async def endless(writer: asyncio.StreamWriter) -> None:
         await writer.drain()
 
 
+async def hang_up(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+
+
+async def reset(writer: asyncio.StreamWriter) -> None:
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.close()
+
+
+async def break_off(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf")
+    await writer.drain()
+    writer.close()
+
+
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 DEEP = b"[" * 100_000 + b"]" * 100_000
 DIGITS = b'{"error": {"message": "full", "retry_after_s": 1' + b"0" * 400 + b"}}"
@@ -150,6 +168,12 @@ REPLIES: dict[str, tuple[Reply, type[EngineError]]] = {
     "our token": (answer(json.dumps({"error": {"message": f"no {TOKEN}!"}}).encode(), "401 X"), EngineRejected),
     "our token as text": (answer(f"Bearer {TOKEN}".encode(), "403 X"), EngineRejected),
     "a password": (answer(b'{"error": {"message": "see http://me:hunter2@h/?k=hunter2"}}', "503 X"), EngineUnreachable),
+    "a bad gateway": (answer(b"", "502 X"), EngineUnreachable),
+    "a gateway's deadline": (answer(b"<html>", "504 X"), EngineUnreachable),
+    "taken, and hung up": (hang_up, EngineUnreachable),
+    "taken, and reset": (reset, EngineUnreachable),
+    "broken off": (break_off, EngineUnavailable),
+    "a fault of its own": (answer(b"", "500 X"), EngineUnavailable),
     "a long refusal": (answer(b"x" * 2**21, "500 X"), EngineUnavailable),
     "a conflict": (answer(b"{}", "409 Conflict"), StaleWeights),
     "a trickle": (trickle, EngineUnavailable),
@@ -179,6 +203,24 @@ def test_whatever_a_server_says_one_error_comes_of_it(name: str, kind: str) -> N
     assert len(heads) == 1 and b"accept-encoding: identity" in heads[0].lower()  # nothing followed, nothing repeated
     if name == "a password":
         assert "hunter2" not in one_line(error)
+
+
+@pytest.mark.parametrize("kind", [httpx.ConnectTimeout, httpx.ReadError, httpx.WriteError])
+def test_a_server_that_no_connection_reaches_is_away(kind: type[httpx.TransportError]) -> None:
+    """As the network of another machine reports it, minutes later than a test may take."""
+
+    def broken(request: httpx.Request) -> httpx.Response:
+        raise kind("all attempts failed")
+
+    async def work() -> None:
+        engine = RemoteEngine("http://10.0.0.3:8000", timeout_s=600.0, name="math.0")
+        await engine._http._client.aclose()
+        engine._http._client = httpx.AsyncClient(transport=httpx.MockTransport(broken), base_url="http://10.0.0.3:8000")
+        with pytest.raises(EngineUnreachable, match=f"math.0: /v1/score: {kind.__name__}: all attempts failed"):
+            await engine.score([TOKENS], [1], top_k=2, temperature=1.0)
+        await engine.close()
+
+    asyncio.run(work())
 
 
 PAUSES: list[tuple[str, float]] = [

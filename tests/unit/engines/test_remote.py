@@ -248,7 +248,7 @@ def test_newer_weights_may_answer_once_their_push_was_committed() -> None:
         (503, EngineUnreachable),
         (502, EngineUnreachable),
         (500, EngineUnavailable),
-        (504, EngineUnavailable),
+        (504, EngineUnreachable),
         (400, EngineRejected),
     ],
 )
@@ -292,7 +292,7 @@ def test_a_response_is_told_when_it_comes() -> None:
         ("302 Found", EngineUnavailable),
         ("500 Internal Server Error", EngineUnavailable),
         ("503 Service Unavailable", EngineUnreachable),
-        ("504 Gateway Timeout", EngineUnavailable),
+        ("504 Gateway Timeout", EngineUnreachable),
     ],
 )
 @pytest.mark.parametrize("body", [b'{"error": {"message": "so it is", "retry_after_s": 2.5}}', b"so it is", b"[1]"])

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,46 @@ def test_a_dead_owners_folders_go_and_a_living_ones_stay(place: Path, monkeypatc
     assert not own.exists()
 
     living.communicate()
+
+
+KILLED = """
+import os, signal
+from mopd.files import temporary
+def die(*_): os.kill(os.getpid(), signal.SIGKILL)
+temporary.{deed} = die
+temporary.TemporaryFolder("mopd-one-")
+"""
+
+
+@pytest.mark.parametrize("deed", ["fcntl.flock", "Path.rename"])
+def test_an_owner_that_is_killed_as_it_makes_one_leaves_none(deed: str, place: Path) -> None:
+    """Before it has the lock, and before the folder has its name."""
+    done = subprocess.run([sys.executable, "-c", KILLED.format(deed=deed)], cwd=ROOT, timeout=600)
+    assert done.returncode == -signal.SIGKILL
+    assert len(list(place.iterdir())) == 1
+    with TemporaryFolder("mopd-two-") as own:
+        assert list(place.iterdir()) == [own]
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_one_that_is_taken_for_abandoned_before_its_lock_is_made_anew(
+    is_open: bool, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks removes what has no lock, as a folder has for a moment."""
+    module, name = (temporary.fcntl, "flock") if is_open else (temporary.os, "open")
+    real, removed = getattr(module, name), []
+
+    def late(*arguments: Any) -> Any:
+        if not removed and (found := list(place.glob(".mopd-*"))):
+            removed.extend(found)
+            removed[0].rmdir()
+        return real(*arguments)
+
+    monkeypatch.setattr(module, name, late)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with TemporaryFolder("mopd-one-") as own:
+        assert list(place.iterdir()) == [own] and own.name != removed[0].name
+        assert len(os.listdir("/proc/self/fd")) == descriptors + 1
 
 
 def test_close_is_harmless_when_repeated_or_late(place: Path) -> None:

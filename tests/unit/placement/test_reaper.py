@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,27 +14,61 @@ import pytest
 from mopd.files.temporary import TemporaryFolder
 from mopd.placement import reaper
 
-STUBBORN = ["-c", "import time; time.sleep(600)", "multiprocessing.resource_tracker"]
-"""Python's resource trackers are left time to end by themselves."""
+TRACKER = "multiprocessing.resource_tracker"
+"""In the command line of one of Python's resource trackers, which are left time to end by themselves."""
 
 
-def seconds_to_end(folder: Path, count: int) -> float:
+def note(folder: Path, *pids: int) -> None:
     folder.mkdir()
-    left = [subprocess.Popen([sys.executable, *STUBBORN], start_new_session=True) for _ in range(count)]
-    for process in left:
-        (folder / f"{process.pid}.pid").touch()
-    began = time.monotonic()
-    command = [sys.executable, "-I", "-S", reaper.__file__, str(folder)]
-    subprocess.run(command, stdin=subprocess.DEVNULL, check=True, timeout=120)
-    took_s = time.monotonic() - began
-    assert [process.wait(10) for process in left] == [-9] * count
-    assert not folder.exists()
-    return took_s
+    for pid in pids:
+        (folder / f"{pid}.pid").touch()
+
+
+def test_a_tracker_that_does_not_end_is_killed(tmp_path: Path) -> None:
+    left = [
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(6000)", name], start_new_session=True)
+        for name in (TRACKER, "x")
+    ]
+    note(tmp_path / "ranks", *(process.pid for process in left))
+    command = [sys.executable, "-I", "-S", reaper.__file__, str(tmp_path / "ranks")]
+    subprocess.run(command, stdin=subprocess.DEVNULL, check=True, timeout=600)
+    assert [process.wait(600) for process in left] == [-signal.SIGKILL] * 2
+    assert not (tmp_path / "ranks").exists()
+
+
+WAITS_LONG = """
+import sys
+from mopd.placement import reaper
+reaper.TRACKER_S = 6000.0
+reaper.kill_ranks(sys.argv[1])
+"""
 
 
 def test_many_groups_end_as_soon_as_one(tmp_path: Path) -> None:
-    """The launcher waits half a minute for it: one after another, ten would take longer."""
-    assert seconds_to_end(tmp_path / "many", 10) < 4 * seconds_to_end(tmp_path / "one", 1)
+    """The launcher waits half a minute for it. Here each group's tracker ends when all others of all groups are gone,
+    and would be waited for longer than a test may take: one group after another, the first would never end."""
+    theirs, ours = os.pipe()
+    ranks, trackers = [], []
+    for _ in range(5):
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-c", "import time; time.sleep(6000)"], pass_fds=[ours], preexec_fn=os.setpgrp
+            )
+        )
+        join = partial(os.setpgid, 0, ranks[-1].pid)
+        command = [sys.executable, "-c", "import sys; sys.stdin.read()", TRACKER]
+        trackers.append(subprocess.Popen(command, stdin=theirs, preexec_fn=join))
+    os.close(theirs)
+    os.close(ours)
+    note(tmp_path / "ranks", *(process.pid for process in ranks))
+    command = [sys.executable, "-c", WAITS_LONG, str(tmp_path / "ranks")]
+    try:
+        subprocess.run(command, stdin=subprocess.DEVNULL, check=True, timeout=300)
+    finally:
+        for process in (*ranks, *trackers):
+            process.send_signal(signal.SIGTERM)  # those that it has left
+    assert [process.wait(600) for process in ranks] == [-signal.SIGKILL] * 5
+    assert [process.wait(600) for process in trackers] == [0] * 5
 
 
 def keep_server(folder: Path) -> None:

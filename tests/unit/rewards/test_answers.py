@@ -65,15 +65,19 @@ def test_math_extracts_boxes_and_last_numbers_and_shows_them() -> None:
     assert found[-2].problem == "another answer than the ground truth"
 
 
+DEADLINES_S = (4.0, 40.0, 400.0)
+"""Of responses that never end. Where the machine is so busy that an honest one beside them is late too, the next."""
+
+
 def test_hostile_latex_scores_0_in_time_and_its_neighbours_are_judged() -> None:
-    rewards = build_rewards({"math": MathConfig(type="math", timeout_s=4.0)})
     items = [item(r"\boxed{1}", "1"), *(item(response, "1") for response in HOSTILE), item("1", "1")]
-    try:
-        found = asyncio.run(rewards.score(items))
-    finally:
-        rewards.close()
-    assert [graded.value for graded in found] == [1.0, 0.0, 0.0, 0.0, 1.0]
-    assert found[1] == Graded(0.0, None, "it took more than 4 s")
+    for timeout_s in DEADLINES_S:
+        found = judged(MathConfig(type="math", timeout_s=timeout_s), *items)
+        late = Graded(0.0, None, f"it took more than {timeout_s:g} s")
+        assert [graded.value for graded in found[1:-1]] == [0.0] * len(HOSTILE) and found[1] == late
+        if late not in (found[0], found[-1]):
+            break
+    assert [found[0].value, found[-1].value] == [1.0, 1.0]
 
 
 CHOICES = [
@@ -103,11 +107,14 @@ def test_regex_compares_the_last_match_or_asks_for_one() -> None:
     )
     assert found == [Graded(1.0, "c"), Graded(0.0, None, "the pattern does not match")]
     assert values(RegexConfig(type="regex", pattern=plain), item("123"), item("1234")) == [1.0, 0.0]
-    slow = RegexConfig(type="regex", pattern="^(?:a+)+$", timeout_s=3.0)
-    assert judged(slow, item("a" * 40 + "b"), item("aa")) == [
-        Graded(0.0, None, "it took more than 3 s"),
-        Graded(1.0, "aa"),
-    ]
+    for timeout_s in DEADLINES_S:
+        slow = RegexConfig(type="regex", pattern="^(?:a+)+$", timeout_s=timeout_s)
+        late = Graded(0.0, None, f"it took more than {timeout_s:g} s")
+        endless, honest = judged(slow, item("a" * 40 + "b"), item("aa"))
+        assert endless == late
+        if honest != late:
+            break
+    assert honest == Graded(1.0, "aa")
 
 
 SCHEMA = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
@@ -123,7 +130,7 @@ def test_json_schema_of_the_recipe_and_of_the_row(tmp_path: Path) -> None:
     assert by_recipe[2].extracted == '{"b": 1}' and "'a' is a required property" in by_recipe[2].problem
     assert by_recipe[3].extracted is None
     rows = (item('{"a": 1}', SCHEMA), item("[]", json.dumps(SCHEMA)), item('"x"', {"$ref": "http://127.0.0.1:9/s"}))
-    cfg = JsonSchemaConfig(type="json_schema", timeout_s=10.0)
+    cfg = JsonSchemaConfig(type="json_schema", timeout_s=600.0)
     assert [graded.value for graded in judged(cfg, *rows)] == [1.0, 0.0, 0.0]
 
 

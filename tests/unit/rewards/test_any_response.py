@@ -9,6 +9,7 @@ import re
 import subprocess
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,14 +37,16 @@ from tests.unit.report.conftest import recipe_file, run_dir  # noqa: F401 - fixt
 from tests.unit.rewards.items import item
 
 ASSERTS = ["assert f() == 1"]
+LONG_S = 600.0
+"""None of these responses runs long."""
 GOOD: dict[str, tuple[RewardConfig, RewardItem]] = {
-    "math": (MathConfig(type="math"), item(r"\boxed{2}", "2")),
-    "regex": (RegexConfig(type="regex", pattern="x(.*)", timeout_s=10.0), item("x1", "1")),
+    "math": (MathConfig(type="math", timeout_s=LONG_S), item(r"\boxed{2}", "2")),
+    "regex": (RegexConfig(type="regex", pattern="x(.*)", timeout_s=LONG_S), item("x1", "1")),
     "json_schema": (
-        JsonSchemaConfig(type="json_schema", timeout_s=10.0),
+        JsonSchemaConfig(type="json_schema", timeout_s=LONG_S),
         item("{}", {"type": "object", "additionalProperties": False}),
     ),
-    "code": (CodeConfig(type="code", timeout_s=20.0), item("```\ndef f(): return 1\n```", ASSERTS)),
+    "code": (CodeConfig(type="code", timeout_s=LONG_S), item("```\ndef f(): return 1\n```", ASSERTS)),
 }
 """Grader -> a response that it gives 1."""
 ENDING: dict[str, tuple[str, str]] = {
@@ -118,6 +121,31 @@ def test_a_grader_that_cannot_work_is_not_a_wrong_response() -> None:
         answer["error"].encode()
     answer = judge.judge(grade, [{"error": ValueError("\ud800")}], settings, grace_s=0.0)
     assert answer == {"values": [[0.0, None, "ValueError: \\ud800"]]}
+
+
+def test_what_one_response_takes_from_the_others_is_its_own_result(tmp_path: Path) -> None:
+    """A disk that one fills, with files that are gone when it ends, ended the run by the error of another."""
+    full, refused = tmp_path / "full", tmp_path / "refused"
+
+    def wait_for(path: Path) -> None:
+        while not path.exists():
+            time.sleep(0.01)
+
+    def grade(call: dict[str, Any]) -> Any:
+        if call["fills"]:
+            full.touch()
+            wait_for(refused)
+            full.unlink()
+            return 0.0, None, "it wrote too much"
+        if not refused.exists():
+            wait_for(full)
+            refused.touch()
+            raise OSError(28, "No space left on device")
+        return 1.0, "x", ""
+
+    settings = {"num_processes": 2, "timeout_s": 600.0}
+    answer = judge.judge(grade, [{"fills": True}, {"fills": False}], settings, grace_s=0.0)
+    assert answer == {"values": [[0.0, None, "it wrote too much"], [1.0, "x", ""]]}
 
 
 OLD_CHOICES = (

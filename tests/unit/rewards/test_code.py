@@ -159,7 +159,8 @@ def processes(folder: Path) -> set[str]:
 
 @pytest.mark.slow
 def test_hostile_programs_score_0_in_time_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As functions and, where that is something else, as whole programs; honest ones among them still pass."""
+    """As functions and, where that is something else, as whole programs; honest ones among them still pass. A batch
+    that is not judged within the sum of its deadlines ends in ``RewardFailed``."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("secrets.token_hex", lambda num_bytes: MARK)
     outside = tmp_path / "outside"
@@ -169,9 +170,7 @@ def test_hostile_programs_score_0_in_time_and_nothing_is_left(tmp_path: Path, mo
         head = f"OUTSIDE = {str(outside)!r}\nPORT = {listener.getsockname()[1]}\n"
         cases = [{"input": "1\n", "output": "2\n"}]
         items = [item(program(head + source), tests) for source in HOSTILE.values() for tests in (ASSERTS, cases)]
-        started = time.monotonic()
         found = judged(CodeConfig(type="code", timeout_s=TIMEOUT_S, max_memory_gib=0.25), *items, item(ADD, ASSERTS))
-        took_s = time.monotonic() - started
         listener.setblocking(False)
         with pytest.raises(BlockingIOError):
             listener.accept()
@@ -180,7 +179,6 @@ def test_hostile_programs_score_0_in_time_and_nothing_is_left(tmp_path: Path, mo
     assert found[-1].value == 1.0
     assert not outside.exists() and list(tmp_path.iterdir()) == []
     assert processes(tmp_path) == set()
-    assert took_s < len(items) / 2 * (TIMEOUT_S + 2)
 
 
 @pytest.mark.parametrize("use_landlock", [True, False])

@@ -19,7 +19,7 @@ from tests.unit.rewards.items import item, judged
 DEADLINE_S = 120.0
 """Of programs that would sleep for ever; none takes a second."""
 HEAD = """\
-import ctypes, mmap, os, socket, sys, tempfile, threading, time
+import ctypes, fcntl, mmap, os, socket, struct, sys, tempfile, threading, time
 libc, kept, MiB = ctypes.CDLL(None, use_errno=True), [], 2**20
 def checked(result):
     if result < 0: raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -36,6 +36,10 @@ def paged(fd, protection=1, flags=1, length=4096):
     libc.mmap.restype = ctypes.c_void_p
     checked(-1 if libc.mmap(None, ctypes.c_size_t(length), protection, flags, fd, 0) in (None, 2**64 - 1) else 0)
     os.close(fd)
+def reserve(command):
+    fd = os.open('f', os.O_RDWR | os.O_CREAT)
+    try: fcntl.ioctl(fd, command, struct.pack('=hhiqqiI16s', 0, 0, 0, 0, 2**30, 0, 0, b''))
+    except OSError as error: assert error.errno == 1; raise  # and not as a file system refuses it that lacks it
 def take(i):
     TAKE
 def all_of_it():
@@ -54,6 +58,11 @@ START = {
         except OSError as error: failed.append(error)
     thread = threading.Thread(target=work); thread.start(); thread.join()
     for error in failed: raise error""",
+    "in another thread, and the main thread has ended": """def work():
+        try: all_of_it()
+        except OSError: pass
+        time.sleep(1000)
+    threading.Thread(target=work).start(); libc.syscall(60 if os.uname().machine == 'x86_64' else 93, 0)""",
 }
 HOLDING = {
     "files in the folder": "os.close(written(f'f{i}'))",
@@ -78,6 +87,10 @@ HOLDING = {
     "mapped without a name": "paged(written('.', os.O_RDWR | os.O_TMPFILE))",
     "hidden (not dumpable)": "checked(libc.prctl(4, 0, 0, 0, 0)); kept.append(removed(i))",
     "hidden, mapped": "checked(libc.prctl(4, 0, 0, 0, 0)); paged(removed(i))",
+    "mapped, and controls in its name": r"n = 'a\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\nb'; fd = written(n); paged(fd)"
+    "\n    os.unlink(n)",
+    "names of one file": "os.close(written('a')) if i == 0 else None\n"
+    "    for j in range(10): os.link('a', f'n{i} {j}')",
     "grown by its map": "fd = os.open('f', os.O_RDWR | os.O_CREAT); os.ftruncate(fd, SIZE); paged(fd, protection=3)\n"
     "    os.unlink('f')",
 }
@@ -94,6 +107,8 @@ REFUSED = {
     "blocks beyond the end": "fd = os.open('f', os.O_RDWR | os.O_CREAT); checked(libc.fallocate(fd, 1, 0, "
     "ctypes.c_long(2**30)))",
     "blocks": "fd = os.open('f', os.O_RDWR | os.O_CREAT); checked(libc.fallocate(fd, 0, 0, ctypes.c_long(4096)))",
+    "blocks beyond the end, by ioctl": "reserve(0x40305828)",
+    "blocks beyond the end, by ioctl with 64 bits": "reserve(0x4030582A)",
     "descriptors on their way": "a, b = socket.socketpair(); kept.extend((a, b)); fd = removed(i)\n"
     "    socket.send_fds(a, [b'x'], [fd]); os.close(fd)",
     "messages on their way": "a, b = socket.socketpair(); a.sendmsg([b'x'])",
@@ -130,6 +145,9 @@ HONEST = {
     "with E(8) as e: assert sum(e.map(int, '123')) == 6",
     "asyncio": "import asyncio\nasync def f(): await asyncio.sleep(0.01); return 3\nassert asyncio.run(f()) == 3",
     "a pair of sockets": "a, b = socket.socketpair(); a.sendall(b'x'); assert b.recv(1) == b'x'",
+    "what Python asks of descriptors": "r, w = os.pipe(); os.set_blocking(r, False); os.set_inheritable(w, True)\n"
+    "os.write(w, b'x'); assert struct.unpack('i', fcntl.ioctl(r, 0x541B, bytes(4))) == (1,)\n"
+    "assert not sys.stdin.isatty() and not os.isatty(r)",
     "10 MiB of output": "for _ in range(10): print('x' * (MiB - 1))",
 }
 
@@ -148,7 +166,7 @@ def run(folder: Path, source: str, *, size: int = MAX_FILE_BYTES) -> tuple[str, 
         assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize(("start", "size_mib"), zip(START, (16, 4), strict=True))
+@pytest.mark.parametrize(("start", "size_mib"), zip(START, (16, 4, 4), strict=True))
 @pytest.mark.parametrize("way", HOLDING)
 def test_nobody_holds_more_than_64_mib_of_files(way: str, start: str, size_mib: int, tmp_path: Path) -> None:
     source = HEAD.replace("TAKE", HOLDING[way]).replace("START", START[start])
@@ -213,3 +231,38 @@ def test_several_programs_of_a_response_share_the_limit(tmp_path: Path) -> None:
     finally:
         one.end()
         other.end()
+
+
+AS_ANY_USER = """
+import ctypes, os, sys
+from pathlib import Path
+from mopd.rewards.graders.sandbox import HIDDEN, _removed_files
+if os.geteuid() == 0:
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+def ended(): os._exit(0)
+def shown(): read.read(1)
+for work, dumpable, held in ((ended, 1, {}), (shown, 1, {}), (shown, 0, HIDDEN)):
+    ctypes.CDLL(None).prctl(4, dumpable, 0, 0, 0)
+    reading, writing = os.pipe()
+    read = os.fdopen(reading, "rb")
+    pid = os.fork()
+    if pid == 0:
+        os.close(writing)
+        work()
+        os._exit(0)
+    if work is ended:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    found = _removed_files(pid, Path("/nowhere"))
+    os.close(writing)
+    os.waitpid(pid, 0)
+    assert found == held, (work, dumpable, found)
+"""
+
+
+def test_who_is_not_root_tells_an_ended_program_from_one_that_hides() -> None:
+    """The descriptors of an ended process are root's alone to see: every honest program "wrote too much" for anybody
+    else."""
+    done = subprocess.run(
+        [sys.executable, "-c", AS_ANY_USER], cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr

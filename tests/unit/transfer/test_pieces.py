@@ -18,7 +18,7 @@ from mopd.transfer.sending import Sent, send
 from mopd.types import NonFiniteError
 
 BUCKET = 3 * 2**20
-DEADLINE_S = 10.0
+DEADLINE_S = 600.0
 Weights = dict[str, Tensor]
 
 
