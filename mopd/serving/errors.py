@@ -1,16 +1,22 @@
 """Refusals as HTTP answers: a status, a short JSON body, and what the client should make of it.
 
-==== ======================= ==================================================== 400  bad_request
-malformed, or asks for what the engine cannot do 401  unauthorized            token missing or wrong 403  forbidden
-the weights of a teacher are fixed; a web page asked a server without a token 408  head_timeout            the head of
-the request came too slowly 408  body_timeout            the body came too slowly 411  length_required         no
-Content-Length, or a Transfer-Encoding 409  stale_weights           another weight version is served, or an update runs
-413  too_large               body or request above the server's limit 428  unknown_images          image files are not
-here; the body names them 429  busy                    queue full; Retry-After says when to come back 431  too_large
-the head of the request is too long 499  client_gone             for the statistics only: no client is there to read it
-500  internal_error          a fault of the server; its log has the traceback 503  draining, dead, asleep  the server is
-about to end, or gave its memory to others 504  deadline                the client's deadline has passed ====
-======================= ====================================================
+==== ======================= ====================================================
+400  bad_request             malformed, or asks for what the engine cannot do
+401  unauthorized            token missing or wrong
+403  forbidden               the weights of a teacher are fixed; a web page asked a server without a token
+408  head_timeout            the head of the request came too slowly
+408  body_timeout            the body came too slowly
+411  length_required         no Content-Length, or a Transfer-Encoding
+409  stale_weights           another weight version is served, or an update runs
+413  too_large               body or request above the server's limit
+428  unknown_images          image files are not here; the body names them
+429  busy                    queue full; Retry-After says when to come back
+431  too_large               the head of the request is too long
+499  client_gone             for the statistics only: no client is there to read it
+500  internal_error          a fault of the server; its log has the traceback
+503  draining, dead, asleep  the server is about to end, or gave its memory to others
+504  deadline                the client's deadline has passed
+==== ======================= ====================================================
 """
 
 from __future__ import annotations
