@@ -1,14 +1,14 @@
-"""When the next prompts are admitted: early enough that their step does not wait for them, and no earlier.
+"""Admission times of prompts: early enough that their step does not wait for them, and no earlier.
 
-A sample ages while it waits for its step. The pace measures each batch's slack, how long before the trainer asked for
-it it was complete, and shifts admission::
+A sample ages while it waits for its step. The pace measures each batch's slack, how long it was complete before the
+trainer asked for it, and shifts admission::
 
     admitted ──── rollout, teachers, rewards ────> batch complete ──── slack ────> asked for, taken
              <─────────────────────────── lead ──────────────────────────────────>
 
-Where the trainer bounds the run, slack is time in which samples only age: the lead shrinks until ``MARGIN`` is left.
-Where the rollout or a teacher bounds it no batch has slack: the lead grows to the ``max_staleness + 1`` steps that the
-bound on staleness allows, and every prompt is admitted as soon as that lets it.
+If the trainer bounds the run, slack is time in which samples only age: the lead shrinks until ``MARGIN`` is left. If
+the rollout or a teacher bounds it, no batch has slack: the lead grows to the ``max_staleness + 1`` steps that the bound
+on staleness allows, and every prompt is admitted as soon as that bound lets it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import math
 from collections import deque
 
 MARGIN = 0.25
-"""Slack that is kept, as a share of the time between two batches: lengths and latencies vary from step to step."""
+"""Slack to keep, as a share of the time between two batches: lengths and latencies vary from step to step."""
 GAIN = 0.5
 """Share of the slack above the margin by which the lead shrinks at once."""
 PENALTY = 2.0
-"""Times the slack that is missing by which it grows: a trainer that waits costs more than samples that are older."""
+"""Factor of the missing slack by which the lead grows: a trainer that waits costs more than samples that are older."""
 NUM_STEPS = 4
-"""Steps of which the shortest tells the trainer's own time: a validation or a checkpoint makes single ones longer."""
+"""Number of steps of which the shortest gives the trainer's own time: a validation or a checkpoint makes single ones
+longer."""
 
 
 class Pace:
@@ -38,37 +39,38 @@ class Pace:
         """Most steps' worth of prompts that are admitted at a time."""
         self._lead_s = math.inf
         self._slacks: list[float] = []
-        """Slacks in seconds of the batches since the lead was changed."""
+        """Slacks in seconds of the batches since the last change of the lead."""
         self._busy: deque[float] = deque(maxlen=NUM_STEPS)
-        """Seconds from when a batch was taken until the next one was asked for."""
+        """Seconds from taking a batch to asking for the next one."""
         self._taken_at: float | None = None
         self._asked_at: float | None = None
-        """When the batch that the trainer waits for was asked for."""
+        """Time when the trainer asked for the batch that it waits for."""
         self._complete_at: float | None = None
-        """When the next batch was complete."""
+        """Time when the next batch was complete."""
         self._num_ahead = 0
         """Batches beyond the next one that were complete when it was asked for."""
 
     def completed(self, now: float) -> None:
-        """Note that the next batch is complete. Only the first call before ``taken`` counts."""
+        """Record that the next batch is complete. Only the first call before ``taken`` counts."""
         if self._complete_at is None:
             self._complete_at = now
 
     def asked(self, now: float, num_complete: int) -> None:
-        """Note that the trainer waits for its next batch; ``num_complete`` batches are complete."""
+        """Record that the trainer waits for its next batch; ``num_complete`` batches are complete."""
         self._asked_at, self._num_ahead = now, max(0, num_complete - 1)
         if self._taken_at is not None:
             self._busy.append(now - self._taken_at)
 
     def taken(self, now: float) -> None:
-        """Note that the trainer has its batch, and adapt the lead."""
+        """Record that the trainer has its batch, and adapt the lead."""
         if self._asked_at is not None and self._busy:
             complete_at = now if self._complete_at is None else self._complete_at
+            # batches that are complete beyond this one are slack as well, each of one step
             self._adapt(self._asked_at - complete_at + self._num_ahead * self._busy_s)
         self._taken_at, self._asked_at, self._complete_at = now, None, None
 
     def due(self, steps_ahead: int, now: float) -> float:
-        """Time from which prompts may be admitted for the batch ``steps_ahead`` (0: the next) batches on."""
+        """Return the time from which prompts may be admitted for the batch ``steps_ahead`` (0: the next) batches on."""
         if self._taken_at is None or not self._busy:
             return now
         next_at = now if self._asked_at is not None else self._taken_at + self._busy_s
