@@ -46,8 +46,7 @@ class Slot:
     prompt: Prompt
     """Prompt that fills it now."""
     weight_version: int
-    """Weights that its age counts from (``Ledger.version_of``). Until its samples are drawn, the oldest that these can
-    be."""
+    """Weights that its age counts from (``Ledger.version_of``). Until its samples are drawn, the oldest possible."""
     is_drawn: bool = False
     """Whether its samples are drawn, which settles ``weight_version``."""
     samples: tuple[SampleMeta, ...] = ()
@@ -161,8 +160,7 @@ class Ledger:
         return self._next_step - self.version_of(samples) > self.max_staleness
 
     def drawn(self, slot: Slot, samples: Sequence[SampleMeta]) -> bool:
-        """Record the weights that drew the slot's samples. ``False``: the samples are too old already for the next
-        step."""
+        """Record the weights that drew the slot's samples. ``False``: they are too old already for the next step."""
         slot.is_drawn = True
         self._set_version(slot, self.version_of(samples))
         return not self.is_stale(samples)

@@ -231,6 +231,7 @@ class JsonlWriter:
                     left = left[self._file.write(left) :]
                 os.fsync(self._file.fileno())
             except BaseException:
+                # a part of a line would run into the next record
                 self._file.truncate(end)
                 raise
 

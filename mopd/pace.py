@@ -23,8 +23,7 @@ GAIN = 0.5
 PENALTY = 2.0
 """Factor of the missing slack by which the lead grows: a trainer that waits costs more than samples that are older."""
 NUM_STEPS = 4
-"""Number of steps of which the shortest gives the trainer's own time: a validation or a checkpoint makes single ones
-longer."""
+"""Steps of which the shortest gives the trainer's own time: a validation or checkpoint makes single ones longer."""
 
 
 class Pace:
@@ -82,6 +81,7 @@ class Pace:
 
     def _adapt(self, slack_s: float) -> None:
         most_s, margin_s = self._num_in_flight * self._busy_s, MARGIN * self._busy_s
+        # at first the lead is infinite: every prompt as soon as the bound on staleness lets it
         self._lead_s = min(self._lead_s, most_s)
         self._slacks.append(slack_s)
         if slack_s < margin_s:

@@ -34,8 +34,7 @@ class EngineUnavailable(EngineError):
 
 
 class EngineUnreachable(EngineUnavailable):
-    """No server takes requests there now: connection refused, HTTP 502 or 503. This says nothing about the request, and
-    may pass."""
+    """No server takes requests there: refused, HTTP 502 or 503. It says nothing about the request, and may pass."""
 
 
 class CorruptAnswer(EngineUnavailable):
@@ -85,8 +84,7 @@ class EngineLimits:
     max_sequences: int | None = None
     """Sequences that the engine runs at a time; others wait inside it."""
     max_running_tokens: int | None = None
-    """Tokens of all sequences, drawn ones included, that the engine holds at a time (vLLM: its KV cache; torch: a
-    batch)."""
+    """Tokens of all sequences, drawn ones included, that it holds at a time (vLLM: its KV cache; torch: a batch)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -77,7 +77,7 @@ class Part(Want, Generic[R]):
         return self.request is request and not self.came_back.done()
 
     def is_stale(self, error: Exception) -> bool:
-        """Return whether the replica lacks weights that will be sent to it. For fixed weights, other ones are a
+        """Return whether the replica lacks weights that will be sent to it. Other weights than fixed ones are a
         failure."""
         return isinstance(error, StaleWeights) and self.version is not None
 
@@ -89,8 +89,7 @@ class Part(Want, Generic[R]):
                 self.turned_away_since = now
         elif not self.is_stale(error):
             self.key = None
-            # a refusal of a joint request may be another part's fault: it counts only once this part has been asked for
-            # alone
+            # a joint request's refusal may be another part's fault: it counts once this part was asked for alone
             if isinstance(error, EngineUnavailable) or not self.was_joined:
                 self.failed_on.append(member)
                 self.turned_away_since = None
@@ -189,6 +188,7 @@ class Request(Generic[R]):
                 raise EngineUnavailable(f"{name}: no answer within {timeout_s:g} s (routing.request_timeout_s)")
             results = call.result()
         finally:
+            # answers that are told from here on are dropped
             self._is_over = True
             await cancel([call])
         if len(results) != len(self._items):

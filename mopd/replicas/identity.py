@@ -52,8 +52,7 @@ class Needs:
 
 
 def problems_of(info: EngineInfo, manifest: Manifest, needs: Needs, *, key: str, is_rollout: bool) -> list[str]:
-    """Return why this replica cannot serve the group ``key``; empty if it can. A rollout's weights are not compared:
-    they arrive later."""
+    """Return why this replica cannot serve the group ``key``. A rollout's weights, which arrive later, do not count."""
     found = []
     if info.manifest is not None:
         names = ("config_sha256",) if is_rollout else HASHES

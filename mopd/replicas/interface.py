@@ -41,8 +41,7 @@ class RouterLimits:
     max_attempts: int = 4
     """Attempts of one request over all replicas, the first included: one more than a replica's failures in a row."""
     backoff_s: float = 0.5
-    """Seconds before the second attempt; doubles with each further one, so that four attempts span the restart of a
-    connection."""
+    """Seconds before the second attempt, doubled for each further one: four span the restart of a connection."""
     breaker_failures: int = 3
     """Failures in a row that open a replica's breaker: one may be a lost connection, three are no coincidence."""
     breaker_reset_s: float = 10.0

@@ -125,6 +125,7 @@ class Pool(Generic[WantT]):
             waiter.sent.result()
         finally:
             place = self._place(want)
+            # a want that was sent has left the list; its place may be another's
             if place < len(self._waiters) and self._waiters[place] is waiter:
                 self._forget(place)
 
@@ -190,8 +191,7 @@ class Pool(Generic[WantT]):
         self._look = None
         now = self.now()
         choices, names = self._choices(now)
-        # `kept`: replicas that take no more in this pass, as they are busy enough or reserved by a want that did not
-        # fit
+        # `kept`: replicas that take no more in this pass: busy enough, or reserved by a want that did not fit
         kept = {member.name for member in self._members.values() if not member.is_short_of_work}
         joint = _JointRequests[WantT]()
         place = 0
@@ -253,8 +253,7 @@ class Pool(Generic[WantT]):
             member.counters.freed(room.load)
 
     def _set_timer(self, now: float) -> None:
-        """Schedule a pass for the time when the next breaker or full queue may be tried; other changes call by
-        themselves."""
+        """Schedule a pass for when the next breaker or full queue may be tried; other changes call it themselves."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -303,8 +302,7 @@ class _JointRequests(Generic[WantT]):
     def __init__(self) -> None:
         self._requests: list[tuple[Member, list[WantT]]] = []
         self._open: dict[Hashable, list[list[WantT]]] = defaultdict(list)
-        """Requests of one key to one replica. ``_tokens``: of each; ``_first``: place of the first one that is not
-        full."""
+        """Requests of one key to one replica. ``_tokens``: of each; ``_first``: place of the first not full one."""
         self._tokens: dict[Hashable, list[int]] = defaultdict(list)
         self._first: dict[Hashable, int] = defaultdict(int)
         self._next: dict[Hashable, int] = defaultdict(int)

@@ -87,8 +87,7 @@ class Router:
         self._retries = 0
         self._num_planned = len(replicas)
         self.weight_version = -1
-        """Rollout groups: the version that ``generate`` requires; replicas with an older one get no work. Set by
-        ``set_weight_version``."""
+        """Rollout groups: oldest version that may answer ``generate``; set by ``set_weight_version``."""
         self.vocab_size: int | None = None
         """Answers with an id of this size or larger are corrupt; ``None``: unknown."""
 
@@ -198,8 +197,7 @@ class Router:
         return self.weight_version if self.kind == "rollout" else None
 
     async def _run(self, call: Call[R], *, stop_at_failure: bool) -> list[R | SampleFailed]:
-        """Cut the call into parts, see each through, and return the results in order. However it ends, no part is left
-        behind."""
+        """Cut the call into parts, see each through, return the results in order. No part outlives the call."""
         version, number = self._wanted_version, next(self._orders)
         rooms = [call.work.room(item) for item in call.items]
         failures: dict[int, SampleFailed] = {}
@@ -231,12 +229,13 @@ class Router:
         parts = cut([room.load for room in rooms], max_tokens=most, num_replicas=self._num_planned)
         size = self._pool.max_sequences
         if size is not None and rooms and rooms[0].sequences:
+            # no part asks for more responses than wait at a replica, so that it can follow at once what ends there
             parts = [part[i : i + size] for part in parts for i in range(0, len(part), size)]
         await all_or_none(see(positions, (number, i)) for i, positions in enumerate(parts))
         return [failures[i] if i in failures else call.answers[i] for i in range(len(rooms))]
 
     async def _see_through(self, part: Part[R]) -> SampleFailed | None:
-        """Ask until nothing is missing; return why something still is. Errors of a wrong call (no ``EngineError``) are
+        """Ask until nothing is missing, or return why something is. Errors of a wrong call (no ``EngineError``) are
         raised."""
         while True:
             try:

@@ -79,8 +79,7 @@ class ReplicaNumbers:
     stale_answers: int = 0
     """Requests that it refused for the version of its weights."""
     latencies_s: tuple[float, ...] = ()
-    """Seconds from sending to the answer, of requests or, where answers are told one by one, of responses; ascending, a
-    bounded sample."""
+    """Seconds from sending to answer, of requests or (told one by one) of responses; ascending, a bounded sample."""
     payload_bytes: int | None = None
     """Bytes sent and received; ``None`` for an engine of this process."""
 
@@ -99,8 +98,7 @@ class GroupNumbers:
     busy_s: float
     """Seconds with at least one request in progress on any replica."""
     retries: int
-    """Parts of callers' requests that were sent again: after a failure, a full queue, stale weights, or the refusal of
-    a joint request."""
+    """Parts of requests that were sent again: after a failure, full queue, stale weights or refused joint request."""
 
 
 class BusyTime:
@@ -215,8 +213,7 @@ def group_metrics(numbers: GroupNumbers) -> dict[str, float]:
 
 
 def _work(replicas: Sequence[ReplicaNumbers], busy_s: float) -> dict[str, float]:
-    """Return the metrics that a group and each of its replicas have: rates and latencies if there was work, bytes if
-    they are counted."""
+    """Return the metrics of a group or a replica: rates and latencies if it had work, bytes if they are counted."""
     tokens = sum(replica.num_tokens for replica in replicas)
     latencies_s = sorted(value for replica in replicas for value in replica.latencies_s)
     payloads = [replica.payload_bytes for replica in replicas if replica.payload_bytes is not None]

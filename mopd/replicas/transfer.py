@@ -38,8 +38,7 @@ class TransferTargets:
     """Receivers of weight updates. Belongs to the router's event loop."""
 
     def __init__(self, router: Router, *, num_workers: int, on_running: OnRunning, drain_s: float) -> None:
-        """Keep the group's settings: ``num_workers`` of one replica; ``drain_s``: longest time that running responses
-        may take."""
+        """Set up. ``num_workers``: of one replica; ``drain_s``: longest time that running responses may take."""
         self._router, self._num_workers, self._on_running = router, num_workers, on_running
         self._drain_s = drain_s if on_running == "finish" else 0.0
         self.is_updating = False
@@ -114,8 +113,7 @@ class TransferTargets:
         return failures, max((answer.load_s for answer in received.values()), default=0.0)
 
     async def published(self, weight_version: int | None) -> None:
-        """End the update: from now on requests require these weights (``None``: the same as before, which more replicas
-        have)."""
+        """End the update: requests now require these weights (``None``: those of before, which more replicas have)."""
         self.is_updating = False
         self._router.set_weight_version(self._router.weight_version if weight_version is None else weight_version)
 

@@ -1,5 +1,4 @@
-"""The two kinds of work that a router gives to replicas. Items of equal work may travel in one request, whichever call
-they belong to."""
+"""The two kinds of work of replicas. Items of equal work may travel in one request, of whatever calls."""
 
 from __future__ import annotations
 

@@ -151,8 +151,7 @@ def _as_text(value: Any) -> str:
 
 
 def _structure(value: Any) -> dict[str, Any]:
-    """Return a structure, or its JSON, as a dict; empty for anything else. Entries that are absent in parquet are left
-    out."""
+    """Return a structure, or its JSON, as a dict without parquet's absent entries; empty for anything else."""
     value = _parsed(value)
     return {key: entry for key, entry in value.items() if entry is not None} if isinstance(value, Mapping) else {}
 

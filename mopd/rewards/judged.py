@@ -35,8 +35,7 @@ class JudgedReward(ServedReward):
     """One of these rewards, by its configuration."""
 
     def __init__(self, cfg: JudgedConfig, key: str) -> None:
-        """Prepare the judge's settings. ``key`` heads its errors. ``UserError`` for a file or a machine that cannot be
-        used."""
+        """Prepare the settings. ``key`` heads its errors. ``UserError`` for a file or a machine that cannot be used."""
         cure = ": see that the machine has memory and processes left"
         super().__init__(f"{key}: the {cfg.type} reward", cure)
         self._cfg = cfg

@@ -76,6 +76,7 @@ def _run_child(child: list[str], calls_fd: int, answers_fd: int, max_bytes: int,
         pass_fds=(calls_fd, answers_fd),
         start_new_session=True,
     )
+    # the pipes must end with the child's own descriptors
     for descriptor in (0, 1, calls_fd, answers_fd, output_end):
         os.close(descriptor)
     code = process.wait()

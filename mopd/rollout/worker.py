@@ -82,6 +82,7 @@ class RolloutWorker:
         own."""
         parts = [part]
         while parts[-1].finish_reason == "handed_back":
+            # a continued response may be handed back again
             prefix = torch.cat([own.tokens for own in parts])
             sampling = replace(self.sampling, max_new_tokens=self.sampling.max_new_tokens - len(prefix))
             start = (*self._tokens(prompt), *prefix.tolist())

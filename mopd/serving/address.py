@@ -34,8 +34,7 @@ class Address:
     """File written when the server answers: ``{url, pid}`` as JSON, which is also printed on one line."""
 
     def read_token(self) -> str | None:
-        """Return the secret, or None for an open server on the loopback interface; ``UserError`` for an open one
-        elsewhere."""
+        """Return the secret; None for an open server on the loopback interface, ``UserError`` for one elsewhere."""
         if self.token_file is not None:
             return read_token_file(self.token_file)
         if not _is_loopback(self.host):
@@ -47,8 +46,7 @@ class Address:
 
     @contextmanager
     def listen(self) -> Iterator[socket.socket]:
-        """Listen inside the context: clients that connect wait until the engine is ready. ``UserError`` if the port is
-        taken."""
+        """Listen inside the context; clients wait until the engine is ready. ``UserError`` if the port is taken."""
         if not 0 <= self.port <= LAST_PORT:
             raise UserError(f"--port {self.port} is no port: set 0 (any free one) to {LAST_PORT}")
         try:
@@ -84,8 +82,7 @@ def is_any_address(listener: socket.socket) -> bool:
 
 
 def read_token_file(path: Path) -> str:
-    """Return the secret in a file, without surrounding white space; ``UserError`` if it is missing, short or not
-    printable."""
+    """Return the secret in a file, stripped; ``UserError`` if it is missing, short or not printable."""
     try:
         text = read_text(path, cure="write the secret there", max_bytes=MAX_TOKEN_BYTES)
     except UserError as error:

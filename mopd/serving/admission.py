@@ -113,8 +113,7 @@ class Admission:
             self.require_open()
 
     def pause(self, reason: Refusal) -> None:
-        """Admit nothing until ``resume``: weights change, or the engine sleeps. ``Refusal`` if it is paused already or
-        the server ends."""
+        """Admit nothing until ``resume``: weights change, or the engine sleeps. ``Refusal`` if it is paused or ends."""
         self.require_open()
         self._closed_because, self._is_paused = reason, True
 

@@ -239,6 +239,7 @@ class EngineServer:
         engine = self._sleeper()
         if self.updates.is_running:
             raise stale_weights("a weight update is on its way")
+        # admission is closed before the wait for running requests: none may come in meanwhile
         if self._sleeping == "no":
             self.admission.pause(Refusal(503, "asleep", "the engine is asleep: wake it first"))
         try:
@@ -253,8 +254,7 @@ class EngineServer:
         return JSONResponse({"status": "asleep"})
 
     async def wake_weights(self, request: Request) -> Response:
-        """Allocate the memory of the weights alone, for an update; ``wake`` must follow. Succeeds if it is awake
-        already."""
+        """Allocate the weights' memory alone, for an update; ``wake`` must follow. Succeeds if it is awake already."""
         await self._ignore_body(request)
         engine = self._sleeper()
         if self._sleeping == "all":
@@ -314,7 +314,7 @@ class EngineServer:
             raise
 
     async def _engine_call(self, call: Awaitable[ResultT]) -> ResultT:
-        """Await the engine and turn its errors into refusals. A dead engine ends the server: its supervisor starts
+        """Await the engine; turn its errors into refusals. A dead engine ends the server: its supervisor starts
         another."""
         try:
             return await call

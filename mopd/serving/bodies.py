@@ -110,8 +110,8 @@ def _give_back_freed_memory() -> None:
 
 
 async def while_wanted(request: Request, deadline: float, call: Coroutine[Any, Any, T]) -> T:
-    """Return the call's result; cancel it at the deadline (``Refusal`` 504) and when the client has gone (499). The
-    body must have been read."""
+    """Return the call's result; cancel it at the deadline (``Refusal`` 504) or when the client has gone (499). The
+    request's body must have been read."""
     task, gone = asyncio.ensure_future(call), asyncio.ensure_future(disconnected(request))
     try:
         timeout_s = max(0.0, deadline - time.monotonic())
@@ -160,8 +160,8 @@ async def send_slices(send: Send, body: bytes, *, more_body: bool) -> None:
 
 
 def read_deadline(request: Request, longest_s: float) -> float:
-    """Return the ``time.monotonic()`` after which the client waits no longer; ``Refusal`` 400 for a header that is no
-    positive number."""
+    """Return the ``time.monotonic()`` of the client's deadline; ``Refusal`` 400 for a header that is no positive
+    number."""
     text = request.headers.get(DEADLINE_HEADER)
     if text is None:
         return time.monotonic() + longest_s

@@ -34,8 +34,8 @@ KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open, longer than clients keep theirs (httpx: 5 s): a server that closes first
 loses a request on its way."""
 LINGER_S = 2.0
-"""Seconds in which the rest of a refused client's request is read away: a connection closed over unread bytes is reset,
-and the refusal lost."""
+"""Seconds to read away the rest of a refused request: closed over unread bytes, a connection is reset, the refusal
+lost."""
 ACCEPT_AT_ONCE = 128
 """Connections that are accepted before any of them is looked at."""
 
@@ -238,8 +238,8 @@ class Connection(H11Protocol):
         return room if end is None else max(1, end.end() - len(overlap))
 
     def _make_room(self) -> None:
-        """Close the connection that has waited longest for a head, one that never sent a head first; if none waits,
-        this one."""
+        """Close the connection that has waited longest for a head, first such as never sent one; if none waits, this
+        one."""
         for waiting in (self._shared.without_head, self._shared.between_requests):
             if waiting:
                 return next(iter(waiting))._abort()

@@ -51,8 +51,7 @@ class HostedEngine(Scorer, Generator, Described, Protocol):
         self, weights: Collection[tuple[str, Tensor]], *, kept: Set[str]
     ) -> AbstractAsyncContextManager[Any]:
         """Do everything about new weights that can be done while the engine works, and yield the argument of
-        ``swap_weights``, valid inside the context. Raises as ``TakesWeights.load_weights`` does before it replaces a
-        weight."""
+        ``swap_weights``, valid inside the context. Raises as ``TakesWeights.load_weights``."""
         ...
 
     async def swap_weights(self, prepared: Any, weight_version: int) -> None:
@@ -87,8 +86,7 @@ class CanSleep(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Release the memory; the engine does no work until ``wake_up``. One whose weights come from a student has none
-        then."""
+        """Release the memory; no work is done until ``wake_up``. Weights that come from a student are lost."""
         ...
 
     async def wake_up(self, *, weights_only: bool = False) -> None:
@@ -101,8 +99,7 @@ class EngineHost:
     """Host of an engine that batches by itself and never blocks the event loop (vLLM)."""
 
     swaps_between_calls = False
-    """Whether ``swap_weights`` with ``finish`` may be called at any time: the running call ends before it, waiting ones
-    come after it."""
+    """Whether ``swap_weights`` with ``finish`` may come at any time: after the running call, before waiting ones."""
 
     def __init__(self, engine: HostedEngine) -> None:
         self.engine = engine
@@ -322,6 +319,7 @@ class ThreadHost(EngineHost):
                     if not job.result.done():
                         job.result.set_exception(error)
                 continue
+            # results lie in the order of the joined jobs' items
             rest = iter(results)
             for job in batch:
                 share = [next(rest) for _ in job.items]
@@ -329,8 +327,7 @@ class ThreadHost(EngineHost):
                     job.result.set_result(share)
 
     def _compute(self, call: _Call, items: list[Any], tell: Callable[..., object]) -> list[Any]:
-        """Run the call in the thread, on an event loop of its own: the engine's coroutines compute without ever
-        waiting."""
+        """Run the call in the thread, on a loop of its own: the engine's coroutines compute without ever waiting."""
         self._computing.set()
         try:
             results = asyncio.run(call(items, tell))
@@ -356,8 +353,7 @@ class ThreadHost(EngineHost):
 
 
 def _teller(batch: Sequence[_Job], loop: asyncio.AbstractEventLoop) -> Callable[[int, Any], None]:
-    """Return ``tell(i, result)`` of a joined call, where i counts the items of all jobs; it may be called from any
-    thread."""
+    """Return ``tell(i, result)`` of a joined call, where i counts the items of all jobs. Thread-safe."""
     owners = [(job, i) for job in batch for i in range(len(job.items))]
 
     def pass_on(place: int, result: Any) -> None:

@@ -20,8 +20,7 @@ class RequestChecks:
     and the answer says so: the bytes on their way cannot be taken for the next request."""
 
     def __init__(self, app: ASGIApp, *, is_open: bool) -> None:
-        """Wrap ``app``. ``is_open``: there is no token, so that a web page in a browser of this machine could use the
-        server."""
+        """Wrap ``app``. ``is_open``: there is no token, so that a web page on this machine could use the server."""
         self._app, self._is_open = app, is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -105,7 +105,7 @@ def _answer(checksum: bytes, i: int, generation: Generation) -> GenerateAnswer:
 
 
 class StreamedResponse(Response):
-    """A response with status 200 and an unknown number of frames. A client that does not read them loses its connection
+    """Status 200 and an unknown number of frames. A client that does not read them loses its connection
     (``connections``)."""
 
     def __init__(self, first: bytes, rest: AsyncIterator[bytes], checksum: bytes, metrics: ServerMetrics) -> None:

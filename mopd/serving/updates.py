@@ -152,6 +152,7 @@ class WeightUpdates:
             self.drop()
             raise bad_request(str(error)) from error
         update.silence.cancel()
+        # from here on a new `begin` is refused until these weights are loaded or refused
         self._update = None
         self._is_loading = True
         try:

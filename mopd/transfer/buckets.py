@@ -70,13 +70,13 @@ def digest(data: Tensor) -> Tensor:
         # a view as int64 must begin at a multiple of 8 bytes
         words = (part.clone() if part.storage_offset() % 8 else part).view(torch.int64)
         first = start // 4 + 1
+        # odd factors are invertible modulo 2**64: one changed word always changes the sum
         total += (words * torch.arange(first, first + 2 * len(words), 2, device=data.device)).sum()
     return total
 
 
 def cut(metas: Iterable[TensorMeta], bucket_bytes: int) -> list[Bucket]:
-    """Cut tensors into buckets, in order: at most ``bucket_bytes`` of tensors in each, unless one tensor alone is
-    larger."""
+    """Cut tensors into buckets, in order: at most ``bucket_bytes`` in each, unless one tensor alone is larger."""
     buckets: list[Bucket] = []
     parts: list[tuple[TensorMeta, int]] = []
     end = 0

@@ -163,8 +163,7 @@ class TransferGroup:
             raise TransferFailed(f"{first_line(error):.200}") from error
 
     def close(self) -> None:
-        """Close the group, from any thread; repeated calls do nothing. Peers fail as soon as this process has no
-        operation in progress."""
+        """Close the group, from any thread, once or more. Peers fail once this process has no operation in progress."""
         with self._closing:
             group, self._group, self._store = self._group, None, None
         if group is not None:
@@ -210,8 +209,7 @@ class Pending:
 
 
 def _meet(store: PrefixStore, order: GroupOrder, rank: int, given_up: GivenUp) -> None:
-    """Let rank 0 decide whether all are there. A member that connected to others before that would wait for missing
-    ones."""
+    """Let rank 0 decide whether all are there: members that connect before would wait for missing ones."""
     deadline = time.monotonic() + order.timeout_s
     if rank:
         store.set(str(rank), "")

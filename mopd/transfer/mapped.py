@@ -52,6 +52,7 @@ def send_mapped(
     parts = _parts(metas[num_skipped:], bucket_bytes)
     gather_s = send_s = 0.0
     with to_the_end(group, weights) as stream:
+        # the first word: the number of tensors at the beginning that do not come
         group.tell(num_skipped)
         filler = _Filler(stream, is_checked=verify or checks_values)
         reading = deque[Pending]()
@@ -111,8 +112,8 @@ class MappedReceiver(GroupReceiver):
         device: torch.device,
         given_up: threading.Event | None,
     ) -> None:
-        """Open the sender's memory and join the group. Raises as ``BroadcastReceiver``, and ``ValueError`` for memory
-        that cannot be opened."""
+        """Open the sender's memory and join. Raises as ``BroadcastReceiver``; ``ValueError`` if the memory cannot be
+        opened."""
         expected = Expected(metas, lambda announced: _parts(announced, order.bucket_bytes))
         self._memory = open_memory(order.memory, rank - 1, device)
         if len(self._memory) < _mapped_bytes(expected.parts):

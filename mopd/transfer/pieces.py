@@ -88,8 +88,7 @@ class Expected:
         """Whether a whole update has arrived."""
 
     def skip(self, count: int) -> None:
-        """Expect no values of the first ``count`` tensors. ``TransferFailed`` if they never came, or nothing would be
-        left."""
+        """Expect no values of the first ``count`` tensors. ``TransferFailed`` if they never came, or none is left."""
         if not 0 <= count < len(self._metas) or (count and not self.has_all):
             raise TransferFailed(f"{count} of {len(self._metas)} weights are left out, which never came")
         if count != self.num_skipped:

@@ -172,6 +172,7 @@ class BroadcastReceiver(GroupReceiver):
             self._ring = Ring(self._group.device)
 
     def _compare(self, digests: Tensor) -> None:
+        # all digests in one broadcast at the end: no part waits for its own
         sums = torch.zeros_like(digests)
         self._wait(self._group.broadcast(sums))
         for i, same in enumerate((sums == digests).tolist()):

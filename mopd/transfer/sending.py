@@ -57,6 +57,7 @@ def send(
         RuntimeError: the stream is not that of ``metas``.
     """
     with to_the_end(group, weights) as stream:
+        # the first word: the number of tensors at the beginning that do not come
         group.tell(num_skipped)
         look = require_finite if verify or checks_values else _trust
         return _send(group, cut_pieces(metas[num_skipped:], bucket_bytes), stream, verify, look, on_bucket)
@@ -64,8 +65,7 @@ def send(
 
 @contextmanager
 def to_the_end(group: TransferGroup, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """Yield the stream, from which the block reads what was announced, and drain it afterwards. A failure closes the
-    group."""
+    """Yield the stream, of which the block reads what was announced, then drain it. A failure closes the group."""
     stream = iter(weights)
     try:
         yield stream

@@ -21,8 +21,7 @@ class FrameReader:
         self._rest = bytearray()
 
     def feed(self, part: bytes) -> list[bytes]:
-        """Return the messages that are complete with ``part``; ``WireError`` for one that announces more than
-        ``max_bytes``."""
+        """Return the messages that are complete with ``part``; ``WireError`` for one longer than ``max_bytes``."""
         self._rest += part
         found: list[bytes] = []
         while len(self._rest) >= FRAME_HEAD_BYTES:

@@ -181,6 +181,7 @@ def _scalar(value: Any, annotation: Any, name: str) -> Any:
     elif annotation is float:
         if type(value) in (int, float) and math.isfinite(value):
             return float(value)
+    # `is`: True would pass for the whole number 1
     elif type(value) is annotation:
         return value
     raise WireError(f"{name} is {_shown(value)}: wrong type, or not finite")

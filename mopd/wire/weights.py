@@ -47,8 +47,8 @@ DATA_BYTES = MAX_CHUNK_BYTES - MAX_HEAD_BYTES - 4096
 
 @dataclass(frozen=True, kw_only=True)
 class WeightBegin(Message):
-    """First message of an update: the server keeps aside what follows and goes on working. Every message is answered by
-    ``WeightVersion``."""
+    """First message of an update: the server keeps aside what follows and works on. ``WeightVersion`` answers every
+    message."""
 
     kind: ClassVar[str] = "weight_begin"
     update_id: str
@@ -240,8 +240,8 @@ class StagedWeights:
 def stage_updates(
     weights: Iterable[tuple[str, Tensor]], weight_version: int, *, constants: StagedConstants | None = None
 ) -> StagedWeights:
-    """Read the stream, which lacks the ``constants``, to its end, into host memory. ``ValueError`` for a dtype or name
-    that cannot travel."""
+    """Read the stream, which lacks the ``constants``, into host memory. ``ValueError`` for a dtype or name that cannot
+    travel."""
     update_id, ledger = secrets.token_hex(8), TensorLedger()
     return StagedWeights(
         weight_version=weight_version,
@@ -317,8 +317,8 @@ class Staging:
         return HeldConstants(digest=self._announced, names=self.kept | self._constants.tensors.keys())
 
     def add(self, chunk: WeightChunk) -> None:
-        """Take the next chunk. ``WireError`` for one out of turn, or for a tensor that comes twice, in disorder or is
-        not the model's."""
+        """Take the next chunk. ``WireError`` for one out of turn, or a tensor that comes twice, in disorder or is not
+        the model's."""
         part = self._parts.get(chunk.update_id)
         if part is None:
             raise WireError(f"a chunk of {chunk.update_id[:64]!r} came, which is another update")
@@ -334,6 +334,7 @@ class Staging:
         self, part: _Arrived, name: str, dtype: str, shape: tuple[int, ...], offset: int, data: Array
     ) -> None:
         if part.open is None:
+            # checked before memory is taken for it
             self._require_slot(name, dtype, shape)
             part.tensors[name] = torch.empty(shape, dtype=DTYPES[dtype])
             buffer = part.tensors[name].reshape(-1).view(torch.uint8).numpy()

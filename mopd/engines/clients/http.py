@@ -205,8 +205,8 @@ async def _slices(content: bytes) -> AsyncIterator[bytes]:
 
 
 def _read_refusal(body: bytes) -> tuple[object, object, list[bytes]]:
-    """Return ``(message, retry_after_s, digests)`` of an error's JSON body, ours or OpenAI's; of any other body its
-    first bytes."""
+    """Return ``(message, retry_after_s, digests)`` of an error's JSON body, ours or OpenAI's, or the first bytes of
+    another."""
     try:
         said = parse_json(body, max_values=10_000)
     except ValueError:

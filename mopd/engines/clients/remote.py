@@ -111,8 +111,7 @@ class RemoteEngine:
         temperature: float,
         images: Images = None,
     ) -> list[Scores]:
-        """Score the response part of each sequence with one HTTP request; ``StaleWeights`` for an answer of another
-        version."""
+        """Score the responses with one HTTP request; ``StaleWeights`` for an answer of another version."""
         if not tokens:
             return []
         request = ScoreRequest(
@@ -142,8 +141,7 @@ class RemoteEngine:
         told: Told | None = None,
         images: Images = None,
     ) -> list[Generation]:
-        """Draw one response per prompt with one HTTP request; ``StaleWeights`` if the server has older weights than
-        ``self.weight_version``."""
+        """Draw the responses with one HTTP request; ``StaleWeights`` for weights older than ``self.weight_version``."""
         if not prompts:
             return []
         request = GenerateRequest(
@@ -181,8 +179,7 @@ class RemoteEngine:
 
     async def push(self, step: Step, body: bytes) -> int:
         """Send one message of a weight push, as ``push_staged`` does, and return the version that the server has."""
-        # On a commit the server may first wait for running requests, each of which has a call's time, and load after
-        # that.
+        # On a commit the server may first wait for running requests, each with a call's time, and load after that.
         timeout_s = self._timeout_s * (2 if step == "commit" else 1)
         answer = await self.post(f"/v1/weights/{step}", body, WeightVersion, MAX_SMALL_BYTES, timeout_s=timeout_s)
         self.constants = answer.constants
@@ -263,6 +260,7 @@ async def push_staged(
         await target.push("begin", encode(staged.begin))
         for body in staged.bodies_for(target.constants):
             await target.push("chunk", body)
+        # before the commit: running responses may continue under the new weights and name them in their answers
         target.allow(staged.weight_version)
         given = await target.push("commit", encode(staged.commit(on_running)))
         if given != staged.weight_version:

@@ -144,8 +144,7 @@ class TorchEngine:
         told: Told | None = None,
         images: Images = None,
     ) -> list[Generation]:
-        """Draw one response per prompt. ``UserError`` for a prompt that does not fit the model together with its
-        response."""
+        """Draw one response per prompt. ``UserError`` for a prompt that does not fit with its response."""
         self._require_weights()
         check_images(self.sight, prompts, images, name=self.name)
         check_sampling(prompts, sampling, seeds, self.stop_ids, name=self.name)
@@ -252,18 +251,17 @@ class TorchEngine:
     async def prepared_weights(
         self, weights: Collection[tuple[str, Tensor]], *, kept: Set[str] = frozenset()
     ) -> AsyncIterator[PreparedWeights]:
-        """Check the weights in another thread while the engine works, and yield them for ``swap_weights``. Raises as
-        ``load_weights`` does."""
+        """Check the weights in another thread and yield them for ``swap_weights``. Raises as ``load_weights``."""
         if kept:
             self._require_weights()
         yield await asyncio.to_thread(hold_weights, weights, self.weight_slots, kept=kept, name=self.name)
 
     async def swap_weights(self, prepared: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """Copy prepared weights into the model and answer with them from now on. A failure leaves the engine without
-        weights."""
+        """Copy prepared weights into the model and answer with them. A failure leaves the engine without weights."""
         slots = self.weight_slots
         self._interrupted.clear()
         self._has_weights, self.weight_version = False, -1
+        # until all are copied there are none: after a failure half of them would be new
         with torch.no_grad():
             for name, tensor in prepared:
                 slots[name].copy_(tensor)
@@ -280,8 +278,7 @@ class TorchEngine:
         temperature: float,
         images: Images = None,
     ) -> list[Scores]:
-        """Score the response part of each sequence. ``ValueError`` for ``top_k`` above the vocabulary or an empty
-        prompt."""
+        """Score the responses. ``ValueError`` for ``top_k`` above the vocabulary or an empty prompt."""
         self._check_score(tokens, prompt_lengths, top_k, temperature)
         check_images(self.sight, tokens, images, name=self.name)
         results: dict[int, Scores] = {}

@@ -38,6 +38,7 @@ class TorchIncoming:
         """Leave the previous group and enter a new one, in another thread."""
         slots = self._engine.weight_slots
         check_fit(metas, slots, name=self._engine.name)
+        # ends a `join` of another group that still waits
         self._given_up.set()
         given_up = self._given_up = threading.Event()  # made before the first await: a `leave` during it ends this join
         await self._close()

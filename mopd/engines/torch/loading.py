@@ -30,8 +30,7 @@ _MIXTRAL_BLOCK = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "
 
 
 def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
-    """Load all weights of ``folder`` in ``dtype`` onto ``device``; ``UserError`` names the folder and what is wrong in
-    it."""
+    """Load all weights of ``folder`` in ``dtype`` onto ``device``; ``UserError`` names what is wrong in the folder."""
     read_config(folder)
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"{folder}: no safetensors file (other weight formats are not read): save the model with them")

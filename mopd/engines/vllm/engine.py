@@ -166,6 +166,7 @@ class VllmEngine:
         llm = await asyncio.to_thread(start_llm, folder, args, startup_timeout_s)
         engine = cls(llm, folder, cfg, sight=sight, max_sequence=max_sequence, fixed=fixed)
         try:
+            # vLLM's processes do not notice that their owner was killed: each worker watches for it
             await engine._call(llm.collective_rpc("mopd_watch", timeout=startup_timeout_s, args=(os.getpid(),)))
         except BaseException:
             await engine.close()

@@ -69,8 +69,7 @@ def drawing_params(
 
 
 async def make_prompt(tokens: list[int], images: Sequence[PromptImage], sight: EngineSight | None) -> Any:
-    """Return ``tokens`` and ``images`` as vLLM's ``generate`` takes them. ``UserError`` for an image that cannot be
-    read."""
+    """Return the argument of vLLM's ``generate``. ``UserError`` for an image that cannot be read."""
     if not images or sight is None:
         return tokens_input(tokens)
     from mopd.data.image_files import read_rgb  # Pillow, which models of text never need
@@ -87,8 +86,7 @@ async def make_prompt(tokens: list[int], images: Sequence[PromptImage], sight: E
 
 
 def collapsed(tokens: list[int], images: Sequence[PromptImage], sight: EngineSight) -> list[int]:
-    """Return ``tokens`` with one placeholder for each image; ``ValueError`` if the placeholders are not those of
-    ``images``."""
+    """Return ``tokens`` with one placeholder per image; ``ValueError`` if placeholders and ``images`` do not fit."""
     kept, done = list[int](), 0
     for start, image in zip(sight.starts(tokens, images), images, strict=True):
         kept += tokens[done : start + 1]

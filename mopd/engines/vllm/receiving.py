@@ -103,8 +103,7 @@ class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive the weights. Replaces vLLM's method, which would also synchronise an accelerator that a CPU does not
-        have."""
+        """Receive the weights. vLLM's method would also synchronise an accelerator, which a CPU does not have."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except Exception as error:  # reported through `failure`
@@ -138,7 +137,7 @@ class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
-                # vLLM's reload keeps the old tensors of a layer aside until it is complete; without anything loaded it
-                # puts them back
+                # vLLM's reload keeps the old tensors of a layer aside until it is complete; with nothing loaded it puts
+                # them back
                 info.load_numel, info.loaded_weights = 0, []
         finalize_layerwise_reload(self.model, self.model_config)

@@ -219,8 +219,7 @@ async def stop_llm(llm: AsyncLLM, grace_s: float = _SHUTDOWN_S) -> None:
 
 @contextmanager
 def _restored_environment() -> Iterator[None]:
-    """Restore the environment afterwards: vLLM sets variables (LD_PRELOAD, LOCAL_WORLD_SIZE, …) for its own children
-    only."""
+    """Restore the environment afterwards: vLLM sets variables (LD_PRELOAD, …) meant for its own children only."""
     before = dict(os.environ)
     try:
         yield

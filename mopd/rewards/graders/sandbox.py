@@ -36,8 +36,7 @@ MAX_HELD_BYTES, MAX_FOLDER_FILES = 64 * 2**20, 200
 MAX_OPEN_FILES = 64
 LOOK_EVERY_S = 0.02
 ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Environment of programs. One thread: with a pool per core, numpy alone would need more memory than a program may
-have."""
+"""Environment of programs. One thread: numpy's pools, one per core, need more memory than a program may have."""
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 SECCOMP_MODE_FILTER = 2
@@ -156,8 +155,7 @@ class Sandbox:
         return program
 
     def is_full(self) -> bool:
-        """Return whether programs have made more files than they may, or hold too many bytes of files, removed ones
-        included."""
+        """Return whether programs have made too many files, or hold too many bytes of files, removed ones included."""
         held: dict[int, int] = {}
         for entry in os.scandir(self.folder):
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
@@ -241,8 +239,8 @@ def _drop_capabilities() -> None:
 
 
 def filter_installer(*, may_write: bool) -> Callable[[], None]:
-    """Return a function that installs the filter: system calls that act outside the process then fail, in this process
-    and in what it executes."""
+    """Return a function that installs the filter: system calls that act outside the process then fail, after ``exec``
+    too."""
     architecture = architecture_named(platform.machine())
     if architecture is None:
         raise OSError(f"no filter is known for {platform.machine()}")
@@ -298,8 +296,7 @@ def _never_where(call: int, argument: int, tests: Sequence[tuple[int, int]]) -> 
 
 
 def _decide(call: int, argument: int, tests: Sequence[tuple[int, int]], *, otherwise: int, then: int) -> list[Line]:
-    """Return lines for one call: ``then`` if a test of the low half of an argument is true, else ``otherwise``. Other
-    calls go on behind them."""
+    """Return lines for one call: ``then`` if a test of an argument's low half is true, else ``otherwise``."""
     tried = [(code, len(tests) - i, 0, constant) for i, (code, constant) in enumerate(tests)]
     body = [(LOAD, 0, 0, 16 + 8 * argument), *tried, (RETURN, 0, 0, otherwise), (RETURN, 0, 0, then)]
     return [(EQUAL, 0, len(body), call), *body]
@@ -334,7 +331,7 @@ def _removed_files(pid: int, folder: Path) -> dict[int, int]:
 
 
 def _is_removed(shown: str, folder: Path) -> bool:
-    """Return whether this entry of ``/proc`` is a file of the folder without a name there (any more, or with O_TMPFILE
+    """Return whether an entry of ``/proc`` is a file of the folder without a name there (any more, or with O_TMPFILE
     ever)."""
     return shown.startswith(f"{folder}/") and shown.endswith(" (deleted)")
 
