@@ -87,8 +87,7 @@ def decode(
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
-            # the first forward puts the images into the cache; later steps see them there
-            **(seen.extra if step == 0 else {}),
+            **(seen.extra if step == 0 else {}),  # later steps find the images in the cache
         )
         drawn, drawn_logprobs = draw(output.logits[:, -1].float(), sampling, uniform_BN[rows, step], seen.barred)
         tokens[rows, step], logprobs[rows, step] = drawn, drawn_logprobs
@@ -104,8 +103,7 @@ def decode(
                 told(row, tokens[row, :num_done].cpu(), logprobs[row, :num_done].cpu())
         num_running = len(running)
         input_ids, positions = drawn[:, None], _next(positions)
-        # from here on a row of the batch is no longer its row of the result: `rows` maps one to the other
-        if 2 * len(running) <= len(rows):
+        if 2 * len(running) <= len(rows):  # `rows` maps a row of the rest to its row of the result
             cache.batch_select_indices(running)
             rows, visible = rows[running], visible[running]
             input_ids, positions = input_ids[running], positions[..., running, :]
