@@ -1,4 +1,4 @@
-"""What this machine has, told without torch: a recipe's ``auto`` values follow from it (``config/auto.py``)."""
+"""Hardware and GPU software of this machine, found without torch. ``auto`` values follow it (``config/auto.py``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 30.0
-"""A driver that no process holds awake takes some seconds to answer."""
+"""Seconds for ``QUERY``: a driver that no process holds awake takes some seconds to answer."""
 DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 CGROUP = Path("/sys/fs/cgroup")
@@ -24,10 +24,10 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """One machine as a process sees it."""
+    """Hardware of one machine that a process can use."""
 
     gpu_memory_bytes: tuple[int, ...] = ()
-    """Of each GPU that CUDA_VISIBLE_DEVICES shows, by number; 0 where nobody tells."""
+    """Memory of each GPU that CUDA_VISIBLE_DEVICES shows, by number; 0 if unknown."""
     torch_cuda: str | None = None
     """CUDA version of the installed torch; ``None`` for a CPU build."""
     vllm: str | None = None
@@ -37,19 +37,19 @@ class Hardware:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that torch can use."""
+        """Number of GPUs that torch can use."""
         return len(self.gpu_memory_bytes) if self.torch_cuda is not None else 0
 
     @property
     def without_cuda(self) -> str:
-        """Why there is no CUDA; empty where there is."""
+        """Reason why there is no CUDA; empty if there is."""
         if self.num_gpus:
             return ""
         return "no GPU" if not self.gpu_memory_bytes else "this torch is a CPU build"
 
 
 def this_hardware() -> Hardware:
-    """Of this process."""
+    """Describe the hardware that this process can use."""
     return Hardware(
         gpu_memory_bytes=shown_gpus(_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")),
         torch_cuda=_torch_cuda(),
@@ -59,7 +59,7 @@ def this_hardware() -> Hardware:
 
 
 def driver_version() -> str | None:
-    """Of the NVIDIA kernel module, as in ``570.86.15``; ``None`` without one."""
+    """Return the version of the NVIDIA kernel module, such as ``570.86.15``; ``None`` without one."""
     if not DRIVER_VERSION.is_file():
         return None
     found = re.search(r"\d+\.\d+(\.\d+)?", DRIVER_VERSION.read_text(errors="replace"))
@@ -67,12 +67,12 @@ def driver_version() -> str | None:
 
 
 def free_memory_bytes() -> int:
-    """Host memory that processes could get now: the machine's, or what the container's limit leaves."""
+    """Return the host memory that processes could get now: the machine's, or what the container's limit leaves."""
     return min([psutil.virtual_memory().available, *_free_in_container()])
 
 
 def shown_gpus(gpus: list[tuple[str, int]], visible: str | None) -> tuple[int, ...]:
-    """Memory in bytes of the GPUs that ``visible`` (CUDA_VISIBLE_DEVICES) shows, in its order.
+    """Return the memory in bytes of the GPUs that ``visible`` (CUDA_VISIBLE_DEVICES) shows, in its order.
 
     ``gpus`` are (uuid, memory) by index. As in CUDA, an entry that names none ends the list.
     """
@@ -81,7 +81,7 @@ def shown_gpus(gpus: list[tuple[str, int]], visible: str | None) -> tuple[int, .
     shown = []
     for entry in filter(None, (part.strip() for part in visible.split(","))):
         if entry.startswith("MIG-"):
-            shown.append(0)  # a part of a GPU
+            shown.append(0)  # a part of a GPU: its memory is unknown
             continue
         by_number = entry.isdecimal() and int(entry) < len(gpus)
         named = [gpus[int(entry)]] if by_number else [gpu for gpu in gpus if gpu[0].startswith(entry)]
@@ -92,7 +92,7 @@ def shown_gpus(gpus: list[tuple[str, int]], visible: str | None) -> tuple[int, .
 
 
 def _gpus() -> list[tuple[str, int]]:
-    """(uuid, memory in bytes) of every GPU of the driver, by index."""
+    """Return (uuid, memory in bytes) of every GPU of the driver, by index."""
     if shutil.which(QUERY[0]) is None:
         return [("", 0) for _ in DRIVER_GPUS.iterdir()] if DRIVER_GPUS.is_dir() else []
     try:
@@ -103,14 +103,16 @@ def _gpus() -> list[tuple[str, int]]:
 
 
 def read_query(text: str) -> list[tuple[str, int]]:
-    """(uuid, memory in bytes) by index, from what ``QUERY`` prints."""
+    """Return (uuid, memory in bytes) by index, from the output of ``QUERY``."""
     found = re.findall(r"^\s*(\d+)\s*,\s*(\S+)\s*,\s*(\d+|\S.*)$", text, re.MULTILINE)
     return [(uuid, int(mib) * MIB if mib.isdecimal() else 0) for _, uuid, mib in found]
 
 
 def _free_in_container() -> list[int]:
-    """What the container's own limit leaves, where it has one (cgroup v2). Files that were read count as used; those
-    that nobody has looked at lately go as soon as somebody needs the memory."""
+    """Return what the container's own limit leaves, if it has one (cgroup v2).
+
+    Files that were read count as used; inactive ones are released as soon as memory is needed.
+    """
     limit, used, parts = (CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
     if not limit.is_file() or not used.is_file() or not limit.read_text().strip().isdecimal():
         return []
@@ -120,7 +122,7 @@ def _free_in_container() -> list[int]:
 
 
 def _torch_cuda() -> str | None:
-    """From the file in which torch keeps it: importing torch takes seconds."""
+    """Return torch's CUDA version from the file in which torch keeps it: importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

@@ -1,4 +1,4 @@
-"""What became of every prompt: ids and lengths, by domain, so that none is lost and none is trained on twice.
+"""The accounts of every prompt, by ids and lengths and by domain: none is lost and none is trained on twice.
 
 A slot is a place in the stream of prompts, open from when its prompt is admitted until its samples are trained on::
 
@@ -9,13 +9,13 @@ A slot is a place in the stream of prompts, open from when its prompt is admitte
                        └─┴── replace: its samples cannot be scored; another prompt of its domain takes its place
 
 A batch takes ready slots, those of the oldest weights first, as many of each domain as the same stretch of the stream
-has: whatever overtakes what, every batch has the stream's mix.
+has: in whatever order responses end, every batch has the stream's mix.
 
-A slot of weights v has to be trained on by step v + n + 1 at the latest. With ``on_expiry: hold`` a batch waits where
-it would otherwise take a slot of newer weights and leave more old ones behind than the steps up to their last one have
-room for. So none is ever refused, and how long a response is does not change its chance to be trained on. Admission
-guarantees that such an order exists: of weights v or older at most (v + n + 1) steps' worth are ever admitted. With
-``redraw`` the batch goes ahead, and what became too old is drawn again: faster, and biased against long responses.
+A slot of weights v has to be trained on by step v + n + 1 at the latest. With ``on_expiry: hold`` a batch waits rather
+than take a slot of newer weights and leave more old ones than the steps up to their last one have room for. So none is
+ever refused, and the length of a response does not change its chance to be trained on. Admission guarantees that such
+an order exists: of weights v or older at most (v + n + 1) steps' worth are ever admitted. With ``redraw`` the batch
+goes ahead, and what became too old is drawn again: faster, and biased against long responses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mopd.pace import Pace
 from mopd.types import Prompt, SampleMeta, UserError
 
 ENDS = ("trained", "refused", "replaced")
-"""What a prompt that was admitted ends as."""
+"""Possible ends of an admitted prompt."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -42,9 +42,9 @@ class Slot:
     """One open place in the stream."""
 
     number: int
-    """Counts from 0 in order of admission."""
+    """Place in the order of admission, from 0."""
     prompt: Prompt
-    """Who fills it now."""
+    """Prompt that fills it now."""
     weight_version: int
     """Weights that its age counts from (``Ledger.version_of``). Until its samples are drawn, the oldest that it may
     turn out to be."""
@@ -53,9 +53,9 @@ class Slot:
     ready_at: float = 0.0
     """When it was ready."""
     is_drawn: bool = False
-    """Its samples are drawn, which settles ``weight_version``."""
+    """Whether its samples are drawn, which settles ``weight_version``."""
     samples: tuple[SampleMeta, ...] = ()
-    """Its finished samples, once it is ready."""
+    """Finished samples, once it is ready."""
 
 
 class Ledger:
@@ -87,10 +87,10 @@ class Ledger:
         self._clock = clock
         self._pace = Pace(max_staleness)
         self._next_step = step
-        """Counts the steps whose batches are taken: one more than ``step`` while one is trained on."""
+        """Number of steps whose batches are taken: one more than ``step`` while one is trained on."""
         self._num_admitted = step * prompts_per_step
         self._order: deque[str] = deque()
-        """Domains of the stream, in its order, from the first prompt on that belongs to no step that is done."""
+        """Domains of the stream, in its order, from the first prompt on that belongs to no completed step."""
         self._mixes: deque[Counter[str]] = deque()
         """``_order`` by steps, from the next one on: prompts of each domain; the last step may be incomplete."""
         self._open: dict[int, Slot] = {}
@@ -101,7 +101,7 @@ class Ledger:
         self._admitted: Counter[str] = Counter()
         self._ended: dict[str, Counter[str]] = {end: Counter() for end in ENDS}
         self._change: asyncio.Future[None] | None = None
-        """Of the next change, where somebody waits for it."""
+        """Future of the next change, if a coroutine waits for it."""
 
     async def room(self, num_prompts: int) -> None:
         """Wait until ``num_prompts`` more may be admitted: the newest could then still be trained on in time, and the
@@ -114,17 +114,18 @@ class Ledger:
             await asyncio.wait({self._next_change()}, timeout=None if math.isinf(wait_s) else wait_s)
 
     def _wait_for_room_s(self, num_prompts: int) -> float:
-        """Seconds until ``num_prompts`` more are due; infinite until newer weights are published."""
+        """Return the seconds until ``num_prompts`` more are due; infinite until newer weights are published."""
         if not self.has_room(num_prompts):
             return math.inf
         if not self.max_staleness:
             return 0.0
         now = self._clock()
+        # the step of the last of these prompts, counted from the next one
         ahead = (self._num_admitted + num_prompts - 1) // self.prompts_per_step - self._next_step
         return self._pace.due(ahead, now) - now
 
     def has_room(self, num_prompts: int = 1) -> bool:
-        """Whether the bound on staleness lets ``num_prompts`` more in."""
+        """Return whether the bound on staleness lets ``num_prompts`` more in."""
         newest = self.published + self.max_staleness + 1
         if self._last_step is not None:
             newest = min(newest, self._last_step)
@@ -140,8 +141,8 @@ class Ledger:
         return slots
 
     def publish(self, weight_version: int) -> None:
-        """Responses are drawn with weights of ``weight_version`` from now on, and with ``on_new_weights: continue``
-        those under way go on with them."""
+        """Record the weights that draw responses from now on. With ``on_new_weights: continue`` responses in
+        progress continue with them."""
         self.published = weight_version
         if self._continues:
             for slot in self._open.values():
@@ -150,28 +151,28 @@ class Ledger:
         self._wake()
 
     def version_of(self, samples: Sequence[SampleMeta]) -> int:
-        """Weights that the age of one prompt's samples counts from.
+        """Return the weights that the age of one prompt's samples counts from.
 
-        The oldest of any token; with ``on_new_weights: continue`` the newest. A response that new weights overtake is
-        no older for it: what its tokens are off-policy is corrected token by token (``loss.correction``).
+        These are the oldest of any token; with ``on_new_weights: continue`` the newest. New weights do not age a
+        response that they overtake: what its tokens are off-policy is corrected token by token (``loss.correction``).
         """
         if self._continues:
             return max(sample.newest_version for sample in samples)
         return min(sample.weight_version for sample in samples)
 
     def is_stale(self, samples: Sequence[SampleMeta]) -> bool:
-        """Whether the next step could not train on one prompt's samples any more."""
+        """Return whether the next step can no longer train on one prompt's samples."""
         return self._next_step - self.version_of(samples) > self.max_staleness
 
     def drawn(self, slot: Slot, samples: Sequence[SampleMeta]) -> bool:
-        """Note which weights drew the slot's samples. ``False``: too old already for the next step."""
+        """Record the weights that drew the slot's samples. ``False``: they are too old already for the next step."""
         slot.is_drawn = True
         self._set_version(slot, self.version_of(samples))
         return not self.is_stale(samples)
 
     def complete(self, slot: Slot, samples: Sequence[SampleMeta]) -> bool:
-        """Take in the slot's samples, all of whose fields are there. ``False``: they are too old for the next step, and
-        are not taken in (``again`` is to follow)."""
+        """Take in the slot's samples, all of whose fields are there. ``False``: they are too old for the next step and
+        not taken in; call ``again``."""
         if not self.drawn(slot, samples):
             return False
         slot.samples, slot.ready_at = tuple(samples), self._clock()
@@ -181,7 +182,7 @@ class Ledger:
         return True
 
     def stale(self) -> list[Slot]:
-        """Take back and return the ready slots that the next step cannot train on (``again`` is to follow)."""
+        """Take back and return the ready slots that the next step cannot train on; call ``again`` for each."""
         gone = []
         for of_domain in self._ready.values():
             for version in [v for v in of_domain if self._next_step - v > self.max_staleness]:
@@ -189,17 +190,17 @@ class Ledger:
         return sorted(gone, key=lambda slot: slot.number)
 
     def again(self, slot: Slot) -> None:
-        """The slot's samples are refused: its own prompt is drawn once more."""
+        """Refuse the slot's samples: its own prompt is drawn once more."""
         self._end(slot, "refused")
         self._reopen(slot, replace(slot.prompt, attempt=slot.prompt.attempt + 1))
 
     def replace(self, slot: Slot, prompt: Prompt) -> None:
-        """The slot's samples are discarded; ``prompt``, of the same domain, takes its place."""
+        """Discard the slot's samples; ``prompt``, of the same domain, takes its place."""
         self._end(slot, "replaced")
         self._reopen(slot, prompt)
 
     async def take(self, *, timeout_s: float) -> list[Slot]:
-        """The next step's slots, in order of their sample ids, as soon as they are ready.
+        """Return the next step's slots, in order of their sample ids, as soon as they are ready.
 
         Raises:
             UserError: nothing has changed for ``timeout_s``; says what is ready and what is missing, by domain.
@@ -207,6 +208,7 @@ class Ledger:
         self._pace.asked(self._clock(), self._num_complete(most=self.max_staleness + 1))
         self._wake()
         while (slots := self._try_take()) is None:
+            # the deadline begins anew with each change: it bounds a standstill, not the wait for a whole batch
             done, _ = await asyncio.wait({self._next_change()}, timeout=timeout_s)
             if not done:
                 raise UserError(self._describe_wait(timeout_s))
@@ -217,7 +219,7 @@ class Ledger:
         return slots
 
     def trained(self, slots: Sequence[Slot]) -> None:
-        """One optimizer step has used them. ``RuntimeError`` if the accounts do not add up."""
+        """Close the slots that one optimizer step has used. ``RuntimeError`` if the accounts do not add up."""
         for slot in slots:
             if self._open.pop(slot.number, None) is not slot:
                 raise RuntimeError(f"the prompt of sample {slot.prompt.sample_id} is trained on a second time")
@@ -229,16 +231,16 @@ class Ledger:
         self._wake()
 
     def counts(self, end: str) -> Counter[str]:
-        """Prompts that were ``trained``, ``refused`` or ``replaced`` so far, by domain."""
+        """Return the prompts that were ``trained``, ``refused`` or ``replaced`` so far, by domain."""
         return Counter(self._ended[end])
 
     @property
     def slots(self) -> list[Slot]:
-        """The open ones, oldest first."""
+        """Open slots, oldest first."""
         return [slot for _, slot in sorted(self._open.items())]
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: every prompt that is admitted and not trained on, oldest first, and the accounts."""
+        """Return, for JSON, every prompt that is admitted and not trained on, oldest first, and the accounts."""
         return {
             "open": [
                 {
@@ -327,7 +329,7 @@ class Ledger:
         return sorted(taken, key=lambda slot: slot.prompt.sample_id)
 
     def _pop_ready(self, domain: str) -> Slot:
-        """Take the domain's ready slot of the oldest weights, of these the one that was admitted first."""
+        """Take the domain's ready slot of the oldest weights; of several, the one that was admitted first."""
         of_domain = self._ready[domain]
         oldest = min(of_domain)
         slot = self._open[heappop(of_domain[oldest])]
@@ -337,7 +339,7 @@ class Ledger:
         return slot
 
     def _is_complete(self) -> bool:
-        """Whether the next batch can be taken."""
+        """Return whether the next batch can be taken."""
         return self._num_complete(most=1) == 1 and not self._held()
 
     def _note_complete(self) -> None:
@@ -345,7 +347,7 @@ class Ledger:
             self._pace.completed(self._clock())
 
     def _num_complete(self, most: int) -> int:
-        """Number of batches, up to ``most``, that the ready slots are enough for."""
+        """Return the number of batches, up to ``most``, that the ready slots are enough for."""
         wanted: Counter[str] = Counter()
         for number, mix in enumerate(itertools.islice(self._mixes, most)):
             wanted.update(mix)
@@ -357,23 +359,25 @@ class Ledger:
         return sum(map(len, self._ready[domain].values()))
 
     def _held(self) -> list[str]:
-        """Domains whose ready slots a batch must not be taken from yet: older ones would become too old."""
+        """Return the domains whose ready slots a batch must not take yet: older ones would become too old."""
         return [domain for domain in self._mixes[0] if self._leaves_too_many(domain)] if self._holds else []
 
     def _leaves_too_many(self, domain: str) -> bool:
-        """Whether the next batch would take slots of newer weights of the domain and leave more slots of some weights v
-        or older than the later steps up to v + n + 1 take: one of these would become too old.
+        """Return whether the next batch would take slots of newer weights of the domain and leave more slots of some
+        weights v or older than the later steps up to v + n + 1 take: one of these would become too old.
 
         A batch without such newer slots cannot do better: it never waits.
         """
         left = Counter(self._versions[domain])
         num_wanted, newest = self._mixes[0][domain], self._next_step
+        # `left`: open slots by weights after this batch; `newest`: the newest weights that it takes
         for version, numbers in sorted(self._ready[domain].items()):
             if num_wanted > 0:
                 newest = version
                 left[version] -= min(num_wanted, len(numbers))
                 num_wanted -= len(numbers)
         num_left = 0
+        # oldest weights first: the slots up to `version` must fit into the steps that may still train on them
         for version in sorted(left):
             if version >= newest:
                 return False
@@ -387,7 +391,7 @@ class Ledger:
         return Counter(slot.prompt.domain for slot in self._open.values())
 
     def _check(self) -> None:
-        """admitted = trained + in flight + refused + replaced, in every domain."""
+        """Raise ``RuntimeError`` unless admitted = trained + in flight + refused + replaced, in every domain."""
         ends = sum((self._ended[end] for end in ENDS), self._in_flight())
         if +self._admitted != +ends:
             domains = [d for d in sorted(self._admitted | ends) if self._admitted[d] != ends[d]]
@@ -395,7 +399,7 @@ class Ledger:
             raise RuntimeError(f"prompts were lost or counted twice after step {self.step}: {told}")
 
     def _next_change(self) -> asyncio.Future[None]:
-        """There from now on: what changes before its waiter's turn comes is not missed."""
+        """Return the future of the next change. It exists at once: a change before the waiter runs is not missed."""
         if self._change is None:
             self._change = asyncio.get_running_loop().create_future()
         return self._change

@@ -1,4 +1,4 @@
-"""What a run measures: times of phases, one flat record per step, and the files of records. Light to import.
+"""Measurements of a run: times of phases, one flat record per step, and the files of records. Light to import.
 
 Names of a record are flat: ``kl_k1/math`` is a metric of one domain, ``timing/rollout_s`` a time. ``docs/metrics.md``
 explains each.
@@ -28,10 +28,10 @@ GROUP_ROOMS = ("teachers", "rollout")
 VOLATILE_PREFIXES = ("timing/", "rate/", "memory/", *(f"{room}/" for room in GROUP_ROOMS))
 """Metrics of the machine, not of domains: all times, rates and memory among them differ between two equal runs."""
 MAX_LINE_BYTES = 64 * 2**20
-"""One record; validation's hold prompts and responses."""
+"""Longest record in bytes; those of validation hold prompts and responses."""
 MAX_STEP = 2**53
 TOKEN_MEANS = {"k1": "kl_k1", "k3": "kl_k3", "clamped": "clamped_share", "tail_floored": "tail_floored_share"}
-"""Names of the student's sums that read better otherwise as means over tokens; other sums keep their name."""
+"""Final names of the student's sums that are renamed as means over tokens; other sums keep their name."""
 SAMPLE_SHARES = {"masked_sequences": "masked_sequences_share"}
 """The student's sums that count samples, and the names of their shares."""
 
@@ -48,12 +48,12 @@ class StepMetrics:
     values: Mapping[str, float]
 
     def by_domain(self, metric: str) -> dict[str, float]:
-        """Values of ``metric/<domain>``."""
+        """Return the values of ``metric/<domain>`` by domain."""
         start = f"{metric}/"
         return {name.removeprefix(start): value for name, value in self.values.items() if name.startswith(start)}
 
     def plus(self, values: Mapping[str, float]) -> StepMetrics:
-        """These numbers and more. ``ValueError`` for a name that there is already."""
+        """Return these numbers and more. ``ValueError`` for a name that exists already."""
         again = sorted(set(values) & set(self.values))
         if again:
             raise ValueError(f"metrics {', '.join(again)} of step {self.step} are given twice")
@@ -61,13 +61,13 @@ class StepMetrics:
 
     @property
     def record(self) -> dict[str, float | None]:
-        """One line of ``metrics.jsonl``; JSON has no NaN or infinity, they become null."""
+        """One line of ``metrics.jsonl``; NaN and infinity, which JSON does not have, are null."""
         return {"step": self.step, **{k: v if math.isfinite(v) else None for k, v in self.values.items()}}
 
 
 class StepTimer:
-    """Seconds of each phase since the last ``flush``. Phases may overlap, and so may blocks of one phase (many prompts
-    are sampled at a time): a phase lasts while at least one of its blocks is open.
+    """Measures the seconds of each phase since the last ``flush``. Phases may overlap, and so may blocks of one phase
+    (many prompts are sampled at a time): a phase lasts while at least one of its blocks is open.
 
     Example::
 
@@ -81,21 +81,21 @@ class StepTimer:
         self._clock = clock
         self._seconds: dict[str, float] = {}
         self._open: dict[str, int] = {}
-        """Phase -> its open blocks."""
+        """Phase -> number of its open blocks."""
         self._since: dict[str, float] = {}
-        """Phase with an open block -> from when on it is not in ``_seconds`` yet."""
+        """Phase with an open block -> time from which on it is not in ``_seconds`` yet."""
         self._begun: float | None = None
 
     def begin(self) -> None:
-        """The step begins now. What happens between a flush and this (validation, checkpoints) belongs to no step,
-        not even the phases that go on meanwhile."""
+        """Begin a step. The time between a flush and this (validation, checkpoints) belongs to no step, nor do the
+        phases that run meanwhile."""
         self._begun = self._clock()
         self._seconds = {}
         self._since = dict.fromkeys(self._since, self._begun)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """The ``with`` block belongs to ``phase``, also when it raises."""
+        """Count the ``with`` block to ``phase``, also if it raises."""
         if not self._open.get(phase):
             self._since[phase] = self._clock()
         self._open[phase] = self._open.get(phase, 0) + 1
@@ -108,7 +108,7 @@ class StepTimer:
                 del self._since[phase]
 
     def flush(self) -> dict[str, float]:
-        """Seconds of each phase, the running ones up to now, and ``step``, since ``begin``. Starts anew."""
+        """Return the seconds since ``begin`` of each phase, running ones up to now, and of ``step``. Starts anew."""
         now = self._clock()
         for phase in self._since:
             self._add(phase, now)
@@ -131,7 +131,7 @@ def merge_step(
     values: Mapping[str, float],
     timings: Mapping[str, float],
 ) -> StepMetrics:
-    """One step's record.
+    """Build one step's record.
 
     Args:
         batch: the samples that were trained on.
@@ -160,9 +160,12 @@ def merge_step(
 
 
 def age_metrics(batch: Batch, weight_version: int, ages: Sequence[int], *, max_staleness: int) -> dict[str, float]:
-    """How many optimizer steps the weights behind a batch's tokens lag ``weight_version``, those that train on it: the
-    oldest token's, and in a run that allows any the share of each of the samples' ``ages``, as ``max_staleness``
-    bounds them, and how many versions a response has."""
+    """Return how many optimizer steps the weights behind a batch's tokens lag ``weight_version``, the weights that
+    train on it.
+
+    That is the lag of the oldest token. If ``max_staleness`` allows any, also the share of samples of each of the
+    ``ages``, which it bounds, and the number of versions in a response.
+    """
     values = {"staleness": float(max(weight_version - sample.weight_version for sample in batch.samples))}
     if max_staleness:
         values |= {f"staleness_share/{age}": ages.count(age) / len(ages) for age in range(max_staleness + 1)}
@@ -175,7 +178,7 @@ def age_metrics(batch: Batch, weight_version: int, ages: Sequence[int], *, max_s
 
 
 def _lengths(batch: Batch) -> dict[str, float]:
-    """Response lengths, truncation and sample counts by domain."""
+    """Return response lengths, truncation and sample counts by domain."""
     flat = {}
     for domain in sorted({sample.domain for sample in batch.samples}):
         samples = [sample for sample in batch.samples if sample.domain == domain]
@@ -190,8 +193,8 @@ _COUNTED: ContextVar[bool] = ContextVar("counted", default=True)
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Requests made in this block, and in tasks that it starts, are none of the steps': checks and validation, whose
-    samples would otherwise stand among those of the step beside which they run."""
+    """Count requests of this block, and of tasks that it starts, to no step: checks and validation, whose samples would
+    otherwise appear among those of the step beside which they run."""
     token = _COUNTED.set(False)
     try:
         yield
@@ -200,14 +203,14 @@ def apart() -> Iterator[None]:
 
 
 def is_counted() -> bool:
-    """Whether what is asked for now is a step's."""
+    """Return whether requests made now count to a step."""
     return _COUNTED.get()
 
 
 class JsonlWriter:
     """Appends records with a ``step``, one JSON object per line; each line is on disk when ``write`` returns.
 
-    Opening a file removes a torn last line, as a crash leaves it. ``UserError`` if another line is no such record, or
+    Opening a file removes a torn last line, which a crash leaves. ``UserError`` if another line is no such record, or
     if a write is refused: the file then ends with the record before.
     """
 
@@ -228,6 +231,7 @@ class JsonlWriter:
                     left = left[self._file.write(left) :]
                 os.fsync(self._file.fileno())
             except BaseException:
+                # a part of a line would run into the next record
                 self._file.truncate(end)
                 raise
 
@@ -249,9 +253,9 @@ def truncate_jsonl(path: Path, *, after_step: int) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Records of a file that ``JsonlWriter`` writes, perhaps right now: a last line without its end is left out.
+    """Return the records of a file that ``JsonlWriter`` may be writing now: an incomplete last line is left out.
 
-    No file: no records. Raises ``UserError`` that names file and line if a line is no record, or its step is not above
+    Returns none if there is no file. ``UserError`` names file and line if a line is no record, or its step is not above
     the one before.
     """
     return [record for _, record in _complete_lines(path)] if os.path.lexists(path) else []

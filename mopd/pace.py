@@ -1,7 +1,7 @@
-"""When the next prompts are admitted: early enough that their step does not wait for them, and no earlier.
+"""Admission times of prompts: early enough that their step does not wait for them, and no earlier.
 
-A sample ages while it waits for its step. The pace measures each batch's slack, how long before the trainer asked for
-it it was complete, and shifts admission::
+A sample ages while it waits for its step. The pace measures each batch's slack, how long it was complete before the
+trainer asked for it, and shifts admission::
 
     admitted ──── rollout, teachers, rewards ────> batch complete ──── slack ────> asked for, taken
              <─────────────────────────── lead ──────────────────────────────────>
@@ -23,9 +23,9 @@ GAIN = 0.75
 """Share of the slack above the margin by which the lead shrinks at once: what varies between batches shall not make it
 too short again and again."""
 PENALTY = 2.0
-"""Times the slack that is missing by which it grows: a trainer that waits costs more than samples that are older."""
+"""Factor of the missing slack by which the lead grows: a trainer that waits costs more than samples that are older."""
 NUM_STEPS = 4
-"""Steps of which the shortest tells the trainer's own time: a validation or a checkpoint makes single ones longer."""
+"""Steps of which the shortest gives the trainer's own time: a validation or checkpoint makes single ones longer."""
 
 
 class Pace:
@@ -40,24 +40,24 @@ class Pace:
         """Most steps' worth of prompts that are admitted at a time."""
         self._lead_s = math.inf
         self._slacks: list[float] = []
-        """Slacks in seconds of the batches since the lead was changed."""
+        """Slacks in seconds of the batches since the last change of the lead."""
         self._busy: deque[float] = deque(maxlen=NUM_STEPS)
-        """Seconds from when a batch was taken until the next one was asked for."""
+        """Seconds from taking a batch to asking for the next one."""
         self._taken_at: float | None = None
         self._asked_at: float | None = None
-        """When the batch that the trainer waits for was asked for."""
+        """Time when the trainer asked for the batch that it waits for."""
         self._complete_at: float | None = None
-        """When the next batch was complete."""
+        """Time when the next batch was complete."""
         self._num_ahead = 0
         """Batches beyond the next one that were complete when it was asked for."""
 
     def completed(self, now: float) -> None:
-        """Note that the next batch is complete. Only the first call before ``taken`` counts."""
+        """Record that the next batch is complete. Only the first call before ``taken`` counts."""
         if self._complete_at is None:
             self._complete_at = now
 
     def asked(self, now: float, num_complete: int) -> None:
-        """Note that the trainer waits for its next batch; ``num_complete`` batches are complete."""
+        """Record that the trainer waits for its next batch; ``num_complete`` batches are complete."""
         self._asked_at, self._num_ahead = now, max(0, num_complete - 1)
         if self._taken_at is not None:
             self._busy.append(now - self._taken_at)
@@ -71,7 +71,7 @@ class Pace:
         self._taken_at, self._asked_at, self._complete_at = now, None, None
 
     def due(self, steps_ahead: int, now: float) -> float:
-        """Time from which prompts may be admitted for the batch ``steps_ahead`` (0: the next) batches on."""
+        """Return the time from which prompts may be admitted for the batch ``steps_ahead`` (0: the next) batches on."""
         if self._taken_at is None or not self._busy:
             return now
         next_at = now if self._asked_at is not None else self._taken_at + self._busy_s

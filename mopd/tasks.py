@@ -1,4 +1,4 @@
-"""Tasks that run beside one another, of which the first error is everybody's, and waits that a request to stop ends."""
+"""Concurrent tasks whose first error ends them all, and waits that a request to stop ends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Tasks:
         await _end(*self._running)
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """One more. Its error is raised by ``unless_failed``."""
+        """Start a task. ``unless_failed`` raises its error."""
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._note)
@@ -59,7 +59,7 @@ class Tasks:
 
 
 class StopAsked(Exception):
-    """A run is to end before its time; the message is the line to tell."""
+    """A request to end the run early; the message is the line for the user."""
 
     def __init__(self, by: str, line: str = "") -> None:
         super().__init__(line or f"stopped before a step was trained, as {by} asked")
@@ -67,34 +67,35 @@ class StopAsked(Exception):
 
 
 class Stop:
-    """Whether somebody asked for the end. Belongs to one event loop; what it interrupts is cancelled."""
+    """A request to stop, and waits that it ends. Belongs to one event loop; the interrupted work is cancelled."""
 
     def __init__(self, look: Callable[[], str | None] = lambda: None) -> None:
-        """``look`` tells who asks, if anybody does; whoever made this calls ``ask`` inside waits."""
+        """Start without a request. ``look`` returns who requests the end, or ``None``; the owner calls ``ask`` for
+        requests that come inside waits."""
         self._look = look
         self._by: str | None = None
         self._asked = asyncio.Event()
 
     def ask(self, by: str) -> None:
-        """``by`` asks. Only the first one is told."""
+        """Record a request of ``by``. Only the first one is reported."""
         if self._by is None:
             self._by = by
             self._asked.set()
 
     @property
     def is_asked(self) -> bool:
-        """Somebody did."""
+        """Whether the end was requested."""
         return self._by is not None
 
     def check(self) -> None:
-        """Raise ``StopAsked`` if somebody did, up to now."""
+        """Raise ``StopAsked`` if the end was requested so far."""
         by = self._by or self._look()
         if by is not None:
             self.ask(by)
             raise StopAsked(by)
 
     async def unless_asked(self, work: Awaitable[T]) -> T:
-        """Await ``work``, or raise ``StopAsked`` as soon as somebody asks; what is done by then counts."""
+        """Await ``work``, or raise ``StopAsked`` as soon as the end is requested; work that is done by then counts."""
         task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
         try:
             await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)

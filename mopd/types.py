@@ -1,4 +1,4 @@
-"""What flows between the workers: ids, lengths and names, never a tensor. No torch in this module.
+"""Ids, lengths and names that flow between the workers, never a tensor. No torch in this module.
 
 One sample's life, with small numbers::
 
@@ -10,8 +10,8 @@ One sample's life, with small numbers::
         teacher_ids [R, K] int32 · teacher_logprobs [R, K] fp32 · teacher_token_logprobs [R] fp32
 
 A recipe with an ensemble (D = most teachers of any domain > 1) has ``teacher_ids`` and ``teacher_logprobs`` [R, D, K]
-in all domains; what stands beyond a domain's own teachers has weight 0. Where the student's family has vision, every
-sample has ``images`` [N, 8] int64 as well, a row for each image of its prompt (``data/image_refs.py``).
+in all domains; entries beyond a domain's own teachers have weight 0. If the student's family has vision, every sample
+also has ``images`` [N, 8] int64, a row for each image of its prompt (``data/image_refs.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROLLOUT_FIELDS = ("tokens", "loss_mask", "rollout_logprobs")
 TEACHER_FIELDS = ("teacher_ids", "teacher_logprobs", "teacher_token_logprobs")
 """Fields that the teacher worker writes."""
 LOSS_FIELDS = ROLLOUT_FIELDS + TEACHER_FIELDS
-"""Fields that must exist before a sample can be trained on (``task_advantage`` joins them where a loss needs it)."""
+"""Fields that must exist before a sample can be trained on (``task_advantage`` joins them if a loss needs it)."""
 
 
 class UserError(Exception):
@@ -33,7 +33,7 @@ class UserError(Exception):
 
 
 class CutOffError(UserError):
-    """An error that cuts a run off which itself can go on; ``RunDir.telling`` adds how."""
+    """An error that interrupts a run which itself can go on; ``RunDir.telling`` adds how."""
 
 
 class NonFiniteError(UserError):
@@ -46,7 +46,7 @@ class StaleBatchError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageRef:
-    """Where an image of a prompt is found again. References travel, pixels do not."""
+    """The place where an image of a prompt is found again. References travel, pixels do not."""
 
     file: int
     """Index of the data file in the list that the prompts were loaded from."""
@@ -62,14 +62,14 @@ class ImageRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptImage:
-    """An image of a prompt, as an engine is given it."""
+    """An image of a prompt, in the form that an engine gets."""
 
     digest: bytes
     """As ``ImageRef.digest``: equal images are loaded and sent once."""
     grid: tuple[int, int, int]
     """As ``ImageRef.grid``."""
     load: Callable[[], bytes]
-    """The encoded file, checked against the digest by who made this. ``UserError`` names file and row."""
+    """Return the encoded file, checked against the digest. ``UserError`` names file and row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,27 +83,27 @@ class Prompt:
     row: int
     """Row number in the loaded dataset, where its tokens and its ground truth are found."""
     attempt: int = 0
-    """How often it was drawn before, with weights that became too old."""
+    """Number of earlier draws, with weights that became too old."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleMeta:
-    """What the controller knows of a sample: identity and lengths."""
+    """Identity and lengths of a sample, all that the controller knows of it."""
 
     sample_id: int
     domain: str
     weight_version: int
-    """Version of the student's weights that sampled the response, the oldest of its tokens'."""
+    """Version of the student's weights that sampled the response: the oldest of its tokens'."""
     prompt_length: int
     response_length: int
     num_loss_tokens: int
     """Response tokens with ``loss_mask`` set."""
     truncated: bool = False
-    """The response ended at the length limit, not at a stop token."""
+    """Whether the response ended at the length limit, not at a stop token."""
     num_versions: int = 1
-    """Versions of the weights that sampled the response: more than one where it went on under new weights."""
+    """Versions of the weights that sampled the response: more than one if it continued under new weights."""
     version_span: int = 0
-    """How many optimizer steps the weights of its newest token are ahead of those of its oldest."""
+    """Optimizer steps by which the weights of its newest token are ahead of those of its oldest."""
 
     @property
     def newest_version(self) -> int:
@@ -118,7 +118,7 @@ class SampleMeta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailedSample:
-    """A sample that no replica of a teacher could score, where the recipe says ``on_failure: replace``."""
+    """A sample that no replica of a teacher could score, in a recipe with ``on_failure: replace``."""
 
     sample: SampleMeta
     teacher: str
@@ -148,12 +148,12 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchPlan:
-    """Which sample is computed where: ``micro_batches[dp_rank][i]`` holds the samples of micro-batch ``i``.
+    """Assignment of samples to micro-batches: ``micro_batches[dp_rank][i]`` holds the samples of micro-batch ``i``.
 
     Every data-parallel rank has the same number of micro-batches (pipeline schedules need it).
 
-    Example: two DP ranks, two micro-batches each, five samples:
-    ``micro_batches = (((s0, s3), (s4,)), ((s1,), (s2,)))``.
+    Example: two DP ranks, two micro-batches each, five samples: ``micro_batches = (((s0, s3), (s4,)), ((s1,),
+    (s2,)))``.
     """
 
     micro_batches: tuple[tuple[tuple[SampleMeta, ...], ...], ...]
@@ -168,12 +168,12 @@ class MicroBatchPlan:
         return tuple(sorted(s.sample_id for rank in self.micro_batches for mb in rank for s in mb))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types, for the trip from rank 0 to the other ranks."""
+        """Return the plan in plain JSON types, for the trip from rank 0 to the other ranks."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MicroBatchPlan:
-        """Inverse of ``to_json``."""
+        """Undo ``to_json``."""
         micro_batches = tuple(
             tuple(tuple(SampleMeta(**sample) for sample in mb) for mb in rank) for rank in data["micro_batches"]
         )

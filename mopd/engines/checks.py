@@ -1,8 +1,8 @@
-"""What may be asked of an engine, and whether its answer is possible at all.
+"""Checks of requests to an engine and of its answers: can this request be served, is this answer possible at all?
 
-The router checks every answer, wherever the engine runs. What no distribution over a vocabulary can be (an id listed
-twice, more than the whole mass, NaN) would pass through the loss as a huge gradient; it says that a replica is broken,
-and another one may be asked.
+The router checks every answer, wherever the engine runs. An answer that no distribution over a vocabulary can give (an
+id listed twice, a mass above 1, NaN) would pass through the loss as a huge gradient. It means that the replica is
+broken; the request may go to another one.
 Shapes: R response tokens of all sequences, K top-k.
 """
 
@@ -19,21 +19,21 @@ from mopd.engines.interface import Generation, SamplingParams, Scores, WeightsLo
 from mopd.types import UserError
 
 MAX_EXCESS = 1e-4
-"""Mass above 1 that rounding explains (``docs/losses.md``); a log-prob may be above 0 by as much."""
+"""Probability mass above 1 that rounding explains (``docs/losses.md``); a log-prob may exceed 0 by as much."""
 MAX_OWN_DIFFERENCE = 1e-3
-"""Between the two log-probs that an answer may hold of one token, relative to the larger of 1 and their size."""
+"""Largest difference between the two log-probs that an answer may hold of one token, relative to max(1, their size)."""
 
 Array = np.ndarray[Any, Any]
 
 
 def check_weights(has_weights: bool, *, name: str) -> None:
-    """``WeightsLost`` for an engine without."""
+    """Raise ``WeightsLost`` for an engine without weights."""
     if not has_weights:
         raise WeightsLost(f"the engine of {name} has no weights: call load_weights first")
 
 
 def check_scoring(tokens: Sequence[Tensor], prompt_lengths: Sequence[int]) -> None:
-    """Every sequence has a prompt; ``ValueError``."""
+    """Raise ``ValueError`` for a sequence whose prompt is empty or longer than the sequence."""
     for i, (sequence, start) in enumerate(zip(tokens, prompt_lengths, strict=True)):
         if not 1 <= start <= len(sequence):
             raise ValueError(f"sequence {i} has {len(sequence)} tokens and prompt length {start}: need 1 or more")
@@ -47,8 +47,12 @@ def check_sampling(
     *,
     name: str,
 ) -> None:
-    """A seed for every prompt, no prompt empty, and a token that ends a response; ``ValueError`` or, for the last,
-    ``UserError`` with the checkpoint's ``name``."""
+    """Raise for a request for responses that cannot be served.
+
+    Raises:
+        ValueError: the numbers of seeds and prompts differ, a prompt is empty, or ``max_new_tokens`` is below 1.
+        UserError: no token ends a response; the message names the checkpoint, ``name``.
+    """
     if len(seeds) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds")
     if sampling.max_new_tokens < 1:
@@ -60,10 +64,11 @@ def check_sampling(
 
 
 def check_length(longest: int, max_new_tokens: int | None, limit: int, limit_key: str, *, name: str) -> None:
-    """``UserError`` for a prompt that does not fit with its response, or with ``None`` a sequence that is too long.
+    """Raise ``UserError`` for a prompt that does not fit with its response (with ``None``: for a sequence that is too
+    long).
 
-    ``limit_key`` says where the ``limit`` of ``name`` comes from: the model's ``max_position_embeddings``, or an
-    engine's ``max_model_len``, which can be raised.
+    ``limit_key`` names the origin of ``limit``: the model's ``max_position_embeddings``, or the engine's
+    ``max_model_len``, which can be raised. ``name`` is the model's or engine's.
     """
     if longest + (max_new_tokens or 0) <= limit:
         return
@@ -86,13 +91,14 @@ def check_scores(
     top_k: int,
     vocab_size: int | None,
 ) -> None:
-    """The scores can be those of the responses ``tokens[i][prompt_lengths[i]:]``: every promise of ``Scores`` is kept.
+    """Raise ``ValueError`` unless ``scores`` can be those of the responses ``tokens[i][prompt_lengths[i]:]``.
 
-    Rows are in order, most probable id first; equals may stand in any. A listed log-prob may be -inf: the entry then
-    leaves the loss's set S. The token's own must be finite.
+    Checks every promise of ``Scores``. Rows are ordered, most probable id first; ids of equal log-prob may stand in any
+    order. A listed log-prob may be -inf: the entry then leaves the loss's set S. The token's own log-prob must be
+    finite.
 
     Args:
-        vocab_size: ids are below it; ``None``: nobody knows it.
+        vocab_size: ids are below it; ``None`` if it is unknown.
 
     Raises:
         ValueError: one line: which sequence, which row, what is wrong.
@@ -114,10 +120,10 @@ def check_scores(
 
 
 def check_generations(generations: Sequence[Generation], *, max_new_tokens: int, vocab_size: int | None) -> None:
-    """The responses can have been drawn. ``ValueError``, one line, as ``check_scores``."""
+    """Raise ``ValueError``, one line as in ``check_scores``, for responses that no engine can have drawn."""
     for i, given in enumerate(generations):
         count = len(given.tokens) if isinstance(given.tokens, Tensor) and given.tokens.dim() == 1 else -1
-        is_part = given.finish_reason == "handed_back"  # something of it is still to be drawn
+        is_part = given.finish_reason == "handed_back"  # not complete: it may be empty, never full
         least, most = (0, max_new_tokens - 1) if is_part else (1, max_new_tokens)
         if not least <= count <= most:
             raise ValueError(f"response {i} has not {least} to {most} tokens (max_new_tokens) but {count}")
@@ -138,13 +144,14 @@ def check_generations(generations: Sequence[Generation], *, max_new_tokens: int,
 
 
 class _Rows:
-    """Looks at all sequences' rows at once; only a failure asks whose row it is."""
+    """Checks the rows of all sequences in one pass; only a failure looks up which sequence the row belongs to."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         self._ends = np.cumsum(counts)
 
     def check(self, ids_RK: Array, logprobs_RK: Array, own_R: Array, sampled_R: Array, vocab_size: int | None) -> None:
         self.check_ids(ids_RK, vocab_size)
+        # equal ids are neighbours once a row is sorted
         in_order = np.sort(ids_RK, axis=1)
         self._refuse((in_order[:, 1:] == in_order[:, :-1]).any(1), "an id stands twice in one row")
         if not logprobs_RK.max() <= MAX_EXCESS:
@@ -167,14 +174,14 @@ class _Rows:
         self._refuse(missing_R, "the response's token is more probable than the last id of its row, but not listed")
 
     def check_ids(self, ids_RK: Array, vocab_size: int | None) -> None:
-        """[R, K] integers in the vocabulary."""
+        """Refuse rows of [R, K] ids with one outside the vocabulary."""
         if ids_RK.min() < 0 or (vocab_size is not None and ids_RK.max() >= vocab_size):
             limit = np.inf if vocab_size is None else vocab_size
             bad_R = ((ids_RK < 0) | (ids_RK >= limit)).any(1)
             self._refuse(bad_R, f"an id is outside the vocabulary of {vocab_size}", ids_RK)
 
     def check_own(self, own_R: Array) -> None:
-        """[R] finite log-probs."""
+        """Refuse rows of [R] log-probs that are above 0 or not finite."""
         if not (own_R.max() <= MAX_EXCESS and own_R.min() > -np.inf):
             bad_R = ~((own_R <= MAX_EXCESS) & (own_R > -np.inf))
             self._refuse(bad_R, "the response's token has a log-prob above 0 or not finite", own_R)
@@ -184,13 +191,14 @@ class _Rows:
             return
         row = int(bad_R.argmax())
         sequence = int(np.searchsorted(self._ends, row, side="right"))
+        # a row is counted over all sequences; the message counts within its own
         place = row - (int(self._ends[sequence - 1]) if sequence else 0)
         shown = "" if values is None else f" ({_extreme(values[row]):g})"
         raise ValueError(f"sequence {sequence}, response position {place}: {problem}{shown}")
 
 
 def _extreme(values: Array) -> float:
-    """The value of a bad row that shows best why: NaN or the largest; for ids also the smallest."""
+    """Return the value of a bad row that shows the fault best: NaN or the largest; of ids a negative one."""
     largest = float(values.max())
     return float(values.min()) if values.dtype.kind == "i" and values.min() < 0 else largest
 

@@ -1,4 +1,4 @@
-"""Many requests of one call at a time: bounded by tokens, and none left behind, whatever happens."""
+"""Concurrent requests of one call: bounded by their tokens, and all of them ended when the call ends."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 CANCEL_GRACE_S = 5.0
-"""How long a cancelled task may take to end; an engine call that does not let itself be cancelled is left to itself."""
+"""Seconds that a cancelled task may take to end. An engine call that ignores its cancellation is abandoned."""
 
 
 class TokenBudget:
-    """Lets work through while its tokens together stay within ``max_tokens``, first come first served."""
+    """A limit on the tokens of concurrent work, ``max_tokens``. Waiting work is admitted in order of arrival."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -24,13 +24,14 @@ class TokenBudget:
 
     @asynccontextmanager
     async def hold(self, num_tokens: int) -> AsyncIterator[None]:
-        """Wait for room and keep it. This wait ends when earlier holders do: bound the work, not the wait.
+        """Wait for room and hold it inside the context.
 
+        The wait has no deadline of its own: it ends when earlier holders end, whose work must be bounded.
         ``ValueError`` for more than ``max_tokens``, which would wait for ever.
         """
         if num_tokens > self.max_tokens:
             raise ValueError(f"{num_tokens} tokens exceed the budget of {self.max_tokens}")
-        async with self._turn, self._changed:  # in turn: small work does not overtake large work for ever
+        async with self._turn, self._changed:  # in order of arrival: small work never overtakes large work for ever
             await self._changed.wait_for(lambda: self._used + num_tokens <= self.max_tokens)
             self._used += num_tokens
         try:
@@ -42,7 +43,10 @@ class TokenBudget:
 
 
 async def cancel(tasks: Sequence[asyncio.Future[Any]], *, grace_s: float = CANCEL_GRACE_S) -> None:
-    """Cancel those that are not done, wait so long for their end, and take note of errors that nobody will ask for."""
+    """Cancel the tasks that are not done and wait up to ``grace_s`` for their end.
+
+    Their errors are retrieved, so that asyncio does not log them as never retrieved.
+    """
     for task in tasks:
         task.cancel()
     pending = [task for task in tasks if not task.done()]
@@ -54,8 +58,8 @@ async def cancel(tasks: Sequence[asyncio.Future[Any]], *, grace_s: float = CANCE
 
 
 async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order. The first error, or a cancellation from outside, ends the others before it is raised. They
-    have their own deadlines."""
+    """Return all results in order. The first error, or a cancellation from outside, ends the other coroutines before it
+    is raised. The coroutines have deadlines of their own."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     if not tasks:
         return []

@@ -1,7 +1,7 @@
-"""The two things an engine can do: generate and score. Everything on an engine's far side is its own affair.
+"""The interface of an engine: generate responses and score them.
 
-An engine may live in this process, in a child process or on another machine: callers only await. The errors of an
-engine that is somewhere else say whether another replica may be tried.
+An engine may live in this process, in a child process or on another machine; callers only await. The class of an error
+says whether another replica may be tried.
 Shapes: R response tokens of one sample, K = top-k.
 """
 
@@ -19,13 +19,13 @@ from mopd.transfer.group import GroupOrder
 from mopd.types import PromptImage
 
 DEFAULT_RETRY_AFTER_S = 1.0
-"""Of a full queue that does not say when to come back, or says it in a way that cannot be meant."""
+"""Pause in seconds after a full queue that names none, or an invalid one."""
 MAX_RETRY_AFTER_S = 30.0
-"""Longest pause that a full queue can ask for: asking again costs next to nothing."""
+"""Longest pause in seconds that a full queue can ask for: asking again costs next to nothing."""
 
 
 class EngineError(RuntimeError):
-    """An engine did not do what it was asked; the message names the engine."""
+    """A request to an engine failed; the message names the engine."""
 
 
 class EngineUnavailable(EngineError):
@@ -39,17 +39,17 @@ class EngineUnreachable(EngineUnavailable):
 
 
 class CorruptAnswer(EngineUnavailable):
-    """An answer came, and it cannot be right."""
+    """An answer that cannot be right."""
 
 
 class EngineBusy(EngineError):
     """The engine's queue is full (HTTP 429). Another replica may be tried, or this one after ``retry_after_s``."""
 
     def __init__(self, message: str, *, retry_after_s: object) -> None:
-        """``retry_after_s`` is what the engine says: no number, none at all or one out of bounds does no harm."""
+        """Bound ``retry_after_s``, which is whatever the engine sent: missing, no number or out of range."""
         super().__init__(message)
         self.retry_after_s = _bounded(retry_after_s)
-        """In [0, ``MAX_RETRY_AFTER_S``]."""
+        """Pause in seconds before the next try, in [0, ``MAX_RETRY_AFTER_S``]."""
 
 
 class EngineRejected(EngineError):
@@ -61,7 +61,7 @@ class StaleWeights(EngineUnavailable):
 
 
 class WeightsLost(EngineError):
-    """New weights did not arrive completely: the engine has none until all of them arrive once."""
+    """New weights did not arrive completely: the engine has no weights until a whole update arrives."""
 
 
 def _bounded(retry_after_s: object) -> float:
@@ -74,24 +74,23 @@ def _bounded(retry_after_s: object) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineLimits:
-    """What one request to an engine may ask for; ``None`` is no limit of the engine's own."""
+    """Limits of one request to an engine; ``None`` means that the engine sets none."""
 
     max_tokens_per_request: int | None = None
-    """Tokens of one request together; of one that asks for responses, those of its prompts."""
+    """Tokens of one request together; for generation the tokens of its prompts."""
     max_queued_tokens: int | None = None
-    """Tokens that may wait and run at a time; beyond them requests are answered with ``EngineBusy``."""
+    """Tokens that may wait or run at a time; requests beyond them are answered with ``EngineBusy``."""
     max_body_bytes: int | None = None
     """Bytes of one HTTP body."""
     max_sequences: int | None = None
-    """Sequences that the engine works on at a time; more wait in it."""
+    """Sequences that the engine runs at a time; others wait inside it."""
     max_running_tokens: int | None = None
-    """Tokens, drawn ones included, that the engine holds of all sequences at a time (vLLM: its KV cache; torch: a
-    batch)."""
+    """Tokens of all sequences, drawn ones included, that it holds at a time (vLLM: its KV cache; torch: a batch)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineInfo:
-    """Who answers: what a caller must know before it trusts the scores."""
+    """An engine's description of itself: what a caller must know before it trusts the scores."""
 
     model: str
     """The checkpoint, as the engine's owner spells it."""
@@ -103,20 +102,20 @@ class EngineInfo:
     dtype: str
     """Parameter dtype, for example ``float32``."""
     weight_version: int
-    """-1: the weights of the checkpoint, or none yet."""
+    """Version of the weights that answer now; -1: the checkpoint's, or none yet."""
     manifest: Mapping[str, str] | None = None
-    """``config_sha256``, ``weights_sha256`` and ``tokenizer_sha256`` of the folder that the engine loaded, where its
-    owner hashed it (``mopd.conversion.hf.manifest``)."""
+    """``config_sha256``, ``weights_sha256`` and ``tokenizer_sha256`` of the folder that the engine loaded, if its owner
+    hashed it (``mopd.conversion.hf.manifest``)."""
     max_logprobs: int | None = None
-    """Largest ``top_k`` of ``score``; ``None`` is the vocabulary."""
+    """Largest ``top_k`` of ``score``; ``None``: the size of the vocabulary."""
     image_processing: str | None = None
-    """``ImageProcessing.fingerprint`` of how it turns images into patches; ``None``: it sees no images."""
+    """``ImageProcessing.fingerprint`` of the way it turns images into patches; ``None``: it sees no images."""
     limits: EngineLimits = EngineLimits()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How to draw a response. ``temperature=0`` is greedy decoding."""
+    """Parameters of drawing a response. ``temperature=0`` is greedy decoding."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -135,26 +134,26 @@ class Generation:
     """[R] fp32 log-probs of the drawn tokens under softmax(logits / temperature), before top-p and top-k cuts
     (temperature 1 when greedy)."""
     finish_reason: Literal["stop", "length", "handed_back"]
-    """``handed_back``: new weights arrived. The response is not complete and may hold no token yet; its caller goes on
-    with prompt and tokens as the next prompt."""
+    """Why the response ended. ``handed_back``: new weights arrived. It is not complete and may hold no token yet; the
+    caller continues it with prompt and tokens as the next prompt."""
     token_versions: Tensor
-    """[R] int32 ``weight_version`` of the weights that drew each token; it never falls."""
+    """[R] int32 ``weight_version`` of the weights that drew each token, never decreasing."""
 
 
 Images = Sequence[Sequence[PromptImage]] | None
 """The images of each sequence of a request, in the order of their places in it; ``None``: no sequence has one."""
 
 Told = Callable[[int, Generation], None]
-"""``told(i, generation)``: response i of a call is complete."""
+"""Callback of ``Generator.generate``: ``told(i, generation)`` is called when response i of the call is complete."""
 
 OnRunning = Literal["finish", "continue"]
-"""What becomes of responses that are under way when new weights arrive: they end under the old ones, or they go on
-under the new ones (an engine that cannot go on hands them back)."""
+"""Policy for responses in progress when new weights arrive: ``finish`` them under the old weights, or ``continue`` them
+under the new ones (an engine that cannot continue hands them back)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """A model's view of one given response. Row r is the distribution over the token at response position r."""
+    """Distributions over one given response. Row r is the distribution over the token at response position r."""
 
     ids: Tensor
     """[R, K] int32, most probable first."""
@@ -165,11 +164,11 @@ class Scores:
 
 
 class Generator(Protocol):
-    """Samples responses with the weights of the moment."""
+    """An engine that samples responses with its current weights."""
 
     @property
     def weight_version(self) -> int:
-        """Of the weights that answer now; -1 before the first ``TakesWeights.load_weights``."""
+        """Version of the weights that answer now; -1 before the first ``TakesWeights.load_weights``."""
         ...
 
     async def generate(
@@ -181,14 +180,14 @@ class Generator(Protocol):
         told: Told | None = None,
         images: Images = None,
     ) -> list[Generation]:
-        """One response per prompt. A response depends on its prompt, its seed and the weights, not on its neighbours'
-        seeds. ``seeds`` are non-negative and below 2**63.
+        """Draw one response per prompt. A response depends on its prompt, its seed and the weights, not on its
+        neighbours' seeds. ``seeds`` are non-negative and below 2**63.
 
-        ``told`` is called on the caller's event loop for each response as soon as it is complete, at most once each;
-        an engine that cannot tell before the end never calls it. The list holds them all.
+        ``told`` is called on the caller's event loop for each response as soon as it is complete, at most once each; an
+        engine that knows a response only at the end never calls it. The returned list holds all responses.
 
         A prompt holds one placeholder for each token of its ``images``. ``EngineRejected`` for images that the engine
-        cannot see; placeholders and other tokens that only an image may stand for are never drawn.
+        cannot see. Placeholders and other tokens that only an image may stand for are never drawn.
         """
         ...
 
@@ -197,52 +196,61 @@ class TakesWeights(Protocol):
     """An engine whose weights can be replaced."""
 
     weight_version: int
-    """Of the last ``load_weights``."""
+    """Version given to the last ``load_weights``."""
 
     async def load_weights(
         self, weights: Iterable[tuple[str, Tensor]], weight_version: int, *, kept: Set[str] = frozenset()
     ) -> None:
-        """Replace all weights by ``(hf_name, tensor)`` pairs, but those named in ``kept``, which an engine that has
-        weights keeps. Before the first one is replaced it raises, and the old ones answer on: ``ValueError`` if a name
-        or shape does not match or a weight is missing, ``NonFiniteError`` for NaN or infinite values, also such as do
-        not fit the engine's dtype."""
+        """Replace all weights by ``(hf_name, tensor)`` pairs, except those named in ``kept``, which an engine that has
+        weights keeps.
+
+        All checks precede the first replacement; after an error the old weights answer on.
+
+        Raises:
+            ValueError: a name or shape does not match, or a weight is missing.
+            NonFiniteError: a value is NaN or infinite, also if only in the engine's dtype.
+        """
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reception:
-    """What receiving weights took an engine."""
+    """Durations of one weight reception."""
 
     wait_s: float
-    """Seconds in which it had nothing to load."""
+    """Seconds in which the engine had nothing to load."""
     load_s: float
-    """The other seconds."""
+    """Remaining seconds of the reception."""
 
 
 class Incoming(Protocol):
-    """Weights that come to an engine over a process group, into its own memory."""
+    """Receives weights over a process group into an engine's own memory."""
 
     async def join(self, order: GroupOrder, first_rank: int, metas: Sequence[TensorMeta]) -> None:
-        """Enter a group, from ``first_rank`` on with one rank for each worker, and leave the one before. The engine
-        works meanwhile. ``ValueError`` unless ``metas``, which will come in this order, are exactly its weights;
-        ``WeightsLost`` if the group does not meet."""
+        """Leave the previous group and enter a new one, from ``first_rank`` on with one rank for each worker.
+
+        The engine keeps working meanwhile. ``ValueError`` unless ``metas``, the tensors in their order of arrival, are
+        exactly the engine's weights; ``WeightsLost`` if the group does not meet.
+        """
         ...
 
     async def receive(
         self, weight_version: int, *, verify: bool, patience_s: float, ready: Callable[[], object]
     ) -> Reception:
-        """Replace all weights by what the group's rank 0 sends. ``ready`` is called once the engine has stopped and
-        waits for the first bucket, which may take ``patience_s``. ``WeightsLost`` if not everything arrived as it was
-        sent; the group is left then."""
+        """Replace all weights by what rank 0 of the group sends.
+
+        ``ready`` is called once the engine has stopped and waits for the first bucket, which may take ``patience_s``
+        seconds. ``WeightsLost``, after which the group is left, if not everything arrived as it was sent.
+        """
         ...
 
     async def leave(self) -> None:
-        """Leave the group; what waits in ``join`` fails at once, in ``receive`` at the next bucket or its deadline."""
+        """Leave the group. A waiting ``join`` fails at once, a ``receive`` at the next bucket or its deadline."""
         ...
 
 
 class Scorer(Protocol):
-    """Scores given responses with fixed weights."""
+    """An engine that scores given responses with fixed weights."""
 
     async def score(
         self,
@@ -256,13 +264,14 @@ class Scorer(Protocol):
         """Score the response part of each sequence (``tokens[i][prompt_lengths[i]:]``).
 
         ``tokens`` hold one placeholder for each token of an image (after merging), as for ``Generator.generate``.
-        ``EngineRejected`` for images that the engine cannot see."""
+        ``EngineRejected`` for images that the engine cannot see.
+        """
         ...
 
 
 class Described(Protocol):
-    """What every engine that a group may hold offers besides its work."""
+    """An engine that describes itself, as every engine of a group must."""
 
     async def info(self) -> EngineInfo:
-        """Model, versions and limits of this moment; ``EngineUnavailable`` if the engine does not answer."""
+        """Return model, versions and limits as they are now; ``EngineUnavailable`` if the engine does not answer."""
         ...

@@ -1,6 +1,6 @@
-"""New weights on their way into an engine: checked one by one before any of them replaces an old one.
+"""Staging of new weights: each is checked before any of them replaces an old one.
 
-A refused update changes nothing: the old weights answer on.
+A refused update changes nothing: the engine goes on answering with its old weights.
 """
 
 from __future__ import annotations
@@ -24,11 +24,16 @@ _FILE_BYTES = 2**28
 def checked_weights(
     weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], *, kept: Set[str] = frozenset(), name: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """The stream itself, looked at as it passes. ``slots`` say which weights there are, with their shapes and dtypes;
-    those of ``kept`` stay as they are; ``name`` (the model) stands in messages.
+    """Yield the weights unchanged, each one checked as it passes.
+
+    Args:
+        slots: the model's weights, for their names, shapes and dtypes.
+        kept: names of the weights that stay as they are and must not arrive.
+        name: the model's, for messages.
 
     Raises:
-        ValueError: the stream is not exactly the weights of ``slots`` without ``kept``; for a missing one at the end.
+        ValueError: the stream is not exactly the weights of ``slots`` without ``kept``; a missing one is known at its
+            end.
         NonFiniteError: a value is NaN or infinite, or becomes so in the slot's dtype: every answer would be NaN.
     """
     if kept - slots.keys():
@@ -53,8 +58,11 @@ def checked_weights(
 def hold_weights(
     weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], *, kept: Set[str] = frozenset(), name: str
 ) -> Collection[tuple[str, Tensor]]:
-    """All weights but the ``kept`` ones, checked. A stream is held as copies in the slots' dtypes, as its sender may
-    reuse its memory; a collection, whose tensors are all there, is only looked at. Raises as ``checked_weights``."""
+    """Return all checked weights except the ``kept`` ones.
+
+    A stream is copied into the slots' dtypes, since its sender may reuse the memory. A collection, whose tensors all
+    exist, is only checked. Raises as ``checked_weights``.
+    """
     checked = checked_weights(weights, slots, kept=kept, name=name)
     if isinstance(weights, Collection):
         for _ in checked:
@@ -64,7 +72,7 @@ def hold_weights(
 
 
 class StagedFiles(NamedTuple):
-    """New weights on their way to an engine's processes."""
+    """Files of new weights for an engine's worker processes, and the number of tensors in them."""
 
     paths: list[str]
     num_tensors: int
@@ -78,8 +86,8 @@ async def stage_weights(
     kept: Set[str],
     name: str,
 ) -> StagedFiles:
-    """Write checked ``weights`` into ``folder`` as files of about 256 MiB, for engines whose model lives in other
-    processes. Raises as ``checked_weights`` does."""
+    """Write checked ``weights`` into ``folder`` as files of about 256 MiB, for an engine whose model lives in other
+    processes. Raises as ``checked_weights``."""
     paths: list[str] = []
     part: dict[str, Tensor] = {}
 

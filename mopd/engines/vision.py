@@ -1,4 +1,4 @@
-"""What an engine knows of a model that sees images, and whether a request's images fit its tokens. No torch."""
+"""The image side of an engine's model, and the check that a request's images fit its tokens. No torch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from mopd.types import PromptImage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSight:
-    """A model's vision."""
+    """Vision dimensions and image processing of a model that sees images."""
 
     dims: VisionDims
     processing: ImageProcessing
 
     def starts(self, tokens: Any, images: Sequence[PromptImage]) -> list[int]:
-        """Where each image's placeholders begin among ``tokens`` [L], of any kind of integers; ``ValueError`` where
-        they are not those of ``images``."""
+        """Return where each image's placeholders begin in ``tokens`` [L], integers of any kind; ``ValueError`` if the
+        placeholders are not those of ``images``."""
         return image_starts(
             np.asarray(tokens, dtype=np.int64),
             [image.grid for image in images],
@@ -39,7 +39,8 @@ class EngineSight:
 
 
 def read_sight(folder: Path, max_pixels: int | None) -> EngineSight | None:
-    """Of a Hugging Face folder; ``None`` for a model of text. ``max_pixels`` as in ``read_image_processing``.
+    """Read the vision side of a Hugging Face folder; ``None`` for a text model. ``max_pixels`` as in
+    ``read_image_processing``.
 
     Raises:
         UserError: its config or its image processor cannot be used.
@@ -52,11 +53,11 @@ def read_sight(folder: Path, max_pixels: int | None) -> EngineSight | None:
 
 
 def check_images(sight: EngineSight | None, tokens: Sequence[Any], images: Images, *, name: str) -> None:
-    """Every image has its placeholders, and every placeholder its image.
+    """Raise unless every image has its placeholders and every placeholder its image.
 
     Raises:
         EngineRejected: the model of ``name`` sees no images.
-        ValueError: they do not fit; names the sequence.
+        ValueError: images and placeholders do not fit; names the sequence.
     """
     if sight is None:
         refuse_images(images, name)

@@ -1,10 +1,11 @@
-"""Samples on their way to a replica and back: each is its caller's as soon as its answer is there and has been checked.
+"""Samples on their way to a replica and back. Each result goes to its caller as soon as it has arrived and been
+checked.
 
 ::
 
     callers' parts ──Pool: room──> Request ──ask──> replica ──told, one by one──> part ──all there──> its caller
                                       │
-                                      └── failure: what was not told goes back to its callers, who ask again
+                                      └── failure: samples without a result go back to their callers, who ask again
 """
 
 from __future__ import annotations
@@ -31,61 +32,64 @@ from mopd.replicas.work import Work
 
 R = TypeVar("R")
 MIN_RETRY_AFTER_S = 0.01
-"""A replica with a full queue is left alone at least this long, whatever it says."""
+"""Shortest pause, in seconds, for a replica with a full queue, whatever it says."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Call(Generic[R]):
-    """What one caller asks."""
+    """One caller's request for results."""
 
     work: Work[Any, Any, R]
     items: Sequence[Any]
     told: Callable[[int, R], None] | None = None
     """Called with the position of an item and its result as soon as that is there."""
     answers: dict[int, R] = field(default_factory=dict)
-    """By position."""
+    """Results by position."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Part(Want, Generic[R]):
-    """Some samples of one call that travel together, and what has happened to them so far."""
+    """Some samples of one call that travel together, and their state."""
 
     call: Call[R]
     missing: dict[int, Room]
-    """Positions that have no answer yet, in order."""
+    """Positions without a result yet, in order, and the room of each."""
     request: Request[R] | None = None
-    """On which it is under way."""
+    """The request that carries it now."""
     came_back: asyncio.Future[Exception | None] = field(init=False)
-    """Of ``request``: done when nothing is missing, or with the reason why something is."""
+    """Outcome of ``request``: ``None`` when nothing is missing, otherwise the error."""
     was_joined: bool = False
-    """Its last request had other callers' samples too."""
+    """Whether its last request carried other callers' samples too."""
     last_error: Exception | None = None
+    """Error of its last request."""
     turned_away_since: float | None = None
-    """When it first met a full queue since its last real attempt."""
+    """Time of its first full queue since its last real attempt."""
     num_failures: int = 0
     """Attempts in ``failed_on`` that reached a replica."""
     unreachable_since: float | None = None
-    """When it first found nobody since the last attempt that reached a replica."""
+    """Time of the first attempt that found no server, since the last one that reached a replica."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
-    """The caller's."""
+    """Context variables of the caller."""
 
     def waits_for(self, request: Request[R]) -> bool:
-        """Its caller has not gone and misses something of this request. A caller that is cancelled has gone from that
-        moment on, before it can say so."""
+        """Return whether its caller still waits for something of this request. A cancelled caller counts as gone at
+        once, before it runs again."""
         return self.request is request and not self.came_back.done()
 
     def is_stale(self, error: Exception) -> bool:
-        """The replica lacks weights that will be sent to it. Where weights are fixed, other ones are a failure."""
+        """Return whether the replica lacks weights that will be sent to it. Other weights than fixed ones are a
+        failure."""
         return isinstance(error, StaleWeights) and self.version is not None
 
     def note(self, error: Exception, member: str, now: float) -> None:
-        """Its request on ``member`` failed. Whatever may be its own fault is asked for alone from now on."""
+        """Record that its request on ``member`` failed. After an error that may be its own fault it travels alone."""
         self.last_error = error
         if isinstance(error, EngineBusy):
             if self.turned_away_since is None:
                 self.turned_away_since = now
         elif not self.is_stale(error):
             self.key = None
+            # a joint request's refusal may be another part's fault: it counts once this part was asked for alone
             if isinstance(error, EngineUnavailable) or not self.was_joined:
                 self.failed_on.append(member)
                 self.turned_away_since = None
@@ -95,14 +99,14 @@ class Part(Want, Generic[R]):
                     self.unreachable_since = now
 
     def is_given_up(self, now: float, *, max_attempts: int, patience_s: float) -> bool:
-        """Enough attempts have failed, and where the last one found nobody, for long enough."""
+        """Return whether enough attempts have failed; if the last ones found no server, also for long enough."""
         if self.unreachable_since is None:
             return self.num_failures >= max_attempts
         return len(self.failed_on) >= max_attempts and now - self.unreachable_since >= patience_s
 
 
 class Request(Generic[R]):
-    """One request to one replica, under way from its making on, in a task of its own."""
+    """One request to one replica. Its task starts when it is made."""
 
     def __init__(self, member: Member, parts: Sequence[Part[R]], pool: Pool[Part[R]], routing: RoutingConfig) -> None:
         self._member, self._parts, self._pool, self._routing = member, parts, pool, routing
@@ -120,19 +124,19 @@ class Request(Generic[R]):
 
     @property
     def is_awaited(self) -> bool:
-        """A caller still misses something of it."""
+        """Whether a caller still waits for something of it."""
         return bool(self._waiting())
 
     def lose(self, member: Member, reason: str) -> None:
-        """Ends as unavailable if it is with ``member``."""
+        """End it as unavailable if ``member`` is its replica."""
         if self._member is member and not self._broken.done():
             self._broken.set_result(EngineUnavailable(f"{member.name} {reason}"))
 
     async def leave(self) -> None:
-        """A caller has gone; with the last one the request ends. Returns when it has."""
+        """End the request when its last caller has gone; return when it has ended."""
         if not self.is_awaited:
             await cancel([self.task])
-            self._abandon()  # it may not even have begun
+            self._abandon()  # a task cancelled before its first step never runs its `finally`
 
     async def _run(self) -> None:
         error: Exception | None = None
@@ -161,7 +165,7 @@ class Request(Generic[R]):
             self._give_back()
 
     def _give_back(self) -> None:
-        """The replica's room that is still taken, once."""
+        """Release the rest of the replica's room, once."""
         if not self._has_ended:
             self._has_ended = True
             for part in self._parts:
@@ -184,6 +188,7 @@ class Request(Generic[R]):
                 raise EngineUnavailable(f"{name}: no answer within {timeout_s:g} s (routing.request_timeout_s)")
             results = call.result()
         finally:
+            # answers that are told from here on are dropped
             self._is_over = True
             await cancel([call])
         if len(results) != len(self._items):
@@ -191,7 +196,8 @@ class Request(Generic[R]):
         return results
 
     def _told(self, index: int, result: R) -> None:
-        """One answer before the others; see ``Generator.generate``."""
+        """Take one answer before the others (``Generator.generate``); a corrupt one ends the request."""
+        # an answer after the deadline or after a corrupt one is dropped: its room may be released already
         if self._is_over or self._broken.done():
             return
         try:
@@ -204,7 +210,7 @@ class Request(Generic[R]):
         self._use({index: result})
 
     def _take_all(self, results: Sequence[R]) -> None:
-        """Those that were not told."""
+        """Take the answers that did not come one by one. ``CorruptAnswer`` if they cannot be right."""
         rest = {i: result for i, result in enumerate(results) if not self._is_there[i]}
         try:
             self._work.check([self._items[i] for i in rest], list(rest.values()))
@@ -215,7 +221,7 @@ class Request(Generic[R]):
             self._member.counters.numbers.num_requests += 1
 
     def _use(self, results: dict[int, R]) -> None:
-        """Answers that came together and are good."""
+        """Count checked answers that came together, and deliver them."""
         self._member.answered()
         awaited = [i for i in results if self._places[i][0].waits_for(self)]
         if awaited and self._parts[0].is_counted:
@@ -245,7 +251,7 @@ class Request(Generic[R]):
             part.call.told(position, result)
 
     def _judge(self, error: EngineError) -> None:
-        """What a failure says of the replica."""
+        """Update the replica's breaker, pause and counters after a failure."""
         member, now = self._member, self._pool.now()
         is_stale = self._parts[0].is_stale(error)
         if isinstance(error, EngineUnavailable) and not is_stale:
@@ -254,7 +260,7 @@ class Request(Generic[R]):
             member.answered()
         if isinstance(error, EngineBusy):
             member.counters.numbers.busy_answers += 1
-            pause_s = min(error.retry_after_s, self._routing.request_timeout_s / 2)  # or waiting requests give up
+            pause_s = min(error.retry_after_s, self._routing.request_timeout_s / 2)  # or waiting parts are given up
             member.busy_until = now + max(pause_s, MIN_RETRY_AFTER_S)
         elif is_stale:
             member.counters.numbers.stale_answers += 1

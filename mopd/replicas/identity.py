@@ -1,4 +1,4 @@
-"""Is it the model that the recipe names which answers? Hashes where a server tells them, else its scores on a probe."""
+"""Identity of the model that a replica serves: its hashes if the server reports them, else its scores on a probe."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from mopd.replicas.interface import Replica
 from mopd.types import UserError
 
 PROBE_TOKENS = 48
-"""Of the fixed probe: a stored fingerprint holds one score less."""
+"""Tokens of the fixed probe; a stored fingerprint holds one score fewer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a run asks of every replica of a group."""
+    """A run's requirements on every replica of a group."""
 
     length: int
     """Tokens of the longest sequence."""
     top_k: int
     """Largest number of log-probs per position; 0 for the rollout."""
     temperature: float = 1.0
-    """Of scores."""
+    """Temperature of scores."""
     preflight: PreflightConfig = PreflightConfig()
-    """How far two replicas of one model may differ."""
+    """Limits of how far two replicas of one model may differ."""
     image_processing: str | None = None
-    """``ImageProcessing.fingerprint`` of the student's, where both see images."""
+    """``ImageProcessing.fingerprint`` of the student, if student and model see images."""
 
     @classmethod
     def of(cls, recipe: Recipe, *, model: str, is_rollout: bool) -> Needs:
-        """Those of a teacher, or of the rollout, with its ``model``."""
+        """Return the requirements on replicas of ``model``, a teacher or the rollout."""
         student, processing = recipe.student.model, None
         if sees_images(student) and sees_images(model):
             processing = read_image_processing(student, recipe.data.max_pixels).fingerprint
@@ -52,7 +52,7 @@ class Needs:
 
 
 def problems_of(info: EngineInfo, manifest: Manifest, needs: Needs, *, key: str, is_rollout: bool) -> list[str]:
-    """Why this replica cannot serve the group ``key``; empty when it can. A rollout gets its weights later."""
+    """Return why this replica cannot serve the group ``key``. A rollout's weights, which arrive later, do not count."""
     found = []
     if info.manifest is not None:
         names = ("config_sha256",) if is_rollout else HASHES
@@ -78,7 +78,7 @@ def problems_of(info: EngineInfo, manifest: Manifest, needs: Needs, *, key: str,
 
 
 def fingerprint_tokens(vocab_size: int) -> list[int]:
-    """The fixed probe: ids below ``vocab_size``, the same on every machine."""
+    """Return the fixed probe: ids below ``vocab_size``, the same on every machine."""
     digests = (hashlib.sha256(f"mopd probe {i}".encode()).digest() for i in range(PROBE_TOKENS))
     return [int.from_bytes(digest[:8], "little") % vocab_size for digest in digests]
 
@@ -86,15 +86,18 @@ def fingerprint_tokens(vocab_size: int) -> list[int]:
 async def fingerprint(
     replica: Replica, *, vocab_size: int, temperature: float, sees_images: bool = False
 ) -> dict[str, Any]:
-    """A teacher replica's log-probs of the probe's tokens, as plain JSON. Where it ``sees_images`` those are of the
-    lower half of the vocabulary: ids that stand for images, of which the probe has none, are among the last."""
+    """Return a teacher replica's log-probs of the probe's tokens, as plain JSON.
+
+    For a model that ``sees_images`` the probe uses the lower half of the vocabulary: ids that stand for images, of
+    which the probe has none, are among the last. ``UserError`` if the replica does not score it, or not plausibly.
+    """
     tokens = fingerprint_tokens(vocab_size // 2 if sees_images else vocab_size)
     scorer: Any = replica.engine
     try:
         scores = await scorer.score([torch.tensor(tokens)], [1], top_k=1, temperature=temperature)
     except EngineError as error:
         raise UserError(f"{replica.name} did not score the fixed probe: {error}: see its log") from error
-    try:  # no router has
+    try:  # the scores did not pass a router, which would check them
         check_scores(scores, [torch.tensor(tokens)], [1], top_k=1, vocab_size=None)
     except ValueError as error:
         raise UserError(f"{replica.name} cannot have scored the fixed probe: {error}: see its log") from error
@@ -102,7 +105,7 @@ async def fingerprint(
 
 
 def fingerprint_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Mean |log-prob difference|; infinite for probes over another vocabulary."""
+    """Return the mean |log-prob difference|; infinite for probes over different vocabularies."""
     if one["vocab_size"] != other["vocab_size"]:
         return float("inf")
     left, right = (torch.tensor(print_["token_logprobs"], dtype=torch.float64) for print_ in (one, other))
@@ -110,5 +113,5 @@ def fingerprint_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> 
 
 
 def largest_difference(prints: Sequence[Mapping[str, Any]]) -> float:
-    """Between the first and any other; 0 for one alone."""
+    """Return the largest difference between the first fingerprint and any other; 0 for one alone."""
     return max((fingerprint_difference(prints[0], other) for other in prints[1:]), default=0.0)

@@ -1,4 +1,4 @@
-"""What a group of replicas is made of, and how it says that a sample cannot be done."""
+"""The parts of a group of replicas, and the errors for a sample that it cannot do."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ class Replica:
     name: str
     """Unique in its group; stands in errors, metrics and names of log files."""
     engine: Scorer | Generator
-    """A teacher's replica scores, a rollout replica generates. ``bytes_sent`` and ``bytes_received``, where an engine
-    has them, are read as running totals of its payload."""
+    """A teacher's replica scores, a rollout replica generates. If the engine has ``bytes_sent`` and ``bytes_received``,
+    they are read as running totals of its payload."""
     limits: EngineLimits = NO_LIMITS
-    """What the engine said of itself when it joined: how much of the group's work it is given at a time."""
+    """The engine's limits when it joined; they bound the work that it is given at a time."""
     tells: bool = True
-    """It is asked to tell each answer as soon as it is there. False for an engine of this process, which blocks its
+    """Whether it reports each answer as soon as it is there. False for an engine of this process, which blocks its
     caller until all are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterLimits:
-    """When a request or a replica is given up. No keys of a recipe: the deadline of a request is one, and these follow
-    from what replicas do, whoever runs them."""
+    """Limits after which a request or a replica is given up. They are no recipe keys: the deadline of a request is one,
+    and these follow from how replicas fail, wherever they run."""
 
     max_attempts: int = 4
-    """Tries of one request over all replicas, the first one included: one more than a replica's failures in a row."""
+    """Attempts of one request over all replicas, the first included: one more than a replica's failures in a row."""
     backoff_s: float = 0.5
-    """Wait before the second try; it doubles with each further one, and four tries span the restart of a connection."""
+    """Seconds before the second attempt, doubled for each further one: four span the restart of a connection."""
     breaker_failures: int = 3
-    """Failures in a row after which a replica is left alone: one may be a lost connection, three are no chance."""
+    """Failures in a row that open a replica's breaker: one may be a lost connection, three are no coincidence."""
     breaker_reset_s: float = 10.0
-    """How long it is left alone before one request tries it again: much shorter than a model takes to load."""
+    """Seconds until an open breaker lets one request try again: much shorter than a model takes to load."""
 
 
 LIMITS = RouterLimits()
 MAX_NAMED_ATTEMPTS = 8
-"""Attempts that are named one by one; of more, each replica is named once."""
+"""Attempts that a message lists one by one; of more, each replica is named once."""
 
 
 class SampleFailed(RuntimeError):
@@ -59,7 +59,8 @@ class SampleFailed(RuntimeError):
     def __init__(
         self, group: str, positions: Sequence[int], *, attempts: Sequence[str], last_error: BaseException
     ) -> None:
-        """
+        """Build the message.
+
         Args:
             group: for example ``teacher 'math'``.
             positions: places of the samples in the caller's request.
@@ -77,11 +78,11 @@ class SampleFailed(RuntimeError):
 
 
 class NoReplica(RuntimeError):
-    """No replica of the group can take work, and none will soon; the message tells the state of each."""
+    """No replica of the group can take work, now or soon; the message tells the state of each."""
 
 
 async def info_of(replica: Replica) -> EngineInfo:
-    """What a replica says about itself; ``UserError`` if it does not."""
+    """Return a replica's description of itself; ``UserError`` if it gives none."""
     engine: Any = replica.engine
     try:
         info: EngineInfo = await engine.info()

@@ -1,8 +1,9 @@
-"""Which replica may take which work now: room, load, breakers, restarts, weight versions. No request is sent here.
+"""Assignment of waiting work to replicas, by room, load, breakers, restarts and weight versions. Sends no request
+itself.
 
-Wants wait in their order. One that finds its replicas full keeps their room for itself: later ones pass it only on
-replicas that it cannot use, so long ones are never starved by short ones. What gets room at one replica at one moment
-is joined into requests.
+Wants wait in their order. One that finds its replicas full reserves their room: later ones pass it only on replicas
+that it cannot use, so long ones are never starved by short ones. Wants that get room at one replica at the same moment
+are joined into requests.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mopd.types import UserError
 
 WantT = TypeVar("WantT", bound=Want)
 Demand = tuple[int | None, frozenset[str]]
-"""Version and replicas to avoid: wants with one demand have the same choice of replicas."""
+"""Weight version and replicas to avoid. Wants of one demand have the same choice of replicas."""
 
 
 class _Waiter(Generic[WantT]):
@@ -32,7 +33,8 @@ class _Waiter(Generic[WantT]):
 
 
 class Pool(Generic[WantT]):
-    """The replicas of one group and the wants that wait for them. Used on one event loop; times are the loop's."""
+    """The replicas of one group and the wants that wait for them. Not thread-safe: use from one event loop, whose clock
+    gives all times."""
 
     def __init__(
         self,
@@ -41,7 +43,8 @@ class Pool(Generic[WantT]):
         replicas: Sequence[Replica],
         send: Callable[[Member, Sequence[WantT]], None],
     ) -> None:
-        """``send`` is told of wants that travel to a replica as one request. Each has room there until ``ended``."""
+        """Start with ``replicas``. ``send`` is called with wants that travel to a replica as one request; each holds
+        its room there until ``ended``."""
         self._routing, self._limits, self._send = routing, limits, send
         self._counters: dict[str, ReplicaCounters] = {}
         self._members: dict[str, Member] = {}
@@ -64,16 +67,16 @@ class Pool(Generic[WantT]):
 
     @property
     def max_sequences(self) -> int | None:
-        """Responses that one caller's request may ask for, so that it follows at once what ends at a replica; ``None``
-        where no replica has told how many it works on."""
+        """Most responses in one request of a caller, so that it can follow at once what ends at a replica; ``None`` if
+        no replica tells how many sequences it runs."""
         return min((m.spare_sequences for m in self.members if m.spare_sequences is not None), default=None)
 
     def member(self, name: str) -> Member:
-        """``KeyError`` for a replica that does not exist or is gone."""
+        """Return the replica; ``KeyError`` if it does not exist or is gone."""
         return self._members[name]
 
     def add(self, replica: Replica) -> None:
-        """A new replica, or the next life of one."""
+        """Add a new replica, or the next life of one."""
         counters = self._counters.setdefault(replica.name, ReplicaCounters(replica.name))
         if replica.name in self._members:
             counters.note_payload(self._members[replica.name].engine)
@@ -81,14 +84,14 @@ class Pool(Generic[WantT]):
         self.look_again()
 
     def remove(self, name: str, reason: str) -> None:
-        """Gone for good; with the last one every waiting want fails."""
+        """Remove a replica for good; after the last one every waiting want fails."""
         self._counters[name].note_payload(self._members.pop(name).engine)
         self._last_loss = f"{name} is gone: {reason}"
         if not self._members:
             self._end_waits(lambda waiter: NoReplica(self.describe(waiter.want.version)))
 
     def fail(self, error: UserError) -> None:
-        """From now on every want ends with ``error``."""
+        """Fail every waiting and later want with ``error``."""
         self._failure = error
         self._end_waits(lambda waiter: error)
 
@@ -101,7 +104,7 @@ class Pool(Generic[WantT]):
         """Wait until ``want`` has been sent to a replica with room.
 
         ``NoReplica`` when none is left, or when nothing has moved in the whole group (nothing sent, nothing come back)
-        for as long as one attempt or a declared restart may take. Raises also what ``fail`` was given.
+        for as long as one attempt or a declared restart may take. Raises also the error of ``fail``.
         """
         if self._failure is not None:
             raise self._failure
@@ -114,6 +117,7 @@ class Pool(Generic[WantT]):
         try:
             came_at = self.now()
             while not waiter.sent.done():
+                # computed anew after each wait: whatever moves in the group puts the deadline off
                 left_s = self._gives_up_at(came_at) - self.now()
                 if left_s <= 0:
                     raise NoReplica(self.describe(want.version))
@@ -121,23 +125,24 @@ class Pool(Generic[WantT]):
             waiter.sent.result()
         finally:
             place = self._place(want)
+            # a want that was sent has left the list; its place may be another's
             if place < len(self._waiters) and self._waiters[place] is waiter:
                 self._forget(place)
 
     def look_again(self) -> None:
-        """Called after every change: soon gives room to whoever waits for it. Changes of one moment are looked at
-        together, so that what was asked for together travels together."""
+        """Schedule one pass over the waiting wants; call after every change. Changes of one moment share a pass, so
+        that their wants travel together."""
         if self._waiters and self._look is None:
             self._look = asyncio.get_running_loop().call_soon(self._give_room)
 
     def freed(self, member: Member, want: WantT, room: Room) -> None:
-        """Part of what ``want`` has at a replica is done with."""
+        """Release part of the room that ``want`` holds at a replica."""
         self._give_back(member, want, room)
         self._moved_at = self.now()
         self.look_again()
 
     def ended(self, member: Member, want: WantT) -> None:
-        """It has nothing under way any more; what came of it has been told to breaker and counters."""
+        """Release all room of ``want``. Its outcome has been reported to breaker and counters already."""
         now = self.now()
         self._give_back(member, want, want.lent)
         if want.is_counted:
@@ -147,7 +152,7 @@ class Pool(Generic[WantT]):
         self.look_again()
 
     def take(self, version: int | None, *, kind: Kind, name: str, retries: int) -> GroupNumbers:
-        """The numbers since the last ``take``; starts anew."""
+        """Return the numbers since the last ``take`` and reset them."""
         now = self.now()
         for member in self._members.values():
             member.counters.note_payload(member.engine)
@@ -168,7 +173,7 @@ class Pool(Generic[WantT]):
         return numbers
 
     def describe(self, version: int | None) -> str:
-        """Why nobody takes work, replica by replica."""
+        """Return why no replica takes work, replica by replica."""
         if not self._members:
             return f"no replica is left ({self._last_loss})" if self._last_loss else "no replica is left"
         states = ", ".join(
@@ -177,15 +182,16 @@ class Pool(Generic[WantT]):
         return f"no replica took or finished work in time ({states})"
 
     def now(self) -> float:
-        """Seconds of the running loop's clock."""
+        """Return the running loop's time in seconds."""
         return asyncio.get_running_loop().time()
 
     def _give_room(self) -> None:
-        """One look at all that waits. Costs what it gives away, not what waits: it ends where no replica is left that
-        the rest could use."""
+        """Give room to waiting wants, in order. Costs as much as it gives away, not as much as waits: it ends when no
+        replica is left that the rest could use."""
         self._look = None
         now = self.now()
         choices, names = self._choices(now)
+        # `kept`: replicas that take no more in this pass: busy enough, or reserved by a want that did not fit
         kept = {member.name for member in self._members.values() if not member.is_short_of_work}
         joint = _JointRequests[WantT]()
         place = 0
@@ -196,6 +202,7 @@ class Pool(Generic[WantT]):
                 place += 1
                 continue
             self._forget(place)
+            # an open breaker admits one trial: after it this replica is no choice for the others
             on_trial = member.breaker.state is not BreakerState.CLOSED
             self._lend(member, waiter.want, now)
             joint.add(member, waiter.want)
@@ -209,7 +216,7 @@ class Pool(Generic[WantT]):
         self._set_timer(now)
 
     def _choices(self, now: float) -> tuple[dict[Demand, list[Member]], set[str]]:
-        """The replicas that each demand of those who wait may be given to, room or not; the names of them all."""
+        """Return, for each waiting demand, the replicas that may serve it, room or not; and the names of them all."""
         choices = {}
         for version, avoided in self._demands:
             up = [member for member in self._members.values() if member.is_up(now, version)]
@@ -246,7 +253,7 @@ class Pool(Generic[WantT]):
             member.counters.freed(room.load)
 
     def _set_timer(self, now: float) -> None:
-        """Look again when the next breaker or full queue may be tried; everything else that changes calls us."""
+        """Schedule a pass for when the next breaker or full queue may be tried; other changes call it themselves."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -257,11 +264,11 @@ class Pool(Generic[WantT]):
             self._timer = asyncio.get_running_loop().call_at(due, self.look_again)
 
     def _gives_up_at(self, came_at: float) -> float:
-        """When a want that came at ``came_at`` has waited long enough, if nothing moves from now on."""
+        """Return when a want that came at ``came_at`` gives up, if nothing moves from now on."""
         timeout_s = self._routing.request_timeout_s
         times = [max(came_at, self._moved_at) + timeout_s]
         for member in self._members.values():
-            if member.in_flight != NO_ROOM:  # it has a deadline of its own and will move
+            if member.in_flight != NO_ROOM:  # its requests have deadlines of their own: it will move
                 times.append(self.now() + timeout_s)
             if member.suspended is not None:
                 times.append(member.suspended_until)
@@ -270,7 +277,7 @@ class Pool(Generic[WantT]):
         return max(times)
 
     def close(self) -> None:
-        """Drop all replicas; whoever waits gets ``NoReplica``."""
+        """Drop all replicas; waiting wants get ``NoReplica``."""
         for handle in (self._timer, self._look):
             if handle is not None:
                 handle.cancel()
@@ -279,7 +286,7 @@ class Pool(Generic[WantT]):
 
 
 def _choose(members: Sequence[Member], room: Room, kept: set[str]) -> Member | None:
-    """The least loaded one with room. When there is none, they all join ``kept``."""
+    """Return the least loaded replica with room; if there is none, add them all to ``kept``."""
     free = [member for member in members if member.name not in kept and member.has_room(room)]
     if free:
         return min(free, key=lambda member: member.in_flight.load)
@@ -288,23 +295,24 @@ def _choose(members: Sequence[Member], room: Room, kept: set[str]) -> Member | N
 
 
 class _JointRequests(Generic[WantT]):
-    """Wants in the order in which they got room, joined where they may be: each one into the first request to its
-    replica that has room and none of the same caller. A request that was too full for one is full for all."""
+    """Requests made of wants in the order in which they got room. Each want joins the first request to its replica that
+    has room and none of the same caller. A request that was too full for one is full for all, so ``add`` takes constant
+    time."""
 
     def __init__(self) -> None:
         self._requests: list[tuple[Member, list[WantT]]] = []
         self._open: dict[Hashable, list[list[WantT]]] = defaultdict(list)
-        """Requests of one key to one replica; ``_tokens`` of each, and the first of them that is not full."""
+        """Requests of one key to one replica. ``_tokens``: of each; ``_first``: place of the first not full one."""
         self._tokens: dict[Hashable, list[int]] = defaultdict(list)
         self._first: dict[Hashable, int] = defaultdict(int)
         self._next: dict[Hashable, int] = defaultdict(int)
-        """Key and caller -> the first of these requests that has none of the caller."""
+        """Key and caller -> place of the first of these requests that has none of the caller."""
 
     def __iter__(self) -> Iterator[tuple[Member, Sequence[WantT]]]:
         return iter(self._requests)
 
     def add(self, member: Member, want: WantT) -> None:
-        """One more."""
+        """Add one want to a request to ``member``, or start a new request."""
         if want.key is None:
             self._requests.append((member, [want]))
             return

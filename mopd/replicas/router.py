@@ -1,4 +1,4 @@
-"""The replicas of one group as one engine: each sample is seen through on some replica, or the caller learns why not.
+"""The replicas of one group as one engine: each sample is done by some replica, or its caller gets the reason.
 
 ::
 
@@ -6,9 +6,10 @@
                         ▲                                                            │
                         └──────── another replica, after a pause <── failure ────────┘   a sample has one answer
 
-A part is given up (``SampleFailed``) after ``max_attempts`` failed attempts, when a replica refuses it as such, or
-when the group stands still. A full queue or stale weights are no failures of a part: it waits for another replica. A
-server that takes no requests for a while is waited for, ``request_timeout_s`` long.
+A part is given up (``SampleFailed``) after ``max_attempts`` failed attempts, when a replica refuses it as such, or when
+the group stands still. A full queue or stale weights are no failures of a part: it waits for another replica. A server
+that takes no requests for a while is waited for, ``request_timeout_s`` long.
+
 Every answer is checked here, wherever its engine runs. Works on one event loop, with that loop's clock.
 """
 
@@ -47,13 +48,14 @@ from mopd.types import UserError
 
 R = TypeVar("R")
 MAX_BACKOFF_S = 30.0
-"""The pause between attempts stops doubling here."""
+"""Longest pause between attempts, in seconds."""
 MAX_DOUBLINGS = 30
-"""More would not fit into a float; any first pause has become ``MAX_BACKOFF_S`` long before."""
+"""Doublings of the pause: more do not fit into a float, and any pause reaches ``MAX_BACKOFF_S`` long before."""
 
 
 class Router:
-    """Scores as a ``Scorer`` and implements ``Generator``. Replicas may end and return while requests are under way."""
+    """One group's replicas behind the interface of a ``Generator`` and, but for failed samples, a ``Scorer``. Replicas
+    may leave and return while requests are in progress."""
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class Router:
         kind: Kind,
         limits: RouterLimits = LIMITS,
     ) -> None:
-        """``name`` is the teacher's or the rollout group's name.
+        """Start with ``replicas``. ``name`` is the teacher's or the rollout group's name.
 
         Raises:
             ValueError: no replica, a name given twice, or one engine in two replicas.
@@ -85,10 +87,9 @@ class Router:
         self._retries = 0
         self._num_planned = len(replicas)
         self.weight_version = -1
-        """Rollout groups: the version that ``generate`` asks for; replicas with an older one get no work. Set by
-        ``set_weight_version``."""
+        """Rollout groups: oldest version that may answer ``generate``; set by ``set_weight_version``."""
         self.vocab_size: int | None = None
-        """Answers with an id from here on are corrupt; ``None``: nobody has told."""
+        """Answers with an id of this size or larger are corrupt; ``None``: unknown."""
 
     async def score(
         self,
@@ -100,8 +101,8 @@ class Router:
         images: Images = None,
         stop_at_failure: bool = True,
     ) -> list[Scores | SampleFailed]:
-        """See ``Scorer.score``. The first ``SampleFailed`` ends it; with ``stop_at_failure`` false a sample that cannot
-        be scored is answered with its error, and the others go on."""
+        """Score the response part of each sequence. The first ``SampleFailed`` is raised; with ``stop_at_failure``
+        false it is returned in the place of that sample's scores, and the others go on."""
         if len(tokens) != len(prompt_lengths):
             raise ValueError(f"{len(tokens)} sequences but {len(prompt_lengths)} prompt lengths")
         work = Scoring(top_k=top_k, temperature=temperature, vocab_size=self.vocab_size)
@@ -117,8 +118,8 @@ class Router:
         told: Told | None = None,
         images: Images = None,
     ) -> list[Generation]:
-        """See ``Generator.generate``, with the weights of ``weight_version`` or newer ones. The first ``SampleFailed``
-        ends it."""
+        """Draw one response per prompt, with the weights of ``weight_version`` or newer ones. The first
+        ``SampleFailed`` is raised."""
         if len(prompts) != len(seeds):
             raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds")
         work = Generating(sampling=sampling, vocab_size=self.vocab_size)
@@ -126,7 +127,7 @@ class Router:
         return cast("list[Generation]", await self._run(call, stop_at_failure=True))
 
     def set_weight_version(self, weight_version: int) -> None:
-        """The replicas were given these weights, by whatever way: ask for them, and forget who was stale before."""
+        """Require these weights, which the replicas have been given, and forget which replicas were stale before."""
         self.weight_version = weight_version
         for member in self._pool.members:
             member.refused_version = None
@@ -134,23 +135,23 @@ class Router:
 
     @property
     def needs_weights(self) -> tuple[str, ...]:
-        """Replicas that do not serve ``weight_version``; they get no work until it has been pushed to them."""
+        """Names of replicas that do not serve ``weight_version``; they get no work until it has been pushed to them."""
         return self.lacking(self.weight_version)
 
     def lacking(self, version: int) -> tuple[str, ...]:
-        """Replicas with older weights than ``version``, but those that are being restarted."""
+        """Return the names of replicas with weights older than ``version``, except those that are being restarted."""
         return tuple(m.name for m in self._pool.members if m.suspended is None and not m.serves(version))
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        """All that are not gone, suspended ones included."""
+        """All replicas that are not gone, suspended ones included."""
         return tuple(Replica(name=m.name, engine=m.engine) for m in self._pool.members)
 
     def suspend(self, name: str, *, reason: str, timeout_s: float, is_dead: bool = False) -> None:
-        """No work for a replica that is being restarted; requests wait up to ``timeout_s`` for its ``replace``, or for
-        another replica.
+        """Give no work to a replica that is being restarted. Requests wait up to ``timeout_s`` seconds for its
+        ``replace``, or for another replica.
 
-        What it has under way fails now if it ``is_dead``, else it fails or ends by itself. ``KeyError`` if there is no
+        If it ``is_dead``, its requests fail now; otherwise they fail or end by themselves. ``KeyError`` if there is no
         such replica.
         """
         member = self._pool.member(name)
@@ -161,33 +162,32 @@ class Router:
         self._pool.look_again()
 
     def add(self, replica: Replica) -> None:
-        """One more replica takes work. ``ValueError`` if there is one of its name."""
+        """Add a replica. ``ValueError`` if one has its name."""
         if replica.name in {member.name for member in self._pool.members}:
             raise ValueError(f"{self.label}: two replicas have one name: {replica.name}")
         self._pool.add(replica)
         self._num_planned = max(self._num_planned, len(self._pool.members))
 
     def fail(self, error: UserError) -> None:
-        """The group can do no more: waiting and later requests raise ``error``; what is under way may end."""
+        """Fail waiting and later requests with ``error``; requests in progress may end."""
         self._pool.fail(error)
 
     def replace(self, name: str, engine: Scorer | Generator, limits: EngineLimits = NO_LIMITS) -> None:
-        """A restarted replica works again, its breaker closed. ``KeyError`` if there is no such replica."""
+        """Resume work on a restarted replica, its breaker closed. ``KeyError`` if there is no such replica."""
         self._pool.member(name)
         self._pool.add(Replica(name=name, engine=engine, limits=limits))
 
     def remove(self, name: str, *, reason: str) -> None:
-        """Gone for good; when it was the last one, waiting and later requests fail at once and name ``reason``."""
+        """Remove a replica for good. After the last one, waiting and later requests fail at once with ``reason``."""
         self._pool.remove(name, reason)
 
     async def close(self) -> None:
-        """No more work: what waits fails, and requests that nobody waits for any more are ended. Engines are closed by
-        whoever made them."""
+        """Fail what waits and end requests that no caller waits for any more. The owner of the engines closes them."""
         self._pool.close()
         await cancel([request.task for request in self._requests if not request.is_awaited])
 
     def take_numbers(self) -> GroupNumbers:
-        """What happened since the last call; starts anew."""
+        """Return the numbers since the last call and reset them."""
         numbers = self._pool.take(self._wanted_version, kind=self.kind, name=self.name, retries=self._retries)
         self._retries = 0
         return numbers
@@ -197,7 +197,7 @@ class Router:
         return self.weight_version if self.kind == "rollout" else None
 
     async def _run(self, call: Call[R], *, stop_at_failure: bool) -> list[R | SampleFailed]:
-        """Cut, send, collect in order. Whatever ends it early, nothing of it is left behind."""
+        """Cut the call into parts, see each through, return the results in order. No part outlives the call."""
         version, number = self._wanted_version, next(self._orders)
         rooms = [call.work.room(item) for item in call.items]
         failures: dict[int, SampleFailed] = {}
@@ -229,12 +229,13 @@ class Router:
         parts = cut([room.load for room in rooms], max_tokens=most, num_replicas=self._num_planned)
         size = self._pool.max_sequences
         if size is not None and rooms and rooms[0].sequences:
+            # no part asks for more responses than wait at a replica, so that it can follow at once what ends there
             parts = [part[i : i + size] for part in parts for i in range(0, len(part), size)]
         await all_or_none(see(positions, (number, i)) for i, positions in enumerate(parts))
         return [failures[i] if i in failures else call.answers[i] for i in range(len(rooms))]
 
     async def _see_through(self, part: Part[R]) -> SampleFailed | None:
-        """Ask until nothing is missing; or why something is. Wrong calls (errors that are no ``EngineError``) are
+        """Ask until nothing is missing, or return why something is. Errors of a wrong call (no ``EngineError``) are
         raised."""
         while True:
             try:
@@ -262,7 +263,7 @@ class Router:
             self._retries += 1
 
     async def _attempt(self, part: Part[R]) -> Exception | None:
-        """One request with this part on it: ``None`` when nothing is missing any more."""
+        """Make one request with this part on it; return ``None`` when nothing is missing any more, else the error."""
         try:
             await self._pool.acquire(part)
             return await part.came_back
@@ -272,7 +273,7 @@ class Router:
                 await request.leave()
 
     def _send(self, member: Member, parts: Sequence[Part[Any]]) -> None:
-        """See ``Pool``."""
+        """Make one request of ``parts`` to ``member``; the pool's ``send``."""
         request = Request(member, parts, self._pool, self._routing)
         self._requests.add(request)
         request.task.add_done_callback(lambda task: self._requests.discard(request))
@@ -284,7 +285,8 @@ class Router:
 
 
 def cut(tokens: Sequence[int], *, max_tokens: int, num_replicas: int) -> list[list[int]]:
-    """Positions of ``tokens`` in requests of at most ``max_tokens`` (a longer sample is a request of its own).
+    """Return the positions of ``tokens`` in requests of at most ``max_tokens`` (a longer sample is a request of its
+    own).
 
     Long samples come first, since a long one that starts last keeps the other replicas waiting; equals keep their
     order. With several replicas no request holds more than half of a replica's fair share of what is left, so the last

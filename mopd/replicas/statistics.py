@@ -1,5 +1,5 @@
-"""What a router counts between two looks (bounded memory however many requests there are), and the names of these
-numbers in ``metrics.jsonl`` (``docs/metrics.md``).
+"""A router's counters between two readings (bounded memory, however many requests), and their names in
+``metrics.jsonl`` (``docs/metrics.md``).
 
 A teacher's are ``teachers/latency_p95_s/math``, the rollout's ``rollout/latency_p95_s``. A group of several replicas
 also has the main numbers of each: ``teachers/latency_p95_s/math.1``, ``rollout/latency_p95_s/1``.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from mopd.replicas.interface import Kind
 
 RESERVOIR_SIZE = 2048
-"""Latencies kept per replica between two looks; beyond it each one is kept with equal chance (Vitter's algorithm R)."""
+"""Latencies kept per replica between two readings; of more, each is kept with equal chance (Vitter's algorithm R)."""
 STATES = {"closed": 0.0, "half_open": 1.0, "open": 2.0, "stale": 3.0, "restarting": 4.0, "gone": 5.0}
 """Value of a replica's ``breaker``: 0 works, all others do not."""
 PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
@@ -30,6 +30,7 @@ class Reservoir:
         self._count = 0
 
     def add(self, value: float) -> None:
+        """Add a value; once the sample is full, it replaces a random one or is dropped."""
         self._count += 1
         if len(self._values) < self._size:
             self._values.append(value)
@@ -39,14 +40,15 @@ class Reservoir:
             self._values[place] = value
 
     def take(self) -> tuple[float, ...]:
-        """The sample, ascending; starts anew."""
+        """Return the sample, ascending, and start anew."""
         values = tuple(sorted(self._values))
         self._values, self._count = [], 0
         return values
 
 
 def percentile(ascending: Sequence[float], share: float) -> float:
-    """Nearest-rank percentile of a non-empty sequence: the smallest value that at least ``share`` of it do not exceed.
+    """Return the nearest-rank percentile of a non-empty sequence: the smallest value that at least ``share`` of it do
+    not exceed.
 
     Example: ``percentile([1, 2, 3, 4], 0.5)`` is 2.
     """
@@ -56,7 +58,7 @@ def percentile(ascending: Sequence[float], share: float) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class ReplicaNumbers:
-    """One replica since the last look."""
+    """Numbers of one replica since the last reading."""
 
     name: str
     state: str = "closed"
@@ -67,42 +69,40 @@ class ReplicaNumbers:
     num_tokens: int = 0
     """Tokens of prompts and responses of the answered samples."""
     busy_s: float = 0.0
-    """Time with at least one request under way."""
+    """Seconds with at least one request in progress."""
     in_flight_tokens: int = 0
-    """Largest number of tokens under way."""
+    """Largest number of tokens in progress."""
     failures: int = 0
     """Attempts that failed through the replica's fault: unavailable, late, corrupt."""
     busy_answers: int = 0
-    """Requests that its full queue sent away."""
+    """Requests that its full queue turned away."""
     stale_answers: int = 0
-    """Requests that it refused for its weights' version."""
+    """Requests that it refused for the version of its weights."""
     latencies_s: tuple[float, ...] = ()
-    """Of answered requests, or of their responses where these are told one by one, from sending to the answer;
-    ascending, a bounded sample."""
+    """Seconds from sending to answer, of requests or (told one by one) of responses; ascending, a bounded sample."""
     payload_bytes: int | None = None
-    """Sent and received; ``None`` for an engine of this process."""
+    """Bytes sent and received; ``None`` for an engine of this process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupNumbers:
-    """One group since the last look."""
+    """Numbers of one group since the last reading."""
 
     kind: Kind
     name: str
     replicas: tuple[ReplicaNumbers, ...]
     queue_depth: int
-    """Largest number of pieces of callers' requests that waited for a replica."""
+    """Largest number of parts of callers' requests that waited for a replica."""
     queued_tokens: int
     """Largest number of tokens that waited."""
     busy_s: float
-    """Time with at least one request under way on any replica."""
+    """Seconds with at least one request in progress on any replica."""
     retries: int
-    """Pieces of callers' requests that were sent again: after a failure, a full queue, stale weights, or a joint
-    request that was refused."""
+    """Parts of requests that were sent again: after a failure, full queue, stale weights or refused joint request."""
 
 
 class BusyTime:
-    """Time during which at least one of several overlapping spans is open."""
+    """Stopwatch of the time during which at least one of several overlapping spans is open."""
 
     def __init__(self) -> None:
         self._open = 0
@@ -120,7 +120,7 @@ class BusyTime:
             self._total_s += now - self._since
 
     def take(self, now: float) -> float:
-        """Seconds since the last ``take``, an open span counted up to ``now``."""
+        """Return the seconds since the last ``take``, an open span counted up to ``now``."""
         total = self._total_s
         if self._open:
             total += now - self._since
@@ -130,49 +130,49 @@ class BusyTime:
 
 
 class ReplicaCounters:
-    """Counts of one replica; they outlive its restarts."""
+    """Counters of one replica; they outlive its restarts."""
 
     def __init__(self, name: str) -> None:
         self.numbers = ReplicaNumbers(name=name)
-        """Since the last ``take``; failures of all kinds are counted by whoever meets them."""
+        """Numbers since the last ``take``. Failures of all kinds are counted where they are met."""
         self._latencies = Reservoir()
         self._busy = BusyTime()
         self._in_flight = 0
         self._payload_seen: int | None = None
 
     def sent(self, tokens: int, now: float) -> None:
-        """Samples of so many tokens go out."""
+        """Count samples of so many tokens that go out."""
         self._busy.begin(now)
         self._in_flight += tokens
         self.numbers.in_flight_tokens = max(self.numbers.in_flight_tokens, self._in_flight)
 
     def freed(self, tokens: int) -> None:
-        """So many of them are under way no more."""
+        """Count tokens that are no longer in progress."""
         self._in_flight -= tokens
 
     def came_back(self, now: float) -> None:
-        """What went out by one ``sent`` is under way no more, answered or not; all its tokens are freed."""
+        """End the span of one ``sent``, answered or not; all its tokens are freed."""
         self._busy.end(now)
 
     def answered(self, *, num_samples: int, num_tokens: int, latency_s: float) -> None:
-        """Answers that are used and came together."""
+        """Count answers that are used and came together."""
         self.numbers.num_samples += num_samples
         self.numbers.num_tokens += num_tokens
         self._latencies.add(latency_s)
 
     def payload_starts(self, engine: object) -> None:
-        """``engine`` takes over: what it has counted before is not the group's."""
+        """Take the totals of a new ``engine`` as the start: bytes that it moved before are not the group's."""
         self._payload_seen = _payload_total(engine)
 
     def note_payload(self, engine: object) -> None:
-        """Read the engine's running totals."""
+        """Add what the engine's running totals have grown by."""
         total = _payload_total(engine)
         if total is not None and self._payload_seen is not None:
             self.numbers.payload_bytes = (self.numbers.payload_bytes or 0) + total - self._payload_seen
         self._payload_seen = total
 
     def take(self, state: str, now: float) -> ReplicaNumbers:
-        """The numbers since the last ``take``; starts anew."""
+        """Return the numbers since the last ``take`` and reset them."""
         taken = self.numbers
         taken.state, taken.busy_s, taken.latencies_s = state, self._busy.take(now), self._latencies.take()
         self.numbers = ReplicaNumbers(name=taken.name, in_flight_tokens=self._in_flight)
@@ -186,7 +186,7 @@ def _payload_total(engine: object) -> int | None:
 
 
 def group_metrics(numbers: GroupNumbers) -> dict[str, float]:
-    """One group's metrics by their final names."""
+    """Return one group's metrics by their final names."""
     replicas = numbers.replicas
     values = {
         **_work(replicas, numbers.busy_s),
@@ -213,8 +213,7 @@ def group_metrics(numbers: GroupNumbers) -> dict[str, float]:
 
 
 def _work(replicas: Sequence[ReplicaNumbers], busy_s: float) -> dict[str, float]:
-    """What is told of a group and of each of its replicas; rates and latencies where there was work, bytes where
-    somebody counts them."""
+    """Return the metrics of a group or a replica: rates and latencies if it had work, bytes if they are counted."""
     tokens = sum(replica.num_tokens for replica in replicas)
     latencies_s = sorted(value for replica in replicas for value in replica.latencies_s)
     payloads = [replica.payload_bytes for replica in replicas if replica.payload_bytes is not None]

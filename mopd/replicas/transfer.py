@@ -1,6 +1,6 @@
-"""The rollout's replicas as receivers of a process group: who lacks weights, and what each is told.
+"""The rollout's replicas as receivers of a process group: which of them lack weights, and the messages to each.
 
-Names, numbers and texts alone: rank 0, which has the weights and leads the group, may be in another process.
+Handles names, numbers and texts only: rank 0, which has the weights and leads the group, may be in another process.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ logger = logging.getLogger(__name__)
 
 ANSWER_BYTES = 2**16
 HEAR_S = 2.0
-"""For a replica that was lost to say that it is there."""
+"""Seconds for a lost replica to answer that it is there."""
 MARGIN_S = 5.0
-"""For an answer to come back beyond the deadline of what it tells."""
+"""Seconds for an answer to come back beyond the deadline that its message carries."""
 Failures = dict[str, str]
-"""Replica -> ``refused`` (it answered, and can be told anew) or ``lost``."""
+"""Replica -> ``refused`` (it answered, and can be asked anew) or ``lost``."""
 CALLS = ("lacking", "join", "start", "finish", "published")
 """Methods that another process may call."""
 
 
 class TransferTargets:
-    """Belongs to the router's event loop."""
+    """Receivers of weight updates. Belongs to the router's event loop."""
 
     def __init__(self, router: Router, *, num_workers: int, on_running: OnRunning, drain_s: float) -> None:
-        """``num_workers`` of one replica; ``drain_s``: longest that responses under way may take."""
+        """Set up. ``num_workers``: of one replica; ``drain_s``: longest time that running responses may take."""
         self._router, self._num_workers, self._on_running = router, num_workers, on_running
         self._drain_s = drain_s if on_running == "finish" else 0.0
         self.is_updating = False
-        """Weights are on their way: replicas without any are about to have them."""
+        """Whether an update is in progress: replicas without weights are about to get them."""
         self._silent: set[RemoteEngine] = set()
-        """Were lost in an update, and have said nothing since: each would cost the student a deadline again."""
+        """Replicas lost in an update that have not answered since: each would cost the student a deadline again."""
 
     async def lacking(self, weight_version: int | None) -> list[str]:
-        """Replicas with older weights than these (``None``: than the router asks for), but those that are being
-        restarted, and those that were lost and are not ``heard`` again."""
+        """Return the replicas with weights older than these (``None``: than those the router requires), except those
+        that are being restarted and those that were lost and not ``heard`` again."""
         names = self._router.needs_weights if weight_version is None else self._router.lacking(weight_version)
         silent = {replica.name for replica in self._router.replicas if replica.engine in self._silent}
         return [name for name in names if name not in silent]
 
     async def hear(self) -> None:
-        """Ask those that were lost whether they are there."""
+        """Ask lost replicas whether they are there again."""
         self._silent.intersection_update(self._engines([replica.name for replica in self._router.replicas]))
 
         async def ask(engine: RemoteEngine) -> None:
@@ -80,8 +80,8 @@ class TransferTargets:
         return failures
 
     async def start(self, names: Sequence[str], order: Mapping[str, Any]) -> Failures:
-        """Stop them; returns when all that can wait for the first bucket. ``order``: ``group_id``, ``weight_version``,
-        ``verify``, ``timeout_s``."""
+        """Stop these replicas and return when all that can wait for the first bucket. ``order``: ``group_id``,
+        ``weight_version``, ``verify``, ``timeout_s``."""
         self.is_updating = True
         patience_s = self._drain_s + order["timeout_s"]
         message = WeightStart(
@@ -93,13 +93,16 @@ class TransferTargets:
         )
         for engine in self._engines(names):
             engine.allow(message.weight_version)
-            engine.weight_version = -1  # until it has them: the old ones end
+            engine.weight_version = -1  # the router gives it no work until it has the new ones
         failures, _ = await self._tell(names, "start", lambda place: message, WeightVersion, patience_s)
         return failures
 
     async def finish(self, names: Sequence[str], order: Mapping[str, Any]) -> tuple[Failures, float]:
-        """After the last bucket: who has not got the weights, and the longest time that a replica took to load them.
-        The others answer with them. ``order``: ``group_id``, ``weight_version``, ``timeout_s``."""
+        """Ask, after the last bucket, which replicas have the weights; those answer with them from now on.
+
+        Returns the failures, and the longest time in seconds that a replica took to load. ``order``: ``group_id``,
+        ``weight_version``, ``timeout_s``.
+        """
         version = order["weight_version"]
         message = WeightFinish(group_id=order["group_id"], weight_version=version)
         failures, received = await self._tell(
@@ -110,8 +113,7 @@ class TransferTargets:
         return failures, max((answer.load_s for answer in received.values()), default=0.0)
 
     async def published(self, weight_version: int | None) -> None:
-        """The update is over: from now on requests ask for these (``None``: for the same as before; more replicas have
-        them)."""
+        """End the update: requests now require these weights (``None``: those of before, which more replicas have)."""
         self.is_updating = False
         self._router.set_weight_version(self._router.weight_version if weight_version is None else weight_version)
 
@@ -127,7 +129,7 @@ class TransferTargets:
         answer: type[MessageT],
         timeout_s: float,
     ) -> tuple[Failures, dict[str, MessageT]]:
-        """One message to each, at once; a replica that is gone by now is lost."""
+        """Send one message to each replica at the same time; a replica that is gone by now counts as lost."""
         engines: dict[str, Any] = {replica.name: replica.engine for replica in self._router.replicas}
         there = [(place, name) for place, name in enumerate(names) if name in engines]
         calls = [
@@ -157,7 +159,8 @@ class TransferTargets:
 
 
 async def _until_one_fails(calls: Sequence[Coroutine[Any, Any, MessageT]]) -> list[MessageT | BaseException]:
-    """The outcome of each; ``CancelledError`` for those under way when another failed, as these would wait for it."""
+    """Return the outcome of each call; ``CancelledError`` for those in progress when another failed, which would wait
+    for it."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     if tasks:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

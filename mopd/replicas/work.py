@@ -1,4 +1,4 @@
-"""The two things that a router asks of replicas. Items of equal work may travel in one request, whoever asks."""
+"""The two kinds of work of replicas. Items of equal work may travel in one request, of whatever calls."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ EngineT = TypeVar("EngineT", contravariant=True)
 
 
 class Work(Protocol[EngineT, ItemT, ResultT]):
-    """What is asked about items. Equal ones hash equally."""
+    """One kind of work on items. Equal works hash equally."""
 
     async def ask(
         self, engine: EngineT, items: Sequence[ItemT], told: Callable[[int, ResultT], None] | None
     ) -> Sequence[ResultT]:
-        """A result for each item; ``told`` as in ``Generator.generate``."""
+        """Return a result for each item; ``told`` as in ``Generator.generate``."""
         ...
 
     def __hash__(self) -> int:
-        """Of what must be equal."""
+        """Hash everything that must be equal for items to travel together."""
         ...
 
     def check(self, items: Sequence[ItemT], results: Sequence[ResultT]) -> None:
-        """``ValueError`` for results that cannot be right."""
+        """Raise ``ValueError`` for results that cannot be right."""
         ...
 
     def room(self, item: ItemT) -> Room:
-        """What an item takes of a replica."""
+        """Return the room that an item takes at a replica."""
         ...
 
     def count(self, item: ItemT, result: ResultT) -> int:
-        """Tokens that it turned out to have."""
+        """Return the tokens that an item turned out to have."""
         ...
 
 
@@ -55,21 +55,21 @@ class Scoring:
     async def ask(
         self, engine: Scorer, items: Sequence[Item[Tensor]], told: Callable[[int, Scores], None] | None
     ) -> Sequence[Scores]:
-        """See ``Work.ask``. Scorers answer at once for all."""
+        """Score the items. Scorers answer for all at once, so ``told`` is not called."""
         tokens, starts, images = split(items)
         return await engine.score(tokens, starts, top_k=self.top_k, temperature=self.temperature, images=images)
 
     def check(self, items: Sequence[Item[Tensor]], results: Sequence[Scores]) -> None:
-        """See ``Work.check``."""
+        """Raise ``ValueError`` for scores that cannot be right."""
         tokens, starts, _ = split(items)
         check_scores(results, tokens, starts, top_k=self.top_k, vocab_size=self.vocab_size)
 
     def room(self, item: Item[Tensor]) -> Room:
-        """See ``Work.room``."""
+        """Return the room of a sequence, whose length is known."""
         return Room(len(item[0]), 0, len(item[0]))
 
     def count(self, item: Item[Tensor], result: Scores) -> int:
-        """See ``Work.count``."""
+        """Return the tokens of the sequence."""
         return len(item[0])
 
 
@@ -86,19 +86,20 @@ class Generating:
         items: Sequence[Item[Sequence[int]]],
         told: Callable[[int, Generation], None] | None,
     ) -> Sequence[Generation]:
-        """See ``Work.ask``."""
+        """Draw the items' responses."""
         prompts, seeds, images = split(items)
         return await engine.generate(prompts, self.sampling, seeds, told=told, images=images)
 
     def check(self, items: Sequence[Item[Sequence[int]]], results: Sequence[Generation]) -> None:
-        """See ``Work.check``."""
+        """Raise ``ValueError`` for responses that cannot have been drawn."""
         check_generations(results, max_new_tokens=self.sampling.max_new_tokens, vocab_size=self.vocab_size)
 
     def room(self, item: Item[Sequence[int]]) -> Room:
-        """See ``Work.room``. How long a response gets is not known before: the engine makes room for it as it grows."""
+        """Return the room of a prompt. A response's length is unknown before it ends: only its load counts with the
+        most, and the engine makes room for it as it grows."""
         length = len(item[0])
         return Room(length, 1, length + self.sampling.max_new_tokens)
 
     def count(self, item: Item[Sequence[int]], result: Generation) -> int:
-        """See ``Work.count``."""
+        """Return the tokens of prompt and response."""
         return len(item[0]) + len(result.tokens)

@@ -1,9 +1,13 @@
 """The process of a custom reward: ``python -I child.py FILE FUNCTION PARENT_PID CALLS ANSWERS MAX_BYTES MARK``.
 
-It imports nothing of mopd. MARK is there to be seen: what forks from this process keeps its command line. Line by line
-on the descriptors CALLS and ANSWERS: first ``{"ready": true}``, then for each batch (``{"batch": 1, "calls": [keyword
-arguments, …]}``) either ``{"batch": 1, "values": [number, …]}`` or ``{"batch": 1, "error": "…", "item": 0}``.
-Nothing that the function returns travels but a number in its range.
+It imports nothing of mopd. MARK is there to be found: processes forked from this one keep its command line. Messages
+are JSON lines on the descriptors CALLS (``──>``) and ANSWERS (``<──``)::
+
+    <── {"ready": true}
+    ──> {"batch": 1, "calls": [keyword arguments, …]}
+    <── {"batch": 1, "values": [number, …]}    or    {"batch": 1, "error": "…", "item": 0}
+
+The only part of the function's results that travels is a number in its range.
 """
 
 from __future__ import annotations
@@ -24,10 +28,10 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 MAX_FILE_BYTES = 4 * 2**30
-"""Of one file that the function writes: enough for any cache, too little to fill a disk."""
+"""Largest file that the function may write: enough for any cache, too little to fill a disk."""
 MAX_OPEN_FILES = 4096
 MAX_REWARD = 1e9
-"""Larger ones lose digits in fp32, and their squares overflow soon after."""
+"""Largest absolute reward: larger ones lose digits in fp32, and their squares overflow soon after."""
 MAX_SHOWN = 300
 """Characters of a value or an exception in a message."""
 
@@ -45,7 +49,7 @@ def serve(
     run: Callable[[Any, list[dict[str, Any]]], dict[str, Any]],
     path: str = "",
 ) -> None:
-    """Answer batches until CALLS closes: ``run`` with what ``load`` gave. Errors tell lines of ``path``."""
+    """Answer batches until CALLS closes: ``run`` gets the result of ``load``. Errors name lines of ``path``."""
     calls, answers = os.fdopen(calls_fd, encoding="utf-8"), os.fdopen(answers_fd, "w", encoding="utf-8")
 
     def answer(message: dict[str, Any]) -> None:
@@ -54,7 +58,7 @@ def serve(
 
     try:
         loaded = load()
-    except BaseException as error:  # also SystemExit and the like: told to the caller, then the process ends
+    except BaseException as error:  # also SystemExit and the like: reported to the caller, then the process ends
         answer({"error": f"cannot be loaded: {_describe(error, path)}"})
         return
     answer({"ready": True})
@@ -115,7 +119,7 @@ def _run(reward: Callable[..., Any], calls: list[dict[str, Any]], path: str) -> 
 
 
 def _number(value: Any) -> tuple[float, str]:
-    """A number of Python, numpy or torch as a plain float, or why it is none."""
+    """Return a number of Python, numpy or torch as a plain float, and an empty text; or 0 and why it is none."""
     if not isinstance(value, (int, float)) and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, int):
@@ -142,7 +146,7 @@ def _describe(error: BaseException, path: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value in few characters, whatever its ``__repr__`` does."""
+    """Show a value in few characters, whatever its ``__repr__`` does."""
     try:
         text = reprlib.repr(value)
     except BaseException:
@@ -151,7 +155,7 @@ def _shown(value: Any) -> str:
 
 
 def plain(text: Any, most: int = MAX_SHOWN) -> str:
-    """At most ``most`` characters of a text, of which UTF-8 can carry each: halves of characters are spelled out."""
+    """Return at most ``most`` characters of a text, each of which UTF-8 can carry: lone surrogates are spelled out."""
     return str.__str__(text)[:most].encode("utf-8", "backslashreplace").decode()[:most]
 
 

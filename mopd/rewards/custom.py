@@ -1,7 +1,6 @@
-"""A reward function of the user's, in processes and an environment of its own.
+"""The user's own reward function, in processes and an environment of its own.
 
-They start at the first call, import the file once and answer one JSON line per batch (see ``child.py`` and
-``supervisor.py``).
+They start at the first call, import the file once and answer one JSON line per batch (``child.py``, ``supervisor.py``).
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from mopd.rewards.served import GIB, ServedReward
 from mopd.types import UserError
 
 BYTES_PER_VALUE = 32
-"""Of one number in an answer."""
+"""Most bytes of one number in an answer."""
 MAX_EXTRACTED = 500
 
 
 class CustomReward(ServedReward):
-    """Every failure names the file and the function, and is final."""
+    """Reward of the user's function. Every failure names the file and the function, and is final."""
 
     def __init__(self, cfg: CustomRewardConfig) -> None:
-        """``UserError`` when the file does not exist; the function is looked up at the first call."""
+        """Find the file; the function is looked up at the first call. ``UserError`` if the file does not exist."""
         super().__init__(f"{shown_path(cfg.path)}: custom reward {cfg.function!r}")
         self._cfg = cfg
         try:
@@ -40,7 +39,7 @@ class CustomReward(ServedReward):
             raise UserError(f"{shown_path(cfg.path)}: no such file: correct the path of the custom reward")
 
     def check(self, item: RewardItem) -> None:
-        """The function alone knows what it needs."""
+        """Accept any row: only the function knows what it needs."""
 
     def _start(self) -> RewardProcess:
         return RewardProcess(
@@ -52,7 +51,7 @@ class CustomReward(ServedReward):
         )
 
     def _call(self, item: RewardItem) -> str:
-        """The function's keywords as JSON; what JSON does not know goes as its text."""
+        """Return the function's keyword arguments as JSON; what JSON does not know goes as its text."""
         arguments = {
             "prompt": item.prompt,
             "response": item.response,
@@ -66,7 +65,7 @@ class CustomReward(ServedReward):
             raise RewardFailed(f"cannot be given {item.place}: {error}") from error
 
     def _graded(self, value: Any, item: RewardItem) -> Graded | None:
-        """The whole response was judged."""
+        """Return the outcome of a valid number: the whole response was judged."""
         if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > MAX_REWARD:
             return None
         return Graded(float(value), item.response[:MAX_EXTRACTED])

@@ -15,27 +15,27 @@ from mopd.types import UserError
 
 
 class DomainRewards:
-    """Sends each item to its domain's reward. Rewards with equal settings are one object."""
+    """The rewards of a run by domain. Rewards with equal settings are one object."""
 
     def __init__(self, configs: Mapping[str, RewardConfig], rewards: Mapping[str, Reward]) -> None:
-        """Both have the names of the recipe, domains and ``default``."""
+        """Keep configurations and rewards by the names of the recipe, domains and ``default``."""
         self._configs = dict(configs)
         self._rewards = dict(rewards)
 
     def name(self, domain: str) -> str:
-        """Key and type of a domain's reward, for messages; ``UserError`` with the key to add where it has none."""
+        """Return key and type of a domain's reward, for messages; ``UserError`` with the key to add if it has none."""
         return f"{_key(self._known(domain))} ({self._configs[self._known(domain)].type})"
 
     def of(self, domain: str) -> Reward:
-        """The reward in force for ``domain``; ``UserError`` where it has none."""
+        """Return the reward in force for ``domain``; ``UserError`` if it has none."""
         return self._rewards[self._known(domain)]
 
     def unused(self, domains: Sequence[str]) -> list[str]:
-        """Names that are none of ``domains``, probably misspelt."""
+        """Return the names that are none of ``domains``, probably misspelt."""
         return sorted(self._rewards.keys() - {*domains, DEFAULT})
 
     async def score(self, items: Sequence[RewardItem]) -> list[Graded]:
-        """One outcome per item, in their order."""
+        """Return one outcome per item, in their order, each from its domain's reward."""
         groups: dict[int, tuple[Reward, list[int]]] = {}
         for i, item in enumerate(items):
             reward = self.of(item.domain)
@@ -62,7 +62,7 @@ class DomainRewards:
 
 
 def build_rewards(configs: Mapping[str, RewardConfig]) -> DomainRewards:
-    """Rewards of a ``rewards`` section; ``UserError`` when a file that it names cannot be used."""
+    """Build the rewards of a ``rewards`` section; ``UserError`` for a file that it names and that cannot be used."""
     built: list[tuple[RewardConfig, Reward]] = []
 
     def build(name: str, cfg: RewardConfig) -> Reward:

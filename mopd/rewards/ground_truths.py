@@ -1,4 +1,4 @@
-"""Ground truths of the shapes that published data sets have, as each reward wants them."""
+"""Ground truths in the forms that published data sets have, converted to the form that each reward needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FUNCTION_NAMES = ("fn_name", "func_name")
 
 
 def text_of(item: RewardItem, kind: str) -> str:
-    """A ground truth that is text or a number, stripped; ``UserError`` for any other."""
+    """Return a ground truth that is text or a number, stripped; ``UserError`` for any other."""
     truth = item.ground_truth
     if truth is None:
         raise _refused(item, f"the row has no ground truth, which the {kind} reward needs: add it")
@@ -30,7 +30,7 @@ def text_of(item: RewardItem, kind: str) -> str:
 
 
 def letter_of(item: RewardItem) -> str:
-    """The letter of the right choice: given as one ("C", "(C)", "C."), or by its number from 0 (MMLU's answer)."""
+    """Return the right choice's letter, given as one ("C", "(C)", "C."), or by its number from 0 (MMLU's answer)."""
     truth = item.ground_truth
     if type(truth) is int and 0 <= truth < len(string.ascii_uppercase):
         return string.ascii_uppercase[truth]
@@ -45,7 +45,7 @@ def letter_of(item: RewardItem) -> str:
 
 
 def schema_of(item: RewardItem) -> Any:
-    """A JSON schema: a structure, or its text."""
+    """Return a JSON schema, given as a structure or as its text."""
     from jsonschema import SchemaError
     from jsonschema.validators import validator_for
 
@@ -61,7 +61,7 @@ def schema_of(item: RewardItem) -> Any:
 
 
 def tests_of(item: RewardItem) -> dict[str, Any]:
-    """Tests of a program, in one of three forms.
+    """Return the tests of a program, in one of three forms.
 
     ``{"kind": "asserts", "setup", "tests"}``: statements; ``{"kind": "stdin", "cases": [[input, output], …]}``;
     ``{"kind": "calls", "function", "cases": [[arguments, accepted results], …]}``.
@@ -116,7 +116,7 @@ def _cases(item: RewardItem, tests: Sequence[Mapping[str, Any]], beside: Mapping
 
 
 def _from_columns(item: RewardItem, truth: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
-    """``inputs`` and ``outputs`` of equal length, with ``fn_name`` for functions (APPS, TACO)."""
+    """Return tests from ``inputs`` and ``outputs`` of equal length, with ``fn_name`` for functions (APPS, TACO)."""
     inputs, outputs = truth.get("inputs"), truth.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
         raise _no_tests(item)
@@ -127,6 +127,7 @@ def _from_columns(item: RewardItem, truth: Mapping[str, Any], beside: Mapping[st
     for given, wanted in zip(inputs, outputs, strict=True):
         if not isinstance(given, Sequence) or isinstance(given, str):
             raise _refused(item, f"the input {_shown(given)} is no list of a function's arguments: correct it")
+        # these data sets wrap some results in a list of one: both forms are accepted
         one_of_list = isinstance(wanted, Sequence) and not isinstance(wanted, str) and len(wanted) == 1
         calls.append([list(given), [wanted, wanted[0]] if one_of_list else [wanted]])
     return {"kind": "calls", "function": _function(item, beside), "cases": calls}
@@ -140,23 +141,23 @@ def _function(item: RewardItem, beside: Mapping[str, Any]) -> str:
 
 
 def _arguments(text: str) -> list[Any]:
-    """One JSON value a line (LiveCodeBench)."""
+    """Parse one JSON value per line (LiveCodeBench)."""
     return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
 def _as_text(value: Any) -> str:
-    """Of stdin or stdout: some data sets store lines as a list."""
+    """Return stdin or stdout as text: some data sets store its lines as a list."""
     return value if isinstance(value, str) else "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _structure(value: Any) -> dict[str, Any]:
-    """A structure, or its JSON, as far as it is one; what is absent in parquet is left out."""
+    """Return a structure, or its JSON, as a dict without parquet's absent entries; empty for anything else."""
     value = _parsed(value)
     return {key: entry for key, entry in value.items() if entry is not None} if isinstance(value, Mapping) else {}
 
 
 def _parsed(value: Any) -> Any:
-    """What a text says in JSON; the text itself where it is none."""
+    """Return the value of JSON text; anything else as it is."""
     if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
         return value
     try:
@@ -166,7 +167,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _without_absent(value: Any) -> Any:
-    """Parquet gives every structure of a column the keys of all of them, as nulls."""
+    """Remove nulls: parquet gives every structure of a column the keys of all of them."""
     if isinstance(value, Mapping):
         return {key: _without_absent(entry) for key, entry in value.items() if entry is not None}
     return [_without_absent(entry) for entry in value] if isinstance(value, list) else value
@@ -178,7 +179,7 @@ def _no_tests(item: RewardItem) -> UserError:
 
 
 def _refused(item: RewardItem, problem: str) -> UserError:
-    """``problem`` ends in a verb for the key."""
+    """Build the error; ``problem`` ends in a verb for the key."""
     return UserError(
         f"{item.place}: {problem} with data.columns.ground_truth, or change the reward of domain {item.domain!r}"
     )

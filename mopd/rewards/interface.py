@@ -1,4 +1,4 @@
-"""What a reward is: a number for each finished response, and what of the response it judged."""
+"""The interface of a reward: a number for each finished response, and the part of the response that it judged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardItem:
-    """One finished response and what its row says about it."""
+    """One finished response and its row's data."""
 
     prompt: str
     """Rendered prompt."""
@@ -24,27 +24,27 @@ class RewardItem:
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """A reward, and how it came about."""
+    """A reward and its explanation."""
 
     value: float
-    """Finite."""
+    """The reward; finite."""
     extracted: str | None
-    """What of the response was judged, cut where it is long; ``None``: nothing was found to judge."""
+    """The judged part of the response, cut if it is long; ``None``: there was nothing to judge."""
     problem: str = ""
-    """Why the value is no higher, in a few words, where the reward can tell."""
+    """Why the value is no higher, in a few words, if the reward can tell."""
 
 
 class Reward(Protocol):
-    """Rewards a batch of responses."""
+    """A function that grades a batch of responses."""
 
     def check(self, item: RewardItem) -> None:
-        """``UserError`` for a row whose ground truth is of no use, whatever the response."""
+        """Raise ``UserError`` for a row whose ground truth is unusable, whatever the response."""
         ...
 
     async def __call__(self, items: Sequence[RewardItem]) -> list[Graded]:
-        """One outcome per item; ``UserError`` when that is impossible."""
+        """Return one outcome per item; ``UserError`` if that is impossible."""
         ...
 
     def close(self) -> None:
-        """Give up processes and files; the reward is not called again."""
+        """End processes and close files; the reward is not called again."""
         ...

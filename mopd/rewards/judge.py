@@ -1,8 +1,8 @@
-"""The process of a reward of ours that may run long.
+"""The process of one of our own rewards that may run long.
 
-``python -I judge.py KIND SETTINGS PARENT_PID CALLS ANSWERS MAX_BYTES MARK`` speaks as ``child.py`` does, and its values
-are ``[value, extracted, problem]``. Every response is judged in a fork of this process, several at a time, each with a
-deadline: one that takes too long, or too much, is ended and scores 0.
+``python -I judge.py KIND SETTINGS PARENT_PID CALLS ANSWERS MAX_BYTES MARK`` speaks the protocol of ``child.py``; its
+values are ``[value, extracted, problem]``. Every response is judged in a fork of this process, several at a time, each
+with a deadline: one that takes too long, or too much memory, is ended and scores 0.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ PR_SET_DUMPABLE = 4
 MAX_SHOWN = 500
 """Characters of an extraction or a problem in an answer."""
 MAX_FORK_BYTES = 2**30
-"""Of a grader's own memory; programs of a response have their own limit."""
+"""Memory of a grader itself; programs of a response have a limit of their own."""
 GRACE_S = 2.0
-"""Beyond its deadline, for a grader that ends programs of its own."""
+"""Seconds beyond its deadline for a grader that must end programs of its own."""
 Grader = Callable[[dict[str, Any]], tuple[float, "str | None", str]]
 
 
@@ -44,7 +44,7 @@ class Fork:
 
     pid: int
     number: int
-    """Of the response in its batch."""
+    """Number of the response in its batch."""
     deadline: float
     answer: bytes = b""
 
@@ -62,7 +62,7 @@ def main(kind: str, settings: dict[str, Any], parent_pid: int, calls_fd: int, an
 
 
 def grader_of(kind: str, settings: dict[str, Any]) -> Grader:
-    """Ready to be forked: everything is imported."""
+    """Return the grader of a kind, ready to be forked: everything is imported."""
     if kind == "math":
         prepare_math()
         return grade_math
@@ -71,7 +71,7 @@ def grader_of(kind: str, settings: dict[str, Any]) -> Grader:
         return lambda call: grade_regex(call, pattern)
     if kind == "json_schema":
         schema = None if settings["path"] is None else json.loads(Path(settings["path"]).read_text(encoding="utf-8"))
-        grade_json({"response": "1", "truth": True}, None)  # each fork would import the library again
+        grade_json({"response": "1", "truth": True}, None)  # or each fork would import the library again
         return lambda call: grade_json(call, schema)
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # its memory holds the expected outputs
     return lambda call: grade_program(call, timeout_s=settings["timeout_s"], max_bytes=settings["max_bytes"])
@@ -127,25 +127,26 @@ def _judged(
 
 
 def _start(grader: Grader, call: dict[str, Any], number: int, deadline: float) -> tuple[int, Fork]:
-    """The fork and the descriptor of its answer."""
+    """Start a fork; return it with the descriptor of its answer."""
     mine, its = os.pipe()
     pid = os.fork()
     if pid:
         os.close(its)
         return mine, Fork(pid, number, deadline)
     try:
-        os.setpgid(0, 0)  # with whatever it starts
+        os.setpgid(0, 0)  # a group of its own: killed with all that it starts
         resource.setrlimit(resource.RLIMIT_DATA, (MAX_FORK_BYTES, MAX_FORK_BYTES))
         os.write(its, _answer(grader, call))
     finally:
+        # never back into the parent's code, whatever was raised
         os._exit(0)
 
 
 def _answer(grader: Grader, call: dict[str, Any]) -> bytes:
-    """What the grader says, as JSON that any reader takes. Anything that a response can bring it to raise scores 0."""
+    """Return the grader's outcome as JSON that any reader takes. Whatever a response can make it raise scores 0."""
     try:
         value, extracted, problem = grader(call)
-    except (OSError, SubprocessError) as error:  # no room for a process or a file, no sandbox: not the response's
+    except (OSError, SubprocessError) as error:  # no room for a process or a file, no sandbox: not the response's fault
         return json.dumps(f"could not judge: {type(error).__name__}: {plain(str(error), MAX_SHOWN)}").encode()
     except Exception as error:
         value, extracted, problem = 0.0, None, f"{type(error).__name__}: {error}"
@@ -154,7 +155,7 @@ def _answer(grader: Grader, call: dict[str, Any]) -> bytes:
 
 
 def _end(descriptor: int, fork: Fork) -> Any:
-    """Kill and bury it; what it answered."""
+    """Kill the fork, reap it, and return its answer."""
     os.close(descriptor)
     for kill in (os.killpg, os.kill):
         try:

@@ -1,4 +1,4 @@
-"""The rewards of ours that may run long on a hostile response: math, regex, json_schema and code.
+"""Our own rewards that may run long on a hostile response: math, regex, json_schema and code.
 
 They run in forks of a process of their own (``judge.py``), a few at a time, each with a deadline.
 """
@@ -24,18 +24,18 @@ from mopd.types import UserError
 JudgedConfig = MathConfig | RegexConfig | JsonSchemaConfig | CodeConfig
 MAX_PROCESSES = 32
 START_S = 60.0
-"""For an import, and on top of every batch's deadline."""
+"""Seconds for an import; also added to every batch's deadline."""
 OVERHEAD_S = 3.0
-"""Per response beyond its deadline, at most: a fork, and ending what it has started."""
+"""Most seconds per response beyond its deadline: a fork, and ending what it has started."""
 BYTES_PER_VALUE = 12 * 1024
-"""Of an answer: 500 characters extracted and 500 of a problem, escaped."""
+"""Bytes of one answer: 500 characters extracted and 500 of a problem, escaped."""
 
 
 class JudgedReward(ServedReward):
-    """One of these rewards; ``needs_truth`` says whether its rows must have a ground truth."""
+    """One of these rewards, by its configuration."""
 
     def __init__(self, cfg: JudgedConfig, key: str) -> None:
-        """``key`` heads its errors. ``UserError`` for a file or a machine that cannot be used."""
+        """Prepare the settings. ``key`` heads its errors. ``UserError`` for a file or a machine that cannot be used."""
         cure = ": see that the machine has memory and processes left"
         super().__init__(f"{key}: the {cfg.type} reward", cure)
         self._cfg = cfg
@@ -56,11 +56,11 @@ class JudgedReward(ServedReward):
                 )
 
     def check(self, item: RewardItem) -> None:
-        """The ground truth has a shape that the reward reads."""
+        """Raise ``UserError`` unless the ground truth has a shape that the reward reads."""
         self._told(item)
 
     def _told(self, item: RewardItem) -> dict[str, Any]:
-        """What the judge is told beside the response."""
+        """Return the judge's input beside the response."""
         if isinstance(self._cfg, CodeConfig):
             return {"tests": tests_of(item)}
         if isinstance(self._cfg, JsonSchemaConfig):
@@ -95,7 +95,7 @@ class JudgedReward(ServedReward):
 
 
 def _checked_schema(path: str, key: str) -> str:
-    """The path of a JSON schema, absolute."""
+    """Return the absolute path of a JSON schema; ``UserError`` if it is none."""
     from jsonschema import SchemaError
     from jsonschema.validators import validator_for
 

@@ -1,6 +1,6 @@
-"""A reward's processes as the run sees them: started, asked within a deadline, and gone without a trace.
+"""Processes of one reward: started, called within a deadline, and ended without a trace.
 
-Blocking calls, for a thread. Nothing here waits without a deadline, whatever the function did to its processes.
+Calls block and are made in a thread. Every wait has a deadline, whatever the function does to its processes.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from mopd.rewards.supervisor import KILL_S, MAX_PROCESSES, descendants
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8"}
-"""All that the function sees of the environment."""
+"""The whole environment that the function sees."""
 MAX_ANSWER_BYTES = 16384
-"""Of an answer without its numbers."""
+"""Bytes of an answer beside its numbers."""
 MAX_READ = 65536
 MAX_WORDS = 300
 """Characters of the function's last line in an error."""
 END_S = KILL_S + 1.0
-"""How long the supervisor may take to kill everything and end."""
+"""Seconds that the supervisor may take to kill everything and end."""
 
 
 class RewardFailed(Exception):
-    """What went wrong, to stand after the function's name."""
+    """A failure of the function, worded to follow its name."""
 
 
 class RewardProcess:
-    """One function, ready or on its way to be."""
+    """Processes of one function, ready or starting."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class RewardProcess:
         bytes_per_value: int,
         folder: Path | None = None,
     ) -> None:
-        """Start; ``exchange(None)`` then waits for the import.
+        """Start them; ``exchange(None)`` then waits for the import.
 
         Args:
             program: ``child.py`` or ``judge.py``, of this folder, with its own two ``arguments``.
@@ -59,7 +59,7 @@ class RewardProcess:
 
         Raises:
             UserError: there is no room for its folder.
-            OSError: the system has no room for it.
+            OSError: the system cannot start it.
         """
         self._bytes_per_value = bytes_per_value
         self._scratch = TemporaryFolder("mopd-reward-") if folder is None else None
@@ -96,16 +96,17 @@ class RewardProcess:
         self._in_use = threading.Lock()
 
     def exchange(self, calls: list[str] | None, timeout_s: float) -> dict[str, Any]:
-        """The answer to a batch of JSON objects, or (``None``) what the import came to, within ``timeout_s``.
+        """Return the answer to a batch of JSON objects, or (``None``) the result of the import, within ``timeout_s``.
 
         Raises:
-            RewardFailed: no answer in time, none that is one, or the processes have ended; all of them are to be ended
-                then.
+            RewardFailed: no answer in time, an invalid one, or the processes have ended. The caller must then end them
+                all.
         """
         deadline = time.monotonic() + timeout_s
         self._batch += calls is not None
         text = "" if calls is None else f'{{"batch": {self._batch}, "calls": [{", ".join(calls)}]}}\n'
         longest = MAX_ANSWER_BYTES + self._bytes_per_value * len(calls or ())
+        # `end` waits for this lock before it closes the descriptors
         with self._in_use:
             line = self._talk(memoryview(text.encode()), longest, deadline, timeout_s)
         try:
@@ -117,14 +118,14 @@ class RewardProcess:
         return answer
 
     def abandon(self) -> None:
-        """Have the supervisor kill everything; a thread in ``exchange`` comes back soon."""
+        """Let the supervisor kill everything; a thread in ``exchange`` then returns soon."""
         assert self._supervisor.stdin is not None
         self._supervisor.stdin.close()
 
     def end(self) -> None:
-        """Kill everything and wait for its end, at most a few seconds. Harmless when repeated."""
+        """Kill everything and wait for its end, at most a few seconds. May be repeated."""
         self.abandon()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the function has stopped it
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the function has stopped the supervisor
             self._supervisor.wait(END_S)
         if self._supervisor.returncode != 0:
             self._end_without_supervisor()
@@ -138,12 +139,12 @@ class RewardProcess:
         self._remove_scratch()
 
     def _remove_scratch(self) -> None:
-        """What the supervisor could not."""
+        """Remove the folder if the supervisor could not."""
         if self._scratch is not None:
             self._scratch.close()
 
     def _talk(self, message: memoryview, longest: int, deadline: float, timeout_s: float) -> bytes:
-        """Write the message while reading; the first line that comes back."""
+        """Write the message while reading, and return the first line that comes back."""
         answer, reason = b"", b""
         with selectors.DefaultSelector() as selector:
             selector.register(self._answers, selectors.EVENT_READ)
@@ -163,7 +164,7 @@ class RewardProcess:
                         return answer.partition(b"\n")[0]
                     if len(answer) > longest:
                         raise RewardFailed(f"answered with more than {longest} bytes")
-                    if not read:  # the supervisor will say why
+                    if not read:  # the supervisor will report the reason
                         selector.unregister(self._answers)
                 elif self._reason in ready:
                     read = os.read(self._reason, MAX_READ)
@@ -173,14 +174,15 @@ class RewardProcess:
         raise RewardFailed(f"gave no answer within timeout_s {timeout_s:g}: make it faster or raise timeout_s")
 
     def _write(self, message: memoryview) -> int:
-        """Bytes that went; all of them when nobody reads any more, since the supervisor will say why."""
+        """Write to the function's process and return the number of bytes accepted. If it has closed the pipe, report
+        all bytes as written: the supervisor reports the reason."""
         try:
             return os.write(self._calls, message[:MAX_READ])
         except BrokenPipeError:
             return len(message)
 
     def _end_without_supervisor(self) -> None:
-        """The function has killed or stopped its supervisor: find what is left by its mark."""
+        """Find and kill what is left by its mark: the function has killed or stopped its supervisor."""
         give_up_at = time.monotonic() + KILL_S
         found = {self._supervisor.pid, *descendants(self._supervisor.pid)}
         while found and time.monotonic() < give_up_at:
@@ -195,7 +197,7 @@ class RewardProcess:
 
 
 def _marked(mark: str) -> set[int]:
-    """Living processes that were started, or forked by one that was started, with this mark on their command line."""
+    """Return the living processes with this mark on their command line: started with it, or forked from such a one."""
     found = set()
     for name in os.listdir("/proc"):
         if name.isdecimal():
@@ -208,7 +210,7 @@ def _marked(mark: str) -> set[int]:
 
 
 def _why(reason: bytes) -> str:
-    """The supervisor's last line in words."""
+    """Return the supervisor's last line in words."""
     try:
         said = parse_json(reason)
         why, code = said["why"], said.get("code", 0)

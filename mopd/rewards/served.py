@@ -1,5 +1,5 @@
 """A reward in processes of its own: started at the first call, asked one batch after the other, ended for good when one
-fails (see ``process.py``)."""
+fails (``process.py``)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ GIB = 2**30
 
 
 class ServedReward(ABC):
-    """Implements ``Reward``. Every failure is a ``UserError`` that begins with what the reward is called."""
+    """Base of such rewards. Every failure is a ``UserError`` that begins with the reward's name."""
 
     def __init__(self, called: str, cure: str = "") -> None:
-        """``called`` heads its errors: a file or a key, and the reward; ``cure`` ends those of a run that can go on."""
+        """Prepare the reward. ``called`` heads its errors: a file or a key, and the reward; ``cure`` ends those of a
+        run that can go on."""
         self._called, self._cure = called, cure
         self._process: RewardProcess | None = None
         self._failure: UserError | None = None
@@ -30,10 +31,10 @@ class ServedReward(ABC):
 
     @abstractmethod
     def check(self, item: RewardItem) -> None:
-        """See ``Reward``."""
+        """Raise ``UserError`` for a row whose ground truth is unusable."""
 
     async def __call__(self, items: Sequence[RewardItem]) -> list[Graded]:
-        """The outcome of each item, within a deadline for the whole batch (and again for the start)."""
+        """Return the outcome of each item, within a deadline for the whole batch (and another for the start)."""
         async with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -45,9 +46,9 @@ class ServedReward(ABC):
                 await asyncio.to_thread(self.close)
                 raise self._failure from error
             except asyncio.CancelledError:
-                self._is_abandoned = True  # for a process that is just being started
+                self._is_abandoned = True  # if the process is just being started, `_score` ends it
                 if self._process is not None:
-                    self._process.abandon()  # the thread comes back
+                    self._process.abandon()  # the thread returns soon
                 raise
 
     def close(self) -> None:
@@ -57,22 +58,22 @@ class ServedReward(ABC):
 
     @abstractmethod
     def _start(self) -> RewardProcess:
-        """The processes; ``OSError`` or ``ValueError`` when the system refuses."""
+        """Start the processes; ``OSError`` or ``ValueError`` if the system refuses."""
 
     @abstractmethod
     def _call(self, item: RewardItem) -> str:
-        """What the process is told of an item, as JSON; ``RewardFailed`` or ``UserError`` when it cannot be told."""
+        """Return the process's input for an item, as JSON; ``RewardFailed`` or ``UserError`` if there is none."""
 
     @abstractmethod
     def _graded(self, value: Any, item: RewardItem) -> Graded | None:
-        """What the process says of an item; ``None`` when that is no outcome."""
+        """Return the outcome that ``value`` stands for; ``None`` if it is none."""
 
     @abstractmethod
     def _timeout_s(self, num_items: int) -> float:
-        """Deadline of a batch of so many items; of the start, for none."""
+        """Return the deadline in seconds of a batch of so many items; for 0 that of the start."""
 
     def _score(self, items: Sequence[RewardItem]) -> list[Graded]:
-        """In a thread."""
+        """Grade the items in a thread, after the start if it is the first call."""
         calls = [self._call(item) for item in items]
         if self._process is None:
             try:

@@ -1,4 +1,4 @@
-"""Between a run and the process of a reward.
+"""Supervisor between a run and the process of a reward.
 
 ``supervisor.py PARENT_PID CALLS ANSWERS MAX_BYTES SCRATCH CHILD FILE FUNCTION MARK``: whatever the function starts,
 however it detaches itself (``fork``, ``setsid``, a parent that dies), becomes a child of this process
@@ -6,9 +6,9 @@ however it detaches itself (``fork``, ``setsid``, a parent that dies), becomes a
 
     run ── supervisor (subreaper) ── go-between ── child.py ── whatever the function starts
 
-The go-between is what a function meets that kills its parent. When standard input closes, the run is gone, the
-function's process has ended, or all together take too much, everything is killed, and one JSON line on standard output
-says why: ``{"why": "ended", "code": 7, "words": "…"}``. The folder SCRATCH, where one is named, is removed then.
+A function that kills its parent hits the go-between. Everything is killed when standard input closes, the run is gone,
+the function's process has ended, or all together take too much. One JSON line on standard output then gives the reason:
+``{"why": "ended", "code": 7, "words": "…"}``. The folder SCRATCH, if one is named, is removed.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from collections.abc import Iterator
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_EVERY_S = 0.1
 MAX_PROCESSES = 512
-"""Processes at a time: more than a pool on a large machine, few enough to be counted and killed."""
+"""Most processes at a time: more than a pool on a large machine, few enough to be counted and killed."""
 KILL_S = 5.0
-"""How long everything is killed again and again."""
+"""Seconds for which everything is killed again and again."""
 MAX_WORDS = 4096
-"""Bytes kept of what the function writes; the rest is read and dropped, so that it never waits."""
+"""Bytes kept of what the function writes; the rest is read and dropped, so that it never blocks."""
 MAX_READ = 65536
 
 
 def main(parent_pid: int, calls_fd: int, answers_fd: int, max_bytes: int, scratch: str, child: list[str]) -> None:
-    """Start the child and stay until it may be forgotten."""
+    """Start the child, watch it to its end, and kill everything."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # it ends in one way only
+        signal.signal(number, lambda *_: None)  # the ends are those of `_watch` alone
     output, output_end = os.pipe()
     go_between = os.fork()
     if go_between == 0:
@@ -54,18 +54,18 @@ def main(parent_pid: int, calls_fd: int, answers_fd: int, max_bytes: int, scratc
     _kill_all()
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)
-    with contextlib.suppress(OSError):  # nobody listens any more
+    with contextlib.suppress(OSError):  # the run no longer reads
         os.write(1, json.dumps({**reason, "words": words.decode("utf-8", "replace")}).encode() + b"\n")
 
 
 def _run_child(child: list[str], calls_fd: int, answers_fd: int, max_bytes: int, output_end: int) -> None:
-    """The go-between: start the child, and end as it ends."""
+    """Be the go-between: start the child, and end as it ends."""
     supervisor = os.getppid()
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
         os._exit(1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it may end by a signal below
-    os.nice(5)  # where processes multiply, the supervisor must be faster
+    os.nice(5)  # the supervisor must be faster than processes that multiply
     program, path, function, mark = child
     numbers = [str(number) for number in (os.getpid(), calls_fd, answers_fd, max_bytes)]
     process = subprocess.Popen(
@@ -76,6 +76,7 @@ def _run_child(child: list[str], calls_fd: int, answers_fd: int, max_bytes: int,
         pass_fds=(calls_fd, answers_fd),
         start_new_session=True,
     )
+    # the pipes must end with the child's own descriptors
     for descriptor in (0, 1, calls_fd, answers_fd, output_end):
         os.close(descriptor)
     code = process.wait()
@@ -85,7 +86,7 @@ def _run_child(child: list[str], calls_fd: int, answers_fd: int, max_bytes: int,
 
 
 def _watch(parent_pid: int, go_between: int, output: int, max_bytes: int) -> tuple[dict[str, object], bytes]:
-    """Why everything ends now, and the last of what the function wrote."""
+    """Return why everything ends now, and the last bytes that the function wrote."""
     poll = select.poll()
     poll.register(0, select.POLLIN)
     poll.register(output, select.POLLIN)
@@ -116,7 +117,7 @@ def _watch(parent_pid: int, go_between: int, output: int, max_bytes: int) -> tup
 
 
 def _reap(go_between: int) -> int | None:
-    """Bury the dead; the status of the go-between if it is one of them."""
+    """Reap ended processes; return the go-between's status if it is one of them."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -129,7 +130,7 @@ def _reap(go_between: int) -> int | None:
 
 
 def _too_much(max_bytes: int) -> str | None:
-    """``processes`` or ``memory`` if our descendants have too many of them or too much of it."""
+    """Return ``processes`` or ``memory`` if our descendants are too many or take too much."""
     pids = list(itertools.islice(descendants(os.getpid()), MAX_PROCESSES + 1))
     if len(pids) > MAX_PROCESSES:
         return "processes"
@@ -141,7 +142,7 @@ def _too_much(max_bytes: int) -> str | None:
 
 
 def descendants(root: int) -> Iterator[int]:
-    """All processes below ``root``, as far as they hold still."""
+    """Yield all processes below ``root``. The tree may change meanwhile."""
     waiting = [root]
     while waiting:
         pid = waiting.pop()
@@ -156,8 +157,8 @@ def descendants(root: int) -> Iterator[int]:
 
 
 def _kill_all() -> None:
-    """Kill our descendants again and again until none is left: those that lose their parent become our children."""
-    with contextlib.suppress(OSError):  # ahead of any number of processes, where we may (as root)
+    """Kill our descendants again and again until none is left: orphans among them become our children."""
+    with contextlib.suppress(OSError):  # ahead of any number of processes, if permitted (as root)
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     give_up_at = time.monotonic() + KILL_S
     while time.monotonic() < give_up_at:
@@ -174,7 +175,7 @@ def _kill_all() -> None:
 
 
 def _share_of_memory(pid: int) -> int:
-    """Bytes: resident pages, each divided by the number of processes that share it."""
+    """Return bytes: resident pages, each divided by the number of processes that share it."""
     for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
@@ -187,7 +188,7 @@ def _number_in(path: str, place: int) -> int:
 
 
 def _read(path: str) -> str:
-    """A file of /proc; empty when its process is gone."""
+    """Return a file of /proc; empty if its process is gone."""
     try:
         with open(path, encoding="ascii", errors="replace") as file:
             return file.read()

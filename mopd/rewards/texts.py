@@ -1,4 +1,4 @@
-"""Rewards that compare short texts, here and now: exact match and multiple choice."""
+"""Rewards that compare short texts on the event loop: exact match and multiple choice."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ CHOICES = (
     re.compile(r"\(([A-Z])\)"),
     re.compile(r"^(?:[^\S\n]|[*_$])*([A-Z])(?:[.):]|(?:[^\S\n]|[*_$])*$)", re.M),
 )
-"""In this order: a box, "Answer: C" or "the answer is (C)", "(C)", a letter that begins a line as "C." or is all of it.
-The last match of the first form that occurs counts. They run on the event loop, so each takes time in proportion to the
-response: no two neighbouring repeats take the same characters, no repeat goes on in the next line."""
+"""Forms of a choice, in order: a box, "Answer: C" or "the answer is (C)", "(C)", a letter that begins a line as "C." or
+is all of it. The last match of the first form that occurs counts. They run on the event loop, so each takes time in
+proportion to the response: no two neighbouring repeats take the same characters, no repeat goes on in the next line."""
 MAX_EXTRACTED = 500
 
 
 class ExactMatchReward:
-    """1 for the right answer, 0 for any other: compares both as text after stripping surrounding white space."""
+    """Reward 1 for the right answer, 0 for any other: compares both as text without surrounding white space."""
 
     def check(self, item: RewardItem) -> None:
-        """Neither text nor a number."""
+        """Raise ``UserError`` for a ground truth that is neither text nor a number."""
         text_of(item, "exact_match")
 
     async def __call__(self, items: Sequence[RewardItem]) -> list[Graded]:
-        """1.0 or 0.0 per item."""
+        """Return 1.0 or 0.0 per item."""
         return [self._graded(item) for item in items]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no process or file is held."""
 
     def _graded(self, item: RewardItem) -> Graded:
         response = item.response.strip()
@@ -41,18 +41,18 @@ class ExactMatchReward:
 
 
 class MultipleChoiceReward:
-    """1 when the response chooses the right letter."""
+    """Reward 1 if the response chooses the right letter."""
 
     def check(self, item: RewardItem) -> None:
-        """Neither a letter nor the number of a choice."""
+        """Raise ``UserError`` for a ground truth that is neither a letter nor the number of a choice."""
         letter_of(item)
 
     async def __call__(self, items: Sequence[RewardItem]) -> list[Graded]:
-        """1.0 or 0.0 per item."""
+        """Return 1.0 or 0.0 per item."""
         return [self._graded(item) for item in items]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no process or file is held."""
 
     def _graded(self, item: RewardItem) -> Graded:
         right = letter_of(item)

@@ -1,4 +1,4 @@
-"""The reward worker: reads sampled responses, has them judged, writes what a policy gradient needs of the rewards."""
+"""The reward worker: reads sampled responses, has them judged, and writes what a policy gradient needs."""
 
 from __future__ import annotations
 

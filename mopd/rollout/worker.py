@@ -23,7 +23,7 @@ MAX_NAMED_SAMPLES = 8
 
 @dataclass(frozen=True)
 class RolloutWorker:
-    """Draws ``samples_per_prompt`` responses per prompt with the generator's weights of the moment."""
+    """Draws ``samples_per_prompt`` responses per prompt with the generator's current weights."""
 
     generator: Generator
     plane: Storage
@@ -34,11 +34,11 @@ class RolloutWorker:
     samples_per_prompt: int = 1
 
     async def generate(self, prompts: Sequence[Prompt]) -> list[SampleMeta]:
-        """Sample, put ``ROLLOUT_FIELDS`` and ``token_versions`` [R] int32, return the samples, prompt after prompt. For
-        a student that sees images also ``images``, see ``refs_to_tensor``.
+        """Draw responses, put ``ROLLOUT_FIELDS`` and ``token_versions`` [R] int32, and return the samples, prompt after
+        prompt. For a student that sees images also put ``images`` (``refs_to_tensor``).
 
         Response j of a prompt has sample id ``prompt.sample_id * samples_per_prompt + j`` and a seed derived from it.
-        ``UserError`` with samples, domains and the last error when no replica gives a response.
+        ``UserError`` with samples, domains and the last error if no replica gives a response.
         """
         num = self.samples_per_prompt
         repeated = [prompt for prompt in prompts for _ in range(num)]
@@ -66,7 +66,7 @@ class RolloutWorker:
         return metas
 
     async def _responses(self, prompts: Sequence[Prompt], sample_ids: Sequence[int]) -> list[Generation]:
-        """One complete response per sample."""
+        """Return one complete response per sample."""
         seeds = [self._seed(prompt, sample_id, 0) for prompt, sample_id in zip(prompts, sample_ids, strict=True)]
         images = self.dataset.images_of([prompt.row for prompt in prompts])
         tokens = [self._tokens(prompt) for prompt in prompts]
@@ -77,10 +77,12 @@ class RolloutWorker:
         )
 
     async def _finished(self, prompt: Prompt, sample_id: int, part: Generation) -> Generation:
-        """The whole response that begins with ``part``. What was handed back half done, because new weights arrived,
-        goes on as prompt and prefix, on whichever replica has room; each segment has a seed of its own."""
+        """Return the whole response that begins with ``part``. A response handed back because new weights arrived
+        continues with prompt and tokens as the next prompt, on any replica with room; each segment has a seed of its
+        own."""
         parts = [part]
         while parts[-1].finish_reason == "handed_back":
+            # a continued response may be handed back again
             prefix = torch.cat([own.tokens for own in parts])
             sampling = replace(self.sampling, max_new_tokens=self.sampling.max_new_tokens - len(prefix))
             start = (*self._tokens(prompt), *prefix.tolist())
@@ -100,20 +102,20 @@ class RolloutWorker:
         return self.dataset.row(prompt.row).tokens
 
     def _seed(self, prompt: Prompt, sample_id: int, segment: int) -> int:
-        """Of one segment of one draw: equal runs draw equal responses."""
+        """Return the seed of one segment of one draw: equal runs draw equal responses."""
         if prompt.attempt == segment == 0:
             return derive_seed(self.seed, sample_id)
         return derive_seed(self.seed, sample_id, purpose=f"rollout {prompt.attempt} {segment}")
 
 
 def derive_seed(seed: int, sample_id: int, purpose: str = "rollout") -> int:
-    """63-bit seed of one sample. Training, ``validation`` and ``generate`` draw from separate families."""
+    """Return the 63-bit seed of one sample. Training, ``validation`` and ``generate`` draw from separate families."""
     digest = hashlib.sha256(f"{purpose}:{seed}:{sample_id}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def reward_item(dataset: PromptDataset, row: int, response: str) -> RewardItem:
-    """A decoded response beside what its row says."""
+    """Return a decoded response together with its row's data."""
     found = dataset.row(row)
     return RewardItem(
         prompt=found.text,

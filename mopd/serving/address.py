@@ -1,4 +1,4 @@
-"""Where a server listens and who may talk to it. Light to import: a taken port is told before anything is loaded."""
+"""Where a server listens, and its access token. Light to import: a taken port is reported before anything is loaded."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ MAX_TOKEN_BYTES = 65_536
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """Where to listen, and who may talk."""
+    """Host, port and access of a server."""
 
     host: str = "127.0.0.1"
     port: int = 0
-    """0 takes any free one."""
+    """TCP port; 0 takes any free one."""
     token_file: Path | None = None
-    """Must be there when ``host`` is not the loopback interface."""
+    """File with the access token; required unless ``host`` is the loopback interface."""
     ready_file: Path | None = None
-    """Written when the server answers: ``{url, pid}`` as JSON, which is also printed on one line."""
+    """File written when the server answers: ``{url, pid}`` as JSON, which is also printed on one line."""
 
     def read_token(self) -> str | None:
-        """The secret, or None for an open server on the loopback interface; ``UserError`` for an open one elsewhere."""
+        """Return the secret; None for an open server on the loopback interface, ``UserError`` for one elsewhere."""
         if self.token_file is not None:
             return read_token_file(self.token_file)
         if not _is_loopback(self.host):
@@ -46,13 +46,13 @@ class Address:
 
     @contextmanager
     def listen(self) -> Iterator[socket.socket]:
-        """A listening socket: whoever connects waits until the engine is ready. ``UserError`` if the port is taken."""
+        """Listen inside the context; clients wait until the engine is ready. ``UserError`` if the port is taken."""
         if not 0 <= self.port <= LAST_PORT:
             raise UserError(f"--port {self.port} is no port: set 0 (any free one) to {LAST_PORT}")
         try:
             family, *_, sockaddr = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
             listener = socket.create_server(sockaddr[:2], family=family, backlog=BACKLOG)
-        except UnicodeError as error:  # what no name server could be asked for
+        except UnicodeError as error:  # the name cannot even be encoded for a name server
             raise UserError(f"--host {self.host!r:.80} is no host name: set an address of this machine") from error
         except OSError as error:
             reason = (os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)).lower()
@@ -64,7 +64,7 @@ class Address:
             yield listener
 
     def announce(self, listener: socket.socket) -> str:
-        """Tell that the server answers: the file first, then the line. Returns its URL."""
+        """Announce that the server answers, in the file first and then on standard output. Returns its URL."""
         host, port = listener.getsockname()[:2]
         if is_any_address(listener):
             host = socket.gethostname()
@@ -77,12 +77,12 @@ class Address:
 
 
 def is_any_address(listener: socket.socket) -> bool:
-    """It listens on every address of the machine: none of them is its own."""
+    """Return whether it listens on every address of the machine, so that its address names no host."""
     return ipaddress.ip_address(listener.getsockname()[0]).is_unspecified
 
 
 def read_token_file(path: Path) -> str:
-    """The secret in a file, surrounding white space cut; ``UserError`` if it is missing, short or not printable."""
+    """Return the secret in a file, stripped; ``UserError`` if it is missing, short or not printable."""
     try:
         text = read_text(path, cure="write the secret there", max_bytes=MAX_TOKEN_BYTES)
     except UserError as error:
@@ -92,7 +92,7 @@ def read_token_file(path: Path) -> str:
 
 
 def check_token(text: str, path: Path) -> str:
-    """The secret in the text of a file; ``UserError`` if it is short or not printable."""
+    """Return the secret in a file's text; ``UserError`` if it is short or not printable."""
     token = text.strip()
     if len(token) < MIN_TOKEN_CHARACTERS or not token.isascii() or not token.isprintable() or " " in token:
         raise UserError(

@@ -1,5 +1,5 @@
-"""Which work is let in: bounded by tokens and sequences, none while weights wait for what runs or the engine sleeps,
-none while the server ends."""
+"""Admission of requests: bounded by tokens and sequences. None enters while weights wait for running requests, while
+the engine sleeps, or while the server ends."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from dataclasses import dataclass
 from mopd.serving.errors import Refusal, busy, too_large
 
 RETRY_AFTER_S = (0.05, 30.0)
-"""Bounds of what a refused client is told."""
+"""Shortest and longest pause, in seconds, that a refused client is told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerLimits:
-    """What one server takes."""
+    """Limits of one server."""
 
     max_tokens_per_request: int
-    """Tokens of one request (to generate: of its prompts); more is answered with 413."""
+    """Tokens of one request (for generation: of its prompts); more is answered with 413."""
     max_queued_tokens: int
     """Tokens that wait, run, or whose answers are not sent yet; more is answered with 429."""
     max_top_k: int = 1024
-    """Most probable tokens that one may ask for per scored token: they decide how long an answer is."""
+    """Most probable tokens that a request may ask for per scored token: they decide how long an answer is."""
     max_body_bytes: int = 64 * 2**20
-    """Bytes of one request to score or to generate; more is answered with 413."""
+    """Bytes of one request for scores or responses; more is answered with 413."""
     max_connections: int = 2048
     """Open connections; beyond them the one that has waited longest for a request is closed."""
     request_timeout_s: float = 600.0
     """Longest life of a request, whatever its deadline header says."""
     head_timeout_s: float = 10.0
-    """Longest time for the head of a request to arrive; a new connection's first one counts from its beginning."""
+    """Longest time for the head of a request to arrive; for a new connection's first one from its beginning."""
     body_timeout_s: float = 60.0
     """Longest time for one body to arrive."""
     stall_timeout_s: float = 20.0
@@ -40,7 +40,7 @@ class ServerLimits:
     update_timeout_s: float = 600.0
     """Longest time between two messages of a weight update; then it is forgotten and the old weights serve again."""
     drain_timeout_s: float = 60.0
-    """Longest time that running requests get to end after SIGTERM."""
+    """Longest time that running requests may take to end after SIGTERM."""
 
     def __post_init__(self) -> None:
         if self.max_queued_tokens < self.max_tokens_per_request:
@@ -51,21 +51,21 @@ class ServerLimits:
 
 
 class Admission:
-    """Counts tokens and running work. Belongs to one event loop."""
+    """Accounts of admitted tokens and running work. Not thread-safe: use from one event loop."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
         self.max_queued_sequences: int | None = None
-        """Responses that wait or run at a time; more are answered with 429, but a request that comes alone is let in
-        whatever its number. ``None``: tokens alone decide."""
+        """Responses that may wait or run at a time; more are answered with 429, but a request that comes alone is
+        admitted whatever its number. ``None``: tokens alone decide."""
         self.queued_tokens = self.queued_sequences = 0
-        """Tokens, and sequences that are to be responded to, admitted and not yet released."""
+        """Tokens, and sequences to generate, that are admitted and not yet released."""
         self.num_running = 0
         """Requests whose engine work has not ended."""
         self._closed_because: Refusal | None = None
         self._is_paused = False
         self.takes_weights = False
-        """While the engine sleeps: it has the memory for new weights already."""
+        """Whether an engine that sleeps has the memory for new weights already."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._done_tokens = 0
@@ -73,12 +73,12 @@ class Admission:
         self._busy_since = 0.0
 
     def admit(self, num_tokens: int, *, num_sequences: int = 0) -> Reservation:
-        """Room for a request of ``num_tokens``, and of ``num_sequences`` that are to be responded to: how long their
-        responses will be is not known. The caller must release it.
+        """Reserve room for a request of ``num_tokens``, and of ``num_sequences`` to generate, whose responses' lengths
+        are unknown. The caller must release it.
 
         Raises:
-            Refusal: 413 if it can never enter, 429 if the queue is full or new weights wait for what runs, 503 while
-                asleep and at the end.
+            Refusal: 413 if it can never enter, 429 if the queue is full or new weights wait for running requests, 503
+                while asleep and at the end.
         """
         self.require_open()
         limit = self.limits.max_tokens_per_request
@@ -103,37 +103,37 @@ class Admission:
         return Reservation(self, num_tokens, num_sequences)
 
     def require_open(self) -> None:
-        """``Refusal`` with the reason why nothing is let in, if that is so."""
+        """Raise the ``Refusal`` with the reason if nothing is admitted now."""
         if self._closed_because is not None:
             raise self._closed_because
 
     def require_open_to_weights(self) -> None:
-        """``require_open``, or the engine sleeps and ``takes_weights``."""
+        """Do as ``require_open``, except that a sleeping engine which ``takes_weights`` is open."""
         if not (self._is_paused and self.takes_weights):
             self.require_open()
 
     def pause(self, reason: Refusal) -> None:
-        """Let nothing in for a while: weights change, or the engine sleeps. ``Refusal`` when it is paused or ends."""
+        """Admit nothing until ``resume``: weights change, or the engine sleeps. ``Refusal`` if it is paused or ends."""
         self.require_open()
         self._closed_because, self._is_paused = reason, True
 
     def resume(self) -> None:
-        """Let work in again, unless the server ends."""
+        """Admit work again, unless the server ends."""
         if self._is_paused:
             self._closed_because, self._is_paused, self.takes_weights = None, False, False
 
     def close(self, kind: str, message: str) -> None:
-        """Let nothing in from now on."""
+        """Admit nothing from now on."""
         self._closed_because, self._is_paused = Refusal(503, kind, message), False
 
     @property
     def closed_kind(self) -> str | None:
-        """``draining`` or ``dead`` when the server ends."""
+        """``draining`` or ``dead`` if the server ends, otherwise ``None``."""
         return None if self._closed_because is None or self._is_paused else self._closed_because.kind
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While the engine works for a request that was admitted."""
+        """Count an admitted request as running inside the context."""
         self.num_running += 1
         self._idle.clear()
         try:
@@ -144,14 +144,14 @@ class Admission:
                 self._idle.set()
 
     async def wait_idle(self, timeout_s: float) -> None:
-        """Returns when no engine work runs; ``Refusal`` 504 at the deadline."""
+        """Return when no engine work runs; ``Refusal`` 504 after ``timeout_s``."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except asyncio.TimeoutError as error:
             raise Refusal(504, "deadline", f"{self.num_running} requests did not end in {timeout_s:g} s") from error
 
     def _time_for(self, num_tokens: int) -> float:
-        """Seconds in which this server works through ``num_tokens``, by its record so far."""
+        """Return the seconds in which this server works through ``num_tokens``, by its record so far."""
         low, high = RETRY_AFTER_S
         busy_s = self._busy_s + time.monotonic() - self._busy_since
         if self._done_tokens == 0 or busy_s <= 0:
@@ -167,14 +167,14 @@ class Admission:
 
 
 class Reservation:
-    """Room of one request, until its answer has left."""
+    """Room of one request, held until its answer has left."""
 
     def __init__(self, admission: Admission, num_tokens: int, num_sequences: int) -> None:
         self._admission = admission
         self._num_tokens, self._num_sequences = num_tokens, num_sequences
 
     def release(self, *, num_tokens: int | None = None, num_sequences: int | None = None) -> None:
-        """A part of it, or all that is left; the latter once or more."""
+        """Release a part of it, or all that is left. The latter may be repeated."""
         tokens = self._num_tokens if num_tokens is None else num_tokens
         sequences = self._num_sequences if num_sequences is None else num_sequences
         self._num_tokens -= tokens

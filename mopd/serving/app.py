@@ -1,4 +1,4 @@
-"""The HTTP application around one engine. One process serves one replica; nothing is shared between servers.
+"""HTTP application around one engine. One process serves one replica; nothing is shared between servers.
 
 ::
 
@@ -8,7 +8,7 @@
     ─ room in the queue? ─ version? ─ engine ─ answer, or a stream of responses (``streaming``)
          429 413 503         409     500 504
 
-A request whose client goes away is cancelled: it leaves the queue, or is aborted at an engine that can.
+A request whose client goes away is cancelled: it leaves the queue, or is aborted if the engine can do so.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What a server serves."""
+    """Configuration of a server: its engine, its limits and its access."""
 
     role: Literal["teacher", "rollout"]
-    """A teacher's weights are fixed; a rollout has none until the first update."""
+    """``teacher``: the weights are fixed; ``rollout``: there are none until the first update."""
     name: str
     """The group's name in the recipe."""
     host: EngineHost
@@ -80,15 +80,15 @@ class Served:
     manifest: dict[str, str] | None = None
     """Hashes of the folder that the engine loaded."""
     token: str | None = None
-    """Access token that every path but ``/health`` asks for; without one, web pages are kept out."""
+    """Access token required on every path but ``/health``; without one, web pages are kept out."""
     names: Sequence[str] = LOOPBACK_NAMES
-    """What clients may call the server, where no token is asked for."""
+    """Names by which clients may call a server without a token."""
     on_dead: Callable[[], None] = lambda: None
     """Called once when the engine is dead for good."""
 
 
 class EngineServer:
-    """Handlers and state of one application. Belongs to one event loop."""
+    """Handlers and state of one application. Not thread-safe: use from one event loop."""
 
     def __init__(self, served: Served) -> None:
         self.served = served
@@ -105,23 +105,23 @@ class EngineServer:
         self.weights = WeightRoutes(self.updates, self._read, self._chunks, self._engine_call)
         self._info: EngineInfo | None = None
         self._sleeping: Literal["no", "cache", "all"] = "no"
-        """What of the engine sleeps; beside its cache its weights do."""
+        """Part of the engine that sleeps: nothing, its cache, or cache and weights."""
 
     async def start(self) -> None:
-        """Before the first request."""
+        """Start the engine's host and read its description. Call before the first request."""
         await self.served.host.start()
         self._info = await self.served.host.engine.info()
-        if self._info.limits.max_sequences is not None:  # as many again may wait, so that the engine never does
+        if self._info.limits.max_sequences is not None:  # as many again may wait: the engine never does
             self.admission.max_queued_sequences = 2 * self._info.limits.max_sequences
 
     async def close(self) -> None:
-        """After the last request."""
+        """End updates and the engine's host. Call after the last request."""
         self.drain()
         await self.updates.close()
         await self.served.host.close()
 
     def drain(self) -> None:
-        """Let nothing new in, nor what has not arrived completely; what runs may end."""
+        """Admit nothing new, nor what has not arrived completely; running requests may end."""
         if self.admission.closed_kind is None:
             self.admission.close("draining", "the server is about to end")
         for bodies in (self._bodies, self._chunks, self._image_bodies):
@@ -129,7 +129,7 @@ class EngineServer:
 
     @property
     def info(self) -> EngineInfo:
-        """The engine's own account, completed by what the server knows."""
+        """The engine's description, completed by the server's limits, version and hashes."""
         assert self._info is not None
         limits = self.served.limits
         most = self._info.vocab_size if self._info.max_logprobs is None else self._info.max_logprobs
@@ -147,24 +147,24 @@ class EngineServer:
         )
 
     async def health(self) -> Response:
-        """200 while the server takes requests (a rollout server without weights does: it waits for them)."""
+        """Answer 200 while the server takes requests (a rollout server without weights does: it waits for them)."""
         if self.admission.closed_kind is None:
             await self._engine_call(self.served.host.engine.check_health())
         kind = self.admission.closed_kind
         return JSONResponse({"status": kind or "ok"}, status_code=200 if kind is None else 503)
 
     async def show_info(self) -> Response:
-        """Who answers, with which weights and limits."""
+        """Answer with the description of server and engine."""
         served = self.served
         info = dataclasses.asdict(self.info)
         return JSONResponse({"wire_version": VERSION, "role": served.role, "name": served.name, "engine": info})
 
     async def show_metrics(self) -> Response:
-        """Prometheus' text format."""
+        """Answer with the metrics in Prometheus' text format."""
         return Response(self.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def score(self, request: Request) -> Response:
-        """Score response tokens."""
+        """Answer with scores of response tokens."""
         deadline = read_deadline(request, self.served.limits.request_timeout_s)
         asked = await self._read(request, ScoreRequest, self.served.limits.max_body_bytes)
         check_score(asked, self.info)
@@ -179,7 +179,7 @@ class EngineServer:
                 temperature=asked.temperature,
                 images=images,
             )
-            self.updates.require(asked.weight_version)  # they may have changed under it
+            self.updates.require(asked.weight_version)  # the weights may have changed during the call
             self.metrics.scored_tokens.inc(asked.num_rows)
             return ScoreAnswer(
                 request_checksum=asked.checksum,
@@ -194,7 +194,7 @@ class EngineServer:
         return await self._serve(request, deadline, len(asked.tokens), asked.weight_version, call)
 
     async def generate(self, request: Request) -> Response:
-        """Draw responses; each leaves when it is complete."""
+        """Answer with drawn responses; each leaves when it is complete."""
         deadline = read_deadline(request, self.served.limits.request_timeout_s)
         asked = await self._read(request, GenerateRequest, self.served.limits.max_body_bytes)
         info = self.info
@@ -220,25 +220,26 @@ class EngineServer:
             frames = frames_of(
                 asked, draw, request=request, deadline=deadline, reservation=reservation, metrics=self.metrics
             )
-            first = await anext(frames)  # a failure before it has a status of its own
+            first = await anext(frames)  # a failure before the first frame still gets a status of its own
         except BaseException:
             reservation.release()
             raise
         return StreamedResponse(first, frames, asked.checksum, self.metrics)
 
     async def keep_images(self, request: Request) -> Response:
-        """Keep image files for the requests that name them."""
+        """Keep image files for requests that name them."""
         self.images.require_sight()
         files = (await self._read(request, ImageFiles, MAX_IMAGES_BODY_BYTES, self._image_bodies)).files
         await self.images.add(files)
         return Response(encode(ImagesKept(num_files=len(files))), media_type=CONTENT_TYPE)
 
     async def sleep(self, request: Request) -> Response:
-        """Give the engine's memory back until ``wake``; what runs may end. Asleep already is fine."""
+        """Release the engine's memory until ``wake``; running requests end first. Succeeds if it is asleep already."""
         await self._ignore_body(request)
         engine = self._sleeper()
         if self.updates.is_running:
             raise stale_weights("a weight update is on its way")
+        # admission is closed before the wait for running requests: none may come in meanwhile
         if self._sleeping == "no":
             self.admission.pause(Refusal(503, "asleep", "the engine is asleep: wake it first"))
         try:
@@ -253,7 +254,7 @@ class EngineServer:
         return JSONResponse({"status": "asleep"})
 
     async def wake_weights(self, request: Request) -> Response:
-        """Take the memory of the weights alone, for an update; ``wake`` is to follow. Awake already is fine."""
+        """Allocate the weights' memory alone, for an update; ``wake`` must follow. Succeeds if it is awake already."""
         await self._ignore_body(request)
         engine = self._sleeper()
         if self._sleeping == "all":
@@ -262,7 +263,7 @@ class EngineServer:
         return JSONResponse({"status": "awake" if self._sleeping == "no" else "asleep"})
 
     async def wake(self, request: Request) -> Response:
-        """Undo ``sleep``. Awake already is fine."""
+        """Undo ``sleep``. Succeeds if it is awake already."""
         await self._ignore_body(request)
         engine = self._sleeper()
         if self._sleeping != "no":
@@ -299,7 +300,7 @@ class EngineServer:
         weight_version: int,
         call: Callable[[], Awaitable[ScoreAnswer]],
     ) -> Response:
-        """Admission, the engine's call, the answer. Room in the queue is held until the answer has left."""
+        """Admit a request, call the engine and answer. Room in the queue is held until the answer has left."""
         reservation = self.admission.admit(num_tokens)
         try:
             self.updates.require(weight_version)
@@ -313,12 +314,13 @@ class EngineServer:
             raise
 
     async def _engine_call(self, call: Awaitable[ResultT]) -> ResultT:
-        """The engine's errors as refusals. A dead engine ends the server: its supervisor starts another."""
+        """Await the engine; turn its errors into refusals. A dead engine ends the server: its supervisor starts
+        another."""
         try:
             return await call
         except (ValueError, UserError, EngineRejected) as error:
             raise bad_request(one_line(error)) from error
-        except WeightsLost as error:  # by an update, while the request waited for its turn
+        except WeightsLost as error:  # an update took them while the request waited for its turn
             raise stale_weights(one_line(error)) from error
         except EngineUnavailable as error:
             message = one_line(error)
@@ -330,7 +332,7 @@ class EngineServer:
 
 
 def create_app(server: EngineServer) -> FastAPI:
-    """The application; start and close of the engine's host are tied to its lifespan."""
+    """Build the application; its lifespan starts and closes the engine's host."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -377,7 +379,7 @@ def _token_check(token: str | None) -> Callable[[Request], Awaitable[None]]:
 
 
 def check_score(request: ScoreRequest, info: EngineInfo) -> None:
-    """``Refusal`` 400 for what this engine cannot do: a bad request must not spoil the call that it shares."""
+    """Raise ``Refusal`` 400 for what this engine cannot do: a bad request must not spoil the call that it shares."""
     _check_sequences(int(request.tokens.max()), int(request.lengths.max()), info)
     largest = info.vocab_size if info.max_logprobs is None else info.max_logprobs
     if request.top_k > largest:
@@ -385,7 +387,7 @@ def check_score(request: ScoreRequest, info: EngineInfo) -> None:
 
 
 def check_generate(request: GenerateRequest, info: EngineInfo) -> None:
-    """``Refusal`` 400 as ``check_score``."""
+    """Raise ``Refusal`` 400 as ``check_score``."""
     _check_sequences(int(request.tokens.max()), int(request.lengths.max()) + request.max_new_tokens, info)
 
 

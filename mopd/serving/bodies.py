@@ -21,15 +21,16 @@ from mopd.wire.limits import DEADLINE_HEADER
 T = TypeVar("T")
 SLICE_BYTES = 2**16
 ARRIVING_BYTES = 2**23
-"""Of all bodies that arrive at a time; one of the greatest size may always arrive."""
+"""Memory budget for request bodies being received. One body of the maximum size is always admitted."""
 
 TRIM_EVERY_BYTES = 2**20
-"""Of bodies that have passed: hundreds of thousands of tokens, whose work takes far longer."""
+"""Bytes of read bodies after which freed memory is returned to the system: hundreds of thousands of tokens, whose work
+takes far longer."""
 
 
 class BodyReader:
-    """Reads bodies within a limit each and a limit together. What counts is what has arrived, not what was announced:
-    a client that only announces holds nothing."""
+    """Reads request bodies within one limit for each and one for all together. Bytes count when they have arrived, not
+    when they are announced: a client that only announces holds nothing."""
 
     def __init__(self, limits: ServerLimits, *, max_arriving_bytes: int) -> None:
         self._limits, self._max_arriving_bytes = limits, max_arriving_bytes
@@ -39,7 +40,8 @@ class BodyReader:
 
     @asynccontextmanager
     async def read(self, request: Request, max_bytes: int) -> AsyncIterator[bytearray]:
-        """The whole body, of at most ``max_bytes``. It counts until the block ends: decode it there, and forget it.
+        """Yield the whole body, of at most ``max_bytes``. It counts until the context ends: decode it there, and drop
+        it.
 
         Raises:
             Refusal: 411 without a length, 413 above the limit, 429 when too much arrives at once, 408 when it is slow,
@@ -48,12 +50,12 @@ class BodyReader:
         text = request.headers.get("content-length")
         if text is None:
             raise Refusal(411, "length_required", "send a Content-Length")
-        size = int(text)  # h11 lets nothing through but 1 to 20 digits
+        size = int(text)  # h11 accepts only 1 to 20 digits
         if size > max_bytes:
             raise too_large(f"a body of {size} bytes: this server takes {max_bytes}")
         if self._closed_because is not None:
             raise self._closed_because
-        body = bytearray()  # a list of parts would cost much more than their bytes when they are small
+        body = bytearray()  # a list of parts would cost much more than the bytes of small ones
         collecting = asyncio.ensure_future(self._collect(request, body))
         self._arriving.add(collecting)
         try:
@@ -67,7 +69,7 @@ class BodyReader:
                 _give_back_freed_memory()
 
     def close(self, reason: Refusal) -> None:
-        """Refuse what has not arrived yet, and all that would come."""
+        """Refuse bodies that have not arrived yet, and all later ones."""
         self._closed_because = reason
         for collecting in self._arriving:
             collecting.cancel()
@@ -93,6 +95,7 @@ class BodyReader:
             if part is None:
                 return body
             others = self._arrived_bytes - len(body)
+            # a body that arrives alone is never turned away: the largest one would otherwise have no chance
             if self._arrived_bytes + len(part) > self._max_arriving_bytes and others:
                 raise busy(f"{others} bytes of other bodies are arriving", retry_after_s=1.0)
             body += part
@@ -100,15 +103,15 @@ class BodyReader:
 
 
 def _give_back_freed_memory() -> None:
-    """What passed bodies leave in the allocator goes to the system: glibc would keep the most that there ever was."""
+    """Return the memory of bodies that were read to the system: glibc would keep the most that there ever was."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # other C libraries keep less, and have no such call
         trim(0)
 
 
 async def while_wanted(request: Request, deadline: float, call: Coroutine[Any, Any, T]) -> T:
-    """The call's result; it is cancelled at the deadline (``Refusal`` 504) and when the client has gone (499). The body
-    must have been read."""
+    """Return the call's result; cancel it at the deadline (``Refusal`` 504) or when the client has gone (499). The
+    request's body must have been read."""
     task, gone = asyncio.ensure_future(call), asyncio.ensure_future(disconnected(request))
     try:
         timeout_s = max(0.0, deadline - time.monotonic())
@@ -125,21 +128,21 @@ async def while_wanted(request: Request, deadline: float, call: Coroutine[Any, A
 
 
 async def disconnected(request: Request) -> None:
-    """Returns when the client is gone. The body must have been read."""
+    """Return when the client is gone. The body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 class SlicedResponse(Response):
-    """A body that leaves slice by slice; ``on_end`` is called however it ends. A client that does not read it loses its
-    connection (``connections``)."""
+    """A response that leaves slice by slice; ``on_end`` is called however it ends. A client that does not read it loses
+    its connection (``connections``)."""
 
     def __init__(self, body: bytes, media_type: str, *, on_end: Callable[[], None]) -> None:
         super().__init__(body, media_type=media_type)
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the response."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send_slices(send, bytes(self.body), more_body=False)
@@ -148,7 +151,7 @@ class SlicedResponse(Response):
 
 
 async def send_slices(send: Send, body: bytes, *, more_body: bool) -> None:
-    """A body, or with ``more_body`` a part of one, in slices that a client takes one by one."""
+    """Send a body, or with ``more_body`` a part of one, in slices that a client takes one by one."""
     view = memoryview(body)
     for start in range(0, len(view), SLICE_BYTES):
         is_last = start + SLICE_BYTES >= len(view)
@@ -157,7 +160,8 @@ async def send_slices(send: Send, body: bytes, *, more_body: bool) -> None:
 
 
 def read_deadline(request: Request, longest_s: float) -> float:
-    """``time.monotonic()`` at which nobody waits any more; ``Refusal`` 400 for a header that is no positive number."""
+    """Return the ``time.monotonic()`` of the client's deadline; ``Refusal`` 400 for a header that is no positive
+    number."""
     text = request.headers.get(DEADLINE_HEADER)
     if text is None:
         return time.monotonic() + longest_s

@@ -1,4 +1,4 @@
-"""One client's connection: limits that hold before anybody has shown a token, on top of uvicorn's own protocol.
+"""One client's connection: limits that hold before a token has been shown, on top of uvicorn's own protocol.
 
 ::
 
@@ -6,7 +6,7 @@
        │                                                                                       │
        └─ too many connections: the one that has waited longest for a head gives way           └─ close (deadline)
 
-Bodies belong to ``bodies.BodyReader``, which knows what may come.
+Limits of bodies are in ``bodies.BodyReader``, which knows what may come.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from mopd.serving.admission import ServerLimits
 from mopd.serving.errors import Refusal
 
 MAX_HEAD_BYTES = 2**14
-"""Request line and headers."""
+"""Longest request line and headers together."""
 END_OF_HEAD = re.compile(rb"\n\r?\n")
 READ_BYTES = 2**16
 """Bytes that are taken from a socket at a time."""
 KEEP_ALIVE_S = 75
-"""Longer than clients keep idle connections (httpx: 5 s): a server that closes first loses the request on its way."""
+"""Seconds that an idle connection stays open, longer than clients keep theirs (httpx: 5 s): a server that closes first
+loses a request on its way."""
 LINGER_S = 2.0
-"""Time to read away what a refused client still sends: a connection closed over unread bytes is reset, and the refusal
+"""Seconds to read away the rest of a refused request: closed over unread bytes, a connection is reset, the refusal
 lost."""
 ACCEPT_AT_ONCE = 128
 """Connections that are accepted before any of them is looked at."""
@@ -65,7 +66,7 @@ class ServerConfig(uvicorn.Config):
 
 
 class _ClosingTransport:
-    """A transport whose ``close`` ends in bounded time, and not before a refused client could read its refusal."""
+    """A transport whose ``close`` ends in bounded time, and leaves a refused client the time to read its refusal."""
 
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         self._transport, self._connection = transport, connection
@@ -75,7 +76,7 @@ class _ClosingTransport:
         return getattr(self._transport, name)
 
     def is_closing(self) -> bool:
-        """Whether ``close`` was called, here or on the transport itself."""
+        """Return whether ``close`` was called, here or on the transport itself."""
         return self._is_closing or self._transport.is_closing()
 
     def close(self) -> None:
@@ -88,7 +89,7 @@ class _ClosingTransport:
             self._transport.resume_reading()  # data_received drops it
             try:
                 self._transport.write_eof()
-            except OSError:  # the client was gone before this loop could hear of it: nobody is left to read
+            except OSError:  # the client was gone before this loop learnt of it: nothing to linger for
                 return self._transport.abort()
             self._connection.abort_in(LINGER_S)
         else:
@@ -104,14 +105,14 @@ class Connection(H11Protocol):
         self._shared = cast(ServerConfig, self.config)
         self.limits = self._shared.limits
         self._pending = b""
-        """Bytes that h11 has not seen yet: of another request than the one that is being answered, mostly."""
+        """Bytes that h11 has not seen yet, mostly of the request after the one that is being answered."""
         self._head_alarm: asyncio.TimerHandle | None = None
         self._stall_alarm: asyncio.TimerHandle | None = None
         self._close_alarm: asyncio.TimerHandle | None = None
 
     @property
     def is_receiving(self) -> bool:
-        """The client is not at the end of a request that it began, or of something that is none."""
+        """Whether the client is still sending a request, or something that is none."""
         return self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     @property
@@ -119,7 +120,7 @@ class Connection(H11Protocol):
         return self.conn.their_state is h11.IDLE and not self.transport.is_closing()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See ``asyncio.Protocol``."""
+        """Start the deadline of the first head, and make room if there are too many connections."""
         super().connection_made(cast(asyncio.Transport, _ClosingTransport(transport, self)))
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # asyncio's 256 KiB would pass through four buffers
         # asyncio sets it only where the listener's protocol number is given; without it a body waits 40 ms for the ack
@@ -131,7 +132,7 @@ class Connection(H11Protocol):
         self._shared.without_head[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See ``asyncio.Protocol``."""
+        """Cancel all deadlines of the connection."""
         super().connection_lost(exc)
         for alarm in (self._head_alarm, self._stall_alarm, self._close_alarm, self.timeout_keep_alive_task):
             if alarm is not None:
@@ -139,11 +140,11 @@ class Connection(H11Protocol):
         self.forget()
 
     def eof_received(self) -> None:
-        """The client sends no more: asyncio closes, when what is left to send has been read."""
+        """Bound the rest of the answer: the client sends no more, and asyncio closes when it has read what is left."""
         self.abort_in(self.limits.stall_timeout_s)
 
     def data_received(self, data: bytes) -> None:
-        """See ``asyncio.Protocol``. After a refusal that closes the connection, bytes are dropped unread."""
+        """Take bytes of the client. After a refusal that closes the connection they are dropped unread."""
         if self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
@@ -166,38 +167,38 @@ class Connection(H11Protocol):
         self._watch_head()
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn for what is not HTTP, with h11's complaint at hand."""
+        """Refuse what is not HTTP. uvicorn calls this while it handles h11's error."""
         error = sys.exc_info()[1]
         status = getattr(error, "error_status_hint", 400)
         kind = "too_large" if status == 431 else "bad_request"
         self._refuse(Refusal(status, kind, f"not a valid HTTP request: {str(error)[:200]}"))
 
     def pause_writing(self) -> None:
-        """The client does not read: after a while it loses its connection."""
+        """Start the deadline of a client that does not read: it then loses its connection."""
         super().pause_writing()
         self._stall_alarm = self.loop.call_later(self.limits.stall_timeout_s, self._abort)
 
     def resume_writing(self) -> None:
-        """The client reads again."""
+        """Cancel that deadline: the client reads again."""
         super().resume_writing()
         if self._stall_alarm is not None:
             self._stall_alarm.cancel()
 
     def shutdown(self) -> None:
-        """The server ends: whoever does not read now does not hold it up."""
+        """End with the server: a client that does not read now does not hold it up."""
         if not self.transport.is_closing():
             super().shutdown()
         if self.transport.get_write_buffer_size():
             self.abort_in(LINGER_S)
 
     def abort_in(self, seconds: float) -> None:
-        """Close at the latest in ``seconds``, whatever was not sent or read."""
+        """Close in at most ``seconds``, whatever was not sent or read."""
         if self._close_alarm is not None:
             self._close_alarm.cancel()
         self._close_alarm = self.loop.call_later(seconds, self._abort)
 
     def forget(self) -> None:
-        """Nothing more is expected of this connection."""
+        """Drop pending bytes and take the connection off the lists of waiting ones."""
         self._pending = b""
         self._shared.without_head.pop(self, None)
         self._shared.between_requests.pop(self, None)
@@ -207,7 +208,8 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def _watch_head(self) -> None:
-        """A head has its deadline from its first byte, the first one of a connection from the beginning."""
+        """Set or cancel the head's deadline: it runs from the head's first byte, for a connection's first head from the
+        start."""
         if not self._waits_for_head:
             self._shared.without_head.pop(self, None)
             self._shared.between_requests.pop(self, None)
@@ -225,8 +227,10 @@ class Connection(H11Protocol):
             self._refuse(Refusal(408, "head_timeout", f"the head of the request did not arrive within {seconds:g} s"))
 
     def _rest_of_head(self) -> int:
-        """Number of pending bytes to the end of the head, or just beyond its limit. The body is another matter: whether
-        it may come is known when the head has been read."""
+        """Return the number of pending bytes to the end of the head, or just beyond its limit.
+
+        The body's limit is applied later: whether it may come is known when the head has been read.
+        """
         begun = self.conn.trailing_data[0]
         room = MAX_HEAD_BYTES + 1 - len(begun)
         overlap = begun[-3:]
@@ -234,14 +238,15 @@ class Connection(H11Protocol):
         return room if end is None else max(1, end.end() - len(overlap))
 
     def _make_room(self) -> None:
-        """Close the connection that has waited longest for a head, such as never sent one first; or this one."""
+        """Close the connection that has waited longest for a head, first such as never sent one; if none waits, this
+        one."""
         for waiting in (self._shared.without_head, self._shared.between_requests):
             if waiting:
                 return next(iter(waiting))._abort()
         self._abort()
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer instead of the application, and close. An answer that is on its way is cut off."""
+        """Answer instead of the application, and close. An answer that is being sent is cut off."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             response = refusal.response()
             headers = [*response.raw_headers, (b"connection", b"close")]

@@ -12,10 +12,10 @@
 428  unknown_images          image files are not here; the body names them
 429  busy                    queue full; Retry-After says when to come back
 431  too_large               the head of the request is too long
-499  client_gone             for the statistics only: nobody reads it
+499  client_gone             for the statistics only: no client is there to read it
 500  internal_error          a fault of the server; its log has the traceback
 503  draining, dead, asleep  the server is about to end, or gave its memory to others
-504  deadline                nobody waits for the answer any more
+504  deadline                the client's deadline has passed
 ==== ======================= ====================================================
 """
 
@@ -31,15 +31,15 @@ from mopd.text import one_line
 
 
 class Refusal(Exception):
-    """Answered with ``status``; ``details`` stand beside ``type`` and ``message`` in the JSON body. The message may
-    repeat what a client sent: it becomes one line that a terminal only shows."""
+    """Refusal of a request, answered with ``status``; ``details`` stand beside ``type`` and ``message`` in the JSON
+    body. The message may repeat what a client sent: it becomes one line without control characters."""
 
     def __init__(self, status: int, kind: str, message: str, **details: Any) -> None:
         super().__init__(one_line(message))
         self.status, self.kind, self.details = status, kind, details
 
     def response(self) -> JSONResponse:
-        """The HTTP answer."""
+        """Return the HTTP answer."""
         headers: Mapping[str, str] | None = None
         if "retry_after_s" in self.details:
             headers = {"retry-after": str(math.ceil(self.details["retry_after_s"]))}
@@ -50,20 +50,20 @@ class Refusal(Exception):
 
 
 def bad_request(message: str) -> Refusal:
-    """400."""
+    """Return a refusal with status 400."""
     return Refusal(400, "bad_request", message)
 
 
 def too_large(message: str) -> Refusal:
-    """413."""
+    """Return a refusal with status 413."""
     return Refusal(413, "too_large", message)
 
 
 def stale_weights(message: str) -> Refusal:
-    """409."""
+    """Return a refusal with status 409."""
     return Refusal(409, "stale_weights", message)
 
 
 def busy(message: str, *, retry_after_s: float) -> Refusal:
-    """429."""
+    """Return a refusal with status 429; ``retry_after_s`` is the pause in seconds."""
     return Refusal(429, "busy", message, retry_after_s=round(retry_after_s, 3))

@@ -1,4 +1,4 @@
-"""How a server drives its engine: a blocking one in a thread, where small requests are joined; an asynchronous one
+"""Hosts that run a server's engine: a blocking one in a thread, where small requests are joined; an asynchronous one
 directly."""
 
 from __future__ import annotations
@@ -35,82 +35,80 @@ T = TypeVar("T")
 
 
 class HostedEngine(Scorer, Generator, Described, Protocol):
-    """What a server needs of an engine."""
+    """The interface of an engine that a server needs."""
 
     sight: EngineSight | None
-    """Of its model; ``None`` for one of text."""
+    """Vision side of its model; ``None`` for a text model."""
     incoming: Incoming
-    """Its way into a process group; a ``ThreadHost`` calls ``receive`` in its thread."""
+    """Its receiver of weights over a process group; a ``ThreadHost`` calls ``receive`` in its thread."""
 
     @property
     def weight_slots(self) -> Mapping[str, Tensor]:
-        """Where new weights go, by ``hf_name``: their shapes and dtypes."""
+        """Places of the weights by ``hf_name``, for their shapes and dtypes."""
         ...
 
     def prepared_weights(
         self, weights: Collection[tuple[str, Tensor]], *, kept: Set[str]
     ) -> AbstractAsyncContextManager[Any]:
-        """Everything about new weights that can be done while the engine works; gives what ``swap_weights`` takes, for
-        as long as the block lasts. Raises as ``TakesWeights.load_weights``, which see, does before it replaces a
-        weight."""
+        """Do everything about new weights that can be done while the engine works, and yield the argument of
+        ``swap_weights``, valid inside the context. Raises as ``TakesWeights.load_weights``."""
         ...
 
     async def swap_weights(self, prepared: Any, weight_version: int) -> None:
-        """Answer with these weights from now on. An engine that a ``ThreadHost`` drives does nothing else meanwhile;
-        another freezes what runs, and goes on with it under the new weights."""
+        """Answer with these weights from now on. An engine in a ``ThreadHost`` runs nothing else meanwhile; another one
+        freezes running requests, and continues them under the new weights."""
         ...
 
     async def check_health(self) -> None:
-        """``EngineUnavailable`` when it is dead."""
+        """Raise ``EngineUnavailable`` if the engine is dead."""
         ...
 
     async def close(self) -> None:
-        """End what it has started."""
+        """End what the engine has started."""
         ...
 
 
 class BlockingEngine(HostedEngine, Protocol):
-    """What a ``ThreadHost`` needs of an engine."""
+    """The interface of an engine that a ``ThreadHost`` needs."""
 
     def interrupt(self) -> None:
-        """Called from another thread: the ``generate`` that runs hands back what it has."""
+        """Let the running ``generate`` hand back what it has. Called from another thread."""
         ...
 
 
 @runtime_checkable
 class CanSleep(Protocol):
-    """An engine that may be able to give its memory back for a while."""
+    """An engine that may be able to release its memory for a while."""
 
     @property
     def can_sleep(self) -> bool:
-        """It was started so that it can."""
+        """Whether it was started so that it can."""
         ...
 
     async def sleep(self) -> None:
-        """Until ``wake_up`` it does no work. One whose weights come from a student has none afterwards."""
+        """Release the memory; no work is done until ``wake_up``. Weights that come from a student are lost."""
         ...
 
     async def wake_up(self, *, weights_only: bool = False) -> None:
-        """As before ``sleep``, in one step or two: ``weights_only`` takes the memory of the weights, so that new ones
-        can come; the rest follows with a second call."""
+        """Undo ``sleep``, in one step or two: ``weights_only`` allocates the memory of the weights, so that new ones
+        can come; a second call does the rest."""
         ...
 
 
 class EngineHost:
-    """The engine as the server sees it: one that batches by itself and never blocks the loop (vLLM)."""
+    """Host of an engine that batches by itself and never blocks the event loop (vLLM)."""
 
     swaps_between_calls = False
-    """``swap_weights`` with ``finish`` may be called at any time: the call that runs ends before it, those that wait
-    come after it."""
+    """Whether ``swap_weights`` with ``finish`` may come at any time: after the running call, before waiting ones."""
 
     def __init__(self, engine: HostedEngine) -> None:
         self.engine = engine
 
     async def start(self) -> None:
-        """Before the first call, on the server's event loop."""
+        """Start on the server's event loop. Call before the first call of the engine."""
 
     async def close(self) -> None:
-        """After the last call; waiting work is cancelled."""
+        """Cancel waiting work. Call after the last call of the engine."""
 
     async def score(
         self,
@@ -121,7 +119,7 @@ class EngineHost:
         temperature: float,
         images: Images = None,
     ) -> list[Scores]:
-        """See ``Scorer.score``."""
+        """Score with the engine (``Scorer.score``)."""
         return await self.engine.score(tokens, prompt_lengths, top_k=top_k, temperature=temperature, images=images)
 
     async def generate(
@@ -133,43 +131,46 @@ class EngineHost:
         told: Told | None = None,
         images: Images = None,
     ) -> list[Generation]:
-        """See ``Generator.generate``."""
+        """Draw responses with the engine (``Generator.generate``)."""
         return await self.engine.generate(prompts, sampling, seeds, told=told, images=images)
 
     async def swap_weights(self, prepared: Any, weight_version: int, *, on_running: OnRunning) -> None:
-        """See ``HostedEngine.swap_weights``. With ``finish`` no other call may be running."""
+        """Answer with prepared weights from now on. With ``finish`` no other call may be running."""
         await self.engine.swap_weights(prepared, weight_version)
 
     async def receive_weights(
         self, weight_version: int, *, verify: bool, patience_s: float, on_running: OnRunning, ready: Callable[[], None]
     ) -> Reception:
-        """See ``Incoming.receive``, and ``swap_weights``. ``ready`` is called on this event loop."""
+        """Replace all weights by what the engine's group sends (``Incoming.receive``), under the conditions of
+        ``swap_weights``. ``ready`` is called on this event loop."""
         return await self.engine.incoming.receive(weight_version, verify=verify, patience_s=patience_s, ready=ready)
 
 
 _Call = Callable[[list[Any], Callable[..., object]], Coroutine[Any, Any, list[Any]]]
-"""``call(items, tell)``: all results in order; ``tell(i, result)`` of some of them earlier."""
+"""``call(items, tell)`` returns all results in order and may report some earlier by ``tell(i, result)``."""
 
 
 @dataclass(slots=True)
 class _Job:
+    """One request that waits for the engine."""
+
     key: Hashable
-    """Jobs of one key can share a call."""
+    """Jobs of equal keys can share a call."""
     items: list[Any]
-    """One per sample."""
+    """Items, one for each sample."""
     num_tokens: int
     call: _Call
     result: asyncio.Future[list[Any]]
     told: Callable[[int, Any], None] | None = None
-    """``told(i, result)`` for item i, on the host's event loop, as soon as it is known."""
+    """``told(i, result)`` for item i, called on the host's event loop as soon as it is known."""
 
 
 class ThreadHost(EngineHost):
-    """The host of an engine that blocks while it computes (torch).
+    """Host of an engine that blocks while it computes (torch).
 
-    One call runs at a time, in one thread. Requests that wait are joined with the oldest one when they ask for the same
-    (top-k and temperature, or sampling parameters), up to ``max_batch_tokens``. A waiting request whose caller has gone
-    is dropped; a running call is interrupted by new weights alone, and only where it can be continued under them.
+    One call runs at a time, in one thread. Waiting requests join the oldest one if they ask for the same (top-k and
+    temperature, or sampling parameters), up to ``max_batch_tokens``. A waiting request whose caller has gone is
+    dropped; a running call is interrupted only by new weights, and only if it can be continued under them.
     """
 
     swaps_between_calls = True
@@ -186,15 +187,15 @@ class ThreadHost(EngineHost):
 
     @property
     def is_computing(self) -> bool:
-        """A call runs in the thread."""
+        """Whether a call runs in the thread."""
         return self._computing.is_set()
 
     async def start(self) -> None:
-        """See ``EngineHost.start``."""
+        """Start the task that takes waiting requests."""
         self._worker = asyncio.create_task(self._work())
 
     async def close(self) -> None:
-        """See ``EngineHost.close``. A running call ends in its thread, unheard."""
+        """Cancel waiting work. A running call ends in its thread; its result is dropped."""
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.wait({self._worker})
@@ -211,7 +212,7 @@ class ThreadHost(EngineHost):
         temperature: float,
         images: Images = None,
     ) -> list[Scores]:
-        """See ``Scorer.score``."""
+        """Score in the engine's thread, joined with waiting requests of the same kind."""
 
         async def call(items: list[Item[Tensor]], _: Any) -> list[Scores]:
             sequences, starts, own = split(items)
@@ -229,7 +230,7 @@ class ThreadHost(EngineHost):
         told: Told | None = None,
         images: Images = None,
     ) -> list[Generation]:
-        """See ``Generator.generate``."""
+        """Draw responses in the engine's thread, joined with waiting requests of the same kind."""
 
         async def call(items: list[Item[Sequence[int]]], tell: Told) -> list[Generation]:
             texts, numbers, own = split(items)
@@ -240,7 +241,7 @@ class ThreadHost(EngineHost):
         return await self._submit(("generate", sampling), items, num_tokens, call, told)
 
     async def swap_weights(self, prepared: Any, weight_version: int, *, on_running: OnRunning) -> None:
-        """See ``EngineHost.swap_weights``: the next call of all. What waits is done with the new weights."""
+        """Swap the weights as the very next call: waiting requests are done with the new ones."""
 
         async def swap() -> None:
             await self.engine.swap_weights(prepared, weight_version)
@@ -250,7 +251,7 @@ class ThreadHost(EngineHost):
     async def receive_weights(
         self, weight_version: int, *, verify: bool, patience_s: float, on_running: OnRunning, ready: Callable[[], None]
     ) -> Reception:
-        """See ``EngineHost.receive_weights``: the next call of all, as ``swap_weights``."""
+        """Receive weights as the very next call, as ``swap_weights``."""
         loop = asyncio.get_running_loop()
 
         async def receive() -> Reception:
@@ -272,6 +273,7 @@ class ThreadHost(EngineHost):
 
         if on_running == "continue":
             self._blocking.interrupt()
+        # a key of its own: no other job can join this call
         await self._submit(object(), [], 0, call, is_next=True)
         return results[0]
 
@@ -296,7 +298,7 @@ class ThreadHost(EngineHost):
         return await job.result
 
     async def _work(self) -> None:
-        """Take what waits, call the engine, hand results and errors to those who asked."""
+        """Take waiting jobs, call the engine, and pass results and errors to their callers."""
         loop = asyncio.get_running_loop()
         while True:
             await self._arrival.wait()
@@ -312,11 +314,12 @@ class ThreadHost(EngineHost):
                 for job in batch:
                     job.result.cancel()
                 raise
-            except Exception as error:  # belongs to the callers, who raise it
+            except Exception as error:  # raised by the callers
                 for job in batch:
                     if not job.result.done():
                         job.result.set_exception(error)
                 continue
+            # results lie in the order of the joined jobs' items
             rest = iter(results)
             for job in batch:
                 share = [next(rest) for _ in job.items]
@@ -324,7 +327,7 @@ class ThreadHost(EngineHost):
                     job.result.set_result(share)
 
     def _compute(self, call: _Call, items: list[Any], tell: Callable[..., object]) -> list[Any]:
-        """In the thread, on a loop of its own: the engine's coroutines compute without ever waiting."""
+        """Run the call in the thread, on a loop of its own: the engine's coroutines compute without ever waiting."""
         self._computing.set()
         try:
             results = asyncio.run(call(items, tell))
@@ -335,7 +338,7 @@ class ThreadHost(EngineHost):
         return results
 
     def _take_batch(self) -> list[_Job]:
-        """The oldest job and all that can join it; none when nobody waits."""
+        """Take the oldest job and all that can join it; none if no job waits."""
         waiting = [job for job in self._waiting if not job.result.done()]
         batch: list[_Job] = []
         num_tokens = 0
@@ -350,7 +353,7 @@ class ThreadHost(EngineHost):
 
 
 def _teller(batch: Sequence[_Job], loop: asyncio.AbstractEventLoop) -> Callable[[int, Any], None]:
-    """``tell(i, result)`` of a joined call, where i counts the items of all jobs; for any thread."""
+    """Return ``tell(i, result)`` of a joined call, where i counts the items of all jobs. Thread-safe."""
     owners = [(job, i) for job in batch for i in range(len(job.items))]
 
     def pass_on(place: int, result: Any) -> None:

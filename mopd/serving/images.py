@@ -1,7 +1,7 @@
-"""Encoded images that clients have sent, by their hashes: at hand for as long as there is room.
+"""Cache of encoded images that clients have sent, by their hashes.
 
-What is kept can be used: a file that is damaged, or no image that is taken, is refused when it comes. A request holds
-the files that it names, whatever comes after it.
+Every kept file can be used: a damaged one, or one of an unsupported kind, is refused when it arrives. A request holds
+the files that it names, whatever is dropped later.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from mopd.types import PromptImage, UserError
 from mopd.wire.image_table import Array, from_table
 
 MAX_KEPT_BYTES = 2**29
-"""The images that were asked about the longest time ago go first."""
+"""Bytes of kept files; beyond them the least recently requested images are dropped."""
 
 _Kept = tuple[bytes, int, int]
 """File, height and width."""
 
 
 class KeptImages:
-    """The images of one server. Belongs to one event loop."""
+    """Kept images of one server. Not thread-safe: use from one event loop."""
 
     def __init__(self, sight: EngineSight | None, name: str, *, max_bytes: int = MAX_KEPT_BYTES) -> None:
         """``sight`` is the engine's, ``name`` its model's."""
@@ -38,12 +38,12 @@ class KeptImages:
         self.num_bytes = 0
 
     def require_sight(self) -> None:
-        """``Refusal`` 400 where the engine's model sees no images."""
+        """Raise ``Refusal`` 400 if the engine's model sees no images."""
         if self._sight is None:
             raise bad_request(f"{self._name}: {NO_VISION}")
 
     async def add(self, files: Sequence[bytes]) -> None:
-        """Keep these. ``Refusal`` 400 for the first one that is no good; those before it are kept."""
+        """Keep these files. ``Refusal`` 400 for the first one that cannot be used; those before it are kept."""
         self.require_sight()
         from mopd.data.image_files import digest_of, image_size, read_rgb  # Pillow, which models of text never need
 
@@ -64,7 +64,7 @@ class KeptImages:
             self._make_room()
 
     def of(self, table: Array, sequences: Sequence[Any]) -> Images:
-        """The images that a request's ``table`` names; all of its ``sequences`` [L] fit theirs.
+        """Return the images that a request's ``table`` names, checked against its ``sequences`` [L].
 
         Raises:
             Refusal: 428 with the digests of files that are not here; 400 for what can never be answered.

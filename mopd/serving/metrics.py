@@ -1,4 +1,4 @@
-"""What ``/metrics`` shows, in Prometheus' text format."""
+"""Metrics of a server, as ``/metrics`` shows them in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LATENCY_BUCKETS_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 1
 
 
 class ServerMetrics:
-    """One registry per server: several can live in one process."""
+    """Counters and gauges of one server, in a registry of their own: several servers can live in one process."""
 
     def __init__(self, admission: Admission, updates: WeightUpdates) -> None:
         self._registry = CollectorRegistry()
@@ -48,8 +48,8 @@ class ServerMetrics:
         version.set_function(lambda: updates.weight_version)
 
     def counted(self, path: str, handler: Handler) -> Handler:
-        """``handler`` with its requests counted, its faults logged and told as 500: an exception that reaches uvicorn
-        also closes the connection, under the next request."""
+        """Wrap ``handler``: count its requests, log its faults and answer them with 500. An exception that reaches
+        uvicorn would also close the connection, under the next request."""
 
         async def count(request: Request) -> Response:
             start = time.monotonic()
@@ -71,5 +71,5 @@ class ServerMetrics:
         return count
 
     def render(self) -> bytes:
-        """The exposition."""
+        """Return the metrics as text."""
         return generate_latest(self._registry)

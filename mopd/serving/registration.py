@@ -1,12 +1,12 @@
-"""Servers that tell a run where they are: one small file each in the run's folder ``replicas``.
+"""Registration of servers with a run: one small file each in the run's folder ``replicas``.
 
 ::
 
     teachers.math.node1.4711.json    key, URL, identity, and a count that goes up while the server lives
     teachers.math.node1.4711.token   the secret that this server asks for, mode 0600
 
-The count, not a time, says that a server lives: whoever reads it compares two looks by its own clock, as clocks of two
-machines differ. Folder and files belong to one user; whatever else lies there is not believed. Light to import.
+The count is the heartbeat: a reader compares two readings by its own clock, as the clocks of two machines differ.
+Folder and files belong to one user; nothing else there is trusted. Light to import.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "mopd replica 1"
 BEAT_S = 2.0
-"""Between two counts."""
+"""Seconds between two counts."""
 MAX_FILES = 1024
-"""Of one group; more are no servers'."""
+"""Files that are read for one group; more cannot all be servers'."""
 MAX_BYTES = 16_384
 MAX_VALUES = 64
-"""Of one file: it has some ten."""
+"""Values in one file: it has some ten."""
 MAX_TEXT = 1024
 """Characters of one text in it."""
 _CURE = "remove it, servers write their own anew"
@@ -49,12 +49,12 @@ _CURE = "remove it, servers write their own anew"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Registration:
-    """One server, as it says of itself."""
+    """One server's description of itself."""
 
     key: str
-    """Of its group: ``rollout`` or ``teachers.NAME``."""
+    """Key of its group: ``rollout`` or ``teachers.NAME``."""
     server_id: str
-    """Of this life of the server, and of no other."""
+    """Random id of this life of the server."""
     url: str
     host: str
     """Name of its machine, for people."""
@@ -62,7 +62,7 @@ class Registration:
     started: float
     """Seconds since the epoch on its machine, for people."""
     beat: int
-    """Goes up every ``BEAT_S`` as long as it lives."""
+    """Heartbeat count: goes up every ``BEAT_S`` while the server lives."""
     manifest: Mapping[str, str]
     """Hashes of the folder that it serves."""
 
@@ -82,16 +82,16 @@ class Registration:
 
 @dataclass(kw_only=True, slots=True)
 class RegisteredServers:
-    """What one look into the folder found for one group."""
+    """Result of one look into the folder, for one group."""
 
     servers: dict[Path, Registration] = field(default_factory=dict)
-    """By file."""
+    """Servers by file."""
     problems: dict[Path, str] = field(default_factory=dict)
     """Files that are no server's, with the reason."""
 
 
 def read_registrations(folder: Path, key: str) -> RegisteredServers:
-    """The servers of the group ``key`` that ``folder`` names; none where there is no folder yet.
+    """Return the servers of the group ``key`` that ``folder`` names; none if there is no folder yet.
 
     Raises:
         UserError: others than this user may have written in the folder.
@@ -108,31 +108,31 @@ def read_registrations(folder: Path, key: str) -> RegisteredServers:
             break
         try:
             server = _read(path)
-            if server.key.startswith(f"{key}."):  # a teacher called math.hard beside one called math
+            if server.key.startswith(f"{key}."):  # teacher math.hard beside teacher math
                 continue
             if server.key != key:
                 raise UserError(f"{shown_path(path)}: is of {visible(server.key)[:80]!r}, not of {key!r}: {_CURE}")
             found.servers[path] = server
         except UserError as error:
-            if os.path.lexists(path):  # else the server took it away while we looked
+            if os.path.lexists(path):  # else the server removed it while it was read
                 found.problems[path] = str(error)
     return found
 
 
 def read_server_token(path: Path) -> str:
-    """The secret of the server whose file is ``path``; ``UserError`` if it is missing, others' or none."""
+    """Return the secret of the server of file ``path``; ``UserError`` if it is missing, another user's, or none."""
     file = path.with_suffix(".token")
     return check_token(read_private(file, cure=_CURE, max_bytes=MAX_TOKEN_BYTES).decode("ascii", "replace"), file)
 
 
 def remove_registration(path: Path) -> None:
-    """Take a server's files away, the one that names it first; ``OSError`` where the system refuses."""
+    """Remove a server's files, the one that names it first; ``OSError`` if the system refuses."""
     for file in (path, path.with_suffix(".token")):
         file.unlink(missing_ok=True)
 
 
 def _is_there(folder: Path) -> bool:
-    """Whether there is such a folder; ``UserError`` if it is not this user's alone."""
+    """Return whether there is such a folder; ``UserError`` if others than this user may write in it."""
     try:
         found = folder.lstat()
     except FileNotFoundError:
@@ -166,7 +166,7 @@ def _read(path: Path) -> Registration:
 
 
 class Registrar:
-    """A server's own file: written when it answers, rewritten while it lives, gone when it ends in order.
+    """A server's own files: written when it answers, rewritten while it lives, removed when it ends in order.
 
     Example::
 
@@ -176,7 +176,7 @@ class Registrar:
     """
 
     def __init__(self, folder: Path, key: str, *, host: str) -> None:
-        """Makes the folder if it is not there. ``UserError`` where it cannot be, or is not this user's alone."""
+        """Create the folder if it is missing. ``UserError`` if it cannot be created, or others may write in it."""
         self.token = secrets.token_hex(32)
         with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ class Registrar:
         self._thread = threading.Thread(target=self._beat, name="registration", daemon=True)
 
     def begin(self, url: str, manifest: Mapping[str, str]) -> None:
-        """From now on the run may take the server in. ``UserError`` if the files cannot be written."""
+        """Write the files: from now on the run may use the server. ``UserError`` if they cannot be written."""
         self._mine = Registration(
             key=self._key,
             server_id=secrets.token_hex(8),
@@ -201,12 +201,12 @@ class Registrar:
             beat=0,
             manifest=manifest,
         )
-        write_private(self._token_path, self.token.encode("ascii"))  # first: who reads the other one asks for it
+        write_private(self._token_path, self.token.encode("ascii"))  # first: a reader of the other file needs it
         self._write()
         self._thread.start()
 
     def end(self) -> None:
-        """Take the files away; may be called twice, and without ``begin``."""
+        """Remove the files; may be called twice, and without ``begin``."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(BEAT_S)
@@ -220,15 +220,15 @@ class Registrar:
         write_private(self._path, json.dumps({"format": FORMAT, **asdict(self._mine)}).encode("utf-8"))
 
     def _beat(self) -> None:
-        """A folder that cannot be written for a while must not cost a server that has loaded its model: the run lets go
-        of it and takes it in again."""
+        """Rewrite the file every ``BEAT_S``. If it cannot be written for a while, the server, which has loaded its
+        model, goes on: the run drops it and takes it in again."""
         assert self._mine is not None
         is_refused = False
         while not self._over.wait(BEAT_S):
             self._mine = replace(self._mine, beat=self._mine.beat + 1)
             try:
                 self._write()
-                if self._over.is_set():  # ``end`` does not wait for long
+                if self._over.is_set():  # `end` did not wait for this write
                     with writing(self._path):
                         remove_registration(self._path)
                 is_refused = False

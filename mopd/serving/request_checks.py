@@ -1,4 +1,4 @@
-"""What every request passes before it is looked at: it comes from no web page, and it says how long its body is."""
+"""Checks of every request before its handler: it comes from no web page, and it says how long its body is."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 class RequestChecks:
-    """ASGI middleware. A request that is answered before its body was read ends its connection, and the answer says so:
-    the bytes on their way cannot be taken for the next request."""
+    """ASGI middleware that applies the checks. A request that is answered before its body was read ends its connection,
+    and the answer says so: the bytes on their way cannot be taken for the next request."""
 
     def __init__(self, app: ASGIApp, *, is_open: bool) -> None:
-        """``is_open``: no token is asked for, so that a web page in a browser of this machine could use the server."""
+        """Wrap ``app``. ``is_open``: there is no token, so that a web page on this machine could use the server."""
         self._app, self._is_open = app, is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Check one request and pass it on, or answer with its refusal."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
@@ -48,7 +48,7 @@ class RequestChecks:
         app = self._app if refusal is None else refusal.response()
         try:
             await app(scope, receive_and_see, send_and_close)
-        except asyncio.CancelledError:  # by uvicorn, where the end has waited long enough for this request
+        except asyncio.CancelledError:  # uvicorn's, once the shutdown has waited long enough
             if not is_started:
                 late = Refusal(503, "draining", "the server ended before the answer was ready")
                 await late.response()(scope, receive, send)
@@ -63,9 +63,8 @@ class RequestChecks:
 
 
 def add_request_checks(app: FastAPI, *, is_open: bool, names: Sequence[str]) -> None:
-    """Put ``RequestChecks`` around ``app``, and where no token is asked for also a check of the name by which the
-    client calls the server: a page whose own name was pointed at this machine (DNS rebinding) has no ``Origin`` that
-    would tell."""
+    """Put ``RequestChecks`` around ``app``. For an open server also check the name by which the client calls it: a page
+    whose own name was pointed at this machine (DNS rebinding) has no ``Origin`` that would show it."""
     if is_open:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(names))
     app.add_middleware(RequestChecks, is_open=is_open)

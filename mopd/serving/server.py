@@ -1,4 +1,4 @@
-"""uvicorn around one engine: tells when it answers, drains on SIGTERM, ends when the engine is dead."""
+"""uvicorn around one engine: announces when it answers, drains on SIGTERM, ends when the engine is dead."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 async def serve(served: Served, address: Address, listener: socket.socket, registrar: Registrar | None = None) -> int:
-    """Serve on ``listener`` until SIGTERM, or until the engine is dead; closes the engine and returns the exit code.
-    With a ``registrar`` a run is told as long as the server takes requests.
+    """Serve on ``listener`` until SIGTERM, or until the engine is dead; close the engine and return the exit code. A
+    ``registrar`` registers the server with a run while it takes requests.
 
     Raises:
-        UserError: nobody could be told that the server answers.
+        UserError: the server could not be announced.
     """
 
     def end() -> None:
@@ -59,14 +59,14 @@ async def serve(served: Served, address: Address, listener: socket.socket, regis
 
 
 class _Server(uvicorn.Server):
-    """Tells when it answers, and ends normally on SIGTERM."""
+    """uvicorn's server that announces when it answers, and ends normally on SIGTERM."""
 
     def __init__(self, config: uvicorn.Config, *, on_ready: Callable[[], None], on_exit: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_ready, self._on_exit = on_ready, on_exit
         self.interrupted = False
         self.refused: UserError | OSError | None = None
-        """Why nobody could be told that the server answers."""
+        """Why the server could not be announced."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
@@ -76,12 +76,13 @@ class _Server(uvicorn.Server):
         if self.started:
             try:
                 self._on_ready()
-            except (UserError, OSError) as error:  # raised by the caller of ``serve``, after a shutdown in order
+            except (UserError, OSError) as error:  # `serve` raises it after an orderly shutdown
                 self.refused, self.should_exit = error, True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Without raising the signal once more after the shutdown, as uvicorn does: a drained server ended well."""
+        """Handle signals as uvicorn does, but do not raise them once more after the shutdown: a drained server ended
+        well."""
         before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield

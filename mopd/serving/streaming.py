@@ -1,4 +1,4 @@
-"""The answer to a request for responses: each leaves as soon as it is complete, the short ones before the long one.
+"""The answer to a request for responses: each leaves as soon as it is complete, short ones before long ones.
 
 ::
 
@@ -40,8 +40,10 @@ async def frames_of(
     reservation: Reservation,
     metrics: ServerMetrics,
 ) -> AsyncIterator[bytes]:
-    """A frame for each response, in the order in which they end. ``draw`` is cancelled when the client has gone, at the
-    deadline and when the iterator is closed. Room in the queue goes back with each frame, and at the end.
+    """Yield a frame for each response, in the order in which they end.
+
+    ``draw`` is cancelled when the client has gone, at the deadline and when the iterator is closed. Room in the queue
+    is released with each frame, and at the end.
 
     Raises:
         Refusal: 499, 504, or what ``draw`` raises.
@@ -61,6 +63,7 @@ async def frames_of(
 
     task, gone = asyncio.ensure_future(work()), asyncio.ensure_future(disconnected(request))
     for ending in (task, gone):
+        # `None` wakes the loop below when the engine or the client has ended; responses queued before it are sent first
         ending.add_done_callback(lambda _: done.put_nowait(None))
     try:
         for _ in range(len(asked.lengths)):
@@ -102,7 +105,7 @@ def _answer(checksum: bytes, i: int, generation: Generation) -> GenerateAnswer:
 
 
 class StreamedResponse(Response):
-    """Status 200 and frames of unknown number. A client that does not read them loses its connection
+    """Status 200 and an unknown number of frames. A client that does not read them loses its connection
     (``connections``)."""
 
     def __init__(self, first: bytes, rest: AsyncIterator[bytes], checksum: bytes, metrics: ServerMetrics) -> None:
@@ -111,7 +114,7 @@ class StreamedResponse(Response):
         self._first, self._rest, self._checksum, self._metrics = first, rest, checksum, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them; ``rest`` is closed however it ends."""
+        """Send the frames; ``rest`` is closed however it ends."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await self._send(send, self._first)

@@ -1,21 +1,21 @@
-"""Versioned weight updates of a rollout server: begin, chunks, commit. Half an update never serves.
+"""Versioned weight updates of a rollout server: begin, chunks, commit. An incomplete update never serves.
 
 ::
 
-    serving v ──begin──> serving v, v+1 kept aside ──commit──> serving v, v+1 looked at ──> swap ──ok──> serving v+1
+    serving v ──begin──> serving v, v+1 kept aside ──commit──> serving v, v+1 checked ────> swap ──ok──> serving v+1
         ▲                     │ a wrong tensor, or                │ refused: NaN,             │ failed half way
         │                     │ silence for update_timeout_s      │ missing tensors           └──> no weights: work is
         └─────────────────────┴───────────────────────────────────┘                                refused (409) until
                                                                                                    an update succeeds
-    swap, finish:    what runs ends under v, then the weights change; nothing is let in (429) before an engine that
-                     keeps its own queue (vLLM), in others what waits is answered under v+1
-    swap, continue:  the weights change at once; what runs is frozen and goes on under v+1, or is handed back
+    swap, finish:    running requests end under v, then the weights change; nothing is admitted (429) before an engine
+                     that keeps its own queue (vLLM); with others, waiting requests are answered under v+1
+    swap, continue:  the weights change at once; running requests are frozen and go on under v+1, or are handed back
     a new begin replaces the update before it (its sender died)
 
-With a group (``mopd.wire.transfer``) the weights come into the engine itself, so that the old ones end first::
+With a group (``mopd.wire.transfer``) the weights go straight into the engine, so that the old ones are lost first::
 
     serving v ──start──> no weights ──buckets──> finish: serving v+1        a failure leaves none (409), until an update
-                  ▲ after what runs, as above                               succeeds, by whichever way
+                  ▲ after running requests, as above                        succeeds, by whichever way
 """
 
 from __future__ import annotations
@@ -48,30 +48,32 @@ from mopd.wire.weights import NO_CONSTANTS, Staging, WeightBegin, WeightChunk, W
 logger = logging.getLogger(__name__)
 
 SMALL_BYTES = 2**16
-"""Limit of bodies that only say what to do."""
+"""Limit of bodies that hold no tensors."""
 RETRY_AFTER_S = 0.2
-"""Of requests that are turned away while what runs ends."""
+"""Pause in seconds for requests that are turned away while running ones end."""
 MAX_JOIN_BYTES, MAX_JOIN_VALUES = 2**24, 2_000_000
-"""Of the tensors' list: some hundred thousand tensors."""
+"""Bytes and values of the list of tensors: some hundred thousand tensors."""
 QUIT_S = 3.0
-"""For what waits in a group that was left to end."""
+"""Seconds for waiting work to end after its group was left."""
 _NO_UPDATE = "no such weight update: it was replaced, or silent for too long"
 
 
 @dataclass(slots=True)
 class _Update:
+    """An update whose chunks are arriving."""
+
     update_id: str
     weight_version: int
     staging: Staging
     silence: asyncio.TimerHandle
-    """Fires when the sender has said nothing for too long."""
+    """Timer that drops the update when its sender is silent for too long."""
 
 
 class WeightUpdates:
-    """The version that a server answers with, and the update on its way."""
+    """The version that a server answers with, and the update in progress."""
 
     def __init__(self, host: EngineHost, admission: Admission, *, has_weights: bool, fixed: bool) -> None:
-        """``has_weights`` tells that the engine can answer now; ``fixed`` weights (a teacher's) are never updated."""
+        """``has_weights``: the engine can answer now; ``fixed`` weights (a teacher's) are never updated."""
         self._host, self._admission = host, admission
         self._has_weights, self._fixed = has_weights, fixed
         self._weight_version = -1
@@ -82,11 +84,11 @@ class WeightUpdates:
         self._num_joins = 0
         self._joining: asyncio.Future[None] | None = None
         self._reception: asyncio.Task[Reception] | None = None
-        self._leaving: asyncio.Future[None] | None = None  # kept, so that nothing forgets it
+        self._leaving: asyncio.Future[None] | None = None  # a reference, so that the task is not collected
 
     @property
     def is_running(self) -> bool:
-        """An update is on its way or being loaded."""
+        """Whether an update is arriving or being loaded."""
         return self._update is not None or self._is_loading
 
     @property
@@ -96,30 +98,30 @@ class WeightUpdates:
 
     @property
     def constants(self) -> bytes:
-        """Digest of those in the weights that answer; empty for none. An update need not bring them again."""
+        """Digest of the serving weights' constants, which no update need bring again; empty for none."""
         return self._constants.digest
 
     def require(self, weight_version: int) -> None:
-        """``Refusal`` 409 unless the engine answers with exactly this version."""
+        """Raise ``Refusal`` 409 unless the engine answers with exactly this version."""
         if self._weight_version > weight_version:
             raise stale_weights(f"the server has weights {self._weight_version}, not {weight_version}")
         self.require_at_least(weight_version)
 
     def require_at_least(self, weight_version: int) -> None:
-        """``Refusal`` 409 if the engine has older weights."""
+        """Raise ``Refusal`` 409 if the engine has older weights."""
         if not self._has_weights:
             raise stale_weights("the server has no weights yet")
         if weight_version > self._weight_version:
             raise stale_weights(f"the server has weights {self._weight_version}, not {weight_version}")
 
     def require_receiving(self) -> None:
-        """``Refusal`` 409 unless an update is on its way, 403 where none can be."""
+        """Raise ``Refusal`` 409 unless an update is arriving, 403 if the weights are fixed."""
         self.require_updatable()
         if self._update is None:
             raise stale_weights(_NO_UPDATE)
 
     def begin(self, message: WeightBegin) -> None:
-        """From now on chunks can come."""
+        """Begin an update: its chunks may come from now on. It replaces one that is arriving."""
         self.require_updatable()
         self._admission.require_open_to_weights()
         self.drop()
@@ -142,7 +144,7 @@ class WeightUpdates:
         update.silence = self._alarm()
 
     async def commit(self, message: WeightCommit) -> None:
-        """Swap in what arrived if it is all there, and serve it."""
+        """Swap in what arrived, if it is complete, and serve it."""
         update = self._current(message.update_id)
         try:
             tensors = update.staging.finish(message)
@@ -150,12 +152,14 @@ class WeightUpdates:
             self.drop()
             raise bad_request(str(error)) from error
         update.silence.cancel()
+        # from here on a new `begin` is refused until these weights are loaded or refused
         self._update = None
         self._is_loading = True
         try:
             kept = update.staging.kept
             async with self._host.engine.prepared_weights(tensors.items(), kept=kept) as prepared:
                 on_running: OnRunning = "continue" if message.on_running == "continue" else "finish"
+                # an engine that sleeps runs nothing: there is nothing to wait for
                 if on_running == "continue" or self._host.swaps_between_calls or self._admission.takes_weights:
                     self._admission.require_open_to_weights()
                     await self._swap(prepared, update, on_running)
@@ -165,8 +169,13 @@ class WeightUpdates:
             self._is_loading = False
 
     async def join(self, message: WeightJoin) -> None:
-        """Returns when the group has met; the engine works meanwhile. What another group does here ends; ``Refusal``
-        409 if another comes before the list of tensors is read, ``ValueError`` if it is none."""
+        """Enter a group and return when it has met; the engine works meanwhile. What another group does here ends
+        first.
+
+        Raises:
+            Refusal: 409 if another group comes before the list of tensors is read, or this one does not meet.
+            ValueError: the list of tensors is none.
+        """
         number = self._num_joins = self._num_joins + 1
         await self._quit_group()
         text = message.tensors.tobytes()
@@ -189,7 +198,8 @@ class WeightUpdates:
         self._group_id = message.group_id
 
     async def _quit_group(self) -> None:
-        """Its sender begins anew, or is gone; ``Refusal`` 409 if what came from it does not end at once."""
+        """End what runs for the previous group, whose sender begins anew or is gone. Waits ``QUIT_S`` at most; what
+        still runs then makes ``require_updatable`` refuse."""
         self._group_id = self._received_from = ""
         waiting = [work for work in (self._joining, self._reception) if work is not None and not work.done()]
         if waiting:
@@ -197,7 +207,7 @@ class WeightUpdates:
             await asyncio.wait([self._leaving, *waiting], timeout=QUIT_S)
 
     async def start(self, message: WeightStart) -> None:
-        """Returns when the engine waits for the first bucket."""
+        """Stop the engine and return when it waits for the first bucket."""
         self.require_updatable()
         self._require_group(message.group_id)
         self._admission.require_open_to_weights()
@@ -205,7 +215,7 @@ class WeightUpdates:
         self._is_loading, self._received_from = True, message.group_id
         ready = asyncio.Event()
         self._reception = asyncio.create_task(self._receive(message, ready.set))
-        # ``finish``, which would tell the sender of a failure, may never be asked for
+        # retrieves its error: `finish`, which would report it to the sender, may never be called
         self._reception.add_done_callback(lambda task: task.cancelled() or task.exception())
         waiting = asyncio.create_task(ready.wait())
         try:
@@ -216,11 +226,13 @@ class WeightUpdates:
             await self._reception
 
     async def finish(self, message: WeightFinish) -> WeightReceived:
-        """Returns when the new weights answer; what closed the group meanwhile is told here, too."""
+        """Return when the new weights answer. Also reports an error that closed the group meanwhile."""
+        # a failed reception has left the group: its own group may still ask for the outcome
         if message.group_id != self._received_from:
             self._require_group(message.group_id)
         if self._reception is None:
             raise stale_weights(_NO_UPDATE)
+        # shielded: a sender that gives up waiting must not cancel a reception that is half done
         reception = await asyncio.shield(self._reception)
         if self._weight_version != message.weight_version:
             raise stale_weights(_NO_UPDATE)
@@ -237,7 +249,7 @@ class WeightUpdates:
             self._is_loading = False
 
     async def _take(self, message: WeightStart, on_running: OnRunning, ready: Callable[[], None]) -> Reception:
-        """A failure leaves no weights."""
+        """Receive the weights and serve them. A failure leaves the engine without weights."""
 
         def stopped() -> None:
             self._has_weights, self._weight_version, self._constants = False, -1, NO_CONSTANTS
@@ -260,7 +272,7 @@ class WeightUpdates:
 
     @asynccontextmanager
     async def _idle(self, weight_version: int) -> AsyncIterator[None]:
-        """Nothing runs in the block, and nothing is let in."""
+        """Wait until nothing runs, and admit nothing inside the context."""
         self._admission.pause(busy(f"weights {weight_version} wait for what runs", retry_after_s=RETRY_AFTER_S))
         try:
             await self._admission.wait_idle(self._admission.limits.request_timeout_s)
@@ -277,13 +289,16 @@ class WeightUpdates:
             await self._swap(prepared, update, "finish")
 
     def forget(self) -> None:
-        """The engine has lost the weights that updates gave it: it sleeps."""
+        """Record that the engine, which sleeps, has lost the weights of updates."""
         if not self._fixed:
             self._has_weights, self._weight_version, self._constants = False, -1, NO_CONSTANTS
 
     async def _swap(self, prepared: Any, update: _Update, on_running: OnRunning) -> None:
-        """Requests that come meanwhile wait for the engine, and are answered with the new weights. A failure leaves
-        none, constants neither: half of them may be new."""
+        """Swap in prepared weights. Requests that come meanwhile wait for the engine, and are answered with the new
+        ones.
+
+        A failure leaves no weights, and no constants: half of them may be new.
+        """
         weight_version = update.weight_version
         try:
             await self._host.swap_weights(prepared, weight_version, on_running=on_running)
@@ -297,13 +312,13 @@ class WeightUpdates:
         self._has_weights, self._weight_version, self._constants = True, weight_version, update.staging.constants
 
     def require_updatable(self) -> None:
-        """``Refusal`` 403 where weights are fixed, 409 while an update is being loaded."""
+        """Raise ``Refusal`` 403 if the weights are fixed, 409 while an update is being loaded."""
         self.require_not_fixed()
         if self._is_loading:
             raise stale_weights("an update is being loaded")
 
     def require_not_fixed(self) -> None:
-        """``Refusal`` 403 where weights are."""
+        """Raise ``Refusal`` 403 if the weights are fixed."""
         if self._fixed:
             raise Refusal(403, "forbidden", "this server's weights are fixed: only a rollout server takes new ones")
 
@@ -318,24 +333,24 @@ class WeightUpdates:
         return asyncio.get_running_loop().call_later(self._admission.limits.update_timeout_s, self.drop)
 
     async def close(self) -> None:
-        """No more updates; one that waits for its sender fails."""
+        """Drop the update that is arriving and leave the group: what waits there fails."""
         self.drop()
         await self._quit_group()
 
     def drop(self) -> None:
-        """Forget the update, if there is one."""
+        """Drop the update that is arriving, if there is one."""
         if self._update is not None:
             self._update.silence.cancel()
             self._update = None
 
 
 class Read(Protocol):
-    """How a server reads a message of a request."""
+    """Reader of a request's message."""
 
     async def __call__(
         self, request: Request, cls: type[MessageT], max_bytes: int, bodies: BodyReader | None = None
     ) -> MessageT:
-        """``bodies`` read those that may be large."""
+        """Return the message. ``bodies`` reads bodies that may be large."""
         ...
 
 
@@ -345,28 +360,28 @@ class WeightRoutes:
     def __init__(
         self, updates: WeightUpdates, read: Read, large: BodyReader, call: Callable[[Awaitable[Any]], Awaitable[Any]]
     ) -> None:
-        """``call`` awaits work of the engine, with its errors as refusals."""
+        """``call`` awaits work of the engine and turns its errors into refusals."""
         self._updates, self._read, self._large, self._call = updates, read, large, call
 
     @property
     def handlers(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
-        """By path."""
+        """Handlers by path."""
         names = ("begin", "chunk", "commit", "join", "start", "finish")
         return {f"/v1/weights/{name}": getattr(self, name) for name in names}
 
     async def begin(self, request: Request) -> Response:
-        """First message of a weight update."""
+        """Take the first message of a weight update."""
         self._updates.begin(await self._read(request, WeightBegin, SMALL_BYTES))
         return self._version()
 
     async def chunk(self, request: Request) -> Response:
-        """Tensors of a weight update. Its large body is read during an update only, and one at a time."""
+        """Take tensors of a weight update. Their large body is read only during an update, and one at a time."""
         self._updates.require_receiving()
         self._updates.add(await self._read(request, WeightChunk, MAX_CHUNK_BYTES, self._large))
         return self._version()
 
     async def commit(self, request: Request) -> Response:
-        """Last message of a weight update; answers when the new weights serve."""
+        """Take the last message of a weight update; answer when the new weights serve."""
         message = await self._read(request, WeightCommit, SMALL_BYTES)
         await self._call(self._updates.commit(message))
         return self._version()
@@ -379,12 +394,12 @@ class WeightRoutes:
         return self._version()
 
     async def start(self, request: Request) -> Response:
-        """Stop for weights from the group; answers when the engine waits for them."""
+        """Stop for weights from the group; answer when the engine waits for them."""
         await self._call(self._updates.start(await self._read(request, WeightStart, SMALL_BYTES)))
         return self._version()
 
     async def finish(self, request: Request) -> Response:
-        """Answers when the weights from the group serve."""
+        """Answer when the weights from the group serve."""
         message = await self._read(request, WeightFinish, SMALL_BYTES)
         return _answer(await self._call(self._updates.finish(message)))
 

@@ -1,4 +1,5 @@
-"""The teacher worker: reads sampled tokens, asks each domain's teachers, writes their view of every response token.
+"""The teacher worker: reads sampled tokens, asks each domain's teachers, and writes their scores of every response
+token.
 
 Shapes: R response tokens of one sample, K = top-k, D = most teachers of any domain.
 """
@@ -25,13 +26,13 @@ from mopd.types import FailedSample, SampleMeta, UserError
 
 MAX_NAMED_SAMPLES = 8
 Answers = dict[int, Scores | FailedSample]
-"""One teacher's answer by sample id."""
+"""One teacher's answers by sample id."""
 KeptAwake = Callable[[], AbstractAsyncContextManager[object]]
-"""Makes the context in which a teacher is awake; a teacher with resources of its own always is."""
+"""Factory of the context in which a teacher is awake; a teacher with resources of its own always is."""
 
 
 class TeacherGroup:
-    """Replicas of one teacher."""
+    """The replicas of one teacher."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class TeacherGroup:
         sees_images: bool = False,
         kept_awake: KeptAwake = nullcontext,
     ) -> None:
-        """``vocab_size`` is the teacher's own: no answer may name an id beyond it."""
+        """Set up the group. ``vocab_size`` is the teacher's own: no answer may name an id beyond it."""
         self.name = name
         self.sees_images = sees_images
         self.router = router
@@ -59,10 +60,10 @@ class TeacherGroup:
         images: Images = None,
         stop_at_failure: bool = True,
     ) -> list[Scores | SampleFailed]:
-        """See ``Scorer.score``; results in the order of the request.
+        """Score the response part of each sequence; results are in the order of the request.
 
-        A sample that no replica can score ends everything (``SampleFailed``), or with ``stop_at_failure`` false is
-        answered with that error.
+        A sample that no replica can score ends the call (``SampleFailed``); with ``stop_at_failure`` false that error
+        is returned in its place.
         """
         async with self.kept_awake():
             return await self.router.score(
@@ -89,20 +90,20 @@ class TeacherWorker:
         images: ImageStore | None = None,
         keep_going: bool = False,
     ) -> None:
-        """``images``: where those of samples with a field ``images`` are found. ``keep_going``: samples that cannot be
-        scored are returned (``on_failure: replace``) instead of an end."""
+        """Set up the worker. ``images``: store of the images that samples name. ``keep_going``: samples that cannot be
+        scored are returned (``on_failure: replace``) instead of ending the run."""
         self._groups, self._assignment, self._plane = dict(groups), assignment, plane
         self._top_k, self._temperature = top_k, temperature
         self._images = images
         self._keep_going = keep_going
 
     async def score(self, metas: Sequence[SampleMeta]) -> list[FailedSample]:
-        """Score each sample with its domain's teachers, teachers side by side; returns those that cannot be scored,
-        which get no field. Several teachers make one ensemble, see ``merge``.
+        """Score each sample with its domain's teachers, all teachers at the same time; return the samples that cannot
+        be scored, which get no field. Several teachers make one ensemble (``merge``).
 
         Raises:
-            UserError: a domain has no teacher; a sample cannot be scored and we are not to keep going, or a teacher has
-                no replica left: names samples, domain, teacher and last error.
+            UserError: a domain has no teacher; a sample cannot be scored and ``keep_going`` is false; or a teacher has
+                no replica left. Names samples, domain, teacher and last error.
         """
         asked: dict[str, list[SampleMeta]] = defaultdict(list)
         for meta in metas:
@@ -172,7 +173,7 @@ class TeacherWorker:
 
 
 def merge(views: Sequence[Scores], weights: Sequence[float], *, num_teachers: int) -> dict[str, Tensor]:
-    """``TEACHER_FIELDS`` of one sample from its teachers' scores; ``weights`` add up to 1.
+    """Return ``TEACHER_FIELDS`` of one sample from its teachers' scores; ``weights`` add up to 1.
 
     ``teacher_ids`` int32 and ``teacher_logprobs`` fp32 are [R, D, K] for D = ``num_teachers`` (teachers beyond
     ``views`` repeat the first one; the loss gives them weight 0), or [R, K] for D = 1. ``teacher_token_logprobs`` [R]

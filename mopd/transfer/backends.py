@@ -1,4 +1,4 @@
-"""What carries bytes of a group: gloo from and into host memory, NCCL from and into that of CUDA devices."""
+"""Backends of a transfer group: gloo between host memories, NCCL between the memories of CUDA devices."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
 HOST = "127.0.0.1"
-"""Sender and receivers are processes of one machine."""
+"""Address of sender and receivers, which are processes of one machine."""
 LOOK_EVERY_S = 0.0002
-"""Whether a broadcast of NCCL is over, which takes a bucket of 64 MiB as long over a slow link."""
+"""Seconds between two checks whether an NCCL broadcast has ended; a bucket of 64 MiB takes as long over a slow link."""
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _NEVER = timedelta(days=365)
 
 
 def open_gloo(store: PrefixStore, rank: int, size: int, timeout_s: float) -> Any:
-    """Blocks until all are connected; ``RuntimeError`` if they are not in time."""
+    """Open a gloo group. Blocks until all members are connected; ``RuntimeError`` if they are not in time."""
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
@@ -28,14 +28,18 @@ def open_gloo(store: PrefixStore, rank: int, size: int, timeout_s: float) -> Any
 
 
 def open_nccl(store: PrefixStore, rank: int, size: int, device: torch.device) -> Any:
-    """As ``open_gloo``, of processes that are known to be there, each with a GPU of its own. torch's watchdog, which
-    ends processes whose peers fail or are late, is told to leave this group to ``see_through``."""
-    from torch.distributed import ProcessGroupNCCL  # which torch has in its builds for CUDA alone
+    """Open an NCCL group of processes that are known to be there, each with a GPU of its own. Blocks as ``open_gloo``.
+
+    torch's watchdog would end processes whose peers fail or are late: it is told to leave this group to
+    ``see_through``.
+    """
+    from torch.distributed import ProcessGroupNCCL  # only torch's CUDA builds have it
 
     options = ProcessGroupNCCL.Options()
     options._timeout = _NEVER
+    # a deadline that never comes, and no error handling: the watchdog would end the process, not only the group
     handling = os.environ.get(_HANDLING)
-    os.environ[_HANDLING] = "0"  # read when the group is made
+    os.environ[_HANDLING] = "0"  # read while the group is made
     try:
         group: Any = ProcessGroupNCCL(store, rank, size, options)
     finally:
@@ -49,8 +53,11 @@ def open_nccl(store: PrefixStore, rank: int, size: int, device: torch.device) ->
 
 
 def see_through(work: Any, *, deadline: float, is_over: Any) -> None:
-    """Until the device has done it: NCCL's ``wait`` alone does not wait. ``RuntimeError`` after the ``deadline``
-    (``time.monotonic``), for an error of NCCL, or when ``is_over()`` its group."""
+    """Wait until the device has done ``work``; NCCL's own ``wait`` returns before.
+
+    ``RuntimeError`` after the ``deadline`` (``time.monotonic``), for an error of NCCL, or once ``is_over()`` says that
+    the group has ended.
+    """
     while not work.is_completed():
         if is_over():
             raise RuntimeError("the group is closed")
@@ -59,4 +66,4 @@ def see_through(work: Any, *, deadline: float, is_over: Any) -> None:
         time.sleep(LOOK_EVERY_S)
     if is_over():
         raise RuntimeError("the group is closed")
-    work.wait()  # raises what went wrong
+    work.wait()  # raises NCCL's error, if any

@@ -1,4 +1,4 @@
-"""A model's tensors in buckets: cut alike on both sides; and the digest of what travels.
+"""A model's tensors in buckets, cut alike on both sides, and the digest of what travels.
 
 ::
 
@@ -22,7 +22,7 @@ _WORDS = 2**18
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """What both sides know of a tensor before it travels."""
+    """Name, dtype and shape of a tensor, which both sides know before it travels."""
 
     name: str
     dtype: torch.dtype
@@ -30,51 +30,53 @@ class TensorMeta:
 
     @property
     def num_bytes(self) -> int:
-        """Of its values."""
+        """Bytes of its values."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Where tensors lie in one buffer."""
+    """Places of several tensors in one buffer."""
 
     parts: tuple[tuple[TensorMeta, int], ...]
-    """Each with its first byte."""
+    """Each tensor with the place of its first byte."""
     num_bytes: int
-    """Never 0."""
+    """Bytes of the buffer, padding included; never 0."""
 
     @property
     def metas(self) -> tuple[TensorMeta, ...]:
-        """Of its tensors, in order."""
+        """Its tensors' metas, in order."""
         return tuple(meta for meta, _ in self.parts)
 
     def views(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Its tensors by name, in memory of ``buffer`` ([num_bytes] uint8)."""
+        """Yield its tensors by name, as views of ``buffer`` ([num_bytes] uint8)."""
         for meta, start in self.parts:
             yield meta.name, buffer[start : start + meta.num_bytes].view(meta.dtype).view(meta.shape)
 
     def digest(self, buffer: Tensor) -> Tensor:
-        """See ``digest``."""
+        """Return the digest of its bytes in ``buffer``."""
         return digest(buffer[: self.num_bytes])
 
 
 def digest(data: Tensor) -> Tensor:
-    """[] int64 of [n] uint8, on its device: n and the sum of words of 8 bytes times odd numbers, modulo 2**64. One
-    flipped bit changes it, whichever it is, as do two words that change places; of empty memory it is not 0."""
+    """Return the digest of [n] uint8 as [] int64 on its device: n and the sum of words of 8 bytes times odd numbers,
+    modulo 2**64. Any flipped bit changes it, as do two words that change places; that of empty memory is not 0."""
     num_bytes, whole = len(data), len(data) // 8 * 8
     total = torch.tensor(num_bytes, dtype=torch.int64, device=data.device)
     for start in range(0, num_bytes, 8 * _WORDS):
         part = data[start : min(start + 8 * _WORDS, whole)]
         if start + 8 * _WORDS >= num_bytes > whole:
             part = torch.nn.functional.pad(data[start:], (0, whole + 8 - num_bytes))
+        # a view as int64 must begin at a multiple of 8 bytes
         words = (part.clone() if part.storage_offset() % 8 else part).view(torch.int64)
         first = start // 4 + 1
+        # odd factors are invertible modulo 2**64: one changed word always changes the sum
         total += (words * torch.arange(first, first + 2 * len(words), 2, device=data.device)).sum()
     return total
 
 
 def cut(metas: Iterable[TensorMeta], bucket_bytes: int) -> list[Bucket]:
-    """In order, at most ``bucket_bytes`` of tensors in each unless one tensor alone is larger."""
+    """Cut tensors into buckets, in order: at most ``bucket_bytes`` in each, unless one tensor alone is larger."""
     buckets: list[Bucket] = []
     parts: list[tuple[TensorMeta, int]] = []
     end = 0
@@ -91,12 +93,12 @@ def cut(metas: Iterable[TensorMeta], bucket_bytes: int) -> list[Bucket]:
 
 
 def to_json(metas: Sequence[TensorMeta]) -> bytes:
-    """For ``from_json`` of another process."""
+    """Encode metas for ``from_json`` in another process."""
     return json.dumps([[meta.name, str(meta.dtype)[6:], list(meta.shape)] for meta in metas]).encode()
 
 
 def from_json(rows: object) -> list[TensorMeta]:
-    """Parsed rows of ``to_json``; ``ValueError`` for others."""
+    """Return the metas of parsed ``to_json`` rows; ``ValueError`` for other rows."""
     if not isinstance(rows, list):
         raise ValueError("no list of tensors")
     return [_meta(row) for row in rows]

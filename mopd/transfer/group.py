@@ -1,4 +1,10 @@
-"""A process group beside torch's own: rank 0 sends to all others; whatever fails ends it, for everybody."""
+"""A process group beside torch's own, in which rank 0 sends to all others. Any failure ends it for every member.
+
+::
+
+    order ──> all ranks: open the store ──> _meet: rank 0 decides "go" ──> connect ──> _prove ──> broadcasts …
+                                              └─ "no": a member is missing            └─ a stranger connected
+"""
 
 from __future__ import annotations
 
@@ -22,47 +28,47 @@ from mopd.transfer.signing import DIGEST_BYTES, sign
 from mopd.transfer.store import SignedStore
 
 CONNECT_S = 5.0
-"""For a connection to a store that is there already: an order that comes late finds none, and shall not wait."""
+"""Seconds to connect to the store, which exists already: after a late order it is gone, and the wait must be short."""
 _LOOK_EVERY_S = 0.01
 _VERDICT, _GO, _NO = "verdict", "go", "no"
 
 
 class TransferFailed(RuntimeError):
-    """What was to travel did not arrive everywhere; the group is closed."""
+    """Something did not arrive everywhere; the group is closed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupOrder:
-    """What a process needs to know to join."""
+    """Description of a group: what a process needs in order to join."""
 
     group_id: str
     port: int
-    """Of the store of rank 0."""
+    """TCP port of rank 0's store."""
     world_size: int
     bucket_bytes: int
     timeout_s: float
-    """Deadline of every operation: nobody waits longer for a peer that says nothing."""
+    """Deadline of every operation in seconds, also while a peer is silent."""
     secret: str = field(repr=False)
-    """Known to the members alone, who get it by another way than the store."""
+    """Secret of the members, who get it by another way than the store."""
     memory: str = ""
-    """Where buckets are read in rank 0's memory (``mopd.transfer.mapped``): its handles, one for each receiver."""
+    """Handles of rank 0's memory, one for each receiver, if buckets are read there (``mopd.transfer.mapped``)."""
     shares: tuple[int, ...] = ()
-    """How many tensors each of several senders has (``mopd.transfer.stages``); empty where rank 0 has them all."""
+    """Number of tensors of each of several senders (``mopd.transfer.stages``); empty if rank 0 has them all."""
 
 
 class GivenUp(Protocol):
-    """``threading.Event``, or what else can be asked."""
+    """A flag that ends a wait: ``threading.Event``, or another object with its ``is_set``."""
 
     def is_set(self) -> bool:
-        """It is no use to wait any longer."""
+        """Return whether waiting any longer is of no use."""
         ...
 
 
 class GroupStore:
-    """Where processes meet, held by rank 0."""
+    """The store in which processes meet, held by rank 0."""
 
     def __init__(self, timeout_s: float) -> None:
-        listener = socket.create_server((HOST, 0))  # a store that opens its own port does so for every network
+        listener = socket.create_server((HOST, 0))  # a port that TCPStore opens by itself is open to every network
         self.port: int = listener.getsockname()[1]
         self.store = TCPStore(
             HOST,
@@ -76,8 +82,8 @@ class GroupStore:
 
 
 class TransferGroup:
-    """One member. ``TransferFailed`` of any operation closes it; with ``settle`` peers fail as soon as they can instead
-    of at their deadline."""
+    """One member of a group. ``TransferFailed`` of any operation closes it; with ``settle`` peers fail as soon as they
+    can instead of at their deadline."""
 
     def __init__(
         self,
@@ -88,11 +94,11 @@ class TransferGroup:
         given_up: GivenUp | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Blocks until all are there, or somebody has ``given_up`` waiting: rank 0 for everybody, another for itself.
-        ``store`` is rank 0's. ``TransferFailed`` if they are not in time."""
+        """Join, and block until all are there or ``given_up`` is set: rank 0's ends the wait of all, another rank's its
+        own. ``store`` is rank 0's. ``TransferFailed`` if not all come in time."""
         self.rank = rank
         self.device = device or torch.device("cpu")
-        """Of what travels: a CPU's over gloo, CUDA's over NCCL."""
+        """Device of what travels: a CPU's over gloo, CUDA's over NCCL."""
         self.timeout_s = order.timeout_s
         self._closing = threading.Lock()
         self._flying: set[Pending] = set()
@@ -112,21 +118,21 @@ class TransferGroup:
             else:
                 self._group = open_gloo(meeting, rank, order.world_size, order.timeout_s)
                 _prove(self._group, order, rank)
-        except RuntimeError as error:  # DistError is one
+        except RuntimeError as error:  # torch's DistError is one
             raise TransferFailed(f"not all of {order.world_size} processes came: {first_line(error):.200}") from error
 
     @property
     def is_over(self) -> bool:
-        """It failed, or somebody closed it."""
+        """Whether it has failed or was closed."""
         return self._group is None
 
     def broadcast(self, buffer: Tensor, *, timeout_s: float | None = None) -> Pending:
-        """Rank 0's bytes into everybody's ``buffer``, beside what the caller goes on with. ``timeout_s`` in the place
-        of the group's."""
+        """Start to send rank 0's bytes into every member's ``buffer``, while the caller goes on. ``timeout_s`` replaces
+        the group's."""
         return self._post(buffer, timeout_s)
 
     def tell(self, number: int, *, timeout_s: float | None = None) -> int:
-        """Rank 0's ``number``, to everybody; returns when it is there."""
+        """Send rank 0's ``number`` to all members and return it."""
         said = torch.tensor([number], device=self.device)
         self._post(said, timeout_s).wait()
         return int(said)
@@ -146,7 +152,7 @@ class TransferGroup:
             raise TransferFailed(f"{first_line(error):.200}") from error
 
     def all_reached(self) -> Pending:
-        """The next point that all members are to reach: is over when all have called this."""
+        """Start a barrier that ends when all members have called this."""
         group = self._group
         if group is None:
             raise TransferFailed("the group is closed")
@@ -157,15 +163,15 @@ class TransferGroup:
             raise TransferFailed(f"{first_line(error):.200}") from error
 
     def close(self) -> None:
-        """From any thread, once is enough. Peers fail as soon as nothing of this process is under way any more."""
+        """Close the group, from any thread, once or more. Peers fail once this process has no operation in progress."""
         with self._closing:
             group, self._group, self._store = self._group, None, None
         if group is not None:
             group.abort()
 
     def settle(self) -> None:
-        """``close``, from the thread that uses the group. Returns when nothing is under way any more: buffers are
-        neither read nor written from then on, and peers hear of the end. Takes the deadline where a peer is silent."""
+        """Close the group from the thread that uses it, and wait until no operation is in progress: buffers are neither
+        read nor written from then on, and peers learn of the end. Takes up to the deadline if a peer is silent."""
         self.close()
         for pending in tuple(self._flying):
             with contextlib.suppress(TransferFailed):
@@ -179,13 +185,13 @@ class TransferGroup:
 
 
 class Pending:
-    """An operation under way."""
+    """An operation in progress."""
 
     def __init__(self, group: TransferGroup, work: Any, deadline: float) -> None:
         self._group, self._work, self._deadline = group, work, deadline
 
     def wait(self) -> None:
-        """``TransferFailed`` if it did not end in time, or a peer has gone."""
+        """Wait for its end. ``TransferFailed`` if it does not end in time, or a peer has gone."""
         try:
             if self._group.device.type == "cuda":
                 see_through(self._work, deadline=self._deadline, is_over=lambda: self._group.is_over)
@@ -197,20 +203,20 @@ class Pending:
         self.forget()
 
     def forget(self) -> None:
-        """As long as gloo's works are held, so are its connections."""
+        """Drop the operation: as long as gloo's works are held, so are its connections."""
         self._group._flying.discard(self)
         self._work = None
 
 
 def _meet(store: PrefixStore, order: GroupOrder, rank: int, given_up: GivenUp) -> None:
-    """Rank 0 says whether all are there: who connects to others before that waits for those that never come."""
+    """Let rank 0 decide whether all are there: members that connect before would wait for missing ones."""
     deadline = time.monotonic() + order.timeout_s
     if rank:
         store.set(str(rank), "")
     waited_for = [_VERDICT] if rank else [str(other) for other in range(1, order.world_size)]
     while not (there := store.check(waited_for)) and not given_up.is_set() and time.monotonic() < deadline:
         time.sleep(_LOOK_EVERY_S)
-    said = [store.get(key) for key in waited_for] if there else []  # ``ForgedEntry`` for a stranger's
+    said = [store.get(key) for key in waited_for] if there else []  # `ForgedEntry` for a stranger's entry
     if rank == 0:
         store.set(_VERDICT, _GO if there else _NO)
     elif there:
@@ -220,9 +226,13 @@ def _meet(store: PrefixStore, order: GroupOrder, rank: int, given_up: GivenUp) -
 
 
 def _prove(group: Any, order: GroupOrder, rank: int) -> None:
-    """Exchange with each peer a proof that only a holder of the secret can make for this pair. gloo lets in whoever
-    connects to a member's port first, so that signed addresses alone do not say who is at the other end."""
+    """Exchange with each peer a proof that only a holder of the secret can make for this pair.
+
+    gloo accepts the first connection to a member's port, so that signed addresses alone do not show who is at the other
+    end.
+    """
     others = [other for other in range(order.world_size) if other != rank]
+    # all sends are posted before the first receive: two members that receive first would wait for each other
     sending = [group.send([_proof(order, rank, other)], other, 0) for other in others]
     for other in others:
         heard = torch.zeros(DIGEST_BYTES, dtype=torch.uint8)
@@ -234,6 +244,6 @@ def _prove(group: Any, order: GroupOrder, rank: int) -> None:
 
 
 def _proof(order: GroupOrder, sender: int, receiver: int) -> Tensor:
-    """[DIGEST_BYTES] uint8."""
+    """Return [DIGEST_BYTES] uint8 for this sender and receiver."""
     name = f"{order.group_id} {sender} {receiver}"
     return torch.frombuffer(bytearray(sign(order.secret, name, b"")), dtype=torch.uint8)

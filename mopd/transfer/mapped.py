@@ -7,8 +7,8 @@
     receivers                read 0 ─a0   read 1 ─a1    …           a: all have read it; rank 0 fills the half anew
 
 All members call b0, a0, b1, a1, … in this order, and wait for a(i - 2) before bucket i. A member that fails closes its
-group, which the others learn at once: a receiver has no signal under way that would have to end first. A dead or silent
-one costs the others what it costs in ``TransferGroup``: the signals are that group's.
+group, and the others learn it at once: no signal of a receiver is in progress that would have to end first. A dead or
+silent member costs the others what it costs in ``TransferGroup``: the signals are that group's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mopd.transfer.stages import StagesReceiver
 
 
 def mapped_bytes(metas: Sequence[TensorMeta], bucket_bytes: int) -> int:
-    """Of the memory that ``send_mapped`` needs: two buckets."""
+    """Return the bytes of memory that ``send_mapped`` needs: two buckets."""
     return _mapped_bytes(_parts(metas, bucket_bytes))
 
 
@@ -48,10 +48,11 @@ def send_mapped(
     num_skipped: int = 0,
     on_bucket: Callable[[int], None] = lambda number: None,
 ) -> Sent:
-    """As ``mopd.transfer.sending.send``, to ``MappedReceiver``s that have opened ``memory``."""
+    """Send as ``mopd.transfer.sending.send``, to ``MappedReceiver``s that have opened ``memory``."""
     parts = _parts(metas[num_skipped:], bucket_bytes)
     gather_s = send_s = 0.0
     with to_the_end(group, weights) as stream:
+        # the first word: the number of tensors at the beginning that do not come
         group.tell(num_skipped)
         filler = _Filler(stream, is_checked=verify or checks_values)
         reading = deque[Pending]()
@@ -76,15 +77,15 @@ def send_mapped(
 
 
 class _Filler:
-    """Puts what a stream gives into parts, one after another."""
+    """Copies a stream's tensors into parts, one after another."""
 
     def __init__(self, stream: Iterator[tuple[str, Tensor]], *, is_checked: bool) -> None:
         self._stream, self._is_checked = stream, is_checked
         self._tensor = torch.empty(0)
-        """Of the last piece."""
+        """Tensor of the last segment."""
 
     def fill(self, part: Part, buffer: Tensor) -> None:
-        """Raises as ``send``."""
+        """Fill ``buffer`` with a part. Raises as ``send``."""
         if isinstance(part, Bucket):
             rooms = dict(part.views(buffer))
             for meta in part.metas:
@@ -98,7 +99,7 @@ class _Filler:
 
 
 class MappedReceiver(GroupReceiver):
-    """Without memory of its own for buckets."""
+    """Receiver that reads buckets in the sender's memory and has none of its own for them."""
 
     def __init__(
         self,
@@ -111,7 +112,8 @@ class MappedReceiver(GroupReceiver):
         device: torch.device,
         given_up: threading.Event | None,
     ) -> None:
-        """Raises as ``BroadcastReceiver``, and ``ValueError`` for memory that cannot be opened."""
+        """Open the sender's memory and join. Raises as ``BroadcastReceiver``; ``ValueError`` if the memory cannot be
+        opened."""
         expected = Expected(metas, lambda announced: _parts(announced, order.bucket_bytes))
         self._memory = open_memory(order.memory, rank - 1, device)
         if len(self._memory) < _mapped_bytes(expected.parts):
@@ -132,10 +134,10 @@ class MappedReceiver(GroupReceiver):
             if verify and int(part.digest(buffer)) != digest:
                 raise TransferFailed(f"part {i} of {len(parts)} is not as it was sent")
             yield from self._give(part, buffer)
-            _settle(self._device)  # whoever reads has read
+            _settle(self._device)  # copies out of the half have ended
             reading.append(self._group.all_reached())
             if len(reading) == 2:
-                reading.popleft().wait()  # or rank 0 would not have sent this part
+                reading.popleft().wait()  # a(i - 1): rank 0 waits for it before part i + 1
         for pending in reading:
             pending.wait()
 
@@ -148,7 +150,7 @@ class MappedReceiver(GroupReceiver):
         yield from self._completed(part)
 
     def _hear(self) -> tuple[int, int]:
-        """Number and digest of the next part."""
+        """Return number and digest of the next part."""
         said = torch.tensor([-1, 0])
         self._wait(self._group.broadcast(said))
         number, digest = said.tolist()
@@ -165,17 +167,16 @@ def open_receiver(
     device: torch.device | None = None,
     given_up: threading.Event | None = None,
 ) -> Receiver:
-    """The one that fits the order. Blocks until its group has met; raises as ``TransferGroup``, and ``ValueError`` for
-    memory that cannot be opened.
+    """Open the kind of receiver that fits the order. Blocks until its group has met; raises as ``TransferGroup``, and
+    ``ValueError`` for memory that cannot be opened.
 
     Args:
         order: rank 0's.
         rank: of this process in the group.
-        metas: what is announced.
-        keeps_views: see ``GroupReceiver``, as ``slots`` and ``device`` (the CPU's unless told).
-        slots: none unless told.
-        device: of the model.
-        given_up: ends the wait for the others.
+        metas: the announced tensors.
+        keeps_views: as in ``GroupReceiver``, like ``slots`` (default: none).
+        device: of the model (default: the CPU).
+        given_up: ends the wait for the other members.
     """
     options: dict[str, Any] = {
         "keeps_views": keeps_views,
@@ -190,7 +191,7 @@ def open_receiver(
 
 
 def _parts(metas: Sequence[TensorMeta], bucket_bytes: int) -> list[Part]:
-    """Buckets, and pieces of what is larger than one."""
+    """Return buckets, and segments of tensors larger than one."""
     return cut_pieces(metas, bucket_bytes, large_bytes=bucket_bytes)
 
 
@@ -204,6 +205,6 @@ def _half(memory: Tensor, number: int, part: Part) -> Tensor:
 
 
 def _settle(device: torch.device) -> None:
-    """What is in the device's queue is done: another process looks at this memory next."""
+    """Wait for the device's queue: another process reads or fills this memory next."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

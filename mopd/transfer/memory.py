@@ -1,9 +1,9 @@
-"""Memory that one process fills and others of its machine read where it lies.
+"""Memory that one process fills and others of its machine read in place.
 
-On a CPU it is a file without a name (memfd), which the others open through ``/proc``: nothing of it can be left behind,
-and it is gone with the last process that holds it. It does not count as part of ``/dev/shm``, which is small in many
-containers. On CUDA it is device memory whose handles the others open (CUDA IPC); each handle is for one process, as
-CUDA's owner of the memory counts those that have opened it.
+On a CPU it is a file without a name (memfd), which the others open through ``/proc``: it leaves nothing behind, and is
+gone with the last process that holds it. It does not count as part of ``/dev/shm``, which is small in many containers.
+On CUDA it is device memory whose handles the others open (CUDA IPC); each handle is for one process, as the memory's
+owner counts, in CUDA, the processes that have opened it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME = "mopd-weights"
 
 
 class SharedMemory:
-    """The owner's side."""
+    """The owner's side of such memory."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._descriptor: int | None = None
@@ -31,13 +31,13 @@ class SharedMemory:
             self.buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         else:
             self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-            os.posix_fallocate(self._descriptor, 0, num_bytes)  # lack of memory is an error here, not a signal later
+            os.posix_fallocate(self._descriptor, 0, num_bytes)  # reserved now: a lack is an error, not a later signal
             self.buffer = torch.frombuffer(mmap.mmap(self._descriptor, num_bytes), dtype=torch.uint8)
         self.device = device
-        """``buffer``: [num_bytes] uint8."""
+        """Device of ``buffer``, which is [num_bytes] uint8."""
 
     def handles(self, count: int) -> str:
-        """JSON for so many processes: a list with one's own for each."""
+        """Return JSON for ``count`` processes: a list with a handle of its own for each."""
         if self._descriptor is not None:
             one = {"pid": os.getpid(), "descriptor": self._descriptor, "num_bytes": len(self.buffer)}
             return json.dumps([one] * count)
@@ -45,20 +45,20 @@ class SharedMemory:
         return json.dumps([{"gpu": uuid, "handle": self._export()} for _ in range(count)])
 
     def close(self) -> None:
-        """Nobody can open it any more; it is freed when nobody reads it."""
+        """Prevent further opening; the memory is freed when no process reads it any more."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
         self.buffer = self.buffer[:0].clone()
 
     def _export(self) -> list[Any]:
-        """Fields of ``UntypedStorage._new_shared_cuda`` but the device."""
+        """Return the arguments of ``UntypedStorage._new_shared_cuda``, except the device."""
         _, *fields = self.buffer.untyped_storage()._share_cuda_()
         return [base64.b64encode(field).decode() if isinstance(field, bytes) else field for field in fields]
 
 
 def open_memory(handles: str, place: int, device: torch.device) -> Tensor:
-    """``buffer`` of another process, by the handle at ``place``; held as long as a view of it is.
+    """Open the ``buffer`` of another process by the handle at ``place``; it is held as long as a view of it is.
 
     Raises:
         ValueError: there is no such memory, or it cannot be reached from ``device``.

@@ -1,4 +1,4 @@
-"""One receiving process: a member of a group, into whose memory tensors come."""
+"""Receiving side of a transfer group: a member into whose memory tensors arrive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mopd.transfer.pieces import Expected, Part, Ring, Segment, cut_pieces
 
 
 def check_fit(metas: Sequence[TensorMeta], slots: Mapping[str, Tensor], *, name: str) -> None:
-    """``ValueError`` unless these are exactly the weights of ``slots``, in their shapes; ``name`` is the model's."""
+    """Raise ``ValueError`` unless ``metas`` are the weights of ``slots`` in their shapes; ``name``: the model's."""
     waiting = set(slots)
     for meta in metas:
         if meta.name not in waiting:
@@ -34,17 +34,17 @@ def check_fit(metas: Sequence[TensorMeta], slots: Mapping[str, Tensor], *, name:
 
 
 class Receiver(ABC):
-    """One model's way to what a group sends."""
+    """Receives one model's tensors from a group."""
 
     @property
     @abstractmethod
     def num_skipped(self) -> int:
-        """Tensors that did not come in the last update: no step changes them."""
+        """Tensors that the last update left out, since no step changes them."""
 
     @property
     @abstractmethod
     def wait_s(self) -> float:
-        """Of the last ``tensors``: seconds in which nothing had arrived."""
+        """Seconds of the last ``tensors`` in which nothing had arrived."""
 
     @abstractmethod
     def close(self) -> None:
@@ -52,17 +52,18 @@ class Receiver(ABC):
 
     @abstractmethod
     def tensors(self, *, verify: bool, patience_s: float) -> Iterator[tuple[str, Tensor]]:
-        """What the sender sends, once, in its order, but for what was written to its slot; its first word may take
-        ``patience_s``. A tensor is good until the next one is asked for, or, with ``keeps_views``, for ever.
+        """Yield once, in the sender's order, the tensors that arrive, except those written to their slots. The first
+        word of the sender may take ``patience_s`` seconds. A tensor is valid until the next one is requested; with
+        ``keeps_views`` for ever.
 
         Raises:
             TransferFailed: a peer was lost or silent, or with ``verify`` something is not as it was sent. The group is
-                closed, and what was yielded before, or written, is part of nothing whole.
+                closed; what was yielded or written before is part of an incomplete update.
         """
 
 
 class GroupReceiver(Receiver):
-    """Of one sender."""
+    """Receiver from one sender."""
 
     def __init__(
         self,
@@ -73,37 +74,37 @@ class GroupReceiver(Receiver):
         slots: Mapping[str, Tensor],
         device: torch.device,
     ) -> None:
-        """``keeps_views``: whoever reads may hold tensors beyond their bucket, so that each gets memory of its own.
-        ``slots``: what arrives under these names may be written there. ``device`` of the model."""
+        """Keep the group. ``keeps_views``: the reader may hold tensors beyond their bucket, so that each gets memory of
+        its own. ``slots``: tensors of these names may be written there. ``device`` of the model."""
         self._expected, self._group = expected, group
         self._keeps_views, self._slots, self._device = keeps_views, slots, device
         self._whole: dict[str, Tensor] = {}
-        """Large tensors that arrive and have no slot."""
+        """Large tensors that are arriving and have no slot."""
         self._wait_s = 0.0
 
     @property
     def num_skipped(self) -> int:
-        """See ``Receiver``."""
+        """Tensors that the last update left out."""
         return self._expected.num_skipped
 
     @property
     def wait_s(self) -> float:
-        """See ``Receiver``."""
+        """Seconds of the last ``tensors`` in which nothing had arrived."""
         return self._wait_s
 
     def close(self) -> None:
-        """See ``Receiver``."""
+        """Leave the group."""
         self._group.close()
 
     def tensors(self, *, verify: bool, patience_s: float) -> Iterator[tuple[str, Tensor]]:
-        """See ``Receiver``."""
+        """Yield the tensors of one update; any failure closes the group."""
         before = time.perf_counter()
         try:
             self._expected.skip(self._group.tell(0, timeout_s=patience_s))
             self._wait_s = time.perf_counter() - before
             yield from self._arriving(verify)
         except BaseException:
-            self._group.settle()  # also when the reader fails; and what comes late shall not be written into a slot
+            self._group.settle()  # also if the reader fails: nothing late may be written into a slot
             raise
         finally:
             self._whole.clear()
@@ -111,7 +112,7 @@ class GroupReceiver(Receiver):
 
     @abstractmethod
     def _arriving(self, verify: bool) -> Iterator[tuple[str, Tensor]]:
-        """``tensors``, once it is known which."""
+        """Yield the expected tensors, once their number is known."""
 
     def _wait(self, pending: Pending) -> None:
         before = time.perf_counter()
@@ -119,7 +120,7 @@ class GroupReceiver(Receiver):
         self._wait_s += time.perf_counter() - before
 
     def _target(self, piece: Segment) -> Tensor:
-        """The whole tensor that it is a piece of: its slot, or memory until it is whole."""
+        """Return the whole tensor that ``piece`` belongs to: its slot, or memory until it is complete."""
         meta = piece.meta
         slot = self._slots.get(meta.name)
         if slot is not None:
@@ -129,13 +130,13 @@ class GroupReceiver(Receiver):
         return self._whole[meta.name]
 
     def _completed(self, piece: Segment) -> Iterator[tuple[str, Tensor]]:
-        """What is whole with this piece, and has no slot."""
+        """Yield the tensor that is complete with this piece and has no slot."""
         if piece.is_last and piece.meta.name in self._whole:
             yield piece.meta.name, self._whole.pop(piece.meta.name)
 
 
 class BroadcastReceiver(GroupReceiver):
-    """Holds two buckets of memory at most: one that is read while the next arrives."""
+    """Receiver of broadcasts. Holds at most two buckets of memory: one is read while the next arrives."""
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class BroadcastReceiver(GroupReceiver):
         device: torch.device,
         given_up: threading.Event | None = None,
     ) -> None:
-        """Blocks until the group has met; raises as ``TransferGroup``."""
+        """Join the group and block until it has met; raises as ``TransferGroup``."""
         expected = Expected(metas, lambda announced: cut_pieces(announced, order.bucket_bytes))
         group = TransferGroup(order, rank, given_up=given_up, device=device)
         flat = {name: slot for name, slot in slots.items() if slot.is_contiguous()}
@@ -171,6 +172,7 @@ class BroadcastReceiver(GroupReceiver):
             self._ring = Ring(self._group.device)
 
     def _compare(self, digests: Tensor) -> None:
+        # all digests in one broadcast at the end: no part waits for its own
         sums = torch.zeros_like(digests)
         self._wait(self._group.broadcast(sums))
         for i, same in enumerate((sums == digests).tolist()):
@@ -178,9 +180,10 @@ class BroadcastReceiver(GroupReceiver):
                 raise TransferFailed(f"part {i} of {len(digests)} changed on its way")
 
     def _arrivals(self) -> Iterator[tuple[Part, Tensor]]:
-        """Each part with its bytes, while the next one travels."""
+        """Yield each part with its bytes, while the next one travels."""
         flying, parts = deque[tuple[Tensor, Pending]](), self._expected.parts
         for i, part in enumerate(parts):
+            # the first part alone, then always one ahead: two parts have memory in the ring
             for number in range(i + len(flying), min(i + (2 if i else 1), len(parts))):
                 buffer = self._room(number, parts[number])
                 flying.append((buffer, self._group.broadcast(buffer)))
@@ -189,7 +192,7 @@ class BroadcastReceiver(GroupReceiver):
             yield part, buffer
 
     def _room(self, number: int, part: Part) -> Tensor:
-        """[bytes] where it is to arrive."""
+        """Return [bytes] uint8 where the part is to arrive."""
         if isinstance(part, Bucket):
             if self._keeps_views:
                 return torch.empty(part.num_bytes, dtype=torch.uint8, device=self._group.device)
@@ -200,7 +203,7 @@ class BroadcastReceiver(GroupReceiver):
         return part.of(target).view(torch.uint8)
 
     def _put(self, piece: Segment, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What arrived in the ring into its slot; what has none is yielded when it is whole."""
+        """Copy a piece from the ring into its slot; yield a tensor without a slot when it is complete."""
         slot = self._slots.get(piece.meta.name)
         if slot is not None and not piece.is_as_it_travels(slot, self._group.device):
             piece.of(slot).copy_(buffer.view(piece.meta.dtype))

@@ -1,4 +1,4 @@
-"""Rank 0 of a group: a stream of tensors to all others, one part gathered while the one before it travels."""
+"""Rank 0 of a group: sends a stream of tensors to all others, gathering one part while the one before it travels."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from mopd.transfer.pieces import Part, Ring, Segment, cut_pieces
 from mopd.types import NonFiniteError
 
 Look = Callable[[str, Tensor], None]
-"""At a weight's values: ``require_finite``, or nothing."""
+"""Check of a weight's values: ``require_finite``, or none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
-    """What sending took."""
+    """Size and durations of one sending."""
 
     num_bytes: int
-    """To each receiver."""
+    """Bytes to each receiver."""
     gather_s: float
-    """Seconds until the tensors were there, and where they had to be copied in their buckets."""
+    """Seconds until the tensors were there and, if needed, copied into their buckets."""
     send_s: float
-    """Seconds beyond in which the sender waited for what travels."""
+    """Further seconds in which the sender waited for what travels."""
 
 
 def send(
@@ -43,11 +43,12 @@ def send(
     num_skipped: int = 0,
     on_bucket: Callable[[int], None] = lambda number: None,
 ) -> Sent:
-    """Read the stream to its end, whatever happens: ranks that gather together stay in step.
+    """Send the stream to all receivers. It is read to its end, whatever happens: ranks that gather it together stay in
+    step.
 
-    NaN and infinite values are looked for with ``verify`` or ``checks_values``: somebody else has to, otherwise.
-    The stream has not the first ``num_skipped`` of ``metas``, which came in an earlier update of this group.
-    ``on_bucket(number)`` hears of each part before it leaves. Holds two buckets, and tensors of the stream until they
+    NaN and infinite values are looked for with ``verify`` or ``checks_values``; otherwise the caller has done so. The
+    stream lacks the first ``num_skipped`` of ``metas``, which an earlier update of this group brought.
+    ``on_bucket(number)`` is called before each part leaves. Holds two buckets, and tensors of the stream until they
     have arrived.
 
     Raises:
@@ -56,6 +57,7 @@ def send(
         RuntimeError: the stream is not that of ``metas``.
     """
     with to_the_end(group, weights) as stream:
+        # the first word: the number of tensors at the beginning that do not come
         group.tell(num_skipped)
         look = require_finite if verify or checks_values else _trust
         return _send(group, cut_pieces(metas[num_skipped:], bucket_bytes), stream, verify, look, on_bucket)
@@ -63,7 +65,7 @@ def send(
 
 @contextmanager
 def to_the_end(group: TransferGroup, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """The stream, of which the block reads what was announced; after it nothing is left. A failure closes the group."""
+    """Yield the stream, of which the block reads what was announced, then drain it. A failure closes the group."""
     stream = iter(weights)
     try:
         yield stream
@@ -91,7 +93,7 @@ def _send(
     for i, part in enumerate(parts):
         began = time.perf_counter()
         if len(flying) == 2:
-            flying.popleft()[0].wait()  # of the part whose memory this one takes
+            flying.popleft()[0].wait()  # the part whose memory this one takes
         free = time.perf_counter()
         if isinstance(part, Bucket):
             buffer = ring.room(i, part.num_bytes)
@@ -116,7 +118,7 @@ def _send(
 
 
 def _as_it_travels(piece: Segment, tensor: Tensor, ring: Ring, number: int, look: Look) -> Tensor:
-    """[bytes] of the piece, in the tensor's own memory unless its dtype or device is another."""
+    """Return the piece's [bytes] uint8, in the tensor's own memory unless its dtype or device differs."""
     values = piece.of(tensor)
     if not piece.is_as_it_travels(tensor, ring.device):
         values = ring.room(number, piece.num_bytes).view(piece.meta.dtype).copy_(values)
@@ -125,7 +127,7 @@ def _as_it_travels(piece: Segment, tensor: Tensor, ring: Ring, number: int, look
 
 
 def next_tensor(stream: Iterator[tuple[str, Tensor]], meta: TensorMeta) -> Tensor:
-    """Of a stream that is to go on with this one; raises as ``send``."""
+    """Return the stream's next tensor, which must be that of ``meta``; raises as ``send``."""
     name, tensor = next(stream, ("", torch.empty(0)))
     if name != meta.name or tuple(tensor.shape) != meta.shape:
         raise RuntimeError(f"the stream has {name!r} of shape {list(tensor.shape)} where {meta.name!r} was announced")
@@ -133,18 +135,18 @@ def next_tensor(stream: Iterator[tuple[str, Tensor]], meta: TensorMeta) -> Tenso
 
 
 def fill(bucket: Bucket, buffer: Tensor, stream: Iterator[tuple[str, Tensor]], look: Look) -> None:
-    """Its tensors from the stream; raises as ``send``."""
+    """Fill ``buffer`` with the bucket's tensors from the stream; raises as ``send``."""
     for meta, room in zip(bucket.metas, bucket.views(buffer), strict=True):
         room[1].copy_(next_tensor(stream, meta))
         look(*room)
 
 
 def _trust(name: str, values: Tensor) -> None:
-    """Somebody else has looked at them."""
+    """Check nothing: the caller has checked the values."""
 
 
 def require_all_finite(weights: Mapping[str, Tensor]) -> None:
-    """``require_finite`` of each, with one wait for the device."""
+    """Apply ``require_finite`` to each weight, with one wait for the device."""
     sums = [values.sum().double() for values in weights.values() if values.is_floating_point()]
     if sums and not torch.stack(sums).isfinite().all():
         for name, values in weights.items():
@@ -152,10 +154,10 @@ def require_all_finite(weights: Mapping[str, Tensor]) -> None:
 
 
 def require_finite(name: str, values: Tensor) -> None:
-    """``NonFiniteError`` unless every value of this weight is a number. Reads them once."""
+    """Raise ``NonFiniteError`` unless every value of this weight is finite. Reads them once."""
     if not values.is_floating_point() or values.numel() == 0 or values.sum().isfinite():
-        return  # a NaN or an infinite value is still in a sum
-    if not all(bound.isfinite() for bound in torch.aminmax(values)):  # NaN is both
+        return  # a sum keeps any NaN or infinite value
+    if not all(bound.isfinite() for bound in torch.aminmax(values)):  # the sum may have overflowed; NaN is both bounds
         raise NonFiniteError(
             f"weight {name!r} of the student has values that are NaN or infinite in {str(values.dtype)[6:]}: the "
             "rollout does not get them; go back to a checkpoint before the damage and lower the learning rate"

@@ -5,7 +5,7 @@
     senders      0: its share ──go──> 1: its share ──go──> … ──go──> 0 knows that all is sent
     receivers    of group 0           of group 1           …
 
-The tensors stand in the order of the senders. Words pass through the store of rank 0.
+The tensors stand in the order of the senders, who pass words on through the store of rank 0.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _OFF = "off"
 
 
 def of_sender(order: GroupOrder, sender: int) -> GroupOrder:
-    """The order of the group that it leads."""
+    """Return the order of the group that a sender leads."""
     return dataclasses.replace(order, group_id=f"{order.group_id}.{sender}", shares=())
 
 
 class Words:
-    """What senders of one order leave for one another."""
+    """Words that the senders of one order leave for one another."""
 
     def __init__(self, order: GroupOrder, store: GroupStore | None = None) -> None:
-        """``store`` is rank 0's. ``TransferFailed`` if there is none any more."""
+        """Open the store; ``store`` is rank 0's. ``TransferFailed`` if it is gone."""
         try:
             timeout = timedelta(seconds=CONNECT_S)
             own: Any = TCPStore(HOST, order.port, is_master=False, timeout=timeout) if store is None else store.store
@@ -49,19 +49,20 @@ class Words:
         self._store: Any = PrefixStore(f"{order.group_id}.words", self._signed)
 
     def call_off(self) -> None:
-        """Nobody need wait for receivers any longer."""
+        """Tell all senders that waiting for receivers is of no use any longer."""
         self._store.set(_OFF, "")
 
     def is_set(self) -> bool:
-        """It was called off."""
+        """Return whether the order was called off."""
         return self._store.check([_OFF]) and self._read(_OFF) == b""
 
     def pass_on(self, update: int, sender: int, *, is_good: bool) -> None:
-        """It is this sender's turn in this update; or whoever came before has failed."""
+        """Tell ``sender`` that it is its turn in this update, or, with ``is_good`` false, that a sender before it has
+        failed."""
         self._store.set(f"{update}.{sender}", "go" if is_good else "no")
 
     def wait(self, update: int, sender: int, timeout_s: float) -> None:
-        """Until it is the turn of ``sender``. ``TransferFailed`` if it never will be."""
+        """Wait for the turn of ``sender``. ``TransferFailed`` if it does not come."""
         word, deadline = f"{update}.{sender}", time.monotonic() + timeout_s
         while not self._store.check([word]):
             if time.monotonic() > deadline:
@@ -78,7 +79,7 @@ class Words:
 
 
 class StagesReceiver(Receiver):
-    """Of an order with several senders."""
+    """Receiver from several senders."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class StagesReceiver(Receiver):
         metas: Sequence[TensorMeta],
         make: Callable[[GroupOrder, Sequence[TensorMeta]], Receiver],
     ) -> None:
-        """``make`` enters one sender's group; raises as it does, and ``ValueError`` for other tensors than ordered."""
+        """Enter each sender's group by ``make``. Raises as it does; ``ValueError`` for other tensors than ordered."""
         if sum(order.shares) != len(metas) or min(order.shares) < 1:
             raise ValueError(f"{len(metas)} weights are announced, and {list(order.shares)} by their senders")
         self._timeout_s = order.timeout_s
@@ -102,24 +103,24 @@ class StagesReceiver(Receiver):
 
     @property
     def wait_s(self) -> float:
-        """See ``Receiver``."""
+        """Seconds of the last ``tensors`` in which nothing had arrived, over all senders."""
         return sum(receiver.wait_s for receiver in self._receivers)
 
     @property
     def num_skipped(self) -> int:
-        """See ``Receiver``: what no step changes is rank 0's."""
+        """Tensors that the last update left out, all of them rank 0's."""
         return self._receivers[0].num_skipped
 
     def close(self) -> None:
-        """See ``Receiver``."""
+        """Leave all groups."""
         for receiver in self._receivers:
             receiver.close()
 
     def tensors(self, *, verify: bool, patience_s: float) -> Iterator[tuple[str, Tensor]]:
-        """See ``Receiver``."""
+        """Yield the tensors of one sender after the other; any failure closes all groups."""
         try:
             for receiver in self._receivers:
                 yield from receiver.tensors(verify=verify, patience_s=patience_s)
         except BaseException:
-            self.close()  # the senders of the other groups learn it
+            self.close()  # senders of the other groups learn it
             raise

@@ -1,7 +1,7 @@
 """torch's store between processes that share a secret: an entry that none of them signed is refused.
 
-``TCPStore`` asks nobody for a password, so whoever reaches its port may write into it. A stranger can still delete and
-overwrite entries, which ends what waits for them; what it writes is never read as an address, a rank or a word.
+``TCPStore`` asks for no password, so anyone who reaches its port may write into it. A stranger can still delete and
+overwrite entries, which ends the waits for them; what it writes is never read as an address, a rank or a word.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SignedStore(Store):
         self._inner.set(key, sign(self._secret, key, data) + data)  # type: ignore[arg-type]  # bytes are allowed
 
     def get(self, key: str) -> bytes:
-        """Wait for a value; ``ForgedEntry`` for one that was not signed."""
+        """Wait for a value and return it; ``ForgedEntry`` if it was not signed."""
         return read_signed(self._secret, key, bytes(self._inner.get(key)))
 
     def add(self, key: str, amount: int) -> int:
@@ -46,11 +46,11 @@ class SignedStore(Store):
         return self._inner.add(key, amount)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all are there, whoever wrote them."""
+        """Return whether all keys exist, by whatever writer."""
         return self._inner.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Until all are there, whoever wrote them."""
+        """Wait until all keys exist, by whatever writer."""
         if timeout is None:
             self._inner.wait(keys)
         else:
@@ -61,5 +61,5 @@ class SignedStore(Store):
         return self._inner.delete_key(key)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Deadline of ``get`` and ``wait``."""
+        """Set the deadline of ``get`` and ``wait``."""
         self._inner.set_timeout(timeout)

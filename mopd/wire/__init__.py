@@ -1,1 +1,1 @@
-"""What mopd's servers and clients say to one another: messages, their bytes, their limits."""
+"""The protocol between mopd's servers and clients: messages, their bytes, their limits."""

@@ -1,4 +1,4 @@
-"""Messages one after the other in one body, so that each can be used before the last one is there."""
+"""Several messages in one body, each of which can be used before the last one is there."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ FRAME_HEAD_BYTES = 4
 
 
 def frame(body: bytes) -> bytes:
-    """A message within a stream: its length in 4 little-endian bytes, and the message."""
+    """Return a message as part of a stream: its length in 4 little-endian bytes, then the message."""
     return len(body).to_bytes(FRAME_HEAD_BYTES, "little") + body
 
 
 class FrameReader:
-    """Cuts a stream into the messages that ``frame`` put there."""
+    """Cuts a stream of frames into messages."""
 
     def __init__(self, *, max_bytes: int) -> None:
-        """``max_bytes`` bounds one message, and with it what waits here."""
+        """Start an empty stream. ``max_bytes`` bounds one message, and with it the bytes kept here."""
         self._max_bytes = max_bytes
         self._rest = bytearray()
 
     def feed(self, part: bytes) -> list[bytes]:
-        """The messages that are complete with ``part``; ``WireError`` for one that announces too much."""
+        """Return the messages that are complete with ``part``; ``WireError`` for one longer than ``max_bytes``."""
         self._rest += part
         found: list[bytes] = []
         while len(self._rest) >= FRAME_HEAD_BYTES:

@@ -1,4 +1,4 @@
-"""Images of a request by name: the files themselves travel once (``mopd.wire.images``).
+"""Images of a request by digest: the files themselves travel once (``mopd.wire.images``).
 
 One row of 8 int32 for each image, in order of the sequences and of their places in them::
 
@@ -16,17 +16,17 @@ from mopd.types import PromptImage
 
 COLUMNS = 8
 MAX_IMAGES = 4096
-"""Of one request."""
+"""Most images of one request."""
 MAX_SIDE = 2**15
-"""Of a grid, in patches."""
+"""Largest height or width of an image grid, in patches."""
 
 Array = np.ndarray[Any, Any]
 NamedImage = tuple[bytes, tuple[int, int, int]]
-"""Digest and grid."""
+"""Digest and grid of an image."""
 
 
 def to_table(images: Sequence[Sequence[PromptImage]] | None) -> Array:
-    """[8 * M] int32 of the images of each sequence; empty for none."""
+    """Return the images of each sequence as [8 * M] int32; empty for none."""
     rows = [
         [sequence, *np.frombuffer(image.digest, dtype="<i4").tolist(), *image.grid]
         for sequence, own in enumerate(images or ())
@@ -36,7 +36,7 @@ def to_table(images: Sequence[Sequence[PromptImage]] | None) -> Array:
 
 
 def from_table(table: Array, num_sequences: int) -> list[list[NamedImage]]:
-    """Inverse of ``to_table``, for each sequence; ``ValueError`` for a table that cannot be one."""
+    """Undo ``to_table`` for each sequence; ``ValueError`` for a table that cannot be one."""
     if len(table) % COLUMNS or len(table) > MAX_IMAGES * COLUMNS:
         raise ValueError(f"{len(table)} numbers of images: {COLUMNS} for each of at most {MAX_IMAGES}")
     rows = table.reshape(-1, COLUMNS)

@@ -13,23 +13,23 @@ from mopd.wire.limits import MIB
 from mopd.wire.messages import Array, Message, WireError, array_field, split_points
 
 MAX_FILES = 256
-"""Of one message."""
+"""Most files of one message."""
 MAX_BODY_BYTES = MAX_IMAGE_BYTES + MIB
-"""Of one message: the largest file and what stands around it, or smaller ones."""
+"""Largest body of one message: the largest file and its frame, or smaller files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFiles(Message):
-    """Files as they are, end to end."""
+    """Image files, unchanged and end to end."""
 
     kind: ClassVar[str] = "images"
     lengths: Array = array_field("<i4")
-    """[n] int32, bytes of each."""
+    """[n] int32, bytes of each file."""
     content: Array = array_field("<u1")
-    """Their bytes."""
+    """[sum of ``lengths``] uint8, the files' bytes."""
 
     def check(self) -> None:
-        """See ``Message.check``."""
+        """Raise ``WireError`` unless the lengths are possible and add up to the content."""
         if not 1 <= len(self.lengths) <= MAX_FILES:
             raise WireError(f"{len(self.lengths)} files: send 1 to {MAX_FILES}")
         if ((self.lengths < 1) | (self.lengths > MAX_IMAGE_BYTES)).any():
@@ -39,19 +39,19 @@ class ImageFiles(Message):
 
     @classmethod
     def of(cls, files: Sequence[bytes]) -> ImageFiles:
-        """A message with these files."""
+        """Build a message of these files."""
         lengths = np.array([len(file) for file in files], dtype=np.int32)
         return cls(lengths=lengths, content=np.frombuffer(b"".join(files), dtype=np.uint8))
 
     @property
     def files(self) -> list[bytes]:
-        """Each by itself."""
+        """The files, each by itself."""
         return [part.tobytes() for part in np.split(self.content, split_points(self.lengths))]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesKept(Message):
-    """The server has them."""
+    """Answer to ``ImageFiles``: the server keeps them."""
 
     kind: ClassVar[str] = "kept"
     num_files: int

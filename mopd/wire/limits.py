@@ -5,20 +5,20 @@ from __future__ import annotations
 MIB = 2**20
 
 CONTENT_TYPE = "application/msgpack"
-"""Of every message body; errors are small JSON objects."""
+"""Content type of every message body; errors are small JSON objects."""
 DEADLINE_HEADER = "x-mopd-deadline-s"
-"""Request header: seconds from arrival after which nobody waits for the answer."""
+"""Request header: seconds from arrival after which the client no longer waits for the answer."""
 MAX_HEAD_BYTES = MIB
-"""Scalars of one message, packed."""
+"""Largest packed scalars of one message, in bytes."""
 MAX_CHUNK_BYTES = 64 * MIB
-"""One body of a weight push, everything included."""
+"""Largest body of one chunk of a weight push, in bytes, everything included."""
 MAX_CHUNK_PIECES = 2048
-"""Tensors, or parts of tensors, in one chunk."""
+"""Most tensors, or parts of tensors, in one chunk."""
 MAX_NAME_BYTES = 256
-"""UTF-8 bytes of a weight's name."""
+"""Longest name of a weight, in UTF-8 bytes."""
 MAX_SAMPLES = 65536
-"""Sequences in one request."""
+"""Most sequences in one request."""
 MIN_TEMPERATURE = 1e-4
-"""Smallest positive temperature: logits divided by much less are infinite, and their log-probs no numbers."""
+"""Smallest positive temperature: logits divided by much less are infinite, and their log-probs are NaN."""
 MAX_TEMPERATURE = 1e6
 """Largest temperature: every distribution is uniform long before, and fp32 ends at 3e38."""

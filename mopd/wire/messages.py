@@ -1,4 +1,4 @@
-"""Requests and answers of the engine server, and messages as bytes: a small msgpack map with raw little-endian arrays.
+"""Requests and answers of the engine server, and their bytes: a small msgpack map with raw little-endian arrays.
 
 A message is a frozen dataclass with a class attribute ``kind``; fields made by ``array_field`` are one-dimensional
 numpy arrays, all others scalars. On the wire::
@@ -43,7 +43,7 @@ from mopd.wire.limits import MAX_HEAD_BYTES, MAX_SAMPLES, MAX_TEMPERATURE, MIN_T
 VERSION = 5
 """Version of the wire format; the two ends must agree."""
 LARGE_BYTES = 2**18
-"""Bodies above this are coded in a thread, so that the event loop hears others meanwhile."""
+"""Bodies above this are coded in a thread, so that the event loop serves others meanwhile."""
 
 Array = np.ndarray[Any, Any]
 
@@ -54,24 +54,24 @@ class WireError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """What ``encode`` and ``decode`` handle."""
+    """Base of all messages that ``encode`` and ``decode`` handle."""
 
     kind: ClassVar[str]
 
     def check(self) -> None:
-        """``WireError`` if the fields do not fit one another."""
+        """Raise ``WireError`` if the fields do not fit one another."""
 
 
 MessageT = TypeVar("MessageT", bound=Message)
 
 
 def array_field(dtype: str) -> Any:
-    """A field that holds a one-dimensional array: numpy's name of a little-endian dtype."""
+    """Declare a field that holds a one-dimensional array; ``dtype`` is numpy's name of a little-endian dtype."""
     return dataclasses.field(metadata={"dtype": dtype})
 
 
 def encode(message: Message) -> bytes:
-    """The message as a body."""
+    """Return the message as a body."""
     scalars, dtypes = _fields(typing.cast(Any, type(message)))
     head = msgpack.packb({name: getattr(message, name) for name in scalars}, unicode_errors="backslashreplace")
     arrays = {name: _buffer(getattr(message, name), dtype, name) for name, dtype in dtypes.items()}
@@ -81,7 +81,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes | bytearray | memoryview, cls: type[MessageT]) -> MessageT:
-    """Inverse of ``encode``: arrays are fresh, writable and of the machine's byte order.
+    """Return the message in a body. Arrays are fresh, writable and of the machine's byte order.
 
     Raises:
         WireError: not msgpack, another kind or version, a missing or unknown field, a wrong type, a wrong checksum, or
@@ -91,7 +91,7 @@ def decode(body: bytes | bytearray | memoryview, cls: type[MessageT]) -> Message
 
 
 def decode_one_of(body: bytes | bytearray | memoryview, cls: type[MessageT], *others: type[MessageT]) -> MessageT:
-    """``decode`` of a message that may be of any of these kinds."""
+    """Decode as ``decode`` a message that may be of any of these kinds."""
     outer = _unpack(body)
     _require_keys(outer, {"kind", "version", "head", "arrays", "crc"}, "message")
     cls = next((other for other in others if other.kind == outer["kind"]), cls)
@@ -108,6 +108,7 @@ def decode_one_of(body: bytes | bytearray | memoryview, cls: type[MessageT], *ot
     for name in dtypes:
         if not isinstance(arrays[name], bytes):
             raise WireError(f"array {name!r} is not a buffer")
+    # the checksum comes before the head is unpacked: damaged bytes are reported as such
     if type(outer["crc"]) is not int or _crc(head, (arrays[name] for name in dtypes)) != outer["crc"]:
         raise WireError("checksum does not match: the bytes changed on their way")
     given = _unpack(head)
@@ -119,19 +120,19 @@ def decode_one_of(body: bytes | bytearray | memoryview, cls: type[MessageT], *ot
 
 
 async def encode_aside(message: Message) -> bytes:
-    """``encode``; a large message in a thread."""
+    """Encode a message; a large one in a thread."""
     num_bytes = sum(value.nbytes for value in vars(message).values() if isinstance(value, np.ndarray))
     return await asyncio.to_thread(encode, message) if num_bytes > LARGE_BYTES else encode(message)
 
 
 async def decode_aside(body: bytes | bytearray, cls: type[MessageT]) -> MessageT:
-    """``decode``; a large body in a thread."""
+    """Decode a body; a large one in a thread."""
     return await asyncio.to_thread(decode, body, cls) if len(body) > LARGE_BYTES else decode(body, cls)
 
 
 @cache
 def _fields(cls: type[Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """By name: the annotations of the scalars, and the dtypes of the arrays."""
+    """Return, by name, the annotations of the scalars and the dtypes of the arrays."""
     hints = typing.get_type_hints(cls)
     dtypes = {field.name: field.metadata["dtype"] for field in dataclasses.fields(cls) if field.metadata}
     return {field.name: hints[field.name] for field in dataclasses.fields(cls) if not field.metadata}, dtypes
@@ -145,7 +146,7 @@ def _buffer(array: Array, dtype: str, name: str) -> memoryview:
     cast = np.ascontiguousarray(array, dtype=dtype)
     if cast.ndim != 1:
         raise ValueError(f"array {name!r} has {cast.ndim} dimensions, expected 1")
-    return cast.view(np.uint8).data  # msgpack wants bytes, not elements
+    return cast.view(np.uint8).data  # msgpack packs bytes, not elements
 
 
 def _array(data: bytes, dtype: str, name: str) -> Array:
@@ -180,13 +181,14 @@ def _scalar(value: Any, annotation: Any, name: str) -> Any:
     elif annotation is float:
         if type(value) in (int, float) and math.isfinite(value):
             return float(value)
+    # `is`: True would pass for the whole number 1
     elif type(value) is annotation:
         return value
     raise WireError(f"{name} is {_shown(value)}: wrong type, or not finite")
 
 
 def _plain(value: Any) -> Any:
-    """Lists as tuples, all the way down."""
+    """Turn lists into tuples, all the way down."""
     return tuple(_plain(item) for item in value) if isinstance(value, list) else value
 
 
@@ -197,7 +199,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreRequest(Message):
-    """Score the response part of each sequence."""
+    """Request to score the response part of each sequence."""
 
     kind: ClassVar[str] = "score"
     tokens: Array = array_field("<i4")
@@ -207,14 +209,14 @@ class ScoreRequest(Message):
     prompt_lengths: Array = array_field("<i4")
     """[N] int32, at least 1 each."""
     images: Array = array_field("<i4")
-    """[8 * M] int32, their names (``mopd.wire.image_table``)."""
+    """[8 * M] int32, a table of the images (``mopd.wire.image_table``)."""
     top_k: int
     temperature: float
     weight_version: int
-    """The version that must answer; -1 is the checkpoint."""
+    """Version that must answer; -1 is the checkpoint."""
 
     def check(self) -> None:
-        """See ``Message.check``."""
+        """Raise ``WireError`` unless the arrays fit one another and the scalars are in range."""
         _check_sequences(self.tokens, self.lengths, "lengths")
         _check_images(self.images, len(self.lengths))
         if self.prompt_lengths.shape != self.lengths.shape:
@@ -235,13 +237,13 @@ class ScoreRequest(Message):
 
     @property
     def num_rows(self) -> int:
-        """R: rows that the answer has."""
+        """R, the number of rows of the answer."""
         return len(self.tokens) - int(self.prompt_lengths.sum(dtype=np.int64))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreAnswer(Message):
-    """A model's view of every response token; most probable id first in each row."""
+    """A model's distributions over every response token; most probable id first in each row."""
 
     kind: ClassVar[str] = "scores"
     request_checksum: bytes
@@ -257,7 +259,7 @@ class ScoreAnswer(Message):
     """[R] fp32."""
 
     def check(self) -> None:
-        """See ``Message.check``."""
+        """Raise ``WireError`` unless every row has ``top_k`` entries and ids are not negative."""
         _check_sequences(self.token_logprobs, self.lengths, "lengths", at_least=0)
         entries = len(self.token_logprobs) * self.top_k
         if self.top_k < 1 or self.ids.shape != (entries,) or self.logprobs.shape != (entries,):
@@ -271,7 +273,7 @@ class ScoreAnswer(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest(Message):
-    """Draw one response per prompt."""
+    """Request to draw one response per prompt."""
 
     kind: ClassVar[str] = "generate"
     tokens: Array = array_field("<i4")
@@ -281,16 +283,16 @@ class GenerateRequest(Message):
     seeds: Array = array_field("<i8")
     """[N] int64, not negative."""
     images: Array = array_field("<i4")
-    """As in ``ScoreRequest``."""
+    """[8 * M] int32, as in ``ScoreRequest``."""
     max_new_tokens: int
     temperature: float
     top_p: float
     top_k: int
     weight_version: int
-    """The oldest version that may answer."""
+    """Oldest version that may answer."""
 
     def check(self) -> None:
-        """See ``Message.check``."""
+        """Raise ``WireError`` unless the arrays fit one another and the scalars are in range."""
         _check_sequences(self.tokens, self.lengths, "lengths")
         _check_images(self.images, len(self.lengths))
         if self.seeds.shape != self.lengths.shape or (self.seeds < 0).any():
@@ -312,7 +314,7 @@ class GenerateRequest(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateAnswer(Message):
-    """One sampled response, stop token included where there is one. The answer to a request is a stream of them, in the
+    """One sampled response, with its stop token if there is one. The answer to a request is a stream of them, in the
     order in which they end, each in a frame (``mopd.wire.frames``)."""
 
     kind: ClassVar[str] = "response"
@@ -320,16 +322,16 @@ class GenerateAnswer(Message):
     index: int
     """Place of its prompt in the request."""
     finish_reason: str
-    """``stop``, ``length`` or ``handed_back``: see ``mopd.engines.interface.Generation``."""
+    """``stop``, ``length`` or ``handed_back`` (``mopd.engines.interface.Generation``)."""
     tokens: Array = array_field("<i4")
     """[R] int32."""
     logprobs: Array = array_field("<f4")
     """[R] fp32."""
     token_versions: Array = array_field("<i4")
-    """[R] int32, version of the weights that drew each token; it never falls."""
+    """[R] int32, version of the weights that drew each token, never decreasing."""
 
     def check(self) -> None:
-        """See ``Message.check``."""
+        """Raise ``WireError`` unless this can be a response."""
         if self.index < 0:
             raise WireError(f"index is {self.index}")
         if self.finish_reason not in ("stop", "length", "handed_back"):
@@ -348,28 +350,28 @@ class GenerateAnswer(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateFailure(Message):
-    """In place of the responses that are still missing: the rest of the request cannot be done. A failure before the
-    first response has an HTTP status of its own."""
+    """Last frame of an answer whose remaining responses cannot be drawn. A failure before the first response has an
+    HTTP status of its own instead."""
 
     kind: ClassVar[str] = "failure"
     request_checksum: bytes
     status: int
-    """The HTTP status that it would have had, from 400 to 599."""
+    """HTTP status that the failure would have had, from 400 to 599."""
     message: str
 
     def check(self) -> None:
-        """See ``Message.check``."""
+        """Raise ``WireError`` for a status that is no error's."""
         if not 400 <= self.status < 600:
             raise WireError(f"status is {self.status}")
 
 
 def split_points(lengths: Array) -> Array:
-    """Where flat arrays are cut (``numpy.split``'s second argument)."""
+    """Return where flat arrays are cut (``numpy.split``'s second argument)."""
     return np.cumsum(lengths, dtype=np.int64)[:-1]
 
 
 def _check_sequences(flat: Array, lengths: Array, name: str, at_least: int = 1) -> None:
-    """``flat`` is exactly the sequences that ``lengths`` announces, and integers are no negative ids."""
+    """Raise ``WireError`` unless ``flat`` is exactly the sequences that ``lengths`` announces, without negative ids."""
     if not 1 <= len(lengths) <= MAX_SAMPLES:
         raise WireError(f"{len(lengths)} sequences: send 1 to {MAX_SAMPLES}")
     if (lengths < at_least).any():

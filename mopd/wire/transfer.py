@@ -1,8 +1,12 @@
-"""Control of a weight update whose tensors travel by another way than these messages: join, start, finish.
+"""Control messages of a weight update whose tensors travel over a process group.
 
-``join`` agrees once on the group and on names, shapes and dtypes; every update is ``start``, which is answered when the
-engine waits for the first bucket, then the buckets, then ``finish``, which is answered when the new weights serve. The
-first two are answered by ``WeightVersion``, the last by ``WeightReceived``.
+======  ============================================  ==========================  ==================
+step    what it does                                  answered when               answered by
+======  ============================================  ==========================  ==================
+join    agrees once on group, names, shapes, dtypes   the group has met           ``WeightVersion``
+start   stops the engine; then the buckets travel     it waits for the first one  ``WeightVersion``
+finish  ends one update                               the new weights serve       ``WeightReceived``
+======  ============================================  ==========================  ==================
 """
 
 from __future__ import annotations
@@ -21,29 +25,29 @@ MAX_SENDERS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class WeightJoin(Message):
-    """Come into a group; one that the server was in before is left."""
+    """Request to enter a group; the server leaves its previous one."""
 
     kind: ClassVar[str] = "weight_join"
     group_id: str
     port: int
-    """Of the group's store, on the machine that both run on."""
+    """TCP port of the group's store, on the machine that both run on."""
     first_rank: int
-    """Of the engine's first worker in the group; the others follow."""
+    """Rank of the engine's first worker in the group; the others follow."""
     world_size: int
     bucket_bytes: int
     timeout_s: float
     """Deadline of each operation of the group."""
     secret: str = field(repr=False)
-    """Known to the group's members alone, against what others write into its store."""
+    """Secret of the group's members, which protects them from foreign entries in its store."""
     tensors: Array = array_field("|u1")
-    """JSON: ``[name, dtype, shape]`` each, in the order in which they will come."""
+    """JSON: ``[name, dtype, shape]`` of each tensor, in their order of arrival."""
     memory: str
-    """Handles of rank 0's memory, where buckets are read there (``mopd.transfer.memory``); empty where they travel."""
+    """Handles of rank 0's memory if buckets are read there (``mopd.transfer.memory``); empty if they travel."""
     shares: tuple[int, ...] = ()
-    """Tensors of each of several senders, in order; empty where there is one."""
+    """Number of tensors of each of several senders, in order; empty for one sender."""
 
     def check(self) -> None:
-        """See ``Message.check``."""
+        """Raise ``WireError`` for a field out of range, or for ``shares`` together with ``memory``."""
         if not 1 <= len(self.group_id) <= 64:
             raise WireError("group_id is not text of 1 to 64 characters")
         if not 16 <= len(self.secret) <= 64:
@@ -66,20 +70,20 @@ class WeightJoin(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightStart(Message):
-    """Stop, and wait for the weights. From the answer on the old ones never answer again."""
+    """Request to stop and wait for the weights. Once it is answered, the old ones never answer again."""
 
     kind: ClassVar[str] = "weight_start"
     group_id: str
     weight_version: int
     verify: bool
-    """Compare the digest of each bucket."""
+    """Whether the digest of each bucket is compared."""
     on_running: str
-    """``finish`` or ``continue``: see ``mopd.engines.interface.OnRunning``."""
+    """``finish`` or ``continue`` (``mopd.engines.interface.OnRunning``)."""
     patience_s: float
-    """Deadline of the first bucket: other engines may still be busy."""
+    """Deadline of the first bucket in seconds: other engines may still be busy."""
 
     def check(self) -> None:
-        """See ``Message.check``."""
+        """Raise ``WireError`` for a field out of range."""
         if self.weight_version < 0:
             raise WireError(f"weight_version is {self.weight_version}: set 0 or more")
         if not 0 < self.patience_s <= MAX_TIMEOUT_S:
@@ -90,7 +94,7 @@ class WeightStart(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFinish(Message):
-    """Everything was sent: answer when it serves."""
+    """Notice that everything was sent; answered when the new weights serve."""
 
     kind: ClassVar[str] = "weight_finish"
     group_id: str
@@ -99,16 +103,16 @@ class WeightFinish(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightReceived(Message):
-    """The new weights answer."""
+    """Answer to ``WeightFinish``: the new weights serve."""
 
     kind: ClassVar[str] = "weight_received"
     weight_version: int
     wait_s: float
     """Seconds in which the engine had nothing to load."""
     load_s: float
-    """The other seconds, from the first bucket to the last change."""
+    """Remaining seconds, from the first bucket to the last change."""
 
     def check(self) -> None:
-        """See ``Message.check``."""
+        """Raise ``WireError`` for negative times."""
         if min(self.wait_s, self.load_s) < 0:
             raise WireError(f"wait_s is {self.wait_s} and load_s {self.load_s}: times are not negative")

@@ -1,12 +1,20 @@
-"""A model's weights as a series of bounded messages: begin, chunks, commit.
+"""A model's weights as a series of bounded messages.
+
+::
+
+    sender                               receiver
+    begin: version, constants' digest ─> version, digest of the constants that it has
+    chunk 0, 1, 2, … of constants ─────> kept aside              only if the digests differ
+    chunk 0, 1, 2, … ──────────────────> kept aside
+    commit: number, digest ────────────> compared with what arrived, swapped in, version
 
 A chunk holds whole tensors and parts of tensors, in the order of the stream; a tensor larger than a chunk is cut. The
-receiver keeps everything aside until the commit, which says how many tensors there were and a digest of their names,
-dtypes and shapes: what did not arrive completely is never used.
+receiver keeps everything aside until the commit, which tells the number of tensors and a digest of their names, dtypes
+and shapes: an incomplete update is never used.
 
-Constants are tensors that no training changes (a frozen vision tower). Begin says their digest, over names and values:
-a receiver that has them answers with the same digest and gets the other tensors alone. Every other one gets them too,
-in chunks of their own, and computes the digest itself.
+Constants are tensors that no training changes (a frozen vision tower). Their digest is over names and values. A
+receiver that has them gets the other tensors alone; any other one gets them in chunks of their own, and computes the
+digest itself.
 """
 
 from __future__ import annotations
@@ -39,19 +47,20 @@ DATA_BYTES = MAX_CHUNK_BYTES - MAX_HEAD_BYTES - 4096
 
 @dataclass(frozen=True, kw_only=True)
 class WeightBegin(Message):
-    """The server goes on working while it keeps aside what follows. Every message is answered by ``WeightVersion``."""
+    """First message of an update: the server keeps aside what follows and works on. ``WeightVersion`` answers every
+    message."""
 
     kind: ClassVar[str] = "weight_begin"
     update_id: str
-    """Drawn by the sender; stands in everything that follows."""
+    """Random id of the update, repeated in every later message."""
     weight_version: int
     constants_id: str = ""
-    """Stands in chunks of constants in the place of ``update_id``; empty where there are none."""
+    """Id in chunks of constants, in place of ``update_id``; empty if there are none."""
     constants: bytes = b""
-    """``TensorLedger.digest`` of the constants, data included; empty where there are none."""
+    """``TensorLedger.digest`` of the constants, data included; empty if there are none."""
 
     def check(self) -> None:
-        """See ``Message.check``."""
+        """Raise ``WireError`` for ids, a version or a digest that cannot be right."""
         if self.weight_version < 0:
             raise WireError(f"weight_version is {self.weight_version}: set 0 or more")
         if not 1 <= len(self.update_id) <= 64:
@@ -64,19 +73,20 @@ class WeightBegin(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightChunk(Message):
-    """Parts of tensors, one after the other in ``data``."""
+    """Tensors and parts of tensors, one after the other in ``data``."""
 
     kind: ClassVar[str] = "weight_chunk"
     update_id: str
-    """Or ``constants_id``."""
+    """``update_id``, or ``constants_id``, of ``WeightBegin``."""
     index: int
-    """0, 1, 2, …, of constants too: a chunk out of turn is refused."""
+    """0, 1, 2, …, counted for constants by themselves: a chunk out of turn is refused."""
     pieces: tuple[Any, ...]
-    """``(name, dtype, shape, first byte within the tensor, bytes)`` each."""
+    """``(name, dtype, shape, first byte within the tensor, bytes)`` of each part."""
     data: Array = array_field("|u1")
+    """[bytes of all parts] uint8."""
 
     def check(self) -> None:
-        """See ``Message.check``."""
+        """Raise ``WireError`` for an impossible part, or if the parts do not add up to the data."""
         if not 1 <= len(self.pieces) <= MAX_CHUNK_PIECES:
             raise WireError(f"{len(self.pieces)} pieces in a chunk: send 1 to {MAX_CHUNK_PIECES}")
         total = 0
@@ -89,54 +99,54 @@ class WeightChunk(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightCommit(Message):
-    """Everything was sent: use it if it all arrived."""
+    """Last message of an update: everything was sent, use it if all of it arrived."""
 
     kind: ClassVar[str] = "weight_commit"
     update_id: str
     num_tensors: int
     digest: bytes
-    """``TensorLedger.digest`` of what was sent; both without constants."""
+    """``TensorLedger.digest`` of what was sent; like ``num_tensors`` without constants."""
     on_running: str
-    """``finish`` or ``continue``: see ``mopd.engines.interface.OnRunning``."""
+    """``finish`` or ``continue`` (``mopd.engines.interface.OnRunning``)."""
 
     def check(self) -> None:
-        """See ``Message.check``."""
+        """Raise ``WireError`` for an unknown ``on_running``."""
         if self.on_running not in ("finish", "continue"):
             raise WireError("on_running is neither finish nor continue")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightVersion(Message):
-    """The server's answer: the version of the weights that it has now (an update on its way does not count)."""
+    """Answer of the server: the version of the weights that it has now (an update in progress does not count)."""
 
     kind: ClassVar[str] = "weight_version"
     weight_version: int
     constants: bytes
-    """Digest of the constants in these weights; empty where there are none."""
+    """Digest of the constants in these weights; empty if there are none."""
 
 
 class TensorLedger:
     """Count and digest of tensors in order; both ends keep one and compare at the commit."""
 
     def __init__(self, *, with_data: bool = False) -> None:
-        """``with_data``: the digest is over values too."""
+        """Start empty. ``with_data``: the digest covers values too."""
         self.num_tensors = 0
         self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         self._with_data = with_data
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-        """One more tensor."""
+        """Add one tensor."""
         self.num_tensors += 1
         self._digest.update(f"{name}\0{dtype}\0{list(shape)}\n".encode())
 
     def add_data(self, data: Array) -> None:
-        """The next bytes of the last tensor."""
+        """Add the next bytes of the last tensor."""
         if self._with_data:
             self._digest.update(data.data)
 
     @property
     def digest(self) -> bytes:
-        """``DIGEST_BYTES`` long."""
+        """Digest so far, ``DIGEST_BYTES`` long."""
         return self._digest.digest()
 
 
@@ -146,9 +156,9 @@ Piece = tuple[str, str, tuple[int, ...], int, int]
 def cut(
     weights: Iterable[tuple[str, Tensor]], ledger: TensorLedger, *, data_bytes: int = DATA_BYTES
 ) -> Iterator[tuple[tuple[Piece, ...], Array]]:
-    """``(pieces, data [at most data_bytes] uint8)`` of each chunk; tensors enter ``ledger`` as they pass.
+    """Yield ``(pieces, data [at most data_bytes] uint8)`` of each chunk; tensors enter ``ledger`` as they pass.
 
-    Holds one chunk and one tensor at a time. ``ValueError`` for a dtype or name that does not travel.
+    Holds one chunk and one tensor at a time. ``ValueError`` for a dtype or name that cannot travel.
     """
     pieces: list[Piece] = []
     parts: list[Array] = []
@@ -173,6 +183,7 @@ def cut(
                 yield tuple(pieces), np.concatenate(parts)
                 pieces, parts, free = [], [], data_bytes
             start = stop
+            # checked last: an empty tensor has a piece too
             if start == len(raw):
                 break
     if pieces:
@@ -185,23 +196,22 @@ class StagedConstants:
 
     constants_id: str
     bodies: tuple[bytes, ...]
-    """The chunks, encoded."""
+    """Encoded chunks."""
     digest: bytes
-    """See ``WeightBegin.constants``."""
+    """Value of ``WeightBegin.constants``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagedWeights:
-    """One version of the weights, ready for the wire: made once, sent as often as a replica needs it, by any
-    process."""
+    """One version of the weights, ready for the wire: made once, sent as often as replicas need it, by any process."""
 
     weight_version: int
     update_id: str
     bodies: tuple[bytes, ...]
-    """The chunks, encoded, at most ``MAX_CHUNK_BYTES`` each. They hold the whole model but its constants."""
+    """Encoded chunks of at most ``MAX_CHUNK_BYTES`` each; together the whole model except its constants."""
     num_tensors: int
     digest: bytes
-    """See ``WeightCommit``."""
+    """Value of ``WeightCommit.digest``."""
     constants: StagedConstants | None
 
     @property
@@ -215,13 +225,13 @@ class StagedWeights:
         )
 
     def bodies_for(self, constants: bytes) -> Iterator[bytes]:
-        """The chunks for a receiver that has the constants of this digest."""
+        """Yield the chunks for a receiver that has the constants of this digest."""
         if self.constants is not None and self.constants.digest != constants:
             yield from self.constants.bodies
         yield from self.bodies
 
     def commit(self, on_running: str) -> WeightCommit:
-        """The message after them."""
+        """Return the message after the chunks."""
         return WeightCommit(
             update_id=self.update_id, num_tensors=self.num_tensors, digest=self.digest, on_running=on_running
         )
@@ -230,8 +240,8 @@ class StagedWeights:
 def stage_updates(
     weights: Iterable[tuple[str, Tensor]], weight_version: int, *, constants: StagedConstants | None = None
 ) -> StagedWeights:
-    """Read the stream to its end, into host memory; it lacks the ``constants``. ``ValueError`` for a dtype or name that
-    does not travel."""
+    """Read the stream, which lacks the ``constants``, into host memory. ``ValueError`` for a dtype or name that cannot
+    travel."""
     update_id, ledger = secrets.token_hex(8), TensorLedger()
     return StagedWeights(
         weight_version=weight_version,
@@ -259,7 +269,7 @@ def _encoded(weights: Iterable[tuple[str, Tensor]], update_id: str, ledger: Tens
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldConstants:
-    """What a receiver has of the weights that it works with, and need not be sent again."""
+    """Constants that a receiver has in its current weights, and need not be sent again."""
 
     digest: bytes
     names: frozenset[str]
@@ -269,22 +279,22 @@ NO_CONSTANTS = HeldConstants(digest=b"", names=frozenset())
 
 
 class _Arrived:
-    """What has arrived of one series of chunks."""
+    """Arrived part of one series of chunks."""
 
     def __init__(self, *, with_data: bool) -> None:
         self.next_index = 0
         self.ledger = TensorLedger(with_data=with_data)
         self.tensors: dict[str, Tensor] = {}
         self.open: tuple[str, Array, int] | None = None
-        """Name, buffer and filled bytes of the tensor that is not complete."""
+        """Name, buffer and filled bytes of the incomplete tensor, if any."""
 
 
 class Staging:
     """Collects the tensors of one update on the receiving side."""
 
     def __init__(self, slots: Mapping[str, Tensor], begin: WeightBegin, held: HeldConstants = NO_CONSTANTS) -> None:
-        """``slots``: the weights that can arrive, with their shapes and kinds of dtype. Nothing else takes memory.
-        ``held``: what need not arrive if ``begin`` agrees on it."""
+        """Start an update. ``slots``: the weights that can arrive, with their shapes and kinds of dtype; nothing else
+        takes memory. ``held``: constants that need not arrive if ``begin`` announces the same."""
         self._slots = slots
         self._weights = _Arrived(with_data=False)
         self._constants = _Arrived(with_data=True)
@@ -292,22 +302,23 @@ class Staging:
         if begin.constants:
             self._parts[begin.constants_id] = self._constants
         self._announced = begin.constants
+        # without constants both digests are empty, and so are the names
         self.kept = held.names if begin.constants == held.digest else frozenset()
-        """Weights that the receiver keeps as they are."""
+        """Names of weights that the receiver keeps as they are."""
 
     @property
     def ids(self) -> Set[str]:
-        """``update_id`` of the chunks that belong here."""
+        """Ids of the chunks that belong to this update."""
         return self._parts.keys()
 
     @property
     def constants(self) -> HeldConstants:
-        """What the receiver has once it uses these weights."""
+        """Constants that the receiver has once it uses these weights."""
         return HeldConstants(digest=self._announced, names=self.kept | self._constants.tensors.keys())
 
     def add(self, chunk: WeightChunk) -> None:
-        """Take the next chunk. ``WireError`` for one out of turn, or a tensor that comes twice, in disorder or that is
-        none of the model's."""
+        """Take the next chunk. ``WireError`` for one out of turn, or a tensor that comes twice, in disorder or is not
+        the model's."""
         part = self._parts.get(chunk.update_id)
         if part is None:
             raise WireError(f"a chunk of {chunk.update_id[:64]!r} came, which is another update")
@@ -323,6 +334,7 @@ class Staging:
         self, part: _Arrived, name: str, dtype: str, shape: tuple[int, ...], offset: int, data: Array
     ) -> None:
         if part.open is None:
+            # checked before memory is taken for it
             self._require_slot(name, dtype, shape)
             part.tensors[name] = torch.empty(shape, dtype=DTYPES[dtype])
             buffer = part.tensors[name].reshape(-1).view(torch.uint8).numpy()
@@ -351,7 +363,7 @@ class Staging:
             raise WireError(f"weight {name!r} has dtype {dtype}, this model needs {str(slot.dtype)[6:]} or the like")
 
     def finish(self, commit: WeightCommit) -> dict[str, Tensor]:
-        """All tensors by name. ``WireError`` if what arrived is not all that was sent."""
+        """Return all tensors by name. ``WireError`` if what arrived is not all that was sent."""
         for part in self._parts.values():
             if part.open is not None:
                 name, buffer, filled = part.open

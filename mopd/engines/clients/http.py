@@ -1,7 +1,7 @@
-"""HTTP to an engine server: one connection pool, every exchange bounded in time and size, every failure one line.
+"""HTTP client for an engine server: one connection pool, every call bounded in time and size, every failure one line.
 
-Whatever a server does (silence, a trickle, endless or compressed bodies, redirects, no HTTP at all) a call ends by its
-deadline with the body of a 200 or an ``EngineError``. Messages hold neither the token nor anything else secret.
+Whatever a server does (silence, a trickle, endless or compressed bodies, redirects, no HTTP at all), a call ends by its
+deadline with the body of a 200 or an ``EngineError``. Messages hold neither the token nor any other secret.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from mopd.text import one_line
 from mopd.types import UserError
 
 MAX_CONNECTIONS = 512
-"""Per engine; further calls wait for one within their deadline. More than the requests that any engine is given at a
-time: a request is open until its longest response has ended, and vLLM works on 256 sequences."""
+"""Connections to one engine; further calls wait for one within their deadline. More than the requests that any engine
+is given at a time: a request stays open until its longest response has ended, and vLLM runs 256 sequences."""
 KEPT_CONNECTIONS = 64
 """Beyond so many, idle ones are closed: httpx looks at every connection for each request and, where all are kept, at
 every pair of idle ones (13 ms of the processor for each of 512 requests that end together, against 0.5 ms)."""
@@ -41,18 +41,18 @@ says so has taken the request and failed at it, as at every other attempt if the
 DISCONNECTED = "Server disconnected"
 """How httpcore's ``RemoteProtocolError`` begins where nothing came, in the place of what is no HTTP."""
 MAX_SMALL_BYTES = 2**20
-"""Bound of answers without arrays, errors included."""
+"""Limit of answers without arrays, errors included."""
 SLICE_BYTES = 2**20
-"""Bytes of a body that are handed to the socket at once: asyncio copies what does not fit there, twice, while nothing
-else of this process runs (60 ms for 64 MiB)."""
+"""Bytes of a body that are handed to the socket at once: asyncio copies what does not fit there, twice, and blocks the
+event loop meanwhile (60 ms for 64 MiB)."""
 MAX_MESSAGE_CHARACTERS = 300
-"""Of what a server says, in an error."""
+"""Longest quotation of a server's words in an error."""
 
 _Take = Callable[[bytes], None] | None
 
 
 class HttpClient:
-    """Calls to one server. It belongs to the event loop of its first call, never retries and follows no redirect."""
+    """Client of one server. It belongs to the event loop of its first call, never retries and follows no redirect."""
 
     def __init__(
         self,
@@ -64,15 +64,15 @@ class HttpClient:
         content_type: str,
         deadline_header: str | None = None,
     ) -> None:
-        """Asks nothing of the server yet.
+        """Configure the client without contacting the server.
 
         Args:
             url: ``http(s)://host[:port][/path]``.
             token: sent as ``Authorization: Bearer …``.
-            timeout_s: bounds each call as a whole.
-            name: stands in errors; ``None``: the URL.
+            timeout_s: limit of each call as a whole.
+            name: the server's in errors; ``None``: the URL.
             content_type: of the bodies that are sent.
-            deadline_header: request header that tells the seconds left; ``None``: none.
+            deadline_header: request header that carries the seconds left; ``None``: none is sent.
 
         Raises:
             UserError: the URL or the token cannot be used.
@@ -111,8 +111,8 @@ class HttpClient:
         timeout_s: float | None = None,
         take: Callable[[bytes], None] | None = None,
     ) -> bytes:
-        """The body of a 200, at most ``longest`` bytes. With ``take`` its parts go there as they come, and none is
-        returned; what it raises ends the call.
+        """Return the body of a 200, at most ``longest`` bytes. With ``take``, pass the parts to it as they arrive and
+        return no bytes; an error that it raises ends the call.
 
         Raises:
             EngineUnreachable: no connection, or one that ended before the answer began; 502, 503, 504.
@@ -133,11 +133,11 @@ class HttpClient:
         await self._client.aclose()
 
     def corrupt(self, problem: object) -> CorruptAnswer:
-        """The error for an answer that cannot be right."""
+        """Return the error for an answer that cannot be right."""
         return CorruptAnswer(f"{self.name}: corrupt answer: {self.shown(problem)}")
 
     def shown(self, said: object) -> str:
-        """Somebody else's words for a message: one short line, without our token."""
+        """Return foreign text fit for a message: one short line, without our token."""
         text = said if isinstance(said, (str, BaseException)) else repr(said)
         line = one_line(text)
         if self._token is not None:
@@ -149,6 +149,7 @@ class HttpClient:
     ) -> bytes:
         start = time.monotonic()
         async with self._free_connections:
+            # the wait for a connection counts towards the call's deadline, which the server is told
             left_s = max(timeout_s - (time.monotonic() - start), 0.001)
             return await self._exchange(method, path, content, longest, left_s, take)
 
@@ -194,7 +195,7 @@ class HttpClient:
         raise self.refusal(path, response.status_code, said, retry_after_s)
 
     def refusal(self, path: str, status: int, said: object, retry_after_s: object = None) -> EngineError:
-        """The error that an HTTP status stands for, with what the server ``said``."""
+        """Return the error that an HTTP status stands for, with the text that the server ``said``."""
         message = f"{self.name}: {path}: HTTP {status}: {self.shown(said)}"
         if status == httpx.codes.TOO_MANY_REQUESTS:
             return EngineBusy(message, retry_after_s=retry_after_s)
@@ -206,15 +207,15 @@ class HttpClient:
 
 
 async def _slices(content: bytes) -> AsyncIterator[bytes]:
-    """Its bytes in order."""
+    """Yield the bytes of ``content`` in order, ``SLICE_BYTES`` at a time."""
     view = memoryview(content)
     for start in range(0, len(view), SLICE_BYTES):
         yield bytes(view[start : start + SLICE_BYTES])
 
 
 def _read_refusal(body: bytes) -> tuple[object, object, list[bytes]]:
-    """``(message, retry_after_s, digests)`` of an error's JSON body, ours or OpenAI's, or what can be shown of another
-    body."""
+    """Return ``(message, retry_after_s, digests)`` of an error's JSON body, ours or OpenAI's, or the first bytes of
+    another."""
     try:
         said = parse_json(body, max_values=10_000)
     except ValueError:

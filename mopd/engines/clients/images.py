@@ -1,4 +1,4 @@
-"""Image files on their way to one server: each is sent once, whoever asks about it, and again where the server asks."""
+"""Image files on their way to one server: each is sent once for all requests, and again if the server misses it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mopd.wire.images import MAX_FILES, ImageFiles
 from mopd.wire.messages import encode_aside
 
 MAX_KNOWN = 2**18
-"""Digests that are remembered as sent, 16 bytes each."""
+"""Digests remembered as sent, 16 bytes each."""
 MAX_ROUNDS = 4
-"""A server that still misses images after being sent them so often has no room for those of one request."""
+"""Times that missing images are sent for one request. A server that misses them still has no room for all of them."""
 
 T = TypeVar("T")
 
 
 class UnknownImages(EngineRejected):
-    """The server (HTTP 428) has not, or no longer, the files of these ``digests``."""
+    """HTTP 428: the server does not have, or no longer has, the files of these ``digests``."""
 
     def __init__(self, message: str, digests: Collection[bytes]) -> None:
         super().__init__(message)
@@ -31,16 +31,16 @@ class UnknownImages(EngineRejected):
 
 
 class ImageSender:
-    """Knows what one server was sent. Belongs to the event loop of its first call."""
+    """Sends image files to one server and remembers which it has. Belongs to the event loop of its first call."""
 
     def __init__(self, post: Callable[[bytes], Awaitable[object]], name: str) -> None:
-        """``post`` sends the body of one message, ``ImageFiles``; ``name`` is the server's in errors."""
+        """Keep ``post``, which sends the body of one ``ImageFiles`` message, and ``name``, the server's in errors."""
         self._post, self._name = post, name
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._under_way: dict[bytes, asyncio.Task[None]] = {}
 
     async def asked(self, images: Images, ask: Callable[[], Awaitable[T]]) -> T:
-        """``ask()``, when the server has the ``images``. Raises what sending them and ``ask`` raise."""
+        """Provide the server with ``images`` and return ``ask()``. Raises what sending them and ``ask`` raise."""
         wanted = {image.digest: image for own in images or () for image in own}
         if not wanted:
             return await ask()
@@ -54,17 +54,18 @@ class ImageSender:
         raise EngineUnavailable(f"{self._name}: misses images that it was sent {MAX_ROUNDS} times: it has no room")
 
     async def close(self) -> None:
-        """Send nothing more."""
+        """Cancel the files that are being sent."""
         await cancel([*self._under_way.values()])
 
     async def _provide(self, wanted: Mapping[bytes, PromptImage]) -> None:
         missing = {digest: image for digest, image in wanted.items() if digest not in self._known}
+        # a file that another caller sends already is waited for, not sent again
         mine = [image for digest, image in missing.items() if digest not in self._under_way]
         if mine:
             task = asyncio.create_task(self._send(mine))
             self._under_way.update({image.digest: task for image in mine})
         tasks = {self._under_way[digest] for digest in missing}
-        # shielded: others may wait for the same file when this caller goes
+        # shielded: a cancelled caller must not cancel a file that others wait for
         await asyncio.gather(*(asyncio.shield(task) for task in tasks))
 
     async def _send(self, images: Collection[PromptImage]) -> None:

@@ -1,7 +1,7 @@
-"""Teachers behind somebody else's vLLM server, by its stock OpenAI interface.
+"""Client of a stock vLLM server's OpenAI interface, for teachers that others serve.
 
-The slow path: log-probs travel as JSON, a dict per position, prompt included, and the server turns every id into text.
-``mopd serve`` sends the response's rows alone, as raw arrays. Shapes: R response tokens, K top-k.
+This is the slow path: log-probs travel as JSON, one dict per position, prompt included, and the server turns every id
+into text. ``mopd serve`` sends only the response's rows, as raw arrays. Shapes: R response tokens, K top-k.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mopd.metrics import is_counted
 from mopd.types import UserError
 
 MAX_BYTES_PER_ENTRY = 256
-"""Bound of one log-prob's JSON: ``"151935":{"logprob":-12.345678901234567,"rank":151936,"decoded_token":"…"},``."""
+"""Limit of one log-prob's JSON: ``"151935":{"logprob":-12.345678901234567,"rank":151936,"decoded_token":"…"},``."""
 MAX_VALUES_PER_ENTRY = 8
-"""Bound of one log-prob's braces and commas; those of its text do not count."""
+"""Limit of one log-prob's braces and commas; those inside its text do not count."""
 PLAIN = {
     "top_p": 1.0,
     "top_k": 0,
@@ -36,9 +36,9 @@ PLAIN = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
 }
-"""Greedy decoding of the distribution as it is."""
+"""Request fields that leave the model's distribution unchanged."""
 ANSWER_HEAD_BYTES = 65536
-"""What an answer may have beside its log-probs, and how long others may be."""
+"""Bytes that an answer may have beside its log-probs, and limit of answers without them."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,9 +47,9 @@ NO_IMAGES = "token prompts of the OpenAI interface hold no images: serve the mod
 
 
 class OpenAIScorer:
-    """Implements ``Scorer``, ``Generator`` (greedily) and ``Described`` over ``/v1/completions``.
+    """Implements ``Scorer``, ``Generator`` (greedy only) and ``Described`` over ``/v1/completions``.
 
-    Errors as those of ``RemoteEngine``: ``EngineUnavailable`` (refused, reset, deadline, 5xx, corrupt answer),
+    Errors are those of ``RemoteEngine``: ``EngineUnavailable`` (refused, reset, deadline, 5xx, corrupt answer),
     ``EngineBusy`` (429), ``EngineRejected`` (other 4xx). It never retries, and belongs to the event loop of its first
     call. The server must have been started with ``--max-logprobs`` of at least the top-k.
     """
@@ -65,11 +65,16 @@ class OpenAIScorer:
         timeout_s: float,
         name: str | None = None,
     ) -> None:
-        """``url`` is ``http://host:port``, with or without ``/v1``. Nothing is asked of the server yet.
+        """Configure the client without contacting the server.
 
-        ``served_model_name`` is the name to ask for; ``None``: the only one that the server lists. ``vocab_size`` and
-        ``max_positions`` are the model's, from its config: the server does not tell. ``timeout_s`` bounds each call.
-        ``UserError`` for a URL or token that cannot be used.
+        Args:
+            url: ``http://host:port``, with or without ``/v1``.
+            served_model_name: the model to ask for; ``None``: the only one that the server lists.
+            vocab_size, max_positions: the model's, from its config: the server does not report them.
+            timeout_s: limit of each call.
+
+        Raises:
+            UserError: the URL or the token cannot be used.
         """
         self.url = url.rstrip("/").removesuffix("/v1")
         self._http = HttpClient(self.url, token=token, timeout_s=timeout_s, name=name, content_type="application/json")
@@ -93,7 +98,7 @@ class OpenAIScorer:
         temperature: float,
         images: Images = None,
     ) -> list[Scores]:
-        """See ``Scorer.score``: one HTTP request per sequence. ``UserError`` for a temperature other than 1."""
+        """Score each sequence with one HTTP request. ``UserError`` for a temperature other than 1."""
         refuse_images(images, self.name, because=NO_IMAGES)
         self._check_score(tokens, prompt_lengths, top_k, temperature)
         if not self._warned:
@@ -121,7 +126,7 @@ class OpenAIScorer:
             if is_counted():
                 self.bytes_sent += len(body)
                 self.bytes_received += len(answer)
-            # in a thread: other answers are heard meanwhile
+            # in a thread: the event loop reads other answers meanwhile
             return await asyncio.to_thread(self._read, answer, ids, start, top_k)
 
         return await all_or_none(score_one(t, start) for t, start in zip(tokens, prompt_lengths, strict=True))
@@ -135,7 +140,8 @@ class OpenAIScorer:
         told: Told | None = None,
         images: Images = None,
     ) -> list[Generation]:
-        """See ``Generator.generate``, greedily alone: how such a server draws is not ours to say."""
+        """Draw greedy responses, one HTTP request each; ``ValueError`` for any other temperature, since the server's
+        way of drawing is unknown."""
         refuse_images(images, self.name, because=NO_IMAGES)
         if sampling.temperature != 0 or len(seeds) != len(prompts):
             raise ValueError(
@@ -153,7 +159,8 @@ class OpenAIScorer:
         return await all_or_none(generate_one(prompt) for prompt in prompts)
 
     async def info(self) -> EngineInfo:
-        """See ``Described.info``. No manifest: nobody can hash the server's files, so its scores are fingerprinted."""
+        """Describe the served model. Without a manifest: the server's files cannot be hashed from here, so its scores
+        are fingerprinted instead."""
         return EngineInfo(
             model=await self._served_model(),
             kind="openai",
@@ -164,7 +171,7 @@ class OpenAIScorer:
         )
 
     async def health(self, *, timeout_s: float) -> None:
-        """Returns when ``/health`` answers 200 within ``timeout_s``; ``EngineUnavailable`` if not."""
+        """Return when ``/health`` answers 200 within ``timeout_s``; ``EngineUnavailable`` if not."""
         await self._http.call("GET", "/health", None, ANSWER_HEAD_BYTES, timeout_s=timeout_s)
 
     async def close(self) -> None:
@@ -172,7 +179,7 @@ class OpenAIScorer:
         await self._http.close()
 
     async def _served_model(self) -> str:
-        """The name to ask for, checked against the server's list once; ``UserError`` if it does not fit."""
+        """Return the model to ask for, checked once against the server's list; ``UserError`` if it does not fit."""
         if self._model is not None and self._is_listed:
             return self._model
         listed = await self._http.call("GET", "/v1/models", None, ANSWER_HEAD_BYTES)
@@ -193,7 +200,7 @@ class OpenAIScorer:
         return self._model
 
     def _read(self, body: bytes, tokens: list[int], start: int, top_k: int) -> Scores:
-        """Rows of the response. An entry holds the top-k and, where it is not one of them, the sequence's own token."""
+        """Return the response's rows. An entry holds the top-k and, if not among them, the sequence's own token."""
         try:
             answer = parse_json(body, max_values=10_000 + len(tokens) * (top_k + 2) * MAX_VALUES_PER_ENTRY)
             (choice,) = answer["choices"]
@@ -238,7 +245,7 @@ class OpenAIScorer:
         )
 
     def _read_row(self, entry: Any) -> dict[int, float]:
-        """Token id -> log-prob of one position."""
+        """Return token id -> log-prob of one position."""
         try:
             row = {_id(key): _logprob(value["logprob"]) for key, value in entry.items()}
         except (AttributeError, ValueError, KeyError, TypeError) as error:
@@ -261,7 +268,7 @@ class OpenAIScorer:
 
 
 def _id(text: str) -> int:
-    """A token id in the one way that it is written: with ``07`` or `` 7`` beside ``7`` two log-probs would be one."""
+    """Parse a token id in canonical form only: ``07`` or `` 7`` beside ``7`` would merge two log-probs into one."""
     number = int(text)
     if str(number) != text:
         raise ValueError(f"{text!r:.40} is no token id")

@@ -1,8 +1,8 @@
-"""An engine behind mopd's HTTP server, as its callers see it.
+"""Client of an engine behind mopd's HTTP server.
 
-Nothing in an answer is believed: sizes, dtypes, weight version and a checksum of the token ids that were asked about
-must fit, or the answer is as good as none. Whether scores are possible is looked at by the router, as for every engine.
-What a server says about itself in ``/info`` is of its type and in its range, or nothing is believed.
+Nothing in an answer is trusted: sizes, dtypes, weight version and a checksum of the request's token ids must fit, or
+the answer is corrupt. Whether scores are possible is checked by the router, as for every engine. Each value of
+``/info`` must have its type and range.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from mopd.wire.messages import (
 from mopd.wire.weights import StagedWeights, WeightVersion, stage_updates
 
 ANSWER_HEAD_BYTES = 4096
-"""What an answer, or one response, may have beside its arrays."""
+"""Bytes that an answer, or one response, may have beside its arrays."""
 FOREIGN = "it belongs to other tokens than those that were sent"
 MAX_NUMBER = 2**53
 MAX_TEXT_CHARACTERS = 4096
-"""Of one number and one text of ``/info``."""
+"""Largest number (``MAX_NUMBER``) and longest text that ``/info`` may hold."""
 
 Step = Literal["begin", "chunk", "commit"]
-"""Messages of a weight push."""
+"""A message of a weight push."""
 
 
 class RemoteEngine:
@@ -74,8 +74,11 @@ class RemoteEngine:
     """
 
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float, name: str | None = None) -> None:
-        """``url`` is ``http://host:port``; ``timeout_s`` bounds each call; ``name`` stands in errors (default: the
-        url). ``UserError`` for a URL or token that cannot be used."""
+        """Configure the client without contacting the server.
+
+        ``url`` is ``http://host:port``; ``timeout_s`` bounds each call; ``name`` stands in errors (default: the url).
+        ``UserError`` for a URL or token that cannot be used.
+        """
         self._http = HttpClient(
             url,
             token=token,
@@ -89,12 +92,12 @@ class RemoteEngine:
         self.url = url
         self.name = self._http.name
         self.weight_version = -1
-        """Version of the last push through this object, -1 is the checkpoint. A request for scores asks for this
-        version, one for responses for no older one."""
+        """Version of the last push through this object; -1 is the checkpoint. Scoring requires exactly this version,
+        generation this one or a newer one."""
         self._newest_version = -1
-        """Of the pushes that were begun: nothing newer can answer."""
+        """Newest version whose commit was begun: no answer can name a newer one."""
         self.constants = b""
-        """Digest of those that the server has, as it said last."""
+        """Digest of the constant weights that the server has, from its last answer."""
         self.bytes_sent = 0
         self.bytes_received = 0
         """Payload bytes of all msgpack requests and answers so far."""
@@ -108,7 +111,7 @@ class RemoteEngine:
         temperature: float,
         images: Images = None,
     ) -> list[Scores]:
-        """See ``Scorer.score``."""
+        """Score the responses with one HTTP request; ``StaleWeights`` for an answer of another version."""
         if not tokens:
             return []
         request = ScoreRequest(
@@ -138,7 +141,7 @@ class RemoteEngine:
         told: Told | None = None,
         images: Images = None,
     ) -> list[Generation]:
-        """See ``Generator.generate``; ``StaleWeights`` if the server has older weights than ``self.weight_version``."""
+        """Draw the responses with one HTTP request; ``StaleWeights`` for weights older than ``self.weight_version``."""
         if not prompts:
             return []
         request = GenerateRequest(
@@ -169,25 +172,26 @@ class RemoteEngine:
         return responses.all()
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """See ``TakesWeights.load_weights``: push to this server alone."""
+        """Push the weights to this server alone."""
         (error,) = await push_staged([self], stage_updates(weights, weight_version), on_running="finish")
         if error is not None:
             raise error
 
     async def push(self, step: Step, body: bytes) -> int:
-        """One message of a weight push, as ``push_staged`` sends it; returns the version that the server has."""
-        # On a commit the server may wait for what runs, which has as long as any call, and load then.
+        """Send one message of a weight push, as ``push_staged`` does, and return the version that the server has."""
+        # On a commit the server may first wait for running requests, each with a call's time, and load after that.
         timeout_s = self._timeout_s * (2 if step == "commit" else 1)
         answer = await self.post(f"/v1/weights/{step}", body, WeightVersion, MAX_SMALL_BYTES, timeout_s=timeout_s)
         self.constants = answer.constants
         return answer.weight_version
 
     def allow(self, weight_version: int) -> None:
-        """From now on answers with this version are possible: its push is about to be committed."""
+        """Accept answers with this version from now on. Call before the commit: the server may answer with it before we
+        learn that the commit succeeded."""
         self._newest_version = max(self._newest_version, weight_version)
 
     async def info(self) -> EngineInfo:
-        """See ``Described.info``. ``EngineRejected`` for a server of another wire version."""
+        """Return the server's description of its engine. ``EngineRejected`` for a server of another wire version."""
         body = await self._http.call("GET", "/info", None, MAX_SMALL_BYTES)
         try:
             version, engine = read_shown(body)
@@ -200,16 +204,16 @@ class RemoteEngine:
             raise self._http.corrupt(f"/info is not an engine server's ({error})") from error
 
     async def health(self, *, timeout_s: float) -> None:
-        """Returns when ``/health`` answers 200 within ``timeout_s``; ``EngineUnavailable`` if not."""
+        """Return when ``/health`` answers 200 within ``timeout_s``; ``EngineUnavailable`` if not."""
         await self._http.call("GET", "/health", None, MAX_SMALL_BYTES, timeout_s=timeout_s)
 
     async def sleep(self) -> None:
-        """Let the server give its memory to others; ``EngineRejected`` if its engine cannot. See ``CanSleep``."""
+        """Let the server release its GPU memory (``CanSleep``); ``EngineRejected`` if its engine cannot."""
         await self._http.call("POST", "/v1/sleep", b"", MAX_SMALL_BYTES)
-        self.weight_version, self.constants = -1, b""  # a teacher's never were others
+        self.weight_version, self.constants = -1, b""  # a rollout's weights are gone; a teacher's are always -1
 
     async def wake_up(self, *, weights_only: bool = False) -> None:
-        """Undo ``sleep``, or the first half of it; see ``CanSleep``."""
+        """Undo ``sleep``, or only its weights' part (``CanSleep``)."""
         await self._http.call("POST", "/v1/wake" + "/weights" * weights_only, b"", MAX_SMALL_BYTES)
 
     async def close(self) -> None:
@@ -246,16 +250,17 @@ class RemoteEngine:
 async def push_staged(
     targets: Sequence[RemoteEngine], staged: StagedWeights, *, on_running: OnRunning
 ) -> list[Exception | None]:
-    """Send the weights to every target, each at its own pace; a target that fails is left behind, the others go on.
+    """Send the weights to every target, each at its own pace. A target that fails does not stop the others.
 
-    Returns each target's error, ``None`` where it now serves ``staged.weight_version``. A target that was left behind
-    goes on with its old weights, or has none, until a later push reaches it.
+    Returns each target's error, ``None`` if it now serves ``staged.weight_version``. A failed target keeps its old
+    weights, or has none, until a later push reaches it.
     """
 
     async def push_to(target: RemoteEngine) -> None:
         await target.push("begin", encode(staged.begin))
         for body in staged.bodies_for(target.constants):
             await target.push("chunk", body)
+        # before the commit: running responses may continue under the new weights and name them in their answers
         target.allow(staged.weight_version)
         given = await target.push("commit", encode(staged.commit(on_running)))
         if given != staged.weight_version:
@@ -270,27 +275,27 @@ async def push_staged(
 
 
 class _Responses:
-    """The responses to one request, as they come; none is believed before it fits the request."""
+    """Collects the responses to one request as they arrive; each is checked against the request."""
 
     def __init__(
         self, request: GenerateRequest, http: HttpClient, *, newest: Callable[[], int], told: Told | None
     ) -> None:
-        """``newest()`` is the newest version that can answer now."""
+        """Keep the request. ``newest()`` returns the newest version that can answer now."""
         self._request, self._http, self._newest, self._told = request, http, newest, told
         self._checksum = request.checksum
         one = 12 * request.max_new_tokens + ANSWER_HEAD_BYTES
         self.longest = len(request.lengths) * one + ANSWER_HEAD_BYTES
-        """Bytes that all of them may have."""
+        """Limit of the whole answer in bytes."""
         self.num_bytes = 0
         self._frames = FrameReader(max_bytes=one)
         self._done: dict[int, Generation] = {}
 
     def take(self, part: bytes) -> None:
-        """The next bytes.
+        """Decode the next bytes of the answer.
 
         Raises:
             CorruptAnswer, StaleWeights: they cannot be right.
-            EngineError: the server says why the rest is missing.
+            EngineError: the server's reason why the rest is missing.
         """
         self.num_bytes += len(part)
         try:
@@ -302,7 +307,7 @@ class _Responses:
             raise self._http.corrupt(error) from error
 
     def all(self) -> list[Generation]:
-        """In the order of the prompts; ``CorruptAnswer`` if one is missing."""
+        """Return the responses in the order of the prompts; ``CorruptAnswer`` if one is missing."""
         count = len(self._request.lengths)
         if len(self._done) < count:
             raise self._http.corrupt(f"it ends after {len(self._done)} of {count} responses")
@@ -318,6 +323,7 @@ class _Responses:
         if len(answer.tokens) > self._request.max_new_tokens:
             raise WireError(f"{len(answer.tokens)} tokens where max_new_tokens is {self._request.max_new_tokens}")
         least = self._request.weight_version
+        # versions never fall along a response (checked with every answer): its first and last bound the others
         for version in answer.token_versions[[0, -1]].tolist() if len(answer.tokens) else ():
             if not least <= version <= max(least, self._newest()):
                 raise StaleWeights(f"{self._http.name}: answered with weights {version}, not {least}")
@@ -333,7 +339,7 @@ class _Responses:
 
 
 def to_scores(answer: ScoreAnswer) -> list[Scores]:
-    """An answer's flat arrays as tensors per sequence, without a copy."""
+    """Split an answer's flat arrays into tensors per sequence, without a copy."""
     lengths = answer.lengths.tolist()
     ids = torch.from_numpy(answer.ids).view(-1, answer.top_k).split(lengths)
     logprobs = torch.from_numpy(answer.logprobs).view(-1, answer.top_k).split(lengths)
@@ -344,7 +350,7 @@ def to_scores(answer: ScoreAnswer) -> list[Scores]:
 
 
 def read_shown(body: bytes) -> tuple[int, dict[str, Any]]:
-    """Wire version and description of an answer of ``/info``; ``ValueError`` if it is none."""
+    """Return wire version and engine description of an ``/info`` answer; ``ValueError`` if it is none."""
     shown = parse_json(body, max_values=10_000)
     if not isinstance(shown, dict) or not isinstance(shown.get("engine"), dict):
         raise ValueError("no object with the key engine")
@@ -355,7 +361,7 @@ def read_shown(body: bytes) -> tuple[int, dict[str, Any]]:
 
 
 def read_engine(description: dict[str, Any]) -> EngineInfo:
-    """The description as ``EngineInfo``; ``ValueError`` says what is wrong with it."""
+    """Return the description as an ``EngineInfo``; ``ValueError`` says what is wrong with it."""
     told = _fields(description, EngineInfo)
     if not isinstance(told["limits"], dict):
         raise ValueError("limits is no object")
@@ -381,7 +387,7 @@ def read_engine(description: dict[str, Any]) -> EngineInfo:
 
 
 def _fields(given: dict[str, Any], cls: type[Any]) -> dict[str, Any]:
-    """A copy that has the fields of ``cls`` and no others."""
+    """Return a copy of ``given``; ``ValueError`` unless its keys are exactly the fields of ``cls``."""
     odd = given.keys() ^ {field.name for field in dataclasses.fields(cls)}
     if odd:
         raise ValueError(f"{cls.__name__} misses or does not know {', '.join(sorted(odd)[:4])!a:.80}")

@@ -21,7 +21,7 @@ from mopd.engines.interface import SamplingParams
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoded:
-    """Row b's response is ``tokens[b, :lengths[b]]``; what follows is meaningless."""
+    """Responses of a batch. Row b's response is ``tokens[b, :lengths[b]]``; entries after it are meaningless."""
 
     tokens: Tensor
     """[B, N] int64."""
@@ -33,10 +33,10 @@ class Decoded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenBatch:
-    """What a forward of sequences takes beside their tokens."""
+    """Inputs of a forward beside the tokens, for a model that sees images."""
 
     position_ids: Tensor
-    """[3, B, S] int64; [B, S] where the model sees none."""
+    """[3, B, S] int64; [B, S] for a text model."""
     extra: dict[str, Any]
     """Keyword arguments of the model: the images' features."""
     barred: Tensor | None
@@ -56,14 +56,14 @@ def decode(
 ) -> Decoded:
     """Sample one response per prompt. Prompts are padded on the left; the logits of prompt tokens are never formed.
 
-    Rows that have ended keep running until they are half of the batch, and then leave it together with their cache:
+    Rows that have ended keep running until they are half of the batch. They are then removed together with their cache:
     each removal copies the cache, so it must pay.
 
     Args:
-        uniform_BN: on the model's device.
-        seen: the prompts' images, where the model sees some; for prompts that are padded as here.
-        told: ``told(row, tokens [R], logprobs [R])`` is called on the CPU's side for a row that stops while others run.
-        interrupted: asked before each step; rows that run when it says yes are handed back with what they have.
+        uniform_BN: uniform numbers in [0, 1), on the model's device.
+        seen: the prompts' images, padded as the prompts; ``None`` for a text model.
+        told: ``told(row, tokens [R], logprobs [R])`` is called with CPU tensors for a row that stops while others run.
+        interrupted: called before each step; once it returns true, running rows are handed back with the tokens so far.
     """
     device, num_steps = model.device, sampling.max_new_tokens
     input_ids, visible = _pad_left(prompts, num_steps, device)
@@ -87,7 +87,7 @@ def decode(
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
-            **(seen.extra if step == 0 else {}),
+            **(seen.extra if step == 0 else {}),  # later steps find the images in the cache
         )
         drawn, drawn_logprobs = draw(output.logits[:, -1].float(), sampling, uniform_BN[rows, step], seen.barred)
         tokens[rows, step], logprobs[rows, step] = drawn, drawn_logprobs
@@ -103,7 +103,7 @@ def decode(
                 told(row, tokens[row, :num_done].cpu(), logprobs[row, :num_done].cpu())
         num_running = len(running)
         input_ids, positions = drawn[:, None], _next(positions)
-        if 2 * len(running) <= len(rows):
+        if 2 * len(running) <= len(rows):  # `rows` maps a row of the rest to its row of the result
             cache.batch_select_indices(running)
             rows, visible = rows[running], visible[running]
             input_ids, positions = input_ids[running], positions[..., running, :]
@@ -121,13 +121,14 @@ def _without_images(visible_BS: Tensor) -> SeenBatch:
 
 
 def _next(positions: Tensor) -> Tensor:
-    """[B, 1] or [3, B, 1] after ``positions`` [B, S] or [3, B, S]: after the last token's largest coordinate."""
+    """Return the positions, [B, 1] or [3, B, 1], that follow ``positions`` [B, S] or [3, B, S]: one more than the last
+    token's largest coordinate."""
     last = positions[..., -1:]
     return last + 1 if last.dim() == 2 else (last.amax(0, keepdim=True) + 1).expand_as(last)
 
 
 def _pad_left(prompts: Sequence[Sequence[int]], num_new: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """``(token ids [B, P] int64, visibility [B, P + num_new] int64)``: padding is 0 in both."""
+    """Return ``(token ids [B, P] int64, visibility [B, P + num_new] int64)``; padding is 0 in both."""
     width = max(len(prompt) for prompt in prompts)
     ids = np.zeros((len(prompts), width), dtype=np.int64)
     visible = np.ones((len(prompts), width + num_new), dtype=np.int64)
@@ -138,7 +139,8 @@ def _pad_left(prompts: Sequence[Sequence[int]], num_new: int, device: torch.devi
 
 
 def uniforms(seeds: Sequence[int], num_steps: int) -> Tensor:
-    """[B, N] fp64 in [0, 1): number n of row b depends on ``seeds[b]`` and n only (counter-based Philox).
+    """Return [B, N] fp64 numbers in [0, 1). Number n of row b depends on ``seeds[b]`` and n only (counter-based
+    Philox).
 
     Seeds are non-negative and below 2**63.
     """
@@ -151,11 +153,11 @@ def uniforms(seeds: Sequence[int], num_steps: int) -> Tensor:
 def draw(
     logits_BV: Tensor, sampling: SamplingParams, uniform_B: Tensor, barred: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One token per row: ``(tokens [B] int64, logprobs [B] fp32)``.
+    """Draw one token per row: ``(tokens [B] int64, logprobs [B] fp32)``.
 
     ``logits_BV`` is fp32 and not changed. Log-probs are those of softmax(logits / temperature) over the whole
-    vocabulary, before the cuts; greedy decoding (temperature 0) reports temperature 1. ``top_k`` cuts first, ``top_p``
-    then keeps the smallest set of the renormalised rest whose mass reaches it. ``barred`` ids are cut first of all.
+    vocabulary, before the cuts; greedy decoding (temperature 0) reports temperature 1. ``barred`` ids are cut first of
+    all, then ``top_k`` cuts, and ``top_p`` keeps the smallest set of the renormalised rest whose mass reaches it.
     """
     if sampling.temperature == 0:
         tokens = _without(logits_BV, barred).argmax(-1)
@@ -186,7 +188,7 @@ def _draw_from_top(scaled_BV: Tensor, sampling: SamplingParams, uniform_B: Tenso
 
 
 def _inverse_cdf(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """First index whose cumulative mass exceeds ``uniform * total``: never an entry of mass 0."""
+    """Return the first index whose cumulative mass exceeds ``uniform * total``: never an entry of mass 0."""
     cdf = probs_BV.cumsum(-1, dtype=torch.float64)
     threshold = uniform_B * cdf[:, -1]  # uniforms are at most 1 - 2^-53: rounded in fp64, this stays below the total
     return torch.searchsorted(cdf, threshold[:, None], right=True).squeeze(-1)

@@ -1,7 +1,8 @@
-"""Engine over a transformers causal language model in this process, on a CPU or a GPU.
+"""Engine that runs a transformers causal language model in this process, on a CPU or a GPU.
 
 It never reads or changes torch's global random state, and holds at most ``MAX_LOGITS_ROWS`` rows of logits when it
-scores. Shapes: B sequences, S padded length, H hidden, V vocabulary, K top-k, R response tokens.
+scores.
+Shapes: B sequences, S padded length, H hidden, V vocabulary, K top-k, R response tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class TorchEngine:
         has_weights: bool,
         sight: EngineSight | None = None,
     ) -> None:
-        """``name`` stands in error messages (the checkpoint folder)."""
+        """Wrap ``model``. ``name`` (the checkpoint folder) stands in error messages."""
         self.model = model.eval().requires_grad_(False)
         self.name = name
         self.weight_version = -1
@@ -58,16 +59,16 @@ class TorchEngine:
         self._cfg = cfg
         self._has_weights = has_weights
         self.can_sleep = not has_weights
-        """Its weights come from a student, so that it may lose them."""
+        """Whether its weights come from a student, so that ``sleep`` may lose them."""
         self._storage_sizes: dict[torch.UntypedStorage, int] = {}
-        """Bytes of what sleeps."""
+        """Bytes of each storage that sleeps."""
         self._head_checked = False
         self._interrupted = threading.Event()
         self.incoming = TorchIncoming(self)
         self.sight = sight
         self._eyes = None if sight is None else _open_eyes(self.model, sight)
         self.max_sequence = self.max_positions
-        """Tokens of the longest sequence that will come; it decides how many a batch is said to hold."""
+        """Longest expected sequence in tokens; decides how many sequences ``info`` says a batch holds."""
 
     @classmethod
     def from_pretrained(
@@ -79,8 +80,8 @@ class TorchEngine:
         max_pixels: int | None = None,
         has_weights: bool = True,
     ) -> TorchEngine:
-        """A local Hugging Face folder with safetensors; without ``has_weights`` its architecture alone, whose weights
-        arrive by ``load_weights``. ``max_pixels`` as in ``read_sight``.
+        """Load a local Hugging Face folder with safetensors. Without ``has_weights`` build its architecture alone,
+        whose weights arrive by ``load_weights``. ``max_pixels`` as in ``read_sight``.
 
         Raises:
             UserError: anything in the folder is missing or unreadable.
@@ -98,7 +99,7 @@ class TorchEngine:
 
     @classmethod
     def empty(cls, folder: str | Path, cfg: TorchEngineConfig, device: torch.device | str = "cpu") -> TorchEngine:
-        """``from_pretrained`` without weights."""
+        """Build the engine of ``folder`` without weights."""
         return cls.from_pretrained(folder, cfg, device, has_weights=False)
 
     @property
@@ -108,11 +109,11 @@ class TorchEngine:
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence that the model supports."""
+        """Length of the longest sequence that the model supports."""
         return int(self.model.config.get_text_config().max_position_embeddings)
 
     async def info(self) -> EngineInfo:
-        """See ``Described.info``. The folder is not hashed here."""
+        """Describe the engine. There is no manifest: the folder is not hashed here."""
         return EngineInfo(
             model=self.name,
             kind="torch",
@@ -128,10 +129,10 @@ class TorchEngine:
         )
 
     async def check_health(self) -> None:
-        """It lives as long as this process."""
+        """Return at once: the engine lives as long as this process."""
 
     async def close(self) -> None:
-        """Leave the group, if any."""
+        """Leave the weight-transfer group, if any."""
         await self.incoming.leave()
 
     async def generate(
@@ -143,7 +144,7 @@ class TorchEngine:
         told: Told | None = None,
         images: Images = None,
     ) -> list[Generation]:
-        """See ``Generator.generate``. ``UserError`` when a prompt and its response do not fit the model."""
+        """Draw one response per prompt. ``UserError`` for a prompt that does not fit with its response."""
         self._require_weights()
         check_images(self.sight, prompts, images, name=self.name)
         check_sampling(prompts, sampling, seeds, self.stop_ids, name=self.name)
@@ -184,8 +185,8 @@ class TorchEngine:
         *,
         tells: bool,
     ) -> None:
-        """``note(i, tokens, logprobs, finish_reason)`` for each sample i of the batch, whose own prompts these are; if
-        somebody is told (``tells``), as soon as it stops."""
+        """Draw the batch's responses and call ``note(i, tokens, logprobs, finish_reason)`` for each sample i of
+        ``batch``; with ``tells`` as soon as it stops. ``prompts`` are the batch's own."""
         noted: set[int] = set()
 
         def early(row: int, tokens: Tensor, logprobs: Tensor) -> None:
@@ -209,10 +210,11 @@ class TorchEngine:
                 note(i, decoded.tokens[row, :length], decoded.logprobs[row, :length], decoded.finish_reasons[row])
 
     async def sleep(self) -> None:
-        """Free the memory of the weights, which are gone. Nothing may run."""
+        """Free the memory of the weights, whose values are lost. No call may run."""
         self._has_weights, self.weight_version = False, -1
         if self._eyes is not None:
             self._eyes.forget()
+        # only storages are resized: parameters keep their shapes, and `wake_up` needs no new ones
         for slot in self.weight_slots.values():
             storage = slot.untyped_storage()
             if storage.nbytes():
@@ -222,25 +224,25 @@ class TorchEngine:
             torch.cuda.empty_cache()
 
     async def wake_up(self, *, weights_only: bool = False) -> None:
-        """Take the memory of the weights again, the only memory between two calls."""
+        """Allocate the memory of the weights again, which is all that ``sleep`` freed, whatever ``weights_only``."""
         for storage, size in self._storage_sizes.items():
             storage.resize_(size)
         self._storage_sizes.clear()
 
     def interrupt(self) -> None:
-        """From any thread: the ``generate`` that runs hands back what it has (``handed_back``), and returns. Heard
-        until one ends, or until weights are swapped."""
+        """Ask the running ``generate`` to hand back what it has (``handed_back``) and return; from any thread. The
+        request is dropped when a ``generate`` ends or weights are swapped."""
         self._interrupted.set()
 
     @property
     def weight_slots(self) -> dict[str, Tensor]:
-        """See ``Generator.weight_slots``."""
+        """Checkpoint name -> the model's memory of that weight (``mopd.engines.torch.loading.weight_slots``)."""
         return weight_slots(self.model, None if self.sight is None else self.sight.dims.naming)
 
     async def load_weights(
         self, weights: Iterable[tuple[str, Tensor]], weight_version: int, *, kept: Set[str] = frozenset()
     ) -> None:
-        """See ``TakesWeights.load_weights``. Tied weights arrive once; a stream is held whole before it is loaded."""
+        """Replace the weights. Tied weights arrive once; a stream is held whole before it is loaded."""
         if kept:
             self._require_weights()
         await self.swap_weights(hold_weights(weights, self.weight_slots, kept=kept, name=self.name), weight_version)
@@ -249,16 +251,17 @@ class TorchEngine:
     async def prepared_weights(
         self, weights: Collection[tuple[str, Tensor]], *, kept: Set[str] = frozenset()
     ) -> AsyncIterator[PreparedWeights]:
-        """Look at the weights, in another thread, while the engine works. Raises as ``load_weights`` does."""
+        """Check the weights in another thread and yield them for ``swap_weights``. Raises as ``load_weights``."""
         if kept:
             self._require_weights()
         yield await asyncio.to_thread(hold_weights, weights, self.weight_slots, kept=kept, name=self.name)
 
     async def swap_weights(self, prepared: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """Answer with what ``prepared_weights`` gave from now on. A failure leaves the engine without weights."""
+        """Copy prepared weights into the model and answer with them. A failure leaves the engine without weights."""
         slots = self.weight_slots
         self._interrupted.clear()
         self._has_weights, self.weight_version = False, -1
+        # until all are copied there are none: after a failure half of them would be new
         with torch.no_grad():
             for name, tensor in prepared:
                 slots[name].copy_(tensor)
@@ -275,7 +278,7 @@ class TorchEngine:
         temperature: float,
         images: Images = None,
     ) -> list[Scores]:
-        """See ``Scorer.score``. ``ValueError`` for ``top_k`` above the vocabulary or an empty prompt."""
+        """Score the responses. ``ValueError`` for ``top_k`` above the vocabulary or an empty prompt."""
         self._check_score(tokens, prompt_lengths, top_k, temperature)
         check_images(self.sight, tokens, images, name=self.name)
         results: dict[int, Scores] = {}
@@ -299,13 +302,15 @@ class TorchEngine:
         top_k: int,
         temperature: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``(ids [R, K] int32, logprobs [R, K] fp32, token_logprobs [R] fp32)`` of all responses end to end, on CPU.
+        """Return ``(ids [R, K] int32, logprobs [R, K] fp32, token_logprobs [R] fp32)`` of all responses end to end, on
+        CPU.
 
-        Sequences are padded on the right, where a causal model cannot see it: no attention mask is needed.
+        Sequences are padded on the right, which no token of a causal model attends to: no attention mask is needed.
         """
         device = self.model.device
         input_ids = torch.nn.utils.rnn.pad_sequence([t.long() for t in tokens], batch_first=True)
         width = input_ids.shape[1]
+        # logits at row t score token t + 1: a response from `start` needs the hidden states from start - 1 on
         places = [
             torch.arange(row * width + start - 1, row * width + len(t) - 1)
             for row, (t, start) in enumerate(zip(tokens, prompt_lengths, strict=True))
@@ -330,14 +335,14 @@ class TorchEngine:
     def _see(
         self, sequences: Sequence[Any], batch: Sequence[int], images: Images, *, pad_left: bool
     ) -> SeenBatch | None:
-        """Of the ``batch`` of a request's ``images``; ``None`` where the model sees none."""
+        """Return the image inputs of the ``batch`` of a request's ``images``; ``None`` for a text model."""
         if self._eyes is None:
             return None
         own = [() if images is None else images[i] for i in batch]
         return self._eyes.see(sequences, own, width=max(map(len, sequences)), pad_left=pad_left)
 
     def _hidden(self, input_ids_BS: Tensor, seen: SeenBatch | None = None) -> Tensor:
-        """Last hidden states, [B, S, H]."""
+        """Return the last hidden states, [B, S, H]."""
         if seen is not None:
             given = self.model.base_model(
                 input_ids=input_ids_BS, position_ids=seen.position_ids, use_cache=False, **seen.extra
@@ -346,7 +351,8 @@ class TorchEngine:
         return cast(Tensor, self.model.get_decoder()(input_ids=input_ids_BS, use_cache=False).last_hidden_state)
 
     def _check_head(self, tokens: Tensor) -> None:
-        """Scoring applies the output matrix itself; refuse models that do more to their logits (caps, scales)."""
+        """Raise ``UserError`` for a model that changes its logits after the output matrix (caps, scales): scoring
+        applies that matrix itself."""
         probe = tokens[:8].long()[None].to(self.model.device)
         head = self.model.get_output_embeddings()
         with torch.inference_mode():
@@ -384,7 +390,8 @@ def _open_eyes(model: PreTrainedModel, sight: EngineSight) -> Eyes:
 
 
 def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of ``lengths`` in batches of similar length, longest first; ties keep the order of the request.
+    """Group the indices of ``lengths`` into batches of similar length, longest first; ties keep the order of the
+    request.
 
     The padded cost of a batch (rows x its longest length) stays within ``max_tokens``; a request that is longer on its
     own gets a batch of its own.

@@ -1,4 +1,4 @@
-"""Weights that come to a torch engine over a process group, into the memory of its model."""
+"""Reception of weights over a process group into the memory of a torch engine's model."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ class _TorchModel(Protocol):
 
 
 class TorchIncoming:
-    """Implements ``Incoming`` (``mopd.engines.interface``)."""
+    """Implements ``Incoming`` (``mopd.engines.interface``) for ``TorchEngine``."""
 
     def __init__(self, engine: _TorchModel) -> None:
         self._engine = engine
         self._receiver: Receiver | None = None
         self._given_up = threading.Event()
-        """Of the last ``join``."""
+        """Set by ``leave`` or a later ``join``: ends the last ``join``."""
 
     async def join(self, order: GroupOrder, first_rank: int, metas: Sequence[TensorMeta]) -> None:
-        """See ``Incoming.join``."""
+        """Leave the previous group and enter a new one, in another thread."""
         slots = self._engine.weight_slots
         check_fit(metas, slots, name=self._engine.name)
+        # ends a `join` of another group that still waits
         self._given_up.set()
-        given_up = self._given_up = threading.Event()  # before anything is waited for: a ``leave`` meanwhile is for it
+        given_up = self._given_up = threading.Event()  # made before the first await: a `leave` during it ends this join
         await self._close()
         try:
             self._receiver = await asyncio.to_thread(
@@ -58,7 +59,7 @@ class TorchIncoming:
     async def receive(
         self, weight_version: int, *, verify: bool, patience_s: float, ready: Callable[[], object]
     ) -> Reception:
-        """See ``Incoming.receive``. Blocks."""
+        """Replace all weights by what the group sends. Blocks the event loop: no call may run meanwhile."""
         receiver, began = self._receiver, time.perf_counter()
         if receiver is None:
             raise WeightsLost(f"{self._engine.name} is in no group")
@@ -71,11 +72,11 @@ class TorchIncoming:
         return Reception(wait_s=receiver.wait_s, load_s=time.perf_counter() - began - receiver.wait_s)
 
     async def leave(self) -> None:
-        """See ``Incoming.leave``."""
+        """Leave the group; a waiting ``join`` ends at once."""
         self._given_up.set()
         await self._close()
 
     async def _close(self) -> None:
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
-            await asyncio.to_thread(receiver.close)  # waits for what is under way
+            await asyncio.to_thread(receiver.close)  # waits for a reception in progress

@@ -1,9 +1,8 @@
-"""Transformers models from local folders: nothing silently initialised, random state untouched, no progress bars; and
-where the tensors of a checkpoint lie in them.
+"""Loading of transformers models from local folders, and the place of each checkpoint tensor in them.
 
-A model usually has a parameter of each name. transformers 5 keeps all experts of a layer in two parameters
-(``gate_up_proj`` [E, 2F, H] and ``down_proj`` [E, H, F]) and names Mixtral's blocks anew, while checkpoints keep one
-tensor per expert and the old names.
+Nothing is silently initialised, the random state stays untouched, no progress bars appear. A model usually has a
+parameter of each name. transformers 5 keeps all experts of a layer in two parameters (``gate_up_proj`` [E, 2F, H] and
+``down_proj`` [E, H, F]) and renames Mixtral's blocks, while checkpoints keep one tensor per expert and the old names.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MIXTRAL_BLOCK = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "
 
 
 def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
-    """All weights of ``folder`` in ``dtype`` on ``device``; ``UserError`` names the folder and what is wrong in it."""
+    """Load all weights of ``folder`` in ``dtype`` onto ``device``; ``UserError`` names what is wrong in the folder."""
     read_config(folder)
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"{folder}: no safetensors file (other weight formats are not read): save the model with them")
@@ -51,13 +50,13 @@ def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMode
 
 
 def build_empty_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
-    """The model of ``folder/config.json`` with undefined weights."""
+    """Build the model of ``folder/config.json`` with undefined weights."""
     with _quiet(), _frozen_random_state(device):
         return pretrained.build_model(folder, getattr(torch, dtype), device)
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """``config.json`` of a local folder; ``UserError`` when it is missing or unreadable."""
+    """Return ``config.json`` of a local folder; ``UserError`` if it is missing or unreadable."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: no config.json: name a folder with a Hugging Face checkpoint")
     return pretrained.load_config(folder)
@@ -65,7 +64,7 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no reports while a model loads: the terminal belongs to the run."""
+    """Suppress transformers' progress bars and reports inside the context: the terminal belongs to the run."""
     shown, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
@@ -84,10 +83,11 @@ def _frozen_random_state(device: torch.device) -> Iterator[None]:
 
 
 def weight_slots(model: PreTrainedModel, naming: Literal["flat", "nested"] | None = None) -> dict[str, Tensor]:
-    """Checkpoint name -> the memory of its values, in the checkpoint's shape: writing there loads the tensor. Every
+    """Return checkpoint name -> memory of the weight, in the checkpoint's shape: writing there loads the tensor. Every
     weight of the model occurs once (tied ones under their first name).
 
-    ``naming`` is the checkpoint's (``VisionDims``), where the model sees images; transformers' own is nested."""
+    ``naming`` is the checkpoint's (``VisionDims``) for a model that sees images; transformers' own is nested.
+    """
     persistent = model.state_dict().keys()
     slots: dict[str, Tensor] = dict(model.named_parameters())
     slots |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}

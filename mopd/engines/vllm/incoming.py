@@ -1,4 +1,4 @@
-"""Weights that come to a vLLM engine's workers over a process group, by vLLM's own weight-transfer protocol."""
+"""Reception of weights over a process group into a vLLM engine's workers, by vLLM's weight-transfer protocol."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class _VllmModel(Protocol):
-    """What is needed of ``VllmEngine``."""
+    """The part of ``VllmEngine`` that a reception uses."""
 
     name: str
     weight_slots: dict[str, Tensor]
@@ -30,13 +30,13 @@ class _VllmModel(Protocol):
 
 
 class VllmIncoming:
-    """Implements ``Incoming`` (``mopd.engines.interface``)."""
+    """Implements ``Incoming`` (``mopd.engines.interface``) for ``VllmEngine``."""
 
     def __init__(self, engine: _VllmModel) -> None:
         self._engine = engine
 
     async def join(self, order: GroupOrder, first_rank: int, metas: Sequence[TensorMeta]) -> None:
-        """See ``Incoming.join``. What runs waits until the group has met."""
+        """Let the workers enter a new group. Running requests wait until the group has met."""
         self._engine.require_alive()
         check_fit(metas, self._engine.weight_slots, name=self._engine.name)
         told = {
@@ -50,17 +50,20 @@ class VllmIncoming:
     async def receive(
         self, weight_version: int, *, verify: bool, patience_s: float, ready: Callable[[], object]
     ) -> Reception:
-        """See ``Incoming.receive``. Requests that run are frozen; after a failure they stay so until weights arrive."""
+        """Replace all weights by what the group sends. Running requests are frozen; after a failure they stay frozen
+        until weights arrive."""
         self._engine.require_alive()
         work = self._receive(weight_version, {"verify": verify, "patience_s": patience_s}, ready)
         return await self._engine.replace_weights(work, weight_version)
 
     async def leave(self) -> None:
-        """See ``Incoming.leave``: it ends with vLLM's processes, which do not hear while they wait."""
+        """Do nothing: workers that wait hear no call, and leave the group when vLLM's processes end."""
 
     async def _receive(self, weight_version: int, told: dict[str, Any], ready: Callable[[], object]) -> Reception:
         engine = self._engine
         await engine.workers.halt()
+        # vLLM's protocol: start, update, finish. A worker's error is read afterwards, see
+        # `mopd.engines.vllm.receiving`.
         await engine.workers.tell("start_weight_update")
         ready()
         await engine.workers.tell("update_weights", update_info=told)

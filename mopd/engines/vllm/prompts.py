@@ -1,7 +1,7 @@
-"""Requests as vLLM takes them. A prompt has ONE placeholder for each image, which vLLM expands.
+"""Requests in vLLM's form. A prompt has ONE placeholder for each image, which vLLM expands.
 
-An expanded prompt would be expanded once more, silently, and a placeholder too many bound to another image: after each
-answer vLLM's expansion is compared with ours.
+vLLM would silently expand an expanded prompt once more, and bind a placeholder too many to another image. After each
+answer vLLM's expansion is therefore compared with ours.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from mopd.engines.vllm.start import RequestOutput, RequestOutputKind, TokensProm
 from mopd.types import PromptImage
 
 MAX_IMAGES = 64
-"""Of one prompt; no memory is kept for them before they come."""
+"""Most images of one prompt; vLLM reserves no memory for them before they arrive."""
 BARRED_BIAS = -100.0
-"""Added to the logits of ids that are never drawn; the lowest that vLLM takes."""
+"""Value added to the logits of ids that are never drawn; the lowest that vLLM takes."""
 
 
 def sight_options(sight: EngineSight) -> dict[str, Any]:
-    """vLLM's arguments for a model that sees images."""
+    """Return vLLM's arguments for a model that sees images."""
     edges = {"shortest_edge": sight.processing.min_pixels, "longest_edge": sight.processing.max_pixels}
     return {
         "load_format": "safetensors",  # noise would also replace what vLLM computes itself, such as visual.input_norm
-        "skip_tokenizer_init": False,  # it finds placeholders by their text
+        "skip_tokenizer_init": False,  # vLLM finds placeholders by their text
         "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0},
         "mm_processor_kwargs": {"size": edges},
         "mm_processor_cache_gb": 0,  # its two halves disagree after a pause, which empties one of them
-        # Those before ids are barred; processed ones are of what is left.
+        # raw: before ids are barred; processed log-probs would be those of the remaining ids alone
         "logprobs_mode": "raw_logprobs",
     }
 
 
 def scoring_params(top_k: int) -> VllmSamplingParams:
-    """Of a request whose prompt is scored."""
+    """Return the parameters of a request that scores its prompt."""
     return VllmSamplingParams(
         max_tokens=1,
         temperature=0.0,
@@ -50,7 +50,7 @@ def scoring_params(top_k: int) -> VllmSamplingParams:
 def drawing_params(
     sampling: SamplingParams, seed: int, stop_ids: Sequence[int], sight: EngineSight | None
 ) -> VllmSamplingParams:
-    """Of a request for a response."""
+    """Return the parameters of a request for a response."""
     cuts = sampling if sampling.temperature else SamplingParams(max_new_tokens=1)  # no cut matters to greedy
     return VllmSamplingParams(
         max_tokens=sampling.max_new_tokens,
@@ -69,7 +69,7 @@ def drawing_params(
 
 
 async def make_prompt(tokens: list[int], images: Sequence[PromptImage], sight: EngineSight | None) -> Any:
-    """What vLLM's ``generate`` takes for ``tokens``. ``UserError`` for an image that cannot be read."""
+    """Return the argument of vLLM's ``generate``. ``UserError`` for an image that cannot be read."""
     if not images or sight is None:
         return tokens_input(tokens)
     from mopd.data.image_files import read_rgb  # Pillow, which models of text never need
@@ -86,7 +86,7 @@ async def make_prompt(tokens: list[int], images: Sequence[PromptImage], sight: E
 
 
 def collapsed(tokens: list[int], images: Sequence[PromptImage], sight: EngineSight) -> list[int]:
-    """``tokens`` with one placeholder for each image; ``ValueError`` where they are not those of ``images``."""
+    """Return ``tokens`` with one placeholder per image; ``ValueError`` if placeholders and ``images`` do not fit."""
     kept, done = list[int](), 0
     for start, image in zip(sight.starts(tokens, images), images, strict=True):
         kept += tokens[done : start + 1]
@@ -95,7 +95,7 @@ def collapsed(tokens: list[int], images: Sequence[PromptImage], sight: EngineSig
 
 
 def require_same_expansion(output: RequestOutput, tokens: list[int], *, name: str) -> None:
-    """``EngineUnavailable`` where vLLM of ``name`` saw another prompt than ``tokens``."""
+    """Raise ``EngineUnavailable`` if vLLM of ``name`` saw another prompt than ``tokens``."""
     seen = list(output.prompt_token_ids or ())
     if seen != tokens:
         raise EngineUnavailable(

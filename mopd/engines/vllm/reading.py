@@ -1,4 +1,4 @@
-"""What vLLM answers, as tensors; believed where it belongs to what was asked. Shapes: R response tokens, K top-k."""
+"""vLLM's answers as tensors, each checked against its request. Shapes: R response tokens, K top-k."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mopd.engines.vllm.start import EngineGenerateError, FlatLogprobs, RequestOu
 
 
 async def last_output(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
-    """The finished output of a request."""
+    """Return the finished output of a request."""
     async for output in stream:
         if output.finished:
             return output
@@ -21,7 +21,8 @@ async def last_output(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
 
 
 def read_scores(output: RequestOutput, tokens: Sequence[int], start: int, top_k: int, *, name: str) -> Scores:
-    """Rows ``tokens[start:]`` of the flat prompt log-probs: the sequence's own token first, then the top-k.
+    """Return rows ``tokens[start:]`` of vLLM's flat prompt log-probs: each row holds the sequence's own token, then the
+    top-k.
 
     ``EngineUnavailable``, with the engine's ``name``, if they are not those of ``tokens``.
     """
@@ -42,13 +43,13 @@ def read_scores(output: RequestOutput, tokens: Sequence[int], start: int, top_k:
 
 
 def no_scores(top_k: int) -> Scores:
-    """Of an empty response."""
+    """Return the scores of an empty response."""
     empty = torch.zeros(0, top_k)
     return Scores(ids=empty.int(), logprobs=empty, token_logprobs=torch.zeros(0))
 
 
 def read_generation(output: RequestOutput, stop_ids: Sequence[int], *, name: str) -> Generation:
-    """The response and the log-probs of its tokens; ``EngineUnavailable`` if they do not belong together."""
+    """Return the response and its log-probs; ``EngineUnavailable`` if they do not belong together."""
     completion = output.outputs[0]
     tokens, flat = list(completion.token_ids), completion.logprobs
     if completion.finish_reason not in ("stop", "length") or not isinstance(flat, FlatLogprobs):
@@ -64,8 +65,8 @@ def read_generation(output: RequestOutput, stop_ids: Sequence[int], *, name: str
 
 
 def _read_versions(spans: Sequence[WeightVersionSpan] | None, num_tokens: int, *, name: str) -> Tensor:
-    """[R] int32 from vLLM's spans, which cover all tokens in order; ``EngineUnavailable`` if they do not. Its label
-    before the first update is a word: the weights of the checkpoint."""
+    """Return [R] int32 versions from vLLM's spans; ``EngineUnavailable`` unless they cover all tokens in order. vLLM's
+    label before the first update is a word, ``default``: the checkpoint's weights, -1."""
     versions: list[int] = []
     for span in spans or ():
         if span.start != len(versions) or span.end <= span.start:

@@ -1,9 +1,12 @@
-"""Our engine of vLLM's weight-transfer protocol, in each of vLLM's worker processes: buckets of a group into its model.
+"""mopd's engine of vLLM's weight-transfer protocol: loads a group's buckets into the model, inside each vLLM worker.
 
-vLLM makes one for each worker, by the name ``BACKEND`` (``WorkerExtension`` registers it), and calls it in the order
-``init_transfer_engine``, then for each update ``start_weight_update``, ``update_weights``, ``finish_weight_update``.
-A worker that fails says so when it is asked (``failure``): of several workers vLLM reads answers until the first error,
-and takes the rest for answers to its next calls.
+vLLM creates one for each worker, by the name ``BACKEND`` (``WorkerExtension`` registers it), and calls
+
+    init_transfer_engine                                             once for each group
+    start_weight_update -> update_weights -> finish_weight_update    for each update
+
+A worker that fails raises nothing and reports it when asked (``failure``): of several workers vLLM reads answers until
+the first error, and would take the remaining answers for those of its next calls.
 """
 
 from __future__ import annotations
@@ -31,12 +34,12 @@ from mopd.transfer.mapped import open_receiver
 from mopd.transfer.receiving import Receiver
 
 BACKEND = "mopd"
-"""``weight_transfer_config.backend``."""
+"""Value of ``weight_transfer_config.backend``."""
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """What ``VllmIncoming.join`` tells."""
+    """Arguments of ``init_transfer_engine``, from ``VllmIncoming.join``."""
 
     order: dict[str, Any]
     """Fields of ``GroupOrder``."""
@@ -47,7 +50,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """What ``VllmIncoming.receive`` tells."""
+    """Arguments of ``update_weights``, from ``VllmIncoming.receive``."""
 
     verify: bool
     patience_s: float
@@ -55,7 +58,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 @contextmanager
 def quiet_reload() -> Iterator[None]:
-    """vLLM warns of every layer that gets no weights; here some are to keep theirs."""
+    """Suppress vLLM's warning of each layer that gets no weights, for updates in which some layers keep theirs."""
     logger = logging.getLogger("vllm.model_executor.model_loader.reload")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -66,20 +69,21 @@ def quiet_reload() -> Iterator[None]:
 
 
 class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Host memory alone."""
+    """Weight receiver of one vLLM worker."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     receiver: Receiver | None = None
     failure: str | None = None
-    """Of the last call."""
+    """Error line of the last call; ``None`` if it succeeded."""
     reception = Reception(wait_s=0.0, load_s=0.0)
-    """Of the last update."""
+    """Durations of the last update."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Enter the group; blocks until it has met."""
         self.shutdown()
         parallel = self.parallel_config
+        # each worker of the replica has its own rank in the group, in vLLM's order of workers
         rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
         try:
             self.failure = None
@@ -94,20 +98,20 @@ class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.failure = one_line(error)
 
     def start_weight_update(self) -> None:
-        """Nothing runs from here on."""
+        """Begin an update; no request runs until it is finished."""
         self.failure = None
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the method that it replaces, but for the wait for an accelerator, which a CPU has not."""
+        """Receive the weights. vLLM's method would also synchronise an accelerator, which a CPU does not have."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
-        except Exception as error:  # told when asked
+        except Exception as error:  # reported through `failure`
             self.failure = one_line(error)
             self._abandon()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """All that come. Layers keep views of what arrives until they are complete."""
+        """Load everything that the group sends. Layers keep views of the tensors until they are complete."""
         receiver, began = self.receiver, time.perf_counter()
         if receiver is None:
             raise TransferFailed("the worker is in no group")
@@ -115,7 +119,7 @@ class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.reception = Reception(wait_s=receiver.wait_s, load_s=time.perf_counter() - began - receiver.wait_s)
 
     def finish_weight_update(self) -> None:
-        """After a failure too: vLLM's session ends."""
+        """Complete the layers. Called after a failure too, as vLLM's session must end; it then does nothing."""
         if self.failure is not None or self.receiver is None:
             return
         with quiet_reload() if self.receiver.num_skipped else nullcontext():
@@ -128,10 +132,12 @@ class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             receiver.close()
 
     def _abandon(self) -> None:
-        """Give layers that are not complete the tensors that they had, so that a full update can begin."""
+        """Leave the group and restore the old tensors of incomplete layers, so that a full update can begin."""
         self.shutdown()
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
+                # vLLM's reload keeps the old tensors of a layer aside until it is complete; with nothing loaded it puts
+                # them back
                 info.load_numel, info.loaded_weights = 0, []
         finalize_layerwise_reload(self.model, self.model_config)

@@ -1,6 +1,6 @@
-"""Starting vLLM: its environment, its arguments, what it refuses. The one module that imports vLLM (some seconds).
+"""Start of vLLM: its environment, its arguments, its limits. The one module that imports vLLM (some seconds).
 
-Its names for vLLM's things are those that ``engine.py`` uses: the environment must be set before the import.
+``engine.py`` imports vLLM's names from here: the environment must be set before vLLM is imported.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _starting = threading.Lock()
 
 
 def sequence_limit(folder: Path, cfg: VllmEngineConfig) -> int:
-    """Longest sequence that an engine with ``cfg`` takes; ``UserError`` if its keys contradict one another."""
+    """Return the longest sequence that an engine with ``cfg`` takes; ``UserError`` if its keys are contradictory."""
     most = int(read_config(folder).get_text_config().max_position_embeddings)
     limit = most if cfg.max_model_len is None else cfg.max_model_len
     if limit > most:
@@ -106,12 +106,16 @@ def sequence_limit(folder: Path, cfg: VllmEngineConfig) -> int:
 
 
 def has_cut(sampling: SamplingParams) -> bool:
+    """Return whether top-p or top-k cuts the distribution that is drawn from."""
     return sampling.temperature > 0 and (sampling.top_p != 1 or sampling.top_k != -1)
 
 
 def check_temperature(sampling: SamplingParams, *, before_cut: bool, sees: bool = False) -> None:
-    """vLLM reports log-probs either before temperature and cuts (``before_cut``), or after both. Of a model that
-    ``sees`` images those before: ids of vision are cut."""
+    """Raise ``UserError`` for a ``sampling`` whose log-probs vLLM cannot report.
+
+    vLLM reports log-probs either before temperature and cuts (``before_cut``), or after both. For a model that ``sees``
+    images it must be before: its image tokens are cut.
+    """
     temperature = sampling.temperature
     if 0 < temperature < _MIN_TEMPERATURE:
         raise UserError(
@@ -134,8 +138,10 @@ def check_temperature(sampling: SamplingParams, *, before_cut: bool, sees: bool 
 def engine_args(
     folder: Path, cfg: VllmEngineConfig, max_sequence: int, options: Mapping[str, Any], *, fixed: bool
 ) -> AsyncEngineArgs:
-    """vLLM's arguments. ``options`` are those that depend on what the engine is for; ``fixed``: it keeps the weights of
-    the folder. ``UserError`` for such as this machine cannot give."""
+    """Return vLLM's arguments; ``UserError`` for those that this machine cannot provide.
+
+    ``options`` depend on the engine's purpose; with ``fixed`` it keeps the weights of the folder.
+    """
     if options.get("enable_sleep_mode") and not current_platform.is_sleep_mode_available():
         raise UserError(
             f"{folder}: vLLM cannot sleep on this machine, and GPUs are shared by turns (placement.share_gpus_with, "
@@ -152,7 +158,7 @@ def engine_args(
         trust_remote_code=False,
         generation_config="vllm",
         dtype=cfg.dtype,
-        # vLLM wants room to draw one token after what it scores; that token never enters the model
+        # vLLM needs room to draw one token after what it scores; that token never enters the model
         max_model_len=max_sequence + 1,
         tensor_parallel_size=cfg.tensor_parallel_size,
         gpu_memory_utilization=cfg.gpu_memory_utilization,
@@ -164,18 +170,18 @@ def engine_args(
         enable_chunked_prefill=not current_platform.is_cpu(),
         worker_extension_cls="mopd.engines.vllm.worker.WorkerExtension",
         disable_log_stats=True,
-        # where all weights are to come, noise: with those of the folder nobody would notice one that vLLM did not take
+        # dummy weights if all of them will arrive: the folder's would hide a weight that vLLM did not take
         **{"skip_tokenizer_init": True, "load_format": "safetensors" if fixed else "dummy", **options},
     )
 
 
 def group_transfer() -> WeightTransferConfig:
-    """Lets weights come over a group (``mopd.engines.vllm.receiving``)."""
+    """Return the configuration that lets weights arrive over a group (``mopd.engines.vllm.receiving``)."""
     return WeightTransferConfig(backend="mopd")
 
 
 def start_llm(folder: Path, args: AsyncEngineArgs, startup_timeout_s: float) -> AsyncLLM:
-    """Blocks until the engine answers; ``UserError`` if it does not. One engine of this process starts at a time."""
+    """Start vLLM and block until it answers; ``UserError`` if it does not. This process starts one engine at a time."""
     with _starting, _restored_environment():
         os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(math.ceil(startup_timeout_s))
         try:
@@ -192,18 +198,18 @@ def start_llm(folder: Path, args: AsyncEngineArgs, startup_timeout_s: float) -> 
 
 
 def cache_tokens(llm: AsyncLLM) -> int | None:
-    """Tokens that the key-value cache holds, where vLLM tells."""
+    """Return the tokens that the key-value cache holds; ``None`` if vLLM does not report it."""
     cache = llm.vllm_config.cache_config
     return cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else None
 
 
 async def stop_llm(llm: AsyncLLM, grace_s: float = _SHUTDOWN_S) -> None:
-    """End its task in this loop, then its processes; requests that still run fail with ``EngineDeadError``.
+    """End vLLM's task in this loop, then its processes; requests that still run fail with ``EngineDeadError``.
 
-    Processes that have not ended in order after ``grace_s`` are killed.
+    Processes that have not ended in order after ``grace_s`` seconds are killed.
     """
     handler = llm.output_handler
-    if handler is not None:  # first: it would take the end of the processes for their death, and log its stack
+    if handler is not None:  # first: it would take the end of the processes for a crash, and log its stack
         handler.cancel()
         await asyncio.gather(handler, return_exceptions=True)
         llm.output_processor.propagate_error(EngineDeadError())
@@ -213,7 +219,7 @@ async def stop_llm(llm: AsyncLLM, grace_s: float = _SHUTDOWN_S) -> None:
 
 @contextmanager
 def _restored_environment() -> Iterator[None]:
-    """vLLM sets variables (LD_PRELOAD, LOCAL_WORLD_SIZE, …) for its own children; other children must not get them."""
+    """Restore the environment afterwards: vLLM sets variables (LD_PRELOAD, …) meant for its own children only."""
     before = dict(os.environ)
     try:
         yield

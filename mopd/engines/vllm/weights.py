@@ -1,4 +1,4 @@
-"""vLLM's worker processes as an engine tells them to change their weights."""
+"""Commands to vLLM's worker processes that change their weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UPDATE_TIMEOUT_S = 600.0
 
 
 class VllmWorkers:
-    """Of one ``AsyncLLM``."""
+    """Worker processes of one ``AsyncLLM``."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -18,40 +18,40 @@ class VllmWorkers:
 
     @property
     def is_asleep(self) -> bool:
-        """The cache is, if not all: then nothing runs, and ``wake_up`` lets requests run again."""
+        """Whether the cache or all memory sleeps. Nothing runs then; ``wake_up`` lets requests run again."""
         return self._sleeping != "no"
 
     async def sleep(self, *, keeps_weights: bool) -> None:
-        """Give the GPU memory back; weights go to host memory or are gone."""
+        """Release the GPU memory; the weights move to host memory or are dropped."""
         self._sleeping = "all"
         await self._llm.sleep(level=1 if keeps_weights else 2)
 
     async def wake_up(self, *, weights_only: bool) -> None:
-        """Take it back: all that sleeps, or first the memory of the weights."""
+        """Allocate all memory that sleeps; with ``weights_only`` that of the weights first."""
         tags = ["weights"] if weights_only else ["kv_cache"] if self._sleeping == "cache" else None
         await self._llm.wake_up(tags)
         self._sleeping = "cache" if weights_only else "no"
 
     async def tell(self, method: str, **arguments: Any) -> list[Any]:
-        """What each answers."""
+        """Call ``method`` in every worker and return their answers."""
         return list(await self._llm.collective_rpc(method, kwargs=arguments))
 
     async def halt(self) -> None:
-        """Freeze what runs, and forget its keys and values."""
+        """Freeze running requests and drop their keys and values."""
         if not self.is_asleep:
             await self._llm.pause_generation(mode="keep", clear_cache=True)
 
     async def go_on(self, label: str) -> None:
-        """Undo ``halt``, with new weights: tokens from now on get the ``label``."""
+        """Undo ``halt`` under new weights; tokens drawn from now on carry ``label``."""
         if not await self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache")
-        await self._llm.reset_encoder_cache()  # of features that the old weights made
+        await self._llm.reset_encoder_cache()  # its image features were made by the old weights
         await self._llm.update_weight_version(label)
         if not self.is_asleep:
             await self._llm.resume_generation()
 
     async def load(self, files: StagedFiles, label: str, *, some_stay: bool) -> None:
-        """Let them read the weights while nothing runs. ``some_stay``: of whole layers."""
+        """Let the workers read the weights while nothing runs. With ``some_stay`` some whole layers keep theirs."""
         await self.halt()
         args = (files.paths, some_stay)
         counts = await self._llm.collective_rpc("mopd_load_weights", timeout=UPDATE_TIMEOUT_S, args=args)

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's own worker processes. vLLM mixes this class into its worker; methods are called by name."""
+"""Code inside vLLM's own worker processes. vLLM mixes this class into its worker and calls its methods by name."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ WeightTransferEngineFactory.register_engine(BACKEND, GroupTransferEngine)
 
 
 def _pack_experts_at_every_load() -> None:
-    """For a CPU's kernels vLLM packs the weights of experts when it makes the kernel, at the first load. Those of a
-    later one it would put, as they are, where packed ones are expected: so the kernel is made anew."""
+    """Patch vLLM (0.32) on a CPU to pack the weights of experts at every load.
+
+    For a CPU's kernels vLLM packs them when it makes the kernel, at the first load. Those of a later load it would put
+    unpacked where packed ones are expected, so the kernel is made anew.
+    """
     set_up = UnquantizedFusedMoEMethod._setup_kernel
 
     def make_and_pack(self: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
@@ -42,24 +45,25 @@ class WorkerExtension:
     """Methods that ``VllmEngine`` calls in every worker (one per GPU of the replica)."""
 
     reload_weights: Any
-    """vLLM's own method of the worker: replaces the weights in place, name by name."""
+    """Method of vLLM's worker: replaces the weights in place, name by name."""
     model_runner: Any
-    """vLLM's own."""
+    """Attribute of vLLM's worker: holds the model."""
     weight_transfer_engine: Any
-    """``GroupTransferEngine``, which vLLM makes by the name ``BACKEND``."""
+    """The ``GroupTransferEngine`` that vLLM makes by the name ``BACKEND``."""
 
     def mopd_watch(self, owner_pid: int) -> None:
         """End this worker and vLLM's core process as soon as process ``owner_pid``, which started them, is gone.
 
         vLLM's core does not notice that its owner was killed and would keep its memory for ever.
         """
+        # the executor "uni" runs the worker inside vLLM's core process; otherwise the core is the worker's parent
         core_pid = os.getpid() if os.getppid() == owner_pid else os.getppid()
         descriptor = os.pidfd_open(owner_pid)
         threading.Thread(target=_kill_after, args=(descriptor, core_pid), daemon=True, name="mopd-watch").start()
 
     def mopd_load_weights(self, paths: Sequence[str], some_stay: bool) -> int:
-        """Replace the weights by the tensors of these safetensors files, all or (``some_stay``) those of whole layers;
-        returns how many tensors were read."""
+        """Replace the weights by the tensors of these safetensors files and return their number. With ``some_stay`` the
+        files hold whole layers, and others keep theirs."""
         count = 0
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -76,20 +80,23 @@ class WorkerExtension:
         return count
 
     def mopd_transfer_failure(self) -> str | None:
-        """Why the last ``init_weight_transfer_engine`` or ``update_weights`` of this worker failed, if it did."""
+        """Return why this worker's last ``init_weight_transfer_engine`` or ``update_weights`` failed, if it did."""
         failure: str | None = self.weight_transfer_engine.failure
         return failure
 
     def mopd_received(self) -> dict[str, float]:
-        """After weights have come over a group: what they took, as fields of ``Reception``."""
+        """Finish a reception over a group and return its durations, the fields of ``Reception``."""
         self._refresh_tied_head()
         return dataclasses.asdict(self.weight_transfer_engine.reception)
 
     def _refresh_tied_head(self) -> None:
-        """A tied output matrix receives no tensor of its own, so that vLLM's reload leaves what it derived from the old
-        one (on a CPU a packed copy, from which it would go on computing logits)."""
+        """Recompute what vLLM derived from a tied output matrix.
+
+        Such a matrix receives no tensor of its own, so vLLM's reload keeps what it derived from the old one (on a CPU a
+        packed copy, from which it would go on computing logits).
+        """
         model = self.model_runner.get_model()
-        model = getattr(model, "language_model", model)  # of a model that sees images
+        model = getattr(model, "language_model", model)  # a model that sees images wraps the language model
         if model.config.get_text_config().tie_word_embeddings:
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 

@@ -1,1 +1,1 @@
-"""What judges a response, in the processes of ``judge.py``; nothing here imports more of mopd than its own room."""
+"""Graders of a response, run in the processes of ``judge.py``; they import nothing of mopd but their own room."""

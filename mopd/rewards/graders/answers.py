@@ -1,4 +1,4 @@
-"""The ``math``, ``regex`` and ``json_schema`` rewards: each may run long on a hostile response, so each runs here."""
+"""Graders of the ``math``, ``regex`` and ``json_schema`` rewards, each of which may run long on a hostile response."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from mopd.rewards.graders.programs import Judged, last_block
 
 NUMBER, MARKED = re.compile(r"[-+\d.,/ %]+"), re.compile(r"\$|\\boxed|\\\[|\\\(")
-"""Ground truths that math-verify reads as they are; others are LaTeX without the marks that it looks for."""
+"""Forms of ground truths that math-verify reads as they are (``MARKED``: LaTeX with its marks); others are LaTeX
+without the marks that it looks for."""
 BOX, SENTENCE_END = re.compile(r"\\boxed\s*\{"), re.compile(r"\n|[.!?]\$?\s")
 MAX_RESPONSE = 20_000
 """Last characters of a response in which an expression is looked for."""
@@ -18,12 +19,12 @@ MAX_RESPONSE = 20_000
 
 def prepare_math() -> None:
     """Import math-verify and have it build its parsers, once for all items."""
-    logging.disable(logging.WARNING)  # that it sets no timers, as it is told
+    logging.disable(logging.WARNING)  # it warns that it sets no timers, though told so
     grade_math({"response": r"\boxed{\frac{1}{2}}", "truth": "0.5"})
 
 
 def grade_math(call: dict[str, Any]) -> Judged:
-    """1 when an expression of the response equals the ground truth."""
+    """Return value 1 if an expression of the response equals the ground truth."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     ways = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
@@ -38,8 +39,9 @@ def grade_math(call: dict[str, Any]) -> Judged:
 
 
 def _final(text: str) -> str:
-    """The part that holds the answer: from the sentence or line of the last box on; without a box what follows the last
-    ``####``, as GSM8K writes it; else all of it. math-verify alone would take all boxes for one answer."""
+    """Return the part that holds the answer: from the sentence or line of the last box on; without a box what follows
+    the last ``####``, as GSM8K writes it; else the whole text. math-verify alone would take all boxes for one answer.
+    """
     boxes = [match.start() for match in BOX.finditer(text)]
     if not boxes:
         after = text.rpartition("####")[2].strip()
@@ -51,7 +53,7 @@ def _final(text: str) -> str:
 
 
 def grade_regex(call: dict[str, Any], pattern: re.Pattern[str]) -> Judged:
-    """1 when the last match's group is the ground truth; without a group, when there is a match."""
+    """Return value 1 if the last match's group is the ground truth; without a group, if there is a match."""
     found: str | None = None
     for match in pattern.finditer(call["response"]):
         found = match[pattern.groups]
@@ -66,7 +68,7 @@ def grade_regex(call: dict[str, Any], pattern: re.Pattern[str]) -> Judged:
 
 
 def grade_json(call: dict[str, Any], schema: Any) -> Judged:
-    """1 when the JSON of the response is what the schema allows. References lead nowhere but into the schema."""
+    """Return value 1 if the schema allows the JSON of the response. References lead nowhere but into the schema."""
     from jsonschema import ValidationError
     from jsonschema.validators import validator_for
     from referencing import Registry

@@ -1,9 +1,14 @@
 """Tests of a program's functions, in two processes: ``python -I calls.py program|tests READ_FD WRITE_FD [VERDICT_FD]``.
 
-The program runs in one and the tests in the other, each in a sandbox. A name of the program is a ``Remote`` in the
-tests: calling it sends the arguments over and brings the result back as a plain value, so whatever the program does to
-its own process - builtins, ``__eq__``, exits, frames - the comparison happens elsewhere. What is no plain value stays
-in the program, and the tests may call it, ask it for attributes and hand it back, but never compare it.
+::
+
+    tests' process ── call: number, arguments ──> program's process        each in a sandbox of its own
+                   <── plain value, or a number ──
+
+A name of the program is a ``Remote`` in the tests: calling it sends the arguments over and brings the result back as a
+plain value, so whatever the program does to its own process (builtins, ``__eq__``, exits, frames), the comparison
+happens elsewhere. A result that is no plain value stays in the program; the tests may call it, read its attributes and
+hand it back, but never compare it.
 
 It imports nothing of mopd, and the process of the program shares no secret with it.
 """
@@ -43,11 +48,11 @@ import string, re, datetime, collections, heapq, bisect, copy, math, random, sta
 import itertools, functools, operator, sys
 sys.setrecursionlimit(50000)
 """
-"""What LiveCodeBench imports before a solution whose starter code names ``List`` or ``Optional``."""
+"""Imports that LiveCodeBench puts before a solution, whose starter code names ``List`` or ``Optional``."""
 
 
 class Remote:
-    """Something of the program's, in the tests' process."""
+    """Proxy, in the tests' process, of an object of the program."""
 
     def __init__(self, link: Link, number: int) -> None:
         self.__dict__.update(_link=link, _number=number)
@@ -68,7 +73,7 @@ class Remote:
 
 
 class Link:
-    """One side of the pipes."""
+    """One side of the pipes between the two processes."""
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
         self._reads: TextIO = os.fdopen(read_fd, encoding="utf-8")
@@ -76,28 +81,30 @@ class Link:
         self._kept: list[Any] = []
 
     def send(self, value: Any) -> None:
+        """Write a value as one line."""
         self._writes.write(json.dumps(self._encode(value)) + "\n")
         self._writes.flush()
 
     def receive(self) -> Any:
-        """``EOFError`` when the other side has ended."""
+        """Return the next value; ``EOFError`` if the other side has ended."""
         line = self._reads.readline(MAX_LINE)
         if not line.endswith("\n"):
             raise EOFError("the program has ended, or its result is too long")
         return self._decode(json.loads(line))
 
     def ask(self, request: dict[str, Any]) -> Any:
-        """The program's result; what it raised as a builtin exception of that name, or ``RuntimeError``."""
+        """Return the program's result. Raise its exception as the builtin of that name, or as ``RuntimeError``."""
         self.send(request)
         answer = self.receive()
         if "raised" not in answer:
             return answer["result"]
         kind = getattr(builtins, str(answer["raised"]), None)
+        # an AssertionError of the program must not pass for one of the tests
         known = isinstance(kind, type) and issubclass(kind, Exception) and kind is not AssertionError
         raise (kind if known else RuntimeError)(f"{answer['raised']}: {answer['said']}")  # type: ignore[misc]
 
     def serve(self) -> None:
-        """Answer until the tests have ended."""
+        """Answer requests until the tests have ended."""
         while True:
             try:
                 request = self.receive()
@@ -109,7 +116,8 @@ class Link:
                 self.send({"raised": type(error).__name__, "said": str(error)[:MAX_SAID]})
 
     def _encode(self, value: Any) -> Any:
-        """JSON: plain values by their own type or the plain one that they descend from, all else by its number."""
+        """Return JSON: plain values by their own type or the plain one that they descend from, all others by their
+        number."""
         if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
             value = value.item()
         if value is None or isinstance(value, (bool, str)):
@@ -155,7 +163,7 @@ class Link:
 
 
 def run_program(link: Link) -> None:
-    """The program's process: its names, then its results."""
+    """Run the program, send its names, and answer calls of them."""
     asked = link.receive()
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
@@ -172,7 +180,7 @@ def run_program(link: Link) -> None:
 
 
 def run_tests(link: Link, asked: dict[str, Any]) -> str:
-    """The tests' process: empty when all pass, else what failed."""
+    """Run the tests; return an empty text if all pass, else what failed."""
     is_call = asked["kind"] == "calls"
     link.send({"program": asked["program"], "preamble": PREAMBLE if is_call else ""})
     try:
@@ -183,8 +191,11 @@ def run_tests(link: Link, asked: dict[str, Any]) -> str:
 
 
 def _assertions(names: dict[str, Any], asked: dict[str, Any]) -> str:
-    """Statements, run with the program's names. What Python itself calls by a name stays Python's, unless no name of
-    the tests is otherwise the program's (MBPP asks for a function ``sum``)."""
+    """Run statements with the program's names.
+
+    Names of builtins and of the standard library keep their own meaning, unless the tests use no other name of the
+    program (MBPP asks for a function ``sum``).
+    """
     setup, tests = (compile(text, "tests", "exec") for text in (asked["setup"], "\n".join(asked["tests"])))
     used = _names_of(setup) | _names_of(tests)
     reserved = set(dir(builtins)) | set(sys.stdlib_module_names)
@@ -231,7 +242,7 @@ def _call_cases(names: dict[str, Any], asked: dict[str, Any]) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """Tuples are lists, as in the expected results, which were read from JSON."""
+    """Turn tuples into lists, as in the expected results, which were read from JSON."""
     if isinstance(value, (list, tuple)):
         return [_as_json(entry) for entry in value]
     return {key: _as_json(entry) for key, entry in value.items()} if isinstance(value, dict) else value
@@ -250,7 +261,7 @@ def main(role: str, read_fd: int, write_fd: int, verdict_fd: int | None = None) 
         run_program(link)
         return
     assert verdict_fd is not None
-    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # where there is no Landlock, its memory stays its own
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # without Landlock this keeps its memory its own
     asked = json.load(sys.stdin)
     problem = run_tests(link, asked)
     os.write(verdict_fd, json.dumps({"passed": not problem, "problem": problem}).encode())

@@ -1,7 +1,7 @@
-"""The ``code`` reward: the last fenced program of a response against the tests of its row.
+"""Grader of the ``code`` reward: runs the last fenced program of a response against the tests of its row.
 
-The verdict never comes from the program's own process: what it prints is compared here, and what its functions return
-in the process of the tests (``calls.py``).
+The verdict never comes from the program's own process: its output is compared here, and the results of its functions in
+the process of the tests (``calls.py``).
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+.-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", 
 LANGUAGES = ("", "python", "python3", "py")
 MAX_VERDICT = 4096
 Judged = tuple[float, "str | None", str]
-"""Value, what was extracted, and why the value is 0."""
+"""Value, the extracted text, and why the value is 0."""
 
 
 def last_block(response: str, languages: tuple[str, ...]) -> str | None:
-    """The last fenced block in one of these languages."""
+    """Return the last fenced block in one of these languages."""
     blocks = [text for language, text in FENCE.findall(response) if language.lower() in languages]
     return blocks[-1] if blocks else None
 
 
 def grade_program(call: dict[str, Any], *, timeout_s: float, max_bytes: int) -> Judged:
-    """1 when the program passes all tests in time; see ``mopd/rewards/tests_of.py`` for the tests' form."""
+    """Return value 1 if the program passes all tests in time. ``tests`` as from
+    ``mopd.rewards.ground_truths.tests_of``."""
     program = last_block(call["response"], LANGUAGES)
     if program is None:
         return 0.0, None, "the response has no finished block between ``` lines"
@@ -50,7 +51,7 @@ def grade_program(call: dict[str, Any], *, timeout_s: float, max_bytes: int) -> 
 
 
 def _runs(sandbox: Sandbox, program: str, cases: list[list[str]]) -> str:
-    """One run of the whole program per case: input to stdin, output to compare."""
+    """Run the whole program once per case: input to stdin, output to compare."""
     for number, (given, expected) in enumerate(cases):
         sandbox.clear()
         (sandbox.folder / "program.py").write_text(program, encoding="utf-8", errors="surrogatepass")
@@ -67,7 +68,7 @@ def _runs(sandbox: Sandbox, program: str, cases: list[list[str]]) -> str:
 
 
 def _calls(sandbox: Sandbox, program: str, tests: dict[str, Any]) -> str:
-    """Program and tests in a process each, and a pipe between them in each direction."""
+    """Run program and tests in a process each, with a pipe between them in each direction."""
     to_program, from_tests = os.pipe()
     to_tests, from_program = os.pipe()
     verdict, verdict_end = os.pipe()
@@ -95,7 +96,7 @@ def _calls(sandbox: Sandbox, program: str, tests: dict[str, Any]) -> str:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Line by line without surrounding white space; where lines differ, as lists of numbers (LiveCodeBench)."""
+    """Compare line by line without surrounding white space; lines that differ as lists of numbers (LiveCodeBench)."""
     lines, wanted = ([line.strip() for line in text.strip().split("\n")] for text in (output, expected))
     return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
 

@@ -1,11 +1,11 @@
-"""A program that a model wrote, in a process that can harm nothing: limits, Landlock and a system call filter.
+"""A process for a program that a model wrote, confined by limits, Landlock and a system call filter.
 
-The process has one program and no second one: it starts none (``fork`` is refused; threads are not), signals none but
-itself, opens no socket, and has no capability. Where the kernel has Landlock (Linux 5.13 and newer) it reads its Python
-and the system's libraries only, and writes plain files in its own folder; on older kernels it reads what its user can
-and writes nothing. All of it is set between ``fork`` and ``exec`` and cannot be taken back.
+It has one program and no second one: it starts none (``fork`` is refused; threads are not), signals none but itself,
+opens no socket, and has no capability. If the kernel has Landlock (Linux 5.13 and newer) it reads its Python and the
+system's libraries only, and writes plain files in its own folder; on older kernels it reads what its user can and
+writes nothing. All of this is set between ``fork`` and ``exec`` and cannot be undone.
 
-What it holds of files is in its folder, or is shown by ``/proc`` as a descriptor or a mapping of the process: it cannot
+The files that it holds are in its folder, or shown by ``/proc`` as descriptors or mappings of the process: it cannot
 have a second table of descriptors, nor leave descriptors or pages in pipes and sockets.
 """
 
@@ -30,7 +30,7 @@ from pathlib import Path
 from mopd.rewards.graders.system_calls import DENIED, FIRST_NEW, NEW_ALLOWED, WRITING, Architecture, architecture_named
 
 MAX_FILE_BYTES = 16 * 2**20
-"""Of one file, of the output, and of what is written to stderr."""
+"""Largest size of one file, of the output, and of what is written to stderr."""
 MAX_HELD_BYTES, MAX_FOLDER_FILES = 64 * 2**20, 200
 """Bytes of files in the folder and of removed ones that a program holds, together; names of files in the folder."""
 HIDDEN = {0: MAX_HELD_BYTES + 1}
@@ -40,7 +40,7 @@ MAX_GLANCES = 100
 MAX_OPEN_FILES = 64
 LOOK_EVERY_S = 0.02
 ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""With a thread pool per core, numpy alone would need more memory than a program may have."""
+"""Environment of programs. One thread: numpy's pools, one per core, need more memory than a program may have."""
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 SECCOMP_MODE_FILTER = 2
@@ -49,7 +49,7 @@ CAPABILITY_VERSION = 0x20080522
 FILE_READ, FILE_WRITE, FILE_EXECUTE = 1 << 2, 1 << 1 | 1 << 14, 1 << 0
 FOLDER_READ = 1 << 3
 PLAIN_FILES = 1 << 5 | 1 << 8
-"""Make and remove plain files: no folder, link, socket or device."""
+"""Landlock rights to make and remove plain files: no folder, link, socket or device."""
 THREAD_FLAGS = (0x3D0F00, 0x7D0F00)
 """clone(2) of pthread_create, of glibc and of musl. Another thread could have descriptors that /proc/PID/fd does not
 show."""
@@ -68,13 +68,13 @@ class Program:
 
     process: subprocess.Popen[bytes]
     output: int
-    """Descriptor of what it writes to stdout and stderr."""
+    """Descriptor of the file that receives its stdout; ``errors``: that of its stderr."""
     errors: int
     sandbox: Sandbox
     _closed: bool = field(default=False, init=False)
 
     def wait(self) -> str:
-        """Until it ends: empty for exit code 0, else why it counts for nothing."""
+        """Wait for its end; return an empty text for exit code 0, else why it counts for nothing."""
         handle = os.pidfd_open(self.process.pid)
         try:
             while True:
@@ -95,12 +95,12 @@ class Program:
         return "" if code == 0 else f"exit code {code}: {words[-1][:200] if words else 'it wrote nothing to stderr'}"
 
     def said(self, descriptor: int) -> str:
-        """What it wrote there."""
+        """Return what it wrote to ``output`` or ``errors``."""
         size = os.fstat(descriptor).st_size
         return os.pread(descriptor, min(size, MAX_FILE_BYTES), 0).decode("utf-8", "replace")
 
     def end(self) -> None:
-        """Kill and bury it. Harmless when repeated."""
+        """Kill and reap it. May be repeated."""
         if not self._closed:
             self._closed = True
             self.process.kill()
@@ -114,7 +114,7 @@ class Sandbox:
     """A folder, limits, and the programs that were started in it."""
 
     folder: Path
-    """Empty; its plain files are removed with ``clear``."""
+    """Working directory, empty at first; its plain files are removed by ``clear``."""
     max_bytes: int
     deadline: float
     may_read: tuple[str, ...] = ()
@@ -130,9 +130,9 @@ class Sandbox:
         pass_fds: Sequence[int] = (),
         is_ours: bool = False,
     ) -> Program:
-        """``python -I ARGUMENTS`` with ``stdin`` (nothing when ``None``); ``OSError`` when the system refuses.
+        """Start ``python -I ARGUMENTS`` with ``stdin`` (nothing if ``None``); ``OSError`` if the system refuses.
 
-        What it holds of removed files is counted unless the program ``is_ours``, which may hide it.
+        The removed files that it holds are counted unless the program ``is_ours``, which may hide them.
         """
         output, errors = os.memfd_create("output"), os.memfd_create("errors")
         given = subprocess.DEVNULL if stdin is None else os.memfd_create("input")
@@ -162,7 +162,7 @@ class Sandbox:
         return program
 
     def is_full(self) -> bool:
-        """Programs have made more files than they may, or hold more bytes of files, removed ones included."""
+        """Return whether programs have made too many files, or hold too many bytes of files, removed ones included."""
         held: dict[int, int] = {}
         for number, entry in enumerate(os.scandir(self.folder), 1):
             if number > MAX_FOLDER_FILES:  # of names: one file can have thousands
@@ -175,12 +175,12 @@ class Sandbox:
         return sum(held.values()) > MAX_HELD_BYTES
 
     def clear(self) -> None:
-        """Remove what programs have written."""
+        """Remove the files that programs have written."""
         for entry in os.scandir(self.folder):
             os.unlink(entry)
 
     def _confine(self, parent_pid: int, now: float) -> None:
-        """Between ``fork`` and ``exec``."""
+        """Confine the process between ``fork`` and ``exec``."""
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent_pid:
             os._exit(1)
@@ -189,8 +189,8 @@ class Sandbox:
         version = landlock_version() if self.use_landlock else 0
         if version > 0:
             _landlock(self.folder, self.may_read)
-        install = filter_installer(may_write=version >= 3)  # older ones let any file be truncated
-        # Last, as they are for the program: a copy of a large process may be above them, and then gets nothing more.
+        install = filter_installer(may_write=version >= 3)  # Landlock below 3 lets any file be truncated
+        # last: a copy of a large process may already be above these limits, and can then allocate nothing more
         seconds = int(max(self.deadline - now, 0)) + 2
         for which, most in {
             resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
@@ -205,7 +205,7 @@ class Sandbox:
 
 @cache
 def landlock_version() -> int:
-    """Of the kernel; 0 where it has none or it is switched off."""
+    """Return the kernel's Landlock version; 0 if it has none or it is switched off."""
     return max(0, _libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
 
 
@@ -234,7 +234,7 @@ def _allow(rules: int, path: str, access: int) -> None:
 
 @cache
 def _python_folders() -> tuple[str, ...]:
-    """What Python needs to start and import."""
+    """Return the folders and files that Python needs to start and import."""
     homes = {sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))}
     system = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/zero")
     return tuple(sorted(path for path in {*homes, *system} if os.path.exists(path)))
@@ -246,7 +246,8 @@ def _drop_capabilities() -> None:
 
 
 def filter_installer(*, may_write: bool) -> Callable[[], None]:
-    """After its call, system calls that act outside the process fail, in this process and whatever it executes."""
+    """Return a function that installs the filter: system calls that act outside the process then fail, after ``exec``
+    too."""
     architecture = architecture_named(platform.machine())
     if architecture is None:
         raise OSError(f"no filter is known for {platform.machine()}")
@@ -255,22 +256,23 @@ def filter_installer(*, may_write: bool) -> Callable[[], None]:
     head = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
 
     def install() -> None:
-        assert buffer is not None  # which the head points at
+        assert buffer is not None  # the head points at it: it must live until here
         _require(_libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, head, 0, 0), "prctl(PR_SET_SECCOMP)")
 
     return install
 
 
 Line = tuple[int, int, int, int]
-"""One struct sock_filter (linux/filter.h): code, lines to skip where it is true, where it is false, constant."""
+"""One struct sock_filter (linux/filter.h): code, lines to skip if it is true, if it is false, constant."""
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOWED, KILLED, REFUSED, UNKNOWN = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
-"""What a filter returns (linux/seccomp.h): REFUSED is EPERM, UNKNOWN is ENOSYS."""
+"""Results of a filter (linux/seccomp.h): REFUSED is EPERM, UNKNOWN is ENOSYS."""
 
 
 def filter_program(architecture: Architecture, pid: int, *, may_write: bool) -> bytes:
-    """The filter of the process ``pid`` as the kernel reads it."""
+    """Return the filter of the process ``pid`` in the kernel's form."""
     numbers = architecture.numbers
+    # another architecture's calls have other numbers: it is killed before any is compared
     lines: list[Line] = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture.audit), (RETURN, 0, 0, KILLED), (LOAD, 0, 0, 0)]
     for call in NEW_ALLOWED:
         lines += [(EQUAL, 0, 1, call), (RETURN, 0, 0, ALLOWED)]
@@ -301,7 +303,7 @@ def _never_where(call: int, argument: int, tests: Sequence[tuple[int, int]]) -> 
 
 
 def _decide(call: int, argument: int, tests: Sequence[tuple[int, int]], *, otherwise: int, then: int) -> list[Line]:
-    """``then`` if a test of the low half of an argument is true, else ``otherwise``; other calls go on behind it."""
+    """Return lines for one call: ``then`` if a test of an argument's low half is true, else ``otherwise``."""
     tried = [(code, len(tests) - i, 0, constant) for i, (code, constant) in enumerate(tests)]
     body = [(LOAD, 0, 0, 16 + 8 * argument), *tried, (RETURN, 0, 0, otherwise), (RETURN, 0, 0, then)]
     return [(EQUAL, 0, len(body), call), *body]
@@ -313,7 +315,7 @@ def _require(result: int, what: str) -> None:
 
 
 def _removed_files(pid: int, folder: Path) -> dict[int, int]:
-    """Inode -> bytes of files of the folder that have no name there and that a process holds.
+    """Return inode -> bytes of files of the folder that have no name there and that a process holds.
 
     All threads of a process share its descriptors and its memory, and ``/proc`` shows them of each thread that has not
     ended. The first thread may end long before the others.
@@ -373,7 +375,8 @@ def _bytes_of(found: os.stat_result) -> int:
 
 
 def _is_removed(shown: str, folder: Path) -> bool:
-    """What ``/proc`` shows is a file of the folder that has no name there (any more, or with O_TMPFILE ever)."""
+    """Return whether an entry of ``/proc`` is a file of the folder without a name there (any more, or with O_TMPFILE
+    ever)."""
     return shown.startswith(f"{folder}/") and shown.endswith(" (deleted)")
 
 

@@ -1,4 +1,4 @@
-"""Numbers of Linux's system calls, and which of them act outside the process that makes them (see ``sandbox.py``)."""
+"""Numbers of Linux's system calls, and which of them act outside the process that makes them (``sandbox.py``)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import re
 from dataclasses import dataclass
 
 NEW_ALLOWED = (436, 439, 441, 449, 454, 455, 456)
-"""close_range, faccessat2, epoll_pwait2 and futexes, of the calls since Linux 5.1, numbered alike everywhere."""
+"""close_range, faccessat2, epoll_pwait2 and futexes: the allowed ones of the calls since Linux 5.1, whose numbers are
+the same everywhere."""
 FIRST_NEW = 424
-"""From here on a call is unknown, as on an older kernel: ``clone3`` and ``openat2`` hide their arguments from a filter,
-and ``io_uring`` would open files and sockets without passing one."""
+"""First number that is reported as unknown, as on an older kernel: ``clone3`` and ``openat2`` hide their arguments from
+a filter, and ``io_uring`` would open files and sockets without passing one."""
 _DENIED = """
 of other processes: fork vfork setsid setpgid tkill ptrace process_vm_readv process_vm_writev kcmp setpriority
     sched_setscheduler sched_setparam sched_setattr sched_setaffinity ioprio_set migrate_pages move_pages
@@ -51,21 +52,21 @@ rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, prlimit64 302 261, clone 56 
 fcntl 72 25, ioctl 16 29, sendmsg 46 211, sendmmsg 307 269, sendfile 40 71, splice 275 76, tee 276 77, vmsplice 278 75
 fallocate 285 47
 """
-"""Name, number on x86_64, number on aarch64 (include/uapi/asm-generic/unistd.h); what a machine does not have is -."""
+"""Name, number on x86_64, number on aarch64 (include/uapi/asm-generic/unistd.h); ``-`` if the machine lacks it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """An architecture as a filter sees it."""
+    """A processor architecture as a filter sees it."""
 
     audit: int
     """AUDIT_ARCH of linux/audit.h."""
     numbers: dict[str, int]
-    """Name -> number of the system calls it has."""
+    """Name -> number of its system calls."""
 
 
 def architecture_named(name: str) -> Architecture | None:
-    """By what ``platform.machine()`` says; ``None`` for one whose numbers are not known here."""
+    """Return the architecture that ``platform.machine()`` names; ``None`` if its numbers are not known here."""
     audits = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
     if name not in audits:
         return None
@@ -79,4 +80,4 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 DENIED, WRITING = _names(_DENIED), _names(_WRITING)
-"""Refused whatever the arguments; and refused too where programs may write nothing."""
+"""Calls refused whatever their arguments; ``WRITING``: those refused too if programs may write nothing."""
