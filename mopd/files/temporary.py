@@ -12,13 +12,13 @@ from types import TracebackType
 from mopd.files.writing import temporary_folder
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""Names the running kernel, which alone knows who holds a lock: TMPDIR may be shared by several machines."""
+"""File that names the running kernel, which alone knows who holds a lock: TMPDIR may be shared by several machines."""
 _has_looked = False
 
 
 class TemporaryFolder:
-    """A new private folder where temporary files go (``TMPDIR``). Its owner holds a lock of it until ``close`` or its
-    own end, whatever that is; a folder of this user whose lock nobody holds is removed when another process of this
+    """A new private folder where temporary files go (``TMPDIR``). Its owner holds a lock on it until ``close`` or until
+    the process ends in any way. A folder of this user whose lock is free is removed when another process of this
     machine makes its first one.
 
     Example::
@@ -33,21 +33,21 @@ class TemporaryFolder:
         Raises:
             UserError: no folder can be made.
         """
-        new = temporary_folder(".mopd-")  # nobody looks at it before it is locked
+        new = temporary_folder(".mopd-")  # hidden from the cleanup until it is locked
         _remove_abandoned(new.parent)
         self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with contextlib.suppress(OSError):  # a file system without locks, where nobody removes others' folders either
+        with contextlib.suppress(OSError):  # no locks on this file system, so no cleanup either
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.path = new.rename(new.with_name(f"{prefix}{_boot()}-{new.name.removeprefix('.mopd-')}"))
 
     def fileno(self) -> int:
-        """The lock: a process that inherits it keeps the folder too."""
+        """Return the lock's file descriptor: a process that inherits it keeps the folder too."""
         return self._lock
 
     def close(self) -> None:
         """Remove the folder, if it is still there. Harmless when repeated."""
         if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)  # somebody who outlives its owner may have been faster
+            shutil.rmtree(self.path, ignore_errors=True)  # another process may have removed it
             os.close(self._lock)
             self._lock = -1
 
@@ -61,16 +61,17 @@ class TemporaryFolder:
 
 
 def _boot() -> str:
+    """Return the beginning of the running kernel's id."""
     return BOOT_ID.read_text(encoding="ascii")[:8]
 
 
 def _remove_abandoned(place: Path) -> None:
-    """Once in each process."""
+    """Remove folders of dead owners, once in each process."""
     global _has_looked
     if not _has_looked:
         _has_looked = True
         for folder in place.glob(f"mopd-*-{_boot()}-*"):
-            with contextlib.suppress(OSError):  # held, somebody else's, or just gone
+            with contextlib.suppress(OSError):  # locked, another user's, or just removed
                 if folder.lstat().st_uid != os.geteuid():
                     continue
                 lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
