@@ -95,8 +95,7 @@ def _install() -> None:
         rng: Any = megatron_random
         rng._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
         rng._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
-        # The schedules call ``torch.zeros(..., device="cuda")`` in every pass; a mode around the passes would slow
-        # every call.
+        # The schedules call ``torch.zeros(..., device="cuda")`` in each pass; a mode there would slow every torch call.
         schedules_module: Any = schedules
         schedules_module.torch = _TorchOnCpu("torch")
         _is_installed = True

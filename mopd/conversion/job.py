@@ -260,6 +260,7 @@ class Job:
             return False
         if not path.is_file() or path.stat().st_size != entry.num_bytes:
             return False
+        # Hashed again: the file may have been damaged since.
         return sha256_of(path) == entry.sha256
 
     def _finish_file(self, path: Path, facts: list[int]) -> None:
@@ -278,8 +279,7 @@ def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def filled(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
-    """Yield items in runs, each ended before its sizes would sum to more than ``limit``; a larger item is a run
-    alone."""
+    """Yield items in runs, each ended before its sizes exceed ``limit`` in all; a larger item is a run by itself."""
     run: list[Item] = []
     total = 0
     for item in items:

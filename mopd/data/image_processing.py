@@ -59,9 +59,9 @@ class ImageProcessing:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     def grid(self, height: int, width: int) -> tuple[int, int, int]:
-        """Return (1, rows, columns) of patches of an image of this height and width in pixels: both sides become
-        multiples of a token's, the area comes between ``min_pixels`` and ``max_pixels``, the ratio stays as near as it
-        can."""
+        """Return (1, rows, columns) of patches of an image with this height and width in pixels: sides become
+        multiples of a token's, the area comes between ``min_pixels`` and ``max_pixels``, the ratio changes as little
+        as possible."""
         side = self.patch_size * self.merge_size
         rows, columns = round(height / side), round(width / side)  # Python rounds .5 to even, and so do processors
         area = rows * columns * side * side
@@ -80,8 +80,7 @@ class ImageProcessing:
 
 
 def sees_images(folder: str | Path) -> bool:
-    """Return whether the model of a folder takes images, by its ``config.json``. Raise ``UserError`` if it is
-    damaged."""
+    """Return whether the model of a folder takes images, by its ``config.json``. Raise ``UserError`` for a bad one."""
     return read_config(Path(folder)).get("model_type") in VISION_FORMATS
 
 

@@ -46,8 +46,7 @@ class PackingRules:
     total_multiple: int = 1
     """Multiple that a pack is padded to, in tokens."""
     count_multiple: int = 1
-    """Multiple of a rank's number of micro-batches, which Megatron's schedule of virtual pipeline stages takes in
-    groups."""
+    """Multiple of a rank's number of micro-batches: Megatron's schedule of virtual stages takes them in groups."""
     sizes_per_octave: int | None = None
     """Number of pack sizes between two powers of two; None: packs are padded no further than the layout needs."""
 
@@ -308,6 +307,7 @@ def _even_out(micro_batches: list[MicroBatch], rules: PackingRules, dp_size: int
         is_single, *_, batch = heap[0]
         if is_single:
             raise _uneven(len(heap), rules, dp_size)
+        # Longest first: the rectangle of the second half is narrower.
         half = (len(batch) + 1) // 2
         heapreplace(heap, entry(batch[:half]))
         heappush(heap, entry(batch[half:]))

@@ -315,8 +315,7 @@ def _messages(prompt: Any, place: str, where: str, reading: _Reading, num_images
 
 
 def _is_finite(value: Any) -> bool:
-    """Return whether the value has no NaN and no infinity: nothing equals NaN, and JSON, in which it is kept, has
-    neither."""
+    """Return whether no number in it is NaN or infinite: NaN equals nothing, and JSON, which keeps it, has neither."""
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, Mapping):

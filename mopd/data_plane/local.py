@@ -63,6 +63,7 @@ class LocalDataPlane:
         check_lengths(ids, fields)
         check_new(ids, self._metas)
         tensors = {name: kept(values) for name, values in fields.items()}
+        # Readers in other threads see a sample with all its fields or not at all.
         with self._writing:
             for i, meta in enumerate(metas):
                 self._metas[meta.sample_id] = meta

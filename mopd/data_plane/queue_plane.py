@@ -65,6 +65,7 @@ class QueuePlane:
         async with self._writing:
             batch = await self._client.retrieve(ids, create=True)
             await self._client.write(batch, tensors, [asdict(meta) for meta in metas])
+            # After the write: a ``put`` that failed leaves the samples unknown.
             self._held.update({i: set(fields) for i in ids})
 
     async def update(self, sample_ids: Sequence[int], fields: Mapping[str, Sequence[Tensor]]) -> None:
@@ -86,8 +87,7 @@ class QueuePlane:
         return await _read(self._client, sample_ids, fields)
 
     async def claim(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
-        """Claim samples that have all ``fields``, as the controller actor sees them; its tags are the samples'
-        metas."""
+        """Claim samples that have all ``fields`` in the controller actor's view; its tags are the samples' metas."""
         check_known(sample_ids, self._held)
         check_written(sample_ids, fields, self._held)
         check_claims(sample_ids, self._claimed, wanted=False, what="claimed a second time")

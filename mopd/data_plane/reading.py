@@ -133,6 +133,7 @@ class SocketReader:
         frames = [frame.buffer for frame in rest]
         try:
             head = unpacked(first.buffer)
+            # A late answer to a request that ran out of time has another number.
             if not isinstance(head, dict) or head.get("number") != self._number:
                 raise FrameError("an answer to another question")
             if "error" in head:

@@ -94,8 +94,7 @@ class SampleServer:
         return {"type": "local", "url": url, "pid": os.getpid()}
 
     def _bind_host(self, host: str) -> dict[str, Any]:
-        """Listen on TCP for readers that know the server's public key and hold the one pair of keys that is
-        accepted."""
+        """Listen on TCP for readers that know the server's public key and hold the one accepted pair of keys."""
         own_public, own_secret = zmq.curve_keypair()
         reader_public, reader_secret = zmq.curve_keypair()
         self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)

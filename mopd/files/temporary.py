@@ -76,6 +76,7 @@ def _remove_abandoned(place: Path) -> None:
                     continue
                 lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
+                    # Raises while the owner lives, which holds it.
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)
                 finally:

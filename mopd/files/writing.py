@@ -89,10 +89,12 @@ def write_text(path: Path, text: str) -> None:
                 file.write(text.encode("utf-8"))
                 file.flush()
                 os.fsync(file.fileno())
+            # Atomic: readers see the old file or the new one.
             os.replace(partial, path)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+        # The new name, too, must survive a crash.
         sync(path.parent)
 
 

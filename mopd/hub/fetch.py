@@ -43,8 +43,7 @@ from mopd.types import UserError
 ANSWER_TIMEOUT_S = 60.0
 """Deadline for facts about a repository: its commit, its files. The library itself waits for these without end."""
 STALL_TIMEOUT_S = 300.0
-"""Longest time that a download may bring nothing; the library's own deadlines (``HF_HUB_DOWNLOAD_TIMEOUT``) are
-shorter."""
+"""Longest time a download may bring nothing; the library's own deadlines (``HF_HUB_DOWNLOAD_TIMEOUT``) are less."""
 MAX_FILES = 100_000
 """Largest number of files of one repository."""
 MAX_DATA_FILES = 10_000
@@ -253,8 +252,7 @@ class _Repository:
         since: Callable[[], float] | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """Return the library's answer, ``timeout_s`` after ``since()`` at the latest; turn whatever it raises into one
-        line."""
+        """Return the library's answer, ``timeout_s`` after ``since()`` at the latest; raise one line for any error."""
         start = time.monotonic()
         try:
             return _in_time(
@@ -300,8 +298,7 @@ def _not_cached() -> str:
 
 
 def _in_time(call: Callable[[], Answer], since: Callable[[], float], timeout_s: float) -> Answer:
-    """Run ``call()`` in a thread and return its result; raise TimeoutError when the time is over, and leave the
-    thread."""
+    """Run ``call()`` in a thread and return its result; raise TimeoutError when the time is over."""
     answers: queue.SimpleQueue[tuple[Answer | None, BaseException | None]] = queue.SimpleQueue()
 
     def work() -> None:
@@ -310,6 +307,7 @@ def _in_time(call: Callable[[], Answer], since: Callable[[], float], timeout_s: 
         except BaseException as error:  # handed over, with its traceback
             answers.put((None, error))
 
+    # A daemon: a call that never returns must not keep the process alive.
     threading.Thread(target=work, name="hub", daemon=True).start()
     while True:
         left = since() + timeout_s - time.monotonic()

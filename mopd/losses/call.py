@@ -19,8 +19,7 @@ from mopd.losses import checks
 MOST_IDS = 4096
 """Largest number of ids of one row, all teachers together, in the Triton layer, where one program sorts a row's ids."""
 MOST_PAIRS = 1 << 16
-"""Largest number of ids of one row times teachers: a program holds a number for each, and has registers for about as
-many."""
+"""Largest number of ids of one row times teachers: a program holds a number for each in its registers."""
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,7 @@ class TeacherRows:
 def teacher_rows(
     call: LossCall, ids: Tensor, logprobs: Tensor, weights: Tensor | None, target: Tensor | None
 ) -> TeacherRows:
-    """Flatten the teachers' inputs and mark the entries of S. Raise ValueError if the call checks values and they are
-    wrong."""
+    """Flatten the teachers' inputs and mark the entries of S. Raise ValueError if values are checked and wrong."""
     several = ids.dim() == len(call.rows) + 2
     ids_TDK, logprobs_TDK = call.flat(ids.detach()).long(), call.flat(logprobs.detach()).to(call.dtype)
     if not several:
@@ -165,6 +164,7 @@ def solve(kind: TopKLoss, teacher: TeacherRows, logprobs_TN: Tensor, log_tail_T:
     entry = entry + o.p.flatten(1) * (surplus * total.unsqueeze(1)).sum(2)
     far_T = None
     if terms.far is not None and log_tails is not None:
+        # Tails without digits in fp32: each one's pull is shared out over its ids by ratios, from log-probs.
         pull = torch.where(terms.far, scale * o.tail_q * o.mass_p, 0)
         far_T = -(pull * _share(log_tail_T.unsqueeze(1), log_tails)).sum(1)
         theirs = _share(logprobs_TN.unsqueeze(2), log_tails.unsqueeze(1)) * pull.unsqueeze(1)

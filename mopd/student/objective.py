@@ -63,6 +63,7 @@ class Sums:
         """Return the sums over all ranks by domain (domains without a loss token are left out), and the plan positions
         of samples with a non-finite loss. One all-reduce and one host synchronisation; equal on every rank."""
         flat = torch.cat([self._totals.flatten(), self._is_bad[:-1]])
+        # Tensor-parallel neighbours hold the same numbers: each row must count once in the sum over all ranks.
         if not layout.reports_loss:
             flat = torch.zeros_like(flat)
         dist.all_reduce(flat)
@@ -120,8 +121,7 @@ class Objective:
         return tuple(fields)
 
     def new_sums(self, *, num_domains: int, num_samples: int, diagnostics: bool, device: torch.device) -> Sums:
-        """Return empty sums of this loss's metrics. The names are the same on every rank, also on stages without
-        logits."""
+        """Return empty sums of this loss's metrics; the same names on every rank, stages without logits included."""
         names = ["num_tokens", "loss", "weighted_loss", "k1", "k3", "teacher_mass"]
         if isinstance(self.loss, TopKLossConfig):
             names += ["student_mass", "clamped", "tail_floored"]
@@ -133,8 +133,7 @@ class Objective:
             names += ["rollout_kl"] + ([] if isinstance(self.loss, PolicyGradientConfig) else ["correction_weight"])
             names += [] if self._correction.sequence is None else [MASKED_SEQUENCES]
         if diagnostics:
-            # The sampled losses do not read the teacher's top-k ids; the student's mass on them takes a pass of its
-            # own.
+            # The sampled losses do not read the teacher's top-k; the student's mass on it takes a pass by itself.
             names += DIAGNOSTICS if isinstance(self.loss, TopKLossConfig) else (*DIAGNOSTICS, "student_mass")
         return Sums(names, num_domains=num_domains, num_samples=num_samples, device=device)
 

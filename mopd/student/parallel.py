@@ -84,8 +84,7 @@ class Layout:
         return self.dp_rank * self.cp_size + self.cp_rank
 
     def sizes(self) -> dict[str, int]:
-        """Return the degrees of parallelism by recipe key; those of context and experts where they are not the
-        defaults."""
+        """Return the degrees of parallelism by recipe key; those of context and experts unless they are defaults."""
         sizes = {
             "tensor_model_parallel_size": self.tp_size,
             "pipeline_model_parallel_size": self.pp_size,

@@ -75,6 +75,7 @@ class StageReader:
             values = self._reader.fetch(ids, names)
             head, frames = to_frames(values)
         except (KeyError, UserError) as error:
+            # The neighbours wait in a broadcast: they get the error in the values' place and raise it too.
             self._send(packed({"error": message_of(error), "is_user_error": isinstance(error, UserError)}), [])
             raise
         self._send(packed(head), frames)
@@ -82,6 +83,7 @@ class StageReader:
 
     def _send(self, head: bytes, frames: Sequence[Any]) -> None:
         """Broadcast the sizes, then head and frames in one message."""
+        # Sizes first: a receiver must allocate before it takes part in the broadcast.
         body = b"".join(frames)
         dist.broadcast(torch.tensor([len(head), len(body)]), group_src=0, group=self._group)
         dist.broadcast(torch.frombuffer(bytearray(head + body), dtype=torch.uint8), group_src=0, group=self._group)
@@ -115,6 +117,7 @@ def one_ahead(build: Callable[[T], MicroBatch], items: Sequence[T], device: torc
         with torch.cuda.stream(stream):  # the stream's device becomes the thread's
             return build(item), stream.record_event()
 
+    # One thread: ``fetch`` is collective, so every rank must make its calls in the same order.
     with ThreadPoolExecutor(1, thread_name_prefix="micro-batch") as pool:
         following = pool.submit(prepare, items[0]) if items else None
         for number in range(len(items)):

@@ -63,6 +63,7 @@ class Neighbours(P2PCommunicator):
         self._sent: list[tuple[Tensor, Any]] = []  # kept alive until they are sent
         coming: list[tuple[int, Tensor, Any]] = []
         found = [[0, 0, 0], [0, 0, 0]]
+        # Nothing waits until both directions are under way.
         for number, (tensor, wanted, rank) in enumerate(
             ((tensor_send_prev, recv_prev, self.prev_rank), (tensor_send_next, recv_next, self.next_rank))
         ):
@@ -101,6 +102,7 @@ def run_schedule(
             options["samples"] = batch.rows.samples, len(batch.rows.domains)
         if batch.images is not None:
             options["images"] = batch.images
+        # ``labels`` carries the hook: ``GPTModel.forward`` hands it unread to ``StudentModel._postprocess``.
         output = model(
             input_ids=batch.tokens,
             position_ids=batch.position_ids,

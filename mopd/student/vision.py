@@ -59,8 +59,7 @@ def make_tower(student: StudentConfig, dtype: torch.dtype) -> nn.Module:
     freeze = student.vision.freeze
     for name, parameter in tower.named_parameters():
         parameter.requires_grad_(is_trained(name, freeze))
-        # Tensor-parallel ranks compute the same gradient, but kernels that add in no fixed order would let copies drift
-        # apart.
+        # Tensor-parallel ranks compute the same gradient; kernels that add in no fixed order would let copies drift.
         parameter.average_gradients_across_tp_domain = True
     if student.recompute == "full" and freeze == "none":
         tower.gradient_checkpointing_enable({"use_reentrant": False})

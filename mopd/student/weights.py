@@ -79,6 +79,7 @@ def iter_hf_weights(
     Raises:
         RuntimeError: the model was not built from ``dims``.
     """
+    # Every copy holds the same values: one of the shared weights and one of the experts send, the others leave.
     if layout.copy != 0 and layout.edp_rank != 0:
         return
     owned = {placed.megatron[0]: param for placed, param in _owned_params(model_chunks, dims, layout)}

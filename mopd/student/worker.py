@@ -138,6 +138,7 @@ class StudentWorker:
                 num_samples=plan.num_samples,
             )
 
+        # Both: Megatron sums gradients in the buffers of its DDP, which ``zero_grad`` of the optimizer does not touch.
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -149,6 +150,7 @@ class StudentWorker:
         result, bad = sums.reduce(self.domains, self.layout)
         if bad:
             raise NonFiniteError(self._describe_bad_loss(plan, bad))
+        # The plan's count is the loss's denominator: another number of masked tokens would silently rescale the loss.
         num_tokens = sum(domain.num_tokens for domain in result.values())
         if num_tokens != plan.num_loss_tokens:
             raise ValueError(f"loss masks hold {num_tokens} tokens but the plan says {plan.num_loss_tokens}")
@@ -207,6 +209,7 @@ class StudentWorker:
                 whole = form.spread(rows)
                 for i, sample in enumerate(batch):
                     views[sample.sample_id].copy_(whole[form.rows(i, sample.prompt_length - 1, sample.length - 1)])
+        # Each sample's rank has filled its numbers and all others hold 0, so the sum gathers them.
         dist.all_reduce(flat)
         if self.layout.rank:
             return []

@@ -45,8 +45,7 @@ class Manifest:
     """Hash of names, dtypes, shapes and bytes of all tensors; empty if they were not hashed (a teacher whose weights
     only an external server has)."""
     tokenizer_sha256: str
-    """Hash of names and bytes of the files that turn prompts into what the model reads: tokenizer, chat template, image
-    processor."""
+    """Hash of names and bytes of the files of tokenizer, chat template and image processor."""
 
     def to_json(self) -> dict[str, str]:
         """Return plain JSON types."""

@@ -311,8 +311,7 @@ def place(param: Param, dims: ModelDims, layer: int | None = None, expert: int |
 
 
 def vocabulary_names(dims: ModelDims) -> tuple[str, str]:
-    """Return the Hugging Face names of the head and of the embedding; if they are tied, no tensor has the head's
-    name."""
+    """Return the Hugging Face names of the head and of the embedding; a tied head is no tensor of its own."""
     return place(LM_HEAD, dims).hf_names[0], place(EMBEDDING, dims).hf_names[0]
 
 

@@ -133,6 +133,7 @@ class TorchDistReader:
             source = tuple(slice(first - b, last - b) for (first, last), b in zip(bounds, chunk.offsets, strict=True))
             box[target] = self._map(key, chunk)[source]
             num_found += prod(last - first for first, last in bounds)
+        # Chunks do not overlap, so the number of elements shows whether every part was found.
         if num_found != box.numel():
             raise UserError(
                 f"{self.folder / METADATA_FILE}: has no entry for a part of tensor '{key}' (asked for "
@@ -243,6 +244,7 @@ def _map_archive(path: Path, start: int, num_bytes: int) -> Tensor:
         data = next((item for item in entries if item.filename.endswith("/data/0")), None)
         if not isinstance(like, Tensor) or data is None:
             raise ValueError("no tensor")
+        # An expanded tensor would ask for more memory than its file has.
         if like.numel() * like.dtype.itemsize > data.file_size:
             raise ValueError("fewer values than its shape")
         file.seek(start + data.header_offset)

@@ -41,8 +41,7 @@ CONTENT = {"distrib_optim_sharding_type": "fully_reshardable"}
 def data_file(
     name: str, content: Sequence[Piece], itemsize: Mapping[str, int], read: Callable[[Piece], Tensor]
 ) -> OutputFile:
-    """Return one ``.distcp`` file; ``read`` returns a piece's values, of its ``sizes``. Its facts are archive
-    lengths."""
+    """Return one ``.distcp`` file; ``read`` returns a piece's values, of its ``sizes``. Its facts: archive lengths."""
 
     def write(stream: BinaryIO) -> list[int]:
         lengths = []

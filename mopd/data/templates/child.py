@@ -45,8 +45,7 @@ class Limits:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        # The default action of the signal ends the process. A Python handler would wait until an operation in C
-        # returns.
+        # The default action ends the process. A Python handler would wait until an operation in C returns.
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
         signal.setitimer(signal.ITIMER_PROF, render_s)

@@ -42,8 +42,7 @@ ESCAPE_CHARACTERS = 6
 BATCH_ROWS = 256
 BATCH_CHARACTERS = 2**20
 DEADLINE_S = 600.0
-"""Deadline for an answer, against a process that was stopped (SIGSTOP). A template's own work ends by processor
-time."""
+"""Deadline for an answer, against a process that was stopped (SIGSTOP). Limits of processor time end a template."""
 END_S = 10.0
 
 
@@ -173,6 +172,7 @@ class _TemplateProcess:
             on_error.callback(self._socket.close)
             self._socket.settimeout(DEADLINE_S)
             self._answers = on_error.enter_context(self._socket.makefile("rb"))
+            # Memory that both processes map: it can be read after the child was killed.
             self._progress = os.memfd_create("mopd-template")
             on_error.callback(os.close, self._progress)
             os.ftruncate(self._progress, os.sysconf("SC_PAGE_SIZE"))

@@ -154,6 +154,7 @@ def collect(inp: Tensor, selection: Selection, call: LossCall) -> tuple[LogProbs
         block.put_rows(unit_T, unit)
         block.put_rows(tail_lse_T, tail_lse)
     stats = exchange(tail_lse_T, selected_TN, selection.removed_TN, shard)
+    # exp(peak - joint log-sum-exp) over the softmax's largest entry, which belongs to the peak.
     local = torch.exp((peak_T - stats.shift_T) - stats.log_sum_T) / unit_T
     return stats, torch.where(peak_T == -torch.inf, 0, local)
 
@@ -202,6 +203,7 @@ def write_gradient(
             continue
         part = _dense(block, inp, out, scratch, dense_T, far)
         scatter_where(part, block.rows_of(column_TN), block.rows_of(write_TN), block.rows_of(entry_TN))
+        # ``_dense`` has written in place: nothing is left to copy.
         if part.data_ptr() == target.data_ptr():
             continue
         if block.pick is not None:

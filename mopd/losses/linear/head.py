@@ -65,8 +65,7 @@ class LinearHead:
         return self.row_shape(hidden).numel() if self.row_index is None else self.row_index.numel()
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """Return the rows that are computed, ``[N, H]``; without a copy if no gather and no choice of rows needs
-        one."""
+        """Return the rows that are computed, ``[N, H]``; without a copy if nothing is to be gathered or chosen."""
         return self.begin_gather(hidden)()
 
     def begin_gather(self, hidden: Tensor) -> Callable[[], Tensor]:
@@ -159,8 +158,7 @@ class LinearHead:
         return fit
 
     def _bytes_beside_chunks(self, hidden: Tensor, weight: Tensor) -> int:
-        """Return the bytes beside a chunk's logits: gathered rows, and gradients that are not the results
-        themselves."""
+        """Return the bytes beside a chunk's logits: gathered rows, and gradients that are not results themselves."""
         num_rows, total = self.num_rows(hidden), self.row_shape(hidden).numel()
         size, hidden_size, summed = weight.element_size(), hidden.size(-1), self.sum_dtype(weight).itemsize
         beside = hidden_size * num_rows * size if num_rows < total else 0
@@ -232,8 +230,7 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
 
 
 def _matmul_converted(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute ``out += a @ b`` in the dtype of ``out``, converting a part of the factors at a time, along the longer
-    dim."""
+    """Compute ``out += a @ b`` in the dtype of ``out``, converting parts of the factors: slices of the longer dim."""
     inner = a.size(1)
     if inner <= a.size(0):
         wide, step = b.to(out.dtype), max(1, CONVERSION_ELEMENTS // max(1, inner))

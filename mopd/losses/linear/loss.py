@@ -90,6 +90,7 @@ class HeadLogits(torch.autograd.Function):
                 grad_weight = torch.mm(grad_NV.t(), rows_NH)
             else:
                 matmul_into(buffer, grad_NV.t(), rows_NH, accumulate=True)
+                # DDP's hook then does not add the gradient a second time.
                 mark_added(ctx.weight)
             del rows_NH
         return None if given_back is None else given_back(), grad_weight, None

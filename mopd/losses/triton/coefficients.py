@@ -44,8 +44,7 @@ INFINITY: tl.constexpr = tl.constexpr(float("inf"))
 
 @triton.jit
 def _occurrences(ids, order, ids_ptr, order_ptr, valid, number, N: tl.constexpr, K: tl.constexpr, D_PAD: tl.constexpr):
-    """Return how often each teacher lists an id, [D, N], right at the first of equal ids; and the longest run of
-    those."""
+    """Return how often each teacher lists an id, [D, N], right at the first of equal ids; and their longest run."""
     d = tl.arange(0, D_PAD)
     count = ((order // K)[None, :] == d[:, None]).to(tl.float32)
     run = tl.full([], 1, tl.int32)
@@ -96,6 +95,7 @@ def _far_tails(
             top = tl.max(tl.where(total != 0, peak, MINUS_INFINITY), 0)
             outside = tl.sum(tl.where(total != 0, total * tl.exp2((peak - top) * scale), 0.0), 0)
             others = surplus < 0
+            # A teacher's tail: the ids that only other teachers list, and everything outside all ids.
             high = tl.maximum(tl.max(tl.where(others, selected[None, :], MINUS_INFINITY), 1), top)
             mass = tl.sum(tl.where(others, tl.exp2((selected[None, :] - high[:, None]) * scale), 0.0), 1)
             mass += tl.where(outside != 0, outside * tl.exp2((top - high) * scale), 0.0)
@@ -187,6 +187,7 @@ def _entropy(pay, parts, shift, total, p, logp, first, scale, inv_tau, PARTS_PAD
     peak = tl.load(pay + part, mask=inside, other=MINUS_INFINITY)
     mass = tl.load(pay + parts + part, mask=inside, other=0.0)
     moment = tl.load(pay + 2 * parts + part, mask=inside, other=0.0)
+    # A part's entropy follows from its sum and moment, so the logits need no second pass.
     share = tl.where(mass != 0, tl.exp2((peak - shift) * scale) / total, 0.0)
     below = tl.where(mass != 0, tl.log(total) - (peak - shift) * inv_tau, 0.0)
     of_parts = tl.sum(share * (mass * below - moment * inv_tau), 0)

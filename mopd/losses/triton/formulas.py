@@ -113,8 +113,7 @@ def mixture(p, log_p, q, log_q, beta, rest, log_beta, log_rest):
 
 @triton.jit
 def forward_kl(p, logp, p_seen, q, logq, valid, member, u, t, TAIL: tl.constexpr):
-    """Return KL(teacher || student): value [D], a [N], b [D], floored [D], a_held [N]. Tails [D] are ``u`` and
-    ``t``."""
+    """Return KL(teacher || student): value [D], a [N], b [D], floored [D], a_held [N]; ``u``, ``t`` are tails [D]."""
     # False for every teacher, in the shape of ``u``.
     floored = u < u
     b, a_held = tl.where(floored, 1.0, 0.0), tl.zeros_like(p)

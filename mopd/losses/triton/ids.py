@@ -79,6 +79,7 @@ def select_kernel(
         ids, order = (key >> 32).to(tl.int32), (key & 0xFFFFFFFF).to(tl.int32)
         place = number[None, :] + tl.zeros_like(order)
     tl.store(sorted_ptr + row64[:, None] * (N + 1) + place, ids, mask=listed)
+    # NO_ID behind the list: kernels look at the id after the last.
     tl.store(sorted_ptr + row64 * (N + 1) + N, tl.full([ROWS], NO_ID, tl.int32), mask=there)
     tl.store(order_ptr + row64[:, None] * N + place, order, mask=listed)
     W: tl.constexpr = GROUP_BITS // z_ptr.dtype.element_ty.primitive_bitwidth
@@ -88,6 +89,7 @@ def select_kernel(
     column = ids - start
     owned = listed & (column >= 0) & (column < num_columns)
     logits = tl.load(z[:, None] + at(column, stride_v, UNIT), mask=owned, other=0.0).to(tl.float32)
+    # 0 for ids of other ranks: the SUM all-reduce then brings every owner's logit to all ranks.
     pay = pay_ptr + row64 * pay_width + pay_begin
     tl.store(pay[:, None] + place, logits, mask=listed)
     if target_ptr is not None:
@@ -168,12 +170,13 @@ def neighbours_kernel(
         first, bits = _bits(lists, number, place, before, there, start, skipped, num_columns, N, W)
         group = place // W
         word = marks_ptr + row64[:, None] * words + group // 32
-        # Atomic: ids that other lanes look at may be in groups of the same word. Bits are only added, so no order is
-        # needed.
+        # Atomic: other lanes may mark groups in the same word. Bits are only added, in any order.
         tl.atomic_or(word, 1 << (group % 32).to(tl.int32), mask=first, sem="relaxed")
+        # The incomplete groups at the row's ends wait for the end of the kernel.
         head, tail = tl.where(first & (group == 0), bits, head), tl.where(first & (group == last), bits, tail)
         whole = first & (group < last) & ((group > 0) | (skipped == 0))
         x = tl.load(z + at(group[:, :, None] * W + lane, stride_v, UNIT), mask=whole[:, :, None], other=MINUS_INFINITY)
+        # Listed columns are left out of the sums: their logits are exchanged one by one.
         x = tl.where(((bits[:, :, None] >> lane) & 1) != 0, MINUS_INFINITY, x.to(tl.float32))
         peak, total, moment = _joined_columns(x, peak, total, moment, scale, ENTROPY)
     # The two ends of the row: group 0 if it begins before the row, and the last group.
@@ -241,6 +244,7 @@ def fixup_kernel(
     ids = tl.load(sorted_ptr + row64 * (N + 1) + number, mask=listed, other=NO_ID)
     before = tl.load(sorted_ptr + row64 * (N + 1) + number - 1, mask=listed & (number > 0), other=-1)
     column = ids - start
+    # The first of equal ids writes the sum of them all.
     write = listed & (ids != before) & (column >= 0) & (column < num_columns)
     value = tl.load(entry_ptr + row64 * N + number, mask=write, other=0.0)
     for step in range(1, tl.load(runs_ptr + row)):

@@ -29,8 +29,7 @@ GROUP_BITS: tl.constexpr = tl.constexpr(128)
 
 @triton.jit
 def row_of(ptr, row, inner, stride_a, stride_b, shift):
-    """Return a pointer to row ``row`` of ``[A, B, V]`` of any strides; ``inner`` = B, and row 0 is ``shift`` past
-    ``ptr``."""
+    """Return a pointer to row ``row`` of ``[A, B, V]`` of any strides; ``inner`` = B; row 0 is at ``ptr + shift``."""
     row = row.to(tl.int64)
     return ptr + ((row // inner) * stride_a + (row % inner) * stride_b + shift)
 
@@ -116,8 +115,7 @@ def _sums(x, out, peak, scale, ENTROPY: tl.constexpr):
 
 @triton.jit
 def moved(peak, new, total, moment, scale, ENTROPY: tl.constexpr):
-    """Return the sums above another peak: ``total`` = sum exp2((z - peak) * scale), ``moment`` the same times z -
-    peak."""
+    """Return the sums above peak ``new``: ``total`` = sum exp2((z - peak) * scale), ``moment`` that times z - peak."""
     by = peak - new
     shrink = tl.exp2(by * scale)
     if ENTROPY:
@@ -152,6 +150,7 @@ def _row_stats(
         x = _open(one, dtype, G)
         out = _left_out(marks, group)
         new = _largest(x, out, peak)
+        # Asked for before this step's exponentials, which then hide the latency of memory.
         one = _ask(z, group + AHEAD * G, lane < left, stride_v, UNIT)
         if AHEAD == 2:
             y = _open(two, dtype, G)
@@ -197,6 +196,7 @@ def stats_kernel(
         marks = marks_ptr + row.to(tl.int64) * words
         low, high = split * chunk, tl.minimum((split + 1) * chunk, (skipped + num_columns) // W)
         top, total, moment = _row_stats(z, marks, stride_v, low, high, scale, UNIT, ENTROPY, BLOCK, AHEAD)
+        # One program of the row adds what ``neighbours_kernel`` has left, or it would count once a split.
         if split == 0:
             mine = pay + rank * splits
             peak, beside, beside_moment = tl.load(mine), tl.load(mine + parts), 0.0
@@ -217,8 +217,7 @@ def stats_kernel(
 
 @triton.jit
 def _get(source, begin, inside, num_columns, EDGE: tl.constexpr):
-    """Load a tile [G, W] in fp32 where ``inside``. Groups begin at columns ``begin`` [G, 1]; whole ones are one
-    load."""
+    """Load a tile [G, W] in fp32 where ``inside``, whole groups at once. Groups begin at columns ``begin`` [G, 1]."""
     if EDGE:
         W: tl.constexpr = inside.shape[1]
         whole = (begin >= 0) & (begin + W <= num_columns)
@@ -276,6 +275,7 @@ def dense_kernel(
         if grad_ptr is not None:
             coefficient *= tl.load(grad_ptr + row.to(tl.int64) * grad_stride)
         shift = tl.load(row_data_ptr + num_rows + row)
+        # Groups of both tensors begin in the same columns: each is one load and one store.
         if ALIKE:
             z, _ = groups_of(z_ptr, row, z_inner, z_stride_a, z_stride_b, z_shift, Z_UNIT)
             z += at(place, z_stride_v, Z_UNIT)

@@ -145,6 +145,7 @@ def load(
     with _without_steps(optimizer):
         load_states(distributed, partial(restricted.load, folder=folder, is_part=True), layout.control_group)
     for group, kept in zip(optimizer.param_groups, options, strict=True):
+        # Learning rate and Adam's constants are those of the recipe that resumes.
         group.update(kept)
     scheduler.num_steps = state["weight_version"]
     scheduler.step(0)

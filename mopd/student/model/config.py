@@ -98,9 +98,8 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
         raise UserError(f"student.megatron_overrides {named}: Megatron refuses: {one_line(error)}") from error
     _check_recompute(config, stages)
     _check_messages(config)
-    # Micro-batches are padded to their own longest sequence; pipeline stages announce shapes to each other. Set here
-    # because the constructor refuses it beside the all-gather dispatcher, whose ranks must bring equally many tokens:
-    # mopd's do.
+    # Micro-batches are padded to their own longest sequence; stages announce shapes to each other. Set here because the
+    # constructor refuses it beside the all-gather dispatcher, whose ranks must bring equally many tokens: mopd's do.
     config.variable_seq_lengths = layout.pp_size > 1
     return config
 
