@@ -213,7 +213,7 @@ def _require_ids(path: Path, tokens: dict[str, Any]) -> None:
 
 
 def _require_whole_model(folder: Path) -> None:
-    if (folder / ADAPTER_CONFIG).exists():  # transformers would load the base folder it names, and add it
+    if (folder / ADAPTER_CONFIG).exists():  # transformers would load the base it names, with the adapter
         raise UserError(
             f"{shown_path(folder / ADAPTER_CONFIG)}: the folder holds an adapter, not a whole model: merge it with "
             "'mopd convert merge-lora', or remove this file if the weights are whole"

@@ -280,7 +280,7 @@ def check_names(reader: HfReader, dims: ModelDims) -> None:
         UserError: names the folder and the first such tensor.
     """
     expected: dict[str, tuple[int, ...]] = {}
-    for placed in families.all_params(dims):  # lazy: a config may ask for any number of layers
+    for placed in families.all_params(dims):  # ends at the first missing one, whatever the config asks for
         for name, shape in zip(placed.hf_names, placed.hf_shapes, strict=True):
             reader.require_shape(name, shape)
             expected[name] = shape

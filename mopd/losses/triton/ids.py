@@ -79,7 +79,6 @@ def select_kernel(
         ids, order = (key >> 32).to(tl.int32), (key & 0xFFFFFFFF).to(tl.int32)
         place = number[None, :] + tl.zeros_like(order)
     tl.store(sorted_ptr + row64[:, None] * (N + 1) + place, ids, mask=listed)
-    # NO_ID behind the list: kernels look at the id after the last.
     tl.store(sorted_ptr + row64 * (N + 1) + N, tl.full([ROWS], NO_ID, tl.int32), mask=there)
     tl.store(order_ptr + row64[:, None] * N + place, order, mask=listed)
     W: tl.constexpr = GROUP_BITS // z_ptr.dtype.element_ty.primitive_bitwidth
