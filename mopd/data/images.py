@@ -26,7 +26,7 @@ class StoredImage:
     folder: Path
     """Folder of the data file."""
     place: str
-    """File, row and number, for messages."""
+    """Text that names file, row and number, for messages."""
 
     def read(self) -> bytes:
         """Return the encoded file.

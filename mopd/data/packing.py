@@ -284,7 +284,7 @@ def _dealt(sizes: Sequence[int], rules: PackingRules, dp_size: int, per_rank: in
 
 
 def _fill(ordered: Sequence[SampleMeta], rules: PackingRules) -> list[MicroBatch]:
-    """Fill one rectangle after another from long samples to short: a micro-batch's first sample is its longest."""
+    """Fill one rectangle after another, from long samples to short: a micro-batch's first sample is its longest."""
     open_batches: list[list[SampleMeta]] = []
     longest = 0
     for sample in sorted(ordered, key=lambda s: (-s.length, s.sample_id)):
@@ -315,6 +315,7 @@ def _even_out(micro_batches: list[MicroBatch], rules: PackingRules, dp_size: int
 
 
 def _uneven(num_samples: int, rules: PackingRules, dp_size: int) -> UserError:
+    """Return the error for samples that cannot be shared out."""
     return UserError(
         f"{num_samples} samples fill a micro-batch each and cannot be shared evenly by {_sharing(rules, dp_size)} or "
         "raise student.max_tokens_per_micro_batch"
@@ -322,7 +323,7 @@ def _uneven(num_samples: int, rules: PackingRules, dp_size: int) -> UserError:
 
 
 def _sharing(rules: PackingRules, dp_size: int) -> str:
-    """Who shares micro-batches, and how many samples a step may have."""
+    """Return the part of a message that says who shares micro-batches, and how many samples a step may have."""
     groups, times = "", ""
     if rules.count_multiple > 1:
         groups = f" in groups of {rules.count_multiple} (virtual pipeline stages)"
@@ -334,7 +335,7 @@ def _sharing(rules: PackingRules, dp_size: int) -> str:
 
 
 def _cut(ordered: Sequence[SampleMeta], rules: PackingRules, micro_batch_size: int, dp_size: int) -> list[MicroBatch]:
-    """Micro-batches of ``micro_batch_size`` in order of the ids, or smaller ones whose sizes differ by one at most."""
+    """Cut samples, in order of their ids, into micro-batches of ``micro_batch_size`` or evenly smaller ones."""
     num = _up(-(-len(ordered) // micro_batch_size), dp_size * rules.count_multiple)
     if num > len(ordered):
         raise UserError(
@@ -348,7 +349,8 @@ def _cut(ordered: Sequence[SampleMeta], rules: PackingRules, micro_batch_size: i
 def _share_out(
     micro_batches: Sequence[MicroBatch], rules: PackingRules, dp_size: int
 ) -> tuple[tuple[MicroBatch, ...], ...]:
-    """Costliest first, each to the least loaded rank that still has room; all ranks get the same number."""
+    """Give each micro-batch, the costliest first, to the least loaded rank that has room; all ranks get the same
+    number."""
     ranks: list[list[MicroBatch]] = [[] for _ in range(dp_size)]
     loads = [(0.0, rank) for rank in range(dp_size)]
     for batch in sorted(micro_batches, key=lambda b: (-rules.cost(b), b[0].sample_id)):
