@@ -60,7 +60,7 @@ class OutputFile:
 
     name: str
     num_bytes: int
-    """Its size, at least approximately: used for the check of disk space and for progress."""
+    """Size, at least approximately: used for the check of disk space and for progress."""
     write: Callable[[BinaryIO], list[int]]
     """Function that writes all its bytes and returns numbers that the end of the job needs (``Written.facts``)."""
     num_facts: int = 0

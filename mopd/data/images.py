@@ -111,7 +111,6 @@ class ImageStore:
         """
         path = self._paths[ref.file]
         place = f"{shown_path(path)}: row {ref.row}"
-        """Return file, row and number, for messages."""
         _, _, below = self._key.partition(".")
         value = self._reader(ref.file).value(ref.row)
         if below and isinstance(value, Mapping):
@@ -134,7 +133,7 @@ class ImageStore:
         self._reader(file)
 
     def place(self, ref: ImageRef) -> str:
-        """File, row and number, for messages."""
+        """Return file, row and number, for messages."""
         return f"{shown_path(self._paths[ref.file])}: row {ref.row}: image {ref.number}"
 
     def _load(self, ref: ImageRef) -> bytes:

@@ -349,8 +349,7 @@ def _cut(ordered: Sequence[SampleMeta], rules: PackingRules, micro_batch_size: i
 def _share_out(
     micro_batches: Sequence[MicroBatch], rules: PackingRules, dp_size: int
 ) -> tuple[tuple[MicroBatch, ...], ...]:
-    """Give each micro-batch, the costliest first, to the least loaded rank that has room; all ranks get the same
-    number."""
+    """Give each micro-batch, the costliest first, to the least loaded rank with room; all get the same number."""
     ranks: list[list[MicroBatch]] = [[] for _ in range(dp_size)]
     loads = [(0.0, rank) for rank in range(dp_size)]
     for batch in sorted(micro_batches, key=lambda b: (-rules.cost(b), b[0].sample_id)):

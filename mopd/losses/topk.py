@@ -133,7 +133,7 @@ class Solution:
     dense_T: Tensor
     """-G, summed over teachers: the factor of p_j outside S."""
     far_T: Tensor | None
-    """What student tails below ``SMALLEST`` add to that, as the factor of p_j over the mass outside all ids."""
+    """Addition to that from student tails below ``SMALLEST``: the factor of p_j over the mass outside all ids."""
     metrics: dict[str, Tensor]
 
 

@@ -69,7 +69,7 @@ class MoeDims:
     shared_ffn_hidden_size: int = 0
     """Width of the MLP that every token passes beside its experts; 0 for none."""
     layers: tuple[bool, ...]
-    """For each layer, whether it has experts."""
+    """Flags of the layers: whether each has experts."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     normalized: bool
     """Whether the chosen experts' scores are divided by their sum."""

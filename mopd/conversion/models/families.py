@@ -40,10 +40,10 @@ class Param:
     """One Megatron parameter and its Hugging Face parts."""
 
     megatron: tuple[str, ...]
-    """Its names under the layer specs, the local one first, TransformerEngine's last."""
+    """Names under the layer specs, the local one first, TransformerEngine's last."""
     merge: Merge
     hf: tuple[HfTensor, ...]
-    """Its parts, in the order in which they merge."""
+    """Hugging Face parts, in the order in which they merge."""
     needs: Switch | None = None
     """Property without which a model does not have the row."""
 

@@ -69,7 +69,7 @@ class _Common(TorchCommonLoadStrategy):
     """Loader of ``common.pt``, the values that are stored once and not sharded."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Return the values by name. Raises ``UserError`` if the file holds anything else."""
+        """Return the values by name. Raise ``UserError`` if the file holds anything else."""
         path = Path(checkpoint_dir) / COMMON_STATE_FNAME
         with open_regular(path, cure=_CURE) as stream:
             try:
