@@ -97,11 +97,9 @@ def parallel_topk_distill(
 
     Returns:
         loss ``[rows]`` (or the sum) and metrics ``[rows]``: ``unweighted_loss``; ``teacher_mass`` and ``student_mass``
-        on
-        S; ``clamped`` 1 where a clamp or cap takes effect; ``clamped_entries``, the share of S whose student log-prob
-        is at
-        the floor; ``tail_floored`` 1 where a tail is below 1e-6; ``student_logprobs`` with ``target``; ``entropy`` in
-        nats.
+        on S; ``clamped`` 1 where a clamp or cap takes effect; ``clamped_entries``, the share of S whose student
+        log-prob is at the floor; ``tail_floored`` 1 where a tail is below 1e-6; ``student_logprobs`` with ``target``;
+        ``entropy`` in nats.
     """
     options = Options(temperature, backend, overwrite_input, check_values)
     call = _open_call(inp, options, loss_weight, dist_process_group, vocab_range, true_vocab_size)

@@ -114,8 +114,7 @@ def kept_sequences(
 
     Returns:
         bool ``[B]``, equal on the ranks of ``group``. A response with a NaN stays, so that its loss is not finite and
-        the
-        fault is seen.
+        the fault is seen.
 
     Raises:
         ValueError: wrong shapes, or bounds out of order.

@@ -72,9 +72,8 @@ def iter_hf_weights(
 
     Yields:
         Contiguous tensors in their parameters' dtypes: load and export are a bit-exact pair. They are on the CPU in
-        memory
-        of their own; or, ``in_place``, on the parameters' device, in the parameters' own memory if they lie there
-        unmerged.
+        memory of their own; or, ``in_place``, on the parameters' device, in the parameters' own memory if they lie
+        there unmerged.
 
     Raises:
         RuntimeError: the model was not built from ``dims``.

@@ -90,8 +90,7 @@ def split_shards(
 
     Returns:
         Contiguous tensors in the order of ``placed.hf_names``, padding rows stripped, with memory of their own or, if
-        the
-        caller ``shares_memory``, that of a single shard where they lie in it as they are.
+        the caller ``shares_memory``, that of a single shard where they lie in it as they are.
     """
     merge = placed.param.merge
     if shares_memory and len(shards) == 1:
