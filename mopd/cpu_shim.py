@@ -1,13 +1,13 @@
-"""Runs Megatron-Core on a machine without CUDA. This module is the only place that knows how.
+"""Megatron-Core on a machine without CUDA. This module is the only place that knows how.
 
 Megatron asks for CUDA by literals (``device="cuda"``), by ``torch.cuda`` calls and by comparing type strings. Without
 CUDA ``activate()`` answers those on the CPU; with CUDA it does nothing. Three parts:
 
 - ``torch.cuda`` functions and Megatron's CUDA random-state functions, replaced once per process;
-- ``torch`` as Megatron's schedules see it, likewise. Forward and backward passes and Adam need no more, so they run
-  outside ``activate()``;
-- for all else, a ``TorchFunctionMode`` that redirects device arguments. It sees every call of torch, and belongs to one
-  thread: every thread that builds, clips, saves or loads enters ``activate()`` (``asyncio.to_thread`` starts without).
+- the name ``torch`` in Megatron's schedules, also replaced once. Forward and backward passes and Adam need no more, so
+  they run outside ``activate()``;
+- for all else, a ``TorchFunctionMode`` that redirects device arguments. It intercepts every torch call, and is per
+  thread: each thread that builds, clips, saves or loads enters ``activate()`` (``asyncio.to_thread`` starts without).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _thread = threading.local()
 
 @contextmanager
 def activate() -> Iterator[None]:
-    """Let this thread run Megatron without CUDA; a no-op with CUDA. May be nested; also works as a decorator of plain
-    functions (not of generators, whose body would run after it has ended)."""
+    """Let this thread run Megatron without CUDA; do nothing with CUDA. May be nested; also works as a decorator of
+    plain functions (not of generators, whose body would run after it has ended)."""
     if torch.cuda.is_available() or getattr(_thread, "is_active", False):
         yield
         return
@@ -46,7 +46,7 @@ def activate() -> Iterator[None]:
 
 
 class _CudaOnCpu(TorchFunctionMode):
-    """Redirects ``cuda`` device arguments to the CPU and answers ``Tensor.type()`` with CUDA names."""
+    """Mode that redirects ``cuda`` device arguments to the CPU and answers ``Tensor.type()`` with CUDA names."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -95,6 +95,7 @@ def _install() -> None:
         rng: Any = megatron_random
         rng._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
         rng._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+        # The schedules call ``torch.zeros(..., device="cuda")`` in each pass; a mode there would slow every torch call.
         schedules_module: Any = schedules
         schedules_module.torch = _TorchOnCpu("torch")
         _is_installed = True

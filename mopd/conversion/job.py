@@ -2,13 +2,14 @@
 
 While it runs everything lies beside the target, in ``.<target>.converting``::
 
-    job.json            what is converted and how; --resume goes on with nothing else
+    job.json            what is converted and how; --resume goes on only with the same
     lock                held by the process that writes
     journal/            one small file for each finished one, with its size and SHA-256
+    stop                a rank has failed: all ranks leave
     out/                becomes the target by one rename, after its manifest was written
 
-A file is finished when its bytes are on disk and the journal has it; the others are written again. What is in
-a file follows from the job alone, never from the number of ranks or from an interruption.
+A file is finished when its bytes are on disk and the journal has it; the others are written again. A file's content
+depends on the job alone, never on the number of ranks or on an interruption.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ from mopd.files.writing import sync, writing
 from mopd.types import UserError
 
 _SPARE_BYTES = 2**24
-"""Manifest, index and journal."""
+"""Room for manifest, index and journal in the check of disk space."""
 _MAX_JOURNAL_BYTES = 2**28
 _MAX_UNHASHED = 2
-"""Files that are written but not yet hashed."""
+"""Largest number of files that are written but not yet hashed."""
 _READ_BYTES = 1 << 22
 
 Item = TypeVar("Item")
 
 
 class Stopped(Exception):
-    """Another rank has failed; its error is the one to tell."""
+    """Another rank has failed; its error is the one to report."""
 
 
 CheckInputs = Callable[[int, int, Callable[[], bool]], None]
-"""``(rank, size, is_over)``: hashes this rank's share of the inputs while it writes, until ``is_over()``; raises
-``UserError``."""
+"""Function ``(rank, size, is_over)`` that hashes this rank's share of the inputs while it writes, until ``is_over()``;
+raises ``UserError``."""
 
 
 def check_nothing(rank: int, size: int, is_over: Callable[[], bool]) -> None:
-    """For inputs of which no hash is known."""
+    """Check nothing: the inputs have no known hashes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +60,16 @@ class OutputFile:
 
     name: str
     num_bytes: int
-    """Its size, at least nearly: for the check of disk space and for progress."""
+    """Size, at least approximately: used for the check of disk space and for progress."""
     write: Callable[[BinaryIO], list[int]]
-    """Writes all its bytes; returns numbers that the end of the job needs (``Written.facts``)."""
+    """Function that writes all its bytes and returns numbers that the end of the job needs (``Written.facts``)."""
     num_facts: int = 0
-    """How many."""
+    """How many numbers ``write`` returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A finished file: what the journal has of it."""
+    """A finished file, as the journal records it."""
 
     name: str
     num_bytes: int
@@ -85,9 +86,9 @@ class Job:
     description: Mapping[str, Any]
     """JSON-able: command, options and identity of the inputs. The same description gives the same bytes."""
     finish: Callable[[Path, Mapping[str, Written]], None]
-    """Writes what is left into the folder (metadata, side files), given what was written; the manifest last."""
+    """Function that writes the rest of the folder (metadata, side files), given the written files; manifest last."""
     marker: str
-    """File of a whole target that repeats the description under ``job``."""
+    """File of a complete target that repeats the description under ``job``."""
     check_inputs: CheckInputs = check_nothing
     _lock_file: IO[str] | None = field(init=False, default=None)
 
@@ -107,7 +108,7 @@ class Job:
         return sum(file.num_bytes for file in self.files)
 
     def begin(self, *, resume: bool) -> bool:
-        """Make or take over the work folder; False when ``resume`` finds nothing left to do.
+        """Make or take over the work folder; return False if ``resume`` finds nothing left to do.
 
         Raises:
             UserError: the target exists, another conversion has the folder, it was of something else, or the disk is
@@ -155,7 +156,7 @@ class Job:
                 is_over.set()
 
     def _write_files(self, files: Sequence[OutputFile], finisher: ThreadPoolExecutor, checked: Future[None]) -> None:
-        """Hashing a file overlaps with writing the next one."""
+        """Write files one after another; hashing one overlaps with writing the next."""
         finished = self._journal()
         pending: list[Future[None]] = []
         for file in files:
@@ -175,7 +176,7 @@ class Job:
             future.result()
 
     def stop(self) -> None:
-        """Have all ranks leave ``write_share`` at their next file."""
+        """Make all ranks leave ``write_share`` at their next file."""
         (self.work / "stop").touch()
 
     def complete(self) -> None:
@@ -197,7 +198,7 @@ class Job:
         shutil.rmtree(self.work, ignore_errors=True)
 
     def _remove_leftovers(self) -> None:
-        """What an interrupted ``finish`` wrote: a manifest must not list it."""
+        """Remove what an interrupted ``finish`` wrote: the manifest must not list it."""
         names = {file.name for file in self.files}
         for path in list(self.out.iterdir()):
             if path.is_dir():
@@ -212,7 +213,7 @@ class Job:
         ).get("job") == _plain(self.description)
 
     def _refuse_links(self) -> None:
-        """What is written below must stay below: a link could lead anywhere."""
+        """Raise ``UserError`` for a link in the work folder: files written through it could land anywhere."""
         for path in (self.work, *self.work.rglob("*")):
             if path.is_symlink():
                 raise UserError(
@@ -227,7 +228,7 @@ class Job:
             raise UserError(f"{self.work}: another process is converting into it; wait for its end") from error
 
     def _agree(self) -> None:
-        """The work folder belongs to the same conversion, or is new and becomes this one's."""
+        """Check that the work folder belongs to the same conversion, or make a new one this conversion's."""
         path = self.work / "job.json"
         mine = _plain(self.description)
         if not path.is_file():
@@ -242,7 +243,7 @@ class Job:
                 )
 
     def _journal(self) -> dict[str, Written]:
-        """Finished files by name. What a crash cut off has no such name yet."""
+        """Return the finished files by name. A journal file that a crash cut off still has its temporary name."""
         kinds = {"name": str, "num_bytes": int, "sha256": str, "facts": list}
         done = {}
         for path in sorted((self.work / "journal").glob("*.json")):
@@ -259,24 +260,26 @@ class Job:
             return False
         if not path.is_file() or path.stat().st_size != entry.num_bytes:
             return False
+        # Hashed again: the file may have been damaged since.
         return sha256_of(path) == entry.sha256
 
     def _finish_file(self, path: Path, facts: list[int]) -> None:
+        """Sync and hash a file, then enter it into the journal."""
         with writing(path):
             sync(path)
+            # Only after the sync: what the journal has must survive a crash.
             entry = Written(path.name, path.stat().st_size, sha256_of(path), facts)
             write_json(self.work / "journal" / f"{path.name}.json", asdict(entry))
 
 
 def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
-    """As JSON gives it back."""
+    """Return the value as JSON gives it back."""
     plain: dict[str, Any] = json.loads(json.dumps(value))
     return plain
 
 
 def filled(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
-    """Items as they come in runs, each ended before its sizes would sum to more than ``limit``; a larger item has a run
-    of its own."""
+    """Yield items in runs, each ended before its sizes exceed ``limit`` in all; a larger item is a run by itself."""
     run: list[Item] = []
     total = 0
     for item in items:
@@ -291,7 +294,7 @@ def filled(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) ->
 
 
 def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's bytes."""
+    """Return the hexadecimal SHA-256 of a file's bytes."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_READ_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -312,12 +315,12 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def files_below(folder: Path) -> list[str]:
-    """Relative names of all files, sorted."""
+    """Return the relative names of all files, sorted."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 def require_new(target: Path) -> None:
-    """Refuses a target that is there already, or a link, which a rename cannot replace.
+    """Refuse a target that exists already, or a link, which a rename cannot replace.
 
     Raises:
         UserError: names it.
@@ -329,10 +332,10 @@ def require_new(target: Path) -> None:
 
 
 def require_free_bytes(folder: Path, needed: int) -> None:
-    """Refuses to begin what the disk cannot hold.
+    """Refuse to begin what the disk cannot hold.
 
     Raises:
-        UserError: both sizes.
+        UserError: names both sizes.
     """
     free = shutil.disk_usage(folder).free
     if free < needed:

@@ -15,14 +15,15 @@ TORCH_DTYPES = {
     "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-"""Names of the safetensors format; its U16, U32 and U64 have no place in a language model."""
+"""Dtype by its name in the safetensors format; its U16, U32 and U64 have no place in a language model."""
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 WEIGHT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes that a user may ask for."""
 
 
 def map_tensor(path: Path, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The tensor of ``shape`` whose bytes begin at byte ``start`` of a file: a private view, unmapped when freed.
+    """Return the tensor of ``shape`` whose bytes begin at byte ``start`` of a file: a private view, unmapped when
+    freed.
 
     Writing into the view changes neither the file nor another view.
     """
@@ -39,5 +40,5 @@ def map_tensor(path: Path, start: int, shape: Sequence[int], dtype: torch.dtype)
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy; valid as long as the tensor lives."""
+    """Return the bytes of a contiguous CPU tensor, without a copy; valid as long as the tensor lives."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data

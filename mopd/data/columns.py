@@ -1,4 +1,4 @@
-"""A row of any known schema as prompt, ground truth, domain and extra information."""
+"""Rows of any known schema, read as prompt, ground truth, domain and extra information."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from mopd.files.reading import shown_path
 from mopd.types import UserError
 
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
-"""Of ShareGPT's ``from``; others are roles already."""
+"""ShareGPT's ``from`` -> chat role; other values are roles already."""
 MAX_IMAGE_ROWS = 64
-"""Rows of a file whose images are decoded to look into it."""
+"""Largest number of rows of a file whose images ``survey`` decodes."""
 _ASK_FOR_TESTS = "{task}\n\nYour code should pass these tests:\n\n{tests}"
-"""The form in which MBPP is asked: only its tests say what the function is called."""
+"""Form in which MBPP is asked: only its tests tell the function's name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fields:
-    """What one row holds; ``MISSING`` where there is no such column."""
+    """Contents of one row; ``MISSING`` where there is no such column."""
 
     prompt: Any
     ground_truth: Any
@@ -36,10 +36,10 @@ class Fields:
 
 
 class RowReader:
-    """Reads the rows of one file as its columns are mapped."""
+    """Reader of one file's rows by its column mapping."""
 
     def __init__(self, file: DataFileConfig, *, image_key: str | None = None) -> None:
-        """``file`` as ``DataConfig.files`` gives it; without ``image_key`` images are not read."""
+        """``file`` comes from ``DataConfig.files``; without ``image_key`` images are not read."""
         assert file.columns is not None, "an entry as DataConfig.files gives it"
         self.mapping = mapping_of(file.columns)
         self._name = file.columns if isinstance(file.columns, str) else None
@@ -53,7 +53,7 @@ class RowReader:
 
     @property
     def holds_questions(self) -> bool:
-        """A prompt in plain text is what a user asks, in a data set that knows no chat."""
+        """Whether a plain-text prompt of this schema is a user's question, since the data set has no chat messages."""
         return self._name in _QUESTIONS
 
     @property
@@ -65,10 +65,10 @@ class RowReader:
         return [*keys, *_FURTHER.get(self._name or "", ()), *images]
 
     def read(self, row: Mapping[str, Any], place: str) -> Fields:
-        """The fields of a row.
+        """Return the fields of a row.
 
         Raises:
-            UserError: there is no prompt or no domain; a column that a shipped mapping reads holds what it cannot.
+            UserError: there is no prompt or no domain; a column that a shipped mapping reads holds what it cannot read.
         """
         convert = _CONVERSIONS.get(self._name or "")
         truth = self._optional(row, self.mapping.ground_truth)
@@ -103,18 +103,18 @@ class RowReader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """The first rows of a file."""
+    """Counts of the first rows of a file."""
 
     counts: Counter[str]
-    """Rows by domain."""
+    """Number of rows by domain."""
     with_images: Counter[str]
-    """Rows with images by domain."""
+    """Number of rows with images by domain."""
     is_whole: bool
-    """The file has no others."""
+    """Whether these are all rows of the file."""
 
 
 def survey(file: DataFileConfig, max_rows: int, *, image_key: str | None = None, student_sees: bool = False) -> Survey:
-    """Up to ``max_rows`` rows. For a student that sees images those of some rows are decoded.
+    """Count up to ``max_rows`` rows. If the student sees images, decode those of some rows.
 
     Raises:
         UserError: file, row and column of what cannot be read, and of images that cannot be used.
@@ -138,7 +138,7 @@ def survey(file: DataFileConfig, max_rows: int, *, image_key: str | None = None,
 
 
 def _gsm8k(row: Mapping[str, Any], prompt: Any, truth: Any, place: str) -> tuple[Any, Any]:
-    """The number behind ``####``, without separators of thousands."""
+    """Take the number behind ``####`` as ground truth, without thousands separators."""
     if truth is MISSING or truth is None:
         return prompt, truth
     if not isinstance(truth, str) or "####" not in truth:
@@ -149,7 +149,7 @@ def _gsm8k(row: Mapping[str, Any], prompt: Any, truth: Any, place: str) -> tuple
 
 
 def _math(row: Mapping[str, Any], prompt: Any, truth: Any, place: str) -> tuple[Any, Any]:
-    """The column ``answer``, else what the last ``\\boxed{…}`` of ``solution`` holds."""
+    """Take the column ``answer`` as ground truth, else the content of the last ``\\boxed{…}`` of ``solution``."""
     if truth is not MISSING and truth is not None:
         return prompt, truth
     solution = lookup(row, "solution")
@@ -165,6 +165,7 @@ def _math(row: Mapping[str, Any], prompt: Any, truth: Any, place: str) -> tuple[
 
 
 def _last_boxed(text: str) -> str | None:
+    """Return the content of the last ``\\boxed{…}`` or ``\\fbox{…}``, braces inside it matched."""
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start < 0:
         return None
@@ -178,9 +179,9 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _mbpp(row: Mapping[str, Any], prompt: Any, truth: Any, place: str) -> tuple[Any, Any]:
-    """The task with its tests, and ``{"test_list": [...], "test_setup_code": "..."}`` for the ``code`` reward."""
+    """Return the task with its tests, and ``{"test_list": [...], "test_setup_code": "..."}`` for reward ``code``."""
     if prompt is MISSING or prompt is None:
-        prompt = lookup(row, "text")  # so the full set calls it, the sanitized one says prompt
+        prompt = lookup(row, "text")  # the full set calls the column text, the sanitized one prompt
     if not isinstance(truth, list) or not truth or not all(isinstance(test, str) for test in truth):
         raise UserError(
             f"{place}: column 'test_list' is no list of assert statements, which columns: mbpp reads: "
@@ -199,7 +200,7 @@ def _mbpp(row: Mapping[str, Any], prompt: Any, truth: Any, place: str) -> tuple[
 
 
 def _openthoughts(row: Mapping[str, Any], prompt: Any, truth: Any, place: str) -> tuple[Any, Any]:
-    """The conversation behind the column ``system``, where there is one."""
+    """Put the column ``system``, if there is one, before the conversation."""
     system = lookup(row, "system")
     if isinstance(prompt, list) and isinstance(system, str) and system:
         prompt = [{"role": "system", "content": system}, *prompt]
@@ -211,8 +212,8 @@ def _other(column: str) -> str:
 
 
 def _as_messages(prompt: Any) -> Any:
-    """Chat messages with ``role`` and ``content``, up to the answer that they end with: the student writes its own.
-    Anything else as it is."""
+    """Return chat messages with ``role`` and ``content``, without the assistant messages at the end: the student writes
+    its own answer. Return anything else as it is."""
     if not isinstance(prompt, list) or not all(isinstance(message, Mapping) for message in prompt):
         return prompt
     messages = [_as_message(message) for message in prompt]
@@ -222,7 +223,7 @@ def _as_messages(prompt: Any) -> Any:
 
 
 def _as_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """ShareGPT's ``from`` and ``value`` as ``role`` and ``content``."""
+    """Return ShareGPT's ``from`` and ``value`` as ``role`` and ``content``."""
     if not {"from", "value"} <= message.keys() or message.get("role") is not None:
         return message
     who = message["from"]
@@ -237,7 +238,7 @@ _CONVERSIONS: Mapping[str, _Conversion] = {
     "mbpp": _mbpp,
     "openthoughts": _openthoughts,
 }
-"""Row, prompt, ground truth and place -> prompt and ground truth."""
+"""Name of a shipped mapping -> function of row, prompt, ground truth and place that returns prompt and ground truth."""
 _QUESTIONS = ("gsm8k", "math", "mbpp", "question_answer")
 _FURTHER = {"math": ("solution",), "mbpp": ("text", "test_imports", "test_setup_code"), "openthoughts": ("system",)}
 """Top-level columns that a shipped mapping reads beside those that it names."""

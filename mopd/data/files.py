@@ -20,31 +20,31 @@ from mopd.text import one_line
 from mopd.types import UserError
 
 MISSING = object()
-"""What ``lookup`` returns where a key leads nowhere (a present null is ``None``)."""
+"""Result of ``lookup`` for a key that leads nowhere (a null that is present is ``None``)."""
 MAX_ROW_BYTES = 16 * 2**20
-"""A JSON line's length; a hundred times the longest prompt that a model takes."""
+"""Longest JSON line: a hundred times the longest prompt that a model takes."""
 MAX_FOOTER_BYTES = 64 * 2**20
-"""Description of a parquet file's row groups and columns: a terabyte has less."""
+"""Longest footer (description of row groups and columns) of a parquet file: a terabyte's is shorter."""
 BATCH_ROWS = 64
 HEAVY_BATCH_ROWS = 4
-"""Of a file with a heavy column."""
+"""Rows read at a time from a file with a heavy column."""
 MAX_BATCH_BYTES = 64 * 2**20
-"""``BATCH_ROWS`` rows of a parquet file in memory: a few bytes on disk may stand for gigabytes."""
+"""Largest size in memory of ``BATCH_ROWS`` rows of a parquet file: a few bytes on disk may stand for gigabytes."""
 MAX_GROUP_BYTES = 512 * 2**20
-"""A row group of a parquet file from which single rows are read: the group is the least that can be read."""
+"""Largest row group of a parquet file from which single rows are read: a group is the least that can be read."""
 CURE = "correct data.train or data.validation"
 _READ_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError)
-"""What pyarrow raises; a conversion to Python may also overflow."""
+"""Errors that pyarrow raises; a conversion to Python may also overflow."""
 
 
 def read_rows(
     path: Path, columns: Sequence[str], *, heavy: str | None = None
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """``(row number from 0, row)`` of a file; parquet reads only the named top-level columns, few rows at a time where
-    it has the column ``heavy``, which is one of them.
+    """Yield ``(row number from 0, row)`` of a file. Of parquet only the named top-level columns are read, few rows at a
+    time if the file has the column ``heavy``, which is one of them.
 
-    ``UserError`` that names file and row, for a missing, unreadable or empty file, a file that is neither ``.parquet``
-    nor ``.jsonl``, a repeated column or key, and a value that Python cannot hold.
+    Raise ``UserError`` that names file and row, for a missing, unreadable or empty file, a file that is neither
+    ``.parquet`` nor ``.jsonl``, a repeated column or key, and a value that Python cannot hold.
     """
     if path.suffix not in (".parquet", ".jsonl"):
         raise UserError(
@@ -61,7 +61,7 @@ def read_rows(
 
 
 def read_first(path: Path) -> Mapping[str, Any]:
-    """The first row, with all columns. ``UserError`` as ``read_rows``."""
+    """Return the first row, with all columns. Raise ``UserError`` as ``read_rows``."""
     columns: list[str] = []
     if path.suffix == ".parquet":
         _check_frame(path)
@@ -74,7 +74,7 @@ def read_first(path: Path) -> Mapping[str, Any]:
 
 
 def lookup(row: Mapping[str, Any], key: str) -> Any:
-    """Value under a dotted key, or ``MISSING``: ``lookup({"a": {"b": 1}}, "a.b")`` is 1."""
+    """Return the value under a dotted key, or ``MISSING``: ``lookup({"a": {"b": 1}}, "a.b")`` is 1."""
     value: Any = row
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -84,23 +84,23 @@ def lookup(row: Mapping[str, Any], key: str) -> Any:
 
 
 class ColumnReader:
-    """Values of one top-level column by row number, for a few rows at a time in any order. Any thread may ask."""
+    """Reader of single values of one top-level column by row number, in any order. Thread-safe."""
 
     def __init__(self, path: Path, column: str) -> None:
-        """Looks at where rows begin. ``UserError`` as ``read_rows``; for a row group that is too large to be read for
-        a single row."""
+        """Find out where rows begin. Raise ``UserError`` as ``read_rows``, and for a row group above
+        ``MAX_GROUP_BYTES``."""
         self._path, self._column = path, column
         self._lock = threading.Lock()
         self._group: tuple[int, pa.ChunkedArray] | None = None
-        """The one that was read last."""
+        """Number and column of the row group that was read last."""
         self._starts = self._group_starts() if path.suffix == ".parquet" else _line_starts(path)
-        """Of each row group its first row and, last, the number of rows; of each JSON line its place in the file."""
+        """Parquet: first row of each row group, then the number of rows. JSON lines: offset of each line."""
 
     def value(self, row: int) -> Any:
-        """The value, or ``MISSING`` where the row has no such column.
+        """Return the value, or ``MISSING`` if the row has no such column.
 
         Raises:
-            UserError: the file cannot be read, or has no such row any more.
+            UserError: the file cannot be read, or no longer has such a row.
         """
         with self._lock:
             if self._path.suffix == ".parquet":
@@ -118,7 +118,7 @@ class ColumnReader:
             raise self._changed(row)
         try:
             if self._group is None or self._group[0] != group:
-                self._group = None  # before the next: two groups may be more than there is room for
+                self._group = None  # freed before the next is read: two may not fit in memory
                 with _open_parquet(self._path) as file:
                     if self._column not in file.schema_arrow.names:
                         return MISSING
@@ -149,7 +149,7 @@ class ColumnReader:
 
 
 def _line_starts(path: Path) -> array[int]:
-    """Places of the lines that are no blank ones."""
+    """Return the offsets of the lines that are not blank."""
     starts, place = array("q"), 0
     with open_regular(path, cure=CURE) as file:
         while line := file.readline(MAX_ROW_BYTES + 1):
@@ -218,7 +218,7 @@ def _unreadable(path: Path, row: int, error: Exception) -> UserError:
 
 
 def _check_frame(path: Path) -> None:
-    """The magic bytes at both ends and the length of the description, before a parser sees the file."""
+    """Check the magic bytes at the end and the footer's length, before a parser sees the file."""
     with open_regular(path, cure=CURE) as file:
         size = file.seek(0, 2)
         file.seek(max(size - 8, 0))
@@ -239,9 +239,9 @@ def _check_frame(path: Path) -> None:
 
 
 def _chosen_columns(path: Path, file: pq.ParquetFile, columns: Sequence[str]) -> list[str]:
-    """Those of ``columns`` that the file has. Refuses what Python objects cannot tell apart or hold.
+    """Return those of ``columns`` that the file has. Refuse what Python objects cannot distinguish or hold.
 
-    It looks at the schema alone: pyarrow ends the process at a damaged description of a row group's column.
+    It reads the schema alone: pyarrow ends the process at a damaged description of a row group's column.
     """
     shown, schema = shown_path(path), file.schema_arrow
     again = _repeated(schema.names)
@@ -256,7 +256,7 @@ def _chosen_columns(path: Path, file: pq.ParquetFile, columns: Sequence[str]) ->
 
 
 def _check_type(where: str, root: pa.DataType) -> None:
-    """No field twice in a structure (a mapping would keep one of them), no deep nest."""
+    """Refuse a field that occurs twice in a structure (a mapping would keep one of them), and deep nesting."""
     level = [root]
     for _ in range(MAX_DEPTH):
         below: list[pa.DataType] = []
@@ -284,13 +284,13 @@ def _value(path: Path, number: int, batch: pa.RecordBatch, name: str, i: int) ->
 
 
 def listed(names: Sequence[Any], most: int = 20) -> str:
-    """Names for a message: quoted, the first few."""
+    """Return the first few names, quoted, for a message."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(quoted(name) for name in names[:most]) + more
 
 
 def quoted(name: Any) -> str:
-    """One name, in the middle of a message."""
+    """Return one name, quoted and shortened, for the middle of a message."""
     text = repr(name)
     return text if len(text) <= 80 else f"{text[:60]}…{text[-10:]}"
 

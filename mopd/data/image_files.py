@@ -1,6 +1,6 @@
-"""Encoded images that anybody may have written: within limits that the header shows, and as RGB pixels.
+"""Encoded images from untrusted files: checked against limits by their header, and decoded to RGB pixels.
 
-One way to pixels for student and engines, the one that vLLM goes: turned as EXIF says, what is transparent on white.
+Student and engines get their pixels here, as vLLM makes them: rotated as EXIF says, transparency on white.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mopd.types import UserError
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
 MAX_IMAGES = 16
-"""Of one prompt."""
+"""Largest number of images of one prompt."""
 MAX_ASPECT_RATIO = 200
-"""Longer side by shorter side: beyond it processors refuse."""
+"""Largest ratio of the longer to the shorter side: processors refuse images beyond it."""
 _ORIENTATION = 0x0112
-"""EXIF's tag."""
+"""EXIF's tag of the orientation."""
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -32,16 +32,16 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""EXIF's orientation -> what turns the pixels upright; from 5 on, height and width change places."""
+"""EXIF orientation -> operation that makes the pixels upright; from 5 on it exchanges height and width."""
 
 
 def digest_of(content: bytes) -> bytes:
-    """Name of an encoded file: the first 16 bytes of its SHA-256."""
+    """Return the name of an encoded file: the first 16 bytes of its SHA-256."""
     return hashlib.sha256(content).digest()[:16]
 
 
 def image_size(content: bytes, place: str) -> tuple[int, int]:
-    """Height and width of the upright image in pixels, from the header alone.
+    """Return height and width of the upright image in pixels, from the header alone.
 
     Raises:
         UserError: headed by ``place``; a format, mode or size that is not taken, an animation, no image at all.
@@ -51,7 +51,7 @@ def image_size(content: bytes, place: str) -> tuple[int, int]:
 
 
 def read_rgb(content: bytes, place: str) -> Image.Image:
-    """The decoded, upright image in mode RGB. Raises ``UserError`` as ``image_size``, and for damaged pixels."""
+    """Return the decoded, upright image in mode RGB. Raise ``UserError`` as ``image_size``, and for damaged pixels."""
     image, turn = _open(content, place)
     try:
         image.load()
@@ -64,26 +64,26 @@ def read_rgb(content: bytes, place: str) -> Image.Image:
         white = Image.new("RGB", layered.size, (255, 255, 255))
         white.paste(layered, mask=layered.getchannel("A"))
         return white
-    except Exception as error:  # the decoders raise what they like over damaged files
+    except Exception as error:  # decoders raise any exception on damaged files
         raise UserError(
             f"{place}: the image is damaged: {one_line(error):.200}: write it again or remove the row"
         ) from error
 
 
 def _open(content: bytes, place: str) -> tuple[ImageFile.ImageFile, int]:
-    """The image, not decoded yet, and its orientation, 1 for upright."""
+    """Return the image, not decoded yet, and its orientation, 1 for upright."""
     if len(content) > MAX_IMAGE_BYTES:
         raise UserError(f"{place}: the image has {len(content)} bytes, the limit is {MAX_IMAGE_BYTES}: scale it down")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit is below
             image = Image.open(io.BytesIO(content), formats=FORMATS)
-            # Not the PNG reader's own, which decodes the pixels first.
+            # ``Image.Image``'s method: the PNG reader's own decodes the pixels first.
             turn = Image.Image.getexif(image).get(_ORIENTATION, 1)
             is_animated = bool(getattr(image, "is_animated", False))
     except Image.DecompressionBombError as error:
         raise UserError(f"{place}: {_too_large(one_line(error))}") from error
-    except UnidentifiedImageError as error:  # whose text is the name of an object
+    except UnidentifiedImageError as error:  # its text only names an object
         raise UserError(f"{place}: no image of the formats {', '.join(FORMATS)}: convert it") from error
     except Exception as error:
         raise UserError(

@@ -1,4 +1,4 @@
-"""How a family's processor makes patches of an image, as numbers: enough to know how many tokens it takes. No torch."""
+"""Settings by which a family's processor cuts an image into patches: enough to count an image's tokens. No torch."""
 
 from __future__ import annotations
 
@@ -20,47 +20,48 @@ from mopd.types import UserError
 PREPROCESSOR_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
 _CURE = "fetch the file again"
 _TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast")
-"""What Qwen2-VL and its successors name; the two compute alike."""
+"""Processor classes of Qwen2-VL and its successors; the two compute alike."""
 _MAX_SIDE = 1024
-"""Of a patch, and of what is merged."""
+"""Largest side of a patch, and of the square of patches that is merged."""
 _ALWAYS_ON = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _BICUBIC = 3
 _DEFAULT_PIXELS = (56 * 56, 28 * 28 * 1280)
-"""Least and most of one image, where a file names neither: the class's own."""
+"""Smallest and largest number of pixels of one image if a file names neither: the processor class's own defaults."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageProcessing:
-    """All that changes pixels or their number."""
+    """All settings that change pixels or their number."""
 
     patch_size: int
     """Side of a patch in pixels."""
     temporal_patch_size: int
-    """Frames of a patch; an image is repeated so often."""
+    """Frames of a patch; an image is repeated that many times."""
     merge_size: int
     """Side of the square of patches that becomes one token."""
     min_pixels: int
-    """Smaller images are scaled up."""
+    """Smallest number of pixels; smaller images are scaled up."""
     max_pixels: int
-    """Larger images are scaled down."""
+    """Largest number of pixels; larger images are scaled down."""
     mean: tuple[float, ...]
-    """Of each colour, subtracted."""
+    """Value subtracted from each colour."""
     std: tuple[float, ...]
-    """Of each colour, divided by."""
+    """Value that each colour is divided by."""
     rescale_factor: float
-    """What a byte is multiplied by first."""
+    """Factor that a byte is multiplied by first."""
     resample: int
-    """Pillow's number of the filter."""
+    """Pillow's number of the resampling filter."""
 
     @property
     def fingerprint(self) -> str:
-        """Hex hash: equal for two sides that make the same pixels of the same file."""
+        """Hex hash, equal for two processors that make the same pixels of the same file."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     def grid(self, height: int, width: int) -> tuple[int, int, int]:
-        """(1, rows, columns) of patches of an image with so many pixels: both sides become multiples of a token's,
-        the area comes between ``min_pixels`` and ``max_pixels``, the ratio stays as near as that allows."""
+        """Return (1, rows, columns) of patches of an image with this height and width in pixels: sides become
+        multiples of a token's, the area comes between ``min_pixels`` and ``max_pixels``, the ratio changes as little
+        as possible."""
         side = self.patch_size * self.merge_size
         rows, columns = round(height / side), round(width / side)  # Python rounds .5 to even, and so do processors
         area = rows * columns * side * side
@@ -74,17 +75,17 @@ class ImageProcessing:
         return 1, rows * self.merge_size, columns * self.merge_size
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
-        """Tokens that an image of ``grid`` takes in a prompt."""
+        """Return the tokens that an image of ``grid`` takes in a prompt."""
         return math.prod(grid) // self.merge_size**2
 
 
 def sees_images(folder: str | Path) -> bool:
-    """Whether the model of a folder takes images, by its ``config.json``. ``UserError`` where that is damaged."""
+    """Return whether the model of a folder takes images, by its ``config.json``. Raise ``UserError`` for a bad one."""
     return read_config(Path(folder)).get("model_type") in VISION_FORMATS
 
 
 def read_image_processing(folder: str | Path, max_pixels: int | None) -> ImageProcessing:
-    """Of a model's folder; ``max_pixels`` in place of the folder's where it is given.
+    """Read the settings of a model's folder; ``max_pixels`` replaces the folder's if it is given.
 
     Raises:
         UserError: there is no such file, it is damaged or of another kind of processor, or it asks for what is not
@@ -125,7 +126,7 @@ def read_image_processing(folder: str | Path, max_pixels: int | None) -> ImagePr
 
 
 def _read(folder: Path) -> tuple[Path, Mapping[str, Any]]:
-    """The image processor's settings: a file of their own, or a section of the whole processor's."""
+    """Return the image processor's settings: a file of their own, or a section of the whole processor's."""
     whole = folder / PROCESSOR_FILE
     if whole.is_file():
         section = read_json_object(whole, cure=_CURE, any_number=True).get("image_processor")

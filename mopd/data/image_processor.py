@@ -1,6 +1,6 @@
-"""Pixels of encoded images as patches, by the processor that vLLM uses: transformers' class on top of torchvision.
+"""Patches of encoded images, made by the processor that vLLM uses: transformers' class on top of torchvision.
 
-Pillow's resizing gives other pixels, which moves log-probs by some hundredths.
+Pillow's resizing gives other pixels, which changes log-probs by some hundredths.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mopd.types import UserError
 
 
 class ImageProcessor:
-    """Makes patches. Keeps nothing between calls: any thread may call it."""
+    """Converter from encoded images to patches. Keeps no state between calls: any thread may call it."""
 
     def __init__(self, processing: ImageProcessing) -> None:
-        """Imports torchvision, which a run without images does not need; ``UserError`` where there is none."""
+        """Import torchvision, which a run without images does not need. Raise ``UserError`` if it is missing."""
         try:
             from transformers import Qwen2VLImageProcessor
 
@@ -39,7 +39,7 @@ class ImageProcessor:
         self.processing = processing
 
     def patches(self, files: Sequence[bytes]) -> tuple[Tensor, Tensor]:
-        """Patches [P, C * T * p * p] fp32 of all ``files`` one after the other, and their grids [N, 3] int64.
+        """Return patches [P, C * T * p * p] fp32 of all ``files`` one after the other, and their grids [N, 3] int64.
 
         Raises:
             UserError: a file is no image that is taken, or damaged; names its digest.
@@ -48,7 +48,7 @@ class ImageProcessor:
         patches, grids = [torch.empty(0, width)], [torch.empty(0, 3, dtype=torch.int64)]
         for content in files:
             image = read_rgb(content, f"image {digest_of(content).hex()}")
-            # One at a time: what comes out for a file does not depend on its neighbours.
+            # One at a time, so that a file's result does not depend on its neighbours.
             made = self._processor.preprocess(image, return_tensors="pt")
             patches.append(made["pixel_values"].float())
             grids.append(made["image_grid_thw"].long())

@@ -1,4 +1,4 @@
-"""Images of data files: what a row's column holds, and the encoded bytes behind a reference."""
+"""Images of data files: the content of a row's image column, and the encoded bytes behind a reference."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class StoredImage:
     content: bytes | None
     path: str | None
     folder: Path
-    """Of the data file."""
+    """Folder of the data file."""
     place: str
-    """File, row and number, for messages."""
+    """Text that names file, row and number, for messages."""
 
     def read(self) -> bytes:
-        """The encoded file.
+        """Return the encoded file.
 
         Raises:
             UserError: there is no such file, it is too large, or it lies outside the folder.
@@ -44,6 +44,7 @@ class StoredImage:
         if "\0" in self.path:
             raise UserError(f"{where} is not a possible file name: correct it")
         folder = os.path.realpath(self.folder)
+        # Resolved before the comparison: neither ``..`` nor a link may lead out of the folder.
         real = os.path.realpath(os.path.join(folder, self.path))
         if os.path.commonpath([folder, real]) != folder:
             raise UserError(
@@ -55,7 +56,7 @@ class StoredImage:
 
 
 def stored_images(value: Any, path: Path, place: str) -> list[StoredImage]:
-    """What the image column of a row of the data file ``path`` holds; none where it is absent or null.
+    """Return the images in the image column of a row of the data file ``path``; none if it is absent or null.
 
     Raises:
         UserError: it is no list of ``{bytes: …}`` and ``{path: …}``, or too long a one.
@@ -74,7 +75,7 @@ def stored_images(value: Any, path: Path, place: str) -> list[StoredImage]:
     for number, item in enumerate(items):
         content, name = (item.get("bytes"), item.get("path")) if isinstance(item, Mapping) else (None, None)
         if isinstance(content, bytes):
-            name = None  # where the bytes came from
+            name = None  # a name beside bytes only says where they came from
         elif content is not None or not isinstance(name, str) or not name:
             raise UserError(
                 f"{place}: image {number} (data.image_key) is {type(item).__name__} {quoted(item)}, not "
@@ -85,13 +86,13 @@ def stored_images(value: Any, path: Path, place: str) -> list[StoredImage]:
 
 
 def holds_images(value: Any) -> bool:
-    """What an image column of a row holds looks like images, well or badly written."""
+    """Return whether the content of a row's image column looks like images, well or badly written."""
     items = value if isinstance(value, list) else [value]
     return any(isinstance(item, Mapping) and ("bytes" in item or "path" in item) for item in items)
 
 
 class ImageStore:
-    """The images of some data files. Files are opened when they are asked for; any thread may ask."""
+    """The images of some data files. Files are opened on first use. Thread-safe."""
 
     def __init__(self, entries: Sequence[str | DataFileConfig], cfg: DataConfig) -> None:
         """``entries`` are ``cfg.train`` or ``cfg.validation``, whichever the references were made from."""
@@ -103,7 +104,7 @@ class ImageStore:
         """Digests of files that could be decoded."""
 
     def read(self, ref: ImageRef) -> bytes:
-        """The encoded file.
+        """Return the encoded file.
 
         Raises:
             UserError: it cannot be read, or is another than the reference was made from; names file and row.
@@ -123,16 +124,16 @@ class ImageStore:
         return content
 
     def prompt_image(self, ref: ImageRef) -> PromptImage:
-        """For an engine. What ``load`` gives can be decoded: a damaged image ends here, by its file and row, and not
-        somewhere in a server."""
+        """Return the image for an engine. Its ``load`` decodes the image first: a damaged one raises here, by file and
+        row, and not somewhere in a server."""
         return PromptImage(digest=ref.digest, grid=ref.grid, load=partial(self._load, ref))
 
     def prepare(self, file: int) -> None:
-        """Looks at a data file that has images: ``UserError`` where single rows of it cannot be read."""
+        """Open a data file that has images. Raise ``UserError`` if single rows of it cannot be read."""
         self._reader(file)
 
     def place(self, ref: ImageRef) -> str:
-        """File, row and number, for messages."""
+        """Return file, row and number, for messages."""
         return f"{shown_path(self._paths[ref.file])}: row {ref.row}: image {ref.number}"
 
     def _load(self, ref: ImageRef) -> bytes:

@@ -1,8 +1,8 @@
 """Positions of text and images for multimodal rotary embeddings (Qwen2.5-VL and Qwen3-VL). Integers only; no torch.
 
-A text token stands at (p, p, p) in time, height and width. The tokens of an image that begins at p stand at
-(p, p + row, p + column), row by row, and what follows goes on at p + the longer of its two sides. With an image of
-2 x 3 merged patches (``i``)::
+A text token stands at (p, p, p) in time, height and width. The tokens of an image that begins at p stand at (p, p +
+row, p + column), row by row, and the following text goes on at p + the longer of its two sides. With an image of 2 x 3
+merged patches (``i``)::
 
     tokens   a  b  i  i  i  i  i  i  c
     time     0  1  2  2  2  2  2  2  5
@@ -24,7 +24,7 @@ Integers = NDArray[np.int64]
 
 
 def image_starts(tokens: Integers, grids: Sequence[Grid], *, image_token_id: int, merge_size: int) -> list[int]:
-    """Where each image's tokens begin among ``tokens`` [L].
+    """Return where each image's tokens begin among ``tokens`` [L].
 
     Raises:
         ValueError: the image tokens are not those of these images, one after another.
@@ -42,15 +42,15 @@ def image_starts(tokens: Integers, grids: Sequence[Grid], *, image_token_id: int
 
 
 def mrope_positions(tokens: Integers, grids: Sequence[Grid], *, image_token_id: int, merge_size: int) -> Integers:
-    """[3, L] positions in time, height and width of ``tokens`` [L], whose image tokens are expanded: one for each
-    merged patch. The next token would stand at the largest of them + 1.
+    """Return [3, L] positions in time, height and width of ``tokens`` [L], whose image tokens are expanded: one for
+    each merged patch. The next token would stand at the largest of them + 1.
 
     Raises:
         ValueError: as ``image_starts`` does.
     """
     starts = image_starts(tokens, grids, image_token_id=image_token_id, merge_size=merge_size)
     positions = np.empty((3, len(tokens)), dtype=np.int64)
-    done = following = 0  # tokens; position of the next one
+    done = following = 0  # tokens with positions; position of the next token
     for start, (_, height, width) in zip(starts, grids, strict=True):
         rows, columns = height // merge_size, width // merge_size
         positions[:, done:start] = np.arange(following, following + start - done)

@@ -1,7 +1,7 @@
-"""Which sample is computed in which micro-batch on which data-parallel rank. Integers and costs; no torch.
+"""Assignment of samples to micro-batches and data-parallel ranks. Integers and costs; no torch.
 
-A micro-batch is a pack of sequences, one after another, or a rectangle of right-padded ones. What it costs is counted
-in tokens that no attention mixes:
+A micro-batch is a pack of sequences, one after another, or a rectangle of right-padded ones. The unit of its cost is
+what a token costs outside attention:
 
     cost of a sequence of L tokens    L + c L^2       c: operations of causal attention / (L x those of the weights)
     cost of a micro-batch             the sum over its sequences, those of a rectangle as long as its longest
@@ -24,70 +24,70 @@ Place = tuple[int, int]
 """A data-parallel rank and the number of one of its packs."""
 
 SIZES_PER_OCTAVE = 16
-"""Sizes between a power of two and the next that packs are padded to on a GPU: padding is at most 1/16."""
+"""Number of sizes between a power of two and the next that packs are padded to on a GPU: padding is at most 1/16."""
 FP8_MULTIPLE = 16
-"""Of the rows of a matrix product in fp8."""
+"""Multiple that the rows of a matrix product in fp8 must be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingRules:
-    """What a micro-batch may look like, and what it costs."""
+    """Limits, padding and cost of a micro-batch."""
 
     is_packed: bool
-    """Sequences one after another; else right-padded ones side by side."""
+    """Whether sequences stand one after another; else they are right-padded side by side."""
     max_tokens: int
-    """Of a micro-batch: of its padded sequences together."""
+    """Largest number of tokens of a micro-batch, padding of its sequences included."""
     micro_batch_size: int | None
-    """A fixed number of samples in a micro-batch instead."""
+    """Fixed number of samples in a micro-batch, in place of ``max_tokens``."""
     square_cost: float
-    """c: what the square of a sequence's length costs beside its length."""
+    """c: cost of the square of a sequence's length, relative to that of its length."""
     sequence_multiple: int = 1
-    """Of the tokens of each sequence, padding included."""
+    """Multiple that each sequence is padded to, in tokens."""
     total_multiple: int = 1
-    """Of the tokens of a pack."""
+    """Multiple that a pack is padded to, in tokens."""
     count_multiple: int = 1
-    """Of the micro-batches of a rank: with virtual pipeline stages Megatron's schedule takes them in groups."""
+    """Multiple of a rank's number of micro-batches: Megatron's schedule of virtual stages takes them in groups."""
     sizes_per_octave: int | None = None
-    """Packs are padded to one of so many sizes between two powers of two; None: no more than the layout needs."""
+    """Number of pack sizes between two powers of two; None: packs are padded no further than the layout needs."""
 
     def sequence(self, length: int) -> int:
-        """Tokens of a sequence with its padding."""
+        """Return the tokens of a sequence with its padding."""
         return _up(length, self.sequence_multiple)
 
     def pack_size(self, tokens: int) -> int:
-        """Tokens of a pack with its padding, of sequences that have ``tokens`` with theirs."""
+        """Return the tokens of a pack with its padding, from ``tokens``, the sum of its padded sequences."""
         size = _up(tokens, self.total_multiple)
         if self.sizes_per_octave is None:
             return size
         step = max(1, (1 << (size.bit_length() - 1)) // self.sizes_per_octave)
-        # Never beyond the budget, unless the sequences are.
+        # Padding to the next size stops at ``max_tokens``.
         return max(size, _up(min(_up(size, step), self.max_tokens), self.total_multiple))
 
     def num_tokens(self, batch: Sequence[SampleMeta]) -> int:
-        """That are computed for ``batch``, padding included."""
+        """Return the tokens that are computed for ``batch``, padding included."""
         lengths = [self.sequence(sample.length) for sample in batch]
         return self.pack_size(sum(lengths)) if self.is_packed else len(batch) * max(lengths)
 
     def cost(self, batch: Sequence[SampleMeta]) -> float:
-        """Of a micro-batch, without what a pack is padded with as a whole."""
+        """Return the cost of a micro-batch, without the padding of a pack as a whole."""
         lengths = [self.sequence(sample.length) for sample in batch]
         if not self.is_packed:
             return len(batch) * self.sequence_cost(max(lengths))
         return math.fsum(self.sequence_cost(length) for length in lengths)
 
     def sequence_cost(self, tokens: int) -> float:
-        """Of a sequence of ``tokens``, padding included."""
+        """Return the cost of a sequence of ``tokens``, padding included."""
         return tokens + self.square_cost * tokens**2
 
 
 def packing_rules(student: StudentConfig, dims: ModelDims, *, on_gpu: bool) -> PackingRules:
-    """Those of a recipe's student on its layout. On a CPU, where no graph is captured and padding costs its full time,
-    packs are padded no further than the layout needs."""
+    """Return the rules of a recipe's student on its layout. On a CPU, where no graph is captured and padding costs its
+    full time, packs are padded no further than the layout needs."""
     parallel, stages = student.parallel, student.parallel.pipeline_model_parallel_size
     rows = parallel.context_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
     if student.megatron_overrides.get("fp8"):
         rows *= FP8_MULTIPLE
-    # Of a sequence cut into twice as many chunks as there are context-parallel ranks each takes two.
+    # Context parallelism cuts a sequence into 2 chunks a rank (``student/attention.py``), which must be equally long.
     chunks = 1 if parallel.context_parallel_size == 1 else 2 * parallel.context_parallel_size
     both = math.lcm(rows, chunks)
     return PackingRules(
@@ -103,7 +103,8 @@ def packing_rules(student: StudentConfig, dims: ModelDims, *, on_gpu: bool) -> P
 
 
 def square_cost(dims: ModelDims) -> float:
-    """c of a model: 2 operations a weight and token against 4 a channel, query and visible key, half of which are."""
+    """Return c of a model: attention's 4 operations per channel, query and visible key (half of the keys) against 2 per
+    weight and token."""
     hidden = dims.hidden_size
     if dims.mla is None:
         queries = dims.num_attention_heads * dims.head_dim
@@ -124,7 +125,7 @@ def square_cost(dims: ModelDims) -> float:
 
 
 def _mlp_width(dims: ModelDims, layer: int) -> int:
-    """Rows of the gated MLPs that a token meets in a layer."""
+    """Return the rows of the gated MLPs that a token passes in a layer; with experts, the chosen and the shared."""
     if dims.moe is None or not dims.moe.layers[layer]:
         return dims.ffn_hidden_size
     return dims.moe.shared_ffn_hidden_size + dims.moe.experts_per_token * dims.moe.ffn_hidden_size
@@ -134,10 +135,11 @@ def pack(samples: Sequence[SampleMeta], rules: PackingRules, *, dp_size: int) ->
     """Plan one optimizer step; the same samples give the same plan in whatever order they come.
 
     Every rank gets the same number of micro-batches, as few as this finds, none of them empty, and about the same cost;
-    of a rank's the costliest comes first. With ``micro_batch_size`` every micro-batch holds that many samples, or as
-    evenly fewer as the rank count asks. ``UserError`` for a sample above ``max_tokens``, fewer samples than ranks, or
-    micro-batches that cannot be shared out evenly.
+    the costliest of a rank comes first. With ``micro_batch_size`` every micro-batch holds that many samples, or as
+    evenly fewer as the rank count asks. Raise ``UserError`` for a sample above ``max_tokens``, fewer samples than
+    ranks, or micro-batches that cannot be shared out evenly.
     """
+    # Sorted first, and every tie below is broken by id: the plan must not depend on the order of arrival.
     ordered = sorted(samples, key=lambda sample: sample.sample_id)
     if len(ordered) < dp_size * rules.count_multiple > dp_size:
         raise UserError(
@@ -166,7 +168,7 @@ def pack(samples: Sequence[SampleMeta], rules: PackingRules, *, dp_size: int) ->
 
 
 def plan_metrics(plan: MicroBatchPlan, rules: PackingRules) -> dict[str, float]:
-    """What a plan wastes: padding among all tokens that are computed, and the busiest rank's cost over the mean."""
+    """Return a plan's waste: padding among all tokens that are computed, and the busiest rank's cost over the mean."""
     computed = sum(rules.num_tokens(batch) for rank in plan.micro_batches for batch in rank)
     real = sum(sample.length for rank in plan.micro_batches for batch in rank for sample in batch)
     costs = [math.fsum(rules.cost(batch) for batch in rank) for rank in plan.micro_batches]
@@ -177,6 +179,7 @@ def plan_metrics(plan: MicroBatchPlan, rules: PackingRules) -> dict[str, float]:
 
 
 def _check_lengths(ordered: Sequence[SampleMeta], rules: PackingRules) -> None:
+    """Raise ``UserError`` for a sample that fits into no micro-batch."""
     for sample in ordered:
         padded = rules.sequence(sample.length)
         if padded > rules.max_tokens:
@@ -188,8 +191,8 @@ def _check_lengths(ordered: Sequence[SampleMeta], rules: PackingRules) -> None:
 
 
 def _packs(ordered: Sequence[SampleMeta], rules: PackingRules, dp_size: int) -> tuple[tuple[MicroBatch, ...], ...]:
-    """Packs of each rank, the costliest first, so that ranks do about the same at the same time; in each the longest
-    sequences first, so that equally long ones are neighbours and share a kernel."""
+    """Return the packs of each rank, the costliest first, so that ranks do about the same at the same time; in each the
+    longest sequences first, so that equally long ones are neighbours and share a kernel."""
     by_length = sorted(ordered, key=lambda sample: (-sample.length, sample.sample_id))
     per_rank, places = _fewest_packs([rules.sequence(sample.length) for sample in by_length], rules, dp_size)
     ranks: list[list[list[SampleMeta]]] = [[[] for _ in range(per_rank)] for _ in range(dp_size)]
@@ -201,10 +204,9 @@ def _packs(ordered: Sequence[SampleMeta], rules: PackingRules, dp_size: int) -> 
 
 
 def _fewest_packs(sizes: Sequence[int], rules: PackingRules, dp_size: int) -> tuple[int, list[Place]]:
-    """Packs of a rank and where sequences of ``sizes`` tokens, the longest first, go: as few packs as a bisection
-    finds. More packs than suffice may once in a while not suffice (dealing is greedy), so that fewer might have done;
-    counts above 256 are found to within 1/256.
-    """
+    """Return the number of packs of a rank and the places of sequences of ``sizes`` tokens, the longest first, for as
+    few packs as a bisection finds. Dealing is greedy, so that once in a while more packs than suffice do not suffice
+    and the bisection misses a smaller number; counts above 256 are found to within 1/256."""
     step, most = rules.count_multiple, len(sizes) // (dp_size * rules.count_multiple)
     # No pack holds two sequences above half of it.
     fewest = max(-(-sum(sizes) // rules.max_tokens), sum(2 * size > rules.max_tokens for size in sizes))
@@ -217,7 +219,7 @@ def _fewest_packs(sizes: Sequence[int], rules: PackingRules, dp_size: int) -> tu
         if len(places) == len(sizes):
             break
         too_few = groups
-        # Were the packs of those that are left as full as these: mostly enough, and seldom far too many.
+        # Estimate: the sequences that found no room need packs as full as these. Mostly enough, seldom far too many.
         likely = -(-groups * len(sizes) // len(places))
         groups = max(groups + 1, min(most, max(groups + stride, likely)))
         stride *= 2
@@ -232,8 +234,8 @@ def _fewest_packs(sizes: Sequence[int], rules: PackingRules, dp_size: int) -> tu
 
 
 def _dealt(sizes: Sequence[int], rules: PackingRules, dp_size: int, per_rank: int) -> list[Place]:
-    """Longest processing time first: each sequence goes to the rank with the least cost that has room, there to the
-    pack with the least; the last ones fill packs that are still empty. Ends before a sequence that finds no room.
+    """Deal out sequences, longest processing time first: each goes to the rank with the least cost that has room, there
+    to the pack with the least; the last ones fill packs that are still empty. Stop at a sequence that finds no room.
 
     Sequences come in descending ``sizes``, so a pack with room for one has room for all that follow.
     """
@@ -248,7 +250,9 @@ def _dealt(sizes: Sequence[int], rules: PackingRules, dp_size: int, per_rank: in
     places: list[Place] = []
     num_empty = dp_size * per_rank
     for size in sizes:
+        # With as many sequences left as empty packs, only empty packs (0 tokens) are open: none may stay empty.
         most = 0 if len(sizes) - len(places) <= num_empty else rules.max_tokens - size
+        # Sequences get shorter: ranks and packs that had no room may have some now.
         while without_room and without_room[0][0] <= most:
             _, rank, load = heappop(without_room)
             heappush(ranks, (load, rank))
@@ -270,6 +274,7 @@ def _dealt(sizes: Sequence[int], rules: PackingRules, dp_size: int, per_rank: in
         num_empty -= not tokens
         tokens, own = tokens + size, rules.sequence_cost(size)
         heapreplace(ranks, (load + own, rank))
+        # With room for another of this size the pack stays open; else it waits for shorter sequences.
         if tokens <= most:
             heapreplace(open_packs, (cost + own, number, tokens))
         else:
@@ -279,7 +284,7 @@ def _dealt(sizes: Sequence[int], rules: PackingRules, dp_size: int, per_rank: in
 
 
 def _fill(ordered: Sequence[SampleMeta], rules: PackingRules) -> list[MicroBatch]:
-    """Fill one rectangle after another from long samples to short: a micro-batch's first sample is its longest."""
+    """Fill one rectangle after another, from long samples to short: a micro-batch's first sample is its longest."""
     open_batches: list[list[SampleMeta]] = []
     longest = 0
     for sample in sorted(ordered, key=lambda s: (-s.length, s.sample_id)):
@@ -302,6 +307,7 @@ def _even_out(micro_batches: list[MicroBatch], rules: PackingRules, dp_size: int
         is_single, *_, batch = heap[0]
         if is_single:
             raise _uneven(len(heap), rules, dp_size)
+        # Longest first: the rectangle of the second half is narrower.
         half = (len(batch) + 1) // 2
         heapreplace(heap, entry(batch[:half]))
         heappush(heap, entry(batch[half:]))
@@ -309,6 +315,7 @@ def _even_out(micro_batches: list[MicroBatch], rules: PackingRules, dp_size: int
 
 
 def _uneven(num_samples: int, rules: PackingRules, dp_size: int) -> UserError:
+    """Return the error for samples that cannot be shared out."""
     return UserError(
         f"{num_samples} samples fill a micro-batch each and cannot be shared evenly by {_sharing(rules, dp_size)} or "
         "raise student.max_tokens_per_micro_batch"
@@ -316,7 +323,7 @@ def _uneven(num_samples: int, rules: PackingRules, dp_size: int) -> UserError:
 
 
 def _sharing(rules: PackingRules, dp_size: int) -> str:
-    """Who shares micro-batches, and how many samples a step may have."""
+    """Return the part of a message that says who shares micro-batches, and how many samples a step may have."""
     groups, times = "", ""
     if rules.count_multiple > 1:
         groups = f" in groups of {rules.count_multiple} (virtual pipeline stages)"
@@ -328,7 +335,7 @@ def _sharing(rules: PackingRules, dp_size: int) -> str:
 
 
 def _cut(ordered: Sequence[SampleMeta], rules: PackingRules, micro_batch_size: int, dp_size: int) -> list[MicroBatch]:
-    """Micro-batches of ``micro_batch_size`` in order of the ids, or smaller ones whose sizes differ by one at most."""
+    """Cut samples, in order of their ids, into micro-batches of ``micro_batch_size`` or evenly smaller ones."""
     num = _up(-(-len(ordered) // micro_batch_size), dp_size * rules.count_multiple)
     if num > len(ordered):
         raise UserError(
@@ -342,7 +349,7 @@ def _cut(ordered: Sequence[SampleMeta], rules: PackingRules, micro_batch_size: i
 def _share_out(
     micro_batches: Sequence[MicroBatch], rules: PackingRules, dp_size: int
 ) -> tuple[tuple[MicroBatch, ...], ...]:
-    """Costliest first, each to the least loaded rank that still has room; all ranks get the same number."""
+    """Give each micro-batch, the costliest first, to the least loaded rank with room; all get the same number."""
     ranks: list[list[MicroBatch]] = [[] for _ in range(dp_size)]
     loads = [(0.0, rank) for rank in range(dp_size)]
     for batch in sorted(micro_batches, key=lambda b: (-rules.cost(b), b[0].sample_id)):

@@ -1,4 +1,4 @@
-"""Prompt files become token ids with a domain, a ground truth and a place to be found again."""
+"""Loading of prompt files: token ids with a domain, a ground truth, and file and row for messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_DOMAIN_CHARACTERS = 200
 MAX_LISTED = 10
 TELL_EVERY_S = 10.0
-"""While a file with images is read, which takes as long as its bytes."""
+"""Seconds between progress lines while a file with images is read, which takes as long as its bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,21 +38,21 @@ class PromptRow:
 
     domain: str
     text: str
-    """Rendered prompt, before any truncation; of an image the one token that stands for it."""
+    """Rendered prompt, before any truncation; an image is the one token that stands for it."""
     tokens: tuple[int, ...]
-    """With as many tokens for each image as the model sees."""
+    """Token ids, with as many for each image as the model sees."""
     ground_truth: Any
-    """``None`` when the column is absent."""
+    """Ground truth; ``None`` if the column is absent."""
     extra_info: Any
-    """``None`` when the column is absent."""
+    """Extra information; ``None`` if the column is absent."""
     place: str
     """File and row number, for messages."""
     images: tuple[ImageRef, ...] = ()
-    """In the order of their places."""
+    """Images in the order of their places in the text."""
 
 
 class PromptDataset:
-    """Rows in file order, with what was dropped or cut on the way."""
+    """Rows in file order, with counts of those that were dropped or cut."""
 
     def __init__(
         self,
@@ -64,33 +64,33 @@ class PromptDataset:
     ) -> None:
         self.rows = tuple(rows)
         self.images = images
-        """Where the rows' images are; ``None`` for a student that sees none."""
+        """Store of the rows' images; ``None`` if the student sees none."""
         self.num_filtered = dict(num_filtered or {})
-        """Domain -> rows dropped for their length."""
+        """Domain -> number of rows dropped for their length."""
         self.num_truncated = dict(num_truncated or {})
-        """Domain -> rows cut to the limit."""
+        """Domain -> number of rows cut to the limit."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def row(self, index: int) -> PromptRow:
-        """Row by the number that ``Prompt.row`` holds."""
+        """Return the row with the number that ``Prompt.row`` holds."""
         return self.rows[index]
 
     def images_of(self, indices: Sequence[int]) -> list[tuple[PromptImage, ...]] | None:
-        """Images of some rows' prompts, as an engine is given them; ``None`` for a student that sees none."""
+        """Return the images of some rows' prompts, in the form that engines take; ``None`` if the student sees none."""
         if self.images is None:
             return None
         return [tuple(self.images.prompt_image(ref) for ref in self.rows[index].images) for index in indices]
 
     @property
     def domain_counts(self) -> dict[str, int]:
-        """Rows per domain, in alphabetical order."""
+        """Number of rows per domain, in alphabetical order."""
         return dict(sorted(Counter(row.domain for row in self.rows).items()))
 
     @property
     def image_counts(self) -> dict[str, int]:
-        """Rows with images per domain that has some, in alphabetical order."""
+        """Number of rows with images per domain that has some, in alphabetical order."""
         return dict(sorted(Counter(row.domain for row in self.rows if row.images).items()))
 
     @property
@@ -104,7 +104,7 @@ class PromptDataset:
 
 @dataclass(frozen=True, kw_only=True)
 class _Reading:
-    """What makes tokens of prompts."""
+    """Everything that turns prompts into tokens."""
 
     cfg: DataConfig
     tokenizer: PreTrainedTokenizerBase
@@ -122,9 +122,9 @@ def load_prompts(
     """Read, render and tokenize the files of ``entries``, which are those of ``cfg``.
 
     Chat messages go through the chat template with a generation prompt and no further special tokens; a text prompt is
-    tokenized plainly, with the special tokens that the tokenizer adds by itself. ``vision`` is the student's, who sees
-    no images without. ``UserError`` names file, row, column and key for whatever cannot be used. Whether a ground truth
-    is one is for its reward to say.
+    tokenized plainly, with the special tokens that the tokenizer adds by itself. ``vision`` is given if the student
+    sees images. Raise ``UserError`` with file, row, column and key for whatever cannot be used. Ground truths are not
+    checked here: their rewards do that.
     """
     images = None if vision is None else ImageStore(entries, cfg)
     unseen: Counter[str] = Counter()
@@ -143,7 +143,7 @@ def encode_prompts(
     vision: VisionPrompts | None = None,
     images: Sequence[Sequence[ImageRef]] | None = None,
 ) -> list[tuple[int, ...]]:
-    """Token ids of prompts that stand in no file, by the rules of ``load_prompts``; ``places`` name them in errors."""
+    """Return token ids of prompts that stand in no file, by the rules of ``load_prompts``; errors name ``places``."""
     images = [()] * len(prompts) if images is None else images
     with Renderer(cfg, tokenizer) as renderer:
         reading = _Reading(cfg=cfg, tokenizer=tokenizer, renderer=renderer, vision=vision)
@@ -166,7 +166,7 @@ def check_domains_have_teachers(
     *,
     default_teacher: str | None = None,
 ) -> list[str]:
-    """``UserError`` with the counts if rows have no teacher; returns warnings for teachers' domains without rows."""
+    """Raise ``UserError`` with the counts if rows have no teacher; return warnings for teachers' domains with none."""
     orphans = {domain: count for domain, count in domain_counts.items() if domain not in teachers_by_domain}
     if orphans and default_teacher is None:
         raise UserError(
@@ -183,7 +183,7 @@ def check_domains_have_teachers(
 
 
 def check_student_sees_images(unseen: Mapping[str, int]) -> None:
-    """``UserError`` with the counts if there are rows with images that the student cannot see."""
+    """Raise ``UserError`` with the counts if there are rows with images that the student cannot see."""
     if unseen:
         raise UserError(
             f"rows with images, of domain {_counted(unseen)}, for a student that sees none: set student.model to a "
@@ -194,7 +194,7 @@ def check_student_sees_images(unseen: Mapping[str, int]) -> None:
 def check_teachers_see_images(
     image_counts: Mapping[str, int], assignment: Assignment, sighted: Collection[str]
 ) -> None:
-    """``UserError`` with the counts if rows with images are some teacher's who is not among ``sighted``."""
+    """Raise ``UserError`` with the counts if a teacher of rows with images is not among the ``sighted`` ones."""
     blind: dict[str, dict[str, int]] = defaultdict(dict)
     for domain, count in image_counts.items():
         for name in assignment.teachers_of(domain):
@@ -209,13 +209,14 @@ def check_teachers_see_images(
 
 
 def _counted(domains: Mapping[str, int]) -> str:
-    """Domains with their rows, for a message."""
+    """Return domains with their rows, for a message."""
     shown = ", ".join(f"{quoted(domain)} ({count} rows)" for domain, count in sorted(domains.items())[:MAX_LISTED])
     return shown + (f" and {len(domains) - MAX_LISTED} more" if len(domains) > MAX_LISTED else "")
 
 
 def _load_file(file: DataFileConfig, index: int, reading: _Reading, unseen: Counter[str]) -> list[PromptRow]:
-    """Rows of one file, the one with ``index`` in the list; counts rows with images that nobody sees, by domain."""
+    """Return the rows of one file, the one with ``index`` in the list. Rows whose images the student cannot see are
+    counted by domain in ``unseen``."""
     reader, path, vision = RowReader(file, image_key=reading.cfg.image_key), Path(file.path), reading.vision
     key = reader.mapping
     rows: list[PromptRow] = []
@@ -273,7 +274,7 @@ def _with_tokens(
 
 
 def _encoded(texts: Sequence[str | None], reading: _Reading) -> tuple[list[str], list[tuple[int, ...]]]:
-    """Every text, those that the renderer still has (``None``) included, and its tokens."""
+    """Return every text, including those that the renderer still has (``None``), and its tokens."""
     rendered = iter(reading.renderer.texts())
     whole = [next(rendered) if text is None else text for text in texts]
     ids: dict[int, tuple[int, ...]] = {}
@@ -286,7 +287,7 @@ def _encoded(texts: Sequence[str | None], reading: _Reading) -> tuple[list[str],
 
 
 def _text(prompt: Any, place: str, reading: _Reading, column: str | None = None, num_images: int = 0) -> str | None:
-    """A plain prompt; ``None`` for a conversation, which goes to the renderer."""
+    """Return a plain prompt; hand a conversation to the renderer and return ``None``."""
     where = place if column is None else f"{place}: column {column!r} (data.columns.prompt)"
     if not isinstance(prompt, str):
         reading.renderer.put(_messages(prompt, place, where, reading, num_images), place)
@@ -304,7 +305,7 @@ def _messages(prompt: Any, place: str, where: str, reading: _Reading, num_images
     if not isinstance(prompt, list) or not prompt or not all(isinstance(message, Mapping) for message in prompt):
         raise UserError(f"{where} is {_kind(prompt)}, not text or a list of chat messages")
     messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
-    for message in messages:  # parquet fills absent keys with nulls
+    for message in messages:  # parquet fills absent keys with nulls, dropped above
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise UserError(f"{where} has a message whose {key!r} is {_kind(message.get(key))}, not text")
@@ -314,7 +315,7 @@ def _messages(prompt: Any, place: str, where: str, reading: _Reading, num_images
 
 
 def _is_finite(value: Any) -> bool:
-    """No NaN and no infinity in it: nothing equals NaN, and JSON, in which it is kept, has neither."""
+    """Return whether no number in it is NaN or infinite: NaN equals nothing, and JSON, which keeps it, has neither."""
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, Mapping):

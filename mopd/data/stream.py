@@ -1,7 +1,7 @@
 """The endless, seeded, domain-mixed sequence of prompts that training consumes.
 
-Prompt n of the stream is a function of the data, the weights and the seed: how many prompts are taken at a time, and
-whether the run was stopped and restored in between, changes nothing.
+Prompt n of the stream is a function of the data, the weights and the seed. It does not depend on how many prompts are
+taken at a time, or on whether the run was stopped and restored in between.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from mopd.types import Prompt, UserError
 
 
 class PromptStream:
-    """Mixes domains by weight and shuffles each domain anew in every epoch of its rows.
+    """Sequence that mixes domains by weight and shuffles each domain anew in every epoch of its rows.
 
-    The next prompt comes from the domain that is furthest behind its share, chance deciding between equals: any stretch
-    of the stream holds each domain in proportion to within one prompt or so. Empty ``weights`` are the row counts.
+    The next prompt comes from the domain that is furthest behind its share; equals are drawn by lot. Any stretch of the
+    stream holds each domain in proportion to within one prompt or so. Empty ``weights`` stand for the row counts.
     """
 
     def __init__(self, rows: Mapping[str, Sequence[int]], weights: Mapping[str, float], seed: int) -> None:
-        """``rows`` are the row numbers of each domain, ascending (``PromptDataset.rows_by_domain``). ``UserError``
-        unless ``weights`` is empty or names exactly the domains."""
+        """``rows`` are the row numbers of each domain, ascending (``PromptDataset.rows_by_domain``). Raise
+        ``UserError`` unless ``weights`` is empty or names exactly the domains."""
         self._rows = {domain: rows[domain] for domain in sorted(rows)}
         self._seed = seed
         if weights and set(weights) != set(self._rows):
@@ -39,20 +39,20 @@ class PromptStream:
         self._position = 0
         self._drawn = dict.fromkeys(self._rows, 0)
         self._replaced = dict.fromkeys(self._rows, 0)
-        """Prompts of each domain that another one has taken the place of; the shares do not count them."""
+        """Number of prompts of each domain that were replaced by another one; the shares do not count them."""
         self._orders: dict[str, tuple[int, np.ndarray]] = {}
 
     def next(self, num_prompts: int) -> list[Prompt]:
-        """The next prompts; ``sample_id`` counts from 0 through the whole stream."""
+        """Return the next prompts; ``sample_id`` counts from 0 through the whole stream."""
         return [self._next() for _ in range(num_prompts)]
 
     def next_of(self, domain: str) -> Prompt:
-        """The next prompt of one domain, out of turn: it takes the place of one whose sample could not be finished."""
+        """Return the next prompt of one domain, out of turn, to replace one whose sample could not be finished."""
         self._replaced[domain] += 1
         return self._take(domain)
 
     def prompt(self, sample_id: int, domain: str, row: int) -> Prompt:
-        """One that was drawn before. ``UserError`` if the data has no such row of this domain."""
+        """Return a prompt that was drawn before. Raise ``UserError`` if the data has no such row of this domain."""
         rows = self._rows.get(domain, ())
         place = bisect_left(rows, row)
         if rows[place : place + 1] != [row] or sample_id >= self._position:
@@ -63,7 +63,7 @@ class PromptStream:
         return Prompt(sample_id=sample_id, domain=domain, row=row)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able position, with what it is a position in."""
+        """Return the position, JSON-able, with the data, weights and seed that it belongs to."""
         return {
             "position": self._position,
             "drawn": dict(self._drawn),
@@ -74,7 +74,7 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position; ``UserError`` if data, weights or seed are not those that it was saved with."""
+        """Go to a saved position. Raise ``UserError`` if data, weights or seed are not those that it was saved with."""
         own = {"seed": self._seed, "num_rows": self._num_rows(), "shares": self._shares}
         for name, value in own.items():
             if name not in state:
@@ -106,6 +106,7 @@ class PromptStream:
     def _next(self) -> Prompt:
         kept = {domain: drawn - self._replaced[domain] for domain, drawn in self._drawn.items()}
         num_prompts = sum(kept.values()) + 1
+        # Lag behind the share that the domain should have after this prompt, in prompts.
         lags = {domain: share * num_prompts - kept[domain] for domain, share in self._shares.items()}
         largest = max(lags.values())
         behind = [domain for domain, lag in lags.items() if largest - lag < 1e-9]  # equal but for rounding
@@ -124,7 +125,7 @@ class PromptStream:
         return int(_generator(self._seed, "mix", self._position).integers(num))
 
     def _order(self, domain: str, epoch: int) -> np.ndarray:
-        """Permutation of the domain's rows in this epoch; the latest one is kept."""
+        """Return the permutation of the domain's rows in this epoch; the latest one is kept."""
         if domain not in self._orders or self._orders[domain][0] != epoch:
             order = _generator(self._seed, "shuffle", domain, epoch).permutation(len(self._rows[domain]))
             self._orders[domain] = (epoch, order)
@@ -135,6 +136,6 @@ class PromptStream:
 
 
 def _generator(*key: str | int) -> np.random.Generator:
-    """A generator that is a function of ``key`` alone."""
+    """Return a generator that is a function of ``key`` alone, so that none has a state to be saved."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))

@@ -1,4 +1,4 @@
-"""Loading a tokenizer, and the question whether two of them mean the same by the same ids."""
+"""Loading a tokenizer, and comparing two of them: do the same ids mean the same tokens?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mopd.types import UserError
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local Hugging Face folder; ``UserError`` names the folder when there is none."""
+    """Return the tokenizer of a local Hugging Face folder. Raise ``UserError`` with the folder if there is none."""
     if not Path(folder).is_dir():
         raise UserError(f"{folder}: no such folder: name a local Hugging Face checkpoint")
     if not any(Path(folder).glob("*tokenizer*")) and not any(Path(folder).glob("vocab*")):
@@ -26,7 +26,7 @@ def compare_tokenizers(
     student_vocab_size: int,
     unasked: Collection[int] = (),
 ) -> list[str]:
-    """Differences that matter to the teacher's scores, one sentence each; empty when there are none.
+    """Return the differences that matter to the teacher's scores, one sentence each; empty if there are none.
 
     Compared: the token of every id that the student can emit (below ``student_vocab_size``, the rows of its output
     matrix) and the ids of eos, bos and pad. A larger teacher vocabulary, and ids that only pad the student's matrix,

@@ -1,4 +1,4 @@
-"""Prompts with images: where each stands in the text, and how many tokens it takes there."""
+"""Prompts with images: the place of each image in the text, and the number of tokens that it takes there."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MARK = "<image>"
-"""Place of an image in a prompt's text."""
+"""Mark that stands for an image in a prompt's text."""
 OTHER_MEDIA = {"videos": "<video>", "audios": "<audio>"}
-"""Columns and marks of what no family takes here."""
+"""Columns and marks of media that no family takes here."""
 Messages = list[dict[str, Any]]
 
 
 def read_vision(folder: str | Path, max_pixels: int | None, tokenizer: PreTrainedTokenizerBase) -> VisionPrompts | None:
-    """How the student in ``folder`` reads images; ``None`` where it sees none.
+    """Return how the student in ``folder`` reads images; ``None`` if it sees none.
 
     Raises:
         UserError: its files cannot be used or do not belong together; ``max_pixels`` for a student without vision.
@@ -41,10 +41,10 @@ def read_vision(folder: str | Path, max_pixels: int | None, tokenizer: PreTraine
 
 
 class VisionPrompts:
-    """How a vision-language student reads the images of its prompts."""
+    """Reader of the images in the prompts of a vision-language student."""
 
     def __init__(self, dims: VisionDims, processing: ImageProcessing, tokenizer: PreTrainedTokenizerBase) -> None:
-        """``UserError`` where the three do not belong together."""
+        """Raise ``UserError`` if the three arguments do not belong together."""
         self.processing = processing
         for name in ("patch_size", "temporal_patch_size"):
             _require_equal(name, getattr(dims, name), getattr(processing, name))
@@ -62,7 +62,7 @@ class VisionPrompts:
         self._spelled = f"{start}{image}{end}"
 
     def refs(self, value: Any, path: Path, *, file: int, row: int, place: str) -> tuple[ImageRef, ...]:
-        """References to what the image column of a row holds. Reads each file once, of its pixels only how many.
+        """Return references to the images in a row's image column. Each file is read once, its pixels are only counted.
 
         Raises:
             UserError: names file, row and image of what cannot be used.
@@ -75,18 +75,20 @@ class VisionPrompts:
         return tuple(made)
 
     def refuse_other_media(self, row: Mapping[str, Any], place: str) -> None:
-        """``UserError`` for a row with videos or audio."""
+        """Raise ``UserError`` for a row with videos or audio."""
         for column in OTHER_MEDIA:
             if row.get(column, MISSING) not in (MISSING, None, []):
                 raise UserError(f"{place}: column {column!r}: {column} are not supported: remove the row")
 
     def placed_in_text(self, text: str, num_images: int, place: str) -> str:
-        """``text`` with the tokens of an image in place of each mark. Raises ``UserError`` as ``placed_in_chat``."""
+        """Return ``text`` with the tokens of an image in place of each mark. Raise ``UserError`` as
+        ``placed_in_chat``."""
         self._check_marks([text], num_images, place)
         return text.replace(MARK, self._spelled) if num_images else text
 
     def placed_in_chat(self, messages: Messages, num_images: int, place: str) -> Messages:
-        """The messages, where there are marks with a list of texts and images for a content, as chat templates take it.
+        """Return the messages; the content of one with marks becomes a list of texts and images, as chat templates take
+        it.
 
         Raises:
             UserError: there are more or fewer marks than images, they stand in several messages or not in a user's, a
@@ -123,7 +125,7 @@ class VisionPrompts:
             )
 
     def expanded(self, ids: Sequence[int], images: Sequence[ImageRef], place: str) -> tuple[int, ...]:
-        """``ids`` with the token that stands for an image as often as each has merged patches.
+        """Return ``ids`` with the token that stands for an image repeated once for each of its merged patches.
 
         Raises:
             UserError: there are more or fewer of these tokens than images.
@@ -142,7 +144,7 @@ class VisionPrompts:
 
 
 def _parts(text: str) -> list[dict[str, str]]:
-    """``"a <image> b"`` as a text, an image and a text."""
+    """Return ``"a <image> b"`` as a text, an image and a text."""
     pieces = [piece for piece in re.split(f"({MARK})", text) if piece]
     return [{"type": "image"} if piece == MARK else {"type": "text", "text": piece} for piece in pieces]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 OWN_FRAME_BYTES = 2**16
-"""A tensor of this size is sent from where it lies."""
+"""Smallest size of a tensor that is a frame of its own, sent from its own memory."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -31,17 +31,17 @@ Buffer = bytes | memoryview
 
 
 class FrameError(ValueError):
-    """Bytes that are not the tensors they should be."""
+    """Received bytes that are not the tensors they should be."""
 
 
 def packed(value: Any) -> bytes:
-    """A head as msgpack. Halves of characters, as an error's text may hold, are spelled out."""
+    """Return a head as msgpack. Lone surrogates, which an error's text may hold, are escaped."""
     body: bytes = msgpack.packb(value, unicode_errors="backslashreplace")
     return body
 
 
 def unpacked(body: Buffer) -> Any:
-    """Inverse of ``packed``; ``FrameError`` for anything else."""
+    """Return the value that ``packed`` was given. Raise ``FrameError`` for anything else."""
     try:
         return msgpack.unpackb(body)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
@@ -49,7 +49,7 @@ def unpacked(body: Buffer) -> Any:
 
 
 def to_frames(fields: Mapping[str, Sequence[Tensor]]) -> tuple[list[Any], list[Buffer]]:
-    """Head and frames of contiguous CPU tensors.
+    """Return head and frames of contiguous CPU tensors.
 
     Raises:
         KeyError: a field's tensors differ in dtype.
@@ -76,7 +76,7 @@ def to_frames(fields: Mapping[str, Sequence[Tensor]]) -> tuple[list[Any], list[B
 
 
 def from_frames(head: Any, frames: Sequence[Buffer]) -> dict[str, list[Tensor]]:
-    """Inverse of ``to_frames``. Tensors lie in the frames' memory where it is aligned for them.
+    """Return the tensors of head and frames. They lie in the frames' memory if it is aligned for them.
 
     Raises:
         FrameError: the frames are not what the head says.
@@ -94,7 +94,7 @@ def from_frames(head: Any, frames: Sequence[Buffer]) -> dict[str, list[Tensor]]:
 
 
 def _take(rest: list[memoryview], dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """The next tensor; ``rest`` holds the frames that follow, the next one last."""
+    """Return the next tensor; ``rest`` holds the remaining frames, the next one last."""
     if any(type(size) is not int or size < 0 for size in shape):
         raise FrameError(f"{shape!r:.100} is no shape")
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -106,7 +106,7 @@ def _take(rest: list[memoryview], dtype: torch.dtype, shape: Sequence[int]) -> T
         raise FrameError("frames hold less than their head says")
     array = np.frombuffer(rest[-1][:num_bytes], dtype=np.uint8)
     rest[-1] = rest[-1][num_bytes:]
-    if array.ctypes.data % dtype.itemsize or not array.flags.writeable:  # torch wants both
+    if array.ctypes.data % dtype.itemsize or not array.flags.writeable:  # torch wants aligned, writable memory
         array = array.copy()
     return torch.from_numpy(array).view(dtype).view(list(shape))
 

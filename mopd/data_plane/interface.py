@@ -1,6 +1,6 @@
-"""What carries tensors from those that make them to the ranks that train on them: a storage for whoever writes and
-orders samples, and a reader for each student rank. Consumers name the fields they read; "all" does not exist.
-"""
+"""Interfaces of the data plane, which carries tensors from their producers to the ranks that train on them: one storage
+for the process that writes and orders samples, and one reader for each student rank. Consumers name the fields they
+read; "all" does not exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mopd.types import Batch, CutOffError, SampleMeta
 
 
 class StorageEnded(CutOffError):
-    """Whoever held the samples is gone, by its own death or because its process met an error of its own."""
+    """The storage has ended: the process that held the samples died, or met an error of its own."""
 
 
 class Storage(Protocol):
@@ -25,11 +25,11 @@ class Storage(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """Samples held now, claimed ones included."""
+        """Number of samples held now, claimed ones included."""
 
     @property
     def address(self) -> dict[str, Any]:
-        """What ``open_reader`` needs in another process, as JSON; it may hold keys, so it is shown to nobody."""
+        """Argument of ``open_reader`` in another process, as JSON. It may hold keys: never log or show it."""
 
     async def put(self, metas: Sequence[SampleMeta], fields: Mapping[str, Sequence[Tensor]]) -> None:
         """Write fields of new samples: ``fields[name][i]`` belongs to ``metas[i]``. All or nothing; kept on the CPU."""
@@ -41,30 +41,30 @@ class Storage(Protocol):
         """Read fields, in the order of ``sample_ids``."""
 
     async def claim(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
-        """Claim these samples, which must have all ``fields``. At once, without reading a tensor."""
+        """Claim these samples, which must have all ``fields``. Returns at once, without reading a tensor."""
 
     async def release(self, batch: Batch) -> None:
-        """Forget a claimed batch; ``KeyError`` for samples that are not claimed."""
+        """Forget a claimed batch. Raise ``KeyError`` for samples that are not claimed."""
 
     async def discard(self, sample_ids: Sequence[int]) -> None:
-        """Forget samples that nobody claimed: they could not be finished, and whoever calls this counts them.
+        """Forget unclaimed samples that could not be finished; the caller counts them.
 
-        ``KeyError`` for samples that are unknown or claimed. All or nothing.
+        Raise ``KeyError`` for samples that are unknown or claimed. All or nothing.
         """
 
     async def close(self) -> None:
-        """Forget everything; readers elsewhere get one clear line."""
+        """Forget everything; readers in other processes raise one clear line."""
 
 
 class Reader(Protocol):
-    """One process's way to the tensors. Blocking; one call at a time."""
+    """Read access of one process to the tensors. Blocking; one call at a time."""
 
     @property
     def bytes_received(self) -> int:
-        """Bytes of tensors, and of what came with them, that ``fetch`` has brought into this process."""
+        """Bytes that ``fetch`` has brought into this process: tensors, and what came with them."""
 
     def fetch(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
-        """Fields as CPU tensors in the order of ``sample_ids``, which nobody may write to.
+        """Return fields as CPU tensors in the order of ``sample_ids``. They must not be written to.
 
         Raises:
             KeyError: an unknown sample or field, with the ids.
@@ -73,4 +73,4 @@ class Reader(Protocol):
         """
 
     def close(self) -> None:
-        """Nothing is read any more."""
+        """End the connection."""

@@ -23,7 +23,7 @@ from mopd.types import Batch, SampleMeta
 
 
 class LocalDataPlane:
-    """Implements ``Storage``. Read from any thread, written to on one event loop."""
+    """Implementation of ``Storage`` in this process's memory. Read from any thread, written to on one event loop."""
 
     def __init__(self) -> None:
         self._metas: dict[int, SampleMeta] = {}
@@ -33,7 +33,8 @@ class LocalDataPlane:
         self._server: SampleServer | None = None
 
     def serve(self, *, host: str | None) -> None:
-        """Let readers in other processes in: on this machine, or from others too (``host``, as they call this one).
+        """Start serving readers in other processes: on this machine, or also on others, which reach this one as
+        ``host``.
 
         Raises:
             UserError: nothing can listen there.
@@ -42,33 +43,34 @@ class LocalDataPlane:
 
     @property
     def address(self) -> dict[str, Any]:
-        """See ``Storage.address``; ``serve`` comes first."""
+        """Address of the server that ``serve`` has started."""
         if self._server is None:
             raise RuntimeError("the local plane has no address before serve()")
         return self._server.address
 
     def reader(self) -> DirectReader:
-        """For this process."""
+        """Return a reader for this process."""
         return DirectReader(self._read)
 
     @property
     def num_samples(self) -> int:
-        """See ``Storage.num_samples``."""
+        """Number of samples held now, claimed ones included."""
         return len(self._metas)
 
     async def put(self, metas: Sequence[SampleMeta], fields: Mapping[str, Sequence[Tensor]]) -> None:
-        """See ``Storage.put``."""
+        """Write fields of new samples."""
         ids = [meta.sample_id for meta in metas]
         check_lengths(ids, fields)
         check_new(ids, self._metas)
         tensors = {name: kept(values) for name, values in fields.items()}
+        # Readers in other threads see a sample with all its fields or not at all.
         with self._writing:
             for i, meta in enumerate(metas):
                 self._metas[meta.sample_id] = meta
                 self._fields[meta.sample_id] = {name: values[i] for name, values in tensors.items()}
 
     async def update(self, sample_ids: Sequence[int], fields: Mapping[str, Sequence[Tensor]]) -> None:
-        """See ``Storage.update``."""
+        """Add fields to samples that exist."""
         check_lengths(sample_ids, fields)
         check_known(sample_ids, self._metas)
         check_unwritten(sample_ids, fields, self._fields)
@@ -79,11 +81,11 @@ class LocalDataPlane:
                     self._fields[sample_id][name] = value
 
     async def get(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
-        """See ``Storage.get``."""
+        """Return fields, in the order of ``sample_ids``."""
         return self._read(sample_ids, fields)
 
     async def claim(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
-        """See ``Storage.claim``."""
+        """Claim samples that have all ``fields``."""
         check_known(sample_ids, self._metas)
         check_written(sample_ids, fields, self._fields)
         check_claims(sample_ids, self._claimed, wanted=False, what="claimed a second time")
@@ -91,19 +93,19 @@ class LocalDataPlane:
         return Batch(samples=tuple(self._metas[i] for i in sorted(sample_ids)))
 
     async def release(self, batch: Batch) -> None:
-        """See ``Storage.release``."""
+        """Forget a claimed batch."""
         check_claims(batch.sample_ids, self._claimed, wanted=True, what="released but not claimed")
         self._claimed.difference_update(batch.sample_ids)
         self._forget(batch.sample_ids)
 
     async def discard(self, sample_ids: Sequence[int]) -> None:
-        """See ``Storage.discard``."""
+        """Forget samples that are not claimed."""
         check_known(sample_ids, self._metas)
         check_claims(sample_ids, self._claimed, wanted=False, what="discarded but claimed")
         self._forget(sample_ids)
 
     async def close(self) -> None:
-        """See ``Storage.close``."""
+        """End the server and forget everything."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -111,7 +113,7 @@ class LocalDataPlane:
         self._forget(list(self._metas))
 
     def _read(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
-        """In any thread."""
+        """Return fields; called from any thread."""
         with self._writing:
             check_known(sample_ids, self._metas)
             check_written(sample_ids, fields, self._fields)

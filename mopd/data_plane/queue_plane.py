@@ -27,35 +27,35 @@ from mopd.files.writing import write_json, writing
 from mopd.types import Batch, SampleMeta, UserError
 
 HASHES = "files.json"
-"""In a folder of ``save``: SHA-256 by file name, written last."""
+"""Name of the file in a folder of ``save`` that holds SHA-256 by file name; written last."""
 CURE = "remove the folder to have its samples drawn again"
 
 
 class QueuePlane:
-    """Implements ``Storage``. One process writes; it remembers names of fields, never a tensor."""
+    """Implementation of ``Storage`` on TransferQueue. One process writes; it remembers field names, never tensors."""
 
     def __init__(self, address: Mapping[str, Any], *, timeout_s: float, end: Callable[[], None]) -> None:
-        """Connect to a queue that is this run's alone; ``end`` ends it, in ``close``."""
+        """Connect to a queue that is this run's alone; ``close`` calls ``end``, which ends the queue."""
         self._address = dict(address)
         self._client = QueueClient(address, timeout_s=timeout_s)
         self._end = end
         self._held: dict[int, set[str]] = {}
         self._claimed: set[int] = set()
         self._writing = asyncio.Lock()
-        """Held by whoever changes what is held: the actors save themselves one after another."""
+        """Held by every change of the samples, so that none falls between the actors' saves, which run in sequence."""
 
     @property
     def num_samples(self) -> int:
-        """See ``Storage.num_samples``."""
+        """Number of samples held now, claimed ones included."""
         return len(self._held)
 
     @property
     def address(self) -> dict[str, Any]:
-        """See ``Storage.address``."""
+        """Address of the controller and the storage units."""
         return self._address
 
     async def put(self, metas: Sequence[SampleMeta], fields: Mapping[str, Sequence[Tensor]]) -> None:
-        """See ``Storage.put``."""
+        """Write fields of new samples, with their metas as tags."""
         ids = [meta.sample_id for meta in metas]
         check_lengths(ids, fields)
         check_new(ids, self._held)
@@ -65,10 +65,11 @@ class QueuePlane:
         async with self._writing:
             batch = await self._client.retrieve(ids, create=True)
             await self._client.write(batch, tensors, [asdict(meta) for meta in metas])
+            # After the write: a ``put`` that failed leaves the samples unknown.
             self._held.update({i: set(fields) for i in ids})
 
     async def update(self, sample_ids: Sequence[int], fields: Mapping[str, Sequence[Tensor]]) -> None:
-        """See ``Storage.update``."""
+        """Add fields to samples that exist."""
         check_lengths(sample_ids, fields)
         check_known(sample_ids, self._held)
         check_unwritten(sample_ids, fields, self._held)
@@ -82,12 +83,11 @@ class QueuePlane:
                 self._held[sample_id].update(fields)
 
     async def get(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
-        """See ``Storage.get``."""
+        """Return fields, in the order of ``sample_ids``."""
         return await _read(self._client, sample_ids, fields)
 
     async def claim(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
-        """See ``Storage.claim``. The controller actor says from its tags what the samples are, and which fields they
-        have."""
+        """Claim samples that have all ``fields`` in the controller actor's view; its tags are the samples' metas."""
         check_known(sample_ids, self._held)
         check_written(sample_ids, fields, self._held)
         check_claims(sample_ids, self._claimed, wanted=False, what="claimed a second time")
@@ -97,19 +97,19 @@ class QueuePlane:
         return Batch(samples=tuple(sorted(metas, key=lambda meta: meta.sample_id)))
 
     async def release(self, batch: Batch) -> None:
-        """See ``Storage.release``."""
+        """Forget a claimed batch."""
         check_claims(batch.sample_ids, self._claimed, wanted=True, what="released but not claimed")
         await self._forget(batch.sample_ids)
         self._claimed.difference_update(batch.sample_ids)
 
     async def discard(self, sample_ids: Sequence[int]) -> None:
-        """See ``Storage.discard``."""
+        """Forget samples that are not claimed."""
         check_known(sample_ids, self._held)
         check_claims(sample_ids, self._claimed, wanted=False, what="discarded but claimed")
         await self._forget(sample_ids)
 
     async def save(self, folder: Path) -> str:
-        """Write all samples into ``folder``, which every actor's machine sees, with a hash of each file; returns the
+        """Write all samples into ``folder``, which every actor's machine must see, with a hash of each file. Return the
         hash of these hashes, for the checkpoint that the samples belong to."""
         with writing(folder):
             folder.mkdir(parents=True)
@@ -119,15 +119,16 @@ class QueuePlane:
         return sha256_of(folder / HASHES)
 
     async def load(self, folder: Path, digest: str, fields: Sequence[str]) -> list[SampleMeta]:
-        """Read what ``save`` wrote, into an empty storage; returns the samples that have all ``fields``, unclaimed. The
-        others are forgotten. ``digest`` is what ``save`` returned.
+        """Read what ``save`` wrote into an empty storage. Return the samples that have all ``fields``, unclaimed, and
+        forget the others. ``digest`` is what ``save`` returned.
 
         Raises:
-            UserError: a file is missing, strange or changed, which is noticed before any is read; or the number of
+            UserError: a file is missing, unknown or changed, which is noticed before any is read; or the number of
                 storage units is another.
         """
         if self._held:
             raise RuntimeError(f"samples are loaded into a storage that holds {len(self._held)}")
+        # The actors unpickle these files: nothing but what this run wrote may be there.
         _verify(folder, digest, len(self._address["units"]))
         await self._client.load(str(folder.resolve()))
         finished: list[int] = []
@@ -142,7 +143,7 @@ class QueuePlane:
         return [SampleMeta(**tag) for tag in (await self._client.retrieve(finished)).custom_meta]
 
     async def close(self) -> None:
-        """See ``Storage.close``."""
+        """Disconnect, forget everything and end the queue."""
         self._client.close()
         self._held.clear()
         self._claimed.clear()
@@ -157,13 +158,13 @@ class QueuePlane:
 
 
 class QueueReader:
-    """Implements ``Reader``; the calling thread waits, on an event loop of the reader's own."""
+    """Implementation of ``Reader`` on TransferQueue. The calling thread waits, on an event loop of the reader's own."""
 
     def __init__(self, address: Mapping[str, Any], *, timeout_s: float) -> None:
         """Connect; ``timeout_s`` is the deadline of each call.
 
         Raises:
-            UserError: nobody answers.
+            UserError: the queue does not answer.
         """
         self.bytes_received = 0
         self._turn = threading.Lock()
@@ -171,14 +172,14 @@ class QueueReader:
         self._loop = asyncio.new_event_loop()
 
     def fetch(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
-        """See ``Reader.fetch``."""
+        """Return fields as CPU tensors in the order of ``sample_ids``."""
         with self._turn:
             values = self._loop.run_until_complete(_read(self._client, sample_ids, fields))
             self.bytes_received += sum(tensor.nbytes for tensors in values.values() for tensor in tensors)
             return values
 
     def close(self) -> None:
-        """See ``Reader.close``."""
+        """End the connection and the event loop."""
         self._client.close()
         self._loop.close()
 
@@ -190,22 +191,23 @@ async def _read(client: QueueClient, sample_ids: Sequence[int], fields: Sequence
 
 
 async def _retrieve(client: QueueClient, sample_ids: Sequence[int], fields: Sequence[str]) -> Any:
-    """Metadata of samples; ``KeyError`` unless the queue has them all, with these fields."""
+    """Return the metadata of samples. Raise ``KeyError`` unless the queue has them all, with these fields."""
     batch = await client.retrieve(sample_ids)
     check_known(sample_ids, {tag["sample_id"] for tag in batch.custom_meta})
-    if not set(fields) <= set(batch.field_names):  # those that all of them have
+    if not set(fields) <= set(batch.field_names):  # field_names are those that all of them have
         by_sample = {i: (await client.retrieve([i])).field_names for i in sample_ids}
         check_written(sample_ids, fields, by_sample)
     return batch
 
 
 def _files(folder: Path) -> list[str]:
-    """Names below ``folder`` of all files but ``HASHES``."""
+    """Return the names below ``folder`` of all files but ``HASHES``."""
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
     return sorted(name for name in names if name != HASHES)
 
 
 def _verify(folder: Path, digest: str, num_units: int) -> None:
+    """Raise ``UserError`` unless ``folder`` holds exactly the files that ``save`` wrote."""
     if not (folder / HASHES).is_file() or sha256_of(folder / HASHES) != digest:
         raise UserError(
             f"{folder / HASHES}: not what was written (SHA-256): remove the folder to have its samples drawn again"

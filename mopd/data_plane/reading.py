@@ -18,7 +18,7 @@ from mopd.data_plane.server import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS, Read
 from mopd.types import UserError
 
 MAX_FRAME_BYTES = 2**33
-"""Of one tensor; a connection that brings more is closed."""
+"""Largest frame, one tensor; a connection that brings a larger one is closed."""
 CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 ENDED = (
     zmq.EVENT_DISCONNECTED
@@ -28,34 +28,34 @@ ENDED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-"""Nothing connects twice: a storage that is gone does not come back within a run."""
+"""Events after which the storage is gone. Nothing connects twice: a storage does not come back within a run."""
 
 
 class DirectReader:
-    """Implements ``Reader`` in the storage's own process; nothing is copied."""
+    """Implementation of ``Reader`` in the storage's own process; nothing is copied."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
         self.bytes_received = 0
 
     def fetch(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
-        """See ``Reader.fetch``."""
+        """Return the storage's own tensors."""
         values = self._read(sample_ids, fields)
         self.bytes_received += sum(tensor.nbytes for tensors in values.values() for tensor in tensors)
         return values
 
     def close(self) -> None:
-        """See ``Reader.close``."""
+        """Do nothing: there is no connection."""
 
 
 class SocketReader:
-    """Implements ``Reader`` over a socket."""
+    """Implementation of ``Reader`` over a socket."""
 
     def __init__(self, address: dict[str, Any], *, timeout_s: float) -> None:
         """Connect; ``timeout_s`` is the deadline of that and of each ``fetch``.
 
         Raises:
-            UserError: nobody answers there, or the keys are wrong.
+            UserError: no answer from the address, or the keys are wrong.
         """
         self.bytes_received = 0
         self._url: str = address["url"]
@@ -63,7 +63,7 @@ class SocketReader:
         self._timeout_s = timeout_s
         self._number = 0
         self._has_ended = False
-        """ZeroMQ tells it once, and may take questions for a moment longer."""
+        """Remembered, because ZeroMQ reports the end only once, and may accept requests for a moment longer."""
         self._turn = threading.Lock()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -89,7 +89,7 @@ class SocketReader:
             raise
 
     def fetch(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
-        """See ``Reader.fetch``."""
+        """Return fields as CPU tensors in the order of ``sample_ids``."""
         with self._turn:
             if self._has_ended:
                 raise self._ended()
@@ -97,17 +97,18 @@ class SocketReader:
             request = {"number": self._number, "sample_ids": list(sample_ids), "fields": list(fields)}
             deadline = time.monotonic() + self._timeout_s
             try:
+                # Blocking, this would wait for ever on a socket without a connection.
                 self._socket.send(packed(request), zmq.NOBLOCK)
             except zmq.Again:
                 raise self._ended() from None
             return self._wait(deadline, self._receive)
 
     def close(self) -> None:
-        """See ``Reader.close``."""
+        """Close the socket and its context."""
         self._context.destroy(linger=0)
 
     def _wait(self, deadline: float, step: Any) -> Any:
-        """What ``step`` returns of an event, once that is not None."""
+        """Call ``step`` with each event until it returns something other than None, and return that."""
         while True:
             left = deadline - time.monotonic()
             ready = dict(self._poller.poll(max(0, round(1000 * left))))
@@ -132,6 +133,7 @@ class SocketReader:
         frames = [frame.buffer for frame in rest]
         try:
             head = unpacked(first.buffer)
+            # A late answer to a request that ran out of time has another number.
             if not isinstance(head, dict) or head.get("number") != self._number:
                 raise FrameError("an answer to another question")
             if "error" in head:
@@ -143,7 +145,7 @@ class SocketReader:
         return values
 
     def _require_no_end(self) -> None:
-        """Of the event that waits."""
+        """Read the waiting monitor event; raise ``StorageEnded`` if it is an end."""
         if not recv_monitor_message(self._monitor)["event"] & CONNECTED:
             self._has_ended = True
             raise self._ended()
@@ -156,9 +158,10 @@ class SocketReader:
 
 
 def open_reader(address: dict[str, Any], *, timeout_s: float) -> Reader:
-    """The reader that fits ``Storage.address`` of a storage in another process; ``timeout_s`` is its every wait's.
+    """Return the reader for a storage's ``Storage.address`` in another process; ``timeout_s`` is the deadline of each
+    wait.
 
     Raises:
-        UserError: nobody answers there.
+        UserError: no answer from the address.
     """
     return (QueueReader if address["type"] == "transfer_queue" else SocketReader)(address, timeout_s=timeout_s)

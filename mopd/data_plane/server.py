@@ -1,12 +1,12 @@
-"""Serves samples to readers in other processes: ZeroMQ, from a thread of its own, so that the event loop may compute.
+"""Server of samples for readers in other processes: ZeroMQ, in a thread of its own, so that the event loop may compute.
 
 ::
 
     reader (DEALER) ── [head: {number, sample_ids, fields}] ──────────> server (ROUTER)
            <── [head: {number, fields | error}] [frame] [frame] … ──
 
-On one machine the socket has a name of the kernel's (abstract), closed to other users. Between machines it is TCP,
-encrypted and closed to whoever does not hold the keys of the address (CURVE).
+On one machine the socket has an abstract name in the kernel, and other users are refused. Between machines it is TCP,
+encrypted, and refuses readers without the keys of the address (CURVE).
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ logger = logging.getLogger(__name__)
 Read = Callable[[Sequence[int], Sequence[str]], dict[str, list[Tensor]]]
 
 MAX_REQUEST_BYTES = 2**22
-"""Of a message to the server: the ids of some hundred thousand samples."""
+"""Largest message to the server: the ids of some hundred thousand samples."""
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 30_000
-"""After which the other end of a TCP connection counts as gone although nothing was closed."""
+"""Silence after which the other end of a TCP connection counts as gone although nothing was closed."""
 END_S = 10.0
-"""For the thread to end: it waits for nothing."""
+"""Deadline for the thread to end; it never waits for anything but messages."""
 
 
 class SampleServer:
-    """Answers readers until ``close``."""
+    """Server that answers readers until ``close``."""
 
     def __init__(self, read: Read, *, host: str | None) -> None:
         """Listen and start the thread.
 
         Args:
-            read: gives fields of samples, or raises ``KeyError``; called in the server's thread.
+            read: returns fields of samples, or raises ``KeyError``; called in the server's thread.
             host: the name or number of this machine that readers on others use; ``None``: all are on this machine.
 
         Raises:
@@ -58,7 +58,7 @@ class SampleServer:
         self._auth: Any = None
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-        self._router.setsockopt(zmq.SNDHWM, 0)  # a reader has one question under way, and its answer is never dropped
+        self._router.setsockopt(zmq.SNDHWM, 0)  # unlimited: an answer must not be dropped; a reader has one request
         self._router.setsockopt(zmq.LINGER, 0)
         try:
             self.address = self._bind_name() if host is None else self._bind_host(host)
@@ -74,7 +74,7 @@ class SampleServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and forget the socket."""
+        """End the thread and close the socket."""
         self._stop.send(b"")
         self._thread.join(END_S)
         if self._thread.is_alive():
@@ -87,14 +87,14 @@ class SampleServer:
         self._context.destroy(linger=0)
 
     def _bind_name(self) -> dict[str, Any]:
-        """Listen under a name that is no file: the kernel forgets it with this process, however that ends."""
+        """Listen under an abstract name, no file: the kernel removes it with this process, however that ends."""
         url = f"ipc://@mopd-samples-{secrets.token_hex(16)}"
-        self._router.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())  # a name has no mode
+        self._router.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())  # an abstract name has no file mode
         self._router.bind(url)
         return {"type": "local", "url": url, "pid": os.getpid()}
 
     def _bind_host(self, host: str) -> dict[str, Any]:
-        """Only readers that know the server's public key and hold the one pair of keys that it lets in."""
+        """Listen on TCP for readers that know the server's public key and hold the one accepted pair of keys."""
         own_public, own_secret = zmq.curve_keypair()
         reader_public, reader_secret = zmq.curve_keypair()
         self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
@@ -132,7 +132,7 @@ class SampleServer:
             reader, *request = self._router.recv_multipart()
             try:
                 answer = self._answer(request)
-            except FrameError as error:  # none of our readers': it gets no answer, and the others theirs
+            except FrameError as error:  # none of our readers sent it: no answer, and the others get theirs
                 logger.warning("data plane: a question that is none: %s", error)
                 continue
             self._router.send_multipart([reader, *answer], copy=False)
@@ -154,13 +154,13 @@ class SampleServer:
 
 
 class _OneKey:
-    """Lets in whoever holds the one pair of keys."""
+    """Credentials provider that accepts one pair of keys."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """As pyzmq's authenticator asks."""
+        """Return whether to accept ``key``; called by pyzmq's authenticator."""
         return key == self._key
 
 

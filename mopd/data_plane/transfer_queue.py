@@ -1,12 +1,12 @@
-"""The door to the TransferQueue package: its actors, and calls of its client that always end.
+"""Access to the TransferQueue package: its actors, and calls of its client that always end.
 
 ::
 
     storage (writes, clears, claims) ──┐            ┌── controller (actor): keys, tags, which fields are there
     reader on a student rank ──────────┴── ZeroMQ ──┴── storage units (actors): tensors, a sample in one of them
 
-Its own ``init`` joins whatever queue it finds on the cluster, by the name of an actor. Ours have no names: nobody finds
-them, and they end with the process that started them. Clients need addresses only, not Ray.
+The package's own ``init`` joins whatever queue it finds on the cluster, by the name of an actor. Ours have no names: no
+other run finds them, and they end with the process that started them. Clients need addresses only, not Ray.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from mopd.types import UserError
 T = TypeVar("T")
 
 PARTITION = "samples"
-"""Of the queue, which may hold several."""
+"""Name of our partition of the queue, which may hold several."""
 STARTUP_S = 120.0
-"""For an actor to start and say where it listens."""
+"""Deadline for an actor to start and report its address."""
 PROBE_EVERY_S = 2.0
-"""Of a call that has no answer yet, between looks at whether the actors still listen."""
+"""Interval between checks that the actors still listen, during a call that has no answer yet."""
 PROBE_TIMEOUT_S = 5.0
-"""For the system to accept a connection, however busy the actor is."""
+"""Deadline for the system to accept a connection, however busy the actor is."""
 NUM_PROBES = 3
-"""Without an answer at all, after which a machine is gone."""
+"""Number of checks without any answer after which a machine counts as gone."""
 
 _numbers = itertools.count()
 
@@ -76,22 +76,22 @@ def start_actors(ray: Any, num_storage_units: int, *, num_cpus: float) -> tuple[
 
 
 def end_actors(ray: Any, actors: Sequence[Any]) -> None:
-    """End them now; what they hold is lost."""
+    """End the actors now; what they hold is lost."""
     for actor in actors:
         ray.kill(actor)
 
 
 class QueueClient:
-    """One process's connection. Every call ends: with its result, at the deadline, or soon after an actor has ended.
+    """Connection of one process. Every call ends: with its result, at the deadline, or soon after an actor has ended.
 
-    Calls run on one event loop at a time. Samples are a batch's metadata here, as ``retrieve`` gives it.
+    Calls run on one event loop at a time. Samples are given as a batch's metadata, which ``retrieve`` returns.
     """
 
     def __init__(self, address: Mapping[str, Any], *, timeout_s: float) -> None:
         """Connect; ``timeout_s`` is the deadline of each call.
 
         Raises:
-            UserError: the package is missing, or nobody answers.
+            UserError: the package is missing, or the controller does not answer.
         """
         _load()
         from transfer_queue.client import AsyncTransferQueueClient
@@ -103,7 +103,7 @@ class QueueClient:
         self._servers |= {f"storage unit {i}": unit for i, unit in enumerate(address["units"])}
         name = f"mopd-{os.getpid()}-{next(_numbers)}"
         controller = ZMQServerInfo(role=Role.CONTROLLER, **address["controller"])
-        # Their order decides which unit holds a sample.
+        # The order of units decides which one holds a sample, so every client must use the same.
         units = {unit["id"]: ZMQServerInfo(role=Role.STORAGE, **unit) for unit in address["units"]}
         self._client = AsyncTransferQueueClient(name, controller, zmq_io_threads=2)
         try:
@@ -113,32 +113,33 @@ class QueueClient:
             raise UserError(f"data plane: {self._shown('controller')} does not answer") from error
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """End the connection. No call may be under way."""
         self._client.close()
 
     async def retrieve(self, sample_ids: Sequence[int], *, create: bool = False) -> Any:
-        """Metadata of samples, in order; those that are unknown are left out, or created."""
+        """Return the metadata of samples, in order; unknown ones are left out, or created."""
         keys = [str(i) for i in sample_ids]
         return await self._call(self._client.async_kv_retrieve_meta(keys, PARTITION, create=create))
 
     async def write(
         self, batch: Any, fields: Mapping[str, list[Tensor]], tags: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        """Add fields to samples, and give them tags."""
+        """Add fields to samples, and set their tags."""
         await self._call(self._write(batch, fields))
         if tags is not None:
             batch.update_custom_meta([dict(tag) for tag in tags])
             await self._call(self._client.async_set_custom_meta(batch))
 
     async def read(self, batch: Any, names: Sequence[str]) -> dict[str, list[Tensor]]:
-        """Fields of samples, all of which have them."""
+        """Return fields of samples, all of which must have them."""
         return await self._call(self._read(batch, list(names)))
 
     # The client's own ``async_put`` and ``async_get_data`` join each field's tensors into one nested tensor and take it
-    # apart again, several times over, and change the process's number of threads meanwhile. The parts below them that
-    # speak to the storage units take and give single tensors.
+    # apart again, several times over, and change the process's number of threads meanwhile. ``_write`` and ``_read``
+    # call the functions below them, which exchange single tensors with the storage units.
 
     async def _write(self, batch: Any, fields: Mapping[str, list[Tensor]]) -> None:
+        """Send each storage unit its samples' tensors, then tell the controller that the fields exist."""
         manager = self._client.storage_manager
         await asyncio.gather(
             *(
@@ -154,6 +155,7 @@ class QueueClient:
         await manager.notify_data_update(PARTITION, batch.global_indexes, schema)
 
     async def _read(self, batch: Any, names: list[str]) -> dict[str, list[Tensor]]:
+        """Return the tensors of fields, gathered from the storage units that hold them."""
         manager = self._client.storage_manager
         groups = manager._group_by_hash(batch.global_indexes)
         answers = await asyncio.gather(
@@ -174,7 +176,7 @@ class QueueClient:
         await self._call(self._client.async_clear_samples(batch))
 
     async def sample_ids(self) -> list[int]:
-        """All that are held."""
+        """Return the ids of all samples that are held."""
         listed = await self._call(self._client.async_kv_list(PARTITION))
         return sorted(int(key) for key in listed.get(PARTITION, {}))
 
@@ -184,11 +186,12 @@ class QueueClient:
         await self._call(self._client.async_save_storage_checkpoint(folder))
 
     async def load(self, folder: str) -> None:
-        """Inverse of ``save``. The actors unpickle the files: the caller knows them to be its own."""
+        """Read what ``save`` wrote. The actors unpickle the files: the caller must know them to be its own."""
         await self._call(self._client.async_load_storage_checkpoint(folder))
         await self._call(self._client.async_load_controller_checkpoint(f"{folder}/controller.pkl"))
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work`` until it ends, its deadline passes, or an actor is found to have ended."""
         task = asyncio.ensure_future(work)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
@@ -212,7 +215,7 @@ class QueueClient:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _require_alive(self, silent: dict[str, int]) -> None:
-        """``StorageEnded`` once a server's machine refuses connections, or has been ``silent`` several times."""
+        """Raise ``StorageEnded`` if a server's machine refuses connections, or has been ``silent`` several times."""
         for name, server in self._servers.items():
             port = server["ports"].get("put_get_socket") or server["ports"]["request_handle_socket"]
             try:
@@ -222,6 +225,7 @@ class QueueClient:
                 if silent[name] < NUM_PROBES:
                     continue
             except OSError:
+                # Refused or unreachable: nothing listens there any more, one look is enough.
                 silent[name] = NUM_PROBES
             else:
                 silent[name] = 0
@@ -237,7 +241,7 @@ class QueueClient:
 
 
 def _load() -> None:
-    """Import the package, and keep its own words from the lines of a run: its errors are raised all the same."""
+    """Import the package and silence its logging: its errors are raised all the same."""
     try:
         import transfer_queue  # noqa: F401
     except ImportError as error:
@@ -250,7 +254,7 @@ def _load() -> None:
 
 
 def _jagged(values: Sequence[Tensor]) -> dict[str, Any]:
-    """What the package says of a field whose samples have lengths of their own."""
+    """Return the package's description of a field whose samples differ in shape."""
     return {
         "dtype": values[0].dtype,
         "shape": values[0].shape,

@@ -1,1 +1,1 @@
-"""The one way in and out for small files: read within limits, written whole or not at all, refused in one line."""
+"""Reading and writing of small files: read within limits, written whole or not at all, errors in one line."""

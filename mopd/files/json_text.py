@@ -1,4 +1,4 @@
-"""JSON that anybody may have written: strict, bounded in size, depth, count and magnitude of numbers."""
+"""JSON from untrusted sources: strict, bounded in size, depth, count and magnitude of numbers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from mopd.files.reading import MAX_TEXT_BYTES, read_text, shown_path
 from mopd.types import UserError
 
 MAX_DEPTH = 64
-"""Nested lists and objects; no file that we read is deeper than ten."""
+"""Largest depth of nested lists and objects; no file that we read is deeper than ten."""
 MAX_VALUES = 2_000_000
-"""Values in one text: an empty list of two bytes costs 56 bytes of memory."""
+"""Largest number of values in one text: an empty list of two bytes costs 56 bytes of memory."""
 MAX_INTEGER_DIGITS = 20
-"""64-bit integers have at most 19 digits, 20 with a sign."""
+"""Longest whole number: 64-bit integers have at most 19 digits, 20 with a sign."""
 MAX_DIGITS = 400
-"""Of a whole number with ``any_number``; longer ones take long to read."""
+"""Longest whole number with ``any_number``; Python takes long to read longer ones."""
 _STRING = re.compile(r'"[^"]*"?')
-"""In a text without escaped quotes."""
+"""Pattern of a string in a text without escaped quotes."""
 
 
 def parse_json(
@@ -30,10 +30,10 @@ def parse_json(
     max_values: int = MAX_VALUES,
     any_number: bool = False,
 ) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Stricter than ``json.loads``: a repeated key, NaN, an infinite number, an integer beyond 64 bits, a lone surrogate
-    and a deep nest are refused, as what is read here is compared, written again and shown.
+    and deep nesting are refused, because the values are compared, written again and shown.
 
     Args:
         any_number: takes NaN, infinity and whole numbers of up to ``MAX_DIGITS`` digits, which Python's ``json`` writes
@@ -44,6 +44,7 @@ def parse_json(
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")  # UnicodeDecodeError is a ValueError
+    # Before ``json.loads``, which builds all values. The exact count runs only if the cheap upper bound is exceeded.
     if _num_marks(text) > max_values and _num_values(text, max_values) > max_values:
         raise ValueError(f"more than {max_values} values")
     try:
@@ -68,7 +69,7 @@ def read_json_object(
     max_values: int = MAX_VALUES,
     any_number: bool = False,
 ) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
         UserError: as ``reading.read_text`` and ``parse_json`` do, with path and ``cure``; for any other kind of value.
@@ -84,21 +85,22 @@ def read_json_object(
 
 
 def _num_marks(text: str) -> int:
+    """Return the number of commas and opening brackets, which bounds the number of values."""
     return text.count(",") + text.count("[") + text.count("{")
 
 
 def _num_values(text: str, limit: int) -> int:
-    """Marks outside of strings, which say how many values there are, or a number above ``limit``. Slow: a response of
-    commas alone is one value, and only such texts come here."""
+    """Return the number of marks outside of strings, which bounds the number of values, or a number above ``limit``.
+    Slow: it runs only for texts with many marks, which may all stand inside one string."""
     bare = text.replace("\\\\", "").replace('\\"', "")
     num_strings = bare.count('"') // 2
-    if num_strings > 2 * limit:  # more keys and values than are allowed, and long to look at
+    if num_strings > 2 * limit:  # above the limit by itself; scanning them takes long
         return num_strings
     return _num_marks(bare) - sum(_num_marks(string[0]) for string in _STRING.finditer(bare))
 
 
 def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys stand once: ``json.loads`` would keep the last of two without a word."""
+    """Return an object whose keys occur once: ``json.loads`` would silently keep the last of two."""
     keys = dict(pairs)
     if len(keys) != len(pairs):
         seen: set[str] = set()
@@ -131,7 +133,7 @@ def _constant(name: str) -> NoReturn:
 
 
 def _check(root: Any, max_depth: int) -> None:
-    """Depth, and text that is no Unicode (a lone surrogate cannot be written or shown); without recursion."""
+    """Check depth, and that texts are Unicode (a lone surrogate cannot be written or shown). Without recursion."""
     level: list[Any] = [root]
     for _ in range(max_depth + 1):
         below: list[Any] = []

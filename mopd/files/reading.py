@@ -1,4 +1,4 @@
-"""Bytes and text of files that anybody may have written: within a limit of size, every refusal in one line."""
+"""Bytes and text of untrusted files: within a limit of size, every refusal in one line."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from mopd.types import UserError
 MAX_TEXT_BYTES = 16 * 2**20
 """Default limit of a file that is read whole: far above any real configuration file or index."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+"""Mode bits by which users other than the owner may write a file."""
 
 
 @contextmanager
 def open_regular(path: str | Path, *, cure: str, follows_links: bool = True) -> Iterator[BinaryIO]:
-    """A regular file, open for reading; what goes wrong while it is open is told too.
+    """Open a regular file for reading; errors while it is open are reported likewise.
 
     A pipe or a device is refused: it may never end, or never begin.
 
@@ -46,7 +47,7 @@ def open_regular(path: str | Path, *, cure: str, follows_links: bool = True) -> 
 
 
 def read_bytes(path: str | Path, *, cure: str, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """The whole file. Raises ``UserError`` as ``open_regular`` does, and above ``max_bytes``."""
+    """Return the whole file. Raise ``UserError`` as ``open_regular`` does, and above ``max_bytes``."""
     with open_regular(path, cure=cure) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -55,7 +56,7 @@ def read_bytes(path: str | Path, *, cure: str, max_bytes: int = MAX_TEXT_BYTES) 
 
 
 def read_text(path: str | Path, *, cure: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """The whole file as UTF-8. Raises ``UserError`` as ``read_bytes`` does, and for other encodings."""
+    """Return the whole file as UTF-8. Raise ``UserError`` as ``read_bytes`` does, and for other encodings."""
     content = read_bytes(path, cure=cure, max_bytes=max_bytes)
     try:
         return content.decode("utf-8")
@@ -65,11 +66,13 @@ def read_text(path: str | Path, *, cure: str, max_bytes: int = MAX_TEXT_BYTES) -
 
 
 def read_private(path: str | Path, *, cure: str, max_bytes: int) -> bytes:
-    """A regular file that this user alone can have written: no symbolic link, and nobody else's.
+    """Return the content of a regular file that only this user can have written: no symbolic link, no other user's
+    file.
 
-    Raises ``UserError`` as ``read_bytes`` does, and for any other file.
+    Raise ``UserError`` as ``read_bytes`` does, and for any other file.
     """
     with open_regular(path, cure=cure, follows_links=False) as file:
+        # Of the open file, not of the path: the path may be replaced between two looks.
         found = os.fstat(file.fileno())
         if found.st_uid != os.geteuid() or found.st_mode & OTHERS_WRITE:
             raise UserError(f"{shown_path(path)}: others than this user may have written it: {cure}")
@@ -80,6 +83,6 @@ def read_private(path: str | Path, *, cure: str, max_bytes: int) -> bytes:
 
 
 def shown_path(path: str | Path) -> str:
-    """A path as it may stand in a message: what a terminal would act on is escaped, what is very long is cut."""
+    """Return a path for a message: control characters for terminals are escaped, very long paths are cut."""
     text = visible(os.fspath(path))
     return text if len(text) <= 300 else f"{text[:200]}…{text[-80:]}"

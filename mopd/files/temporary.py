@@ -19,8 +19,8 @@ _has_looked = False
 
 
 class TemporaryFolder:
-    """A new private folder where temporary files go (``TMPDIR``). Its owner holds a lock of it until ``close`` or its
-    own end, whatever that is; a folder of this user whose lock nobody holds is removed when another process of this
+    """A new private folder where temporary files go (``TMPDIR``). Its owner holds a lock on it until ``close`` or until
+    the process ends in any way. A folder of this user whose lock is free is removed when another process of this
     machine makes its first one.
 
     Example::
@@ -53,13 +53,13 @@ class TemporaryFolder:
                 self._lock = -1
 
     def fileno(self) -> int:
-        """The lock: a process that inherits it keeps the folder too."""
+        """Return the lock's file descriptor: a process that inherits it keeps the folder too."""
         return self._lock
 
     def close(self) -> None:
         """Remove the folder, if it is still there. Harmless when repeated."""
         if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)  # somebody who outlives its owner may have been faster
+            shutil.rmtree(self.path, ignore_errors=True)  # another process may have removed it
             os.close(self._lock)
             self._lock = -1
 
@@ -73,11 +73,12 @@ class TemporaryFolder:
 
 
 def _boot() -> str:
+    """Return the beginning of the running kernel's id."""
     return BOOT_ID.read_text(encoding="ascii")[:8]
 
 
 def _remove_abandoned(place: Path) -> None:
-    """Once in each process."""
+    """Remove folders of dead owners, once in each process."""
     global _has_looked
     if not _has_looked:
         _has_looked = True
@@ -87,6 +88,7 @@ def _remove_abandoned(place: Path) -> None:
                     continue
                 lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
+                    # Raises while the owner lives, which holds it.
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)
                 finally:

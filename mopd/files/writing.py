@@ -1,4 +1,4 @@
-"""Files on their way to disk: whole or absent, and the system's refusal in one line."""
+"""Writing of files: whole or absent, and the system's refusal in one line."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mopd.text import visible
 from mopd.types import CutOffError, UserError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""The disk, a quota or a limit of file sizes is used up."""
+"""Errors that mean that the disk, a quota or a limit of file sizes is used up."""
 REFUSED = FULL | {errno.EROFS}
-"""Only a write gets these, and only the user can cure them, whatever was being written."""
+"""Errors that only a write gets and only the user can cure, whatever was being written."""
 PARTIALS = ".*.partial"
-"""Matches the files in which ``write_text`` gathers, and that a killed process leaves."""
+"""Pattern of the files in which ``write_text`` collects its bytes, and which a killed process leaves."""
 _CURES = {
     **dict.fromkeys(FULL, "free space there or name another place"),
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make it writable or name another place"),
@@ -29,16 +29,16 @@ _CURES = {
     errno.ELOOP: "remove the circle of symbolic links or name another place",
 }
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
-"""How libraries in Rust (safetensors) show the system's error."""
+"""Form in which libraries in Rust (safetensors) show the system's error."""
 
 
 class WriteRefusedError(CutOffError):
-    """The operating system does not let a file be written."""
+    """The operating system refuses to write a file."""
 
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Turns the operating system's refusal to write (disk full, quota, permissions, …) into one line.
+    """Turn the operating system's refusal to write (disk full, quota, permissions, …) into one line.
 
     Raises:
         WriteRefusedError: names ``path`` and the system's reason.
@@ -55,10 +55,10 @@ def writing(path: str | Path) -> Iterator[None]:
 
 
 def refusal(error: BaseException) -> WriteRefusedError | None:
-    """The line about a full or read-only disk, if that is what is behind ``error``.
+    """Return the line about a full or read-only disk, if that is the cause of ``error``.
 
     For the outermost place that sees an error: what libraries write by themselves (caches, temporary files, standard
-    output) meets no ``writing``, and torch hands on the errors of all ranks in one of its own, as ``failures``.
+    output) meets no ``writing``, and torch wraps the errors of all ranks in one of its own, as ``failures``.
     """
     todo, seen = [error], set[int]()
     while todo:
@@ -80,7 +80,7 @@ def write_text(path: Path, text: str) -> None:
     """Write a file so that readers, and a crash at any time, see the old text or the new one.
 
     Raises:
-        UserError: the system refuses; what was there before stays.
+        UserError: the system refuses; the old file stays.
     """
     partial = partial_of(path)
     with writing(path):
@@ -89,16 +89,18 @@ def write_text(path: Path, text: str) -> None:
                 file.write(text.encode("utf-8"))
                 file.flush()
                 os.fsync(file.fileno())
+            # Atomic: readers see the old file or the new one.
             os.replace(partial, path)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+        # The new name, too, must survive a crash.
         sync(path.parent)
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only this user can read, so that readers see the old content or the new one. For what is
-    written anew every few seconds: a crash of the machine may lose it.
+    """Write a file that only this user can read, so that readers see the old content or the new one. Meant for files
+    that are written anew every few seconds: a crash of the machine may lose the content.
 
     Raises:
         UserError: the system refuses.
@@ -116,17 +118,17 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def partial_of(path: Path) -> Path:
-    """Where ``write_text`` of this process gathers a file."""
+    """Return the file in which ``write_text`` of this process collects its bytes."""
     return path.with_name(f".{path.name}.{os.getpid()}.partial")
 
 
 def write_json(path: Path, value: Any, *, sort_keys: bool = False) -> None:
-    """``write_text`` of indented JSON; NaN and infinity are refused with ``ValueError``."""
+    """Write indented JSON by ``write_text``; NaN and infinity are refused with ``ValueError``."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, sort_keys=sort_keys) + "\n")
 
 
 def sync(path: Path) -> None:
-    """Have a file's bytes, or a folder's entries, on disk before anything after this."""
+    """Force a file's bytes, or a folder's entries, to disk before anything after this."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -135,7 +137,7 @@ def sync(path: Path) -> None:
 
 
 def temporary_folder(prefix: str) -> Path:
-    """A new private folder where temporary files go (``TMPDIR``).
+    """Make a new private folder where temporary files go (``TMPDIR``).
 
     Raises:
         UserError: none can be made.
@@ -152,7 +154,8 @@ def temporary_folder(prefix: str) -> Path:
 
 @contextmanager
 def reasoned(stream: BinaryIO) -> Iterator[BinaryIO]:
-    """``stream`` for ``torch.save`` and others that replace the error of a failed write by one without a reason."""
+    """Yield ``stream`` for ``torch.save`` and others that replace the error of a failed write by one without a reason;
+    raise the stream's own error in its place."""
     remembering = _Remembering(stream)
     try:
         yield cast(BinaryIO, remembering)
@@ -163,7 +166,7 @@ def reasoned(stream: BinaryIO) -> Iterator[BinaryIO]:
 
 
 class _Remembering:
-    """Writes to a stream and keeps the first error of a write."""
+    """Stream that keeps the first error of a write."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -181,7 +184,7 @@ class _Remembering:
 
 
 def _reason(error: BaseException) -> OSError | None:
-    """The system's error that ``error`` is, or shows in its message."""
+    """Return the system's error that ``error`` is, or shows in its message."""
     if isinstance(error, OSError):
         return error
     shown = _RUST_ERROR.search(str(error)) if isinstance(error, Exception) else None
@@ -191,7 +194,7 @@ def _reason(error: BaseException) -> OSError | None:
 
 
 def _what_was_written(reason: OSError) -> str:
-    """A failed write, unlike a failed opening, does not tell its file."""
+    """Return the file's name; a failed write, unlike a failed opening, does not tell it."""
     if isinstance(reason.filename, str | bytes):
         return shown_path(os.fsdecode(reason.filename))
     return "standard output or a temporary file"

@@ -1,7 +1,8 @@
-"""YAML that anybody may have written: strict, bounded in size, depth, count and magnitude; and scalars that load back.
+"""YAML from untrusted sources: strict, bounded in size, depth, count and magnitude; and scalars that load back.
 
-PyYAML alone expands aliases without end, folds what stands under an unknown tag, takes ``!!bool maybe`` for a crash and
-``1:30`` for 90. Here a text becomes ``Marked`` values within limits, or one line that says what is wrong and where.
+PyYAML alone expands aliases without end, collapses mappings under the tag of a scalar (``!!str {=: 1}`` is text),
+raises KeyError for ``!!bool maybe`` and reads ``1:30`` as 90. Here a text becomes ``Marked`` values within limits, or
+one line that says what is wrong and where.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from mopd.text import one_line, visible
 from mopd.types import UserError
 
 MAX_YAML_BYTES = 2**20
-"""PyYAML reads about a million characters a second."""
+"""Longest text; PyYAML reads about a million characters a second."""
 MAX_YAML_VALUES = 20_000
-"""Keys and values of one text, aliases written out; PyYAML composes about 40,000 a second."""
+"""Largest number of keys and values of one text, aliases written out; PyYAML composes about 40,000 a second."""
 MAX_KEY_CHARACTERS = 100
-"""A key written with escapes stays below the 1,024 characters within which YAML looks for its colon."""
+"""Longest key: written with escapes it stays below the 1,024 characters within which YAML looks for its colon."""
 EXPONENT = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+")
-"""Numbers such as ``1e-6``, which YAML 1.1 reads as text."""
+"""Pattern of numbers such as ``1e-6``, which YAML 1.1 reads as text."""
 _REFUSED = re.compile("[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What YAML forbids outside escapes, and U+0085, U+2028, U+2029, which it would fold like line ends."""
+"""Characters that YAML forbids outside escapes, and U+0085, U+2028, U+2029, which it would fold like line ends."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _WORD = re.compile(r"(?!\.\.\.)[A-Za-z_./][A-Za-z0-9_./-]*")
 _REPRESENTER = yaml.representer.SafeRepresenter()
@@ -42,14 +43,14 @@ class YamlError(ValueError):
     def __init__(self, problem: str, *, line: int | None = None, path: tuple[str, ...] = ()) -> None:
         super().__init__(problem)
         self.line = line
-        """Counted from 1."""
+        """Line of the problem, counted from 1."""
         self.path = path
         """Keys from the root to the value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Date:
-    """A scalar that YAML 1.1 takes for a date or time; nothing that we read holds one."""
+    """A scalar that YAML 1.1 reads as a date or time; no file that we read holds one."""
 
     text: str
 
@@ -59,20 +60,20 @@ class Date:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A value and the line that it stands on. Aliases share one object, never in a circle."""
+    """A value and its line. Aliases share one object, never in a circle."""
 
     value: bool | int | float | str | Date | list[Marked] | dict[str, tuple[int, Marked]] | None
-    """Mappings give each key's own line. Floats may be infinite or NaN."""
+    """The value. Mappings give each key's own line. Floats may be infinite or NaN."""
     line: int
 
 
 def compose_yaml(text: str) -> Marked | None:
-    """A YAML text as values that remember their lines; None for a text without any.
+    """Return a YAML text as values that remember their lines; None for an empty text.
 
     Expanding every alias gives at most ``MAX_YAML_VALUES`` values, ``MAX_YAML_BYTES`` characters, ``MAX_DEPTH`` levels.
 
     Raises:
-        YamlError: it is no YAML, too much, or says something with a tag, merge key or number that has no place here.
+        YamlError: it is no YAML, too much, or has a tag, merge key or number that is not allowed here.
     """
     if len(text) > MAX_YAML_BYTES:
         raise YamlError(f"longer than {MAX_YAML_BYTES} characters")
@@ -90,7 +91,7 @@ def compose_yaml(text: str) -> Marked | None:
         raise YamlError(f"not readable as YAML: {problem}", line=line) from None
     except YamlError:
         raise
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # chr() and int() of what the text asks for
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # raised by chr() and int() inside PyYAML
         problem = f"an escape or version number is out of range ({one_line(error):.100})"
         raise YamlError(f"not readable as YAML: {problem}", line=loader.line + 1) from None
     finally:
@@ -98,7 +99,7 @@ def compose_yaml(text: str) -> Marked | None:
 
 
 def plain(marked: Marked) -> Any:
-    """The value without its lines: dicts, lists and scalars."""
+    """Return the value without its lines: dicts, lists and scalars."""
     value = marked.value
     if isinstance(value, dict):
         return {key: plain(item) for key, (_, item) in value.items()}
@@ -106,7 +107,7 @@ def plain(marked: Marked) -> Any:
 
 
 def read_yaml_object(path: str | Path, *, cure: str) -> dict[str, Any]:
-    """The mapping in a YAML file, as plain values.
+    """Return the mapping in a YAML file, as plain values.
 
     Raises:
         UserError: with path, line and ``cure``, for what ``read_text`` and ``compose_yaml`` refuse and for any other
@@ -127,7 +128,7 @@ def read_yaml_object(path: str | Path, *, cure: str) -> dict[str, Any]:
 
 
 def _check_plain(marked: Marked) -> None:
-    """``YamlError`` for a date and for a number that is not finite, which JSON could not say."""
+    """Raise ``YamlError`` for a date and for a number that is not finite, which JSON could not express."""
     value = marked.value
     if isinstance(value, Date) or (isinstance(value, float) and not math.isfinite(value)):
         raise YamlError(f"{value!r} has no place here", line=marked.line)
@@ -140,9 +141,9 @@ def _check_plain(marked: Marked) -> None:
 
 
 def dump_inline(value: Any, *, only_ascii: bool = False) -> str:
-    """YAML of a scalar, a list or a mapping of plain values on one line, which loads back to the same."""
+    """Return YAML of a scalar, a list or a mapping of plain values on one line, which loads back to the same."""
     if value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and _is_word(value)):
-        text: str = _REPRESENTER.represent_data(value).value  # what the long way gives, in a fraction of its time
+        text: str = _REPRESENTER.represent_data(value).value  # safe_dump's result, in a fraction of its time
         return text
     text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
     text = text.removesuffix("\n").removesuffix("\n...")
@@ -152,24 +153,24 @@ def dump_inline(value: Any, *, only_ascii: bool = False) -> str:
 
 
 def _is_word(text: str) -> bool:
-    """Letters and what stands in paths, nothing that YAML could take for another type."""
+    """Return whether a text has only characters of words and paths, and YAML reads it as text."""
     return _WORD.fullmatch(text) is not None and _RESOLVER.resolve(yaml.ScalarNode, text, (True, False)) == f"{_TAG}str"
 
 
 def comment(text: str) -> str:
-    """Text as it may stand behind ``#`` without ending the comment or the file."""
+    """Return text that may stand behind ``#`` without ending the comment or the file."""
     return _REFUSED.sub(lambda found: ascii(found[0])[1:-1], text.replace("\n", "\\n").replace("\r", "\\r"))
 
 
 class _Quoting(yaml.SafeDumper):
-    """Every text in double quotes, with escapes for all that is not ASCII."""
+    """Dumper that puts every text in double quotes, with escapes for all that is not ASCII."""
 
 
 _Quoting.add_representer(str, lambda dumper, text: dumper.represent_scalar(f"{_TAG}str", text, style='"'))
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's own, which stops at the limits while it composes: what is deep or long never gets built."""
+    """PyYAML's loader, which stops at the limits while it composes: what is too deep or too long never gets built."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -191,7 +192,7 @@ class _Loader(yaml.SafeLoader):
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """What a node comes to with its aliases written out."""
+    """Size of a node with its aliases written out."""
 
     values: int
     characters: int
@@ -199,14 +200,14 @@ class _Size:
 
 
 class _Reader:
-    """Turns composed nodes into ``Marked`` values: each node once, however many aliases name it."""
+    """Converter from composed nodes to ``Marked`` values: each node once, however many aliases name it."""
 
     def __init__(self) -> None:
         self._done: dict[int, tuple[Marked, _Size]] = {}
         self._open: set[int] = set()
 
     def marked(self, node: yaml.Node, path: tuple[str, ...]) -> Marked:
-        """See ``compose_yaml``."""
+        """Return the value of the root node."""
         return self._node(node, path)[0]
 
     def _node(self, node: yaml.Node, path: tuple[str, ...]) -> tuple[Marked, _Size]:
@@ -262,7 +263,7 @@ class _Reader:
         return key
 
     def _scalar(self, node: yaml.ScalarNode, path: tuple[str, ...]) -> bool | int | float | str | Date | None:
-        """The value of a scalar whose text is one of its tag's."""
+        """Return the value of a scalar. Raise ``YamlError`` if its text is none of its tag's."""
         text, kind = node.value, node.tag.removeprefix(_TAG)
         looks = _RESOLVER.resolve(yaml.ScalarNode, text, (True, False)).removeprefix(_TAG)
         try:
@@ -303,7 +304,7 @@ def _together(values: int, characters: int, sizes: list[_Size]) -> _Size:
 
 
 def _text(text: str) -> str:
-    """Halves of characters are joined, as JSON's escapes mean them. ``ValueError`` for a half alone."""
+    """Join surrogate pairs, as JSON's escapes mean them. Raise ``ValueError`` for a lone surrogate."""
     if not _SURROGATES.search(text):
         return text
     try:
@@ -313,7 +314,7 @@ def _text(text: str) -> str:
 
 
 def _int(text: str) -> int:
-    """A whole number of YAML 1.1 within 64 bits; those that look decimal and are not are refused."""
+    """Return a whole number of YAML 1.1 within 64 bits. Refuse those that look decimal and are not."""
     digits = text.replace("_", "").lstrip("+-").lower()
     if ":" in digits:
         raise ValueError(f"{text[:40]} is a number of base 60 in YAML: write it in decimal, or in quotes for text")

@@ -1,8 +1,8 @@
 """Models and data sets of the Hugging Face Hub as local files, by way of ``huggingface_hub``: its cache, its
 environment variables (``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HUB_OFFLINE``), its progress bars.
 
-Fetched is what is read: config, tokenizer, chat template, licence and safetensors of a model, parquet or JSONL files of
-a data set. Never a pickle, never code.
+Only files that mopd reads are fetched: config, tokenizer, chat template, licence and safetensors of a model, parquet or
+JSONL files of a data set. Never a pickle, never code.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from mopd.text import one_line, visible
 from mopd.types import UserError
 
 ANSWER_TIMEOUT_S = 60.0
-"""For what a repository is: its commit, its files. The library waits for these without an end."""
+"""Deadline for facts about a repository: its commit, its files. The library itself waits for these without end."""
 STALL_TIMEOUT_S = 300.0
-"""Of a download that brings nothing; the library's own deadlines (``HF_HUB_DOWNLOAD_TIMEOUT``) come before it."""
+"""Longest time a download may bring nothing; the library's own deadlines (``HF_HUB_DOWNLOAD_TIMEOUT``) are less."""
 MAX_FILES = 100_000
-"""Of one repository."""
+"""Largest number of files of one repository."""
 MAX_DATA_FILES = 10_000
 MAX_NAME_BYTES, MAX_PATH_CHARACTERS = 255, 1000
 MAX_SIDE_BYTES = 256 * 2**20
-"""Of one file beside the weights; the largest published tokenizers have 35 MiB."""
+"""Largest file beside the weights; the largest published tokenizers have 35 MiB."""
 _NEVER = (".py", ".pyc", ".so", ".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".h5", ".msgpack")
 _LISTED = 8
 _KINDS = {"model": "model", "dataset": "data set"}
@@ -59,7 +59,7 @@ Kind = Literal["model", "dataset"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetched:
-    """What a name of the Hub stands for on this machine."""
+    """Local files that a name of the Hub stands for."""
 
     paths: tuple[str, ...]
     """The folder of a model; the files of a data set."""
@@ -67,10 +67,11 @@ class Fetched:
 
 
 def fetch_model(name: HubName, *, with_weights: bool = True) -> Fetched:
-    """A folder with the model, all of it in the cache.
+    """Return a folder with the model, all of it in the cache.
 
     Raises:
-        UserError: what is wrong with the repository, or on the way to it; says nothing of who asked.
+        UserError: what is wrong with the repository or the access to it; the caller puts the key and the name before
+            it.
     """
     repository = _Repository("model", name, name.revision)
     side = [
@@ -107,8 +108,8 @@ def fetch_model(name: HubName, *, with_weights: bool = True) -> Fetched:
 
 
 def fetch_data(name: HubName) -> Fetched:
-    """The files of a split, or those that the name's part means. Without a revision a split is looked for in the
-    default branch, then in the branch where the Hub keeps every data set as parquet.
+    """Return the files of a split, or those that the name's part selects. Without a revision a split is looked for in
+    the default branch, then in the branch where the Hub keeps every data set as parquet.
 
     Raises:
         UserError: as ``fetch_model``.
@@ -136,7 +137,7 @@ def fetch_data(name: HubName) -> Fetched:
 
 
 def _converted(name: HubName) -> _Repository | None:
-    """The branch of converted files; ``None`` where there is none."""
+    """Return the branch of converted files; ``None`` if there is none."""
     try:
         return _Repository("dataset", name, CONVERTED)
     except UserError as error:
@@ -146,7 +147,7 @@ def _converted(name: HubName) -> _Repository | None:
 
 
 def _there(files: Iterable[str]) -> str:
-    """What could have been meant."""
+    """Return a hint that lists what the name could have meant."""
     found = sorted(file for file in files if file.endswith(DATA_SUFFIXES))
     if not found:
         return "name a data set with parquet files"
@@ -158,7 +159,7 @@ class _Repository:
     """One repository at one commit."""
 
     def __init__(self, kind: Kind, name: HubName, revision: str | None) -> None:
-        """Resolves the revision and lists the files. Raises ``UserError``."""
+        """Resolve the revision and list the files. Raise ``UserError``."""
         self._kind, self._name, self._revision = kind, name, revision
         self._is_offline = is_offline_mode()
         self._api = HfApi(library_name="mopd")
@@ -171,10 +172,10 @@ class _Repository:
         if not is_commit(self.commit):
             raise UserError(f"{constants.ENDPOINT} answers with {self.commit!a:.80} for a commit: check HF_ENDPOINT")
         self.files: dict[str, int] = self._ask(self._list)
-        """Path -> bytes."""
+        """Path -> size in bytes."""
 
     def fetch(self, files: Sequence[str]) -> str:
-        """The folder that holds ``files`` of this repository. Raises ``UserError``."""
+        """Return the folder that holds ``files`` of this repository. Raise ``UserError``."""
         for file in files:
             self._check_path(file)
             if file not in self.files:
@@ -182,7 +183,7 @@ class _Repository:
         moved = [time.monotonic()]
 
         class Bar(tqdm):
-            """The library's own, which also says that something moves."""
+            """The library's progress bar, which also notes when something last moved."""
 
             def update(self, n: float | None = 1) -> bool | None:
                 moved[0] = time.monotonic()
@@ -217,12 +218,12 @@ class _Repository:
         try:
             entries: Iterable[Any] = get_cached_repo_tree(repository, repo_type=kind, revision=self.commit)
         except CachedRepoTreeNotFoundError:
-            if self._is_offline:  # a cache that another tool has filled
+            if self._is_offline:  # the cache was filled by another tool
                 try:
                     folder = snapshot_download(
                         repository, repo_type=kind, revision=self._resolved, local_files_only=True, library_name="mopd"
                     )
-                except LocalEntryNotFoundError:  # the commit is known, none of its files is here
+                except LocalEntryNotFoundError:  # the commit is known, none of its files is cached
                     return {}
                 paths = (path for path in Path(folder).rglob("*") if path.is_file())
                 return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
@@ -236,6 +237,7 @@ class _Repository:
         return {file.path: file.size for file in files}
 
     def _check_path(self, file: str) -> None:
+        """Raise ``UserError`` for a file name that could leave the folder or that a file system cannot hold."""
         parts = file.split("/")
         long = len(file) > MAX_PATH_CHARACTERS or any(
             len(part.encode(errors="replace")) > MAX_NAME_BYTES for part in parts
@@ -250,7 +252,7 @@ class _Repository:
         since: Callable[[], float] | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """The answer of the library, ``timeout_s`` after ``since()`` at the latest; whatever it raises in one line."""
+        """Return the library's answer, ``timeout_s`` after ``since()`` at the latest; raise one line for any error."""
         start = time.monotonic()
         try:
             return _in_time(
@@ -260,13 +262,14 @@ class _Repository:
             )
         except UserError:
             raise
-        except Exception as error:  # of requests, files, JSON: the library has no class for them all
+        except Exception as error:  # requests, files, JSON: the library has no common error class
             refused = refusal(error)
             if refused is not None:
                 raise refused from error
             raise UserError(self._told(error)) from error
 
     def _told(self, error: Exception) -> str:
+        """Return the one line for an error of the library."""
         page = f"{constants.ENDPOINT}/{'datasets/' if self._kind == 'dataset' else ''}{self._name.repository}"
         if isinstance(error, GatedRepoError):
             return f"it is gated: ask for access on {page}, and set HF_TOKEN to a token of yours"
@@ -295,7 +298,7 @@ def _not_cached() -> str:
 
 
 def _in_time(call: Callable[[], Answer], since: Callable[[], float], timeout_s: float) -> Answer:
-    """``call()`` in a thread that nobody waits for once the time is over."""
+    """Run ``call()`` in a thread and return its result; raise TimeoutError when the time is over."""
     answers: queue.SimpleQueue[tuple[Answer | None, BaseException | None]] = queue.SimpleQueue()
 
     def work() -> None:
@@ -304,6 +307,7 @@ def _in_time(call: Callable[[], Answer], since: Callable[[], float], timeout_s: 
         except BaseException as error:  # handed over, with its traceback
             answers.put((None, error))
 
+    # A daemon: a call that never returns must not keep the process alive.
     threading.Thread(target=work, name="hub", daemon=True).start()
     while True:
         left = since() + timeout_s - time.monotonic()

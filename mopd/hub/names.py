@@ -1,9 +1,12 @@
 """Names of models and data sets on the Hugging Face Hub, as recipes have them: ``namespace/name[@revision][:part]``.
 
-What is here as a path is a path, and so is what lacks only its last part: ``models/math`` beside a folder ``models``
-is a folder that is missing (with a revision, as in ``models/math@main``, it is a name all the same). Else a text with
-exactly one slash before ``@`` and ``:``, in characters that the Hub allows, is a name of the Hub, unless it ends as a
-data file does. All else is a path that leads nowhere.
+A recipe's text is read as follows:
+
+- An existing path is a path. So is a text that lacks only its last part: ``models/math`` beside a folder ``models`` is
+  a folder that is missing (with a revision, as in ``models/math@main``, it is a name all the same).
+- Otherwise a text with exactly one slash before ``@`` and ``:``, in characters that the Hub allows, is a name of the
+  Hub, unless it ends as a data file does.
+- Anything else is a path that leads nowhere.
 """
 
 from __future__ import annotations
@@ -25,31 +28,31 @@ _SPLIT = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubName:
-    """A repository of the Hub, and what of it is meant."""
+    """A repository of the Hub, and the selected part of it."""
 
     repository: str
     """``namespace/name``."""
     revision: str | None
     """Branch, tag or commit; ``None`` for the default branch."""
     part: str | None
-    """Of a data set: a file, a pattern of files, a split or ``CONFIG/SPLIT``."""
+    """Part of a data set: a file, a pattern of files, a split or ``CONFIG/SPLIT``."""
 
     def __str__(self) -> str:
         revision = f"@{self.revision}" if self.revision is not None else ""
         return f"{self.repository}{revision}{f':{self.part}' if self.part is not None else ''}"
 
     def at(self, commit: str) -> HubName:
-        """The same at a commit."""
+        """Return the same name at a commit."""
         return replace(self, revision=commit)
 
 
 def hub_model(text: str) -> HubName | None:
-    """The model that ``text`` names on the Hub, or ``None`` if it is a path."""
+    """Return the model that ``text`` names on the Hub, or ``None`` if it is a path."""
     return None if _is_path(text) else _parse(text, may_have_part=False)
 
 
 def hub_data(text: str) -> HubName | None:
-    """The data set that ``text`` names on the Hub, or ``None`` if it is a path."""
+    """Return the data set that ``text`` names on the Hub, or ``None`` if it is a path."""
     if _is_path(text) or (":" not in text and text.endswith(DATA_SUFFIXES)):
         return None
     return _parse(text, may_have_part=True)
@@ -63,17 +66,17 @@ def _is_path(text: str) -> bool:
 
 
 def is_commit(text: str) -> bool:
-    """Whether it is a whole commit, as the Hub writes it."""
+    """Return whether it is a whole commit, as the Hub writes it."""
     return _COMMIT.fullmatch(text) is not None
 
 
 def files_of_part(part: str, files: list[str]) -> list[str]:
-    """Those of a repository's ``files`` that ``part`` means, sorted.
+    """Return those of a repository's ``files`` that ``part`` selects, sorted.
 
     A part that ends in ``.parquet`` or ``.jsonl`` is a file or a pattern, whose ``*`` and ``?`` stay within a folder.
-    Any other is a split, which the first of these has: ``CONFIG/SPLIT/*.parquet`` (the Hub's converted branch),
-    ``CONFIG/SPLIT-*.parquet``, ``CONFIG/SPLIT.parquet``. A split alone is one of the config ``default``, else of the
-    folder ``data``, else of the repository itself.
+    Any other is a split, stored as the first of these that exists: ``CONFIG/SPLIT/*.parquet`` (the Hub's converted
+    branch), ``CONFIG/SPLIT-*.parquet``, ``CONFIG/SPLIT.parquet``, ``CONFIG/SPLIT.jsonl``. A split alone is one of the
+    config ``default``, else of the folder ``data``, else of the repository itself.
     """
     if part.endswith(DATA_SUFFIXES):
         return sorted(file for file in files if _matches(file, part))

@@ -1,8 +1,8 @@
 """Distillation losses on vocab-parallel logits. Formulas and conventions: ``docs/losses.md``.
 
-``api`` has the functions; ``divergences`` with ``topk``, ``sampled`` and ``aggregation`` what they compute;
-``chunked``, ``triton`` and ``reference`` how; ``linear`` puts an LM head before any of them; ``teacher_topk`` is the
-teacher's side.
+``api`` holds the public functions. ``divergences`` with ``topk``, ``sampled`` and ``aggregation`` hold the formulas;
+``chunked``, ``triton`` and ``reference`` are the layers that compute them; ``linear`` puts an LM head before any of
+them; ``teacher_topk`` is the teacher's side.
 """
 
 from mopd.losses.aggregation import token_weights

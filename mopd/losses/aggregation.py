@@ -1,4 +1,4 @@
-"""How the losses of many tokens become one number, as a weight per token.
+"""Aggregation of many tokens' losses into one number, as a weight per token.
 
 The denominators are those of the whole batch over all data-parallel ranks and micro-batches, known before the first
 backward. ``sum_t weight_t loss_t`` then is the same number for every split of the batch; nothing divides it again.
@@ -25,17 +25,17 @@ def token_weights(
     sample_index: Tensor | None = None,
     sample_loss_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Weights in the shape of ``loss_mask``, fp32; exactly 0 where the mask is off.
+    """Return weights in the shape of ``loss_mask``, fp32; exactly 0 where the mask is off.
 
     Args:
         loss_mask: bool, ``[B, S]`` with one sample per row, or any shape together with ``sample_index``.
         aggregation: token_mean, sequence_mean or token_sum.
         num_loss_tokens: loss tokens of the whole batch, all ranks.
         num_samples: samples of the whole batch, all ranks (also those without a loss token).
-        sample_index: int64, the shape of ``loss_mask``: number of each token's sample within this tensor, for packed
-            or transposed layouts.
-        sample_loss_tokens: ``[n]``: loss tokens of each sample of ``sample_index``, wherever they are. Left out, all
-            loss tokens of a sample must be in ``loss_mask``, and finding out waits for the device.
+        sample_index: int64, the shape of ``loss_mask``: number of each token's sample within this tensor, for packed or
+            transposed layouts.
+        sample_loss_tokens: ``[n]``: loss tokens of each sample of ``sample_index``, on whatever rank they are. If left
+            out, ``loss_mask`` must hold all loss tokens of a sample, and counting them waits for the device.
 
     Raises:
         ValueError: unknown aggregation, wrong shapes, or a denominator below 1.

@@ -1,12 +1,12 @@
-"""The public functions: TransformerEngine's naming and Megatron-Core's layouts, without importing either.
+"""The public functions, in TransformerEngine's naming and Megatron-Core's layouts, without importing either.
 
-Formulas: ``docs/losses.md``. What all of them share:
+Formulas: ``docs/losses.md``. Arguments that all of them share:
 
 - ``inp``: student logits of this rank's vocabulary shard, ``[T, V/tp]``, ``[S, B, V/tp]`` or ``[B, S, V/tp]``, any
   strides; bf16, fp16, fp32 (float64 for tests). The leading dims are the *rows*; every other argument has them too.
 - ``temperature``: divides the logits; the teacher's log-probs must have been made with the same one.
-- ``loss_weight``: float ``[rows]``, multiplies each row's loss (``aggregation.token_weights`` makes it). Rows of
-  weight 0 have loss 0 and a gradient of exactly 0; what their ids and log-probs hold does not matter.
+- ``loss_weight``: float ``[rows]``, multiplies each row's loss (``aggregation.token_weights`` makes it). Rows of weight
+  0 have loss 0 and a gradient of exactly 0; their ids and log-probs may hold anything.
 - ``dist_process_group``: the tensor-parallel group, None for a single rank. Loss and gradient are those of the joined
   logits.
 - ``vocab_range``: ``(start, end)`` ids of this rank's columns; None means equal shards in rank order.
@@ -75,20 +75,20 @@ def parallel_topk_distill(
     backend: Backend = "auto",
     check_values: bool = False,
 ) -> tuple[Tensor, Metrics]:
-    """Divergence between teacher and student on the teacher's top-k ids of each row.
+    """Compute the divergence between teacher and student on the teacher's top-k ids (the set S) of each row.
 
     Args:
-        inp: see the module docstring, as for all arguments not named here.
-        teacher_ids: int32 or int64 ``[rows, K]``, or ``[rows, D, K]`` for D teachers per row, whose losses are added
-            up with ``teacher_weights``. Ids >= ``true_vocab_size`` count in the teacher's tail.
+        inp: student logits; see the module docstring, as for all arguments not named here.
+        teacher_ids: int32 or int64 ``[rows, K]``, or ``[rows, D, K]`` for D teachers per row, whose losses are added up
+            with ``teacher_weights``. Ids >= ``true_vocab_size`` count in the teacher's tail.
         teacher_logprobs: fp32 or float64, same shape: log-probs over the teacher's whole vocabulary. Entries of -inf
             leave S.
         loss: ``forward_kl`` = KL(teacher || student), ``reverse_kl`` = KL(student || teacher), or ``jsd``.
         tail: ``bucket`` (all other ids are one outcome), ``generalized`` (unnormalised KL), ``renormalize``
             (conditional on S) or ``none`` (truncated sum).
         beta: teacher's weight in the mixture of ``jsd``; 0 is forward and 1 reverse KL.
-        logprob_min_clamp: floor of both log-probs in the terms of S; gradient of those terms is 0 where it holds the
-            student. The tail's own term keeps the unclamped masses.
+        logprob_min_clamp: floor of both log-probs in the terms of S; a term whose student log-prob is at the floor has
+            gradient 0. The tail's own term keeps the unclamped masses.
         loss_max_clamp: per teacher, min(loss, c), gradient 0 above c.
         loss_soft_cap: per teacher, c (1 + log(loss / c)) above c, gradient times c / loss.
         teacher_weights: fp32 ``[rows, D]``, required for D > 1; a teacher of weight 0 is ignored on that row.
@@ -96,9 +96,9 @@ def parallel_topk_distill(
         with_entropy: adds the student's entropy to the metrics; no extra pass in the Triton layer.
 
     Returns:
-        loss ``[rows]`` (or the sum) and metrics ``[rows]``: ``unweighted_loss``; ``teacher_mass`` and
-        ``student_mass`` on S; ``clamped`` 1 where a clamp or cap bites; ``clamped_entries``, the share of S whose
-        student log-prob is held; ``tail_floored`` 1 where a tail is below 1e-6; ``student_logprobs`` with ``target``;
+        loss ``[rows]`` (or the sum) and metrics ``[rows]``: ``unweighted_loss``; ``teacher_mass`` and ``student_mass``
+        on S; ``clamped`` 1 where a clamp or cap takes effect; ``clamped_entries``, the share of S whose student
+        log-prob is at the floor; ``tail_floored`` 1 where a tail is below 1e-6; ``student_logprobs`` with ``target``;
         ``entropy`` in nats.
     """
     options = Options(temperature, backend, overwrite_input, check_values)
@@ -132,7 +132,8 @@ def parallel_gather_logprobs(
     backend: Backend = "auto",
     check_values: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The primitive: log-probs of ``ids`` (int32 or int64 ``[rows, K]``), differentiable.
+    """Return the log-probs of ``ids`` (int32 or int64 ``[rows, K]``), differentiable: the primitive of the sampled
+    losses.
 
     ``loss_weight`` serves as a mask here: rows of weight 0 return 0 and get no gradient; others are not scaled.
 
@@ -171,7 +172,7 @@ def parallel_sampled_kl(
     backend: Backend = "auto",
     check_values: bool = False,
 ) -> tuple[Tensor, Metrics]:
-    """KL estimator from the sampled token; Delta = student - teacher log-prob of ``target``.
+    """Compute a KL estimator from the sampled token; Delta = student - teacher log-prob of ``target``.
 
     Args:
         target: int64 ``[rows]``, tokens sampled from the student at this temperature.
@@ -197,7 +198,7 @@ def parallel_sampled_kl(
     clamped = torch.zeros_like(delta, dtype=torch.bool)
     if loss_max_clamp is not None:
         clamped = sampled_kl(delta.detach(), estimator) > loss_max_clamp
-    value = sampled_kl(torch.where(clamped, 0, delta), estimator)  # autograd would make NaN of an infinity times 0
+    value = sampled_kl(torch.where(clamped, 0, delta), estimator)  # backward would make NaN of infinity x 0
     value = value if loss_max_clamp is None else torch.where(clamped, loss_max_clamp, value)
     current = logprobs.detach()
     weight = correction_weight(correction, current, current, _rollout_rows(call, rollout_logprobs))
@@ -235,12 +236,13 @@ def parallel_policy_gradient(
     backend: Backend = "auto",
     check_values: bool = False,
 ) -> tuple[Tensor, Metrics]:
-    """Policy gradient with the detached advantage A = -(student - teacher log-prob) + weight x task advantage.
+    """Compute the policy-gradient loss with the detached advantage A = -(student - teacher log-prob) + weight x task
+    advantage.
 
     Args:
         target: int64 ``[rows]``, the sampled tokens.
         teacher_logprobs: fp32 ``[rows]``, the teacher's log-prob of ``target``.
-        task_advantage: fp32 ``[rows]``; needed where ``task_reward_weight`` is not 0.
+        task_advantage: fp32 ``[rows]``; needed if ``task_reward_weight`` is not 0.
         old_logprobs: fp32 ``[rows]``, p_old of the PPO ratio; None means the student's own of this pass (ratio 1).
         rollout_logprobs: fp32 ``[rows]``, the sampler's log-probs; needed by ``correction``.
         clip_ratio_low: PPO clips rho to at least 1 - low,
@@ -282,7 +284,7 @@ def parallel_entropy_and_topk_overlap(
     vocab_range: tuple[int, int] | None = None,
     true_vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Diagnostics without gradient; one pass over the logits plus a top-k, one collective.
+    """Compute diagnostics without gradient; one pass over the logits plus a top-k, one collective.
 
     Args:
         teacher_ids: int32 or int64 ``[rows, K]``.
@@ -307,7 +309,7 @@ def parallel_entropy_and_topk_overlap(
 
 
 def _gather(inp: Tensor, call: LossCall, ids_TN: Tensor) -> tuple[Tensor, Tensor]:
-    """Differentiable log-probs ``[T, N]`` and log-sum-exp ``[T]``; 0 on rows of weight 0."""
+    """Return differentiable log-probs ``[T, N]`` and log-sum-exp ``[T]``; 0 on rows of weight 0."""
     if call.on_triton(ids_TN.size(1)):
         from mopd.losses.triton.functions import TritonGather
 
@@ -320,7 +322,7 @@ def _gather(inp: Tensor, call: LossCall, ids_TN: Tensor) -> tuple[Tensor, Tensor
 
 
 def _sampled_rows(inp: Tensor, call: LossCall, target: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs of the sampled tokens: the student's, differentiable, and the teacher's."""
+    """Return the sampled tokens' log-probs: the student's, differentiable, and the teacher's."""
     ids = call.ids("target", target)
     teacher = call.logprobs("teacher_logprobs", teacher_logprobs)
     if call.options.check_values:
@@ -340,7 +342,7 @@ def _open_call(
     vocab_range: tuple[int, int] | None,
     true_vocab_size: int | None,
 ) -> LossCall:
-    """Checks the arguments that all functions share. Raises ValueError."""
+    """Check the arguments that all functions share. Raise ValueError."""
     world_size = 1 if group is None else dist.get_world_size(group)
     checks.check_logits(inp, options.temperature, options.backend, options.overwrite_input, world_size)
     rows, dtype = tuple(inp.shape[:-1]), accumulation_dtype(inp)
@@ -354,9 +356,9 @@ def _open_call(
 
 
 def resolve_layer(backend: str, inp: Tensor) -> str:
-    """The layer that serves a call: ``auto`` becomes triton for CUDA logits it can take, else chunked.
+    """Return the layer that serves a call: ``auto`` becomes triton for CUDA logits that it can take, else chunked.
 
-    Raises ValueError where ``triton`` is asked for by name and cannot serve the call.
+    Raise ValueError if ``triton`` is asked for by name and cannot serve the call.
     """
     if backend == "auto":
         return "triton" if inp.is_cuda and inp.dtype in TRITON_DTYPES and _has_triton() else "chunked"

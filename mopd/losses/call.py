@@ -1,4 +1,4 @@
-"""One call of a public function: what of the vocabulary this rank holds, how it is to be computed, and its rows.
+"""One call of a public function: this rank's share of the vocabulary, the options, and the rows.
 
 Everything below the public functions takes the logits and a ``LossCall``. Shape legend: T rows (all leading dims of the
 logits together), V columns of this rank, N ids of a row.
@@ -17,27 +17,27 @@ from torch import Tensor
 from mopd.losses import checks
 
 MOST_IDS = 4096
-"""Ids of one row, all teachers together, that the Triton layer takes: a row's ids are sorted by one program."""
+"""Largest number of ids of one row, all teachers together, in the Triton layer, where one program sorts a row's ids."""
 MOST_PAIRS = 1 << 16
-"""Ids of one row times teachers: a program holds a number for each, and has registers for about as many."""
+"""Largest number of ids of one row times teachers: a program holds a number for each in its registers."""
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Which ids the columns of this rank's logits stand for."""
+    """Mapping from the columns of this rank's logits to ids."""
 
     start: int
     """Id of column 0."""
     num_columns: int
-    """Columns that are true ids; the rest is padding."""
+    """Number of columns that are true ids; the rest is padding."""
     vocab_size: int
-    """True ids of all ranks together."""
+    """Number of true ids of all ranks together."""
     rank: int
     world_size: int
     group: dist.ProcessGroup | None
 
     def localize(self, ids_TN: Tensor) -> tuple[Tensor, Tensor]:
-        """Global ids to (column, owned); the column of an id that this rank does not own is 0."""
+        """Return (column, owned) of global ids; the column of an id that this rank does not own is 0."""
         column = ids_TN - self.start
         owned = (column >= 0) & (column < self.num_columns)
         return torch.where(owned, column, 0), owned
@@ -45,7 +45,7 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class Options:
-    """How a call is computed; the meaning of each is in ``mopd.losses.api``."""
+    """Options of a call; their meaning is in ``mopd.losses.api``."""
 
     temperature: float = 1.0
     backend: str = "auto"
@@ -55,7 +55,7 @@ class Options:
 
 @dataclass(frozen=True)
 class LossCall:
-    """What every function of the package needs beside the logits, after the checks."""
+    """Everything that a function of the package needs beside the logits, after the checks."""
 
     rows: tuple[int, ...]
     """Leading dims of the logits."""
@@ -64,18 +64,18 @@ class LossCall:
     layer: str
     """The layer that serves this call: reference, chunked or triton."""
     dtype: torch.dtype
-    """Type of losses and metrics."""
+    """Dtype of losses and metrics."""
     weight_T: Tensor | None
 
     @cached_property
     def active_T(self) -> Tensor | None:
-        """Rows of weight other than 0; None means all. Not made where nobody asks: the Triton layer looks itself."""
+        """Rows whose weight is not 0; None means all. Computed on demand: the Triton layer reads the weights itself."""
         return None if self.weight_T is None else self.weight_T != 0
 
     def on_triton(self, num_ids: int, teachers: int = 1) -> bool:
-        """Whether the Triton layer serves a call with so many ids a row, of all ``teachers``.
+        """Return whether the Triton layer serves a call with ``num_ids`` ids a row, of all ``teachers`` together.
 
-        Raises ValueError where it was named and does not.
+        Raise ValueError if it was named and does not.
         """
         if self.layer != "triton":
             return False
@@ -88,47 +88,47 @@ class LossCall:
         return num_ids <= most
 
     def flat(self, per_row: Tensor) -> Tensor:
-        """``[rows, ...]`` to ``[T, ...]``."""
+        """Reshape ``[rows, ...]`` to ``[T, ...]``."""
         return per_row.flatten(0, len(self.rows) - 1)
 
     def number(self, name: str, per_row: Tensor) -> Tensor:
-        """A float per row, checked and flattened."""
+        """Check and flatten a float per row."""
         checks.check_rows(name, per_row, self.rows, "float")
         return self.flat(per_row.detach()).to(self.dtype)
 
     def logprobs(self, name: str, per_row: Tensor, *, sampled: bool = False) -> Tensor:
-        """Log-probs per row as ``number``. What can be none is NaN, so that no clip makes a loss of it: +inf, and -inf
-        of a policy that has ``sampled`` the token."""
+        """Check and flatten log-probs per row. Values that no log-prob can have become NaN, so that no clip turns them
+        into a loss: +inf, and -inf where the policy has ``sampled`` the token."""
         value = self.number(name, per_row)
         return torch.where(value.isinf() if sampled else value == torch.inf, torch.nan, value)
 
     def ids(self, name: str, per_row: Tensor) -> Tensor:
-        """An id per row, checked and flattened; int32 or int64 as it came."""
+        """Check and flatten an id per row; the dtype stays int32 or int64."""
         checks.check_rows(name, per_row, self.rows, "int")
         return self.flat(per_row)
 
     def finish(self, loss_T: Tensor, metrics: dict[str, Tensor], reduce_loss: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """Unflattens; sums the rows where asked to."""
+        """Restore the row dims, or sum the rows if asked to."""
         loss = loss_T.to(self.dtype)
         loss = loss.sum() if reduce_loss else loss.view(self.rows)
         return loss, {name: value.detach().to(self.dtype).view(self.rows) for name, value in metrics.items()}
 
     def weighted(self, loss_T: Tensor) -> Tensor:
-        """Row losses times their weight, exactly 0 on rows of weight 0."""
+        """Return row losses times their weight, exactly 0 on rows of weight 0."""
         return loss_T if self.weight_T is None else self.only_active(loss_T * self.weight_T)
 
     def only_active(self, per_row: Tensor) -> Tensor:
-        """``[T]`` or ``[T, N]`` with 0 on rows of weight 0."""
+        """Return ``[T]`` or ``[T, N]`` with 0 on rows of weight 0."""
         if self.active_T is None:
             return per_row
         return torch.where(self.active_T if per_row.dim() == 1 else self.active_T.unsqueeze(1), per_row, 0)
 
     def masked(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Metrics with 0 on rows of weight 0."""
+        """Return metrics with 0 on rows of weight 0."""
         return {name: self.only_active(value) for name, value in metrics.items()}
 
     def refuse_second_backward(self, ctx: Any) -> None:
-        """With ``overwrite_input`` the logits are gone after the first backward."""
+        """Raise RuntimeError on a second backward with ``overwrite_input``: the first has overwritten the logits."""
         if self.options.overwrite_input and ctx.spent:
             raise RuntimeError(
                 "overwrite_input=True: the first backward has overwritten the logits with their gradient"
@@ -139,9 +139,10 @@ class LossCall:
 def resolve_shard(
     width: int, group: dist.ProcessGroup | None, vocab_range: tuple[int, int] | None, true_vocab_size: int | None
 ) -> VocabShard:
-    """Shard of a tensor with ``width`` columns. Equal shards in rank order unless ``vocab_range`` says otherwise.
+    """Return the shard of a tensor with ``width`` columns. Shards are equal and in rank order unless ``vocab_range`` is
+    given.
 
-    Raises ValueError when the range does not fit the tensor, or leaves the true vocabulary size unknown.
+    Raise ValueError if the range does not fit the tensor, or leaves the true vocabulary size unknown.
     """
     rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     if vocab_range is None:
@@ -162,5 +163,5 @@ def resolve_shard(
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """fp32, or float64 for float64 logits (tests)."""
+    """Return fp32, or float64 for float64 logits (tests)."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

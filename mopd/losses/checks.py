@@ -1,4 +1,4 @@
-"""Argument checks. Shapes and dtypes always; values only on request, because they wait for the device."""
+"""Argument checks. Shapes and dtypes are always checked, values on request only, because that waits for the device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from mopd.losses.divergences import LOSSES, TAILS
 
 MASS_LIMIT = 1 + 1e-4
-"""Largest teacher mass that counts as rounding."""
+"""Largest teacher mass that is taken for rounding."""
 BACKENDS = ("auto", "reference", "chunked", "triton")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_logits(inp: Tensor, temperature: float, backend: str, overwrite_input: bool, world_size: int) -> None:
-    """What every function of this package asks of its logits."""
+    """Check the logits and the options that every function of this package takes."""
     if inp.dim() not in (2, 3) or inp.dtype not in FLOATS or inp.size(-1) == 0:
         raise ValueError(f"inp is {inp.dtype} {list(inp.shape)}: pass float logits [T, V/tp] or [S, B, V/tp]")
     if not temperature > 0:
@@ -32,7 +32,7 @@ def check_logits(inp: Tensor, temperature: float, backend: str, overwrite_input:
 
 
 def check_rows(name: str, value: Tensor, rows: Sequence[int], kind: str) -> None:
-    """A tensor with one number per row; ``kind`` is 'int' or 'float'."""
+    """Check a tensor with one number per row; ``kind`` is 'int' or 'float'."""
     good = value.dtype in (torch.int32, torch.int64) if kind == "int" else value.dtype in (torch.float32, torch.float64)
     if list(value.shape) != list(rows) or not good:
         want = "int32 or int64" if kind == "int" else "float32 or float64"
@@ -40,7 +40,7 @@ def check_rows(name: str, value: Tensor, rows: Sequence[int], kind: str) -> None
 
 
 def check_columns(name: str, value: Tensor, rows: Sequence[int], kind: str) -> None:
-    """A tensor with a few numbers per row: its leading dims must be the rows of the logits."""
+    """Check a tensor with a few numbers per row: its leading dims must be the rows of the logits."""
     if value.dim() <= len(rows):
         raise ValueError(f"{name} is {list(value.shape)}: pass {list(rows)} followed by the top-k dimension")
     if 0 in value.shape[len(rows) :]:
@@ -49,7 +49,7 @@ def check_columns(name: str, value: Tensor, rows: Sequence[int], kind: str) -> N
 
 
 def check_choice(loss: str, tail: str, beta: float) -> None:
-    """Names of loss and tail, and the mixture weight."""
+    """Check the names of loss and tail, and the mixture weight."""
     if loss not in LOSSES:
         raise ValueError(f"loss is {loss!r}: choose one of {', '.join(LOSSES)}")
     if tail not in TAILS:
@@ -59,7 +59,7 @@ def check_choice(loss: str, tail: str, beta: float) -> None:
 
 
 def check_caps(logprob_min_clamp: float | None, loss_max_clamp: float | None, loss_soft_cap: float | None) -> None:
-    """Clamps and caps."""
+    """Check clamps and caps."""
     if logprob_min_clamp is not None and logprob_min_clamp >= 0:
         raise ValueError(f"logprob_min_clamp is {logprob_min_clamp}: log-probs are negative, set for example -10")
     for name, value in (("loss_max_clamp", loss_max_clamp), ("loss_soft_cap", loss_soft_cap)):
@@ -70,7 +70,7 @@ def check_caps(logprob_min_clamp: float | None, loss_max_clamp: float | None, lo
 
 
 def check_teacher(rows: Sequence[int], ids: Tensor, logprobs: Tensor, weights: Tensor | None, vocab_size: int) -> None:
-    """Shapes of the teachers' top-k."""
+    """Check the shapes of the teachers' top-k."""
     check_columns("teacher_ids", ids, rows, "int")
     if ids.dim() > len(rows) + 2 or ids.shape != logprobs.shape:
         raise ValueError(
@@ -92,7 +92,7 @@ def check_teacher(rows: Sequence[int], ids: Tensor, logprobs: Tensor, weights: T
 
 
 def check_teacher_values(ids_TDK: Tensor, logprobs_TDK: Tensor, live_TDK: Tensor, vocab_size: int) -> None:
-    """Numbers of the teachers' top-k on rows with weight. Waits for the device."""
+    """Check the numbers of the teachers' top-k on rows with weight. Waits for the device."""
     listed = live_TDK & (logprobs_TDK != -torch.inf)
     if bool((listed & (ids_TDK < 0)).any()):
         raise ValueError(f"teacher_ids holds {int(ids_TDK[listed].min())}: ids start at 0")
@@ -115,7 +115,7 @@ def check_teacher_values(ids_TDK: Tensor, logprobs_TDK: Tensor, live_TDK: Tensor
 def check_targets(
     target_T: Tensor, teacher_logprobs_T: Tensor | None, active_T: Tensor | None, vocab_size: int
 ) -> None:
-    """Numbers of the sampled tokens on rows with weight. Waits for the device."""
+    """Check the sampled tokens on rows with weight. Waits for the device."""
     live = torch.ones_like(target_T, dtype=torch.bool) if active_T is None else active_T
     wrong = live & ((target_T < 0) | (target_T >= vocab_size))
     if bool(wrong.any()):

@@ -7,8 +7,8 @@ Every loss here depends on the student's logits only through log p at the ids in
 the gradient at the ids is ``g_k - G p_k = a_k + p_k (b u - A)`` and elsewhere ``-G p_j`` with ``G = A + b P``. The
 first form has no cancellation: with b = q_tail / u, the naive ``g_k - G p_k`` subtracts numbers of size 1 / u.
 
-Values are sums of ``x log(x / y) - x + y``, each >= 0 and quadratic near x = y; what the extra terms add up to is known
-exactly (0 over K + 1 outcomes) and taken off again, so that a loss near 0 keeps its digits.
+Values are sums of ``x log(x / y) - x + y``, each >= 0 and quadratic near x = y. The sum of the extra terms is known
+exactly (0 over K + 1 outcomes) and subtracted again, so that a loss near 0 keeps its digits.
 
 Shape legend: T rows, D teachers, K ids; all of this module works on [T, D, K] and [T, D].
 """
@@ -24,11 +24,12 @@ from torch import Tensor
 LOSSES = ("forward_kl", "reverse_kl", "jsd")
 TAILS = ("bucket", "generalized", "renormalize", "none")
 TAIL_FLOOR = 1e-6
-"""Below it the value of the forward bucket continues log p_tail on its tangent, while the gradient stays that of the
-plain form (p - q on the ids, bounded everywhere); the reverse bucket holds q_tail at it."""
+"""Smallest tail that is taken as it is. Below it the value of the forward bucket continues log p_tail on its tangent,
+while the gradient stays that of the plain form (p - q on the ids, bounded everywhere); the reverse bucket uses this
+value for q_tail."""
 SMALLEST = 1e-30
-"""Keeps logarithms of an empty tail finite; always multiplied by that tail. The forward bucket divides by the tail, and
-below this hands its pull to ``Terms.far``."""
+"""Floor that keeps logarithms of an empty tail finite; always multiplied by that tail. The forward bucket divides by
+the tail, and below this floor leaves its pull to ``Terms.far``."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,12 @@ class Outcomes:
     p: Tensor
     """[T, D, K] student, before the clamp."""
     p_seen: Tensor
-    """exp(logp)"""
+    """[T, D, K] exp(logp)"""
     q: Tensor
-    """exp(logq)"""
+    """[T, D, K] exp(logq)"""
     valid: Tensor
     moving: Tensor
-    """Entries in S that the clamp does not hold."""
+    """Entries in S whose student log-prob is above the clamp, so that they have a gradient."""
     mass_p: Tensor
     """[T, D] sum of p (unclamped)."""
     mass_q: Tensor
@@ -55,30 +56,30 @@ class Outcomes:
     tail_p: Tensor
     """[T, D] 1 - mass_p, known without cancellation."""
     log_tail_p: Tensor | None
-    """[T, D] its logarithm where the loss asks for it, finite where ``tail_p`` underflows."""
+    """[T, D] log of ``tail_p`` if the loss needs it, finite where ``tail_p`` underflows."""
     tail_q: Tensor
     """[T, D] 1 - mass_q, at least 0."""
     excess_p: Tensor
-    """[T, D] what the clamp added to the sum of p: exactly 0 without one."""
+    """[T, D] amount that the clamp added to the sum of p: exactly 0 without one."""
     excess_q: Tensor
-    """[T, D] what the clamps added to the teacher's K + 1 probabilities: exactly 0 without any."""
+    """[T, D] amount that the clamps added to the teacher's K + 1 probabilities: exactly 0 without any."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """One loss. ``a`` [T, D, K]; ``b`` [T, D] or None for 0; ``floored`` [T, D] bool."""
+    """Value and gradient coefficients of a loss: ``a`` [T, D, K]; ``b`` [T, D] or None for 0; ``floored`` [T, D]."""
 
     value: Tensor
     a: Tensor
     b: Tensor | None
     floored: Tensor | None = None
     closed: bool = False
-    """sum a = 0 by construction."""
+    """Whether sum a = 0 by construction."""
     a_held: Tensor | None = None
-    """[T, D, K] a_k of entries that the clamp holds; None for 0."""
+    """[T, D, K] a_k of entries at the clamp; None for 0."""
     far: Tensor | None = None
-    """[T, D] marks tails of student below ``SMALLEST``, where ``b`` is 0: the tail's pull on its own ids, -q_tail P in
-    all, has to be shared out by ratios of their probabilities."""
+    """[T, D] marks student tails below ``SMALLEST``, where ``b`` is 0: the tail's pull on its own ids, -q_tail P in
+    all, has to be distributed by ratios of their probabilities."""
 
 
 def outcomes(
@@ -89,11 +90,11 @@ def outcomes(
     log_tail_p: Tensor | None,
     logprob_min_clamp: float | None,
 ) -> Outcomes:
-    """Applies the clamp and forms masses. ``valid`` marks S; other entries may hold anything."""
+    """Apply the clamp and form masses. ``valid`` marks S; other entries may hold anything."""
     logp = torch.where(valid, logprobs, 0)
     logq = torch.where(valid, teacher_logprobs, 0)
     p, q = logp.exp().masked_fill(~valid, 0), logq.exp().masked_fill(~valid, 0)
-    mass = torch.where(valid, teacher_logprobs.double(), -torch.inf).exp().sum(-1)  # 1 - Q in fp32 would have no digits
+    mass = torch.where(valid, teacher_logprobs.double(), -torch.inf).exp().sum(-1)  # fp32 has no digits of 1 - Q
     exact_tail = (1 - mass).clamp_min(0)
     mass_q, tail_q = mass.to(q.dtype), exact_tail.to(q.dtype)
     excess_q = (exact_tail - (1 - mass)).to(q.dtype)
@@ -112,7 +113,7 @@ def outcomes(
 
 
 def bregman(x: Tensor, log_x: Tensor, y: Tensor, log_y: Tensor) -> Tensor:
-    """``x log(x / y) - x + y``, accurate for x near y; y where x = 0."""
+    """Return ``x log(x / y) - x + y``, accurate for x near y; y where x = 0."""
     d = log_y - log_x
     near = x * (torch.expm1(d) - d)
     far = y - x - x * d
@@ -120,7 +121,7 @@ def bregman(x: Tensor, log_x: Tensor, y: Tensor, log_y: Tensor) -> Tensor:
 
 
 def _renormalized(o: Outcomes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """p / P and q / Q on S with their logarithms: p, log p, q, log q."""
+    """Return p / P and q / Q on S with their logarithms: p, log p, q, log q."""
     result = []
     for log in (o.logp, o.logq):
         total = torch.logsumexp(log.masked_fill(~o.valid, -torch.inf), -1, keepdim=True)
@@ -130,7 +131,7 @@ def _renormalized(o: Outcomes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def forward_kl(o: Outcomes, tail: str) -> Terms:
-    """KL(teacher || student) over the teacher's K ids."""
+    """Return KL(teacher || student) over the teacher's K ids."""
     if tail == "renormalize":
         p, log_p, q, log_q = _renormalized(o)
         return Terms(bregman(q, log_q, p, log_p).sum(-1), p - q, None, closed=True)
@@ -151,7 +152,7 @@ def forward_kl(o: Outcomes, tail: str) -> Terms:
 
 
 def reverse_kl(o: Outcomes, tail: str) -> Terms:
-    """KL(student || teacher) over the teacher's K ids."""
+    """Return KL(student || teacher) over the teacher's K ids."""
     if tail == "renormalize":
         p, log_p, q, log_q = _renormalized(o)
         value = bregman(p, log_p, q, log_q).sum(-1)
@@ -165,12 +166,12 @@ def reverse_kl(o: Outcomes, tail: str) -> Terms:
     u, t = o.tail_p, o.tail_q.clamp_min(TAIL_FLOOR)
     log_u = u.clamp_min(SMALLEST).log()
     value = on_ids + bregman(u.clamp_min(0), log_u, t, t.log()) + o.excess_p - o.excess_q - (t - o.tail_q)
-    # d(x log x)/dx = log x + 1: the ones of ids and tail cancel, except where the clamp stops the id's own
+    # d(x log x)/dx = log x + 1: the ones of ids and tail cancel, except at ids whose own the clamp stops
     return Terms(value, weighted, t.log() - log_u, o.tail_q < TAIL_FLOOR, a_held=-o.p)
 
 
 def jsd(o: Outcomes, tail: str, beta: float) -> Terms:
-    """beta KL(teacher || M) + (1 - beta) KL(student || M), M = beta teacher + (1 - beta) student.
+    """Return beta KL(teacher || M) + (1 - beta) KL(student || M), M = beta teacher + (1 - beta) student.
 
     beta 0 is the forward and 1 the reverse KL, by special case.
     """
@@ -191,13 +192,14 @@ def jsd(o: Outcomes, tail: str, beta: float) -> Terms:
 
 
 def _times(p: Tensor, factor: Tensor) -> Tensor:
-    """``p * factor`` with 0 * inf = 0: a student log-prob of -inf contributes nothing to a reverse KL."""
+    """Return ``p * factor`` with 0 * inf = 0: a student log-prob of -inf contributes nothing to a reverse KL."""
     return torch.where(p == 0, 0, p * factor)
 
 
 def _mixture(p: Tensor, log_p: Tensor, q: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Per outcome: the Jensen-Shannon term, and log(p / M)."""
+    """Return, per outcome, the Jensen-Shannon term and log(p / M)."""
     d = log_p - log_q
+    # log1p and expm1 keep the digits where p is near q; logaddexp is right far from there.
     near = d.clamp(-1, 1)
     log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
     m_over_q = torch.where(d.abs() < 1, torch.log1p((1 - beta) * torch.expm1(near)), log_m - log_q)
@@ -209,7 +211,8 @@ def _mixture(p: Tensor, log_p: Tensor, q: Tensor, log_q: Tensor, beta: float) ->
 
 
 def divergence(o: Outcomes, tail: str, beta: float) -> tuple[Terms, Tensor, Tensor]:
-    """The loss, its gradient at the ids ``g_k - G p_k`` [T, D, K] and the coefficient ``G`` [T, D], without ``far``.
+    """Return the loss, its gradient at the ids ``g_k - G p_k`` [T, D, K] and the coefficient ``G`` [T, D], without
+    ``far``.
 
     ``beta`` is the teacher's share in the mixture, as ``jsd`` takes it. Gradients are with respect to z / temperature.
     """
@@ -227,7 +230,7 @@ def divergence(o: Outcomes, tail: str, beta: float) -> tuple[Terms, Tensor, Tens
 def cap(
     value: Tensor, loss_max_clamp: float | None, loss_soft_cap: float | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Capped loss, gradient factor, and where the cap bites (both None without a cap).
+    """Return the capped loss, the gradient factor, and where the cap takes effect (both None without a cap).
 
     ``loss_max_clamp``: min(x, c), factor 0 above c. ``loss_soft_cap``: c (1 + log(x / c)) above c, factor c / x.
     """

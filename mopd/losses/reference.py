@@ -1,6 +1,6 @@
 """The losses as their formulas, in float64, differentiated by autograd; single rank, whole vocabulary in memory.
 
-Slow and large on purpose: this is the oracle of the other layers. ``p`` is the student, ``q`` the teacher, ``S`` the
+Slow and large on purpose: the other layers are tested against it. ``p`` is the student, ``q`` the teacher, ``S`` the
 teacher's ids, ``tail`` everything else.
 
 Shape legend: T rows, V vocabulary, D teachers, K ids of a teacher.
@@ -23,7 +23,7 @@ TINY = 1e-30
 def topk_rows(
     inp: Tensor, call: LossCall, kind: TopKLoss, teacher: TeacherRows, with_entropy: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weighted losses [T] and metrics [T]; the metrics come from the closed forms on this layer's log-probs."""
+    """Return weighted losses [T] and metrics [T]; the metrics come from the closed forms on this layer's log-probs."""
     log_p = scaled_logits(inp, call).log_softmax(1)
     loss = topk_loss(log_p, kind, teacher)
     with torch.no_grad():
@@ -45,7 +45,7 @@ def topk_rows(
 
 
 def gather(inp: Tensor, call: LossCall, ids_TN: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs [T, N] and log-sum-exp [T]; 0 on rows of weight 0."""
+    """Return log-probs [T, N] and log-sum-exp [T]; 0 on rows of weight 0."""
     z = scaled_logits(inp, call)
     known = (ids_TN >= 0) & (ids_TN < call.shard.vocab_size)
     logprobs = torch.where(known, z.log_softmax(1).gather(1, torch.where(known, ids_TN, 0)), -torch.inf)
@@ -53,12 +53,12 @@ def gather(inp: Tensor, call: LossCall, ids_TN: Tensor) -> tuple[Tensor, Tensor]
 
 
 def scaled_logits(inp: Tensor, call: LossCall) -> Tensor:
-    """z / temperature over the true vocabulary, ``[T, V]`` float64; rows of weight 0 are 0, no gradient."""
+    """Return z / temperature over the true vocabulary, ``[T, V]`` float64; rows of weight 0 are 0, no gradient."""
     return call.only_active(inp.flatten(0, -2)[:, : call.shard.vocab_size].double() / call.options.temperature)
 
 
 def topk_loss(log_p_TV: Tensor, kind: TopKLoss, teacher: TeacherRows) -> Tensor:
-    """``sum_d w_d loss_d`` of every row, ``[T]`` float64."""
+    """Return ``sum_d w_d loss_d`` of every row, ``[T]`` float64."""
     total = torch.where(log_p_TV[:, 0].isnan(), torch.nan, 0.0).to(log_p_TV)  # NaN in one log-prob is NaN in all
     for d in range(teacher.ids_TDK.size(1)):
         valid, weight = teacher.valid_TDK[:, d], teacher.weights_TD[:, d].double()
@@ -72,8 +72,8 @@ def topk_loss(log_p_TV: Tensor, kind: TopKLoss, teacher: TeacherRows) -> Tensor:
 
 
 def student_tail(log_p_TV: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """The student's mass outside S and its logarithm, ``[T]``. From 1 - P where S lists an id twice, which P counts
-    twice; else from the log-probs outside, as 1 - P has no digits left below 1e-16."""
+    """Return the student's mass outside S and its logarithm, ``[T]``. Computed as 1 - P where S lists an id twice,
+    which P counts twice; else from the log-probs outside, as 1 - P has no digits left below 1e-16."""
     listed = torch.zeros_like(log_p_TV).scatter_add(1, ids, valid.to(log_p_TV.dtype))
     is_twice = (listed > 1).any(1)
     rest = 1 - (listed * log_p_TV.exp()).sum(1)
@@ -87,7 +87,7 @@ def student_tail(log_p_TV: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, 
 def one_teacher(
     log_p: Tensor, log_q: Tensor, valid: Tensor, student_tail: tuple[Tensor, Tensor], kind: TopKLoss
 ) -> Tensor:
-    """One teacher's loss from log-probs ``[T, K]`` on S; entries that are not valid count in the tails."""
+    """Return one teacher's loss from log-probs ``[T, K]`` on S; entries that are not valid count in the tails."""
     p_tail, log_p_tail = student_tail
     q_tail = (1 - _sum(log_q.exp(), valid)).clamp_min(0)
     if kind.logprob_min_clamp is not None:
@@ -109,12 +109,14 @@ def one_teacher(
 def _forward(
     log_p: Tensor, log_q: Tensor, valid: Tensor, p_tail: Tensor, log_p_tail: Tensor, q_tail: Tensor, tail: str
 ) -> Tensor:
+    """Return KL(teacher || student) ``[T]``."""
     p, q = log_p.exp(), log_q.exp()
     loss = _sum(q * (log_q - log_p), valid)
     if tail == "generalized":
         return loss + _sum(p - q, valid)
     if tail != "bucket":
         return loss
+    # Straight-through: the value is the tangent's, the gradient that of log p_tail.
     tangent = math.log(TAIL_FLOOR) + (p_tail - TAIL_FLOOR) / TAIL_FLOOR
     log_p_tail = log_p_tail + torch.where(p_tail < TAIL_FLOOR, tangent - log_p_tail, 0).detach()
     return loss + q_tail * (q_tail.clamp_min(TINY).log() - log_p_tail)
@@ -123,6 +125,7 @@ def _forward(
 def _reverse(
     log_p: Tensor, log_q: Tensor, valid: Tensor, p_tail: Tensor, log_p_tail: Tensor, q_tail: Tensor, tail: str
 ) -> Tensor:
+    """Return KL(student || teacher) ``[T]``."""
     p, q = log_p.exp(), log_q.exp()
     loss = _sum(_expectation(log_p, log_p - log_q), valid)
     if tail == "generalized":
@@ -133,12 +136,13 @@ def _reverse(
 
 
 def _jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """Return the Jensen-Shannon term of each outcome."""
     log_m = torch.logaddexp(math.log(beta) + log_q, math.log1p(-beta) + log_p)
     return beta * log_q.exp() * (log_q - log_m) + (1 - beta) * _expectation(log_p, log_p - log_m)
 
 
 def _expectation(log_p: Tensor, x: Tensor) -> Tensor:
-    """``p x`` where p > 0, else 0."""
+    """Return ``p x`` where p > 0, else 0."""
     some = log_p != -torch.inf
     return torch.where(some, log_p, 0).exp() * torch.where(some, x, 0) * some
 
@@ -148,13 +152,13 @@ def _sum(x: Tensor, valid: Tensor) -> Tensor:
 
 
 def _normalized(log: Tensor, valid: Tensor) -> Tensor:
-    """Log-probs conditional on S; 0 outside, and where S is empty."""
+    """Return log-probs conditional on S; 0 outside, and where S is empty."""
     total = torch.where(valid, log, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.where(valid, log - torch.where(valid.any(-1, keepdim=True), total, 0), 0)
 
 
 def capped(loss: Tensor, kind: TopKLoss) -> Tensor:
-    """The hard clamp or the soft cap."""
+    """Apply the hard clamp or the soft cap."""
     if kind.loss_max_clamp is not None:
         return loss.clamp_max(kind.loss_max_clamp)
     if kind.loss_soft_cap is not None:

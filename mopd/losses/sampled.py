@@ -1,4 +1,4 @@
-"""Losses of the sampled token alone: KL estimators, the policy gradient, and what repairs samples of another policy.
+"""Losses of the sampled token alone: KL estimators, the policy gradient, and corrections for samples of another policy.
 
 With y sampled from the student and Delta = log p_y - log q_y:
 
@@ -13,14 +13,14 @@ It is the detached advantage of the policy gradient:
     rho  = p_y / p_old                                                          (p_old = sg(p_y) when none is given)
     loss = -w * min(rho A, clip(rho, 1 - low, 1 + high) A),  with dual clip c:  never more than -w c A where A < 0
 
-w, which also multiplies the estimators, corrects for samples that another policy has drawn: the rollout engine's
-rounding, or weights of some steps ago. It is detached:
+w, which also multiplies the estimators, corrects for samples that another policy has drawn: the rollout engine with its
+other rounding, or weights of some steps ago. It is detached:
 
     tis     min(x, high)                       x = p_old / p_rollout     truncated importance sampling
     icepop  x inside [low, high], else 0       x = p_old / p_rollout     IcePop's mask
     gate    x inside [low, high], else 0       x = sg(p_y) / p_rollout   MiMo's gate; carries the ratio itself: rho = 1
 
-The estimators know no p_old: there it is sg(p_y). ``kept_sequences`` decides over whole responses.
+The estimators have no p_old: sg(p_y) takes its place. ``kept_sequences`` decides over whole responses.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from torch import Tensor
 ESTIMATORS = ("k2", "k3", "k3_reverse")
 CORRECTIONS = ("tis", "icepop", "gate")
 LARGEST_EXPONENT = 80.0
-"""exp of more overflows fp32; k3 continues on its tangent beyond, from 5e34."""
+"""Largest exponent of k3: exp of more overflows fp32, so beyond it, from 5e34, k3 continues on its tangent."""
 
 
 def check_estimator(estimator: str) -> None:
-    """Raises ValueError for an unknown estimator and for k1, with the reason."""
+    """Raise ValueError for an unknown estimator, and for k1 with the reason."""
     if estimator == "k1":
         raise ValueError(
             "estimator 'k1' cannot be a differentiable loss: E[grad log p_y] = 0, the student would not learn; "
@@ -50,7 +50,7 @@ def check_estimator(estimator: str) -> None:
 
 
 def sampled_kl(delta_T: Tensor, estimator: str) -> Tensor:
-    """The estimator as a differentiable function of ``delta_T`` = student - teacher log-prob of the sampled token."""
+    """Return the estimator, differentiable in ``delta_T`` = student - teacher log-prob of the sampled token."""
     k2 = 0.5 * delta_T.square()
     if estimator == "k2":
         return k2
@@ -64,7 +64,7 @@ def sampled_kl(delta_T: Tensor, estimator: str) -> Tensor:
 
 
 def check_correction(correction: tuple[str, float, float] | None, *, rollout: bool) -> None:
-    """Raises ValueError for an unknown kind, bounds out of order, and a correction without ``rollout_logprobs``."""
+    """Raise ValueError for an unknown kind, bounds out of order, and a correction without ``rollout_logprobs``."""
     if correction is None:
         return
     kind, low, high = correction
@@ -79,7 +79,7 @@ def check_correction(correction: tuple[str, float, float] | None, *, rollout: bo
 def correction_weight(
     correction: tuple[str, float, float] | None, current_T: Tensor, old_T: Tensor, rollout_T: Tensor | None
 ) -> Tensor:
-    """w by row, from detached log-probs of the sampled token; 1 without a correction."""
+    """Return w by row, from detached log-probs of the sampled token; 1 without a correction."""
     if correction is None or rollout_T is None:
         return torch.ones_like(current_T)
     kind, low, high = correction
@@ -101,20 +101,20 @@ def kept_sequences(
     num_samples: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Which responses stay in the loss: those whose geometric mean of p_y / p_rollout over their loss tokens lies in
-    [low, high]. Multiply the losses of the others by 0; denominators do not change.
+    """Return which responses stay in the loss: those whose geometric mean of p_y / p_rollout over their loss tokens
+    lies in [low, high]. Multiply the losses of the others by 0; denominators do not change.
 
     Args:
         logprobs: ``[B, S]``, one response a row: the student's log-probs of the sampled tokens.
         rollout_logprobs: ``[B, S]``, the sampler's.
-        loss_mask: bool ``[B, S]``; what stands elsewhere is not read.
+        loss_mask: bool ``[B, S]``; the other arguments are not read where it is off.
         sample_index: int64, the shape of ``loss_mask``, which then may be any: number of each token's response.
         num_samples: B, beside ``sample_index``.
         group: ranks that hold parts of the same responses; None for whole ones.
 
     Returns:
-        bool ``[B]``, equal on the ranks of ``group``. A response with a number that is none stays: its loss then says
-        so.
+        bool ``[B]``, equal on the ranks of ``group``. A response with a NaN stays, so that its loss is not finite and
+        the fault is seen.
 
     Raises:
         ValueError: wrong shapes, or bounds out of order.
@@ -147,7 +147,7 @@ def kept_sequences(
 
 @dataclass(frozen=True)
 class Surrogate:
-    """PPO clip, dual clip and correction ``(kind, low, high)``."""
+    """Parameters of the policy-gradient loss: PPO clip, dual clip and correction ``(kind, low, high)``."""
 
     clip_ratio_low: float
     clip_ratio_high: float
@@ -155,7 +155,7 @@ class Surrogate:
     correction: tuple[str, float, float] | None
 
     def check(self, *, old: bool, rollout: bool) -> None:
-        """Raises ValueError for values out of range and for a correction without its inputs."""
+        """Raise ValueError for values out of range and for a correction without its inputs."""
         for name in ("clip_ratio_low", "clip_ratio_high"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: set it above 0")
@@ -173,7 +173,7 @@ def policy_gradient(
     old_logprobs_T: Tensor | None,
     rollout_logprobs_T: Tensor | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss rows, differentiable in ``logprobs_T`` only, and detached row metrics."""
+    """Return loss rows, differentiable in ``logprobs_T`` only, and detached row metrics."""
     advantage, current = advantage_T.detach(), logprobs_T.detach()
     old = current if old_logprobs_T is None else old_logprobs_T.detach()
     ratio = torch.exp(logprobs_T - old)

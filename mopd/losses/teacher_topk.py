@@ -1,6 +1,6 @@
-"""What a teacher contributes, from its hidden states: the K most probable ids, without a tensor of all logits.
+"""The teacher's K most probable ids from its hidden states, without a tensor of all logits.
 
-Only the chunk at hand exists as logits, and its exponentials take their place once the top-k are known.
+Only the current chunk exists as logits, and its exponentials overwrite them once the top-k are known.
 
 Shape legend: R rows, C rows of a chunk, H hidden size, V vocabulary, K ids.
 """
@@ -17,7 +17,7 @@ from mopd.losses.call import accumulation_dtype
 
 @dataclass(frozen=True)
 class TeacherTopK:
-    """A teacher's view of some rows."""
+    """A teacher's top-k of some rows."""
 
     ids: Tensor
     """[R, K] int32, most probable first."""
@@ -26,7 +26,7 @@ class TeacherTopK:
     mass: Tensor
     """[R] probability of the K ids together."""
     target_logprobs: Tensor | None
-    """[R] log-probs of ``target``; None without."""
+    """[R] log-probs of ``target``; None without it."""
 
 
 @torch.no_grad()
@@ -41,14 +41,14 @@ def chunked_topk_logprobs(
     bias: Tensor | None = None,
     true_vocab_size: int | None = None,
 ) -> TeacherTopK:
-    """Top-k of softmax((hidden @ weight.T + bias) / temperature), ``max_rows`` rows at a time.
+    """Return the top-k of softmax((hidden @ weight.T + bias) / temperature), computed ``max_rows`` rows at a time.
 
     Args:
         hidden: ``[R, H]`` float.
         weight: ``[V, H]``, the whole vocabulary, same dtype.
         k: ids per row, at most the vocabulary.
         max_rows: rows whose logits exist at once: in the dtype of ``weight``, and once more in fp32.
-        target: int64 ``[R]``, ids whose log-probs are wanted beside.
+        target: int64 ``[R]``, ids whose log-probs are also returned.
         true_vocab_size: columns from this id on are padding.
 
     Raises:
@@ -80,7 +80,8 @@ def chunked_topk_logprobs(
 
 
 def _log_sum_exp(logits: Tensor, wide: Tensor, peak: Tensor, temperature: float) -> Tensor:
-    """``[C, 1]`` of the scaled logits, from their maximum; ``wide`` is overwritten, and may be ``logits`` itself."""
+    """Return the log-sum-exp ``[C, 1]`` of the scaled logits, relative to their maximum ``peak``. ``wide`` is
+    overwritten, and may be ``logits`` itself."""
     peak = peak.to(wide.dtype)
     torch.sub(logits, peak, out=wide)
     if temperature != 1:

@@ -1,4 +1,4 @@
-"""From several teachers' ids of a row to one loss and one gradient: what the layers compute on [T, D, K].
+"""One loss and one gradient from several teachers' ids of a row: what the layers compute on [T, D, K].
 
 ``divergences`` has the losses of one teacher; here they are weighted, capped and joined where teachers share an id.
 
@@ -21,7 +21,7 @@ METRICS = ("unweighted_loss", "teacher_mass", "student_mass", "clamped", "clampe
 
 @dataclass(frozen=True)
 class TopKLoss:
-    """Which loss, with which stabilisers."""
+    """Choice of the loss and its stabilisers."""
 
     loss: str
     tail: str
@@ -32,13 +32,13 @@ class TopKLoss:
 
     @property
     def teacher_share(self) -> float:
-        """The teacher's weight in the mixture: forward and reverse KL are the ends of the Jensen-Shannon divergence."""
+        """Teacher's weight in the mixture: forward and reverse KL are the ends of the Jensen-Shannon divergence."""
         return {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": self.beta}[self.loss]
 
 
 @dataclass(frozen=True)
 class TeacherRows:
-    """The teachers' side, rows flattened."""
+    """The teachers' inputs, rows flattened."""
 
     ids_TDK: Tensor
     logprobs_TDK: Tensor
@@ -46,14 +46,14 @@ class TeacherRows:
     valid_TDK: Tensor
     """Entries of S: id in the vocabulary, log-prob above -inf, row and teacher weight not 0."""
     broken_TD: Tensor
-    """The list holds NaN or +inf and counts, so that the row has no loss."""
+    """Whether the list holds NaN or +inf and counts, so that the row has no loss."""
     target_T: Tensor | None
 
 
 def teacher_rows(
     call: LossCall, ids: Tensor, logprobs: Tensor, weights: Tensor | None, target: Tensor | None
 ) -> TeacherRows:
-    """Flattens the teachers' side and marks the entries of S. Raises ValueError where the call checks values."""
+    """Flatten the teachers' inputs and mark the entries of S. Raise ValueError if values are checked and wrong."""
     several = ids.dim() == len(call.rows) + 2
     ids_TDK, logprobs_TDK = call.flat(ids.detach()).long(), call.flat(logprobs.detach()).to(call.dtype)
     if not several:
@@ -76,13 +76,13 @@ def teacher_rows(
 
 @dataclass(frozen=True)
 class IdGroups:
-    """Which entries of a row hold the same id: across teachers always possible, within one teacher tolerated.
+    """Groups of a row's entries with the same id: across teachers always possible, within one teacher tolerated.
 
     Entries that are not valid stand alone.
     """
 
     group_TN: Tensor
-    """Number of the first entry of the row with this entry's id."""
+    """Number of the row's first entry with this entry's id."""
     valid_TN: Tensor
     teachers: int
 
@@ -93,7 +93,7 @@ class IdGroups:
         return (self.group_TN == numbers) & self.valid_TN
 
     def sum_by_teacher(self, values_TN: Tensor) -> list[Tensor]:
-        """Per teacher: for each of the N entries, the sum of that teacher's values over entries of the same id."""
+        """Return, per teacher and for each of the N entries, the sum of the teacher's values over entries of one id."""
         sums = []
         parts = zip(values_TN.chunk(self.teachers, 1), self.group_TN.chunk(self.teachers, 1), strict=True)
         for values, group in parts:
@@ -101,20 +101,21 @@ class IdGroups:
         return sums
 
     def sum_equal(self, values_TN: Tensor) -> Tensor:
-        """For each entry the sum over all entries of its id; teacher by teacher, so that the order is fixed."""
+        """Return for each entry the sum over all entries of its id; teacher by teacher, so that the order is fixed."""
         total, *others = self.sum_by_teacher(values_TN)
         for part in others:
             total = total + part
         return total
 
     def counts_TND(self, dtype: torch.dtype) -> Tensor:
-        """How often each teacher lists the entry's id."""
+        """Return how often each teacher lists the entry's id."""
         return torch.stack(self.sum_by_teacher(self.valid_TN.to(dtype)), dim=2)
 
 
 def group_ids(ids_TN: Tensor, valid_TN: Tensor, teachers: int) -> IdGroups:
-    """Groups equal ids by sorting each row."""
+    """Group equal ids by sorting each row."""
     numbers = torch.arange(ids_TN.size(1), device=ids_TN.device).expand_as(ids_TN)
+    # Entries that are not valid get ids of their own, all negative, so that each is a group by itself.
     ordered, order = torch.where(valid_TN, ids_TN, -1 - numbers).sort(dim=1, stable=True)
     starts = torch.ones_like(valid_TN)
     starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
@@ -125,21 +126,22 @@ def group_ids(ids_TN: Tensor, valid_TN: Tensor, teachers: int) -> IdGroups:
 
 @dataclass(frozen=True)
 class Solution:
-    """What the maths on [T, D, K] hands to the streaming passes. Gradients are those of the unweighted row loss."""
+    """Result of the maths on [T, D, K] for the streaming passes. Gradients are those of the unweighted row loss."""
 
     loss_T: Tensor
     entry_TN: Tensor
     dense_T: Tensor
-    """-G, summed over teachers."""
+    """-G, summed over teachers: the factor of p_j outside S."""
     far_T: Tensor | None
-    """What tails of student below ``SMALLEST`` add to that, as the factor of p_j over the mass outside all ids."""
+    """Addition to that from student tails below ``SMALLEST``: the factor of p_j over the mass outside all ids."""
     metrics: dict[str, Tensor]
 
 
 def solve(kind: TopKLoss, teacher: TeacherRows, logprobs_TN: Tensor, log_tail_T: Tensor, groups: IdGroups) -> Solution:
-    """Losses of all teachers of a row and their joint gradient; both NaN where student or teacher are not finite.
+    """Return losses of all teachers of a row and their joint gradient; both NaN where student or teacher are not
+    finite.
 
-    ``log_tail_T`` is the mass outside every teacher's ids; ``groups`` says which teachers share an id.
+    ``log_tail_T`` is the log of the mass outside every teacher's ids; ``groups`` says which teachers share an id.
     """
     ids, valid, weights = teacher.ids_TDK, teacher.valid_TDK, teacher.weights_TD
     first = groups.first_TN
@@ -156,10 +158,13 @@ def solve(kind: TopKLoss, teacher: TeacherRows, logprobs_TN: Tensor, log_tail_T:
     value, factor, capped = cap(torch.where(broken, torch.nan, terms.value), kind.loss_max_clamp, kind.loss_soft_cap)
     scale = torch.where(broken, torch.nan, weights if factor is None else weights * factor)
     total = scale * total
+    # Teachers that share an id add up their gradients at it. An id that another teacher lists lies in this teacher's
+    # tail (surplus -1), where the gradient is -G p.
     entry = groups.sum_equal((at_ids * scale.unsqueeze(-1)).flatten(1))
     entry = entry + o.p.flatten(1) * (surplus * total.unsqueeze(1)).sum(2)
     far_T = None
     if terms.far is not None and log_tails is not None:
+        # Tails without digits in fp32: each one's pull is shared out over its ids by ratios, from log-probs.
         pull = torch.where(terms.far, scale * o.tail_q * o.mass_p, 0)
         far_T = -(pull * _share(log_tail_T.unsqueeze(1), log_tails)).sum(1)
         theirs = _share(logprobs_TN.unsqueeze(2), log_tails.unsqueeze(1)) * pull.unsqueeze(1)
@@ -170,8 +175,8 @@ def solve(kind: TopKLoss, teacher: TeacherRows, logprobs_TN: Tensor, log_tail_T:
 
 
 def _log_tails(log_tail_T: Tensor, first_logprobs_TN: Tensor, surplus_TND: Tensor) -> Tensor:
-    """Log of the student's mass outside each teacher's ids [T, D], from logarithms: right where fp32 has no such
-    numbers. An id that a teacher lists twice is taken off once."""
+    """Return the log of the student's mass outside each teacher's ids [T, D], computed from logarithms: right also
+    where fp32 cannot hold the mass. An id that a teacher lists twice is taken off once."""
     if surplus_TND.size(2) == 1:
         return log_tail_T.unsqueeze(1)
     others = torch.where(surplus_TND < 0, first_logprobs_TN.unsqueeze(2), -torch.inf).logsumexp(1)
@@ -179,12 +184,12 @@ def _log_tails(log_tail_T: Tensor, first_logprobs_TN: Tensor, surplus_TND: Tenso
 
 
 def _share(log_part: Tensor, log_whole: Tensor) -> Tensor:
-    """part / whole, 0 of nothing."""
+    """Return part / whole, 0 if the part is nothing."""
     return torch.where(log_part == -torch.inf, 0, torch.exp(log_part - log_whole))
 
 
 def _metrics(teacher: TeacherRows, o: Outcomes, terms: Terms, capped: Tensor | None, loss: Tensor) -> dict[str, Tensor]:
-    """Row metrics; with several teachers masses are weighted means, marks hold if they hold for any teacher."""
+    """Return row metrics; with several teachers masses are weighted means, marks hold if they hold for any teacher."""
     used = teacher.weights_TD != 0
     share = teacher.weights_TD.abs() / teacher.weights_TD.abs().sum(1, keepdim=True).clamp_min(1e-30)
     held = o.valid & ~o.moving

@@ -1,12 +1,13 @@
-"""Causal attention of the local layers: which rows of a micro-batch look at which, and the kernels that compute it.
+"""Causal attention of the local (not TransformerEngine) layers: which rows of a micro-batch attend to which, and the
+kernels that compute it.
 
-The form is right-padded (B sequences of S tokens; what a real token sees lies before it, so causality hides padding) or
-packed (sequences end to end, B = 1). Context-parallel rank r of c holds the chunks r and 2c - 1 - r of each sequence
-cut into 2c, so that ranks have equal work; it gathers all keys and values of its layer.
+A micro-batch is right-padded (B sequences of S tokens; a real token only sees tokens before it, so causality hides the
+padding) or packed (sequences end to end, B = 1). With context parallelism each sequence is cut into 2c chunks, and rank
+r of c holds chunks r and 2c - 1 - r, which gives all ranks equal work. A rank gathers all keys and values of its layer.
 
 TransformerEngine's layers do all of this themselves, from Megatron's own parameters.
 
-Letters: T rows of this rank, H heads of the queries, G heads of the keys, D channels of a head, N sequences.
+Letters: T rows of this rank, H query heads, G key heads, D channels of a head, N sequences.
 """
 
 from __future__ import annotations
@@ -30,37 +31,38 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 _VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Not before torch 2.12."""
+"""Whether ``varlen_attn`` supports grouped-query attention itself, which it does from torch 2.12 on."""
 _HALVES = (torch.float16, torch.bfloat16)
 _FUSED_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedSequences:
-    """Sequences that stand end to end in one row of tokens."""
+    """Lengths and boundaries of sequences that are packed end to end in one row of tokens."""
 
     lengths: tuple[int, ...]
-    """On the host, of whole sequences over all context-parallel ranks, with the padding that the layout needs."""
+    """Lengths of the whole sequences over all context-parallel ranks, padding for the layout included. On the host."""
     cu_seqlens: Tensor
-    """[N + 1] int32 on the device: where each begins, and the end."""
+    """[N + 1] int32 on the device: the start of each sequence, then the end of the last."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedSequences:
-        """Copies to a GPU are queued on the current stream."""
+        """Build the boundaries on ``device``. Copies to a GPU are queued on the current stream."""
         return cls(lengths=tuple(lengths), cu_seqlens=_bounds(lengths, device))
 
     @property
     def max_length(self) -> int:
+        """Length of the longest sequence."""
         return max(self.lengths)
 
     def megatron_params(self) -> PackedSeqParams:
-        """As TransformerEngine's layers take them."""
+        """Return the same boundaries in the form that TransformerEngine's layers take."""
         longest = self.max_length
         return PackedSeqParams("thd", self.cu_seqlens, self.cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def zigzag_rows(lengths: Sequence[int], cp_size: int) -> list[Tensor]:
-    """For each context-parallel rank the int64 numbers of its rows, of sequences that stand end to end.
+    """Return the int64 row numbers that each context-parallel rank holds of sequences that are packed end to end.
 
     Raises:
         ValueError: a length is no multiple of 2 x ``cp_size``.
@@ -77,7 +79,7 @@ def zigzag_rows(lengths: Sequence[int], cp_size: int) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _QueryPart:
-    """Queries of every sequence of a run that look at the same share of its keys; the last one sees the last key."""
+    """A rank's queries of one chunk of a sequence and how many keys they may see. The last query sees the last key."""
 
     first: int
     num_queries: int
@@ -85,19 +87,20 @@ class _QueryPart:
 
 
 class RowParams(PackedSeqParams):
-    """What the local layers know of one micro-batch, handed through Megatron to every layer and its recomputation.
+    """Description of one micro-batch for the local layers. Megatron passes it to every layer and to its recomputation.
 
-    The format is none of Megatron's: at ``"thd"`` it would turn queries and keys sequence by sequence, by lengths that
-    it asks the device for.
+    The format name is none of Megatron's: at ``"thd"`` Megatron would rotate queries and keys sequence by sequence,
+    with lengths that it reads back from the device.
     """
 
     def __init__(
         self, positions: Tensor, lengths: Sequence[int], *, is_packed: bool, cp_size: int = 1, cp_rank: int = 0
     ) -> None:
-        """
+        """Describe one micro-batch, or this context-parallel rank's share of it.
+
         Args:
             positions: [T] int64, the position of each row in its sequence.
-            lengths: of the whole sequences; of one where the form is right-padded.
+            lengths: lengths of the whole sequences; the common length alone if the micro-batch is right-padded.
         """
         super().__init__("rows", max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
         self.positions = positions
@@ -107,11 +110,11 @@ class RowParams(PackedSeqParams):
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """(length, how many) of neighbours of one length: one call serves them all."""
+        """(length, count) of neighbouring sequences of equal length: one kernel call serves all of them."""
         return [(length, len(list(run))) for length, run in groupby(self.lengths)]
 
     def parts(self, length: int) -> tuple[_QueryPart, ...]:
-        """Of this rank's rows of a sequence."""
+        """Return which queries of a sequence this rank holds, and how many keys each part of them sees."""
         if self.cp_size == 1:
             return (_QueryPart(0, length, length),)
         chunk = length // (2 * self.cp_size)
@@ -122,12 +125,12 @@ class RowParams(PackedSeqParams):
 
     @cached_property
     def key_order(self) -> Tensor:
-        """[T x cp] rows of the gathered keys, in the order of the sequences."""
+        """[T x cp] int64: index that brings the gathered keys from rank order into sequence order."""
         return sent(torch.cat(zigzag_rows(self.lengths, self.cp_size)).argsort(), self.positions.device)
 
     @cached_property
     def key_rows(self) -> Tensor:
-        """Rows of the ordered keys that the parts look at, end to end."""
+        """Rows of the ordered keys that each query part sees, part after part; keys that two parts see occur twice."""
         rows = [
             torch.arange(start, start + part.num_keys)
             for start, end in pairwise(accumulate(self.lengths, initial=0))
@@ -137,7 +140,7 @@ class RowParams(PackedSeqParams):
 
     @cached_property
     def varlen_bounds(self) -> tuple[Tensor, Tensor, int, int]:
-        """Bounds [parts + 1] int32 of the parts' queries and of their keys, and the longest of both."""
+        """Bounds [parts + 1] int32 of the query parts and of their keys, then the longest query part and key part."""
         parts = [part for length in self.lengths for part in self.parts(length)]
         queries, keys = [part.num_queries for part in parts], [part.num_keys for part in parts]
         device = self.positions.device
@@ -145,10 +148,10 @@ class RowParams(PackedSeqParams):
 
 
 class RowRotary(nn.Module):
-    """A rope of Megatron's whose angles follow the rows' own positions instead of counting them."""
+    """Wrapper of a Megatron rotary embedding that takes each row's own position instead of counting rows."""
 
     def __init__(self, rope: nn.Module, *, is_latent: bool) -> None:
-        """``is_latent``: it belongs to a layer of latent attention, which drops the dimension of one sequence."""
+        """``is_latent``: the rope is a latent-attention layer's, which drops the batch dimension of packed rows."""
         super().__init__()
         self.rope = rope
         self._is_latent = is_latent
@@ -156,12 +159,12 @@ class RowRotary(nn.Module):
     def get_rotary_seq_len(
         self, context: Any, block: Any, hidden: Any, config: Any, packed_seq_params: RowParams
     ) -> RowParams:
-        """Megatron asks here how many angles there are, and gives the answer to ``forward``."""
+        """Return the micro-batch's rows in place of a length: Megatron hands the result to ``forward`` unread."""
         return packed_seq_params
 
     def forward(self, rows: RowParams, **unread: Any) -> Any:
-        """[T, 1, 1, D], or [T, 1, D] beside queries [T, H, D]; together with its scale where the rope has one."""
-        made = self.rope(rows.max_seqlen_q, packed_seq=True)  # of all ranks
+        """Return the angles [T, 1, 1, D], or [T, 1, D] beside queries [T, H, D], and the rope's scale if it has one."""
+        made = self.rope(rows.max_seqlen_q, packed_seq=True)  # packed_seq: all context-parallel ranks' positions
         table, *scale = made if isinstance(made, tuple) else (made,)
         angles = table[rows.positions]
         if self._is_latent and rows.is_packed:
@@ -170,8 +173,8 @@ class RowRotary(nn.Module):
 
 
 class CoreAttention(MegatronModule):
-    """In the place of Megatron's ``DotProductAttention``, whose scores are a tensor [B, H, S, S]. Takes its sizes from
-    the tensors."""
+    """Replacement for Megatron's ``DotProductAttention``, which would hold all scores as a tensor [B, H, S, S]. It
+    takes its sizes from the tensors."""
 
     def __init__(self, *, config: Any, pg_collection: Any, softmax_scale: float | None = None, **unread: Any) -> None:
         super().__init__(config=config)
@@ -188,7 +191,7 @@ class CoreAttention(MegatronModule):
         packed_seq_params: RowParams,
         **unread: Any,
     ) -> Tensor:
-        """[S, B, H, D] (latent attention with one sequence: [T, H, D]) -> [S, B, H D]."""
+        """Attend: [S, B, H, D] (latent attention with one sequence: [T, H, D]) -> [S, B, H D]."""
         rows = packed_seq_params
         if query.dim() == 3:
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
@@ -209,8 +212,9 @@ class CoreAttention(MegatronModule):
         return out[..., :width].flatten(2)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, rows: RowParams) -> Tensor:
-        """All sequences in one kernel."""
+        """Attend over all packed sequences in one kernel."""
         if rows.cp_size > 1:
+            # The kernel wants each part's keys contiguous: keys that both parts of a sequence see are copied.
             key, value = key[rows.key_rows], value[rows.key_rows]
         options: dict[str, Any] = {"scale": self._scale, "window_size": (-1, 0)}
         if _VARLEN_TAKES_GROUPS:
@@ -222,7 +226,8 @@ class CoreAttention(MegatronModule):
         return out
 
     def _looped(self, query: Tensor, key: Tensor, value: Tensor, rows: RowParams) -> Tensor:
-        """[T, H, D], one run of equally long sequences after another."""
+        """Attend over packed [T, H, D], one run of equally long sequences after another. Serves dtypes and devices
+        without a varlen kernel."""
         counts = [count * length for length, count in rows.runs]
         queries = query.split([count // rows.cp_size for count in counts])
         outs = []
@@ -232,7 +237,7 @@ class CoreAttention(MegatronModule):
         return torch.cat(outs)
 
     def _run(self, query: Tensor, key: Tensor, value: Tensor, rows: RowParams) -> Tensor:
-        """Sequences of one length: queries [N, S / cp, H, D], keys [N, S, G, D] -> [N, S / cp, H, D]."""
+        """Attend over sequences of one length: queries [N, S / cp, H, D], keys [N, S, G, D] -> [N, S / cp, H, D]."""
         outs = []
         for part in rows.parts(key.shape[1]):
             q = query[:, part.first : part.first + part.num_queries].transpose(1, 2)
@@ -242,10 +247,10 @@ class CoreAttention(MegatronModule):
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """[N, H, S, D] from queries and [N, G, S', D] keys, by a kernel that holds no scores; the last query sees the last
-    key. On a GPU an error where there is none, as torch would take one that holds them."""
+    """Return [N, H, S, D] from queries of that shape and keys [N, G, S', D], by a kernel that does not hold the scores;
+    the last query sees the last key. On a GPU torch raises if no such kernel fits."""
     num_queries, num_keys = query.shape[2], key.shape[2]
-    if query.is_cuda and query.dtype not in _HALVES:  # whose kernel does not know groups
+    if query.is_cuda and query.dtype not in _HALVES:  # the fp32 kernel (memory-efficient) does not know groups
         key, value = _ungrouped(query, key, value)
     is_square = num_queries == num_keys
     with sdpa_kernel(_FUSED_KERNELS) if query.is_cuda else nullcontext():
@@ -262,12 +267,12 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Te
 
 
 def _is_grouped(query: Tensor, key: Tensor) -> bool:
-    """From [..., H, S, D] or, both, [T, H, D]."""
+    """Return whether keys have fewer heads than queries; both are [..., H, S, D] or both [T, H, D]."""
     return query.shape[1] != key.shape[1]
 
 
 def _ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values with a head for each of the queries'."""
+    """Repeat keys and values so that each query head has a head of its own."""
     times = query.shape[1] // key.shape[1]
     return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
 
@@ -277,5 +282,5 @@ def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """On ``device``; to a GPU from pinned memory, so that nobody waits for the copy."""
+    """Copy to ``device``. A copy to a GPU goes through pinned memory and is queued without waiting."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,8 +1,8 @@
-"""From samples to the tensors of one micro-batch, and micro-batches through Megatron's pipeline schedule.
+"""Conversion of samples to the tensors of one micro-batch.
 
-A micro-batch is a pack, sequences end to end in one row of T tokens, or B right-padded sequences of S; what the layout
-needs is padded in both. Tokens are [1, T] or [B, S]. What the loss reads is flat, row by row of the logits: T rows, or
-those of [S, B]. K teacher tokens, n samples.
+A micro-batch is a pack, sequences end to end in one row of T tokens, or B right-padded sequences of S; both are padded
+to the multiples that the layout needs. Tokens are [1, T] or [B, S]. What the loss reads is flat, in the order of the
+logits' rows: the pack's T rows, or the S x B rows of [S, B]. K teacher tokens, n samples.
 
 The logits at sequence row t predict token t + 1, so a response token at position p is scored by row p - 1. One sample
 with prompt (1, 5) and response (7, 8, 2)::
@@ -39,17 +39,17 @@ ROW_FIELDS = ("rollout_logprobs", "teacher_ids", "teacher_logprobs", "teacher_to
 
 @dataclass(frozen=True, kw_only=True)
 class LossRows:
-    """What the loss reads, row by row of the logits; rows without a response token hold zeros."""
+    """Input of the loss, one entry for each row of the logits; rows that score no response token hold zeros."""
 
     loss_mask: Tensor
-    """[T] bool: this row scores a response token that counts; none does where the mask was not read."""
+    """[T] bool: whether the row scores a response token that counts. All False if the stage does not read the mask."""
     loss_rows: Tensor | None
-    """[N] int64: numbers of these rows, ascending, never empty; ``None`` for all, or where the mask was not read.
-    Known without asking the device, so that the LM head can leave prompts and padding out."""
+    """[N] int64: ascending numbers of the masked-in rows, never empty; ``None`` for all rows, or where the mask was not
+    read. Computed on the host, so that the LM head can leave out prompts and padding without waiting for the device."""
     targets: Tensor
     """[T] int64: the response token that the row scores."""
     samples: Tensor
-    """[T] int64: which of the n samples the row belongs to, padding to the one before it or to filler."""
+    """[T] int64: which of the n samples the row belongs to. Padding belongs to the sample before it or to filler."""
     domains: Tensor
     """[n] int64: index of each sample's domain."""
     sample_positions: Tensor
@@ -57,31 +57,30 @@ class LossRows:
     num_loss_tokens: Tensor
     """[n] int64: loss tokens of each whole sample; 0 where the mask was not read."""
     fields: Mapping[str, Tensor] = field(default_factory=dict)
-    """Row fields by name: [T], [T, K] or (D teachers, an ensemble) [T, D, K], dtypes as in the data plane."""
+    """Row fields by name: [T], [T, K] or, with an ensemble of D teachers, [T, D, K]; dtypes as in the data plane."""
 
     def tensors(self) -> list[Tensor | None]:
-        """All that it holds."""
+        """Return every tensor that this object holds."""
         own = (self.loss_mask, self.loss_rows, self.targets, self.samples)
         return [*own, self.domains, self.sample_positions, self.num_loss_tokens, *self.fields.values()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Input of one forward pass: right-padded sequences, or packed ones. Attention is causal, so a real token never
-    looks at the padding behind it."""
+    """Input of one forward pass, right-padded or packed. Causality hides the padding from the real tokens before it."""
 
     tokens: Tensor
     """[B, S] int64."""
     position_ids: Tensor
-    """[B, S] int64; [3, B, S] (time, height, width) of a vision-language model."""
+    """[B, S] int64; [3, B, S] (time, height, width) for a vision-language model."""
     padding_mask: Tensor
-    """[B, S] bool, True = padding, for routers of experts, which balance the load of real tokens."""
+    """[B, S] bool, True = padding. Read by expert routers, which balance the load of real tokens."""
     rows: LossRows
     form: Form
     packed: PackedSequences | None = None
-    """Where sequences begin, if they stand end to end ([1, T] instead of [B, S])."""
+    """Sequence boundaries of a pack ([1, T] instead of [B, S]); ``None`` if right-padded."""
     images: ImageInput | None = None
-    """On the first stage of a vision-language model, where a prompt has any."""
+    """Images of the prompts; only on the first stage of a vision-language model, and only if there are any."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -89,7 +88,7 @@ class MicroBatch:
         return self.tokens.shape[0], self.tokens.shape[1]
 
     def tensors(self) -> list[Tensor]:
-        """All that it holds."""
+        """Return every tensor that this object holds."""
         starts = None if self.packed is None else self.packed.cu_seqlens
         own = (self.tokens, self.position_ids, self.padding_mask, starts)
         seen = () if self.images is None else self.images.tensors()
@@ -109,15 +108,15 @@ def build_micro_batch(
     cp_rank: int = 0,
     vision: StudentImages | None = None,
 ) -> MicroBatch:
-    """``samples`` as one micro-batch on ``device``, in the form that ``rules`` ask for, with filler without loss up to
-    ``at_least`` (see ``choose_form``): this context-parallel rank's share of it.
+    """Build one micro-batch of ``samples`` on ``device`` in the form that ``rules`` ask for, with filler that has no
+    loss up to ``at_least`` (see ``choose_form``), and return this context-parallel rank's share of it.
 
-    ``fields`` are those that the pipeline stage reads; what is not among them stays zero. ``vision`` is given where the
-    model sees images. Copies to a GPU are queued on the current stream.
+    ``fields`` are those that the pipeline stage reads; what is not among them stays zero. ``vision`` is given if the
+    model takes images. Copies to a GPU are queued on the current stream.
 
     Raises:
         ValueError: a field's length does not fit the sample's lengths, or a prompt is empty.
-        UserError: see ``StudentImages.read``.
+        UserError: an image cannot be read, as ``StudentImages.read`` says.
     """
     form = choose_form(samples, rules, at_least, cp_size, cp_rank)
     to = partial(sent, device=device)
@@ -151,12 +150,13 @@ def _loss_rows(
     positions: Mapping[int, int],
     to: Callable[[Tensor], Tensor],
 ) -> LossRows:
-    """Rows of ``fields``, sent by ``to``."""
+    """Build the loss rows from ``fields``; ``to`` copies each tensor to the device."""
     targets = torch.zeros(form.num_rows, dtype=torch.int64)
     loss_mask = torch.zeros(form.num_rows, dtype=torch.bool)
     num_loss_tokens = torch.zeros(len(form.firsts), dtype=torch.int64)
     row_fields = _empty_row_fields(fields, form.num_rows)
     for i, sample in enumerate(samples):
+        # Shifted by one: the row before a token predicts it, so the last prompt row scores the first response token.
         scored = form.rows(i, sample.prompt_length - 1, sample.length - 1)
         if "tokens" in fields:
             targets[scored] = fields["tokens"][sample.sample_id][sample.prompt_length :]
@@ -181,7 +181,7 @@ def _loss_rows(
 
 
 def _empty_row_fields(fields: Fields, num_rows: int) -> dict[str, Tensor]:
-    """Zeros [T, …] for every row field that was fetched; trailing shape and dtype are the samples' own."""
+    """Return zeros [T, …] for every row field that was fetched; trailing shape and dtype are the samples' own."""
     empty = {}
     for name in ROW_FIELDS:
         if name in fields:

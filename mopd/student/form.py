@@ -1,6 +1,6 @@
-"""Where the tokens of a micro-batch stand: in a pack, sequences end to end, or in right-padded sequences side by side.
+"""Layout of the tokens of a micro-batch: packed, sequences end to end, or right-padded sequences side by side.
 
-A micro-batch is laid out whole, and context-parallel ranks then take their share of its rows.
+A micro-batch is laid out whole; context-parallel ranks then take their share of its rows.
 
 Letters: T rows of the micro-batch in the order of its logits, B sequences of S tokens, n samples, c context-parallel
 ranks.
@@ -23,15 +23,17 @@ from mopd.types import SampleMeta
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """Token t of sample i stands in row ``firsts[i] + t * step``."""
+    """Mapping from tokens to rows: token t of sample i stands in row ``firsts[i] + t * step``."""
 
     shape: tuple[int, int]
     """(B, S), or (1, T) of a pack."""
     firsts: tuple[int, ...]
-    """Of the samples, then of filler."""
+    """First row of each sample, then of each filler sequence."""
     step: int
+    """Distance between the rows of neighbouring tokens: 1 in a pack, B if right-padded (rows are those of [S, B])."""
     lengths: tuple[int, ...] | None
-    """Of a pack's sequences with their padding, one of filler included; they stand end to end."""
+    """Lengths of a pack's sequences with their padding, filler included; they stand end to end. ``None`` if
+    right-padded."""
     cp_size: int = 1
     cp_rank: int = 0
 
@@ -40,13 +42,13 @@ class Form:
         return self.shape[0] * self.shape[1]
 
     def rows(self, number: int, start: int, stop: int) -> slice:
-        """Those of tokens ``start`` to ``stop`` of a sample."""
+        """Return the rows of tokens ``start`` to ``stop`` of sample ``number``."""
         first = self.firsts[number]
         return slice(first + start * self.step, first + stop * self.step, self.step)
 
     @cached_property
     def _own(self) -> Tensor | None:
-        """[T / c] int64: this rank's rows, which are whole columns of right-padded sequences; None: all."""
+        """[T / c] int64: this rank's rows, which are whole columns of right-padded sequences; ``None`` for all."""
         if self.cp_size == 1:
             return None
         size, length = self.shape
@@ -54,17 +56,17 @@ class Form:
         return (places[:, None] * size + torch.arange(size)).flatten()
 
     def share(self, rows: Tensor) -> Tensor:
-        """[T / c, ...]: this rank's of [T, ...]."""
+        """Return this rank's [T / c, ...] of [T, ...]."""
         return rows if self._own is None else rows[self._own]
 
     def spread(self, own: Tensor) -> Tensor:
-        """[T] from this rank's [T / c], 0 where other ranks have theirs."""
+        """Return [T] from this rank's [T / c], with 0 in the rows of other ranks."""
         if self._own is None:
             return own
         return own.new_zeros(self.num_rows).index_copy(0, self._own.to(own.device), own)
 
     def local(self, rows: Tensor) -> Tensor:
-        """The numbers of ``rows``, any of the T, among this rank's; -1 where they are other ranks'."""
+        """Return the numbers that ``rows``, any of the T, have among this rank's rows; -1 for rows of other ranks."""
         if self._own is None:
             return rows
         numbers = torch.full((self.num_rows,), -1)
@@ -72,18 +74,18 @@ class Form:
         return numbers[rows]
 
     def sequences(self, rows: Tensor) -> Tensor:
-        """[..., B, S / c] of this rank from flat rows [..., T]."""
+        """Return this rank's [..., B, S / c] from flat rows [..., T]."""
         own = rows if self._own is None else rows[..., self._own]
         return own.unflatten(-1, (-1, self.shape[0])).transpose(-1, -2).contiguous()
 
     def samples(self) -> Tensor:
-        """[T] int64: whose row it is."""
+        """Return [T] int64: the sample that each row belongs to."""
         if self.lengths is None:
             return torch.arange(self.shape[0]).repeat(self.shape[1])
         return torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
 
     def positions(self) -> Tensor:
-        """[T] int64: the place of each row in its sequence."""
+        """Return [T] int64: the position of each row in its sequence."""
         if self.lengths is None:
             return torch.arange(self.shape[1]).repeat_interleave(self.shape[0])
         return torch.cat([torch.arange(length) for length in self.lengths])
@@ -92,8 +94,8 @@ class Form:
 def choose_form(
     samples: Sequence[SampleMeta], rules: PackingRules, at_least: tuple[int, int], cp_size: int = 1, cp_rank: int = 0
 ) -> Form:
-    """Of a micro-batch of ``samples``, with filler up to ``at_least`` (B, S) or (1, T); nothing else without
-    samples."""
+    """Return the layout of a micro-batch of ``samples`` with filler up to ``at_least``, (B, S) or (1, T). Without
+    samples the micro-batch is filler alone."""
     cp = {"cp_size": cp_size, "cp_rank": cp_rank}
     if not rules.is_packed:
         size = max(len(samples), at_least[0])
@@ -101,6 +103,7 @@ def choose_form(
         return Form(shape=(size, length), firsts=tuple(range(size)), step=size, lengths=None, **cp)
     lengths = [rules.sequence(sample.length) for sample in samples]
     total = rules.pack_size(max(sum(lengths), rules.sequence(at_least[1])))
+    # Filler is one more sequence at the end, so that no sample's tokens attend to it.
     if total > sum(lengths):
         lengths.append(total - sum(lengths))
     firsts = tuple(itertools.accumulate(lengths[:-1], initial=0))

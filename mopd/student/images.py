@@ -1,4 +1,4 @@
-"""From references to the images of one micro-batch: positions on every rank, patches on those of the first stage."""
+"""Conversion of image references to a micro-batch's images: positions on every rank, patches on the first stage."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from mopd.student.vision import ImageInput
 from mopd.types import ImageRef
 
 Sequences = Sequence[tuple[Tensor, Tensor]]
-"""Of each sample its fields ``tokens`` [L] and ``images`` [N, 8]."""
+"""Fields ``tokens`` [L] and ``images`` [N, 8] of each sample."""
 
 
 class StudentImages:
-    """What a rank of a vision-language student does with its samples' images. Any thread may call it."""
+    """Image handling of one rank of a vision-language student. Any thread may call it."""
 
     def __init__(self, recipe: Recipe, vision: VisionDims, *, has_tower: bool) -> None:
-        """With the tower the rank also reads files.
+        """``has_tower``: the rank runs the vision tower and therefore also reads image files.
 
         Raises:
-            UserError: it does, and the processor's settings or torchvision are missing.
+            UserError: ``has_tower``, and the processor's settings or torchvision are missing.
         """
         self._ids = {"image_token_id": vision.image_token_id, "merge_size": vision.spatial_merge_size}
         self._reads: tuple[ImageStore, ImageProcessor] | None = None
@@ -40,10 +40,11 @@ class StudentImages:
             self._reads = ImageStore(recipe.data.train, recipe.data), ImageProcessor(processing)
 
     def position_ids(self, samples: Sequences, texts: Tensor, form: Form) -> Tensor:
-        """[3, T] of ``samples``; ``texts`` [T] are those of a text, which stay where no sample is.
+        """Return the positions [3, T] of ``samples``. ``texts`` [T] are text positions, which stay in rows of no
+        sample.
 
         Raises:
-            ValueError: a sample's image tokens are not its images'.
+            ValueError: a sample's image tokens do not match its images.
         """
         positions = texts.repeat(3, 1)
         for i, (tokens, images) in enumerate(samples):
@@ -53,10 +54,11 @@ class StudentImages:
         return positions
 
     def read(self, samples: Sequences, form: Form) -> ImageInput | None:
-        """The images of ``samples``, each file once, on the CPU; ``None`` without any, and on ranks without the tower.
+        """Return the images of ``samples`` on the CPU, each file read once; ``None`` if there are none or the rank has
+        no tower.
 
         Raises:
-            UserError: a file is another than when its prompt was loaded, or damaged; names file and row.
+            UserError: a file has changed since its prompt was loaded, or is damaged; names file and row.
         """
         if self._reads is None:
             return None
@@ -71,7 +73,7 @@ class StudentImages:
                 if key not in offsets:
                     offsets[key] = total
                     total += num_tokens
-                    files.append(store.prompt_image(ref).load())  # a damaged one is told by file and row
+                    files.append(store.prompt_image(ref).load())  # raises with file and row if damaged
                 rows.append(form.firsts[i] + (start + np.arange(num_tokens)) * form.step)
                 sources.append(offsets[key] + np.arange(num_tokens))
         if not files:
@@ -79,6 +81,7 @@ class StudentImages:
         patches, grids = processor.patches(files)
         if [tuple(grid) for grid in grids.tolist()] != [grid for _, grid in offsets]:
             raise RuntimeError(f"the processor makes grids {grids.tolist()} where the prompts have {list(offsets)}")
+        # Image tokens of other context-parallel ranks are dropped; their features are computed on every rank.
         places = form.local(torch.from_numpy(np.concatenate(rows)))
         is_own = places >= 0
         return ImageInput(

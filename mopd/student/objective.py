@@ -1,4 +1,4 @@
-"""From the recipe's ``loss`` section to numbers: the loss that is minimised and the sums that people watch."""
+"""Evaluation of the recipe's ``loss`` section: the loss that is minimised and the sums behind the metrics."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from mopd.types import DomainSums, UserError
 logger = logging.getLogger(__name__)
 
 MASKED_SEQUENCES = "masked_sequences"
-"""Sum over rows: how many responses the sequence mask leaves out."""
+"""Metric name: number of responses that the sequence mask leaves out."""
 DIAGNOSTICS = ("entropy", "topk_overlap")
-"""The dearer metrics, computed when they are asked for."""
+"""Names of the expensive metrics, computed only on request."""
 
 
 class Sums:
@@ -60,9 +60,10 @@ class Sums:
         self._is_bad.index_put_((rows.sample_positions[rows.samples],), is_bad.double(), accumulate=True)
 
     def reduce(self, domains: Sequence[str], layout: Layout) -> tuple[dict[str, DomainSums], list[int]]:
-        """Sums over all ranks by domain (domains without a loss token are left out), and the plan positions of samples
-        with a non-finite loss. One all-reduce and one host synchronisation; equal on every rank."""
+        """Return the sums over all ranks by domain (domains without a loss token are left out), and the plan positions
+        of samples with a non-finite loss. One all-reduce and one host synchronisation; equal on every rank."""
         flat = torch.cat([self._totals.flatten(), self._is_bad[:-1]])
+        # Tensor-parallel neighbours hold the same numbers: each row must count once in the sum over all ranks.
         if not layout.reports_loss:
             flat = torch.zeros_like(flat)
         dist.all_reduce(flat)
@@ -78,11 +79,11 @@ class Sums:
 
 
 class Objective:
-    """The loss of a recipe on a vocabulary-parallel LM head.
+    """The recipe's loss on a vocabulary-parallel LM head.
 
     ``loss = sum over rows of weight x loss_row`` with weights from ``loss.aggregation`` and global denominators: summed
-    over micro-batches and ranks it is the whole batch's loss, however the batch is cut. Only rows with a loss token
-    become logits.
+    over micro-batches and ranks it is the whole batch's loss, however it is cut. Only rows with a loss token become
+    logits.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class Objective:
         lm_head_memory_budget_mib: int,
         teacher_weights: Tensor | None = None,
     ) -> None:
-        """``teacher_weights`` [domains, D] fp32 is given where teacher fields are [T, D, K] (an ensemble); rows add
-        up to 1, and 0 stands where a domain has no further teacher."""
+        """``teacher_weights`` [domains, D] fp32 is given for an ensemble, where teacher fields are [T, D, K]. Each row
+        adds up to 1 and holds 0 for teachers that the domain does not have."""
         self.loss = loss
         self._layout = layout
         self._budget_mib = lm_head_memory_budget_mib
@@ -120,7 +121,7 @@ class Objective:
         return tuple(fields)
 
     def new_sums(self, *, num_domains: int, num_samples: int, diagnostics: bool, device: torch.device) -> Sums:
-        """Empty sums with this loss's metrics; the same names on every rank, stages without logits included."""
+        """Return empty sums of this loss's metrics; the same names on every rank, stages without logits included."""
         names = ["num_tokens", "loss", "weighted_loss", "k1", "k3", "teacher_mass"]
         if isinstance(self.loss, TopKLossConfig):
             names += ["student_mass", "clamped", "tail_floored"]
@@ -132,12 +133,12 @@ class Objective:
             names += ["rollout_kl"] + ([] if isinstance(self.loss, PolicyGradientConfig) else ["correction_weight"])
             names += [] if self._correction.sequence is None else [MASKED_SEQUENCES]
         if diagnostics:
-            # The sampled losses never look at the teacher's top-k: there the student's mass on it is a pass of its own.
+            # The sampled losses do not read the teacher's top-k; the student's mass on it takes a pass by itself.
             names += DIAGNOSTICS if isinstance(self.loss, TopKLossConfig) else (*DIAGNOSTICS, "student_mass")
         return Sums(names, num_domains=num_domains, num_samples=num_samples, device=device)
 
     def __call__(self, head: LMHead, *, rows: LossRows, sums: Sums, num_loss_tokens: int, num_samples: int) -> Tensor:
-        """This micro-batch's share of the loss, a fp32 scalar; adds its metrics to ``sums``.
+        """Return this micro-batch's share of the loss, an fp32 scalar, and add its metrics to ``sums``.
 
         The gradient of the head's weight goes to its ``main_grad``. Backward must start here, with gradient 1.
         """
@@ -158,7 +159,8 @@ class Objective:
             return self._masked_sequences(own.spread(current_R, head.hidden).flatten(), rows)
 
         if MASKED_SEQUENCES in sums.names and self._rows_at_once(own, head) < own.num_rows(head.hidden):
-            # A response's rows come in several pieces, and whether it counts must be known at the first of them.
+            # A response's rows come in several pieces, and the first already needs to know whether the response counts:
+            # an extra forward pass over the head tells.
             with torch.no_grad():
                 current = self.logprobs(head, rows.targets, temperature=self.loss.temperature, index=rows.loss_rows)
             flat[MASKED_SEQUENCES] = self._masked_sequences(current, rows)
@@ -168,8 +170,8 @@ class Objective:
         return loss
 
     def logprobs(self, head: LMHead, targets: Tensor, *, temperature: float, index: Tensor | None = None) -> Tensor:
-        """[T] fp32 log-probs of ``targets`` [T] under softmax(logits / temperature), 0 in rows that ``index`` does not
-        name."""
+        """Return [T] fp32 log-probs of ``targets`` [T] under softmax(logits / temperature), 0 in rows that ``index``
+        does not name."""
         options = {**self._options, "temperature": temperature}
 
         def gather(logits: Tensor, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
@@ -183,12 +185,13 @@ class Objective:
         return LinearHead(self._layout.tp_group, self._layout.sequence_parallel, index)
 
     def _run(self, head: LMHead, row_loss: RowLoss, own: LinearHead) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum and columns [T] of ``row_loss`` over the rows of ``own``, within the memory budget."""
+        """Return sum and columns [T] of ``row_loss`` over the rows of ``own``, within the memory budget."""
         loss, columns = linear_loss(head.hidden, head.weight, row_loss, own, self._rows_at_once(own, head))
         return loss, {name: value.flatten() for name, value in columns.items()}
 
     def _rows_at_once(self, own: LinearHead, head: LMHead) -> int:
-        """Rows whose logits fit the memory budget; says once when these are not all."""
+        """Return how many rows' logits fit the memory budget; log a warning once if not all do. Raise ``UserError`` if
+        the budget is too small for any."""
         num_rows = own.num_rows(head.hidden)
         try:
             at_once = own.rows_within(self._budget_mib * 2**20, head.hidden, head.weight)
@@ -211,8 +214,9 @@ class Objective:
         return at_once
 
     def _masked_sequences(self, current: Tensor, rows: LossRows) -> Tensor:
-        """[T]: on each row of a response that the sequence mask leaves out its part of it, which over its loss tokens
-        add up to 1; else 0. From the student's log-probs [T] of the sampled tokens."""
+        """Return [T]: 1 / (its loss tokens) in each row of a response that the sequence mask leaves out, so that its
+        loss rows add up to 1 and the sum counts responses; 0 elsewhere. ``current`` [T] are the student's log-probs of
+        the sampled tokens."""
         assert self._correction is not None and self._correction.sequence is not None
         bounds = self._correction.sequence
         kept = kept_sequences(
@@ -236,10 +240,10 @@ class Objective:
         *,
         diagnostics: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Weighted losses [R] of some rows and their metrics, from their logits [R, V/tp].
+        """Return the weighted losses [R] of some rows and their metrics, from their logits [R, V/tp].
 
-        The logits are overwritten with their gradient in backward. ``masked`` is asked where ``data`` does not know
-        which responses the loss leaves out, and ``rows`` are all.
+        Backward overwrites the logits with their gradient. ``masked`` is called only if ``data`` does not say which
+        responses the loss leaves out; ``rows`` are then all rows.
         """
         own = {name: rows.of(value) for name, value in data.items()}
         columns = self._diagnostics(logits, own) if diagnostics else {}
@@ -249,7 +253,7 @@ class Objective:
             metrics["rollout_kl"] = own["rollout_logprobs"].double() - current
             if self._correction.sequence is not None:
                 part = own[MASKED_SEQUENCES] if MASKED_SEQUENCES in own else rows.of(masked(current))
-                kept = (part == 0).to(loss.dtype)  # a factor, no choice: what is not finite stays so
+                kept = (part == 0).to(loss.dtype)  # a factor: torch.where would hide a loss that is not finite
                 loss = loss * kept
                 metrics |= {MASKED_SEQUENCES: part, "unweighted_loss": metrics["unweighted_loss"] * kept}
         k1 = current.double() - own["teacher_token_logprobs"]
@@ -263,6 +267,7 @@ class Objective:
         return loss, columns
 
     def _diagnostics(self, logits: Tensor, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the expensive metrics [R], without gradient."""
         ids, weights = own["teacher_ids"], own["weights"]
         logits = logits.detach()
         overlaps, masses = [], []
@@ -276,7 +281,7 @@ class Objective:
         return columns | ({"student_mass": _joined(own, masses)} if masses else {})
 
     def _loss_rows(self, logits: Tensor, own: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Weighted losses [R] and metrics [R] of the loss's own function."""
+        """Return weighted losses [R] and metrics [R] from the loss's own function."""
         loss = self.loss
         options = {**self._options, "loss_weight": own["weights"], "overwrite_input": logits.requires_grad}
         if isinstance(loss, TopKLossConfig):
@@ -316,11 +321,11 @@ class Objective:
 
 
 def _joined(own: Mapping[str, Tensor], per_teacher: Sequence[Tensor]) -> Tensor:
-    """[R] from one [R] for each teacher."""
+    """Return the weighted mean [R] of one [R] per teacher."""
     return _over_teachers(own, torch.stack([*per_teacher], dim=-1) if "teacher_weights" in own else per_teacher[0])
 
 
 def _over_teachers(own: Mapping[str, Tensor], values: Tensor) -> Tensor:
-    """[R]: the weighted mean over an ensemble's teachers of [R, D]; without ensembles ``values`` [R] itself."""
+    """Return the weighted mean [R] over an ensemble's teachers of [R, D]; without an ensemble ``values`` [R] itself."""
     weights = own.get("teacher_weights")
     return values if weights is None else (weights * values).sum(-1)

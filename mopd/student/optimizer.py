@@ -25,14 +25,15 @@ from mopd.transfer.sending import require_all_finite
 from mopd.types import UserError
 
 BUCKET_SIZE: int | None = None
-"""Parameters whose gradients travel together while backward goes on. None: Megatron's choice, 40 million or more."""
+"""Number of parameters whose gradients are summed together while backward goes on. ``None``: Megatron's choice, 40
+million or more."""
 
 
 def overlaps(student: StudentConfig, dims: ModelDims, layout: Layout) -> bool:
-    """Whether traffic between data-parallel ranks runs beside forward and backward.
+    """Return whether communication between data-parallel ranks overlaps forward and backward.
 
     Raises:
-        UserError: the recipe asks for it where some weights get no gradient in some micro-batches.
+        UserError: the recipe asks for it, but some weights get no gradient in some micro-batches.
     """
     trains_tower = dims.vision is not None and student.vision.freeze != "tower_and_merger"
     if student.overlap and trains_tower:
@@ -48,11 +49,11 @@ def overlaps(student: StudentConfig, dims: ModelDims, layout: Layout) -> bool:
 def wrap_data_parallel(
     chunks: Sequence[StudentModel], *, use_distributed_optimizer: bool, overlap: bool = False
 ) -> list[DistributedDataParallel]:
-    """The model chunks with fp32 gradient buffers that are summed over data-parallel ranks.
+    """Wrap the model chunks with fp32 gradient buffers that are summed over data-parallel ranks.
 
     Gradients are sums, never means: ``calculate_per_token_loss`` keeps Megatron from dividing by the data-parallel
-    degree, and the finalizer is called without the token count that it would divide by. With ``overlap`` whoever reads
-    weights outside of a forward pass calls ``complete_weights`` before.
+    degree, and the finalizer is called without the token count that it would divide by. With ``overlap``, call
+    ``complete_weights`` before reading weights outside of a forward pass.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -68,13 +69,13 @@ def wrap_data_parallel(
         DistributedDataParallel(config=config, ddp_config=ddp_config, module=chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
-    if overlap:  # of a step's micro-batches the last one's backward sends
+    if overlap:  # only the backward of a step's last micro-batch communicates
         config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
     return wrapped
 
 
 def complete_weights(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Wait for the last step's weights from the other data-parallel ranks, where the next forward pass would."""
+    """Wait for the last step's weights from the other data-parallel ranks; otherwise the next forward pass does."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
@@ -83,7 +84,7 @@ def complete_weights(chunks: Sequence[DistributedDataParallel]) -> None:
 def build_optimizer(
     config: StudentOptimizerConfig, chunks: Sequence[DistributedDataParallel], *, num_steps: int
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
-    """Adam over the wrapped model chunks and its schedule over ``num_steps`` optimizer steps.
+    """Return Adam over the wrapped model chunks and its schedule over ``num_steps`` optimizer steps.
 
     Weight decay is Megatron's default: biases and one-dimensional weights (norms) have none. With w warm-up steps, step
     i (from 0) runs at lr * (i + 1) / (w + 1): a straight line from 0 whose first step is not wasted.
@@ -110,6 +111,7 @@ def build_optimizer(
         offload(optimizer, config.offload_fraction)
     scheduler = OptimizerParamScheduler(
         optimizer,
+        # Megatron's warm-up starts at init_lr; the default 0 would make the first step change nothing.
         init_lr=config.lr / (config.lr_warmup_steps + 1),
         max_lr=config.lr,
         min_lr=config.min_lr,
@@ -126,13 +128,15 @@ def build_optimizer(
 
 
 def guarded_step(optimizer: ChainedOptimizer, chunks: Sequence[DistributedDataParallel]) -> float:
-    """Clip by the global norm and step, unless the norm is not finite; returns the norm before clipping.
+    """Clip by the global norm and step, unless the norm is not finite; return the norm before clipping.
 
-    A non-finite norm is returned with weights and optimizer states untouched. ``NonFiniteError`` if one of this rank's
-    weights is NaN or infinite after the step: nobody looks again before they go to the rollout. Two host
+    With a non-finite norm, weights and optimizer states stay untouched. Raise ``NonFiniteError`` if one of this rank's
+    weights is NaN or infinite after the step: no later check precedes their way to the rollout. Two host
     synchronisations.
     """
     with cpu_shim.activate():
+        # Megatron's ``step`` would clip and update whatever the norm is. Its parts are called one by one to look
+        # between them.
         optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
         if not math.isfinite(norm):
@@ -151,5 +155,5 @@ def guarded_step(optimizer: ChainedOptimizer, chunks: Sequence[DistributedDataPa
 
 
 def _finalize_sums(model: list[Any], num_tokens: Any, **options: Any) -> None:
-    """Megatron's gradient reductions without its division by ``num_tokens``."""
+    """Run Megatron's gradient reductions without its division by ``num_tokens``."""
     finalize_model_grads(model, None, **options)

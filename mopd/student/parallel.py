@@ -25,7 +25,7 @@ from mopd.types import UserError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
-    """This rank's place among the trainer ranks and its process groups."""
+    """This rank's coordinates among the trainer ranks, and its process groups."""
 
     rank: int
     tp_rank: int
@@ -33,7 +33,7 @@ class Layout:
     pp_rank: int
     pp_size: int
     vp_size: int
-    """Model chunks of every pipeline stage."""
+    """Number of model chunks of every pipeline stage."""
     cp_rank: int
     cp_size: int
     dp_rank: int
@@ -43,7 +43,7 @@ class Layout:
     etp_rank: int
     etp_size: int
     edp_rank: int
-    """Which copy of the experts this rank helps to hold."""
+    """Index of the copy of the experts that this rank helps to hold."""
     sequence_parallel: bool
     device: torch.device
     tp_group: dist.ProcessGroup
@@ -57,34 +57,34 @@ class Layout:
     control_group: dist.ProcessGroup
     """gloo group over all trainer ranks, for CPU tensors: commands, hashes."""
     samples_group: dist.ProcessGroup
-    """gloo group of the ranks that compute the same samples, ``tp_group``'s and ``cp_group``'s, for CPU tensors. A
-    thread beside Megatron's uses it, so nobody else does."""
+    """gloo group, for CPU tensors, of the ranks that compute the same samples: ``tp_group``'s and ``cp_group``'s. Only
+    the prefetching thread beside Megatron's may use it."""
     checkpoint_group: dist.ProcessGroup
-    """gloo group over all trainer ranks of the thread that writes a checkpoint beside the steps."""
+    """gloo group over all trainer ranks, used only by the threads that write a checkpoint beside the steps."""
 
     @property
     def is_first_stage(self) -> bool:
-        """This rank holds the embedding, in its first chunk."""
+        """Whether this rank holds the embedding, in its first chunk."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """This rank computes logits and the loss, in its last chunk."""
+        """Whether this rank computes logits and the loss, in its last chunk."""
         return self.pp_rank == self.pp_size - 1
 
     @property
     def reports_loss(self) -> bool:
-        """This rank contributes its rows' share of the loss to sums over all ranks, its tensor-parallel neighbours
-        (which hold the same numbers) do not."""
+        """Whether this rank adds its rows' share of the loss to sums over all ranks. Of tensor-parallel neighbours,
+        which hold the same numbers, only the first does."""
         return self.is_last_stage and self.tp_rank == 0
 
     @property
     def copy(self) -> int:
-        """Which copy of the weights outside the experts this rank helps to hold."""
+        """Index of the copy of the non-expert weights that this rank helps to hold."""
         return self.dp_rank * self.cp_size + self.cp_rank
 
     def sizes(self) -> dict[str, int]:
-        """Degrees of parallelism by recipe key; those of experts where they are not the defaults."""
+        """Return the degrees of parallelism by recipe key; those of context and experts unless they are defaults."""
         sizes = {
             "tensor_model_parallel_size": self.tp_size,
             "pipeline_model_parallel_size": self.pp_size,
@@ -103,13 +103,13 @@ _layout: Layout | None = None
 
 
 MARGIN_SHARE = 0.25
-"""A rank that waits for another in a collective may meet one that waits for something else (samples, a checkpoint that
-is being written). By this share of its deadline it waits longer, so that the other's line is the one that is told."""
+"""Share of its deadline by which a rank waits longer in a collective. The other rank may be waiting for something else
+(samples, a checkpoint that is being written): its own deadline then ends first, and its error says what was missing."""
 
 
 @cpu_shim.activate()
 def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_rank: int | None = None) -> Layout:
-    """Join the other ranks and build Megatron's process groups; returns the existing layout when it is the same.
+    """Join the other ranks and build Megatron's process groups; return the existing layout if it is the same.
 
     Without an initialised ``torch.distributed`` this joins the ranks that torchrun started (NCCL with CUDA, else gloo),
     or becomes a world of one.
@@ -117,8 +117,8 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_r
     Args:
         parallel: the layout.
         timeout_s: longest wait of one rank; that of a collective is ``MARGIN_SHARE`` longer.
-        seed: of Megatron's random states.
-        local_rank: this rank's number among those of its machine, which is its GPU's; unread without CUDA, and may be
+        seed: seed of Megatron's random states.
+        local_rank: this rank's number among those of its machine, which is its GPU's; ignored without CUDA, and may be
             left out by a rank that is alone.
 
     Raises:
@@ -171,15 +171,15 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_r
         etp_group=parallel_state.get_expert_tensor_parallel_group(),
         control_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
         samples_group=_samples_group(timeout_s),
-        # Waits here end by the deadline of ``Background.finish``, as they are for disks too, or with a rank that dies.
+        # ``Background.finish`` sets the deadline of these waits, which include disks; a rank that dies ends them too.
         checkpoint_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=MAX_SECONDS)),
     )
     return _layout
 
 
 def _samples_group(timeout_s: float) -> dist.ProcessGroup:
-    """Megatron numbers ranks so that those of a tensor-parallel group follow one another, and these groups those of a
-    context-parallel one."""
+    """Return a gloo group like Megatron's group of tensor- and context-parallel ranks. Megatron numbers ranks so that
+    those of such a group are consecutive, which is checked."""
     own = parallel_state.get_tensor_and_context_parallel_group()
     group, _ = dist.new_subgroups(group_size=own.size(), backend="gloo", timeout=timedelta(seconds=timeout_s))
     ranks = dist.get_process_group_ranks(group)
@@ -189,7 +189,7 @@ def _samples_group(timeout_s: float) -> dist.ProcessGroup:
 
 
 def _is_same(layout: Layout, parallel: ParallelConfig) -> bool:
-    """The data-parallel degree follows from the world size."""
+    """Return whether the layout is the asked one. The data-parallel degree follows from the world size."""
     asked = (
         parallel.tensor_model_parallel_size,
         parallel.context_parallel_size,
@@ -204,7 +204,7 @@ def _is_same(layout: Layout, parallel: ParallelConfig) -> bool:
 
 
 def schedule_groups() -> ProcessGroupCollection:
-    """The groups that Megatron's pipeline schedules take for themselves where they are not given."""
+    """Return the groups that Megatron's pipeline schedules look up themselves if they are not given."""
     groups = ProcessGroupCollection()
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.cp = parallel_state.get_context_parallel_group()
@@ -216,8 +216,8 @@ def schedule_groups() -> ProcessGroupCollection:
 
 
 def raise_together(layout: Layout, check: Callable[[], None]) -> None:
-    """Run ``check`` on rank 0 and raise its ``UserError`` on every rank, so that none waits for the others; that a
-    write was refused is known everywhere by the error's type."""
+    """Run ``check`` on rank 0 and raise its ``UserError`` on every rank, so that none waits for the others. A
+    ``WriteRefusedError`` keeps its type everywhere."""
     message, is_refusal = b"", False
     if layout.rank == 0:
         try:
@@ -236,7 +236,7 @@ def raise_together(layout: Layout, check: Callable[[], None]) -> None:
 
 @contextmanager
 def joined(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_rank: int | None = None) -> Iterator[Layout]:
-    """``initialize`` for the length of a rank's work; at its end the ranks wait for each other and part.
+    """Run ``initialize`` for the duration of a rank's work; at the end the ranks wait for each other and leave.
 
     After an error nothing is waited for: the other ranks hang in collectives, and the process is about to end.
     """
@@ -249,13 +249,13 @@ def joined(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_rank:
 
 
 def destroy() -> None:
-    """End every process group but the world's; ``initialize`` may then build another layout. Ranks that may still hear
-    of each other wait for each other before. Megatron alone would forget its groups, each of which has three threads,
-    one of them awake 100 times a second (gloo)."""
+    """End every process group but the world's; ``initialize`` may then build another layout. Ranks that may still
+    communicate must meet in a barrier before. Megatron alone would only forget its groups, each of which has three
+    threads, one of them awake 100 times a second (gloo)."""
     global _layout
     parallel_state.destroy_model_parallel()
     for name, value in list(vars(parallel_state).items()):
-        if isinstance(value, dist.ProcessGroup):  # two that it keeps
+        if isinstance(value, dist.ProcessGroup):  # Megatron keeps two of them
             setattr(parallel_state, name, None)
     _layout = None
     if not dist.is_initialized():
@@ -288,7 +288,7 @@ def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
 
 
 def device_number(local_rank: int | None, *, num_devices: int, is_alone: bool) -> int:
-    """The GPU of a rank: the one with its number among the ranks of its machine.
+    """Return the number of a rank's GPU, which is the rank's number among those of its machine.
 
     Raises:
         UserError: there is no such GPU.
@@ -307,10 +307,11 @@ def device_number(local_rank: int | None, *, num_devices: int, is_alone: bool) -
 
 
 def _init_distributed(timeout_s: float, local_rank: int | None) -> None:
+    """Initialise ``torch.distributed``, unless it is."""
     if dist.is_initialized():
         return
     is_alone = not dist.is_torchelastic_launched()
-    if torch.cuda.is_available():  # before NCCL, which takes the current device
+    if torch.cuda.is_available():  # before NCCL starts: it takes the current device
         torch.cuda.set_device(device_number(local_rank, num_devices=torch.cuda.device_count(), is_alone=is_alone))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     timeout = timedelta(seconds=timeout_s)

@@ -1,4 +1,4 @@
-"""What one rank reads of a plan: its own micro-batches' fields, as its pipeline stage needs them, one batch ahead.
+"""Reading of a rank's samples: the fields of its own micro-batches that its pipeline stage needs, one batch ahead.
 
 ====================  ============================================
 stage                 reads
@@ -6,11 +6,11 @@ stage                 reads
 first                 ``tokens``
 between               nothing: lengths are in the plan
 last                  ``tokens`` and what the loss reads
-all that see images   ``tokens`` and ``images``, for positions
+all of vision models  ``tokens`` and ``images``, for positions
 ====================  ============================================
 
-Of the ranks that compute the same samples, those of tensor and context parallelism, the first reads, and the others
-get the same bytes from it.
+Of the ranks that compute the same samples (tensor and context parallelism) the first reads and broadcasts the bytes to
+the others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class StageReader:
-    """Fields of samples for one rank. ``fetch`` is collective over the ranks that compute the same samples."""
+    """Reader of one rank's sample fields. ``fetch`` is collective over the ranks that compute the same samples."""
 
     def __init__(self, reader: Reader, layout: Layout, *, has_images: bool = False) -> None:
         """``has_images``: the student's family has vision."""
@@ -50,10 +50,11 @@ class StageReader:
         return self._reader.bytes_received + self._bytes_shared
 
     def fetch(self, samples: Sequence[SampleMeta], loss_fields: Sequence[str]) -> Fields:
-        """What this rank's stage needs of ``samples``; the last one reads ``loss_fields``, ``tokens`` included.
+        """Return what this rank's stage needs of ``samples``; the last stage reads ``loss_fields``, ``tokens``
+        included.
 
         Raises:
-            KeyError, UserError: see ``Reader.fetch``; on every rank of the group.
+            KeyError, UserError: as ``Reader.fetch`` does; on every rank of the group.
         """
         names: Sequence[str] = ("tokens",) if self._layout.is_first_stage else ()
         if self._layout.is_last_stage:
@@ -67,23 +68,28 @@ class StageReader:
         return {name: dict(zip(ids, values[name], strict=True)) for name in names}
 
     def _shared(self, ids: Sequence[int], names: Sequence[str]) -> dict[str, list[Tensor]]:
+        """Read on the group's first rank and broadcast values or error; receive on the others."""
         if self._group.rank():
             return self._from_neighbour()
         try:
             values = self._reader.fetch(ids, names)
             head, frames = to_frames(values)
         except (KeyError, UserError) as error:
+            # The neighbours wait in a broadcast: they get the error in the values' place and raise it too.
             self._send(packed({"error": message_of(error), "is_user_error": isinstance(error, UserError)}), [])
             raise
         self._send(packed(head), frames)
         return values
 
     def _send(self, head: bytes, frames: Sequence[Any]) -> None:
+        """Broadcast the sizes, then head and frames in one message."""
+        # Sizes first: a receiver must allocate before it takes part in the broadcast.
         body = b"".join(frames)
         dist.broadcast(torch.tensor([len(head), len(body)]), group_src=0, group=self._group)
         dist.broadcast(torch.frombuffer(bytearray(head + body), dtype=torch.uint8), group_src=0, group=self._group)
 
     def _from_neighbour(self) -> dict[str, list[Tensor]]:
+        """Receive what the first rank sent; raise its error."""
         sizes = torch.zeros(2, dtype=torch.int64)
         dist.broadcast(sizes, group_src=0, group=self._group)
         head_bytes, body_bytes = sizes.tolist()
@@ -98,9 +104,9 @@ class StageReader:
 
 
 def one_ahead(build: Callable[[T], MicroBatch], items: Sequence[T], device: torch.device) -> Iterator[MicroBatch]:
-    """``build`` of each item, the next one under way in a thread while the caller works with this one.
+    """Yield ``build`` of each item, while a thread builds the next.
 
-    On a GPU the thread has a stream of its own, so that its copies run beside the caller's kernels.
+    On a GPU the thread has a stream of its own, so that its copies overlap the caller's kernels.
     """
     on_gpu = device.type == "cuda"
     stream = torch.cuda.Stream(device) if on_gpu else None
@@ -111,6 +117,7 @@ def one_ahead(build: Callable[[T], MicroBatch], items: Sequence[T], device: torc
         with torch.cuda.stream(stream):  # the stream's device becomes the thread's
             return build(item), stream.record_event()
 
+    # One thread: ``fetch`` is collective, so every rank must make its calls in the same order.
     with ThreadPoolExecutor(1, thread_name_prefix="micro-batch") as pool:
         following = pool.submit(prepare, items[0]) if items else None
         for number in range(len(items)):
@@ -120,6 +127,6 @@ def one_ahead(build: Callable[[T], MicroBatch], items: Sequence[T], device: torc
             if copied is not None:
                 current = torch.cuda.current_stream(device)
                 current.wait_event(copied)
-                for tensor in batch.tensors():  # their memory is the other stream's, which must not take it back early
+                for tensor in batch.tensors():  # the allocator must not reuse the copying stream's memory early
                     tensor.record_stream(current)
             yield batch

@@ -1,7 +1,7 @@
 """The vision tower of a vision-language student: transformers' own module on every rank of the first pipeline stage.
 
-Each tensor-parallel rank computes all of it, on the images of its data-parallel rank, without a word to the others: a
-micro-batch without images leaves it out. What is frozen has no gradient and so no place in Megatron's buffers.
+Each tensor-parallel rank computes all of the tower, on the images of its data-parallel rank, without communication, so
+a micro-batch without images can skip it. What is frozen has no gradient and so no place in Megatron's buffers.
 
 Letters: P patches of all images, N tokens of them (merged patches), H channels of the language model.
 """
@@ -26,40 +26,40 @@ from mopd.student.parallel import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class ImageInput:
-    """The images of one micro-batch; of equal ones the first."""
+    """Images of one micro-batch; images that occur several times are held once."""
 
     patches: Tensor
     """[P, channels x frames x side x side] fp32."""
     grids: Tensor
-    """[images, 3] int64: (1, height, width) of each in patches."""
+    """[images, 3] int64: size of each image in patches, as (1, height, width)."""
     rows: Tensor
-    """[N] int64: flat numbers among this rank's [S, B] of the tokens that stand for images, in the order of tokens."""
+    """[N] int64: rows of the image tokens among this rank's flat [S, B], in the order of tokens."""
     sources: Tensor
-    """[N] int64: whose feature each of them gets."""
+    """[N] int64: index of the feature that each of these rows gets."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that it holds."""
+        """Return every tensor that this object holds."""
         return tuple(vars(self).values())
 
 
 def is_trained(name: str, freeze: Freeze) -> bool:
-    """Whether a tensor of the tower, named as in it or in the Megatron model, is trained under ``freeze``."""
+    """Return whether a tensor of the tower, named as in it or in the Megatron model, is trained under ``freeze``."""
     return freeze == "none" or (freeze == "tower" and is_merger(name))
 
 
 def constant_names(dims: ModelDims, freeze: Freeze) -> frozenset[str]:
-    """Hugging Face names of the tensors that training leaves as they are, on every rank the same."""
+    """Return the Hugging Face names of the tensors that training does not change; the same on every rank."""
     frozen = (placed for placed in tower_params(dims) if not is_trained(placed.megatron[0], freeze))
     return frozenset(name for placed in frozen for name in placed.hf_names)
 
 
 def make_tower(student: StudentConfig, dtype: torch.dtype) -> nn.Module:
-    """The tower on the CPU with undefined weights, frozen as ``student.vision.freeze`` says."""
+    """Return the tower on the CPU with undefined weights, frozen as ``student.vision.freeze`` says."""
     tower: Any = build_tower(Path(student.model), dtype)
     freeze = student.vision.freeze
     for name, parameter in tower.named_parameters():
         parameter.requires_grad_(is_trained(name, freeze))
-        # Tensor-parallel ranks compute the same gradient; where kernels do not add in a fixed order, copies would part.
+        # Tensor-parallel ranks compute the same gradient; kernels that add in no fixed order would let copies drift.
         parameter.average_gradients_across_tp_domain = True
     if student.recompute == "full" and freeze == "none":
         tower.gradient_checkpointing_enable({"use_reentrant": False})
@@ -67,7 +67,7 @@ def make_tower(student: StudentConfig, dtype: torch.dtype) -> nn.Module:
 
 
 def clock_of(first_chunk: Any, layout: Layout) -> StageClock:
-    """Measures the passes of the model, by the configuration that its chunks share, and those of a tower."""
+    """Return a clock of the model's passes, set in the configuration that the chunks share, and of its tower if any."""
     clock = StageClock(layout)
     first_chunk.config.timers = clock
     if layout.is_first_stage:
@@ -76,7 +76,7 @@ def clock_of(first_chunk: Any, layout: Layout) -> StageClock:
 
 
 def _watch(tower: nn.Module, span: Span) -> None:
-    """Let ``span`` measure the tower forward and, where something is trained, backward."""
+    """Let ``span`` measure the tower's forward and, if something in it is trained, its backward."""
 
     def begin_backward(module: Any, inputs: Any, made: Any) -> None:
         span.stop()
@@ -87,14 +87,14 @@ def _watch(tower: nn.Module, span: Span) -> None:
     tower.register_forward_hook(begin_backward)
     trained = [(name, parameter) for name, parameter in tower.named_parameters() if parameter.requires_grad]
     if trained:
-        # Whose gradient is complete last: backward runs against the order of the forward pass, in which blocks come
-        # first, then DeepStack's mergers.
+        # Find the parameter whose gradient is complete last. Backward runs against the order of the forward pass, in
+        # which blocks come first, then DeepStack's mergers, then the merger.
         _, last = min(trained, key=lambda item: (is_merger(item[0]), item[0].startswith("merger.")))
         last.register_post_accumulate_grad_hook(lambda parameter: span.stop())
 
 
 def image_features(tower: nn.Module, images: ImageInput) -> tuple[Tensor, list[Tensor]]:
-    """[N, H] for the tokens of ``images.rows``, and DeepStack's [N, H] for the language model's first layers."""
+    """Return [N, H] for the tokens of ``images.rows``, and DeepStack's [N, H] for each of the first decoder layers."""
     made = tower(images.patches, grid_thw=images.grids, return_dict=True)
     deeper = getattr(made, "deepstack_features", None) or []
     return made.pooler_output[images.sources], [features[images.sources] for features in deeper]

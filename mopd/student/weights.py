@@ -64,20 +64,21 @@ def iter_hf_weights(
     in_place: bool = False,
     by_stage: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The whole model, or what ``takes`` chooses of it, as ``(hf_name, tensor)`` in checkpoint order, on rank 0 of the
-    job; ``by_stage`` each pipeline stage's own on its first rank.
+    """Yield the whole model, or the parameters that ``takes`` chooses, as ``(hf_name, tensor)`` in checkpoint order on
+    rank 0 of the job; with ``by_stage`` each pipeline stage's own on the stage's first rank.
 
     Collective: every rank must exhaust the iterator with the same choice, though only rank 0 gets items. Ranks that
-    hold second copies of everything they hold do not communicate. Vocabulary padding is stripped; tied embeddings come
-    once.
+    only hold second copies do not communicate. Vocabulary padding is stripped; tied embeddings come once.
 
     Yields:
-        Contiguous tensors in their parameters' dtypes: load and export are a bit-exact pair. On the CPU with memory of
-        their own, or ``in_place``: on the parameters' device, in their memory where they lie there as they are.
+        Contiguous tensors in their parameters' dtypes: load and export are a bit-exact pair. They are on the CPU in
+        memory of their own; or, ``in_place``, on the parameters' device, in the parameters' own memory if they lie
+        there unmerged.
 
     Raises:
         RuntimeError: the model was not built from ``dims``.
     """
+    # Every copy holds the same values: one of the shared weights and one of the experts send, the others leave.
     if layout.copy != 0 and layout.edp_rank != 0:
         return
     owned = {placed.megatron[0]: param for placed, param in _owned_params(model_chunks, dims, layout)}
@@ -98,15 +99,15 @@ def iter_hf_weights(
 
 
 def hf_stages(model_chunks: Sequence[torch.nn.Module], dims: ModelDims, layout: Layout) -> Iterator[int]:
-    """The pipeline stage of each of ``hf_tensors``."""
+    """Yield the pipeline stage of each of ``hf_tensors``."""
     stages = _stages(model_chunks, layout)
     for placed in families.all_params(dims):
         yield from [placed.stage(dims, stages)] * len(placed.hf_names)
 
 
 def hf_tensors(dims: ModelDims, dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """``(hf_name, dtype, shape)`` of what ``iter_hf_weights`` yields, in its order, of a model with parameters in
-    ``dtype``."""
+    """Yield ``(hf_name, dtype, shape)`` of what ``iter_hf_weights`` yields, in its order, for a model with parameters
+    in ``dtype``."""
     for placed in families.all_params(dims):
         own = torch.float32 if placed.param.stays_fp32 else dtype
         yield from ((name, own, tuple(shape)) for name, shape in zip(placed.hf_names, placed.hf_shapes, strict=True))
@@ -120,6 +121,7 @@ class _Way(NamedTuple):
 
 
 def _stages(model_chunks: Sequence[torch.nn.Module], layout: Layout) -> Stages:
+    """Return the assignment of layers to pipeline stages."""
     config: Any = _unwrap(model_chunks[0]).config
     return Stages(
         pipeline_model_parallel_size=layout.pp_size,
@@ -138,7 +140,7 @@ def _export_shared(
     layout: Layout,
     way: _Way,
 ) -> Iterator[tuple[str, Tensor]]:
-    """A parameter outside the experts: shards go to the stage's first tensor-parallel rank, tensors to rank 0."""
+    """Export a parameter outside the experts: shards to the stage's first tensor-parallel rank, tensors to rank 0."""
     if layout.tp_rank != 0 and layout.pp_rank != stage:
         return
     tensors: list[Tensor] = []
@@ -159,8 +161,8 @@ def _export_expert(
     layout: Layout,
     way: _Way,
 ) -> Iterator[tuple[str, Tensor]]:
-    """An expert's parameter: shards go to the first rank that shares the expert, tensors to the stage's first rank (the
-    first of every group that it is in), then to rank 0."""
+    """Export an expert's parameter: shards go to the first rank that shares the expert, tensors to the stage's first
+    rank (the first of every group that it is in), then to rank 0."""
     owner = placed.owner(dims, ranks=layout.ep_size)
     tensors: list[Tensor] = []
     if layout.pp_rank == stage and layout.ep_rank == owner:
@@ -177,7 +179,8 @@ def _export_expert(
 def _pass_on(
     placed: Placed, tensors: list[Tensor], stage: int, dtype: torch.dtype, layout: Layout, way: _Way
 ) -> Iterator[tuple[str, Tensor]]:
-    """From the first rank of ``stage`` to rank 0 of the job, which yields, unless each stage's does."""
+    """Move tensors from the first rank of ``stage`` to rank 0 of the job, which yields them. With ``by_stage`` the
+    stage's first rank yields them itself."""
     if not way.by_stage and stage != 0 and layout.pp_rank in (0, stage):
         tensors = _move(placed, tensors, stage, dtype, layout.pp_group)
     if way.by_stage or layout.pp_rank == 0:
@@ -185,7 +188,7 @@ def _pass_on(
 
 
 def _move(placed: Placed, tensors: list[Tensor], source: int, dtype: torch.dtype, group: ProcessGroup) -> list[Tensor]:
-    """Tensors of one row from rank ``source`` of the group to its first; the other ranks stay out of it."""
+    """Move the tensors of one table row from rank ``source`` of the group to its first; other ranks take no part."""
     rank = dist.get_rank(group)
     if rank == source:
         for tensor in tensors:
@@ -194,7 +197,7 @@ def _move(placed: Placed, tensors: list[Tensor], source: int, dtype: torch.dtype
 
 
 def _own(placed: Placed, owned: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """This rank's part. The other ranks know its dtype from the tables alone."""
+    """Return this rank's part of a parameter. Its dtype is checked: the other ranks know it from the tables alone."""
     name = placed.megatron[0]
     if name not in owned:
         raise RuntimeError(f"no pipeline stage holds {name!r}: the model was not built from these dims")
@@ -206,7 +209,7 @@ def _own(placed: Placed, owned: Mapping[str, Tensor], dtype: torch.dtype) -> Ten
 def _owned_params(
     model_chunks: Sequence[torch.nn.Module], dims: ModelDims, layout: Layout
 ) -> Iterator[tuple[Placed, Tensor]]:
-    """This rank's parameters (and buffers that checkpoints hold) with their table rows, in model order."""
+    """Yield this rank's parameters (and buffers that checkpoints hold) with their table rows, in model order."""
     for chunk in model_chunks:
         model = _unwrap(chunk)
         rows = _rows_by_local_name(model, dims, layout)
@@ -220,7 +223,7 @@ def _owned_params(
 
 
 def _rows_by_local_name(model: torch.nn.Module, dims: ModelDims, layout: Layout) -> dict[str, Placed]:
-    """Table rows by the names of one model chunk, whose layers and experts count from 0."""
+    """Return the table rows by the parameter names of one model chunk, whose layers and experts count from 0."""
     outside = (
         families.EMBEDDING,
         families.FINAL_NORM,
@@ -241,13 +244,14 @@ def _rows_by_local_name(model: torch.nn.Module, dims: ModelDims, layout: Layout)
 
 
 def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the ``GPTModel`` inside wrappers."""
     while not hasattr(model, "decoder"):
         model = model.get_submodule("module")
     return model
 
 
 def _gather_shards(shard: Tensor, tp_group: ProcessGroup) -> list[Tensor]:
-    """All shards in rank order on the first rank of the group; the other ranks get an empty list."""
+    """Return all shards in rank order on the first rank of the group, an empty list on the others."""
     size = dist.get_world_size(tp_group)
     if size == 1:
         return [shard]
@@ -266,14 +270,14 @@ def _receive(shape: Sequence[int], dtype: torch.dtype, stage: int, pp_group: Pro
 
 
 def _wire_device(group: ProcessGroup) -> torch.device:
-    """NCCL moves device memory only, gloo host memory."""
+    """Return the device of messages: NCCL moves device memory only, gloo host memory."""
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def _to_wire(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """The bytes of a tensor: no backend changes them, and gloo need not know the dtype."""
+    """Return the bytes of a tensor: no backend changes them, and gloo need not support the dtype."""
     return tensor.to(_wire_device(group)).contiguous().view(-1).view(torch.uint8)
 
 

@@ -43,10 +43,11 @@ from mopd.types import DomainSums, MicroBatchPlan, NonFiniteError, SampleMeta, U
 _MAX_NAMED_SAMPLES = 8
 
 WeightPart = Literal["all", "constants", "trained"]
+"""Choice of weights: all, those that no step changes, or the others."""
 
 
 class StudentWorker:
-    """Megatron model, optimizer and schedule of one rank, behind sample ids.
+    """Megatron model, optimizer and schedule of one rank. Callers refer to samples by id.
 
     One step is ``forward_backward`` then ``optim_step``. ``weight_version`` counts optimizer steps.
     """
@@ -54,8 +55,8 @@ class StudentWorker:
     def __init__(self, recipe: Recipe, reader: Reader, domains: Sequence[str]) -> None:
         """Join the parallel layout, build the model, load its Hugging Face weights, build the optimizer.
 
-        ``reader`` gives this rank its samples' fields. ``domains`` are all values that a sample's domain may take;
-        their order must be the same on every rank.
+        ``reader`` reads this rank's sample fields. ``domains`` are all values that a sample's domain may take; their
+        order must be the same on every rank.
 
         Raises:
             UserError: the world size, the layout, an override, the checkpoint or the schedule does not fit.
@@ -64,10 +65,10 @@ class StudentWorker:
         self.recipe = recipe
         self.domains = tuple(domains)
         self.weight_version = 0
-        source, self.dims = open_model(Path(student.model))  # before a model of the config's size is built
+        source, self.dims = open_model(Path(student.model))  # raises before a model of the config's size is built
         self.constants = constant_names(self.dims, student.vision.freeze)
-        """``hf_name`` of what no step changes."""
-        kept_files(Path(student.model))  # which ``save_hf`` would find after the last step
+        """``hf_name`` of every tensor that no step changes."""
+        kept_files(Path(student.model))  # raises now what ``save_hf`` would after the last step
         _check_lengths(recipe, self.dims.max_positions)
         self.layout = parallel.initialize(student.parallel, timeout_s=recipe.schedule.wait_timeout_s, seed=recipe.seed)
         self.packing = packing_rules(student, self.dims, on_gpu=self.layout.device.type == "cuda")
@@ -100,7 +101,7 @@ class StudentWorker:
         )
         self._plan: MicroBatchPlan | None = None
         self.saving = Background(self.layout.device, timeout_s=recipe.schedule.wait_timeout_s)
-        """Of checkpoints. Enter it around whatever uses the student."""
+        """Writer of asynchronous checkpoints. Enter it around all use of the student."""
         self._lending = None
         if recipe.shares_gpus:
             self._lending = Lending(self._chunks, self._optimizer, self.layout.device)
@@ -111,11 +112,11 @@ class StudentWorker:
         return self.layout.dp_size
 
     def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]:
-        """Gradients of the whole plan's loss, and its sums by domain (equal on every rank).
+        """Compute the gradients of the whole plan's loss, and return its sums by domain (equal on every rank).
 
         Sums: loss (unweighted token losses), weighted_loss (adds up over domains to the loss that is minimised), k1
         (student - teacher log-prob of the sampled token), k3, teacher_mass, student_mass, clamped, …; entropy and
-        topk_overlap when ``diagnostics``.
+        topk_overlap if ``diagnostics``.
 
         Raises:
             NonFiniteError: on every rank, naming domain and samples; weights are untouched.
@@ -137,6 +138,7 @@ class StudentWorker:
                 num_samples=plan.num_samples,
             )
 
+        # Both: Megatron sums gradients in the buffers of its DDP, which ``zero_grad`` of the optimizer does not touch.
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -148,6 +150,7 @@ class StudentWorker:
         result, bad = sums.reduce(self.domains, self.layout)
         if bad:
             raise NonFiniteError(self._describe_bad_loss(plan, bad))
+        # The plan's count is the loss's denominator: another number of masked tokens would silently rescale the loss.
         num_tokens = sum(domain.num_tokens for domain in result.values())
         if num_tokens != plan.num_loss_tokens:
             raise ValueError(f"loss masks hold {num_tokens} tokens but the plan says {plan.num_loss_tokens}")
@@ -155,8 +158,9 @@ class StudentWorker:
         return result
 
     def optim_step(self) -> dict[str, float]:
-        """Clip and apply the gradients of the last ``forward_backward``; returns ``grad_norm`` (before clipping) and
-        the ``lr`` that was used, and counts one ``weight_version`` more.
+        """Clip and apply the gradients of the last ``forward_backward``, and count one ``weight_version`` more. Return
+        ``grad_norm`` (before clipping), the ``lr`` that was used, and the metrics of experts and vision tower if there
+        are any.
 
         Raises:
             NonFiniteError: the gradient norm is not finite, weights and optimizer states are untouched; or a weight is
@@ -181,8 +185,8 @@ class StudentWorker:
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float = 1.0) -> list[Tensor]:
-        """Log-probs of each sample's response tokens under softmax(logits / temperature), from field ``tokens``: [R]
-        fp32 on rank 0 in the order of ``samples``, an empty list elsewhere. Draws no randomness."""
+        """Return the log-probs of each sample's response tokens under softmax(logits / temperature), from field
+        ``tokens``: [R] fp32 on rank 0 in the order of ``samples``, an empty list elsewhere. Draws no randomness."""
         unique = sorted({sample.sample_id: sample for sample in samples}.values(), key=lambda sample: sample.sample_id)
         plan = self._plan_forward(unique)
         collected: list[tuple[Form, Tensor]] = []
@@ -205,6 +209,7 @@ class StudentWorker:
                 whole = form.spread(rows)
                 for i, sample in enumerate(batch):
                     views[sample.sample_id].copy_(whole[form.rows(i, sample.prompt_length - 1, sample.length - 1)])
+        # Each sample's rank has filled its numbers and all others hold 0, so the sum gathers them.
         dist.all_reduce(flat)
         if self.layout.rank:
             return []
@@ -214,7 +219,7 @@ class StudentWorker:
     def weights(
         self, part: WeightPart = "all", *, in_place: bool = False, by_stage: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """``iter_hf_weights``, which every rank must exhaust: all weights, the ``constants`` or the others."""
+        """Yield from ``iter_hf_weights``: all weights, the ``constants`` or the others. Every rank must exhaust it."""
 
         def takes(placed: Placed) -> bool:
             return part == "all" or (placed.hf_names[0] in self.constants) == (part == "constants")
@@ -230,25 +235,25 @@ class StudentWorker:
             yield item
 
     def weight_stages(self) -> list[int]:
-        """See ``hf_stages``."""
+        """Return the pipeline stage of each of the model's Hugging Face tensors, in checkpoint order."""
         return list(hf_stages(self._chunks, self.dims, self.layout))
 
     def lend(self) -> None:
-        """Give back what the rollout may use, on every rank; between two steps. See ``Lending``."""
+        """Free the device memory that the rollout may use, on every rank; between two steps (see ``Lending``)."""
         assert self._lending is not None
         self._lending.lend()
         dist.barrier(group=self.layout.control_group)  # the rollout may be on any rank's GPU
 
     def restore(self) -> None:
-        """Undo ``lend``."""
+        """Take the lent memory back."""
         assert self._lending is not None
         self._lending.restore()
 
     @cpu_shim.activate()
     def save(self, folder: Path, extra: Mapping[str, Any], *, is_async: bool = False) -> None:
-        """Write a complete checkpoint (see ``checkpoint.save``); ``extra`` (JSON-able) comes back from ``load``. When
-        ``is_async`` this returns as soon as the state is copied: the files are written beside what the student does
-        next, up to ``saving.finish()``, which comes before the next save."""
+        """Write a complete checkpoint (see ``checkpoint.save``); ``load`` returns ``extra`` (JSON-able). With
+        ``is_async`` this returns as soon as the state is copied: the files are written during what the student does
+        next, up to ``saving.finish()``, which must come before the next save."""
         state = {
             "weight_version": self.weight_version,
             "source": str(Path(self.recipe.student.model).resolve()),
@@ -261,7 +266,7 @@ class StudentWorker:
 
     @cpu_shim.activate()
     def load(self, folder: Path) -> dict[str, Any]:
-        """Restore a checkpoint written by ``save``, at this or another layout; returns its ``extra``.
+        """Restore a checkpoint written by ``save``, at this or another layout; return its ``extra``.
 
         Raises:
             UserError: on every rank, if the folder is incomplete or differs from its manifest.
@@ -290,8 +295,8 @@ class StudentWorker:
         dist.barrier(group=self.layout.control_group)
 
     def memory(self) -> dict[str, float]:
-        """Peak memory of this rank so far, in GiB: device memory with CUDA, else resident memory. Where it is lent to
-        the rollout, also ``Lending.numbers``."""
+        """Return this rank's peak memory so far in GiB: device memory with CUDA, else resident memory. If memory is
+        lent to the rollout, also ``Lending.numbers``."""
         lent = {} if self._lending is None else self._lending.numbers()
         if torch.cuda.is_available():
             return lent | {"memory/student_peak_gib": torch.cuda.max_memory_allocated() / 2**30}
@@ -299,7 +304,7 @@ class StudentWorker:
         return lent | {"memory/student_peak_gib": kib / 2**20}
 
     def _teacher_weights(self) -> Tensor | None:
-        """[domains, D] for the objective of a recipe with an ensemble."""
+        """Return [domains, D] for the objective of a recipe with an ensemble, else ``None``."""
         assignment = self.recipe.assignment
         if assignment.max_teachers == 1:
             return None
@@ -314,7 +319,7 @@ class StudentWorker:
         *,
         forward_only: bool,
     ) -> None:
-        """The schedule over this data-parallel rank's share of the plan."""
+        """Run the schedule over this data-parallel rank's share of the plan."""
         share = plan.micro_batches[self.layout.dp_rank]
 
         def build(number: int) -> MicroBatch:
@@ -341,14 +346,14 @@ class StudentWorker:
         )
 
     def _hidden_shape(self, batch: Sequence[SampleMeta], at_least: tuple[int, int]) -> Shape:
-        """Of a micro-batch's hidden states on this rank, between layers."""
+        """Return the shape of a micro-batch's hidden states on this rank, between layers."""
         size, length = choose_form(batch, self.packing, at_least).shape
         ranks = self.layout.cp_size * (self.layout.tp_size if self.layout.sequence_parallel else 1)
         return length // ranks, size, self.dims.hidden_size
 
     def _common_shape(self, plan: MicroBatchPlan, number: int) -> tuple[int, int]:
-        """(B, S) or (1, T) that micro-batch ``number`` has at least: without CUDA, ranks that share experts gather each
-        other's tokens and must bring equally many."""
+        """Return the (B, S) or (1, T) that micro-batch ``number`` has at least. Without CUDA, ranks that share experts
+        gather each other's tokens and must bring equally many."""
         if self.layout.ep_size == 1 or torch.cuda.is_available():
             return (1, 1)
         batches = [rank[number] for rank in plan.micro_batches]
@@ -358,9 +363,9 @@ class StudentWorker:
         return max([1, *map(len, batches)]), longest
 
     def _plan_forward(self, samples: Sequence[SampleMeta]) -> MicroBatchPlan:
-        """A plan for any number of samples, forward only."""
+        """Return a plan for any number of samples, forward only."""
         plan = pack(samples, replace(self.packing, count_multiple=1), dp_size=1)
-        # There may be fewer samples than the schedule needs; filler without any passes through the pipeline.
+        # Every rank must bring as many micro-batches as the others, and as the schedule needs; empty ones are filler.
         (batches,) = plan.micro_batches
         multiple = self.packing.count_multiple
         num = -(-len(batches) // (self.dp_size * multiple)) * multiple
@@ -377,7 +382,7 @@ class StudentWorker:
 
 
 def _name(samples: Sequence[SampleMeta]) -> str:
-    """Domains and sample ids for a message, the first few ids of each domain."""
+    """Name domains and sample ids for a message: the first few ids of each domain."""
     by_domain: dict[str, list[int]] = {}
     for sample in samples:
         by_domain.setdefault(sample.domain, []).append(sample.sample_id)
@@ -390,6 +395,7 @@ def _name(samples: Sequence[SampleMeta]) -> str:
 
 
 def _check_lengths(recipe: Recipe, max_positions: int) -> None:
+    """Raise ``UserError`` if prompts and responses may exceed the model's positions or its attention's limit."""
     needed = recipe.data.max_prompt_length + recipe.rollout.max_response_length
     check_attention(recipe.student, max_length=needed)
     if needed > max_positions:

@@ -1,7 +1,7 @@
 """The header of one safetensors file, checked before any tensor is read.
 
 Layout of the format: 8 bytes little-endian header length N, N bytes of JSON ``{name: {dtype, shape, data_offsets}}``,
-then the data. A file that was truncated, overwritten or garbled is found here, by name, and not as a crash later.
+then the data. A file that was truncated, overwritten or garbled is reported here, by name, and not by a crash later.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mopd.files.reading import open_regular, shown_path
 from mopd.types import UserError
 
 _MAX_HEADER_BYTES = 2**24
-"""A hundred thousand tensors, more than the largest published models have in all their files."""
+"""Largest header: a hundred thousand tensors, more than the largest published models have in all their files."""
 MAX_NAME = 512
 _MAX_DIMENSIONS = 16
 _ITEM_BYTES = {
@@ -28,10 +28,10 @@ _ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies in its file."""
+    """Place of one tensor in its file."""
 
     dtype: str
-    """Name of the format: F32, BF16, …"""
+    """Name in the format: F32, BF16, …"""
     shape: tuple[int, ...]
     start: int
     """First byte, counted from the start of the file."""
@@ -39,7 +39,7 @@ class TensorInfo:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a safetensors file, in file order.
+    """Return every tensor of a safetensors file, in file order.
 
     Raises:
         UserError: the file is missing, truncated, longer than its header says, or its header is corrupt.
@@ -81,7 +81,7 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
 
 
 def _check_layout(path: Path, tensors: dict[str, TensorInfo], data_start: int, size: int) -> None:
-    """Tensors must follow one another without gap or overlap and end where the file ends."""
+    """Check that tensors follow one another without gap or overlap and end where the file ends."""
     position = data_start
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if info.start != position:

@@ -1,8 +1,8 @@
-"""Content hashes of a Hugging Face folder: is this still the model that the run began with?
+"""Content hashes of a Hugging Face folder, which tell whether it is still the model that the run began with.
 
 The weights hash is taken over tensors (name, dtype, shape, bytes), so it does not depend on how they are sharded over
-files. Reading a large model takes minutes; digests are therefore kept in a cache file, per weight file, by
-(path, size, modification time in ns).
+files. Reading a large model takes minutes; digests are therefore kept in a cache file, per weight file, by (path, size,
+modification time in ns).
 """
 
 from __future__ import annotations
@@ -40,29 +40,28 @@ class Manifest:
     path: str
     """Folder, as the recipe spells it; not part of the identity."""
     config_sha256: str
-    """Bytes of ``config.json``."""
+    """Hash of the bytes of ``config.json``."""
     weights_sha256: str
-    """Names, dtypes, shapes and bytes of all tensors; empty when they were not hashed (a teacher whose weights only
-    somebody else's server has)."""
+    """Hash of names, dtypes, shapes and bytes of all tensors; empty if they were not hashed (a teacher whose weights
+    only an external server has)."""
     tokenizer_sha256: str
-    """Names and bytes of the files that turn prompts into what the model reads: tokenizer, chat template, image
-    processor."""
+    """Hash of names and bytes of the files of tokenizer, chat template and image processor."""
 
     def to_json(self) -> dict[str, str]:
-        """Plain JSON types."""
+        """Return plain JSON types."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Manifest:
-        """Inverse of ``to_json``; an unknown or missing key is a ``TypeError``."""
+        """Return the manifest of ``to_json``'s result; an unknown or missing key is a ``TypeError``."""
         return cls(**data)
 
 
 def make_manifest(folder: Path, *, cache_file: Path | None, with_weights: bool = True) -> Manifest:
-    """Hash a model folder, without its weights if so asked.
+    """Hash a model folder, without its weights if asked to.
 
-    Weight files whose (path, size, mtime_ns) stand in ``cache_file`` are not read again. It only saves time: one that
-    is damaged or cannot be written is warned of, and the weights are read.
+    Weight files whose (path, size, mtime_ns) stand in ``cache_file`` are not read again. The cache only saves time: if
+    it is damaged or cannot be written, that is logged as a warning and the weights are read.
 
     Raises:
         UserError: the folder is no sound Hugging Face checkpoint.
@@ -78,7 +77,7 @@ def make_manifest(folder: Path, *, cache_file: Path | None, with_weights: bool =
 
 
 def compare_manifests(old: Manifest, new: Manifest) -> list[str]:
-    """What changed between two manifests of the same model, one phrase per hash; empty when nothing did."""
+    """Return what changed between two manifests of the same model, one phrase per hash; empty if nothing did."""
     return [
         f"{name} was {getattr(old, name)[:12]}…, is {getattr(new, name)[:12]}…"
         for name in HASHES
@@ -120,7 +119,7 @@ def _cache_key(path: Path) -> str:
 
 
 def _is_current(key: str) -> bool:
-    """Whether the file is still there, as it was: else nobody will ask for it again."""
+    """Return whether the file is still there, unchanged. Entries of other files can never be used again."""
     try:
         return _cache_key(Path(key.rsplit("|", 2)[0])) == key
     except OSError:
@@ -128,7 +127,7 @@ def _is_current(key: str) -> bool:
 
 
 def _hash_tensors(path: Path) -> dict[str, str]:
-    """Digest of each tensor of one file; hashlib releases the interpreter lock, so threads help."""
+    """Return the digest of each tensor of one file; hashlib releases the interpreter lock, so threads help."""
     header = read_header(path)
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
         digests = pool.map(lambda info: _hash_tensor(path, info), header.values())
@@ -164,7 +163,7 @@ def _read_cache(cache_file: Path) -> dict[str, dict[str, str]]:
 
 
 def _write_cache(cache_file: Path, cache: dict[str, dict[str, str]]) -> None:
-    """Two runs may share the file: the last writer wins, and a reader never sees half of it."""
+    """Write the cache. Two runs may share the file: the last writer wins, and a reader never sees half of it."""
     try:
         with writing(cache_file.parent):
             cache_file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""The one door to transformers' loaders. Model folders come from anywhere: no code of theirs runs, and nobody is asked
-whether it may; nothing is fetched; weights are safetensors; whatever is damaged is told in one line that names it."""
+"""The only caller of transformers' loaders. Model folders are untrusted: no code of theirs runs, and the user is not
+asked to allow it; nothing is fetched; weights are safetensors; damage is reported in one line that names the file."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 _SMALL_TOKENIZER_FILES = (_TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.json")
 _MAX_TOKENIZER_BYTES = 2**28
 _MAX_TOKEN_ID = 2**24
-"""Tokenizers make tables of this length; the largest published vocabularies have 2^18 tokens."""
+"""Limit of token ids. Tokenizers make tables of this length; the largest published vocabularies have 2^18 tokens."""
 _CURE = "fetch the file again"
 _SPARE_WEIGHTS = 2**20
 
 
 def load_config(folder: Path) -> PretrainedConfig:
-    """``config.json`` as transformers understands it.
+    """Return ``config.json`` as transformers reads it.
 
     Raises:
         UserError: the folder or file is missing, damaged, of an unknown model type, or needs code of the folder.
@@ -56,8 +56,8 @@ def load_config(folder: Path) -> PretrainedConfig:
 
 
 def load_weights(folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """The model of a folder on the CPU with what transformers says about its loading, weights that are missing or of
-    another shape included.
+    """Return the model of a folder on the CPU, and transformers' loading report, in which missing weights and weights
+    of another shape are listed.
 
     Raises:
         UserError: as ``load_config`` does; damaged weights, or weights of another model; an adapter alone.
@@ -82,7 +82,8 @@ def load_weights(folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]
 
 
 def build_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model of ``config.json`` on ``device`` with undefined weights. Raises ``UserError`` as ``load_weights``."""
+    """Return the model of ``config.json`` on ``device`` with undefined weights. Raise ``UserError`` as
+    ``load_weights``."""
     config = load_config(folder)
     if any(folder.glob("*.safetensors")):
         require_weights_fit(folder, config)
@@ -95,7 +96,7 @@ def build_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTr
 
 
 def build_tower(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The vision tower of ``config.json`` on the CPU with undefined weights.
+    """Return the vision tower of ``config.json`` on the CPU with undefined weights.
 
     Raises:
         UserError: as ``load_config`` does, or the tower cannot be built.
@@ -109,15 +110,15 @@ def build_tower(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _auto_class(config: PretrainedConfig) -> Any:
-    """Where transformers looks for the model's class; models that see images are no plain causal ones to it."""
+    """Return transformers' class for loading the model; it does not count models that see images as causal ones."""
     return AutoModelForImageTextToText if config.model_type in VISION_FORMATS else AutoModelForCausalLM
 
 
 def require_computes(folder: Path, model: PreTrainedModel) -> None:
-    """Refuses a model whose layers do not fit together, which transformers only finds when they run.
+    """Refuse a model whose layers do not fit together, which transformers only finds when they run.
 
     Raises:
-        UserError: what it says.
+        UserError: what transformers says.
     """
     probe = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     with _refusing(folder / CONFIG_FILE, "makes a model that cannot run"), torch.inference_mode():
@@ -125,7 +126,7 @@ def require_computes(folder: Path, model: PreTrainedModel) -> None:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder.
+    """Return the tokenizer of a folder.
 
     Raises:
         UserError: a file is missing, damaged, of an unknown kind, or needs code of the folder.
@@ -159,7 +160,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def read_stop_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
-    """``eos_token_id`` (one or several) of ``generation_config.json``, else of the model config; or ().
+    """Return ``eos_token_id`` (one or several) of ``generation_config.json``, else of the model config; or ().
 
     Raises:
         UserError: it is no token id.
@@ -175,11 +176,11 @@ def read_stop_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
 
 
 def require_weights_fit(folder: Path, config: PretrainedConfig) -> None:
-    """Refuses a config that asks for far more than the weight files hold, before anything of that size is made. What
-    differs less is transformers' to find.
+    """Refuse a config that asks for far more than the weight files hold, before anything of that size is allocated.
+    Smaller differences are left to transformers.
 
     Raises:
-        UserError: both sizes; or the weight files are damaged.
+        UserError: names both sizes; or the weight files are damaged.
     """
     reader, path = HfReader(folder), folder / CONFIG_FILE
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
@@ -201,7 +202,8 @@ def require_weights_fit(folder: Path, config: PretrainedConfig) -> None:
 
 
 def _require_ids(path: Path, tokens: dict[str, Any]) -> None:
-    """Token ids, as values (``{"a": 3}``) or as keys (``{"3": {…}}``), lie where a table of them can be made."""
+    """Raise ``UserError`` for token ids, as values (``{"a": 3}``) or as keys (``{"3": {…}}``), beyond
+    ``_MAX_TOKEN_ID``."""
     for key, value in tokens.items():
         number = int(key) if isinstance(value, dict) and key.isdecimal() and len(key) < 20 else value
         if isinstance(number, int) and not 0 <= number < _MAX_TOKEN_ID:
@@ -211,7 +213,7 @@ def _require_ids(path: Path, tokens: dict[str, Any]) -> None:
 
 
 def _require_whole_model(folder: Path) -> None:
-    if (folder / ADAPTER_CONFIG).exists():  # transformers would load the folder that it names, and the adapter on top
+    if (folder / ADAPTER_CONFIG).exists():  # transformers would load the base it names, with the adapter
         raise UserError(
             f"{shown_path(folder / ADAPTER_CONFIG)}: the folder holds an adapter, not a whole model: merge it with "
             "'mopd convert merge-lora', or remove this file if the weights are whole"
@@ -225,8 +227,8 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _refusing(path: Path, problem: str) -> Iterator[None]:
-    """One line of whatever transformers raises over a folder, which is of any kind, or the tokenizers' Rust, whose
-    panics are not even an ``Exception``."""
+    """Turn whatever transformers raises over a folder into one line. Its errors are of any kind, and panics of the
+    tokenizers' Rust code are not even an ``Exception``."""
     try:
         yield
     except UserError:

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint folders: which files they have, and a reader of their tensors that maps and never loads."""
+"""Hugging Face checkpoint folders: their files, and a reader that maps tensors instead of loading them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOKENIZER_PATTERNS = (
 )  # fmt: skip
 """Files that make up a tokenizer, chat template included."""
 PROCESSOR_PATTERNS = ("preprocessor_config.json", "processor_config.json")
-"""Files that say how an image becomes patches."""
+"""Files that define how an image becomes patches."""
 KEPT_PATTERNS = (
     "config.json",
     "generation_config.json",
@@ -46,22 +46,22 @@ KEPT_PATTERNS = (
     "NOTICE*",
     "USE_POLICY*",
 )
-"""Files that an export takes over byte for byte."""
+"""Files that an export copies byte for byte."""
 _REMAP_BYTES = 256 * 2**20
 _MAX_INDEX_BYTES = 2**26
 _BLOCK_ROWS = 4096
-"""Rows compared at a time."""
+"""Number of rows compared at a time."""
 
 
 def matching_files(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    """Files of ``folder`` that match any of the glob patterns, each once, sorted by path."""
+    """Return the files of ``folder`` that match any of the glob patterns, each once, sorted by path."""
     return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
 
 
 def kept_files(folder: Path) -> list[Path]:
-    """The files that an export takes over, sorted by path. A link may lead to another file of the folder or into a
-    cache of the Hugging Face hub, whose folders consist of links; any other would bring a stranger's choice of this
-    machine's files into the result.
+    """Return the files that an export copies, sorted by path. A link may lead to another file of the folder or into a
+    cache of the Hugging Face hub, whose folders consist of links; any other link of an untrusted folder could copy
+    private files of this machine into the result.
 
     Raises:
         UserError: names a link that leads elsewhere.
@@ -79,7 +79,7 @@ def kept_files(folder: Path) -> list[Path]:
 
 
 def _is_in_hub_cache(target: Path) -> bool:
-    """``…/models--OWNER--NAME/blobs/HASH``, or ``…/blobs/HA/HASH``, which several models share."""
+    """Return whether the path is ``…/models--OWNER--NAME/blobs/HASH``, or ``…/blobs/HA/HASH``, which models share."""
     if target.parent.name == "blobs":
         return target.parents[1].name.startswith("models--")
     is_hash = re.fullmatch("[0-9a-f]{64}", target.name) is not None and target.parent.name == target.name[:2]
@@ -87,8 +87,8 @@ def _is_in_hub_cache(target: Path) -> bool:
 
 
 def identity(weights: Iterable[Path], side_files: Path) -> dict[str, Any]:
-    """What tells a checkpoint from another without reading its weights: their sizes and times, by file name; hashes of
-    the small files of folder ``side_files``. JSON-able."""
+    """Return what distinguishes a checkpoint without reading its weights: their sizes and times, by file name; hashes
+    of the small files of folder ``side_files``. JSON-able."""
     stats = {path.name: path.stat() for path in weights}
     return {
         "weights": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
@@ -97,12 +97,12 @@ def identity(weights: Iterable[Path], side_files: Path) -> dict[str, Any]:
 
 
 def hash_side_files(folder: Path) -> dict[str, str]:
-    """SHA-256 of the files that an export takes over, by relative name."""
+    """Return the SHA-256 of the files that an export copies, by relative name."""
     return {path.relative_to(folder).as_posix(): sha256_of(path) for path in kept_files(folder)}
 
 
 def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
-    """The weight files of a folder, sorted: safetensors, or with ``allow_pickle`` also PyTorch's own format.
+    """Return the weight files of a folder, sorted: safetensors, or with ``allow_pickle`` also PyTorch's own format.
 
     Raises:
         UserError: no such weights, or an index that is corrupt or points outside the folder.
@@ -124,13 +124,13 @@ def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
 
 
 def read_tokenizer_json(path: Path) -> dict[str, Any]:
-    """A ``tokenizer.json``: the largest published vocabularies have a quarter of a million tokens and twice as many
-    merges. Raises ``UserError`` when it is damaged."""
+    """Return the content of a ``tokenizer.json``. The limits fit the largest published vocabularies, a quarter of a
+    million tokens and twice as many merges. Raise ``UserError`` if it is damaged."""
     return read_json_object(path, cure="fetch the file again", max_bytes=2**28, max_values=20_000_000)
 
 
 class HfReader:
-    """Reads tensors, or slices of them, of one Hugging Face folder by name, as views of the mapped files.
+    """Reader of tensors, or slices of them, of one Hugging Face folder by name, as views of the mapped files.
 
     Opening checks every header and that index and files name the same tensors; no weight is read.
 
@@ -165,11 +165,11 @@ class HfReader:
         return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading it."""
+        """Return the shape of a tensor, without reading it."""
         return self._find(name)[1].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor, without reading it.
+        """Return the dtype of a tensor, without reading it.
 
         Raises:
             UserError: a dtype of the format that torch cannot compute with.
@@ -180,7 +180,7 @@ class HfReader:
         return TORCH_DTYPES[info.dtype]
 
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises UserError unless the tensor exists with this shape."""
+        """Raise UserError unless the tensor exists with this shape."""
         path, info = self._find(name)
         if info.shape != shape:
             raise UserError(
@@ -189,7 +189,7 @@ class HfReader:
             )
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor on CPU, in the dtype of the file: a view of the file, which is read as it is touched."""
+        """Return the whole tensor on CPU, in the dtype of the file: a view of the file, which is read when touched."""
         path, info = self._find(name)
         if _is_pickled(path):
             tensor = self._unpickle(path)[name]
@@ -198,11 +198,12 @@ class HfReader:
         return map_tensor(path, info.start, info.shape, self.dtype(name))
 
     def read_finite(self, name: str) -> Tensor:
-        """``read`` of a sound model's weight. Raises ``UserError`` as ``require_finite`` does."""
+        """Return ``read`` of a tensor with finite values. Raise ``UserError`` as ``require_finite`` does."""
         return require_finite(name, self.read(name), self.folder)
 
     def read_slice(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """``tensor.narrow(dim, start, stop - start)`` on CPU, in the dtype of the file; only its bytes are touched.
+        """Return ``tensor.narrow(dim, start, stop - start)`` on CPU, in the dtype of the file; only its bytes are
+        touched.
 
         The result may be a view of the mapped file: copy what is kept.
         """
@@ -224,7 +225,8 @@ class HfReader:
         }
 
     def _unpickle(self, path: Path) -> dict[str, Tensor]:
-        """The tensors of one pickled file, mapped as a whole: what was read stays resident until it is mapped anew."""
+        """Return the tensors of one pickled file, mapped as a whole. What was read stays resident, so after
+        ``_REMAP_BYTES`` the file is mapped anew."""
         if self._pickled is None or self._pickled[0] != path or self._pickled_bytes > _REMAP_BYTES:
             self._pickled, self._pickled_bytes = None, 0
             self._pickled = (path, load_pickled(path))
@@ -241,7 +243,7 @@ class HfReader:
 
 
 def require_finite(name: str, tensor: Tensor, where: Path) -> Tensor:
-    """The tensor itself. One pass over it, without a copy.
+    """Return the tensor itself. One pass over it, without a copy.
 
     Raises:
         UserError: some value is NaN or infinite.
@@ -254,7 +256,7 @@ def require_finite(name: str, tensor: Tensor, where: Path) -> Tensor:
 
 
 def open_model(folder: Path, *, allow_pickle: bool = False) -> tuple[HfReader, ModelDims]:
-    """The reader of a folder and the sizes of its model, which name tensors as the folder does.
+    """Return the reader of a folder and the sizes of its model, which name tensors as the folder does.
 
     Raises:
         UserError: config or weights are unsound or do not belong together.
@@ -266,19 +268,19 @@ def open_model(folder: Path, *, allow_pickle: bool = False) -> tuple[HfReader, M
 
 
 def named_as_in(reader: HfReader, dims: ModelDims) -> ModelDims:
-    """``dims`` with the checkpoint's own way of naming tensors, which no config tells."""
+    """Return ``dims`` with the checkpoint's way of naming tensors, which no config says."""
     return with_naming(dims, naming_of(reader.names))
 
 
 def check_names(reader: HfReader, dims: ModelDims) -> None:
-    """Refuses a checkpoint that lacks a tensor, has one more than the family's table knows, or one of another shape.
+    """Refuse a checkpoint that lacks a tensor, has one that the family's table does not have, or one of another shape.
     A tied checkpoint may repeat the embedding as its head; a different head would be lost, so it is refused.
 
     Raises:
         UserError: names the folder and the first such tensor.
     """
     expected: dict[str, tuple[int, ...]] = {}
-    for placed in families.all_params(dims):  # ends at the first that is missing, however many the config asks for
+    for placed in families.all_params(dims):  # ends at the first missing one, whatever the config asks for
         for name, shape in zip(placed.hf_names, placed.hf_shapes, strict=True):
             reader.require_shape(name, shape)
             expected[name] = shape
@@ -305,7 +307,7 @@ def _is_pickled(path: Path) -> bool:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """``weight_map`` of an index file: tensor name -> name of a file in the same folder."""
+    """Return the ``weight_map`` of an index file: tensor name -> name of a file in the same folder."""
     index = read_json_object(path, cure="fetch the file again", max_bytes=_MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
         raise UserError(

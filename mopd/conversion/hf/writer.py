@@ -1,5 +1,5 @@
-"""Hugging Face folders written shard by shard: by a job, whose shards are known before the first byte, or from a stream
-of tensors."""
+"""Writing of Hugging Face folders shard by shard: by a job, whose shards are known before the first byte, or from a
+stream of tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from mopd.conversion.models.config_keys import CONFIG_FILE
 from mopd.files.writing import sync, writing
 
 MARKER = "conversion.json"
-"""Written last into a Hugging Face folder: what was converted, and the SHA-256 of every other file."""
+"""File written last into a Hugging Face folder: what was converted, and the SHA-256 of every other file."""
 MAX_SHARD_BYTES = 2**30
 _ALIGNMENT = 8
 
@@ -47,7 +47,7 @@ class Group:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     read: Callable[[], Sequence[Tensor]]
-    """Makes them, in this order; called once, when the shard is written."""
+    """Function that makes them, in this order; called once, when the shard is written."""
 
     @property
     def num_bytes(self) -> int:
@@ -65,7 +65,7 @@ def hf_job(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     check_inputs: CheckInputs = check_nothing,
 ) -> Job:
-    """The job of writing a Hugging Face folder.
+    """Return the job of writing a Hugging Face folder.
 
     Args:
         groups: all tensors, in the order in which the shards fill.
@@ -99,7 +99,7 @@ def hf_job(
 
 
 def require_exportable(target: Path, source: Path) -> None:
-    """Refuses what ``write_folder`` would refuse.
+    """Refuse what ``write_folder`` would refuse.
 
     Raises:
         UserError: ``target`` exists and is not an empty folder, or ``source`` has a file that leads out of it.
@@ -136,7 +136,7 @@ def write_folder(
                 save_file(dict(run), folder / f"part-{len(held)}", metadata={"format": "pt"})
             held.append([name for name, _ in run])
             num_bytes += sum(tensor.nbytes for _, tensor in run)
-            run.clear()  # before the next one fills
+            run.clear()  # freed before the next run fills
         if not held:
             raise ValueError("no tensor was added")
         with writing(target):
@@ -180,7 +180,7 @@ def _shard_names(number: int) -> list[str]:
 
 
 def _write_index(folder: Path, held: Sequence[Sequence[str]], num_bytes: int) -> None:
-    """The index of a folder with several shards, from the names in each."""
+    """Write the index of a folder with several shards, from the names in each."""
     if len(held) <= 1:
         return
     index = {name: file for file, names in zip(_shard_names(len(held)), held, strict=True) for name in names}
@@ -205,7 +205,7 @@ def _shard_file(name: str, shard: Sequence[Group]) -> OutputFile:
 
 
 def _header(shard: Sequence[Group]) -> bytes:
-    """Length and JSON of a safetensors file whose tensors follow in the order of the groups."""
+    """Return length and JSON of a safetensors file whose tensors follow in the order of the groups."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, shape, dtype in _tensors(shard):

@@ -1,5 +1,5 @@
-"""A checkpoint of either format as Hugging Face tensors, read one parameter at a time, and what it holds: what verify
-and inspect see."""
+"""Contents of a checkpoint of either format as Hugging Face tensors, read one parameter at a time. Used by
+``mopd convert verify`` and ``inspect``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mopd.conversion.torch_dist.reader import FORMAT_FILE, TorchDistReader
 from mopd.types import UserError
 
 _WEIGHTS = ("decoder.", "embedding.", "output_layer.", TOWER_PREFIX)
-"""What the keys of weights begin with in a distributed checkpoint."""
+"""Beginnings of the keys of weights in a distributed checkpoint."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,15 +41,15 @@ class Contents:
 
     @property
     def is_megatron(self) -> bool:
-        """A distributed checkpoint, not a Hugging Face folder."""
+        """Whether it is a distributed checkpoint, not a Hugging Face folder."""
         return isinstance(self.reader, TorchDistReader)
 
     def rows(self) -> list[Placed]:
-        """Its parameters, as the config has them."""
+        """Return the parameters that its config asks for."""
         return list(families.all_params(self.dims))
 
     def read(self, row: Placed) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of one parameter.
+        """Yield the tensors of one parameter.
 
         Raises:
             UserError: one is missing, has another shape or is corrupt.
@@ -62,7 +62,7 @@ class Contents:
             yield name, self.reader.read(name)
 
     def unexpected(self) -> list[str]:
-        """Names of weights that the config has no place for. Optimizer states are not weights."""
+        """Return the names of weights that the config has no place for. Optimizer states are not weights."""
         if isinstance(self.reader, TorchDistReader):
             known = {sharded_key(row, self.dims).key for row in self.rows()}
             found = {key for key in self.reader.keys if key.startswith(_WEIGHTS)}
@@ -90,13 +90,13 @@ def open_checkpoint(folder: Path, *, allow_pickle: bool = False) -> Contents:
 
 
 def fingerprint(tensor: Tensor) -> dict[str, Any]:
-    """Dtype, shape and SHA-256 of one tensor."""
+    """Return dtype, shape and SHA-256 of one tensor."""
     digest = hashlib.sha256(as_bytes(tensor.contiguous())).hexdigest()
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "sha256": digest}
 
 
 def describe(folder: Path, *, allow_pickle: bool = False, lists_tensors: bool = False) -> dict[str, Any]:
-    """Format, sizes, dtypes, files and architecture of a folder; JSON-able.
+    """Return format, sizes, dtypes, files and architecture of a folder; JSON-able.
 
     Args:
         lists_tensors: adds ``tensors``, one row for each tensor as it is stored.

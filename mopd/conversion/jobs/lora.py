@@ -1,7 +1,7 @@
-"""A LoRA adapter, as the PEFT library saves it, merged into the weights of its base model.
+"""Merging of a LoRA adapter, as the PEFT library saves it, into the weights of its base model.
 
 ``W + s B A`` with A [r, in], B [out, r] and ``s = lora_alpha / r`` (``/ sqrt(r)`` with ``use_rslora``), in fp32,
-rounded once (Hu et al. 2021). Whatever else an adapter may hold is refused by name, never dropped.
+rounded once (Hu et al. 2021). Anything else in an adapter is refused by name, never dropped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _REFUSED = (
     "target_parameters",
     "lora_bias",
 )
-"""Keys that change what the adapter computes, when they hold anything."""
+"""Keys that change what the adapter computes, unless they are empty or false."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class _Adapter:
 
 
 def merge_lora(source: Path, adapter: Path, target: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Job:
-    """The job of writing the base model ``source`` with the adapter folder merged into it, in the base's dtypes.
+    """Return the job of writing the base model ``source`` with the adapter folder merged into it, in the base's dtypes.
 
     Raises:
         UserError: an adapter of another kind, for another model, or with a part that cannot be merged.
@@ -146,7 +146,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _is_plain_pattern(pattern: str) -> bool:
-    """A regular expression that takes no time beyond measure: few repetitions, and none of a group."""
+    """Return whether a regular expression is safe from exponential time: few repetitions, and none of a group."""
     if len(pattern) > _MAX_PATTERN or re.search(r"\)[*+?{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 3:
         return False
     try:
@@ -157,7 +157,7 @@ def _is_plain_pattern(pattern: str) -> bool:
 
 
 def _scale(config: Mapping[str, Any], module: str, path: Path) -> float:
-    """``lora_alpha / r`` of one module; patterns match the end of its name, as in PEFT."""
+    """Return ``lora_alpha / r`` of one module; patterns match the end of its name, as in PEFT."""
     values = {}
     for key, patterns in zip(("r", "lora_alpha"), _PATTERNS, strict=True):
         own = [v for pattern, v in (config.get(patterns) or {}).items() if re.fullmatch(rf"(.*\.)?({pattern})", module)]

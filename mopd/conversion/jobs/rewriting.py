@@ -1,4 +1,4 @@
-"""Hugging Face folders out of Hugging Face folders, tensor by tensor: models combined, or the vocabulary resized.
+"""Hugging Face folders made of Hugging Face folders, tensor by tensor: models combined, or the vocabulary resized.
 
 Average (Wortsman et al. 2022, "model soups"): ``sum_i w_i x_i`` with ``sum_i w_i = 1``. Task arithmetic (Ilharco et al.
 2023): ``base + sum_i w_i (x_i - base)``. Sums are taken in fp32 (fp64 for fp64 weights) and rounded once.
@@ -26,7 +26,7 @@ from mopd.files.reading import shown_path
 from mopd.types import UserError
 
 _BLOCK_ELEMENTS = 2**24
-"""Elements that are widened at a time."""
+"""Number of elements that are widened at a time."""
 
 
 def rewritten(
@@ -42,12 +42,12 @@ def rewritten(
     rows: Mapping[str, int] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Job:
-    """The job of writing a folder's tensors anew, in their dtypes, beside copies of its other files.
+    """Return the job of writing a folder's tensors anew, in their dtypes, beside copies of its other files.
 
     Args:
         read: makes a tensor, by the name that it has in ``reader``.
-        options: of the command.
-        made_from: identity of the inputs, where ``reader`` is not the only one.
+        options: the command's options, for the description.
+        made_from: identity of the inputs, if ``reader`` is not the only one.
         names: new name -> old name; None keeps all.
         rows: new sizes of dimension 0, by old name.
         config: replaces ``config.json``.
@@ -80,11 +80,12 @@ def merge(
     base: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Job:
-    """The job of combining Hugging Face folders; config and tokenizer are those of ``base``, else of the first model.
+    """Return the job of combining Hugging Face folders; config and tokenizer are those of ``base``, else of the first
+    model.
 
     Args:
         weights: one per model; None gives each ``1 / len(models)``.
-        base: where given, task arithmetic on it.
+        base: if given, task arithmetic on it.
 
     Raises:
         UserError: the models differ in architecture, names, shapes, dtypes or vocabulary; or the weights do not fit.
@@ -108,7 +109,7 @@ def merge(
 
 
 def pad(source: Path, target: Path, *, multiple: int, max_shard_bytes: int = MAX_SHARD_BYTES) -> Job:
-    """The job of adding zero rows to embedding and LM head until their number is a multiple of ``multiple``.
+    """Return the job of adding zero rows to embedding and LM head until their number is a multiple of ``multiple``.
 
     A padded token has logit 0; engines that do not mask it give it some probability.
 
@@ -125,7 +126,7 @@ def pad(source: Path, target: Path, *, multiple: int, max_shard_bytes: int = MAX
 
 
 def unpad(source: Path, target: Path, *, vocab_size: int, max_shard_bytes: int = MAX_SHARD_BYTES) -> Job:
-    """The job of keeping the first ``vocab_size`` rows of embedding and LM head.
+    """Return the job of keeping the first ``vocab_size`` rows of embedding and LM head.
 
     Raises:
         UserError: there are fewer rows, or a row that would be lost is not zero.
@@ -145,7 +146,7 @@ def unpad(source: Path, target: Path, *, vocab_size: int, max_shard_bytes: int =
 
 
 def extract_head(source: Path, target: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Job:
-    """The job of writing ``lm_head.weight`` [V, H] (the embedding where they are tied) with config and tokenizer.
+    """Return the job of writing ``lm_head.weight`` [V, H] (the embedding if they are tied) with config and tokenizer.
 
     Raises:
         UserError: the folder is unsound.
@@ -182,6 +183,7 @@ def _resized(
 
 
 def _combine(name: str, readers: Sequence[HfReader], factors: Sequence[float]) -> Tensor:
+    """Return the weighted sum of one tensor over all models, in the dtype of the first."""
     sources = [reader.read_finite(name) for reader in readers]
     first = sources[0]
     if not first.is_floating_point():
@@ -201,6 +203,7 @@ def _combine(name: str, readers: Sequence[HfReader], factors: Sequence[float]) -
 
 
 def _require_alike(readers: Sequence[HfReader]) -> None:
+    """Raise ``UserError`` unless all folders have one architecture, the same tensors and the same vocabulary."""
     first, *others = readers
     dims = named_as_in(first, read_dims(first.folder))
     check_names(first, dims)

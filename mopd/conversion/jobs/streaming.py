@@ -1,4 +1,4 @@
-"""Conversions as jobs: Hugging Face to Megatron's distributed format, back, and from one cut to another.
+"""Conversions as jobs: Hugging Face to Megatron's distributed format, back, and from one parallel layout to another.
 
 No model is built. One tensor, or one layer's part of a stacked tensor, is in memory at a time, read as a view of its
 file. Every weight is checked for NaN on its way.
@@ -44,15 +44,15 @@ def hf_to_megatron(
     max_file_bytes: int = MAX_FILE_BYTES,
     allow_pickle: bool = False,
 ) -> Job:
-    """The job of converting a Hugging Face folder into a distributed checkpoint cut for ``layout``, bit for bit.
+    """Return the job of converting a Hugging Face folder into a distributed checkpoint cut for ``layout``, bit for bit.
 
     Args:
-        dtype: of the result, by its name in ``WEIGHT_DTYPES``; None keeps each tensor's own.
+        dtype: dtype of the result, by its name in ``WEIGHT_DTYPES``; None keeps each tensor's own.
         max_file_bytes: a file of the checkpoint is ended before it would grow beyond this.
         allow_pickle: read ``.bin`` files too, as tensors alone.
 
     Raises:
-        UserError: the folder cannot be read or carried, or the layout does not fit.
+        UserError: the folder cannot be read or its features are not supported, or the layout does not fit.
     """
     reader, dims = open_model(source, allow_pickle=allow_pickle)
     layout.check(dims)
@@ -82,12 +82,12 @@ def megatron_to_hf(
     allow_pickle: bool = False,
     side_files: Path | None = None,
 ) -> Job:
-    """The job of converting a distributed checkpoint into a Hugging Face folder, bit for bit.
+    """Return the job of converting a distributed checkpoint into a Hugging Face folder, bit for bit.
 
     Args:
         source: a folder of ``hf_to_megatron`` or a checkpoint of a run; optimizer states are left out.
-        side_files: folder of config, tokenizer and so on; None takes those inside the checkpoint, or of the folder
-            that the run began with.
+        side_files: folder of config, tokenizer and so on; None takes those inside the checkpoint, or of the folder that
+            the run began with.
 
     Raises:
         UserError: the checkpoint is incomplete, changed or lacks a tensor, or there is no config.
@@ -127,7 +127,8 @@ def reshard(
     allow_pickle: bool = False,
     side_files: Path | None = None,
 ) -> Job:
-    """The job of cutting the weights of a distributed checkpoint for another layout. Optimizer states are left out.
+    """Return the job of cutting the weights of a distributed checkpoint for another layout. Optimizer states are left
+    out.
 
     Raises:
         UserError: as ``megatron_to_hf`` does, or the layout does not fit.
@@ -141,7 +142,7 @@ def reshard(
 
     def read(piece: Piece) -> Tensor:
         sizes, offsets = list(piece.box), list(piece.offsets)
-        if piece.placed.param.merge == "vocab":  # the source may be padded otherwise, and have none of these rows
+        if piece.placed.param.merge == "vocab":  # the source may have other padding, and none of these rows
             sizes[0] = max(0, min(piece.stop, whole_shape(piece.placed)[0]) - piece.start)
             offsets[0] = piece.start if sizes[0] else 0
         tensor = reader.read(piece.place.key, offsets, sizes).view(*sizes[len(piece.place.index) :])
@@ -155,10 +156,10 @@ def reshard(
 
 
 def read_row(reader: TorchDistReader, row: Placed, dims: ModelDims) -> list[Tensor]:
-    """The Hugging Face tensors of one parameter, from a distributed checkpoint."""
+    """Return the Hugging Face tensors of one parameter, from a distributed checkpoint."""
     place, shape = sharded_key(row, dims), whole_shape(row)
     ones, rest = tuple(1 for _ in place.index), (0,) * (len(shape) - 1)
-    if row.param.merge == "gate_up":  # boxes of their own: what one chunk holds is not copied
+    if row.param.merge == "gate_up":  # read apart: a box that is one chunk is a view, no copy
         starts = [sum(part[0] for part in row.hf_shapes[:i]) for i in range(len(row.hf_shapes))]
         return [
             reader.read(place.key, (*place.index, start, *rest), (*ones, *part)).view(part)
@@ -169,13 +170,13 @@ def read_row(reader: TorchDistReader, row: Placed, dims: ModelDims) -> list[Tens
 
 
 def check_keys(reader: TorchDistReader, dims: ModelDims) -> None:
-    """The checkpoint has every parameter of the model, in its shape. A padded vocabulary may have more rows.
+    """Check that the checkpoint has every parameter of the model, in its shape. A padded vocabulary may have more rows.
 
     Raises:
         UserError: names the first tensor that is missing or has another shape.
     """
     known: set[str] = set()
-    for row in families.all_params(dims):  # ends at the first that is missing, however many the config asks for
+    for row in families.all_params(dims):  # ends at the first missing one, whatever the config asks for
         place = sharded_key(row, dims)
         if place.key in known:
             continue
@@ -192,8 +193,8 @@ def check_keys(reader: TorchDistReader, dims: ModelDims) -> None:
 
 
 def origin_of(source: Path, given: Path | None) -> tuple[Path, ModelDims]:
-    """The folder with config, tokenizer and so on of a distributed checkpoint, and the sizes of its model, which name
-    tensors as the folder's own weights do, else as those that the checkpoint was made from did.
+    """Return the folder with config, tokenizer and so on of a distributed checkpoint, and the sizes of its model. These
+    name tensors as the folder's own weights do, else as the weights did that the checkpoint was made from.
 
     Raises:
         UserError: there is no such folder, or its config is unsound.
@@ -224,12 +225,12 @@ def _side_files_of(source: Path, state: Mapping[str, Any], given: Path | None) -
 
 
 def config_with_dtype(folder: Path, dtype: str | None) -> dict[str, Any] | None:
-    """The config with another dtype; None where nothing changes and the file is copied as it is."""
+    """Return the config with another dtype; None if nothing changes and the file is copied as it is."""
     if dtype is None:
         return None
     config = read_config(folder)
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-    nested = {  # a model with vision repeats it
+    nested = {  # a config with vision repeats the dtype in its sections
         name: {**part, inner: dtype}
         for name, part in config.items() if name in ("text_config", "vision_config") and isinstance(part, dict)
         for inner in ("torch_dtype", "dtype") if inner in part
@@ -238,7 +239,7 @@ def config_with_dtype(folder: Path, dtype: str | None) -> dict[str, Any] | None:
 
 
 def _identity(reader: TorchDistReader, origin: Path) -> dict[str, Any]:
-    """Of a distributed checkpoint: its manifest, or sizes and times of its files."""
+    """Return the identity of a distributed checkpoint: its manifest, or sizes and times of its files."""
     if reader.hashes:
         return {"manifest": sha256_of(reader.folder / MANIFEST_FILE), "side_files": hash_side_files(origin)}
     return identity(sorted(path for path in reader.folder.iterdir() if path.is_file()), origin)
@@ -259,6 +260,7 @@ def _megatron_job(
     max_file_bytes: int,
     check_inputs: CheckInputs = check_nothing,
 ) -> Job:
+    """Return the job of writing a distributed checkpoint whose pieces ``read`` returns."""
     description = {
         "command": command,
         "options": {**dataclasses.asdict(layout), **options, "max_file_bytes": max_file_bytes},
@@ -310,7 +312,7 @@ def _checks_hashes(reader: TorchDistReader, rows: Sequence[Placed], dims: ModelD
 
 
 def _wanted(row: Placed, own: torch.dtype, dtype: str | None) -> torch.dtype:
-    """The dtype that was asked for, where it changes anything."""
+    """Return the dtype that was asked for, unless the tensor keeps its own."""
     return own if dtype is None or not own.is_floating_point or row.param.stays_fp32 else WEIGHT_DTYPES[dtype]
 
 

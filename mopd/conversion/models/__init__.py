@@ -1,4 +1,4 @@
-"""What a model family is: how its ``config.json`` reads, which tensors it has, and how they merge.
+"""Description of each model family: how its ``config.json`` reads, which tensors it has, and how they merge.
 
 To add a family:
 
@@ -11,5 +11,5 @@ To add a family:
    configuration or another layer.
 
 Then add it to the cases of ``tests/parity/conversion`` (logits as transformers', every bit back) and to the table in
-``docs/conversion.md``. Nothing else knows a family.
+``docs/conversion.md``. No other file knows families.
 """

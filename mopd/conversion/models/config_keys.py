@@ -1,4 +1,4 @@
-"""``config.json`` of a Hugging Face folder: reading it, and typed access whose complaints name file and key."""
+"""Reading of a Hugging Face folder's ``config.json``, and typed access whose errors name file and key."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mopd.types import UserError
 
 CONFIG_FILE = "config.json"
 MAX_COUNT = 10_000
-"""Layers, experts, heads, labels, …; published models have some hundreds."""
+"""Largest number of layers, experts, heads, labels, …; published models have some hundreds."""
 MAX_NUMBER = 2**48
-"""Any whole number of a config; published ones stay below 2^34."""
+"""Limit of any whole number of a config; published ones stay below 2^34."""
 _COUNTED = re.compile(r"(layer|expert|head|group|label|block|stage|codebook)s?$")
 _IMPLEMENTATION = re.compile(r"(attn|experts|attention)_implementation")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed ``config.json`` of a Hugging Face folder.
+    """Return the parsed ``config.json`` of a Hugging Face folder.
 
     Raises:
         UserError: the folder or file is missing, the file is damaged, or holds a number that no model has.
@@ -39,7 +39,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_values(keys: Keys) -> None:
-    """Refuses what would have a library build lists or layers without end, or fetch code."""
+    """Refuse values that would make a library build lists or layers without end, or fetch code."""
     for key, value in keys.config.items():
         parts = value if isinstance(value, list) else [value]
         for part in parts:
@@ -49,12 +49,12 @@ def _check_values(keys: Keys) -> None:
                 raise keys.error(key, f"{part!s:.40} is beyond what any model has")
             elif isinstance(part, (int, float)) and _COUNTED.search(key) and abs(part) > MAX_COUNT:
                 raise keys.error(key, f"{part!s:.40} is more than {MAX_COUNT}, the limit")
-        if _IMPLEMENTATION.search(key) and "/" in str(value):  # of a hub, which transformers would fetch and run
+        if _IMPLEMENTATION.search(key) and "/" in str(value):  # a hub's kernel, which transformers would run
             raise keys.error(key, f"{value!a:.100} names code outside the folder, which is not supported")
 
 
 class Keys:
-    """Typed access to a parsed config; every complaint names file and key."""
+    """Typed access to a parsed config; every error names file and key."""
 
     def __init__(self, config: Mapping[str, Any], path: Path, prefix: str = "") -> None:
         """``path`` and ``prefix`` (of a nested object's keys) are only for messages."""
@@ -63,13 +63,16 @@ class Keys:
         self.prefix = prefix
 
     def error(self, key: str, problem: str) -> UserError:
+        """Return an error that names file and key."""
         return UserError(f"{shown_path(self.path)}: '{visible(self.prefix + key):.100}': {problem:.600}")
 
     def absent(self, key: str) -> bool:
-        """Missing or null, which the format treats alike."""
+        """Return whether the key is missing or null, which the format treats alike."""
         return key not in self.config or self.config[key] is None
 
     def value(self, key: str, kind: type | tuple[type, ...], expected: str, ok: Callable[[Any], bool]) -> Any:
+        """Return a required value of type ``kind`` for which ``ok`` holds. Raise ``UserError`` that says what was
+        ``expected``."""
         if self.absent(key):
             raise self.error(key, "missing; it is needed to build the model")
         value = self.config[key]
@@ -97,18 +100,18 @@ class Keys:
         return str(self.value(key, str, f"{what}; supported: {', '.join(choices)}", lambda v: v in choices))
 
     def section(self, key: str) -> Keys:
-        """A nested object."""
+        """Return a nested object."""
         return Keys(self.container(key, dict), self.path, f"{self.prefix}{key}.")
 
     def only(self, key: str, value: Any, reason: str = "") -> None:
-        """Refuses any other value; the key may be absent."""
+        """Refuse any other value; the key may be absent."""
         if not self.absent(key) and self.config[key] != value:
             because = f" ({reason})" if reason else ""
             raise self.error(key, f"{self.config[key]!r:.200} is not supported, only {value!r} is{because}")
 
 
 def refuse_quantised(keys: Keys) -> None:
-    """Raises ``UserError`` for an object of a config, whole or nested, that tells of quantised weights."""
+    """Raise ``UserError`` for an object of a config, whole or nested, that announces quantised weights."""
     for key in ("quantization_config", "compression_config"):
         if not keys.absent(key):
             raise keys.error(key, "quantised weights are not supported; use the unquantised checkpoint")

@@ -9,12 +9,12 @@ from mopd.conversion.models.stages import ONE_STAGE, Stages
 from mopd.types import UserError
 
 Naming = Literal["flat", "nested"]
-"""Of a Hugging Face checkpoint with vision: ``visual.*`` and ``model.*``, or ``model.visual.*`` and
-``model.language_model.*``; the head is ``lm_head`` in both."""
+"""Tensor naming of a Hugging Face checkpoint with vision. flat: ``visual.*`` and ``model.*``; nested:
+``model.visual.*`` and ``model.language_model.*``. The head is ``lm_head`` in both."""
 
 VOCAB_ROWS_MULTIPLE = 128
-"""Of each tensor-parallel rank, as Megatron's ``make_vocab_size_divisible_by``: every row of its logits then begins at
-a multiple of 16 bytes, which is what one lane of a GPU loads at once."""
+"""Multiple of the vocabulary rows of each tensor-parallel rank, as Megatron's ``make_vocab_size_divisible_by``: every
+row of its logits then begins at a multiple of 16 bytes, which is what one lane of a GPU loads at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class Llama3Rope:
     high_freq_factor 4, original_max_position_embeddings 8192."""
 
     factor: float
-    """Long wavelengths grow by this factor."""
+    """Factor by which long wavelengths grow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class MlaDims:
     """Sizes of multi-head latent attention (DeepSeek-V2 and V3)."""
 
     q_lora_rank: int | None
-    """Width of the compressed queries; None where queries are projected directly."""
+    """Width of the compressed queries; None if queries are projected directly."""
     kv_lora_rank: int
     """Width of the compressed keys and values."""
     qk_nope_head_dim: int
@@ -69,64 +69,64 @@ class MoeDims:
     shared_ffn_hidden_size: int = 0
     """Width of the MLP that every token passes beside its experts; 0 for none."""
     layers: tuple[bool, ...]
-    """For each layer, whether it has experts."""
+    """Flags of the layers: whether each has experts."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     normalized: bool
-    """The chosen experts' scores are divided by their sum."""
+    """Whether the chosen experts' scores are divided by their sum."""
     scaling_factor: float = 1.0
-    """Multiplies the scores of the chosen experts."""
+    """Factor of the chosen experts' scores."""
     num_groups: int | None = None
-    """Experts are chosen within the best of this many groups; None for no groups."""
+    """Number of groups among whose best the experts are chosen; None for no groups."""
     group_topk: int | None = None
-    """Groups to choose from."""
+    """Number of groups to choose from."""
     expert_bias: bool = False
-    """A bias per expert takes part in the choice, not in the score."""
+    """Whether a bias per expert takes part in the choice, but not in the score."""
     router_fp32: bool = False
-    """The router computes in fp32 whatever the model's dtype."""
+    """Whether the router computes in fp32 whatever the model's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionDims:
-    """Sizes of the vision tower, and how images stand among the tokens.
+    """Sizes of the vision tower, and the tokens that stand for images.
 
     Example (Qwen2.5-VL-3B): ``patch_size=14, depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16,
     out_hidden_size=2048, window_size=112, full_attention_blocks=(7, 15, 23, 31), mrope_section=(16, 24, 24)``.
     """
 
     naming: Naming
-    """How its checkpoint names tensors."""
+    """How the model's checkpoint names tensors."""
     image_token_id: int
-    """Stands once for each merged patch of an image."""
+    """Token that stands once for each merged patch of an image."""
     video_token_id: int
     vision_start_token_id: int
     vision_end_token_id: int
     patch_size: int
-    """Pixels of a patch's side."""
+    """Side of a patch in pixels."""
     temporal_patch_size: int
     """Frames of a patch; an image is repeated to fill it."""
     spatial_merge_size: int
-    """Patches of a merged patch's side."""
+    """Side of a merged patch in patches."""
     in_channels: int
     depth: int
-    """Blocks of the tower."""
+    """Number of blocks of the tower."""
     hidden_size: int
     num_heads: int
     intermediate_size: int
     """Width of a block's MLP."""
     out_hidden_size: int
-    """Channels of a feature: the language model's."""
+    """Channels of a feature, which are the language model's."""
     window_size: int | None = None
-    """Pixels of the side of an attention window; None where every block sees the whole image."""
+    """Side of an attention window in pixels; None if every block sees the whole image."""
     full_attention_blocks: tuple[int, ...] = ()
     """Blocks that see the whole image in spite of ``window_size``."""
     num_position_embeddings: int | None = None
-    """Learned positions, a square; None for rotary ones alone."""
+    """Number of learned positions, a square; None for rotary ones alone."""
     deepstack_layers: tuple[int, ...] = ()
     """Blocks whose features are also added after the language model's first layers, in this order."""
     mrope_section: tuple[int, int, int]
     """Rotary frequencies of time, height and width; together half of ``head_dim``."""
     mrope_interleaved: bool
-    """The three kinds of frequencies alternate; else they follow one another."""
+    """Whether the three kinds of frequencies alternate; else they follow one another."""
 
     @property
     def token_ids(self) -> tuple[int, int, int, int]:
@@ -161,11 +161,11 @@ class ModelDims:
     norm_epsilon: float
     """Epsilon of every RMSNorm."""
     tied_embeddings: bool
-    """The output layer shares the embedding matrix."""
+    """Whether the output layer shares the embedding matrix."""
     qk_norm: bool
-    """RMSNorm over ``head_dim`` on queries and keys."""
+    """Whether queries and keys pass an RMSNorm over ``head_dim``."""
     qkv_bias: bool
-    """The query, key and value projections (and no other) have biases."""
+    """Whether the query, key and value projections (and no other) have biases."""
     mla: MlaDims | None = None
     """Latent attention in place of grouped-query attention; ``head_dim`` then is that of a query."""
     moe: MoeDims | None = None
@@ -177,20 +177,20 @@ class ModelDims:
 
     @property
     def heads_per_group(self) -> int:
-        """Query heads that share one key/value head."""
+        """Number of query heads that share one key/value head."""
         return self.num_attention_heads // self.num_query_groups
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether the layer (from 0) has experts."""
+        """Return whether the layer (from 0) has experts."""
         return self.moe is not None and self.moe.layers[layer]
 
     @property
     def has_uniform_layers(self) -> bool:
-        """All layers have the same parameters; Megatron's checkpoints then stack them."""
+        """Whether all layers have the same parameters; Megatron's checkpoints then stack them."""
         return self.moe is None or all(self.moe.layers)
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
-        """Rows of Megatron's embedding: as many on each rank, a multiple of ``VOCAB_ROWS_MULTIPLE``."""
+        """Return the rows of Megatron's embedding: as many on each rank, a multiple of ``VOCAB_ROWS_MULTIPLE``."""
         multiple = VOCAB_ROWS_MULTIPLE * tensor_model_parallel_size
         return -(-self.vocab_size // multiple) * multiple
 
@@ -203,7 +203,7 @@ def check_layout(
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int | None = None,
 ) -> None:
-    """Refuses a parallel layout that would split a head group, a row of an MLP, an expert's share or a layer.
+    """Refuse a parallel layout that would split a head group, a row of an MLP, an expert's share or a layer.
 
     ``expert_tensor_parallel_size`` None means the tensor-parallel degree, as in Megatron.
 
@@ -229,7 +229,7 @@ def layout_problem(
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int | None = None,
 ) -> str:
-    """Why ``check_layout`` refuses; empty for a layout that divides the model."""
+    """Return why ``check_layout`` refuses; empty for a layout that divides the model."""
     tp = tensor_model_parallel_size
     etp = tp if expert_tensor_parallel_size is None else expert_tensor_parallel_size
     has_dense_layers = dims.moe is None or not all(dims.moe.layers)
@@ -259,6 +259,7 @@ def layout_problem(
 
 
 def _deepstack_problem(dims: ModelDims, stages: Stages) -> str:
+    """Return why the first stage cannot take DeepStack's features; empty if it has enough layers."""
     deepstack = 0 if dims.vision is None else len(dims.vision.deepstack_layers)
     on_first = len(stages.layers(dims.num_layers)[0][0])
     if on_first >= deepstack:

@@ -1,10 +1,10 @@
-"""Name tables: which Hugging Face tensors make up which Megatron-Core parameter, for every supported family.
+"""Name tables: the Hugging Face tensors that make up each Megatron-Core parameter, for every supported family.
 
 One ``Param`` per Megatron parameter of one layer (and, where the names hold ``{expert}``, of one expert). Shapes are
-spelled with the names of ``sizes``. ``{layer}`` and ``{expert}`` count from 0 over the whole model. Where the layer
-specs name a parameter differently, both names stand in the row: first that of the local spec (``SequentialMLP`` for
-experts), last that of TransformerEngine (``TEGroupedMLP``). How the tensors of a row merge is code (``mapping.py``),
-named by ``merge``; where a row lies in a distributed checkpoint is ``torch_dist/plan.py``'s.
+spelled with the names of ``sizes``. ``{layer}`` and ``{expert}`` count from 0 over the whole model. If the layer specs
+name a parameter differently, the row has both names: first that of the local spec (``SequentialMLP`` for experts), last
+that of TransformerEngine (``TEGroupedMLP``). How the tensors of a row merge is code (``mapping.py``), named by
+``merge``; where a row lies in a distributed checkpoint is ``torch_dist/plan.py``'s.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Merge = Literal["replicated", "rows", "columns", "vocab", "qkv", "gate_up"]
 and ``columns`` = dimension 1 of [out, in], ``vocab`` = rows with padding, ``qkv`` and ``gate_up`` = several tensors
 merged (see ``mapping.py``)."""
 Switch = Literal["q_lora", "no_q_lora", "shared_experts", "expert_bias"]
-"""A property of the model that a row depends on."""
+"""Property of the model that a row depends on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,34 +32,34 @@ class HfTensor:
 
     name: str
     shape: tuple[str, ...]
-    """Names of sizes, see ``sizes``."""
+    """Names of sizes, whose values ``sizes`` returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One Megatron parameter and what it is made of."""
+    """One Megatron parameter and its Hugging Face parts."""
 
     megatron: tuple[str, ...]
-    """Its names under the layer specs, the local one first, TransformerEngine's last."""
+    """Names under the layer specs, the local one first, TransformerEngine's last."""
     merge: Merge
     hf: tuple[HfTensor, ...]
-    """Its parts, in the order in which they merge."""
+    """Hugging Face parts, in the order in which they merge."""
     needs: Switch | None = None
-    """The row exists only in models with this property."""
+    """Property without which a model does not have the row."""
 
     @property
     def is_expert(self) -> bool:
-        """One such parameter per expert."""
+        """Whether there is one such parameter per expert."""
         return "{expert}" in self.megatron[0]
 
     @property
     def is_vision(self) -> bool:
-        """It belongs to the vision tower."""
+        """Whether it belongs to the vision tower."""
         return self.megatron[0].startswith(TOWER_PREFIX)
 
     @property
     def stays_fp32(self) -> bool:
-        """It is kept in fp32 whatever the model's dtype, by transformers and Megatron alike."""
+        """Whether it is kept in fp32 whatever the model's dtype, by transformers and Megatron alike."""
         return self.needs == "expert_bias"
 
 
@@ -68,7 +68,7 @@ class Family:
     """The layers of one ``model_type``."""
 
     dense: tuple[Param, ...]
-    """Rows of a layer with one MLP; empty when the family has none."""
+    """Rows of a layer with one MLP; empty if the family has none."""
     moe: tuple[Param, ...] = ()
     """Rows of a layer with experts."""
 
@@ -82,13 +82,13 @@ def _weight(name: str, out_size: str, in_size: str) -> HfTensor:
 
 
 def _one(megatron: str, merge: Merge, hf: str, *shape: str, also: str = "", needs: Switch | None = None) -> Param:
-    """A row of one tensor inside a layer; ``also`` is its name under TransformerEngine."""
+    """Return a row of one tensor inside a layer; ``also`` is its name under TransformerEngine."""
     names = (_LAYER + megatron,) + ((_LAYER + also,) if also else ())
     return Param(names, merge, (HfTensor(_HF_LAYER + hf, shape),), needs)
 
 
 def _gate_up(megatron: str, hf: str, size: str, *, needs: Switch | None = None) -> tuple[Param, Param]:
-    """fc1 and fc2 of a gated MLP."""
+    """Return fc1 and fc2 of a gated MLP."""
     gate, up = (_weight(f"{_HF_LAYER}{hf}.{part}_proj", size, "hidden") for part in ("gate", "up"))
     return (
         Param((f"{_LAYER}{megatron}.linear_fc1.weight",), "gate_up", (gate, up), needs),
@@ -97,7 +97,7 @@ def _gate_up(megatron: str, hf: str, size: str, *, needs: Switch | None = None) 
 
 
 def _experts(hf: str, gate: str, up: str, down: str) -> tuple[Param, Param]:
-    """fc1 and fc2 of one expert; ``hf`` is the expert's prefix."""
+    """Return fc1 and fc2 of one expert; ``hf`` is the expert's prefix."""
     sequential, grouped = _LAYER + "mlp.experts.local_experts.{expert}.", _LAYER + "mlp.experts."
     fc1 = tuple(_weight(f"{_HF_LAYER}{hf}.{part}", "moe_ffn", "hidden") for part in (gate, up))
     fc2 = (_weight(f"{_HF_LAYER}{hf}.{down}", "hidden", "moe_ffn"),)
@@ -110,7 +110,7 @@ EMBEDDING = Param(("embedding.word_embeddings.weight",), "vocab", (_weight("mode
 FINAL_NORM = Param(("decoder.final_layernorm.weight",), "replicated", (HfTensor("model.norm.weight", ("hidden",)),))
 LM_HEAD = Param(("output_layer.weight",), "vocab", (_weight("lm_head", "vocab", "hidden"),))
 TIED_HEAD = Param(("output_layer.weight",), "vocab", EMBEDDING.hf)
-"""With tied embeddings and PP > 1 the last stage holds a second copy of the embedding."""
+"""Second copy of a tied embedding, which the last stage holds with PP > 1."""
 
 ATTENTION = (
     _one(
@@ -180,7 +180,7 @@ MLP = (
     *_gate_up("mlp", "mlp", "ffn"),
 )  # fmt: skip
 PRE_MOE_NORM = (_one("pre_mlp_layernorm.weight", "replicated", "post_attention_layernorm.weight", "hidden"),)
-"""Before experts the norm stands alone under both layer specs."""
+"""The norm before experts, which stands alone under both layer specs."""
 ROUTER = (
     _one("mlp.router.weight", "replicated", "mlp.gate.weight", "experts", "hidden"),
     _one(
@@ -212,8 +212,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
 }  # fmt: skip
-"""``model_type`` -> the parameters of its layers. Names are spelled without ``language_model``; towers are
-``towers.py``'s."""
+"""``model_type`` -> the parameters of its layers. Names are spelled without ``language_model``; towers are in
+``towers.py``."""
 
 IGNORED = re.compile(r"model\.(language_model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Tensors of old checkpoints that follow from the config."""
@@ -234,20 +234,20 @@ class Placed:
     """Global expert number from 0; None outside the experts."""
 
     def stage(self, dims: ModelDims, stages: Stages) -> int:
-        """Pipeline stage that holds it (the first one where tied stages both do)."""
+        """Return the pipeline stage that holds it (the first one if tied stages both do)."""
         if self.layer is None:
             is_first = self.param is EMBEDDING or self.param.is_vision
             return 0 if is_first else stages.pipeline_model_parallel_size - 1
         return stages.stage_of(self.layer, dims.num_layers)
 
     def owner(self, dims: ModelDims, *, ranks: int) -> int:
-        """Expert-parallel rank of ``ranks`` that holds an expert's: they own equally many consecutive ones."""
+        """Return the expert-parallel rank of ``ranks`` that holds the expert: each has equally many, consecutive."""
         assert self.expert is not None and dims.moe is not None
         return self.expert // (dims.moe.num_experts // ranks)
 
 
 def sizes(dims: ModelDims) -> dict[str, int]:
-    """Values of the size names that the tables use."""
+    """Return the values of the size names that the tables use."""
     heads = dims.num_attention_heads
     values = {
         "hidden": dims.hidden_size,
@@ -278,7 +278,7 @@ def sizes(dims: ModelDims) -> dict[str, int]:
 
 
 def switches(dims: ModelDims) -> set[Switch]:
-    """The properties of this model that rows may depend on."""
+    """Return the properties of this model that rows may depend on."""
     found: set[Switch] = set()
     if dims.mla is not None:
         found.add("no_q_lora" if dims.mla.q_lora_rank is None else "q_lora")
@@ -290,7 +290,7 @@ def switches(dims: ModelDims) -> set[Switch]:
 
 
 def layer_params(dims: ModelDims, layer: int) -> tuple[Param, ...]:
-    """The rows of one layer; those of experts stand for one expert each."""
+    """Return the rows of one layer; those of experts stand for one expert each."""
     family = FAMILIES[dims.family]
     rows = family.moe if dims.is_moe_layer(layer) else family.dense
     on = switches(dims)
@@ -298,7 +298,7 @@ def layer_params(dims: ModelDims, layer: int) -> tuple[Param, ...]:
 
 
 def place(param: Param, dims: ModelDims, layer: int | None = None, expert: int | None = None) -> Placed:
-    """The row at one layer (and expert) of one model."""
+    """Return the row at one layer (and expert) of one model."""
     size = sizes(dims)
     return Placed(
         param=param,
@@ -311,17 +311,17 @@ def place(param: Param, dims: ModelDims, layer: int | None = None, expert: int |
 
 
 def vocabulary_names(dims: ModelDims) -> tuple[str, str]:
-    """Hugging Face names of the head and of the embedding; with tied embeddings the head has none of its own."""
+    """Return the Hugging Face names of the head and of the embedding; a tied head is no tensor of its own."""
     return place(LM_HEAD, dims).hf_names[0], place(EMBEDDING, dims).hf_names[0]
 
 
 def names(param: Param, layer: int | None, expert: int | None) -> tuple[str, ...]:
-    """Megatron names of a row with the numbers that a model chunk gives its own layers and experts."""
+    """Return the Megatron names of a row with the numbers that a model chunk gives its own layers and experts."""
     return tuple(name.format(layer=layer, expert=expert) for name in param.megatron)
 
 
 def place_layer(dims: ModelDims, layer: int) -> Iterator[Placed]:
-    """All parameters of one layer, the experts one after another, in checkpoint order."""
+    """Yield all parameters of one layer, the experts one after another, in checkpoint order."""
     rows = layer_params(dims, layer)
     for param in rows:
         if not param.is_expert:
@@ -334,15 +334,15 @@ def place_layer(dims: ModelDims, layer: int) -> Iterator[Placed]:
 
 
 def tower_params(dims: ModelDims) -> Iterator[Placed]:
-    """All parameters of the vision tower; none in a model of text."""
+    """Yield all parameters of the vision tower; none for a model of text."""
     if dims.vision is not None:
         for name, shape in tower_tensors(dims.family, dims.vision):
             yield place(Param((TOWER_PREFIX + name,), "replicated", (HfTensor(f"visual.{name}", shape),)), dims)
 
 
 def all_params(dims: ModelDims) -> Iterator[Placed]:
-    """Every distinct parameter of the model in checkpoint order: vision tower, embedding, layers, final norm, head
-    unless tied."""
+    """Yield every distinct parameter of the model in checkpoint order: vision tower, embedding, layers, final norm,
+    head unless tied."""
     yield from tower_params(dims)
     yield place(EMBEDDING, dims)
     for layer in range(dims.num_layers):
@@ -353,7 +353,7 @@ def all_params(dims: ModelDims) -> Iterator[Placed]:
 
 
 def hf_tensors(dims: ModelDims) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a Hugging Face checkpoint of this model holds."""
+    """Return name and shape of every tensor that a Hugging Face checkpoint of this model holds."""
     return {
         name: shape
         for placed in all_params(dims)

@@ -29,15 +29,15 @@ CUT_DIM: dict[Merge, int] = {"replicated": 0, "vocab": 0, "qkv": 0, "gate_up": 0
 
 
 def whole_shape(placed: Placed) -> tuple[int, ...]:
-    """Shape of one parameter over all ranks, without vocabulary padding: gate rows stand above up rows."""
+    """Return the shape of one parameter over all ranks, without vocabulary padding: gate rows stand above up rows."""
     rows = sum(shape[0] for shape in placed.hf_shapes)
     return (rows, *placed.hf_shapes[0][1:])
 
 
 def boxes(placed: Placed, length: int, *, rank: int, size: int) -> list[tuple[int, int]]:
-    """What rank ``rank`` of ``size`` owns of the parameter over all ranks, whose cut dimension has ``length`` (padding
-    included): starts and stops. Gate and up are two, as their rows are no neighbours there. The layout was checked to
-    divide (``dims.check_layout``)."""
+    """Return the starts and stops that rank ``rank`` of ``size`` owns of the parameter over all ranks, whose cut
+    dimension has ``length`` (padding included). Gate and up are two boxes, as their rows are no neighbours there. The
+    layout was checked to divide (``dims.check_layout``)."""
     if placed.param.merge == "replicated":
         return [(0, length)]
     parts = len(placed.hf_names) if placed.param.merge == "gate_up" else 1
@@ -46,9 +46,10 @@ def boxes(placed: Placed, length: int, *, rank: int, size: int) -> list[tuple[in
 
 
 def read_box(placed: Placed, read_slice: ReadSlice, dims: ModelDims, start: int, stop: int) -> Tensor:
-    """One of ``boxes``. May be a view; rows of vocabulary padding are zero."""
+    """Return one of ``boxes``. May be a view; rows of vocabulary padding are zero."""
     merge = placed.param.merge
     if merge == "qkv":
+        # Bounds are in rows of the merged tensor; whole groups have the same share of q, k and v.
         total = whole_shape(placed)[0]
         parts = [
             read_slice(name, 0, shape[0] * start // total, shape[0] * stop // total)
@@ -63,8 +64,8 @@ def read_box(placed: Placed, read_slice: ReadSlice, dims: ModelDims, start: int,
 
 
 def load_shard(placed: Placed, read_slice: ReadSlice, dims: ModelDims, *, rank: int, size: int, rows: int) -> Tensor:
-    """The part of one Megatron parameter that tensor-parallel rank ``rank`` of ``size`` owns (for an expert's, the rank
-    among those that share the expert).
+    """Return the part of one Megatron parameter that tensor-parallel rank ``rank`` of ``size`` owns (for an expert's,
+    the rank among those that share the expert).
 
     Args:
         read_slice: reads a slice of a Hugging Face tensor.
@@ -85,11 +86,11 @@ def load_shard(placed: Placed, read_slice: ReadSlice, dims: ModelDims, *, rank: 
 def split_shards(
     placed: Placed, shards: Sequence[Tensor], dims: ModelDims, *, shares_memory: bool = False
 ) -> list[Tensor]:
-    """Inverse of ``load_shard``: the Hugging Face tensors of one parameter, from the shards of all ranks in order.
+    """Undo ``load_shard``: return the Hugging Face tensors of one parameter, from the shards of all ranks in order.
 
     Returns:
-        Contiguous tensors in the order of ``placed.hf_names``, padding rows stripped, with memory of their own or, when
-        one ``shares_memory``, that of a single shard where they lie in it as they are.
+        Contiguous tensors in the order of ``placed.hf_names``, padding rows stripped, with memory of their own or, if
+        the caller ``shares_memory``, that of a single shard where they lie in it as they are.
     """
     merge = placed.param.merge
     if shares_memory and len(shards) == 1:
@@ -103,7 +104,7 @@ def split_shards(
 
 
 def split_whole(placed: Placed, whole: Tensor, dims: ModelDims) -> list[Tensor]:
-    """Contiguous Hugging Face tensors of a parameter over all ranks; vocabulary rows past the true size are dropped.
+    """Return contiguous Hugging Face tensors of a parameter over all ranks, without rows past the true vocabulary size.
 
     Parts that are already contiguous inside ``whole`` share its memory.
     """
@@ -115,13 +116,13 @@ def split_whole(placed: Placed, whole: Tensor, dims: ModelDims) -> list[Tensor]:
 
 
 def pad_rows(tensor: Tensor, rows: int) -> Tensor:
-    """Zero rows below, up to ``rows``; the tensor itself where none is missing."""
+    """Append zero rows up to ``rows``; return the tensor itself if none is missing."""
     missing = rows - tensor.shape[0]
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
 
 
 def merge_qkv(parts: Sequence[Tensor], dims: ModelDims) -> Tensor:
-    """q [g*Q*D, ...], k [g*D, ...], v [g*D, ...] of any g consecutive groups -> [g*(Q+2)*D, ...]."""
+    """Merge q [g*Q*D, ...], k [g*D, ...], v [g*D, ...] of any g consecutive groups -> [g*(Q+2)*D, ...]."""
     q, k, v = parts
     groups = k.shape[0] // dims.head_dim
     blocks = [part.reshape(groups, -1, *part.shape[1:]) for part in (q, k, v)]
@@ -129,7 +130,7 @@ def merge_qkv(parts: Sequence[Tensor], dims: ModelDims) -> Tensor:
 
 
 def split_qkv(qkv: Tensor, dims: ModelDims) -> list[Tensor]:
-    """Inverse of ``merge_qkv``: [g*(Q+2)*D, ...] -> q, k, v."""
+    """Undo ``merge_qkv``: [g*(Q+2)*D, ...] -> q, k, v."""
     block = (dims.heads_per_group + 2) * dims.head_dim
     rows = qkv.reshape(-1, block, *qkv.shape[1:])
     parts = torch.split(rows, [dims.heads_per_group * dims.head_dim, dims.head_dim, dims.head_dim], dim=1)

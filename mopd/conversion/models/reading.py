@@ -1,7 +1,7 @@
-"""What a Hugging Face ``config.json`` says about a model, as ``ModelDims``. No torch in this module.
+"""``ModelDims`` from a Hugging Face ``config.json``. No torch in this module.
 
-Only the published meaning of the format is read. A feature that the name tables and Megatron-Core cannot carry
-(rope scaling, sliding window, quantised weights, extra biases, …) is refused by file and key, never dropped.
+Only the published meaning of the format is read. A feature that the name tables and Megatron-Core cannot carry (rope
+scaling, sliding window, quantised weights, extra biases, …) is refused by file and key, never dropped.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from mopd.conversion.models.dims import Llama3Rope, MlaDims, ModelDims, MoeDims,
 from mopd.conversion.models.vision_config import MROPE_KEYS, is_tied, read_vision, text_keys
 
 MAX_LAYERS = 2_000
-"""The deepest published models have some hundreds."""
+"""Largest number of layers; the deepest published models have some hundreds."""
 MAX_EXPERTS = 100_000
-"""Of all layers together; the largest published models have some 20,000."""
+"""Largest number of experts of all layers together; the largest published models have some 20,000."""
 _LATENT_NORM_EPSILON = 1e-6
-"""DeepSeek's norms inside the attention have this epsilon whatever ``rms_norm_eps``; Megatron-Core has one for all."""
+"""Epsilon of DeepSeek's norms inside the attention, whatever ``rms_norm_eps``; Megatron-Core has one for all."""
 _LLAMA_1_AND_2_ROTARY_BASE = 10000.0
-"""Their configs do not name it."""
+"""Rope base of Llama 1 and 2, whose configs do not name it."""
 _LLAMA_3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Megatron-Core's ``RotaryEmbedding`` has these built in."""
+"""Constants that are built into Megatron-Core's ``RotaryEmbedding``."""
 _ROPE_KEYS = {
     "default": set[str](),
     "llama3": {"factor", *_LLAMA_3_CONSTANTS},
@@ -35,7 +35,8 @@ _COMMON_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
 def read_dims(folder: Path) -> ModelDims:
-    """``ModelDims`` of a Hugging Face folder (``rope_theta`` and transformers 5's ``rope_parameters`` both work).
+    """Return the ``ModelDims`` of a Hugging Face folder (``rope_theta`` and transformers 5's ``rope_parameters`` both
+    work).
 
     Raises:
         UserError: the config is unreadable, lacks a key, has a value of the wrong type, or asks for a feature that
@@ -45,7 +46,7 @@ def read_dims(folder: Path) -> ModelDims:
 
 
 def dims_from_config(config: Mapping[str, Any], path: Path) -> ModelDims:
-    """``ModelDims`` of a parsed config; ``path`` is only for messages. Raises as ``read_dims`` does."""
+    """Return the ``ModelDims`` of a parsed config; ``path`` is only for messages. Raise as ``read_dims`` does."""
     whole = Keys(config, path)
     family = whole.one_of("model_type", tuple(_FORMATS), "a model family with a name table")
     format_, keys = _FORMATS[family], text_keys(whole, family)
@@ -85,7 +86,7 @@ def dims_from_config(config: Mapping[str, Any], path: Path) -> ModelDims:
 
 
 def _refuse_unsupported(keys: Keys, family: str) -> None:
-    """Names the first thing about the whole checkpoint that cannot be carried."""
+    """Raise ``UserError`` for the first property of the whole checkpoint that cannot be carried."""
     refuse_quantised(keys)
     architecture = _FORMATS[family].architecture
     if not keys.absent("architectures") and architecture not in keys.container("architectures", list):
@@ -98,7 +99,7 @@ def _refuse_unsupported(keys: Keys, family: str) -> None:
 
 
 def _refuse_unsupported_layers(keys: Keys, family: str) -> None:
-    """Names the first feature of the language model that the tables or Megatron-Core cannot carry."""
+    """Raise ``UserError`` for the first feature of the language model that the tables or Megatron-Core cannot carry."""
     refuse_quantised(keys)
     for key in ("attention_bias", "mlp_bias"):
         if not keys.absent(key) and keys.flag(key):
@@ -157,7 +158,7 @@ def _latent_attention(keys: Keys, family: str, heads: int) -> MlaDims:
 
 
 def _rope(keys: Keys, format_: _Format) -> tuple[float, Llama3Rope | YarnRope | None]:
-    """Base and scaling, from ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (5)."""
+    """Return base and scaling, from ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (5)."""
     _require_full_rotation(keys)
     bases: dict[str, float] = {}
     scaling: dict[str, Llama3Rope | YarnRope | None] = {}
@@ -188,8 +189,8 @@ def _require_full_rotation(keys: Keys) -> None:
 
 
 def _rope_scaling(rope: Keys, format_: _Format) -> Llama3Rope | YarnRope | None:
-    """Kinds that Megatron-Core computes otherwise than transformers are refused: it has one beside the plain rope for
-    each kind of attention, and none where positions have three parts."""
+    """Return the scaling. Refuse kinds that Megatron-Core computes otherwise than transformers: beside the plain rope
+    it has one for each kind of attention, and none if positions have three parts."""
     kinds = {str(rope.config[key]) for key in ("rope_type", "type") if not rope.absent(key)}
     if format_.has_vision:  # older configs call the plain rope of three parts a kind
         kinds = {"default" if kind == "mrope" else kind for kind in kinds}
@@ -214,8 +215,8 @@ def _rope_scaling(rope: Keys, format_: _Format) -> Llama3Rope | YarnRope | None:
 
 
 def _yarn(rope: Keys) -> YarnRope:
-    """Absent keys get the format's defaults. Without both ``mscale`` keys the format scales by ``factor`` alone, which
-    is what Megatron-Core computes for 1 and 0."""
+    """Return the YaRN parameters; absent keys get the format's defaults. Without both ``mscale`` keys the format scales
+    by ``factor`` alone, which is what Megatron-Core computes for 1 and 0."""
     has_mscales = all(not rope.absent(key) and rope.config[key] for key in ("mscale", "mscale_all_dim"))
     if not has_mscales and not rope.absent("mscale_all_dim") and rope.config["mscale_all_dim"]:
         raise rope.error("mscale_all_dim", "needs mscale beside it")
@@ -321,23 +322,23 @@ def _deepseek(keys: Keys, *, is_v3: bool, num_groups: int | None = None, group_t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Format:
-    """How one ``model_type`` writes its config, where families differ."""
+    """Properties in which the configs of one ``model_type`` differ from other families'."""
 
     architecture: str
-    """The one architecture of it that is carried."""
+    """The one architecture of it that is supported."""
     kv_heads_default_to_heads: bool = False
-    """An absent ``num_key_value_heads`` means one per attention head."""
+    """Whether an absent ``num_key_value_heads`` means one per attention head."""
     head_dim_defaults_to_share: bool = False
-    """An absent ``head_dim`` means ``hidden_size / num_attention_heads``."""
+    """Whether an absent ``head_dim`` means ``hidden_size / num_attention_heads``."""
     rotary_base: float | None = None
-    """What an absent base of the rope means; None where the format requires it."""
+    """Base of the rope if the config names none; None if the format requires it."""
     is_latent: bool = False
-    """The attention is latent, and the checkpoints' own code may be named."""
+    """Whether the attention is latent; such checkpoints may name their own code."""
     qk_norm: bool = False
     qkv_bias: bool = False
     has_vision: bool = False
     experts: Callable[[Keys], MoeDims] | None = None
-    """Reads experts and router; None for a dense model."""
+    """Reader of experts and router; None for a dense model."""
 
 
 _FORMATS = {

@@ -1,4 +1,4 @@
-"""How the layers of a model are cut into pipeline stages, and these into model chunks. No torch in this module.
+"""Cutting of a model's layers into pipeline stages, and of these into model chunks. No torch in this module.
 
 Megatron's rules. With virtual stages each stage holds several chunks, and the layers go round the stages as often: with
 8 layers, 2 stages and 2 chunks stage 0 holds layers 0, 1 and 4, 5, stage 1 holds 2, 3 and 6, 7.
@@ -15,7 +15,7 @@ from mopd.config.student import ParallelConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stages:
-    """Fields are Megatron's, as in ``student.parallel``."""
+    """Number and sizes of pipeline stages. Fields are Megatron's, as in ``student.parallel``."""
 
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int = 1
@@ -23,16 +23,16 @@ class Stages:
     num_layers_in_last_pipeline_stage: int | None = None
 
     def layers(self, num_layers: int) -> tuple[tuple[range, ...], ...]:
-        """The layers of every chunk of every stage, of a model that ``problem`` finds nothing wrong with."""
+        """Return the layers of every chunk of every stage, of a model that ``problem`` finds nothing wrong with."""
         return _layers(self, num_layers)
 
     def stage_of(self, layer: int, num_layers: int) -> int:
-        """The stage that holds a layer."""
+        """Return the stage that holds a layer."""
         return _owners(self, num_layers)[layer]
 
     def problem(self, num_layers: int, spelled: Callable[[str], str]) -> str:
-        """Why the layers cannot be cut so, with the key to set; empty where they can. ``spelled``: a key from a
-        field's name."""
+        """Return why the layers cannot be cut so, with the key to set; empty if they can. ``spelled`` makes a key from
+        a field's name."""
         degree, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
         given = {
             name: number
@@ -64,7 +64,7 @@ ONE_STAGE = Stages()
 
 
 def stages_of(parallel: ParallelConfig) -> Stages:
-    """Of a recipe."""
+    """Return the stages of a recipe."""
     return Stages(
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
@@ -74,7 +74,7 @@ def stages_of(parallel: ParallelConfig) -> Stages:
 
 
 def _sizes(stages: Stages, num_layers: int) -> list[int]:
-    """Layers of every stage."""
+    """Return the number of layers of every stage."""
     first, last = stages.num_layers_in_first_pipeline_stage, stages.num_layers_in_last_pipeline_stage
     head, tail = [] if first is None else [first], [] if last is None else [last]
     others = stages.pipeline_model_parallel_size - len(head) - len(tail)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from mopd.conversion.models.dims import ModelDims, Naming, VisionDims
 
 TOWER_PREFIX = "vision_model."
-"""Of the Megatron names."""
+"""Prefix of the tower's Megatron names."""
 
 TowerTensor = tuple[str, tuple[str, ...]]
-"""Name and shape; ``{number}`` counts from 0."""
+"""Name and shape of a tensor; ``{number}`` counts from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +25,14 @@ class Tower:
 
     embedding: tuple[TowerTensor, ...]
     block: tuple[TowerTensor, ...]
-    """Of each block."""
+    """Tensors of each block."""
     merger: tuple[TowerTensor, ...]
     deepstack_merger: tuple[TowerTensor, ...] = ()
-    """Of each DeepStack feature."""
+    """Tensors of each DeepStack feature."""
 
 
 def _with_bias(name: str, *shape: str) -> tuple[TowerTensor, TowerTensor]:
-    """A linear layer [out, in], a norm [size] or a convolution."""
+    """Return weight and bias of a linear layer [out, in], a norm [size] or a convolution."""
     return (f"{name}.weight", shape), (f"{name}.bias", shape[:1])
 
 
@@ -85,7 +85,7 @@ TOWERS = {
 
 
 def tower_sizes(vision: VisionDims) -> dict[str, int]:
-    """Values of the size names that towers use."""
+    """Return the values of the size names that towers use."""
     return {
         "tower": vision.hidden_size,
         "tower_qkv": 3 * vision.hidden_size,
@@ -99,7 +99,7 @@ def tower_sizes(vision: VisionDims) -> dict[str, int]:
 
 
 def tower_tensors(family: str, vision: VisionDims) -> Iterator[TowerTensor]:
-    """All tensors of one model's tower, with its numbers filled in."""
+    """Yield all tensors of one model's tower, with its numbers filled in."""
     tower = TOWERS[family]
     yield from tower.embedding
     for rows, number in ((tower.block, vision.depth), (tower.deepstack_merger, len(vision.deepstack_layers))):
@@ -109,7 +109,7 @@ def tower_tensors(family: str, vision: VisionDims) -> Iterator[TowerTensor]:
 
 
 def is_merger(name: str) -> bool:
-    """Whether a tensor of a tower turns its last features into the language model's, DeepStack's included."""
+    """Return whether a tensor of a tower turns its last features into the language model's, DeepStack's included."""
     return name.removeprefix(TOWER_PREFIX).startswith(("merger.", "deepstack_merger_list."))
 
 
@@ -118,17 +118,17 @@ _NESTED = {"visual": "model.visual.", "model": "model.language_model."}
 
 
 def with_naming(dims: ModelDims, naming: Naming) -> ModelDims:
-    """The same model, whose checkpoint names its tensors so; a model of text has one way."""
+    """Return the same model with another naming of its checkpoint's tensors; a model of text has only one."""
     return dims if dims.vision is None else replace(dims, vision=replace(dims.vision, naming=naming))
 
 
 def naming_of(names: Iterable[str]) -> Naming:
-    """How a checkpoint of a model that sees images names its tensors, by one that only one naming has."""
+    """Return how a checkpoint of a model that sees images names its tensors, by prefixes that only one naming has."""
     return "nested" if any(name.startswith(("model.visual.", "model.language_model.")) for name in names) else "flat"
 
 
 def named_as_read(name: str, dims: ModelDims) -> str:
-    """A Hugging Face name, of the tables or of another naming, as this model's checkpoint spells it."""
+    """Return a Hugging Face name, of the tables or of another naming, as this model's checkpoint spells it."""
     if dims.vision is None:
         return name
     flat = re.sub(r"^model\.(visual\.|language_model\.)", lambda found: _FLAT[found[1]], name)

@@ -1,4 +1,4 @@
-"""What a ``config.json`` says about vision, as ``VisionDims``. No torch in this module.
+"""``VisionDims`` from a ``config.json``. No torch in this module.
 
 Two forms are read: Qwen2.5-VL's published one, whose text keys stand at the top, and that of later models, with
 ``text_config``. ``vision_config`` is an object in both.
@@ -12,27 +12,27 @@ from mopd.conversion.models.config_keys import Keys, refuse_quantised
 from mopd.conversion.models.dims import Naming, VisionDims
 
 MAX_BLOCKS = 1_000
-"""Of a tower; published ones have some dozens."""
+"""Largest number of blocks of a tower; published ones have some dozens."""
 MAX_SIDE = 1_024
-"""Pixels of a patch, patches of a merged one; published ones are below 20."""
+"""Largest side of a patch in pixels, and of a merged patch in patches; published ones are below 20."""
 MAX_POSITIONS = 2**20
 MROPE_KEYS = frozenset({"mrope_section", "mrope_interleaved"})
-"""Keys of the rope that say which frequencies belong to time, height and width."""
+"""Keys of the rope that divide its frequencies among time, height and width."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionFormat:
-    """How one ``model_type`` writes its vision, where families differ."""
+    """Properties in which the vision configs of one ``model_type`` differ from other families'."""
 
     naming: Naming
     """How its published checkpoints name tensors."""
     activation: str
-    """``hidden_act`` of the tower, which has no other."""
+    """The only supported ``hidden_act`` of the tower."""
     has_windows: bool = False
     has_deepstack: bool = False
-    """DeepStack features and learned positions."""
+    """Whether it has DeepStack features and learned positions."""
     is_interleaved: bool = False
-    """How it arranges the rotary frequencies."""
+    """Whether its rotary frequencies of time, height and width alternate."""
 
 
 VISION_FORMATS = {
@@ -41,11 +41,11 @@ VISION_FORMATS = {
         naming="nested", activation="gelu_pytorch_tanh", has_deepstack=True, is_interleaved=True
     ),
 }  # fmt: skip
-"""``model_type`` -> its format, of the families that see images."""
+"""``model_type`` -> its format, for the families that see images."""
 
 
 def text_keys(keys: Keys, family: str) -> Keys:
-    """Where the language model's keys stand: ``text_config``, or the top level of an older config."""
+    """Return the language model's keys: ``text_config``, or the top level of an older config."""
     if family not in VISION_FORMATS or (family == "qwen2_5_vl" and keys.absent("text_config")):
         return keys
     text = keys.section("text_config")
@@ -54,10 +54,10 @@ def text_keys(keys: Keys, family: str) -> Keys:
 
 
 def is_tied(keys: Keys, text: Keys, family: str) -> bool:
-    """Whether the head is the embedding; absent means that it is not.
+    """Return whether the head is the embedding; absent means that it is not.
 
     Raises:
-        UserError: the top level and ``text_config`` disagree, of which some libraries read one and some the other.
+        UserError: the top level and ``text_config`` disagree: some libraries read the one and some the other.
     """
     key = "tie_word_embeddings"
     at_top = not keys.absent(key) and keys.flag(key)
@@ -71,11 +71,11 @@ def is_tied(keys: Keys, text: Keys, family: str) -> bool:
 
 
 def read_vision(keys: Keys, text: Keys, family: str, *, head_dim: int) -> VisionDims:
-    """``VisionDims`` of a config whose family sees images; named as published checkpoints are.
+    """Return the ``VisionDims`` of a config whose family sees images, with the naming of published checkpoints.
 
     Args:
         text: the language model's keys.
-        head_dim: of the language model.
+        head_dim: channels of a head of the language model.
 
     Raises:
         UserError: a key is missing, contradicts another or asks for what the towers here do not do.

@@ -10,7 +10,7 @@ beside the same conversion through a ``GPTModel`` (one process, bf16, four layer
     Megatron -> Hugging Face      0.66 GB       5.6 GB          1 : 8.4
 
 The first is the largest tensor (the embedding, 0.62 GB) whatever the size of the model; the second grows with it (at
-1.9 GB: 1 : 4.0 and 1 : 4.5). Both wait for the disk: seconds are the same within noise. To measure again:
+1.9 GB: 1 : 4.0 and 1 : 4.5). Both wait for the disk: their times are the same within noise. To measure again:
 
     python tools/measure_conversion.py --folder /data/measure --gigabytes 3.5 --steps make to-megatron to-hf \\
         model-to-megatron model-to-hf

@@ -1,9 +1,9 @@
 """The description of a distributed checkpoint, ``.metadata``, which the format defines as a pickle.
 
-The only file of mopd that pickles. Reading makes neither a class nor a call of the file's choosing: names that the
-format needs become inert parts, every other name and every other opcode is refused, and the description is built anew
-from the parts that make sense. A manifest beside the file proves that it is whole, not who wrote it, so that whoever
-has one reads through here all the same.
+The only file of mopd that pickles. Reading instantiates no class and makes no call that the file chooses: names that
+the format needs become inert parts, every other name and every other opcode is refused, and the description is built
+anew from the parts that make sense. A manifest beside the file proves that it is whole, not who wrote it, so files with
+a manifest are read the same way.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mopd.types import UserError
 __all__ = ["UnpicklingError", "read_description", "write_description"]
 
 MAX_BYTES = 2**30
-"""A description of a model of 671 billion weights with optimizer states has some tens of megabytes."""
+"""Largest description; that of 671 billion weights with optimizer states has some tens of megabytes."""
 _MAX_DIMENSIONS = 16
 _MAX_NUMBER = 2**63
 _CURE = "restore the folder"
@@ -52,12 +52,12 @@ _DAMAGE = (
     ValueError,
     MemoryError,
 )
-"""What the standard library's unpickler raises over a damaged pickle."""
+"""Errors that the standard library's unpickler raises on a damaged pickle."""
 
 
 def read_description(path: Path) -> Metadata:
-    """What ``write_description`` or Megatron wrote: names, dtypes and boxes of tensors, and the places of both tensors
-    and objects, each a plain file name and a range of bytes.
+    """Return what ``write_description`` or Megatron wrote: names, dtypes and boxes of tensors, and the places of both
+    tensors and objects, each a plain file name and a range of bytes.
 
     Raises:
         UserError: corrupt, or with anything in it that no description needs.
@@ -70,27 +70,27 @@ def read_description(path: Path) -> Metadata:
 
 
 def write_description(path: Path, metadata: Metadata) -> None:
-    """Write it; equal descriptions give equal bytes."""
+    """Write a description; equal descriptions give equal bytes."""
     with path.open("wb") as stream:
         pickle.dump(metadata, stream)
 
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """A class or function that the file names; never the thing itself."""
+    """Name of a class or function that the file mentions; never the thing itself."""
 
     name: str
 
 
 @dataclass(eq=False, slots=True)
 class _Part:
-    """An object of the file: what it says it is, and the state that it says it has."""
+    """Inert stand-in for an object of the file: the class name and the state that the file gives."""
 
     name: str
     state: Any = None
 
     def field(self, key: str) -> Any:
-        """One entry of the state."""
+        """Return one entry of the state."""
         if type(self.state) is not dict or key not in self.state:
             raise UnpicklingError(f"a {self.name} has no {key}")
         return self.state[key]
@@ -122,8 +122,8 @@ _OPCODES = (
 
 
 class _DescriptionUnpickler(pickle._Unpickler):
-    """The standard library's unpickler in Python, whose table of opcodes can be cut and whose memo is a dictionary: the
-    one in C allocates whatever the file asks for."""
+    """Unpickler of descriptions. Derived from the standard library's in Python, whose table of opcodes can be cut and
+    whose memo is a dictionary: the one in C allocates whatever the file asks for."""
 
     stack: list[Any]
     append: Callable[[Any], None]
@@ -132,7 +132,7 @@ class _DescriptionUnpickler(pickle._Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """A dtype, or the inert name of something that the format needs."""
+        """Return a dtype, or the inert name of something that the format needs."""
         dtype = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
         if isinstance(dtype, torch.dtype):
             return dtype
@@ -141,14 +141,14 @@ class _DescriptionUnpickler(pickle._Unpickler):
         raise UnpicklingError(f"it holds a {module}.{name}, which no description of tensors needs")
 
     def load_newobj(self) -> None:
-        """An object without a state."""
+        """Push an object without a state."""
         arguments, kind = self.stack.pop(), self.stack.pop()
         if type(kind) is not _Name or arguments != ():
             raise UnpicklingError("it makes an object that no description of tensors needs")
         self.append(_Part(kind.name))
 
     def load_reduce(self) -> None:
-        """The few calls of the format, as values."""
+        """Replace the format's few calls by values."""
         arguments, function = self.stack.pop(), self.stack[-1]
         if type(function) is not _Name or type(arguments) is not tuple:
             raise UnpicklingError("it calls what no description of tensors needs")
@@ -162,7 +162,7 @@ class _DescriptionUnpickler(pickle._Unpickler):
             raise UnpicklingError(f"it calls {function.name} with {len(arguments)} arguments")
 
     def load_build(self) -> None:
-        """The state of an object, once."""
+        """Set the state of an object, once."""
         state, part = self.stack.pop(), self.stack[-1]
         if type(part) is not _Part or part.state is not None:
             raise UnpicklingError("it changes what no description of tensors changes")
@@ -172,7 +172,7 @@ class _DescriptionUnpickler(pickle._Unpickler):
 
 
 def _metadata(root: Any) -> Metadata:
-    """The description of which the parts speak."""
+    """Return the description that the parts make up."""
     _require(root, "Metadata")
     tensors, storage = root.field("state_dict_metadata"), root.field("storage_data")
     if type(tensors) is not dict or type(storage) is not dict:
@@ -238,7 +238,7 @@ def _text(value: Any) -> str:
 
 
 def _numbers(values: Any) -> torch.Size:
-    """Sizes or offsets."""
+    """Return sizes or offsets, checked."""
     if not isinstance(values, (tuple, list)) or len(values) > _MAX_DIMENSIONS:
         raise UnpicklingError("it has no list of sizes where one belongs")
     if not all(type(value) is int and 0 <= value < _MAX_NUMBER for value in values):

@@ -17,16 +17,16 @@ from mopd.text import first_line, message_of
 from mopd.types import UserError
 
 MAX_PICKLE_BYTES = 2**26
-"""Of the one pickle in an archive. It describes tensors, whose values lie beside it."""
+"""Largest pickle in an archive. It describes tensors, whose values lie beside it."""
 DAMAGE = (
     UnpicklingError, zipfile.BadZipFile, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError,
     EOFError, OSError, MemoryError, OverflowError, AssertionError,
 )  # fmt: skip
-"""What torch and the standard library raise over a damaged archive."""
+"""Errors that torch and the standard library raise on a damaged archive."""
 
 
 def load_pickled(path: Path) -> dict[str, Tensor]:
-    """The tensors of a ``.bin`` file by name, as views of the mapped file.
+    """Return the tensors of a ``.bin`` file by name, as views of the mapped file.
 
     Raises:
         UserError: the file is missing, holds anything but named tensors of a plain dtype, is corrupt, or has the format
@@ -52,7 +52,7 @@ def load_pickled(path: Path) -> dict[str, Tensor]:
 
 
 def load_plain(stream: IO[bytes]) -> Any:
-    """The value of one archive of ``torch.save``: containers, numbers, text and tensors.
+    """Return the value of one archive of ``torch.save``: containers, numbers, text and tensors.
 
     Raises:
         DAMAGE: the archive is damaged, inflates, or holds anything else.
@@ -63,10 +63,11 @@ def load_plain(stream: IO[bytes]) -> Any:
 
 
 def require_plain_archive(stream: IO[bytes], *, max_pickle_bytes: int = MAX_PICKLE_BYTES) -> list[zipfile.ZipInfo]:
-    """The entries of an archive as ``torch.save`` writes it: nothing compressed, so that none is larger than its file.
+    """Return the entries of an archive as ``torch.save`` writes it: nothing compressed, so that none is larger than its
+    file.
 
     Raises:
-        DAMAGE: it is none.
+        DAMAGE: it is no such archive.
     """
     with zipfile.ZipFile(stream) as archive:
         entries = archive.infolist()
@@ -79,7 +80,7 @@ def require_plain_archive(stream: IO[bytes], *, max_pickle_bytes: int = MAX_PICK
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of what a library says, short."""
+    """Return the first line of a library's error, shortened."""
     text = message_of(error)
     if "weights_only" in text:  # torch goes on to recommend reading it without limits
         found = re.search(r"Unsupported (?:global: GLOBAL|class|operand) (\S+)", text)

@@ -1,9 +1,9 @@
-"""Where the rows of the name tables lie in a distributed checkpoint (``torch_dist``), and how it is cut into files.
+"""Places of the name tables' rows in a distributed checkpoint (``torch_dist``), and its division into files.
 
-In a model whose layers are all alike Megatron stacks them: one tensor ``decoder.layers.mlp.linear_fc1.weight`` of
-shape [L, 2F, H], experts ``decoder.layers.mlp.experts.experts.linear_fc1.weight`` of shape [L, E, 2F, H]. Where dense
-and expert layers mix, each layer has keys of its own (``decoder.layers.3.…``) and only experts are stacked.
-Keys are those of the TransformerEngine layer spec, which the student makes Megatron's local spec write too.
+In a model whose layers are all alike Megatron stacks them: one tensor ``decoder.layers.mlp.linear_fc1.weight`` of shape
+[L, 2F, H], experts ``decoder.layers.mlp.experts.experts.linear_fc1.weight`` of shape [L, E, 2F, H]. Where dense and
+expert layers mix, each layer has keys of its own (``decoder.layers.3.…``) and only experts are stacked. Keys are those
+of the TransformerEngine layer spec, which the student makes Megatron's local spec write too.
 
 The values of a checkpoint do not depend on a layout, and any layout can load any cut. The cut decides who reads what:
 with that of its own layout every rank reads its own files, and rank 0's for what all ranks hold alike.
@@ -41,7 +41,7 @@ class TargetLayout:
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int = 1
-    """Model chunks of each pipeline stage."""
+    """Number of model chunks of each pipeline stage."""
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
     expert_model_parallel_size: int = 1
@@ -49,15 +49,16 @@ class TargetLayout:
 
     @property
     def stages(self) -> Stages:
+        """The pipeline stages of this layout."""
         return Stages(**{field.name: getattr(self, field.name) for field in fields(Stages)})
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one pipeline stage, as few as the degrees allow."""
+        """Number of ranks of one pipeline stage, as few as the degrees allow."""
         return lcm(self.tensor_model_parallel_size, self.expert_tensor_parallel_size * self.expert_model_parallel_size)
 
     def check_degrees(self) -> None:
-        """Refuses a number below 1, and what needs stages without stages, or too few.
+        """Refuse a number below 1, and options of stages if there is one stage, or too few.
 
         Raises:
             UserError: one line with the option to set.
@@ -75,7 +76,7 @@ class TargetLayout:
             raise UserError(f"{' and '.join(map(_option, uneven))}: of two stages, give the layers of one")
 
     def check(self, dims: ModelDims) -> None:
-        """Refuses a layout that would split a head group, an expert or a layer.
+        """Refuse a layout that would split a head group, an expert or a layer.
 
         Raises:
             UserError: one line with both numbers and the option to set.
@@ -108,7 +109,7 @@ class TargetLayout:
 
 
 def _option(name: str) -> str:
-    """On the command line."""
+    """Return a field's name as an option of the command line."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -117,8 +118,8 @@ class ShardedKey:
     """One parameter's place among the stacked tensors.
 
     Example (layer 2 of 4, expert 1 of 8): ``key="decoder.layers.mlp.experts.experts.linear_fc1.weight", index=(2, 1),
-    stacked=(4, 8)``: the parameter is ``checkpoint[key][2, 1]`` and the checkpoint's tensor has shape
-    ``(4, 8, *whole_shape(placed))``.
+    stacked=(4, 8)``: the parameter is ``checkpoint[key][2, 1]`` and the checkpoint's tensor has shape ``(4, 8,
+    *whole_shape(placed))``.
     """
 
     key: str
@@ -130,7 +131,7 @@ class ShardedKey:
 
 
 def sharded_key(placed: Placed, dims: ModelDims) -> ShardedKey:
-    """Key and position of one parameter."""
+    """Return key and position of one parameter."""
     # The last name is TransformerEngine's; its grouped experts carry numbers that Megatron's checkpoint does not.
     key = placed.megatron[-1] if placed.expert is None else _EXPERT_NUMBER.sub(".experts", placed.megatron[0])
     index: tuple[int, ...] = ()
@@ -145,7 +146,7 @@ def sharded_key(placed: Placed, dims: ModelDims) -> ShardedKey:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One box of one stacked tensor, and where it comes from."""
+    """One box of one stacked tensor, and its source."""
 
     placed: Placed
     place: ShardedKey
@@ -154,8 +155,9 @@ class Piece:
     dim: int
     """The cut dimension of the parameter."""
     start: int
-    """Its rows (columns) ``start:stop`` of the parameter over all ranks, vocabulary padding included."""
+    """First row (or column) of the parameter over all ranks, vocabulary padding included."""
     stop: int
+    """End of these rows, exclusive."""
     sizes: tuple[int, ...]
     """Shape of the box without stacked dimensions."""
     whole: tuple[int, ...]
@@ -173,7 +175,7 @@ class Piece:
 
 
 def pieces(dims: ModelDims, layout: TargetLayout) -> Iterator[Piece]:
-    """All boxes of the checkpoint in model order, those of a parameter by rank."""
+    """Yield all boxes of the checkpoint in model order, those of a parameter by rank."""
     stages = layout.stages
     for placed in families.all_params(dims):
         place, shape = sharded_key(placed, dims), padded_shape(placed, dims, layout)
@@ -189,7 +191,7 @@ def pieces(dims: ModelDims, layout: TargetLayout) -> Iterator[Piece]:
 
 
 def padded_shape(placed: Placed, dims: ModelDims, layout: TargetLayout) -> tuple[int, ...]:
-    """Shape of a parameter over all ranks, with the rows that pad the vocabulary."""
+    """Return the shape of a parameter over all ranks, with the rows that pad the vocabulary."""
     shape = whole_shape(placed)
     if placed.param.merge != "vocab":
         return shape
@@ -197,9 +199,10 @@ def padded_shape(placed: Placed, dims: ModelDims, layout: TargetLayout) -> tuple
 
 
 def files(cut: Sequence[Piece], itemsize: Mapping[str, int], max_file_bytes: int) -> dict[str, list[Piece]]:
-    """The pieces of each file by name, ``__<rank>_<number>.distcp``: a rank's pieces in order, cut where a file fills.
+    """Return the pieces of each file by name, ``__<rank>_<number>.distcp``: a rank's pieces in order, cut where a file
+    fills.
 
-    ``itemsize`` are bytes of an element by key.
+    ``itemsize`` gives the bytes of an element by key.
     """
     by_owner: dict[int, list[Piece]] = {}
     for piece in cut:
@@ -214,7 +217,7 @@ def files(cut: Sequence[Piece], itemsize: Mapping[str, int], max_file_bytes: int
 
 
 def extra_state_keys(places: Sequence[ShardedKey]) -> list[str]:
-    """Keys of the empty objects that Megatron's linear layers (and TransformerEngine's attention) ask for."""
+    """Return the keys of the empty objects that Megatron's linear layers (and TransformerEngine's attention) expect."""
     keys: dict[str, None] = {}
     for place in places:
         found = _LINEAR.fullmatch(place.key)
@@ -231,7 +234,7 @@ def extra_state_keys(places: Sequence[ShardedKey]) -> list[str]:
 
 
 def one_dtype_per_key(cut: Sequence[Piece], dtype_of: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-    """Dtype by key, from the dtypes of the Hugging Face tensors.
+    """Return the dtype by key, from the dtypes of the Hugging Face tensors.
 
     Raises:
         UserError: tensors that the checkpoint stacks into one have several dtypes.

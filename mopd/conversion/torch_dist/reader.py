@@ -1,8 +1,8 @@
-"""Reads tensors out of a distributed checkpoint (``torch_dist``) without building the model that it belongs to.
+"""Reader of tensors of a distributed checkpoint (``torch_dist``) that does not build the model.
 
 The format (PyTorch's distributed checkpoint, as Megatron-Core 0.16 writes it): ``.metadata`` is a pickle that says into
 which chunks each tensor is cut and where each chunk lies; a chunk is a small ``torch.save`` archive inside a
-``.distcp`` file. Chunks are mapped, not read. The pickle may construct the classes of that description and no others.
+``.distcp`` file. Chunks are mapped, not read. ``description.py`` reads the pickle as inert values.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ FORMAT = {
     "common_backend_version": 1,
 }  # fmt: skip
 _LOCAL_HEADER_BYTES = 30
-"""Of a zip entry, before its name."""
+"""Length of a zip entry's local header, before its name."""
 _TENSOR_PICKLE_BYTES = 2**16
-"""Of the description of one tensor in its archive; a few hundred as torch writes it."""
+"""Largest description of one tensor in its archive; torch writes a few hundred bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Chunk:
 
 
 class TorchDistReader:
-    """Boxes of the tensors of one checkpoint folder, by key.
+    """Reader of boxes of the tensors of one checkpoint folder, by key.
 
     Opening compares the pickled description with the manifest; ``check_hashes`` does so with the data files.
 
@@ -86,23 +86,24 @@ class TorchDistReader:
         return frozenset(self._tensors)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a whole tensor, stacked dimensions included."""
+        """Return the shape of a whole tensor, stacked dimensions included."""
         return tuple(self._find(key).size)
 
     def dtype(self, key: str) -> torch.dtype:
-        """Dtype of a tensor."""
+        """Return the dtype of a tensor."""
         return self._find(key).properties.dtype
 
     def num_chunks(self, key: str) -> int:
-        """Into how many boxes a tensor is cut."""
+        """Return the number of boxes that a tensor is cut into."""
         return len(self._find(key).chunks)
 
     def files_of(self, keys: Sequence[str]) -> list[str]:
-        """Names of the files that hold these tensors, sorted."""
+        """Return the names of the files that hold these tensors, sorted."""
         return sorted({chunk.file for key in keys for chunks in self._chunks[key].values() for chunk in chunks})
 
     def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of a tensor, of shape ``sizes``: a view of the mapped file where one chunk is that box, else a copy.
+        """Return a box of a tensor, of shape ``sizes``: a view of the mapped file if one chunk is that box, else a
+        copy.
 
         Raises:
             UserError: no chunk holds some part of it, or a chunk is corrupt.
@@ -132,6 +133,7 @@ class TorchDistReader:
             source = tuple(slice(first - b, last - b) for (first, last), b in zip(bounds, chunk.offsets, strict=True))
             box[target] = self._map(key, chunk)[source]
             num_found += prod(last - first for first, last in bounds)
+        # Chunks do not overlap, so the number of elements shows whether every part was found.
         if num_found != box.numel():
             raise UserError(
                 f"{self.folder / METADATA_FILE}: has no entry for a part of tensor '{key}' (asked for "
@@ -140,7 +142,7 @@ class TorchDistReader:
         return box
 
     def check_hashes(self, names: Sequence[str], is_over: Callable[[], bool]) -> None:
-        """Compare files with the manifest, one after another until ``is_over()``; without a manifest, nothing.
+        """Compare files with the manifest, one after another until ``is_over()``; without a manifest, do nothing.
 
         Raises:
             UserError: the file has changed since it was written.
@@ -161,7 +163,7 @@ class TorchDistReader:
             raise UserError(f"{path}: changed since it was saved (sha256); restore the folder")
 
     def _index(self, storage: dict[Any, Any]) -> dict[str, dict[int, list[Chunk]]]:
-        """Chunks by key and first row, so that one layer of a stacked tensor is found without a search."""
+        """Return chunks by key and first row, so that one layer of a stacked tensor is found without a search."""
         index: dict[str, dict[int, list[Chunk]]] = {key: defaultdict(list) for key in self._tensors}
         places = {(entry.fqn, entry.offset): place for entry, place in storage.items()}
         for key, tensor in self._tensors.items():
@@ -230,17 +232,19 @@ class _Window(io.RawIOBase):
 
 
 def _map_archive(path: Path, start: int, num_bytes: int) -> Tensor:
-    """The one tensor of a ``torch.save`` archive inside a file, mapped."""
+    """Return the one tensor of a ``torch.save`` archive inside a file, mapped."""
     if path.stat().st_size < start + num_bytes:
         raise ValueError("shorter than described")
     with path.open("rb") as file:
         view = _Window(file, start, num_bytes)
         entries = require_plain_archive(cast(IO[bytes], view), max_pickle_bytes=_TENSOR_PICKLE_BYTES)
         view.seek(0)
+        # On the meta device only shape and dtype are read; the values are mapped from their place in the archive.
         like = torch.load(cast(IO[bytes], view), map_location="meta", weights_only=True)
         data = next((item for item in entries if item.filename.endswith("/data/0")), None)
         if not isinstance(like, Tensor) or data is None:
             raise ValueError("no tensor")
+        # An expanded tensor would ask for more memory than its file has.
         if like.numel() * like.dtype.itemsize > data.file_size:
             raise ValueError("fewer values than its shape")
         file.seek(start + data.header_offset)
@@ -251,10 +255,10 @@ def _map_archive(path: Path, start: int, num_bytes: int) -> Tensor:
 
 
 def require_format(folder: Path) -> None:
-    """Refuses what is no distributed checkpoint of Megatron-Core, or of a version that is not read here.
+    """Refuse what is no distributed checkpoint of Megatron-Core, or of an unknown version.
 
     Raises:
-        UserError: names ``metadata.json`` and what stands in it.
+        UserError: names ``metadata.json`` and what it says.
     """
     path = folder / FORMAT_FILE
     format_ = read_json_object(path, cure="give the folder of a Megatron-Core distributed checkpoint")
@@ -285,10 +289,10 @@ def _read_hashes(folder: Path, allow_pickle: bool) -> dict[str, str]:
 
 
 def read_hashes(path: Path) -> dict[str, str]:
-    """The ``sha256`` of a ``manifest.json``: file names relative to its folder -> hexadecimal hashes.
+    """Return the ``sha256`` of a ``manifest.json``: file names relative to its folder -> hexadecimal hashes.
 
-    They prove that the files are those that were written with this manifest. Whoever can change the files can write
-    another manifest: what they hold must be read as if nobody had vouched for it.
+    They prove that the files are those that were written with this manifest. An author who can change the files can
+    write another manifest, so the files' content must still be treated as untrusted.
 
     Raises:
         UserError: the manifest is missing, damaged or another program's.

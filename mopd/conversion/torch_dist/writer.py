@@ -1,4 +1,4 @@
-"""Writes the files of a distributed checkpoint, box by box; see ``reader.py`` for the format."""
+"""Writer of the files of a distributed checkpoint, box by box; ``reader.py`` describes the format."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ EXTRA_STATE_FILE = "__0_extra_state.distcp"
 SIDE_FILES = "hf"
 """Folder of the files that an export needs: config, tokenizer, licence, …"""
 ARCHIVE_BYTES = 1200
-"""Size of an archive beyond its tensor, nearly."""
+"""Approximate size of an archive beyond its tensor."""
 CONTENT = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""What Megatron's readers are told about a checkpoint."""
+"""Description of the checkpoint for Megatron's readers."""
 
 
 def data_file(
     name: str, content: Sequence[Piece], itemsize: Mapping[str, int], read: Callable[[Piece], Tensor]
 ) -> OutputFile:
-    """One ``.distcp`` file; ``read`` gives a piece's values, of its ``sizes``. Its facts are lengths of archives."""
+    """Return one ``.distcp`` file; ``read`` returns a piece's values, of its ``sizes``. Its facts: archive lengths."""
 
     def write(stream: BinaryIO) -> list[int]:
         lengths = []
         for piece in content:
             before = stream.tell()
             tensor = read(piece).contiguous().view(piece.box)
-            if tensor.untyped_storage().nbytes() != tensor.nbytes:  # an archive takes the whole storage
+            if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save would write the whole storage
                 tensor = tensor.clone()
             _save(tensor, stream)
             lengths.append(stream.tell() - before)
@@ -59,7 +59,7 @@ def data_file(
 
 
 def extra_state_file() -> OutputFile:
-    """One empty object, which stands for all of them."""
+    """Return the file of one empty object, to which all extra-state keys point."""
 
     def write(stream: BinaryIO) -> list[int]:
         buffer = io.BytesIO()

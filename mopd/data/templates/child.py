@@ -1,9 +1,13 @@
 """Program of the process in which one chat template renders.
 
 ``python -I -S child.py PARENT_PID PROGRESS_FD LIBRARY…`` imports nothing of mopd; jinja2 is in a LIBRARY. Standard
-input and output are one socket, a JSON text a line: first ``{"template": text, "arguments": {…}, "limits": {…}}``, then
-batches of conversations (``[[message, …], …]``), each answered by ``{"texts": [text, …]}`` or ``{"error": text, "row":
-number in the batch}``. The row at work stands in PROGRESS_FD, which outlives a process that is killed.
+input and output are one socket, a JSON text a line::
+
+    parent ── {"template": text, "arguments": {…}, "limits": {…}} ──> child      once
+    parent ── [[message, …], …]  a batch of conversations ──────────> child
+           <── {"texts": [text, …]}  or  {"error": text, "row": number in the batch} ──
+
+The number of the current row stands in PROGRESS_FD, which the parent can still read after this process is killed.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ MAX_ERROR_CHARACTERS = 1000
 
 
 class Limits:
-    """What a template may take: processor time, memory and text, for one row and for all of them."""
+    """Limits of processor time, memory and text for a template, for one row and for all of them."""
 
     def __init__(self, render_s: float, mean_render_s: float, memory_bytes: int, characters: int, mean_characters: int):
         self._render_s, self._mean_render_s = render_s, mean_render_s
@@ -41,22 +45,22 @@ class Limits:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        # The default action, which ends the process, and no handler: Python's wait for the end of an operation in C.
+        # The default action ends the process. A Python handler would wait until an operation in C returns.
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
         signal.setitimer(signal.ITIMER_PROF, render_s)
 
     def begin_batch(self, num_rows: int, num_bytes: int) -> None:
-        """Grant a batch its share of text: what its rows hold twice, and the mean for each."""
+        """Grant a batch its share of text: twice what its rows hold, and the mean for each."""
         self._left_characters += self._mean_characters * num_rows + 2 * num_bytes
 
     def begin_row(self) -> None:
-        """Grant a row its processor time: what is left of the rows before it and the mean, at most that of one row."""
+        """Grant a row its processor time: what the rows before it have left and the mean, at most that of one row."""
         left_s = signal.getitimer(signal.ITIMER_PROF)[0]
         signal.setitimer(signal.ITIMER_PROF, min(self._render_s, left_s + self._mean_render_s))
 
     def check_text(self, text: str) -> None:
-        """``ValueError`` if this text or all of them together are too long, or cannot be encoded."""
+        """Raise ``ValueError`` if this text or all of them together are too long, or cannot be encoded."""
         self._left_characters -= len(text)
         if len(text) > self._characters:
             raise ValueError(f"its text has {len(text)} characters, the limit is {self._characters}")
@@ -66,12 +70,12 @@ class Limits:
 
 
 class GenerationTag(Extension):
-    """The tag around what a model has said. transformers can mark its tokens; here it is text like any other."""
+    """The tag around the model's own messages. transformers can mark its tokens; here it is text like any other."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
     def parse(self, parser: Any) -> nodes.Node:
-        """Make a call of what the tag encloses, which gives it a scope of its own."""
+        """Turn the enclosed statements into a call, which gives them a scope of their own."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method(self._body.__name__), [], [], body).set_lineno(line)
@@ -83,7 +87,7 @@ class GenerationTag(Extension):
 def tojson(
     x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """JSON without jinja's escapes for HTML."""
+    """Return JSON without jinja's escapes for HTML."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -93,12 +97,12 @@ def raise_exception(message: Any) -> None:
 
 
 def strftime_now(format: str) -> str:
-    """Write the date as ``format`` says."""
+    """Return the date in the form ``format``."""
     return datetime.now().strftime(format)
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """What a template knows, as in ``transformers.utils.chat_template_utils`` of transformers 5.
+    """Return the environment of a template, as in ``transformers.utils.chat_template_utils`` of transformers 5.
 
     That module takes a second to import; ``tests/unit/data/test_templates.py`` compares the two.
     """
@@ -112,7 +116,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 
 
 def compiled(template: str, arguments: dict[str, Any]) -> Callable[[list[Any]], str]:
-    """What makes a text of a conversation, as a tokenizer's ``apply_chat_template`` does."""
+    """Return a function that renders a conversation, as a tokenizer's ``apply_chat_template`` does."""
     for name in ("tools", "documents"):
         value = arguments.setdefault(name, None)
         if value is not None and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
@@ -122,7 +126,7 @@ def compiled(template: str, arguments: dict[str, Any]) -> Callable[[list[Any]], 
 
 
 def described(error: Exception, memory_bytes: int) -> str:
-    """An error in words, whatever its own method for that does."""
+    """Return an error in words, whatever its own method for that does."""
     try:
         if isinstance(error, MemoryError):
             return f"it took more than {memory_bytes / 2**20:g} MiB of memory"
@@ -134,7 +138,7 @@ def described(error: Exception, memory_bytes: int) -> str:
 def main(parent_pid: int, progress_fd: int) -> None:
     """Render batches until standard input closes."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before the call above
+    if os.getppid() != parent_pid:  # the parent died before the call above
         os._exit(1)
     progress = mmap.mmap(progress_fd, mmap.PAGESIZE)
     calls, answers = sys.stdin.buffer, sys.stdout.buffer

@@ -1,4 +1,4 @@
-"""Chat templates, programs of whoever made the model, at work: in a process with limits, every failure in one line."""
+"""Rendering of chat templates, which are untrusted programs: in a process with limits, every failure in one line."""
 
 from __future__ import annotations
 
@@ -28,35 +28,36 @@ if TYPE_CHECKING:
 PROGRAM = Path(__file__).with_name("child.py")
 MAX_TEMPLATE_BYTES = 2**20
 MAX_RENDER_S = 2.0
-"""Processor time for one row; a template takes well under a millisecond."""
+"""Limit of processor time for one row; a template takes well under a millisecond."""
 MEAN_RENDER_S = 0.02
-"""Processor time a row over many of them."""
+"""Limit of processor time per row over many of them."""
 MAX_MEMORY_BYTES = 2**29
 """Address space of the process. The longest prompt takes a quarter of it."""
 MAX_PROMPT_CHARACTERS = 4 * 2**20
-"""A prompt beyond this is a mistake in the data, and some tokenizers take minutes to say how many tokens it has."""
+"""Longest prompt. A longer one is a mistake in the data, and some tokenizers take minutes to tokenize it."""
 MEAN_TEXT_CHARACTERS = 2**16
-"""Text a row over many of them, beyond twice what the rows hold."""
+"""Limit of text per row over many of them, beyond twice what the rows hold."""
 ESCAPE_CHARACTERS = 6
 """Most bytes that one character takes in JSON."""
 BATCH_ROWS = 256
 BATCH_CHARACTERS = 2**20
 DEADLINE_S = 600.0
-"""Time for an answer: for a process that somebody has stopped. What a template does ends by processor time."""
+"""Deadline for an answer, against a process that was stopped (SIGSTOP). Limits of processor time end a template."""
 END_S = 10.0
 
 
 class Renderer:
-    """Renders conversations, a batch while the next one is read. Its process lives from the first to the context's end.
+    """Renders conversations, one batch while the next is read. Its process lives from the first batch to the context's
+    end.
 
     Not thread-safe.
     """
 
     def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises ``UserError`` where the file of ``data.chat_template``, if any, cannot be read."""
+        """Raise ``UserError`` if the file of ``data.chat_template`` is set and cannot be read."""
         self._cfg, self._tokenizer = cfg, tokenizer
         self._template: str | None = None
-        """In place of the tokenizer's own."""
+        """Template in place of the tokenizer's own."""
         if cfg.chat_template is not None:
             cure = "correct data.chat_template"
             self._template = read_text(cfg.chat_template, cure=cure, max_bytes=MAX_TEMPLATE_BYTES)
@@ -67,7 +68,7 @@ class Renderer:
         self._num_characters = 0
         self._places: list[str] = []
         self._sent: list[str] = []
-        """Places of the batch that the process has."""
+        """Places of the batch that the process is rendering."""
         self._texts: list[str] = []
 
     def __enter__(self) -> Renderer:
@@ -81,7 +82,7 @@ class Renderer:
         """Add a conversation; ``place`` heads its errors.
 
         Raises:
-            UserError: as ``texts`` does, of earlier conversations too; this one is too long.
+            UserError: as ``texts`` does, for earlier conversations too; this one is too long.
         """
         row = json.dumps(messages, default=_plain)
         if len(row) > ESCAPE_CHARACTERS * MAX_PROMPT_CHARACTERS:
@@ -93,7 +94,7 @@ class Renderer:
             self._send()
 
     def texts(self) -> list[str]:
-        """Texts, each with a generation prompt, of the conversations since the last call, in their order.
+        """Return the texts, each with a generation prompt, of the conversations since the last call, in their order.
 
         Raises:
             UserError: the template raises something, makes no text that can be encoded, or exceeds a limit.
@@ -132,7 +133,7 @@ class Renderer:
                 raise TypeError(f"it is {reprlib.repr(template)}, not text")
             if len(template) > MAX_TEMPLATE_BYTES:
                 raise ValueError(f"it has {len(template)} characters, the limit is {MAX_TEMPLATE_BYTES}")
-        except Exception as error:  # of a tokenizer that has none, several, or other things
+        except Exception as error:  # the tokenizer has none, several, or something else
             raise self._failure(place, str(error)) from error
         limits = {
             "render_s": MAX_RENDER_S,
@@ -155,7 +156,7 @@ class Renderer:
 
 
 class _TemplateEnded(Exception):
-    """The process is gone, at ``row`` of its batch; in words why."""
+    """The process has ended at ``row`` of its batch; the text says why."""
 
     def __init__(self, row: int, why: str) -> None:
         super().__init__(why)
@@ -171,6 +172,7 @@ class _TemplateProcess:
             on_error.callback(self._socket.close)
             self._socket.settimeout(DEADLINE_S)
             self._answers = on_error.enter_context(self._socket.makefile("rb"))
+            # Memory that both processes map: it can be read after the child was killed.
             self._progress = os.memfd_create("mopd-template")
             on_error.callback(os.close, self._progress)
             os.ftruncate(self._progress, os.sysconf("SC_PAGE_SIZE"))
@@ -191,7 +193,7 @@ class _TemplateProcess:
         self.send(settings)
 
     def send(self, message: bytes) -> None:
-        """Write to the process. If it reads no more, ``receive`` says why."""
+        """Write to the process. If it no longer reads, ``receive`` says why."""
         try:
             self._socket.sendall(message)
         except TimeoutError:
@@ -200,13 +202,14 @@ class _TemplateProcess:
             return
 
     def receive(self) -> dict[str, Any]:
-        """Return the next answer. Raises ``_TemplateEnded`` if none will come."""
+        """Return the next answer. Raise ``_TemplateEnded`` if none will come."""
         try:
             line = b"" if self._is_late else self._answers.readline(MAX_MEMORY_BYTES)
         except TimeoutError:
             line, self._is_late = b"", True
         except ConnectionResetError:
             line = b""
+        # Anything but a whole line means that the process is gone or too late.
         if line.endswith(b"\n"):
             answer: dict[str, Any] = json.loads(line)
             return answer
@@ -227,5 +230,5 @@ class _TemplateProcess:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no form for, as a template would print it: a date of a parquet file, say."""
+    """Return what JSON has no form for as a template would print it, for example a date of a parquet file."""
     return dict(value) if isinstance(value, Mapping) else str(value)

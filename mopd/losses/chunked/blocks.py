@@ -1,4 +1,4 @@
-"""Rows of a logits tensor as two-dimensional blocks, in memory order and without copying.
+"""Two-dimensional blocks of the rows of a logits tensor, in memory order and without copying.
 
 Shape legend: T rows (all leading dims together), V columns, N selected columns of a row.
 """
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = 1 << 20
-"""Elements of the largest scratch buffer on a CPU: 7 rows of a 151,936-token vocabulary, which stay in its cache."""
+"""Largest scratch buffer on a CPU, in elements: 7 rows of a 151,936-token vocabulary, which stay in its cache."""
 
 GPU_BLOCK_BYTES = 1 << 27
-"""Of the fp32 scratch buffer on a GPU, whose kernels want thousands of blocks of threads: 220 such rows."""
+"""Size of the fp32 scratch buffer on a GPU, whose kernels want thousands of blocks of threads: 220 such rows."""
 
 SYNCHRONOUS_DEVICES: tuple[str, ...] = ("cpu",)
-"""Devices whose values can steer the program; on any other, looking at one waits for the device."""
+"""Devices whose values Python code may branch on; on any other, reading a value waits for the device."""
 
 
 def can_look(x: Tensor) -> bool:
-    """Whether the values of ``x`` may steer the program."""
+    """Return whether Python code may branch on the values of ``x`` without waiting."""
     return x.device.type in SYNCHRONOUS_DEVICES
 
 
@@ -35,19 +35,20 @@ class Slab:
     rows: slice
 
     def view(self, x: Tensor) -> Tensor:
-        """The slab of ``x`` as ``[rows, V]``, sharing memory."""
+        """Return the slab of ``x`` as ``[rows, V]``, sharing memory."""
         if self.axis is None:
             return x.view(x.shape[:-1].numel(), x.size(-1))
         return x.select(self.axis, self.position)
 
 
 def slabs(x: Tensor) -> list[Slab]:
-    """Splits ``[T, V]`` or ``[A, B, V]`` of any strides into two-dimensional views."""
+    """Split ``[T, V]`` or ``[A, B, V]`` of any strides into two-dimensional views."""
     if x.dim() == 2:
         return [Slab(None, 0, slice(0, x.size(0), 1))]
     outer, inner = x.size(0), x.size(1)
     if outer == 1 or inner == 1 or x.stride(0) == inner * x.stride(1):
         return [Slab(None, 0, slice(0, outer * inner, 1))]
+    # No single view exists: one slab for each index of the shorter dimension.
     if outer <= inner:
         return [Slab(0, a, slice(a * inner, (a + 1) * inner, 1)) for a in range(outer)]
     return [Slab(1, b, slice(b, outer * inner, inner)) for b in range(inner)]
@@ -55,7 +56,7 @@ def slabs(x: Tensor) -> list[Slab]:
 
 @dataclass(frozen=True)
 class Block:
-    """A few rows of one slab; ``pick`` names those of weight other than 0, None stands for all rows."""
+    """A few rows of one slab; ``pick`` numbers those whose weight is not 0, None stands for all rows."""
 
     slab: Slab
     low: int
@@ -64,25 +65,25 @@ class Block:
 
     @property
     def empty(self) -> bool:
-        """No row of the block has weight."""
+        """Whether no row of the block has weight."""
         return self.pick is not None and self.pick.numel() == 0
 
     def of(self, x: Tensor) -> Tensor:
-        """All rows of the block in ``[..., V]``: a view."""
+        """Return all rows of the block in ``[..., V]``, as a view."""
         return self.slab.view(x)[self.low : self.high]
 
     def read(self, x: Tensor) -> Tensor:
-        """The picked rows of the block in ``[..., V]``."""
+        """Return the picked rows of the block in ``[..., V]``."""
         rows = self.of(x)
         return rows if self.pick is None else rows.index_select(0, self.pick)
 
     def rows_of(self, per_row: Tensor) -> Tensor:
-        """The picked rows of a per-row tensor ``[T]`` or ``[T, N]``."""
+        """Return the picked rows of a per-row tensor ``[T]`` or ``[T, N]``."""
         rows = per_row[self.slab.rows][self.low : self.high]
         return rows if self.pick is None else rows.index_select(0, self.pick)
 
     def put_rows(self, per_row: Tensor, values: Tensor) -> None:
-        """Writes ``values`` into the picked rows of a per-row tensor."""
+        """Write ``values`` into the picked rows of a per-row tensor."""
         rows = per_row[self.slab.rows][self.low : self.high]
         if self.pick is None:
             rows.copy_(values)
@@ -91,9 +92,9 @@ class Block:
 
 
 def blocks(x: Tensor, active: Tensor | None) -> Iterator[Block]:
-    """Blocks that cover all rows of ``x``; ``active`` ``[T]`` bool marks the rows to compute (None: all).
+    """Yield blocks that cover all rows of ``x``; ``active`` ``[T]`` bool marks the rows to compute (None: all).
 
-    Rows are left out on synchronous devices only.
+    Rows are left out on synchronous devices only: choosing them elsewhere would wait for the device.
     """
     elements = GPU_BLOCK_BYTES // 4 if x.is_cuda else BLOCK_ELEMENTS
     height = max(1, elements // max(1, x.size(-1)))
@@ -109,10 +110,10 @@ def blocks(x: Tensor, active: Tensor | None) -> Iterator[Block]:
 
 
 def scatter_where(block: Tensor, index: Tensor, keep: Tensor, values: Tensor) -> None:
-    """``block[t, index[t, n]] = values[t, n]`` where ``keep``, leaving the rest of ``block`` [R, V] untouched.
+    """Set ``block[t, index[t, n]] = values[t, n]`` where ``keep``, leaving the rest of ``block`` [R, V] untouched.
 
-    Dropped entries repeat a kept one of the same row (or rewrite column 0 with its own value), so no mask is turned
-    into indices: that would wait for the device. Equal indices of one row must carry equal values.
+    Dropped entries repeat a kept one of the same row (or rewrite column 0 with its own value), so that the mask need
+    not be turned into indices, which would wait for the device. Equal indices of one row must carry equal values.
     """
     if index.size(1) == 0:
         return

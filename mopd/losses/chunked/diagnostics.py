@@ -14,11 +14,12 @@ from mopd.losses.chunked.blocks import blocks
 from mopd.losses.chunked.passes import Scratch
 
 LARGEST_EXACT_ID = 1 << 24
-"""Ids travel in fp32, which holds integers up to here."""
+"""Largest id that can be sent in fp32, which holds integers exactly up to here."""
 
 
 def entropy_and_overlap(inp: Tensor, ids_TK: Tensor, call: LossCall) -> tuple[Tensor, Tensor]:
-    """Entropy in nats ``[T]``, and the share of the teacher's ids that are among the student's K most probable ``[T]``.
+    """Return the entropy in nats ``[T]``, and the share of the teacher's ids among the student's K most probable
+    ``[T]``.
 
     One all-reduce of ``[T, tp * (2 + 2 K)]``: per rank the log-sum-exp, the mean logit, and the K best logits with ids.
     """
@@ -39,6 +40,7 @@ def entropy_and_overlap(inp: Tensor, ids_TK: Tensor, call: LossCall) -> tuple[Te
         part[:, 2 : 2 + num_best] = top.values
         part[:, 2 + k : 2 + k + num_best] = (top.indices + shard.start).to(part.dtype)
         block.put_rows(own, part)
+    # A SUM over cells of which one rank each fills its own: exact, and equal on all ranks.
     pay = own.new_zeros(rows, shard.world_size, own.size(1))
     pay[:, shard.rank] = own
     if shard.world_size > 1:
@@ -55,7 +57,7 @@ def entropy_and_overlap(inp: Tensor, ids_TK: Tensor, call: LossCall) -> tuple[Te
 
 
 def entropy_rows(inp: Tensor, call: LossCall) -> Tensor:
-    """Entropy in nats ``[T]``; a pass and an all-reduce of ``[T, tp * 2]``: each rank's log-sum-exp and mean logit."""
+    """Return the entropy in nats ``[T]``; a pass and an all-reduce of ``[T, tp * 2]``: log-sum-exp and mean logit."""
     shard = call.shard
     pay = inp.new_zeros(inp.shape[:-1].numel(), shard.world_size, 2, dtype=call.dtype)
     own = pay[:, shard.rank]
@@ -70,14 +72,14 @@ def entropy_rows(inp: Tensor, call: LossCall) -> Tensor:
 
 
 def _entropy_of_parts(lse: Tensor, mean: Tensor) -> Tensor:
-    """Entropy [T] of a distribution in parts: log-sum-exp and mean logit of each part, [T, parts]."""
+    """Return the entropy [T] of a distribution in parts, from log-sum-exp and mean logit of each part, [T, parts]."""
     joint = torch.logsumexp(lse, 1)
     share = torch.exp(lse - joint.unsqueeze(1))
     return joint - torch.where(share == 0, 0, share * mean).sum(1)
 
 
 def _lse_and_mean(logits: Tensor, scratch: Scratch) -> Tensor:
-    """Log-sum-exp and mean logit of a block's rows, [R, 2]."""
+    """Return log-sum-exp and mean logit of a block's rows, [R, 2]."""
     share = torch.softmax(logits, 1, out=scratch.result(logits.size(0)))
     mean = torch.where(logits == -torch.inf, 0, share * logits).sum(1) / share.sum(1)
     return torch.stack([torch.logsumexp(logits, 1), mean], 1)

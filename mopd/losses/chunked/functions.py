@@ -23,7 +23,7 @@ from mopd.losses.topk import METRICS, IdGroups, TeacherRows, TopKLoss, group_ids
 def topk_rows(
     inp: Tensor, call: LossCall, kind: TopKLoss, teacher: TeacherRows, with_entropy: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weighted losses [T] and metrics [T]; the entropy costs a pass of its own."""
+    """Return weighted losses [T] and metrics [T]; the entropy costs a pass of its own."""
     loss, *values = TopKDistill.apply(inp, call, kind, teacher)
     metrics = dict(zip(METRICS, values[: len(METRICS)], strict=True))
     if teacher.target_T is not None:
@@ -52,6 +52,7 @@ class TopKDistill(torch.autograd.Function):
         loss, *metrics = (call.only_active(x) for x in (loss, *metrics))
         factor = torch.ones_like(loss) if call.weight_T is None else call.weight_T
         dense = None
+        # Renormalised and unclamped, the gradient outside S is exactly 0: backward then needs no softmax.
         if kind.tail != "renormalize" or kind.logprob_min_clamp is not None:
             dense = solution.dense_T * local_T
         far_lse = None if solution.far_T is None else stats.tail_lse_T
@@ -81,7 +82,7 @@ class TopKDistill(torch.autograd.Function):
 
 
 def _select(teacher: TeacherRows, first: Tensor, shard: VocabShard) -> Selection:
-    """Ids to gather: the teachers', then the target (which stays part of the tail unless a teacher lists it)."""
+    """Return the ids to gather: the teachers', then the target (part of the tail unless a teacher lists it)."""
     ids = teacher.ids_TDK.flatten(1)
     if teacher.target_T is not None:
         ids = torch.cat([ids, teacher.target_T.unsqueeze(1)], 1)
@@ -126,7 +127,7 @@ class GatherLogProbs(torch.autograd.Function):
 
 
 def _gradient(inp: Tensor, call: LossCall, **parts: Any) -> Tensor:
-    """``write_gradient``, over the logits if so asked; autograd then knows that they changed."""
+    """Run ``write_gradient``, over the logits if asked to; autograd is then told that they changed."""
     out = inp if call.options.overwrite_input else torch.empty_like(inp)
     write_gradient(inp, out, call=call, **parts)
     if out is inp:

@@ -6,9 +6,9 @@ CPU, which errs by 2e-5 at V = 151,936) but divided out again: the largest entry
 
 Between them stands one SUM all-reduce of ``pay[T, tp + N]``: each rank writes the log-sum-exp of its own logits into
 column ``rank`` and the selected logits that it owns into their columns. Every cell has at most one non-zero
-contributor, so the result is exact and equal on all ranks, and needs no MAX all-reduce. The log-sum-exp that travels
+contributor, so the result is exact and equal on all ranks, and needs no MAX all-reduce. The log-sum-exp that is sent
 leaves the selected ids out (they are in the payload anyway): the mass outside the selection then comes out as a sum of
-positive numbers, never as 1 - P, which loses all digits for a sure student.
+positive numbers, never as 1 - P, which loses all digits when the student is sure.
 
 Shape legend: T rows, V columns of this rank, N selected ids of a row, R rows of a block.
 """
@@ -28,7 +28,7 @@ from mopd.losses.divergences import SMALLEST
 
 @dataclass(frozen=True)
 class Selection:
-    """The ids of each row whose logits matter."""
+    """The ids of each row whose logits are needed one by one."""
 
     column_TN: Tensor
     """Column on this rank, 0 where not owned."""
@@ -39,17 +39,17 @@ class Selection:
 
 @dataclass(frozen=True)
 class FarTail:
-    """Part of the gradient that is spread over the tail by ``exp(z / temperature - lse)``: where all of the tail
-    underflows next to the selected ids, ``softmax`` has no digits of it."""
+    """Part of the gradient that is spread over the tail by ``exp(z / temperature - lse)``. Needed where the whole tail
+    underflows next to the selected ids, so that ``softmax`` has no digits of it."""
 
     factor_T: Tensor
-    """0 on all rows but those."""
+    """Factor of the row; 0 on all other rows."""
     lse_T: Tensor
-    """Log-sum-exp of what was not selected, over all ranks."""
+    """Log-sum-exp of the logits that were not selected, over all ranks."""
 
 
 class Scratch:
-    """Two reusable blocks in the accumulation type."""
+    """Two reusable blocks in the accumulation dtype."""
 
     def __init__(self, inp: Tensor, call: LossCall) -> None:
         self.dtype = call.dtype
@@ -60,7 +60,7 @@ class Scratch:
         self._result: Tensor | None = None
 
     def scaled(self, block: Tensor) -> Tensor:
-        """The true columns of the logits, divided by the temperature, in the accumulation type."""
+        """Return the true columns of the logits, divided by the temperature, in the accumulation dtype."""
         block = block[:, : self.columns]
         if block.dtype == self.dtype and self.scale == 1.0 and block.is_contiguous():
             return block
@@ -70,7 +70,7 @@ class Scratch:
         return copy if self.scale == 1.0 else copy.mul_(self.scale)
 
     def result(self, num_rows: int) -> Tensor:
-        """Room for as many rows; holds what the last user left."""
+        """Return a buffer of ``num_rows`` rows, which holds what its last user left."""
         if self._result is None or self._result.size(0) < num_rows:
             self._result = self._inp.new_empty(num_rows, self.columns, dtype=self.dtype)
         return self._result[:num_rows]
@@ -87,22 +87,23 @@ class LogProbs:
     log_sum_T: Tensor
     logprobs_TN: Tensor
     log_tail_T: Tensor
-    """Log of the probability of all ids that are not removed. NaN in rows without a distribution: a logit NaN or
-    +inf on any rank, or all of them -inf."""
+    """Log of the probability of all ids that are not removed. NaN in rows without a distribution: a logit NaN or +inf
+    on any rank, or all of them -inf."""
     tail_lse_T: Tensor
     """Log-sum-exp of the logits of those ids."""
 
     @property
     def lse_T(self) -> Tensor:
+        """Log-sum-exp of the row."""
         return self.shift_T + self.log_sum_T
 
 
 def exchange(tail_lse_T: Tensor, selected_TN: Tensor, removed_TN: Tensor, shard: VocabShard) -> LogProbs:
-    """Joins the shards with the one collective.
+    """Join the shards with the one collective.
 
     ``tail_lse_T`` is this rank's log-sum-exp over its columns that are not removed; ``selected_TN`` its selected
-    logits, 0 where it does not own the id; ``removed_TN`` marks the entries whose id is left out of ``tail_lse_T``
-    (the same on all ranks, at most one entry per id and row).
+    logits, 0 where it does not own the id; ``removed_TN`` marks the entries whose id is left out of ``tail_lse_T`` (the
+    same on all ranks, at most one entry per id and row).
     """
     rows, tp = tail_lse_T.size(0), shard.world_size
     pay = selected_TN.new_zeros(rows, tp + selected_TN.size(1))
@@ -120,10 +121,10 @@ def exchange(tail_lse_T: Tensor, selected_TN: Tensor, removed_TN: Tensor, shard:
 
 
 def collect(inp: Tensor, selection: Selection, call: LossCall) -> tuple[LogProbs, Tensor]:
-    """Forward pass over the logits and the collective.
+    """Run the forward pass over the logits and the collective.
 
-    Returns the log-probs, and ``local`` [T]: what this rank's row softmax must be multiplied with to be the
-    probability over the whole vocabulary. Rows of weight 0 hold meaningless numbers.
+    Return the log-probs, and ``local`` [T], by which this rank's row softmax must be multiplied to give probabilities
+    over the whole vocabulary. Rows of weight 0 hold meaningless numbers.
     """
     num_rows, dtype, shard = selection.column_TN.size(0), call.dtype, call.shard
     peak_T, unit_T = inp.new_zeros(num_rows, dtype=dtype), inp.new_ones(num_rows, dtype=dtype)
@@ -142,6 +143,7 @@ def collect(inp: Tensor, selection: Selection, call: LossCall) -> tuple[LogProbs
         block.put_rows(selected_TN, logits.gather(1, column).masked_fill_(~owned, 0))
         peak = logits.amax(1)
         share = torch.softmax(logits, 1, out=scratch.result(logits.size(0)))
+        # The largest softmax entry is exp(0) / normaliser: dividing by it takes torch's inexact normaliser out.
         unit = share.amax(1)
         removed = owned & block.rows_of(selection.removed_TN)
         scatter_where(share, column, removed, torch.zeros_like(column, dtype=dtype))
@@ -152,6 +154,7 @@ def collect(inp: Tensor, selection: Selection, call: LossCall) -> tuple[LogProbs
         block.put_rows(unit_T, unit)
         block.put_rows(tail_lse_T, tail_lse)
     stats = exchange(tail_lse_T, selected_TN, selection.removed_TN, shard)
+    # exp(peak - joint log-sum-exp) over the softmax's largest entry, which belongs to the peak.
     local = torch.exp((peak_T - stats.shift_T) - stats.log_sum_T) / unit_T
     return stats, torch.where(peak_T == -torch.inf, 0, local)
 
@@ -159,8 +162,8 @@ def collect(inp: Tensor, selection: Selection, call: LossCall) -> tuple[LogProbs
 def _measure_far_tails(
     tail_lse: Tensor, rest: Tensor, logits: Tensor, buffer: Tensor, column: Tensor, removed: Tensor
 ) -> None:
-    """Replaces ``tail_lse`` [R] where ``rest``, the exponentials above a removed peak, loses its digits; ``buffer`` is
-    of the logits' size and overwritten."""
+    """Replace ``tail_lse`` [R] where ``rest``, the sum of exponentials relative to a removed peak, has lost its digits.
+    ``buffer`` has the logits' size and is overwritten."""
     far = rest < SMALLEST
     pick: Tensor | slice = slice(None)
     if can_look(far):
@@ -184,11 +187,12 @@ def write_gradient(
     far: FarTail | None = None,
     call: LossCall,
 ) -> None:
-    """Backward pass: ``out[t] = dense[t] * softmax(z[t] / temperature)`` of this rank, then the K entries over it.
+    """Run the backward pass: ``out[t] = dense[t] * softmax(z[t] / temperature)`` of this rank, then the K entries over
+    it.
 
-    ``dense_T`` is ``-G * upstream / temperature * local``, 0 on rows of weight 0; None means 0 everywhere. The
-    entries replace what the dense part wrote: they were formed in the accumulation type and are rounded once. ``out``
-    may be ``inp``.
+    ``dense_T`` is ``-G * upstream / temperature * local``, 0 on rows of weight 0; None means 0 everywhere. The entries
+    replace what the dense part wrote: they were formed in the accumulation dtype and are rounded once. ``out`` may be
+    ``inp``.
     """
     scratch = Scratch(inp, call)
     n = call.shard.num_columns
@@ -199,6 +203,7 @@ def write_gradient(
             continue
         part = _dense(block, inp, out, scratch, dense_T, far)
         scatter_where(part, block.rows_of(column_TN), block.rows_of(write_TN), block.rows_of(entry_TN))
+        # ``_dense`` has written in place: nothing is left to copy.
         if part.data_ptr() == target.data_ptr():
             continue
         if block.pick is not None:
@@ -212,7 +217,7 @@ def write_gradient(
 def _dense(
     block: Block, inp: Tensor, out: Tensor, scratch: Scratch, dense_T: Tensor | None, far: FarTail | None
 ) -> Tensor:
-    """The dense part of a block, in ``out`` itself where that needs no conversion."""
+    """Return the dense part of a block, in ``out`` itself if that needs no conversion."""
     logits = block.read(inp)
     target = block.of(out)
     direct = block.pick is None and out is not inp and target.dtype == scratch.dtype
@@ -233,7 +238,7 @@ def _dense(
 
 
 def _add_far(part: Tensor, logits: Tensor, factor: Tensor, lse: Tensor) -> None:
-    """Adds the far tail to a block's rows; its numbers at the selected ids are replaced after it."""
+    """Add the far tail to a block's rows. It also changes the selected ids, whose entries are written afterwards."""
     here = factor != 0
     if not can_look(part):
         spread = torch.exp(logits - lse.unsqueeze(1)) * factor.unsqueeze(1)

@@ -1,11 +1,11 @@
 """The output matrix of a language model as a vocab-parallel linear layer: rows in, gradients out.
 
-What Megatron-Core's ``ColumnParallelLinear`` does around its matrix product, for any subset of the rows: gather what
-sequence parallelism has split, sum the hidden gradient over the tensor-parallel ranks, and put the weight gradient
-into ``weight.main_grad`` where there is one. The products themselves are the BLAS library's.
+It does what Megatron-Core's ``ColumnParallelLinear`` does around its matrix product, for any subset of the rows: gather
+what sequence parallelism has split, sum the hidden gradient over the tensor-parallel ranks, and put the weight gradient
+into ``weight.main_grad`` if that exists. The products themselves are the BLAS library's.
 
-Shape legend: T rows of the whole batch (all leading dims together), N rows that are computed, H hidden size, V
-columns of this rank.
+Shape legend: T rows of the whole batch (all leading dims together), N rows that are computed, H hidden size, V columns
+of this rank.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from mopd.losses.call import accumulation_dtype
 from mopd.losses.checks import FLOATS
 
 CONVERSION_ELEMENTS = 1 << 20
-"""Elements that are converted at a time where the BLAS library cannot accumulate half-precision products in fp32."""
+"""Elements converted at a time if the BLAS library cannot accumulate half-precision products in fp32."""
 
 
 @dataclass(frozen=True)
 class LinearHead:
-    """How an LM head is spread over ranks, and which of its rows are computed.
+    """Distribution of an LM head over ranks, and the choice of the rows that are computed.
 
     Raises ValueError for a ``row_index`` of another form, and for ``sequence_parallel`` without a group.
     """
@@ -34,7 +34,7 @@ class LinearHead:
     group: dist.ProcessGroup | None = None
     """Tensor-parallel group; None for a single rank."""
     sequence_parallel: bool = False
-    """Hidden states arrive as this rank's share of the first dimension."""
+    """Whether hidden states arrive as this rank's share of the first dimension."""
     row_index: Tensor | None = None
     """int64 ``[N]``, N >= 1, ascending: flat numbers of the rows to compute; None means all."""
 
@@ -47,29 +47,29 @@ class LinearHead:
 
     @property
     def world_size(self) -> int:
-        """Ranks that share the vocabulary."""
+        """Number of ranks that share the vocabulary."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     @property
     def splits_sequence(self) -> bool:
-        """Hidden states must be gathered."""
+        """Whether hidden states must be gathered."""
         return self.sequence_parallel and self.world_size > 1
 
     def row_shape(self, hidden: Tensor) -> torch.Size:
-        """Leading dims of the logits that belong to ``hidden``."""
+        """Return the leading dims of the logits that belong to ``hidden``."""
         first, *rest = hidden.shape[:-1]
         return torch.Size([first * self.world_size if self.splits_sequence else first, *rest])
 
     def num_rows(self, hidden: Tensor) -> int:
-        """Rows that are computed."""
+        """Return the number of rows that are computed."""
         return self.row_shape(hidden).numel() if self.row_index is None else self.row_index.numel()
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """The rows that are computed, ``[N, H]``; without a copy where neither a gather nor a choice asks for one."""
+        """Return the rows that are computed, ``[N, H]``; without a copy if nothing is to be gathered or chosen."""
         return self.begin_gather(hidden)()
 
     def begin_gather(self, hidden: Tensor) -> Callable[[], Tensor]:
-        """``gather`` while the caller does something else; what is returned waits for the rows."""
+        """Start ``gather``; the returned function waits for the rows and returns them."""
         gathered = None
         if self.splits_sequence:
             own = hidden.contiguous()
@@ -85,14 +85,15 @@ class LinearHead:
         return finish
 
     def give_back(self, grad_NH: Tensor, hidden: Tensor) -> Tensor:
-        """This rank's part of the rows' gradient to the gradient of ``hidden``: summed over the ranks, 0 elsewhere.
+        """Return the gradient of ``hidden`` from this rank's part of the rows' gradient: summed over the ranks, 0
+        elsewhere.
 
         The sum runs in the dtype of ``grad_NH``, which may be overwritten, and is rounded once.
         """
         return self.begin_give_back(grad_NH, hidden)()
 
     def begin_give_back(self, grad_NH: Tensor, hidden: Tensor) -> Callable[[], Tensor]:
-        """``give_back`` while the caller does something else; what is returned waits for the sum."""
+        """Start ``give_back``; the returned function waits for the sum and returns the gradient."""
         if self.splits_sequence:
             whole = self._all_rows(grad_NH, hidden)
             own = whole.new_empty(whole.size(0) // self.world_size, whole.size(1))
@@ -113,31 +114,33 @@ class LinearHead:
         return finish
 
     def _all_rows(self, grad_NH: Tensor, hidden: Tensor) -> Tensor:
-        """``[T, H]``, 0 in rows that are not computed."""
+        """Return ``[T, H]``, 0 in rows that are not computed."""
         if self.row_index is None:
             return grad_NH
         num_rows = self.row_shape(hidden).numel()
         return grad_NH.new_zeros(num_rows, grad_NH.size(1)).index_copy_(0, self.row_index, grad_NH)
 
     def spread(self, value_N: Tensor, hidden: Tensor) -> Tensor:
-        """Numbers of the computed rows as ``[rows]``, 0 elsewhere. Differentiable."""
+        """Return numbers of the computed rows as ``[rows]``, 0 elsewhere. Differentiable."""
         shape = self.row_shape(hidden)
         if self.row_index is None:
             return value_N.view(shape)
         return value_N.new_zeros(shape.numel()).index_copy(0, self.row_index, value_N).view(shape)
 
     def sum_dtype(self, weight: Tensor) -> torch.dtype:
-        """Type in which hidden gradients are summed: wide where several ranks contribute."""
+        """Return the dtype in which hidden gradients are summed: fp32 or wider if several ranks contribute."""
         return accumulation_dtype(weight) if self.world_size > 1 else weight.dtype
 
     def rows_within(self, memory_budget: int, hidden: Tensor, weight: Tensor) -> int:
-        """How many rows of logits may exist at once: all that are computed, or as many as fit beside the gradients.
+        """Return how many rows of logits may exist at once: all that are computed, or as many as fit beside the
+        gradients.
 
-        Counted are bytes besides inputs, results, ``[T, K]`` numbers and the scratch of the logits passes. The
-        same on all ranks, whose shards are equal.
+        Counted are bytes besides inputs, results, ``[T, K]`` numbers and the scratch of the logits passes. The same on
+        all ranks, whose shards are equal.
 
         Raises:
-            ValueError: not even one row fits, with the least that would do; shapes or dtypes that make no logits.
+            ValueError: not even one row fits (the message names the least that would do), or shapes or dtypes are
+                wrong.
         """
         check_factors(hidden, weight)
         num_rows, row = self.num_rows(hidden), weight.size(0) * weight.element_size()
@@ -155,7 +158,7 @@ class LinearHead:
         return fit
 
     def _bytes_beside_chunks(self, hidden: Tensor, weight: Tensor) -> int:
-        """What lives beside a chunk's logits: gathered rows, and gradients that are not the results themselves."""
+        """Return the bytes beside a chunk's logits: gathered rows, and gradients that are not results themselves."""
         num_rows, total = self.num_rows(hidden), self.row_shape(hidden).numel()
         size, hidden_size, summed = weight.element_size(), hidden.size(-1), self.sum_dtype(weight).itemsize
         beside = hidden_size * num_rows * size if num_rows < total else 0
@@ -178,16 +181,16 @@ class Rows:
     high: int
 
     def of(self, per_row: Tensor) -> Tensor:
-        """Their part of a per-row tensor ``[T, ...]``."""
+        """Return their part of a per-row tensor ``[T, ...]``."""
         if self.index_N is None:
             return per_row[self.low : self.high]
         return per_row.index_select(0, self.index_N[self.low : self.high])
 
 
 def choose_rows(marks: Tensor) -> Tensor | None:
-    """``row_index`` of the marked rows (bool ``[rows]``), None where all are. Waits for the device.
+    """Return the ``row_index`` of the marked rows (bool ``[rows]``), None if all are marked. Waits for the device.
 
-    Where none is, the first row stands in (its weight is 0): no kernel has to cope with an empty tensor.
+    If none is, the first row stands in (its weight is 0), so that no kernel has to cope with an empty tensor.
     """
     index = marks.flatten().nonzero().flatten()
     if index.numel() == marks.numel():
@@ -196,7 +199,7 @@ def choose_rows(marks: Tensor) -> Tensor | None:
 
 
 def check_factors(hidden: Tensor, weight: Tensor) -> None:
-    """Raises ValueError for shapes or dtypes that make no logits."""
+    """Raise ValueError for shapes or dtypes that make no logits."""
     good = hidden.dim() in (2, 3) and weight.dim() == 2 and hidden.size(-1) == weight.size(-1) and weight.numel() > 0
     if not good or hidden.dtype != weight.dtype or hidden.dtype not in FLOATS:
         raise ValueError(
@@ -206,18 +209,18 @@ def check_factors(hidden: Tensor, weight: Tensor) -> None:
 
 
 def main_grad(weight: Tensor) -> Tensor | None:
-    """The buffer of Megatron's DistributedDataParallel, None where autograd is to get the weight's gradient."""
+    """Return the buffer of Megatron's DistributedDataParallel, None if autograd is to get the weight's gradient."""
     buffer: Tensor | None = getattr(weight, "main_grad", None)
     return buffer
 
 
 def mark_added(weight: Tensor) -> None:
-    """Tells Megatron that ``main_grad`` is complete."""
+    """Tell Megatron that ``main_grad`` holds this gradient already."""
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
-    """``out (+)= a @ b``. ``out`` may be wider than the factors: the sums are then never rounded to their type."""
+    """Compute ``out (+)= a @ b``. ``out`` may be wider than the factors: sums are then never rounded to their dtype."""
     if a.dtype == out.dtype:
         out.addmm_(a, b, beta=int(accumulate))
     elif a.is_cuda:
@@ -227,7 +230,7 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
 
 
 def _matmul_converted(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """``out += a @ b`` in the type of ``out``, converting a part of the factors at a time: the longer dim is cut."""
+    """Compute ``out += a @ b`` in the dtype of ``out``, converting parts of the factors: slices of the longer dim."""
     inner = a.size(1)
     if inner <= a.size(0):
         wide, step = b.to(out.dtype), max(1, CONVERSION_ELEMENTS // max(1, inner))

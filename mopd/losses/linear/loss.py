@@ -1,7 +1,7 @@
 """The loss of an LM head: any function of logits rows, all of them at once or a few at a time.
 
-Where all logits fit, backward overwrites them with their gradient. Else a chunk's logits live until its gradient has
-been multiplied into the hidden states and the weight, in forward; nothing of their size is kept.
+If all logits fit, backward overwrites them with their gradient. Otherwise forward already multiplies each chunk's
+gradient into those of hidden states and weight while the chunk's logits exist; nothing of their size is kept.
 
 Shape legend: T rows of the whole batch, N rows that are computed, R rows of a chunk, H hidden size, V columns.
 """
@@ -22,25 +22,26 @@ from mopd.losses.linear.head import LinearHead, Rows, check_factors, main_grad, 
 
 Columns = dict[str, Tensor]
 RowLoss = Callable[[Tensor, Rows], tuple[Tensor, Columns]]
-"""From logits ``[R, V]`` and the rows that they belong to, to their losses ``[R]`` and detached numbers ``[R]`` by
-name. May overwrite the logits in backward, and may hold collectives: all ranks call it equally often."""
+"""Function from logits ``[R, V]`` and their rows to losses ``[R]`` and detached numbers ``[R]`` by name. It may
+overwrite the logits in backward, and may hold collectives: all ranks call it equally often."""
 
 
 def linear_loss(
     hidden: Tensor, weight: Tensor, row_loss: RowLoss, head: LinearHead, rows_at_once: int
 ) -> tuple[Tensor, Columns]:
-    """Sum of ``row_loss`` over the rows of an LM head without bias. Backward must start here, with gradient 1.
+    """Return the sum of ``row_loss`` over the rows of an LM head without bias. Backward must start here, with gradient
+    1.
 
-    The weight gradient is added to ``weight.main_grad`` (any float dtype) where there is one, and
+    The weight gradient is added to ``weight.main_grad`` (any float dtype) if that exists, and
     ``weight.grad_added_to_main_grad`` is set; else autograd gets it.
 
     Args:
         hidden: ``[T, H]`` or ``[S, B, H]`` (``[S/tp, B, H]`` under sequence parallelism).
         weight: ``[V/tp, H]``, the dtype of ``hidden``.
-        rows_at_once: rows whose logits exist at a time, equal on all ranks; ``LinearHead.rows_within`` knows how many
-            keep a budget. With fewer than are computed the gradients are formed in forward and handed to one backward.
-            An upstream gradient other than 1 then raises RuntimeError, or makes NaN of the gradients where looking at
-            it would wait for the device.
+        rows_at_once: rows whose logits exist at a time, equal on all ranks; ``LinearHead.rows_within`` returns how many
+            keep a budget. With fewer than are computed, forward computes the gradients, and one backward returns them.
+            An upstream gradient other than 1 then raises RuntimeError, or makes the gradients NaN where reading it
+            would wait for the device.
 
     Returns:
         the scalar loss and ``row_loss``'s numbers as ``[rows]``, 0 in rows that were not computed.
@@ -76,7 +77,7 @@ class HeadLogits(torch.autograd.Function):
     def backward(ctx: Any, grad_NV: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
         head: LinearHead = ctx.head
-        # Rows travel beside the first product, the sum of their gradients beside the second.
+        # The gather of rows overlaps the first product, the sum of their gradients the second.
         gathered = head.begin_gather(hidden) if ctx.needs_input_grad[1] else None
         given_back = grad_weight = None
         if ctx.needs_input_grad[0]:
@@ -89,6 +90,7 @@ class HeadLogits(torch.autograd.Function):
                 grad_weight = torch.mm(grad_NV.t(), rows_NH)
             else:
                 matmul_into(buffer, grad_NV.t(), rows_NH, accumulate=True)
+                # DDP's hook then does not add the gradient a second time.
                 mark_added(ctx.weight)
             del rows_NH
         return None if given_back is None else given_back(), grad_weight, None
@@ -96,7 +98,7 @@ class HeadLogits(torch.autograd.Function):
 
 @dataclass
 class _Chunks:
-    """What one call computes, and where its numbers are collected."""
+    """Parameters of one call, and the lists that collect its results."""
 
     row_loss: RowLoss
     head: LinearHead
@@ -107,7 +109,7 @@ class _Chunks:
     columns: list[Columns] = field(default_factory=list)
 
     def run(self, rows_NH: Tensor, weight: Tensor, grad_rows: Tensor | None, grad_weight: Tensor | None) -> None:
-        """Fills the gradients and the lists, chunk by chunk, in one buffer of logits."""
+        """Fill the gradients and the lists, chunk by chunk, in one buffer of logits."""
         num_rows = rows_NH.size(0)
         buffer = rows_NH.new_empty(min(self.rows, num_rows), weight.size(0))
         needs_grad = self.needs_hidden or self.needs_weight
@@ -122,6 +124,7 @@ class _Chunks:
             self.columns.append(columns)
             if not needs_grad:
                 continue
+            # The graph of this chunk ends here, so its logits' buffer is free for the next chunk.
             (grad_RV,) = torch.autograd.grad(losses, logits, torch.ones_like(losses))
             if grad_rows is not None:
                 matmul_into(grad_rows[low:high], grad_RV, weight, accumulate=False)
@@ -163,8 +166,8 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def _hold_to_promise(upstream: Tensor, gradients: list[Tensor | None]) -> None:
-    """Answers an upstream gradient other than 1: raises RuntimeError where that can be seen without waiting for the
-    device, else makes NaN of a number in each gradient, so that their norm is not finite and no step takes them."""
+    """React to an upstream gradient other than 1: raise RuntimeError if it can be read without waiting for the device,
+    else make one number of each gradient NaN, so that their norm is not finite and no step uses them."""
     if can_look(upstream):
         if bool((upstream != 1).any()):
             raise RuntimeError("linear_loss formed the gradients in forward, and the loss was scaled after it")

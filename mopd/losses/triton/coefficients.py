@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """The kernel between the two passes: everything of a top-k loss that lives on [T, D, K], one program a row.
 
-It does what ``divergences.py`` and ``topk.solve`` do in torch, in one launch. Vectors over a row's N entries stand in
-the sorted order of the ids.
+It does what ``divergences.py`` and ``topk.solve`` do in torch, in one launch. Vectors over a row's N entries are in the
+sorted order of the ids.
 
 Shape legend: T rows, D teachers, K ids of a teacher, N = D * K, P parts of the vocabulary.
 """
@@ -44,11 +44,12 @@ INFINITY: tl.constexpr = tl.constexpr(float("inf"))
 
 @triton.jit
 def _occurrences(ids, order, ids_ptr, order_ptr, valid, number, N: tl.constexpr, K: tl.constexpr, D_PAD: tl.constexpr):
-    """How often each teacher lists an id, [D, N], right at the first of equal ids; and the longest run of equal ids."""
+    """Return how often each teacher lists an id, [D, N], right at the first of equal ids; and their longest run."""
     d = tl.arange(0, D_PAD)
     count = ((order // K)[None, :] == d[:, None]).to(tl.float32)
     run = tl.full([], 1, tl.int32)
     same = valid & (tl.load(ids_ptr + number + 1, mask=number + 1 < N, other=NO_ID) == ids)
+    # Sorted, equal ids are neighbours: step ``run`` compares each entry with the one ``run`` places behind it.
     while tl.max(same.to(tl.int32), 0) > 0:
         teacher = tl.load(order_ptr + number + run, mask=same, other=0) // K
         count += (same[None, :] & (teacher[None, :] == d[:, None])).to(tl.float32)
@@ -59,7 +60,7 @@ def _occurrences(ids, order, ids_ptr, order_ptr, valid, number, N: tl.constexpr,
 
 @triton.jit
 def _teacher_masses(logq, member):
-    """Mass on S, tail, and what clamping the tail at 0 added, [D] each. float64: 1 - Q in fp32 would have no digits."""
+    """Return mass on S, tail, and what clamping the tail at 0 added, [D] each. float64: fp32 has no digits of 1 - Q."""
     mass = tl.sum(tl.where(member, tl.exp(logq.to(tl.float64))[None, :], 0.0), 1)
     rest = 1.0 - mass
     tail = tl.maximum(rest, 0.0)
@@ -68,7 +69,7 @@ def _teacher_masses(logq, member):
 
 @triton.jit
 def _broken(logq, order, number, N: tl.constexpr, K: tl.constexpr, D_PAD: tl.constexpr):
-    """Teachers whose list holds NaN or +inf, [D]."""
+    """Return the teachers whose list holds NaN or +inf, [D]."""
     wrong = (number < N) & ((logq != logq) | (logq == INFINITY))
     mine = (order // K)[None, :] == tl.arange(0, D_PAD)[:, None]
     return tl.max((wrong[None, :] & mine).to(tl.int32), 1) > 0
@@ -78,11 +79,11 @@ def _broken(logq, order, number, N: tl.constexpr, K: tl.constexpr, D_PAD: tl.con
 def _far_tails(
     pay, selected, surplus, tail_p, shift, parts, scale, PARTS_PAD: tl.constexpr, LOSS: tl.constexpr, TAIL: tl.constexpr
 ):  # fmt: skip
-    """Teachers of a forward bucket whose tail of student is below SMALLEST and not empty [D], where ``divergences.py``
-    goes by logarithms; and from where the kernel measures such tails:
+    """Return the teachers of a forward bucket whose student tail is below SMALLEST and not empty [D], where
+    ``divergences.py`` uses logarithms; and the reference points from which the kernel measures such tails:
 
-    the peak of the logits outside all ids (raw unit, a number); for each teacher the peak of all that is not its own
-    [D], and the sum of exponentials above that [D].
+    the peak of the logits outside all ids (raw unit, a number); for each teacher the peak of everything outside its own
+    ids [D], and the sum of exponentials relative to that [D].
     """
     far = tail_p < SMALLEST
     top, high, mass = shift, tl.zeros_like(tail_p), tl.zeros_like(tail_p)
@@ -94,6 +95,7 @@ def _far_tails(
             top = tl.max(tl.where(total != 0, peak, MINUS_INFINITY), 0)
             outside = tl.sum(tl.where(total != 0, total * tl.exp2((peak - top) * scale), 0.0), 0)
             others = surplus < 0
+            # A teacher's tail: the ids that only other teachers list, and everything outside all ids.
             high = tl.maximum(tl.max(tl.where(others, selected[None, :], MINUS_INFINITY), 1), top)
             mass = tl.sum(tl.where(others, tl.exp2((selected[None, :] - high[:, None]) * scale), 0.0), 1)
             mass += tl.where(outside != 0, outside * tl.exp2((top - high) * scale), 0.0)
@@ -102,9 +104,9 @@ def _far_tails(
 
 @triton.jit
 def _pull_of_far_tails(pull, entry, dense, shift, far, top, high, mass, selected, surplus, scale, unit):
-    """Adds ``pull`` [D], the push of a far tail on all of its ids, to ``entry`` and, times ``unit``, to ``dense``.
+    """Add ``pull`` [D], the push of a far tail on all of its ids, to ``entry`` and, times ``unit``, to ``dense``.
 
-    The latter then is measured from the returned shift: the peak of the tail.
+    ``dense`` is then measured from the returned shift, the peak of the tail.
     """
     if tl.max(far.to(tl.int32), 0) > 0:
         pull = tl.where(far, pull / mass, 0.0)
@@ -119,7 +121,7 @@ def _pull_of_far_tails(pull, entry, dense, shift, far, top, high, mass, selected
 
 @triton.jit
 def _capped(value, limit, CAP: tl.constexpr):
-    """Capped loss, gradient factor, and where the cap bites; [D] each."""
+    """Return the capped loss, the gradient factor, and where the cap takes effect; [D] each."""
     if CAP == HARD:
         over = value > limit
         return tl.where(over, limit, value), tl.where(over, 0.0, 1.0), over
@@ -137,7 +139,7 @@ def _divergence(
     p, logp, logq, valid, member, mass_p, tail_p, tail_q, excess_q, far, min_clamp, clamp_floor,
     beta, rest, log_beta, log_rest, LOSS: tl.constexpr, TAIL: tl.constexpr, CLAMP: tl.constexpr,
 ):  # fmt: skip
-    """Value [D], gradient at the ids [N], G [D], floored [D], and the entries that the clamp holds [N].
+    """Return value [D], gradient at the ids [N], G [D], floored [D], and the entries at the clamp [N].
 
     G leaves out the pull of tails that are ``far`` [D].
     """
@@ -179,12 +181,13 @@ def _divergence(
 
 @triton.jit
 def _entropy(pay, parts, shift, total, p, logp, first, scale, inv_tau, PARTS_PAD: tl.constexpr):
-    """-sum p log p over the vocabulary: the parts from their sums and moments, the selected ids one by one."""
+    """Return -sum p log p over the vocabulary: the parts from their sums and moments, the selected ids one by one."""
     part = tl.arange(0, PARTS_PAD)
     inside = part < parts
     peak = tl.load(pay + part, mask=inside, other=MINUS_INFINITY)
     mass = tl.load(pay + parts + part, mask=inside, other=0.0)
     moment = tl.load(pay + 2 * parts + part, mask=inside, other=0.0)
+    # A part's entropy follows from its sum and moment, so the logits need no second pass.
     share = tl.where(mass != 0, tl.exp2((peak - shift) * scale) / total, 0.0)
     below = tl.where(mass != 0, tl.log(total) - (peak - shift) * inv_tau, 0.0)
     of_parts = tl.sum(share * (mass * below - moment * inv_tau), 0)
@@ -193,13 +196,13 @@ def _entropy(pay, parts, shift, total, p, logp, first, scale, inv_tau, PARTS_PAD
 
 @triton.jit
 def _any(mark):
-    """1 where any element of a vector holds, else 0."""
+    """Return 1 where any element of a vector holds, else 0."""
     return tl.max(mark.to(tl.int32), 0).to(tl.float32)
 
 
 @triton.jit
 def _put_metrics(metrics, num_rows, active, loss, mass_q, mass_p, teacher_weight, held, over, floored, valid):
-    """The metrics that every call has; with several teachers masses are weighted means, marks hold if any does."""
+    """Store the metrics that every call has; with several teachers masses are weighted means, marks hold if any do."""
     used = teacher_weight != 0
     share = tl.abs(teacher_weight) / tl.maximum(tl.sum(tl.abs(teacher_weight), 0), 1e-30)
     held_share = tl.sum(held.to(tl.float32), 0) / tl.maximum(tl.sum(valid.to(tl.float32), 0), 1.0)
@@ -216,7 +219,7 @@ def _put_extras(
     metrics, num_rows, row, active, pay, pay_begin, parts, target_ptr, shift, total, p, logp, first,
     scale, inv_tau, vocab_size, N: tl.constexpr, PARTS_PAD: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """The metrics that are asked for: the target's log-prob (-inf outside the vocabulary), and the entropy."""
+    """Store the optional metrics: the target's log-prob (-inf outside the vocabulary), and the entropy."""
     if target_ptr is not None:
         target = tl.load(target_ptr + row)
         logprob = (tl.load(pay + pay_begin + N) - shift) * inv_tau - tl.log(total)
@@ -230,7 +233,7 @@ def _put_extras(
 
 @triton.jit
 def _weight_of_row(ptr, row):
-    """1 where none are given."""
+    """Return the row's weight, 1 if none are given."""
     weight = tl.full([], 1.0, tl.float32)
     if ptr is not None:
         weight = tl.load(ptr + row)
@@ -239,7 +242,7 @@ def _weight_of_row(ptr, row):
 
 @triton.jit
 def _weights_of_teachers(ptr, row, D: tl.constexpr, D_PAD: tl.constexpr):
-    """[D], 1 where none are given and 0 behind them."""
+    """Return the teachers' weights [D], 1 if none are given; 0 in the padding."""
     d = tl.arange(0, D_PAD)
     weight = tl.where(d < D, 1.0, 0.0)
     if ptr is not None:
@@ -256,7 +259,8 @@ def loss_kernel(
     N: tl.constexpr, K: tl.constexpr, N_PAD: tl.constexpr, D_PAD: tl.constexpr, PARTS_PAD: tl.constexpr,
     LOSS: tl.constexpr, TAIL: tl.constexpr, CLAMP: tl.constexpr, CAP: tl.constexpr, ENTROPY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Loss [T], metrics [M, T], gradient at the ids [T, N] (sorted order), ``row_data`` [2, T], ``runs`` int32 [T].
+    """Compute loss [T], metrics [M, T], gradient at the ids [T, N] (sorted order), ``row_data`` [2, T], ``runs`` int32
+    [T].
 
     Gradients carry the row's weight and 1 / temperature. ``row_data`` is what the dense kernel takes: the factor of
     ``exp2((z - shift) * scale)``, and the shift. All fp32. Grid: T.

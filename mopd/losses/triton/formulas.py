@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """The losses of ``mopd/losses/divergences.py`` on one row, as functions of a Triton program.
 
-Vectors over the N entries of a row stand in sorted order; vectors over its D teachers are formed by sums over
-``member`` [D, N] and handed back to the entries by ``spread``. fp32 throughout; ``expm1`` and ``log1p`` are series,
-because their library versions do not exist in the interpreter.
+Vectors over the N entries of a row are in sorted order; vectors over its D teachers are sums over ``member`` [D, N],
+and ``spread`` brings them back to the entries. fp32 throughout; ``expm1`` and ``log1p`` are series, because their
+library versions do not exist in the interpreter.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def by_teacher(x, member):
 
 @triton.jit
 def spread(per_teacher, member):
-    """Each entry's own teacher's value: [D] to [N]; 0 outside S."""
+    """Return each entry's own teacher's value: [D] to [N]; 0 outside S."""
     return tl.sum(tl.where(member, per_teacher[:, None], 0.0), 0)
 
 
 @triton.jit
 def expm1_rest(d):
-    """``expm1(d) - d`` for |d| <= 1, without cancellation: the series up to d^13 / 13!."""
+    """Return ``expm1(d) - d`` for |d| <= 1, without cancellation: the series up to d^13 / 13!."""
     r = 1.0 + d * (1.0 / 13.0)
     r = 1.0 + d * (1.0 / 12.0) * r
     r = 1.0 + d * (1.0 / 11.0) * r
@@ -55,7 +55,7 @@ def expm1_rest(d):
 
 @triton.jit
 def log1p(y):
-    """``log(1 + y)`` for y in [1/e - 1, e - 1], as 2 atanh(y / (2 + y)): the series up to s^21 / 21."""
+    """Return ``log(1 + y)`` for y in [1/e - 1, e - 1], as 2 atanh(y / (2 + y)): the series up to s^21 / 21."""
     s = y / (2.0 + y)
     t = s * s
     r = 1.0 / 21.0
@@ -73,7 +73,7 @@ def log1p(y):
 
 @triton.jit
 def bregman(x, log_x, y, log_y):
-    """``x log(x / y) - x + y``, accurate for x near y; y where x = 0."""
+    """Return ``x log(x / y) - x + y``, accurate for x near y; y where x = 0."""
     d = log_y - log_x
     near = x * expm1_rest(tl.minimum(tl.maximum(d, -1.0), 1.0))
     far = y - x - x * d
@@ -82,13 +82,13 @@ def bregman(x, log_x, y, log_y):
 
 @triton.jit
 def times(p, factor):
-    """``p * factor`` with 0 * inf = 0."""
+    """Return ``p * factor`` with 0 * inf = 0."""
     return tl.where(p == 0, 0.0, p * factor)
 
 
 @triton.jit
 def conditional(log, valid, member):
-    """Probabilities conditional on S, and their logarithms; 0 outside S."""
+    """Return the probabilities conditional on S, and their logarithms; 0 outside S."""
     peak = tl.max(tl.where(member, log[None, :], float("-inf")), 1)
     above = tl.exp(log - spread(peak, member))
     log = tl.where(valid, (log - spread(peak, member)) - tl.log(spread(by_teacher(above, member), member)), 0.0)
@@ -97,7 +97,7 @@ def conditional(log, valid, member):
 
 @triton.jit
 def mixture(p, log_p, q, log_q, beta, rest, log_beta, log_rest):
-    """Per outcome: the Jensen-Shannon term, and log(p / M) with M = beta q + rest p, rest = 1 - beta."""
+    """Return, per outcome, the Jensen-Shannon term and log(p / M) with M = beta q + rest p, rest = 1 - beta."""
     d = log_p - log_q
     near = tl.minimum(tl.maximum(d, -1.0), 1.0)
     a, b = log_q + log_beta, log_p + log_rest
@@ -113,7 +113,8 @@ def mixture(p, log_p, q, log_q, beta, rest, log_beta, log_rest):
 
 @triton.jit
 def forward_kl(p, logp, p_seen, q, logq, valid, member, u, t, TAIL: tl.constexpr):
-    """KL(teacher || student): value [D], a [N], b [D], floored [D], a_held [N]. ``u`` and ``t`` are the tails [D]."""
+    """Return KL(teacher || student): value [D], a [N], b [D], floored [D], a_held [N]; ``u``, ``t`` are tails [D]."""
+    # False for every teacher, in the shape of ``u``.
     floored = u < u
     b, a_held = tl.where(floored, 1.0, 0.0), tl.zeros_like(p)
     if TAIL == RENORMALIZE:
@@ -141,7 +142,7 @@ def forward_kl(p, logp, p_seen, q, logq, valid, member, u, t, TAIL: tl.constexpr
 
 @triton.jit
 def reverse_kl(p, logp, p_seen, q, logq, valid, member, u, t, TAIL: tl.constexpr):
-    """KL(student || teacher), as ``forward_kl``."""
+    """Return KL(student || teacher), in the form of ``forward_kl``."""
     floored = u < u
     b, a_held = tl.where(floored, 1.0, 0.0), tl.zeros_like(p)
     if TAIL == RENORMALIZE:
@@ -168,7 +169,7 @@ def reverse_kl(p, logp, p_seen, q, logq, valid, member, u, t, TAIL: tl.constexpr
 
 @triton.jit
 def jsd(p, logp, p_seen, q, logq, valid, member, u, t, beta, rest, log_beta, log_rest, TAIL: tl.constexpr):
-    """beta KL(teacher || M) + (1 - beta) KL(student || M), as ``forward_kl``."""
+    """Return beta KL(teacher || M) + (1 - beta) KL(student || M), in the form of ``forward_kl``."""
     floored = u < u
     b, a_held = tl.where(floored, 1.0, 0.0), tl.zeros_like(p)
     seen = p_seen

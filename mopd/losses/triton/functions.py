@@ -1,4 +1,4 @@
-"""The autograd functions of the Triton layer, and how they start its kernels. Nothing here waits for the device.
+"""The autograd functions of the Triton layer, and the launches of its kernels. Nothing here waits for the device.
 
 They save the logits by reference and a few numbers for each id. Shape legend: T rows, V columns of this rank, D
 teachers, K ids of a teacher, N = D * K (or the ids of a row that are gathered), P parts of the vocabulary (ranks times
@@ -46,19 +46,19 @@ TAILS = {
 }
 LOG2_E = math.log2(math.e)
 LONGEST_RANKED = 64
-"""Ids of a row (padded) up to which all pairs are compared; a sorting network beyond."""
+"""Padded number of ids of a row up to which all pairs are compared; longer lists use a sorting network."""
 
 
 @dataclass(frozen=True)
 class TeacherLists:
-    """The ids of each row as they were passed, rows flattened, contiguous; what is valid is found by the kernels."""
+    """The ids of each row as they were passed, rows flattened, contiguous; the kernels find out which are valid."""
 
     ids_TN: Tensor
     """int32 or int64."""
     k: int
-    """Ids of one teacher."""
+    """Number of ids of one teacher."""
     logprobs_TN: Tensor | None = None
-    """fp32 or float64; None where ids are only gathered."""
+    """fp32 or float64; None if ids are only gathered."""
     weights_TD: Tensor | None = None
     target_T: Tensor | None = None
 
@@ -66,7 +66,7 @@ class TeacherLists:
 def teacher_lists(
     call: LossCall, ids: Tensor, logprobs: Tensor, weights: Tensor | None, target: Tensor | None
 ) -> TeacherLists:
-    """Flattens the teachers' side. Raises ValueError where the call checks values."""
+    """Flatten the teachers' inputs. Raise ValueError if the call checks values and finds wrong ones."""
     if call.options.check_values:
         teacher_rows(call, ids, logprobs, weights, target)
     return TeacherLists(
@@ -81,7 +81,7 @@ def teacher_lists(
 def topk_rows(
     inp: Tensor, call: LossCall, kind: TopKLoss, teacher: TeacherLists, with_entropy: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weighted losses [T] and metrics [T]."""
+    """Return weighted losses [T] and metrics [T]."""
     loss, values = TritonTopK.apply(inp, call, kind, teacher, with_entropy)
     names = [*METRICS] + ["student_logprobs"] * (teacher.target_T is not None) + ["entropy"] * with_entropy
     return loss, dict(zip(names, values.unbind(0), strict=True))
@@ -127,7 +127,7 @@ def _solve(
     gathered: Gathered,
     out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """One launch of ``loss_kernel``. JSD with beta 0 or 1 is the forward or reverse KL."""
+    """Launch ``loss_kernel`` once. JSD with beta 0 or 1 is the forward or reverse KL."""
     rows, n = teacher.ids_TN.shape
     if rows == 0:
         return
@@ -209,10 +209,11 @@ def _gradient(
     runs_T: Tensor,
     grad_T: Tensor | None,
 ) -> Tensor:
-    """The gradient of every row: the dense part, then the entries of the ids over it.
+    """Return the gradient of every row: the dense part, then the entries of the ids over it.
 
-    ``entry_TN``, ``row_data`` [2, T] and ``runs_T`` as ``loss_kernel`` makes them; ``grad_T`` fp32 of any stride
-    multiplies each row, None stands for 1. Lies over the logits if so asked; autograd then knows that they changed.
+    ``entry_TN``, ``row_data`` [2, T] and ``runs_T`` are as ``loss_kernel`` makes them; ``grad_T`` fp32 of any stride
+    multiplies each row, None stands for 1. Written over the logits if asked to; autograd is then told that they
+    changed.
     """
     out = inp if call.options.overwrite_input else torch.empty_like(inp)
     rows, n = entry_TN.shape
@@ -233,18 +234,18 @@ def _gradient(
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device: makes it that of ``x``."""
+    """Make the device of ``x`` the current one, on which Triton launches."""
     return torch.cuda.device_of(x) if x.is_cuda else contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """What forward knows after the collective."""
+    """Results of the forward pass after the collective."""
 
     sorted_ids: Tensor
     """int32 [T, N + 1], valid ids first, ``NO_ID`` behind."""
     order: Tensor
-    """int32 [T, N]: where each sorted id stood."""
+    """int32 [T, N]: the unsorted place of each sorted id."""
     pay: Tensor
     """fp32 [T, pay_width]: peaks [P], sums [P], with entropy moments [P], raw logits [N] in sorted order, target."""
     parts: int
@@ -253,19 +254,19 @@ class Gathered:
 
 
 def scale_of(temperature: float) -> float:
-    """exp(x / temperature) = exp2(x * scale)."""
+    """Return the scale such that exp(x / temperature) = exp2(x * scale)."""
     return LOG2_E / temperature
 
 
 def entry_for(inp: Tensor, shard: VocabShard, num_rows: int) -> table.Entry:
-    """Launch parameters, the same on all ranks of the group: they follow from the mean shard."""
+    """Return launch parameters, equal on all ranks of the group since they follow from the mean shard width."""
     mean_width = -(-shard.vocab_size // shard.world_size)
     name = table.device_name(inp.device)
     return table.shipped(mean_width, inp.dtype, power_of_two(num_rows), name)
 
 
 def collect(inp: Tensor, call: LossCall, lists: TeacherLists, entropy: bool = False) -> Gathered:
-    """Sorts the ids, passes once over the logits, and joins the ranks with one SUM all-reduce."""
+    """Sort the ids, pass once over the logits, and join the ranks with one SUM all-reduce."""
     z, shard = layout(inp), call.shard
     rows, n = lists.ids_TN.shape
     entry = entry_for(inp, shard, rows)
@@ -287,6 +288,7 @@ def collect(inp: Tensor, call: LossCall, lists: TeacherLists, entropy: bool = Fa
 
 
 def _select(inp: Tensor, z: RowLayout, call: LossCall, lists: TeacherLists, out: Gathered, marks: Tensor) -> None:
+    """Launch ``select_kernel``, several rows a program if the lists are short."""
     shard, (rows, n) = call.shard, lists.ids_TN.shape
     padded = max(2, power_of_two(n))
     by_rank = padded <= LONGEST_RANKED

@@ -2,7 +2,7 @@
 """The kernels on the ids of a row: sorting and gathering before the pass over the logits, the overwriting after it, and
 between them log-probs and coefficients of the gather primitive.
 
-Sorted ids put equal ids (of several teachers) side by side, and let the pass over the logits meet them in order.
+Sorting puts equal ids (of several teachers) side by side, and lets the pass over the logits meet them in order.
 
 Shape legend: T rows, N ids of a row (D teachers times K), P parts of the vocabulary (ranks times splits).
 """
@@ -19,7 +19,7 @@ NOWHERE: tl.constexpr = tl.constexpr(2**32 - 1)
 
 @triton.jit
 def _rank(ids, number):
-    """Place of each id [R, N] in its sorted row, earlier entries first among equal ids."""
+    """Return the place of each id [R, N] in its sorted row, earlier entries first among equal ids."""
     mine, other = ids[:, :, None], ids[:, None, :]
     earlier = number[None, None, :] < number[None, :, None]
     return tl.sum(((other < mine) | ((other == mine) & earlier)).to(tl.int32), 2)
@@ -27,7 +27,7 @@ def _rank(ids, number):
 
 @triton.jit
 def _mark_beyond(marks_ptr, row, there, skipped, end, words):
-    """Writes all words of the rows: marks on a group 0 that begins before its row, and on groups from ``end`` on."""
+    """Write all words of the rows: marks on a group 0 that begins before its row, and on groups from ``end`` on."""
     for begin in range(0, words, 128):
         word = begin + tl.arange(0, 128)
         inside = tl.minimum(tl.maximum(end[:, None] - word[None, :] * 32, 0), 32).to(tl.int64)
@@ -43,11 +43,12 @@ def select_kernel(
     N: tl.constexpr, K: tl.constexpr, N_PAD: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
     BY_RANK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Sorted valid ids ``sorted`` int32 [T, N + 1], NO_ID behind them; ``order`` int32 [T, N], where each one stood.
+    """Write the sorted valid ids ``sorted`` int32 [T, N + 1], NO_ID behind them; ``order`` int32 [T, N], their unsorted
+    places.
 
     Valid: in the vocabulary, teacher log-prob above -inf, weights of teacher and row not 0. Puts the raw logits of
     owned ids (0 for others) into ``pay[:, pay_begin:]`` in sorted order, then the target's. Writes ``marks`` int32
-    [T, words], on what is no whole group; ``neighbours_kernel`` adds those on groups that hold ids. Grid: T / ROWS.
+    [T, words] on what is no whole group; ``neighbours_kernel`` adds those on groups that hold ids. Grid: T / ROWS.
 
     ``BY_RANK`` compares all pairs of ids, which is the faster sort for short lists.
     """
@@ -73,6 +74,7 @@ def select_kernel(
         place = _rank(ids, number)
         order = number[None, :] + tl.zeros_like(place)
     else:
+        # The entry's number in the low bits makes keys unique, so that the sort is stable.
         key = tl.sort((ids.to(tl.int64) << 32) | number[None, :].to(tl.int64))
         ids, order = (key >> 32).to(tl.int32), (key & 0xFFFFFFFF).to(tl.int32)
         place = number[None, :] + tl.zeros_like(order)
@@ -86,6 +88,7 @@ def select_kernel(
     column = ids - start
     owned = listed & (column >= 0) & (column < num_columns)
     logits = tl.load(z[:, None] + at(column, stride_v, UNIT), mask=owned, other=0.0).to(tl.float32)
+    # 0 for ids of other ranks: the SUM all-reduce then brings every owner's logit to all ranks.
     pay = pay_ptr + row64 * pay_width + pay_begin
     tl.store(pay[:, None] + place, logits, mask=listed)
     if target_ptr is not None:
@@ -97,7 +100,7 @@ def select_kernel(
 
 @triton.jit
 def _joined_columns(x, peak, total, moment, scale, ENTROPY: tl.constexpr):
-    """Columns [R, S, W], in fp32 and -inf where there is none, added to the sums [R, S]."""
+    """Add columns [R, S, W], in fp32 and -inf where there is none, to the sums [R, S]."""
     new = tl.maximum(peak, tl.max(x, 2))
     total, moment = moved(peak, new, total, moment, scale, ENTROPY)
     d = x - new[:, :, None]
@@ -109,16 +112,16 @@ def _joined_columns(x, peak, total, moment, scale, ENTROPY: tl.constexpr):
 
 @triton.jit
 def _joined_slots(peak, total, moment, top, scale, ENTROPY: tl.constexpr):
-    """Sums [R, S] of rows together, above the peaks ``top`` [R]."""
+    """Join the sums [R, S] of rows, relative to the peaks ``top`` [R]."""
     total, moment = moved(peak, top[:, None], total, moment, scale, ENTROPY)
     return tl.sum(total, 1), tl.sum(moment, 1)
 
 
 @triton.jit
 def _place(ids_ptr, number, there, start, skipped, num_columns, N: tl.constexpr):
-    """Where the ids at ``number`` of the sorted lists lie, from group 0 on; NOWHERE for those that are not this rank's.
+    """Return where the ids at ``number`` of the sorted lists lie, counted from group 0; NOWHERE for ids of other ranks.
 
-    uint32: one comparison finds ids before the shard and behind it, and what lies nowhere is in no group either.
+    uint32: one comparison finds ids before the shard and behind it, and NOWHERE lies in no group either.
     """
     listed = there & (number >= 0) & (number < N)
     column = (tl.load(ids_ptr + number, mask=listed, other=NO_ID) - start).to(tl.uint32)
@@ -127,7 +130,7 @@ def _place(ids_ptr, number, there, start, skipped, num_columns, N: tl.constexpr)
 
 @triton.jit
 def _bits(lists, number, place, before, there, start, skipped, num_columns, N: tl.constexpr, W: tl.constexpr):
-    """Which entries are the first id of their group, and there the group's listed columns as bits."""
+    """Return which entries are the first id of their group, and for those the group's listed columns as bits."""
     first = (place != NOWHERE) & (before // W != place // W)
     bits = 1 << (place % W).to(tl.int32)
     same = first
@@ -145,7 +148,7 @@ def neighbours_kernel(
     num_rows, inner, stride_a, stride_b, stride_v, shift, start, num_columns, words, pay_width, cell, parts, scale,
     N: tl.constexpr, UNIT: tl.constexpr, ENTROPY: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Marks the groups that hold ids, and sums up what else is in them and in the broken groups at a row's ends.
+    """Mark the groups that hold ids, and sum up the other columns in them and in the incomplete groups at a row's ends.
 
     Peak, sum and moment go to ``pay[:, cell + (0, 1, 2) * parts]``: LOWEST, 0, 0 without a column. Grid: T / ROWS.
     """
@@ -166,12 +169,16 @@ def neighbours_kernel(
         first, bits = _bits(lists, number, place, before, there, start, skipped, num_columns, N, W)
         group = place // W
         word = marks_ptr + row64[:, None] * words + group // 32
+        # Atomic: other lanes may mark groups in the same word. Bits are only added, in any order.
         tl.atomic_or(word, 1 << (group % 32).to(tl.int32), mask=first, sem="relaxed")
+        # The incomplete groups at the row's ends wait for the end of the kernel.
         head, tail = tl.where(first & (group == 0), bits, head), tl.where(first & (group == last), bits, tail)
         whole = first & (group < last) & ((group > 0) | (skipped == 0))
         x = tl.load(z + at(group[:, :, None] * W + lane, stride_v, UNIT), mask=whole[:, :, None], other=MINUS_INFINITY)
+        # Listed columns are left out of the sums: their logits are exchanged one by one.
         x = tl.where(((bits[:, :, None] >> lane) & 1) != 0, MINUS_INFINITY, x.to(tl.float32))
         peak, total, moment = _joined_columns(x, peak, total, moment, scale, ENTROPY)
+    # The two ends of the row: group 0 if it begins before the row, and the last group.
     side = tl.arange(0, 2)[None, :]
     last = last.to(tl.int32)
     broken = there & ((side == 1) | ((skipped > 0) & (last > 0)))
@@ -195,7 +202,7 @@ def neighbours_kernel(
 
 @triton.jit
 def listed_ids(ids_ptr, order_ptr, number, N: tl.constexpr):
-    """A row's sorted ids, where they stood, which are valid, and one mark for each id."""
+    """Return a row's sorted ids, their unsorted places, which are valid, and a mark on one entry for each id."""
     ids = tl.load(ids_ptr + number, mask=number < N, other=NO_ID)
     order = tl.load(order_ptr + number, mask=number < N, other=0)
     valid = ids != NO_ID
@@ -205,7 +212,8 @@ def listed_ids(ids_ptr, order_ptr, number, N: tl.constexpr):
 
 @triton.jit
 def joined(pay, selected, first, parts, scale, PARTS_PAD: tl.constexpr):
-    """All parts of the vocabulary together: shift (raw unit), sum of exponentials above it, the tail's share of that.
+    """Join all parts of the vocabulary: shift (raw unit), sum of exponentials relative to it, the tail's share of that
+    sum.
 
     ``pay`` points to a row; ``selected`` [N_PAD] raw logits; ``first`` marks one entry for each id.
     """
@@ -224,7 +232,7 @@ def fixup_kernel(
     inner, stride_a, stride_b, stride_v, shift, start, num_columns,
     N: tl.constexpr, N_PAD: tl.constexpr, UNIT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes the gradient at this rank's ids: the entries of equal ids summed in order, times ``grad``. Grid: T.
+    """Write the gradient at this rank's ids: the entries of equal ids summed in order, times ``grad``. Grid: T.
 
     Never reads ``out``: the entries are rounded once. ``runs`` is the length of the row's longest run of equal ids.
     """
@@ -235,6 +243,7 @@ def fixup_kernel(
     ids = tl.load(sorted_ptr + row64 * (N + 1) + number, mask=listed, other=NO_ID)
     before = tl.load(sorted_ptr + row64 * (N + 1) + number - 1, mask=listed & (number > 0), other=-1)
     column = ids - start
+    # The first of equal ids writes the sum of them all.
     write = listed & (ids != before) & (column >= 0) & (column < num_columns)
     value = tl.load(entry_ptr + row64 * N + number, mask=write, other=0.0)
     for step in range(1, tl.load(runs_ptr + row)):
@@ -243,6 +252,7 @@ def fixup_kernel(
         same = there & (tl.load(sorted_ptr + row64 * (N + 1) + follower, mask=there, other=NO_ID) == ids)
         value += tl.load(entry_ptr + row64 * N + follower, mask=same, other=0.0)
     if grad_ptr is not None:
+        # 0 stays 0 even if the upstream gradient is not finite.
         value = tl.where(value == 0, 0.0, value * tl.load(grad_ptr + row64 * grad_stride))
     out = row_of(out_ptr, row, inner, stride_a, stride_b, shift)
     tl.store(out + at(column, stride_v, UNIT), value.to(out_ptr.dtype.element_ty), mask=write)
@@ -254,10 +264,11 @@ def logprobs_kernel(
     num_rows, parts, pay_width, pay_begin, scale, inv_tau,
     N: tl.constexpr, N_PAD: tl.constexpr, PARTS_PAD: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Log-probs [T, N] in the caller's order (-inf outside the vocabulary), log-sum-exp [T], 0 on rows of weight 0.
+    """Compute log-probs [T, N] in the caller's order (-inf outside the vocabulary), log-sum-exp [T], 0 on rows of
+    weight 0.
 
-    ``row_data`` [2, T]: 1 over the row's sum of exponentials above the shift, 0 on rows of weight 0; and the shift.
-    ``runs`` int32 [T]: the longest run of equal ids. Grid: T.
+    ``row_data`` [2, T]: 1 over the row's sum of exponentials relative to the shift, 0 on rows of weight 0; and the
+    shift. ``runs`` int32 [T]: the longest run of equal ids. Grid: T.
     """
     row = tl.program_id(0)
     row64 = row.to(tl.int64)
@@ -291,9 +302,9 @@ def gather_gradient_kernel(
     grad_lse_ptr, grad_lse_stride, entry_ptr, out_row_data_ptr, num_rows, inv_tau,
     N: tl.constexpr, N_PAD: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Coefficients of the gradient for given upstream of log-probs and log-sum-exp (either may be None).
+    """Compute coefficients of the gradient from the upstream of log-probs and log-sum-exp (either may be None).
 
-    ``entry`` [T, N] in sorted order: the sum over equal ids is what the id gets. ``out_row_data`` [2, T] as the dense
+    ``entry`` [T, N] in sorted order: the sum over equal ids is the id's gradient. ``out_row_data`` [2, T] as the dense
     kernel takes it. Grid: T.
     """
     row = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""Where rows lie in memory, and how the kernels that pass over them are started.
+"""Memory layout of the rows, and the launches of the kernels that pass over them.
 
 Shape legend: T rows, V columns of this rank, K ids of a row.
 """
@@ -18,14 +18,15 @@ from mopd.losses.triton.streaming import GROUP_BITS, dense_kernel, stats_kernel
 
 GROUP_BYTES = GROUP_BITS.value // 8
 MOST_LISTED_AT_ONCE = 32
-"""Ids that one program of ``neighbours_kernel`` looks at together, one a lane: of several rows, or part of one's."""
+"""Ids that one program of ``neighbours_kernel`` looks at together, one a lane: of several rows, or part of one."""
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """``[T, V]`` or ``[A, B, V]`` of any strides: row t starts at ``t // inner * stride_a + t % inner * stride_b``.
+    """Memory layout of ``[T, V]`` or ``[A, B, V]`` of any strides.
 
-    Kernels add ``shift`` and are given ``base``, which begins at a multiple of 16 bytes.
+    Row t starts at ``t // inner * stride_a + t % inner * stride_b``. Kernels add ``shift`` and are given ``base``,
+    which begins at a multiple of 16 bytes.
     """
 
     num_rows: int
@@ -36,52 +37,53 @@ class RowLayout:
     stride_v: int
     shift: int
     group: int
-    """Columns of 16 bytes."""
+    """Columns in 16 bytes."""
     unit: bool
-    """Columns are neighbours in memory, and groups of them can begin at multiples of 16 bytes."""
+    """Whether columns are neighbours in memory, and groups of them can begin at multiples of 16 bytes."""
 
     def base(self, x: Tensor) -> Tensor:
-        """Where the tensor's last 16 bytes before its first logit, or there, begin."""
+        """Return the tensor from the last multiple of 16 bytes at or before its first logit."""
         return x.detach().as_strided((1,), (1,), x.storage_offset() - self.shift) if self.shift else x
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """What tells in which of its 16 bytes a row begins; 0 where all begin with the first."""
+        """Numbers that determine where in its 16 bytes a row begins: the last three are 0 if all rows begin at a
+        multiple of 16."""
         return self.inner, *(x % self.group for x in (self.stride_a, self.stride_b, self.shift))
 
     @property
     def address(self) -> tuple[int, int, int, int, int]:
-        """The arguments that kernels take."""
+        """Address arguments of the kernels."""
         return self.inner, self.stride_a, self.stride_b, self.stride_v, self.shift
 
 
 def layout(x: Tensor) -> RowLayout:
-    """Where the rows of ``x`` lie."""
+    """Return the memory layout of the rows of ``x``."""
     rows, width, group = x.shape[:-1].numel(), x.size(-1), GROUP_BYTES // x.element_size()
-    unit = x.stride(-1) == 1 and x.untyped_storage().data_ptr() % GROUP_BYTES == 0  # not so in memory of some strangers
+    unit = x.stride(-1) == 1 and x.untyped_storage().data_ptr() % GROUP_BYTES == 0  # foreign memory may not be aligned
     inner, stride_a = (max(rows, 1), 0) if x.dim() == 2 else (max(x.size(1), 1), x.stride(0))
     return RowLayout(rows, width, inner, stride_a, x.stride(-2), x.stride(-1), x.storage_offset() % group, group, unit)
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least ``n`` (and 1)."""
+    """Return the smallest power of two that is at least ``n`` (and 1)."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def small_warps(elements: int) -> int:
-    """Warps of a program that holds ``elements`` numbers of one row: about four a lane."""
+    """Return the warps of a program that holds ``elements`` numbers of one row: about four a lane."""
     return min(16, max(1, power_of_two(elements) // 128))
 
 
 def _chunk(z: RowLayout, shard: VocabShard, how: table.Launch, splits: int) -> int:
-    """Groups of one split: whole steps of the kernel, enough wherever in its 16 bytes a row begins."""
+    """Return the groups of one split: whole steps of the kernel, enough wherever in its 16 bytes a row begins."""
     return triton.cdiv(triton.cdiv(shard.num_columns + z.group, splits), how.block * how.stages) * (
         how.block * how.stages // z.group
     )
 
 
 def new_marks(inp: Tensor, z: RowLayout, shard: VocabShard, how: table.Launch, splits: int) -> Tensor:
-    """int32 [T, words], not yet written: a bit for every group that the statistics may meet."""
+    """Return int32 [T, words], not yet written: a bit for every group that the statistics may meet."""
     words = triton.cdiv(_chunk(z, shard, how, splits) * splits, 32)
     return inp.new_empty(z.num_rows, words, dtype=torch.int32)
 
@@ -97,7 +99,7 @@ def neighbours(
     entropy: bool,
     splits: int,
 ) -> None:
-    """Marks the groups that hold ids; what else is in them goes to the first of this rank's cells of ``pay``."""
+    """Mark the groups that hold ids; the sums of their other columns go to this rank's first cell of ``pay``."""
     n = sorted_ids.size(1) - 1
     at_once = min(power_of_two(n), MOST_LISTED_AT_ONCE)
     rows = max(1, min(16, MOST_LISTED_AT_ONCE // at_once))
@@ -120,7 +122,7 @@ def stats(
     how: table.Launch,
     splits: int,
 ) -> None:
-    """The pass over the logits in forward, into ``pay``."""
+    """Run the forward pass over the logits, into ``pay``."""
     stats_kernel[(z.num_rows * splits,)](
         z.base(inp), marks, weight_T, pay,
         *z.address, shard.num_columns, _chunk(z, shard, how, splits), splits, shard.rank, shard.world_size,
@@ -141,7 +143,8 @@ def dense(
     scale: float,
     how: table.Launch,
 ) -> None:
-    """The pass over the logits in backward, without the entries of the ids."""
+    """Run the backward pass over the logits, without the entries of the ids."""
+    # Tiles begin at groups: a row that begins inside one needs room for up to group - 1 columns before it.
     tiles = triton.cdiv(z.width + (o.group - 1 if any(o.starts[1:]) and o.unit else 0), how.block)
     dense_kernel[(z.num_rows * tiles,)](
         z.base(inp), o.base(out), row_data, grad_T, z.num_rows, 0 if grad_T is None else grad_T.stride(0),

@@ -21,22 +21,23 @@ import triton.language as tl
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 MINUS_INFINITY: tl.constexpr = tl.constexpr(float("-inf"))
 FAR: tl.constexpr = tl.constexpr(-1e30)
-"""Below a peak: the exponential is 0, and 0 times this is too, as 0 times an infinity is not."""
+"""Lower bound of differences to a peak: the exponential is 0 there, and 0 times this is 0, as 0 times -inf is not."""
 NO_ID: tl.constexpr = tl.constexpr(2147483647)
-"""Stands behind the ids of a row; larger than any id."""
+"""Padding behind the ids of a row; larger than any id."""
 GROUP_BITS: tl.constexpr = tl.constexpr(128)
 
 
 @triton.jit
 def row_of(ptr, row, inner, stride_a, stride_b, shift):
-    """Pointer to row ``row`` of ``[A, B, V]`` of any strides, where ``inner`` = B; row 0 is ``shift`` past ``ptr``."""
+    """Return a pointer to row ``row`` of ``[A, B, V]`` of any strides; ``inner`` = B; row 0 is at ``ptr + shift``."""
     row = row.to(tl.int64)
     return ptr + ((row // inner) * stride_a + (row % inner) * stride_b + shift)
 
 
 @triton.jit
 def groups_of(ptr, row, inner, stride_a, stride_b, shift, UNIT: tl.constexpr):
-    """Pointer to group 0 of a row, and the columns of it that lie before the row: 0 where columns are not neighbours.
+    """Return a pointer to group 0 of a row, and the columns of it that lie before the row: 0 if columns are not
+    neighbours.
 
     ``ptr`` is a multiple of 16 bytes; the compiler sees that the result is, and makes loads from there 16 bytes wide.
     """
@@ -51,7 +52,7 @@ def groups_of(ptr, row, inner, stride_a, stride_b, shift, UNIT: tl.constexpr):
 
 @triton.jit
 def at(column, stride, UNIT: tl.constexpr):
-    """Offset of a column. 64 bits where columns are not neighbours: V times the stride passes 2^31."""
+    """Return the offset of a column. 64 bits if columns are not neighbours: V times the stride may pass 2^31."""
     if UNIT:
         return column
     else:
@@ -60,7 +61,7 @@ def at(column, stride, UNIT: tl.constexpr):
 
 @triton.jit
 def _ask(z, group, there, stride, UNIT: tl.constexpr):
-    """Groups [G, W] that are ``there``, asked for and not yet looked at; 16-bit columns as pairs [G, W / 2] in int32.
+    """Start loading groups [G, W] that are ``there``; 16-bit columns as pairs [G, W / 2] in int32.
 
     Pairs, because the compiler carries 16-bit numbers around a loop one by one, which costs two instructions each.
     """
@@ -78,7 +79,7 @@ def _ask(z, group, there, stride, UNIT: tl.constexpr):
 
 @triton.jit
 def _open(asked, dtype: tl.constexpr, G: tl.constexpr):
-    """What ``_ask`` brought, in fp32 [G, W]; the columns of a group in any order."""
+    """Convert the result of ``_ask`` to fp32 [G, W]; the columns of a group are in no particular order."""
     if asked.dtype == tl.int32:
         if dtype == tl.bfloat16:
             low = (asked << 16).to(tl.float32, bitcast=True)
@@ -93,18 +94,19 @@ def _open(asked, dtype: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def _left_out(marks, group):
-    """Which groups are marked: bit ``g % 32`` of word ``g // 32`` of the row is group g's."""
+    """Return which groups are marked: bit ``g % 32`` of word ``g // 32`` of the row is group g's."""
     return (tl.load(marks + (group >> 5)) & (1 << (group & 31))) != 0
 
 
 @triton.jit
 def _largest(x, out, peak):
+    """Return ``peak`` [G], raised to the largest column of each group that is not left out."""
     return tl.maximum(peak, tl.where(out, LOWEST, tl.max(x, 1)))
 
 
 @triton.jit
 def _sums(x, out, peak, scale, ENTROPY: tl.constexpr):
-    """Sum of exponentials and moment of each group [G] above ``peak``; nothing of the groups that are left out."""
+    """Return sum of exponentials and moment of each group [G] relative to ``peak``; 0 for groups that are left out."""
     d = x - peak[:, None]
     e = tl.exp2(d * scale)
     moment = tl.sum(e * tl.maximum(d, FAR), 1) if ENTROPY else peak  # not 0 * -inf
@@ -113,7 +115,7 @@ def _sums(x, out, peak, scale, ENTROPY: tl.constexpr):
 
 @triton.jit
 def moved(peak, new, total, moment, scale, ENTROPY: tl.constexpr):
-    """The sums above another peak: ``total`` = sum exp2((z - peak) * scale), ``moment`` the same times z - peak."""
+    """Return the sums above peak ``new``: ``total`` = sum exp2((z - peak) * scale), ``moment`` that times z - peak."""
     by = peak - new
     shrink = tl.exp2(by * scale)
     if ENTROPY:
@@ -126,10 +128,10 @@ def _row_stats(
     z, marks, stride_v, low, high, scale,
     UNIT: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Peak (raw unit), sum and moment over the groups [low, high) that are not marked; LOWEST, 0, 0 without any.
+    """Return peak (raw unit), sum and moment over the groups [low, high) that are not marked; LOWEST, 0, 0 without any.
 
     Online and lane by lane: one exponential a column, the peak inside a lane, one rescale for its AHEAD groups. The
-    next AHEAD tiles are on their way while these are worked on.
+    next AHEAD tiles are being loaded while these are worked on.
     """
     dtype: tl.constexpr = z.dtype.element_ty
     G: tl.constexpr = BLOCK * dtype.primitive_bitwidth // GROUP_BITS
@@ -137,9 +139,8 @@ def _row_stats(
     peak = tl.full([G], LOWEST, tl.float32)
     total = tl.zeros([G], tl.float32)
     moment = tl.zeros([G], tl.float32)
-    left = (
-        high - low
-    )  # of its own, and not from the loop's counter, which the compiler makes 64 bits wide for addresses
+    # Counted apart from the loop's own counter, which the compiler makes 64 bits wide for addresses.
+    left = high - low
     one = _ask(z, low + lane, lane < left, stride_v, UNIT)
     if AHEAD == 2:
         two = _ask(z, low + G + lane, lane < left - G, stride_v, UNIT)
@@ -149,6 +150,7 @@ def _row_stats(
         x = _open(one, dtype, G)
         out = _left_out(marks, group)
         new = _largest(x, out, peak)
+        # Asked for before this step's exponentials, which then hide the latency of memory.
         one = _ask(z, group + AHEAD * G, lane < left, stride_v, UNIT)
         if AHEAD == 2:
             y = _open(two, dtype, G)
@@ -173,9 +175,10 @@ def stats_kernel(
     num_columns, chunk, splits, rank, world_size, words, pay_width, scale,
     WORLD_PAD: tl.constexpr, UNIT: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Peak and sum of exponentials of one row, groups ``[split * chunk, (split + 1) * chunk)``, ids left out.
+    """Compute peak and sum of exponentials of one row's groups ``[split * chunk, (split + 1) * chunk)``, marked ones
+    left out.
 
-    Split 0 joins them with what ``neighbours_kernel`` found in marked groups and left in its cells. Writes this split's
+    Split 0 joins them with the sums that ``neighbours_kernel`` left in its cells for marked groups. Writes this split's
     cells of all ranks: zeros beside its own. ``chunk`` is a multiple of AHEAD tiles. Grid: T * splits.
     """
     pid = tl.program_id(0)
@@ -193,6 +196,7 @@ def stats_kernel(
         marks = marks_ptr + row.to(tl.int64) * words
         low, high = split * chunk, tl.minimum((split + 1) * chunk, (skipped + num_columns) // W)
         top, total, moment = _row_stats(z, marks, stride_v, low, high, scale, UNIT, ENTROPY, BLOCK, AHEAD)
+        # One program of the row adds what ``neighbours_kernel`` has left, or it would count once a split.
         if split == 0:
             mine = pay + rank * splits
             peak, beside, beside_moment = tl.load(mine), tl.load(mine + parts), 0.0
@@ -202,6 +206,7 @@ def stats_kernel(
             total, moment = moved(top, new, total, moment, scale, ENTROPY)
             beside, beside_moment = moved(peak, new, beside, beside_moment, scale, ENTROPY)
             top, total, moment = new, total + beside, moment + beside_moment
+        # Nothing was summed: the part's peak is -inf, not the value that the search started from.
         top = tl.where(total == 0, MINUS_INFINITY, top)
     cell = pay + other * splits
     tl.store(cell, tl.where(own, top, 0.0), mask=inside)
@@ -212,7 +217,7 @@ def stats_kernel(
 
 @triton.jit
 def _get(source, begin, inside, num_columns, EDGE: tl.constexpr):
-    """A tile [G, W] in fp32 where ``inside``. Groups begin at columns ``begin`` [G, 1]; whole ones load at once."""
+    """Load a tile [G, W] in fp32 where ``inside``, whole groups at once. Groups begin at columns ``begin`` [G, 1]."""
     if EDGE:
         W: tl.constexpr = inside.shape[1]
         whole = (begin >= 0) & (begin + W <= num_columns)
@@ -224,7 +229,7 @@ def _get(source, begin, inside, num_columns, EDGE: tl.constexpr):
 
 @triton.jit
 def _put(out, values, begin, column, width, EDGE: tl.constexpr):
-    """Stores a tile [G, W], rounded once; whole groups at once."""
+    """Store a tile [G, W], rounded once; whole groups at once."""
     values = values.to(out.dtype.element_ty)
     if EDGE:
         W: tl.constexpr = column.shape[1]
@@ -243,7 +248,7 @@ def dense_kernel(
     num_columns, width, tiles, scale,
     Z_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, ALIKE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """``out[t, j] = grad[t] * row_data[0, t] * exp2((z[t, j] - row_data[1, t]) * scale)``; 0 in padded columns.
+    """Write ``out[t, j] = grad[t] * row_data[0, t] * exp2((z[t, j] - row_data[1, t]) * scale)``; 0 in padded columns.
 
     Grid: T * tiles, which begin at groups of ``out``; ALIKE: groups of ``z`` begin in the same columns. ``out`` may be
     ``z``: a program reads and writes its own tile only. Rows whose coefficient is 0 are not read.
@@ -261,6 +266,7 @@ def dense_kernel(
     low, high = first - skipped, first - skipped + BLOCK
     if coefficient == 0:
         zero = tl.zeros([BLOCK // W, W], tl.float32)
+        # Only a row's first and last tile need masks; the others store whole vectors.
         if (low >= 0) & (high <= width):
             _put(out, zero, begin, column, width, False)
         else:
@@ -269,6 +275,7 @@ def dense_kernel(
         if grad_ptr is not None:
             coefficient *= tl.load(grad_ptr + row.to(tl.int64) * grad_stride)
         shift = tl.load(row_data_ptr + num_rows + row)
+        # Groups of both tensors begin in the same columns: each is one load and one store.
         if ALIKE:
             z, _ = groups_of(z_ptr, row, z_inner, z_stride_a, z_stride_b, z_shift, Z_UNIT)
             z += at(place, z_stride_v, Z_UNIT)
@@ -285,4 +292,4 @@ def dense_kernel(
 
 
 INTERPRETED = not isinstance(stats_kernel, triton.JITFunction)
-"""TRITON_INTERPRET=1 was set when this module was imported: the kernels run on the CPU, slowly, for tests."""
+"""Whether TRITON_INTERPRET=1 was set when this module was imported: the kernels run on the CPU, slowly, for tests."""

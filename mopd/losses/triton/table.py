@@ -1,10 +1,10 @@
 """Launch parameters of the streaming kernels, from a table that is shipped with the package.
 
 No autotuner runs inside a training step: it would time destructive kernels on live data, differ between the ranks of
-one group, and break CUDA graphs. ``tuning`` measures on scratch tensors; ``save_table`` keeps what it found.
+one group, and break CUDA graphs. ``tuning`` measures on scratch tensors; ``save_table`` writes its results.
 
 An entry is for a width (columns of one rank), a dtype, a number of rows and a device; a lookup takes the nearest entry,
-by powers of two, among those of its dtype and device (``any`` where the device has none). The number of ids matters to
+by powers of two, among those of its dtype and device (``any`` if the device has none). The number of ids matters to
 neither of the kernels.
 """
 
@@ -25,12 +25,12 @@ ANY_DEVICE = "any"
 
 @dataclass(frozen=True)
 class Launch:
-    """How one kernel is started: columns of a tile, warps of a program, tiles that are loaded ahead."""
+    """Launch parameters of one kernel: columns of a tile, warps of a program, tiles that are loaded ahead."""
 
     block: int
     warps: int
     stages: int
-    """1 or 2 for ``stats``, which works on as many together; ``dense`` has one tile a program, and 1."""
+    """1 or 2 for ``stats``, which works on that many tiles together; ``dense`` has one tile a program, and 1."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Entry:
     device: str
     stats: Launch
     splits: int
-    """Programs that share a row in the statistics pass; more than 1 where there are too few rows to fill the device."""
+    """Programs that share a row in the statistics pass; more than 1 if there are too few rows to fill the device."""
     dense: Launch
 
 
 def load_table(path: Path = TABLE) -> list[Entry]:
-    """Reads a table. Raises ValueError where a field is missing or unknown."""
+    """Read a table. Raise ValueError if a field is missing or unknown."""
     entries = []
     for raw in json.loads(path.read_text())["entries"]:
         try:
@@ -60,13 +60,13 @@ def load_table(path: Path = TABLE) -> list[Entry]:
 
 
 def save_table(entries: Iterable[Entry], path: Path = TABLE) -> None:
-    """Writes a table, one entry a line."""
+    """Write a table, one entry a line."""
     lines = ",\n  ".join(json.dumps(asdict(entry)) for entry in entries)
     path.write_text(f'{{"entries": [\n  {lines}\n]}}\n')
 
 
 def merge(old: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
-    """``old`` with entries of the same bucket replaced by ``new``, sorted."""
+    """Return ``old`` with entries of the same bucket replaced by ``new``, sorted."""
 
     def bucket(e: Entry) -> tuple[str, str, int, int]:
         return (e.device, e.dtype, e.width, e.rows)
@@ -76,9 +76,9 @@ def merge(old: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
 
 
 def lookup(width: int, dtype: torch.dtype, rows: int, device: str, entries: Sequence[Entry]) -> Entry:
-    """The nearest entry. Raises ValueError where the table has none for the dtype.
+    """Return the nearest entry. Raise ValueError if the table has none for the dtype.
 
-    ``width`` must be the same on all ranks of a group (the mean shard), for ``splits`` shapes what they exchange.
+    ``width`` must be the same on all ranks of a group (the mean shard), since ``splits`` shapes what they exchange.
     """
     name = str(dtype).removeprefix("torch.")
     known = [e for e in entries if e.dtype == name]
@@ -95,7 +95,7 @@ def lookup(width: int, dtype: torch.dtype, rows: int, device: str, entries: Sequ
 
 @cache
 def shipped(width: int, dtype: torch.dtype, rows: int, device: str) -> Entry:
-    """``lookup`` in the shipped table; ``rows`` as a power of two keeps this cache small."""
+    """Run ``lookup`` in the shipped table; ``rows`` as a power of two keeps this cache small."""
     return lookup(width, dtype, rows, device, _shipped_table())
 
 
@@ -105,7 +105,7 @@ def _shipped_table() -> tuple[Entry, ...]:
 
 
 def device_name(device: torch.device) -> str:
-    """The name under which entries of a device are kept."""
+    """Return the name under which entries of a device are kept."""
     return _cuda_name(device.index) if device.type == "cuda" else device.type
 
 

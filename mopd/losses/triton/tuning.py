@@ -1,7 +1,7 @@
-"""Measures launch parameters: ``tune`` times the streaming kernels on scratch tensors.
+"""Measurement of launch parameters: ``tune`` times the streaming kernels on scratch tensors.
 
-Reading and storing them is ``mopd.losses.triton.table``, which kernels of a training step use. The gradient is written
-out of place on a scratch buffer: the logits that are read stay what they are from run to run.
+``mopd.losses.triton.table``, which kernels of a training step use, reads and stores them. The gradient is written out
+of place on a scratch buffer, so that the logits stay the same from run to run.
 
 Shape legend: T rows, V columns of this rank.
 """
@@ -25,9 +25,9 @@ WARPS = (1, 2, 4, 8, 16)
 STAGES = (1, 2)
 SPLITS = (1, 2, 4, 8, 16, 32)
 FLUSH_BYTES = 256 << 20
-"""More than the L2 cache of any GPU: written between two timed runs."""
+"""Bytes written between two timed runs to push operands out of the cache: more than the L2 cache of any GPU."""
 BYTES_OF_A_LANE = (16, 64)
-"""Of one tile. Fewer are no whole group, more do not fit the registers."""
+"""Smallest and largest share of a tile per lane. Fewer bytes are no whole group, more do not fit the registers."""
 MOST_PROGRAMS_OF_SPLIT_ROWS = 16_384
 
 T = TypeVar("T")
@@ -41,12 +41,12 @@ def tune(
     repeats: int = 10,
     report: Callable[[str], None] | None = None,
 ) -> list[Entry]:
-    """Times the streaming kernels on scratch tensors and returns the fastest entry of each bucket.
+    """Time the streaming kernels on scratch tensors and return the fastest entry of each bucket.
 
     Args:
         device: a CUDA device.
         shapes: ``(T, V)``: rows, columns of one rank.
-        dtypes: of the logits.
+        dtypes: dtypes of the logits.
         repeats: timed runs of each candidate; the median counts.
         report: called with one line for each bucket.
 
@@ -68,7 +68,7 @@ def tune(
 
 
 def median_ms(run: Callable[[], None], flush: Tensor, repeats: int) -> float:
-    """Median time of ``run`` in ms by CUDA events, its operands pushed out of the cache before each run."""
+    """Return the median time of ``run`` in ms by CUDA events, its operands pushed out of the cache before each run."""
     run()
     times = []
     for _ in range(repeats):
@@ -106,7 +106,7 @@ def _scratch(device: torch.device, rows: int, width: int, dtype: torch.dtype) ->
 def fastest_stats(
     device: torch.device, rows: int, width: int, dtype: torch.dtype, repeats: int
 ) -> tuple[Launch, int, float]:
-    """Best launch and splits of the statistics pass, and its median ms."""
+    """Return the best launch and splits of the statistics pass, and its median ms."""
     logits, shard = _scratch(device, rows, width, dtype)
     pay = torch.zeros(rows, 2 * max(SPLITS), device=device)
     layout = launches.layout(logits)
@@ -118,7 +118,7 @@ def fastest_stats(
 
     def run(candidate: tuple[Launch, int]) -> None:
         how, splits = candidate
-        marks = launches.new_marks(logits, layout, shard, how, splits)  # what is left out takes as long as what is not
+        marks = launches.new_marks(logits, layout, shard, how, splits)  # unwritten: a marked group takes as long
         launches.stats(logits, layout, marks, None, pay, shard, 1.0, False, how, splits)
 
     (how, splits), ms = _fastest(candidates, run, device, repeats)
@@ -128,7 +128,7 @@ def fastest_stats(
 def fastest_dense(
     device: torch.device, rows: int, width: int, dtype: torch.dtype, repeats: int
 ) -> tuple[Launch, float]:
-    """Best launch of the gradient pass, and its median ms."""
+    """Return the best launch of the gradient pass, and its median ms."""
     logits, shard = _scratch(device, rows, width, dtype)
     out = torch.empty_like(logits)
     row_data = torch.full((2, rows), -1e-4, device=device)

@@ -1,4 +1,4 @@
-"""Work beside the steps of one rank: the writing of a checkpoint, in a thread of its own."""
+"""The thread in which a rank writes a checkpoint while the training steps go on."""
 
 from __future__ import annotations
 
@@ -13,39 +13,42 @@ from mopd.types import UserError
 
 
 class Background:
-    """One piece of work at a time. A thread, no process: a rank has threads, which no fork survives, and Megatron's
-    ``AsyncCallsQueue`` forks, or hands tensors to a process that outlives a killed rank.
+    """Runner of one piece of work at a time in a thread. Not in a process: a rank has threads, and a fork of a process
+    with threads is unsafe; Megatron's ``AsyncCallsQueue`` forks, or hands tensors to a process that outlives a killed
+    rank.
 
-    The end of the block finishes what was started. After an error it waits for it as long, and the work's own error
-    never takes the place of that one: where the other ranks still answer, a checkpoint that was begun becomes whole.
+    Leaving the ``with`` block waits for the started work. If the block raised, it waits up to the same deadline and
+    drops the work's own error in favour of the block's: as long as the other ranks answer, a checkpoint that was begun
+    is completed.
     """
 
     def __init__(self, device: torch.device, *, timeout_s: float) -> None:
-        """``timeout_s`` is the deadline of ``finish``."""
+        """``timeout_s``: deadline of ``finish``."""
         self._timeout_s = timeout_s
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_use_device, initargs=(device,))
         self._work: Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin; ``finish`` what was started before."""
+        """Start ``work``. The previous work must have been taken with ``finish``."""
         if self._work is not None:
             raise RuntimeError("a checkpoint is begun before the last one is finished")
         self._work = self._thread.submit(cpu_shim.activate()(work))
 
     @property
     def is_busy(self) -> bool:
-        """``finish`` would wait."""
+        """Whether ``finish`` would have to wait."""
         return self._work is not None and not self._work.done()
 
     def finish(self) -> None:
-        """Returns when the work is done, at once where there is none, and raises what it raised.
+        """Wait until the work is done and raise what it raised; return at once if none was started.
 
         Raises:
-            UserError: not in time.
+            UserError: the work is not done in time.
         """
         work, self._work = self._work, None
         if work is None:
             return
+        # Not ``work.result(timeout)``: a TimeoutError raised by the work itself could not be told from the deadline's.
         if work not in wait([work], self._timeout_s).done:
             raise UserError(
                 f"schedule.wait_timeout_s: a checkpoint was not written within {self._timeout_s:g} s: look at the disk "
@@ -65,6 +68,6 @@ class Background:
 
 
 def _use_device(device: torch.device) -> None:
-    """CUDA's current device belongs to a thread."""
+    """Select the rank's GPU in the new thread: CUDA's current device is per thread."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,9 +1,9 @@
-"""Checkpoints of the student: Megatron's distributed format, which loads at another parallel layout.
+"""Checkpoints of the student in Megatron's distributed format, which loads at another parallel layout.
 
-A folder is complete when its ``manifest.json`` exists; it is written last, by rank 0, and holds the sha256 of every
-other file, which the rank that wrote it has hashed.
-``verify`` compares them, which finds what was damaged or mixed up, but proves nothing about who wrote the folder:
-``load`` reads every pickle of the format through ``restricted``.
+A folder is complete when its ``manifest.json`` exists. Rank 0 writes it last; it holds the sha256 of every other file,
+hashed by the rank that wrote the file. ``verify`` compares the hashes, which finds files that were damaged or mixed up
+but proves nothing about who wrote the folder: ``load`` therefore reads every pickle of the format through
+``restricted``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from mopd.types import UserError
 
 _OPTIMIZER, _EXPERTS_OPTIMIZER = "optimizer", "optimizer_experts"
 _KEPT_OPTIONS = ("max_lr", "min_lr", "betas", "eps")
-"""Options of a parameter group that the recipe decides, not the checkpoint."""
+"""Options of a parameter group that come from the recipe, not from the checkpoint."""
 
 
 def save(
@@ -55,11 +55,11 @@ def save(
     state: Mapping[str, Any],
     background: Background | None = None,
 ) -> None:
-    """Write a complete checkpoint into ``folder``, which is created; what an interrupted save left there is replaced.
+    """Write a complete checkpoint into ``folder``, which is created; replace what an interrupted save left there.
     Collective.
 
-    ``state`` is JSON-able and comes back from ``load``; it is written by rank 0 as ``state.json``. With ``background``
-    this returns as soon as everything is copied, and ``background.finish`` tells of the rest.
+    ``state`` must be JSON-able; rank 0 writes it as ``state.json`` and ``load`` returns it. With ``background`` this
+    returns as soon as everything is copied, and ``background.finish`` raises the errors of the writing.
 
     Raises:
         FileExistsError: ``folder`` already holds a complete checkpoint.
@@ -71,6 +71,7 @@ def save(
         _write(folder, make_ready(sharded, layout, content=CONTENT), layout, state)
         return
     ready = make_ready(sharded, layout, content=CONTENT, gathered=gathered)
+    # The steps go on using ``control_group``, whose collectives would be paired with the writer's.
     beside = replace(layout, control_group=layout.checkpoint_group)
     background.start(partial(_write, folder, ready, beside, copy.deepcopy(dict(state))))
 
@@ -87,7 +88,7 @@ def _require_new(folder: Path) -> None:
 
 
 def _write(folder: Path, ready: Ready, layout: Layout, state: Mapping[str, Any]) -> None:
-    """Collective over ``layout.control_group`` alone; removes what it has written when a write is refused."""
+    """Write the folder, collectively over ``layout.control_group`` alone; remove it again if a write is refused."""
     dist.barrier(group=layout.control_group)
     try:
         raise_together(layout, lambda: _make_anew(folder))
@@ -95,7 +96,7 @@ def _write(folder: Path, ready: Ready, layout: Layout, state: Mapping[str, Any])
         raise_together(layout, lambda: write_hash_manifest(folder, {**state, "layout": layout.sizes()}, hashes))
     except WriteRefusedError:  # on every rank: none of them writes any more
         if layout.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # the space is needed
+            shutil.rmtree(folder, ignore_errors=True)  # the disk may be full: give the space back
         dist.barrier(group=layout.control_group)
         raise
 
@@ -114,18 +115,20 @@ def load(
     scheduler: OptimizerParamScheduler,
     layout: Layout,
 ) -> dict[str, Any]:
-    """Load weights, optimizer and random states of a verified ``folder``; returns the ``state`` given to ``save``.
+    """Load weights, optimizer and random states of a verified ``folder`` and return the ``state`` given to ``save``.
     Collective.
 
-    The schedule continues after as many steps as the state's ``weight_version``, with the recipe's values.
-    Call ``verify`` first. Raises ``UserError`` on every rank as ``restricted.load`` does.
+    The learning-rate schedule continues after as many steps as the state's ``weight_version``, with the recipe's
+    values. Call ``verify`` first. Raises ``UserError`` on every rank as ``restricted.load`` does.
     """
     state = read_state(folder)
     options = [{name: group[name] for name in _KEPT_OPTIONS} for group in optimizer.param_groups]
     sharded, _ = _sharded_state(chunks, optimizer, layout, is_loading=True)
     same_layout = state["layout"] == layout.sizes()
     if not same_layout:
+        # Random states belong to one rank each and cannot be re-sharded.
         del sharded["rng"]
+    # The big states of distributed optimizers are taken out and loaded a few at a time, after everything else.
     distributed = {
         key: (part, sharded[key].pop("param_state"))
         for part, key in _parts(optimizer)
@@ -142,6 +145,7 @@ def load(
     with _without_steps(optimizer):
         load_states(distributed, partial(restricted.load, folder=folder, is_part=True), layout.control_group)
     for group, kept in zip(optimizer.param_groups, options, strict=True):
+        # Learning rate and Adam's constants are those of the recipe that resumes.
         group.update(kept)
     scheduler.num_steps = state["weight_version"]
     scheduler.step(0)
@@ -152,13 +156,12 @@ def load(
 
 @torch.no_grad()
 def load_weights(folder: Path, *chunks: StudentModel) -> None:
-    """Load the weights alone of a verified ``folder``, a run's checkpoint or a conversion's. Collective; raises as
-    ``load`` does."""
+    """Load only the weights of a verified ``folder`` of a run or a conversion. Collective; raises as ``load`` does."""
     _load_chunks(chunks, restricted.load({"model": sharded_weights(chunks)}, folder)["model"])
 
 
 def sharded_weights(chunks: Sequence[StudentModel]) -> dict[str, Any]:
-    """Sharded state dicts by the number of the chunk, whose names count layers from 0; keys are the whole model's."""
+    """Return sharded state dicts by chunk number. Names count a chunk's layers from 0; keys are the whole model's."""
     return {str(number): chunk.sharded_state_dict(metadata=dict(CONTENT)) for number, chunk in enumerate(chunks)}
 
 
@@ -168,11 +171,11 @@ def _load_chunks(chunks: Sequence[StudentModel], loaded: Mapping[str, Any]) -> N
 
 
 def write_hash_manifest(folder: Path, state: Mapping[str, Any], known: Mapping[str, str] | None = None) -> None:
-    """Write ``state.json``, then ``manifest.json`` with the sha256 of every file, which completes the folder: of the
-    ``known`` ones, by name, as given.
+    """Write ``state.json``, then ``manifest.json`` with the sha256 of every file, which completes the folder. ``known``
+    hashes, by file name, are taken as given.
 
     Raises:
-        WriteRefusedError: the system refuses, or somebody has removed a file that was written.
+        WriteRefusedError: the system refuses, or a file that was written has been removed.
     """
     write_text(folder / STATE_FILE, json.dumps(state, indent=1, sort_keys=True))
     hashes = dict(known or {})
@@ -185,7 +188,7 @@ def write_hash_manifest(folder: Path, state: Mapping[str, Any], known: Mapping[s
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether ``save`` reached its end in ``folder``."""
+    """Return whether ``save`` reached its end in ``folder``."""
     return (folder / MANIFEST_FILE).is_file()
 
 
@@ -208,10 +211,10 @@ def verify(folder: Path) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The ``state`` that was given to ``save``, with the saved ``layout``.
+    """Return the ``state`` that was given to ``save``, with the saved ``layout``.
 
     Raises:
-        UserError: the file is damaged, or not of a run: a converted checkpoint has weights alone.
+        UserError: the file is damaged, or the checkpoint is a conversion's, which holds weights alone.
     """
     state = read_json_object(folder / STATE_FILE, cure="resume from another checkpoint")
     for key, kind in (("weight_version", int), ("layout", dict), ("extra", dict)):
@@ -226,7 +229,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 def _sharded_state(
     chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, layout: Layout, *, is_loading: bool
 ) -> tuple[dict[str, Any], set[int]]:
-    """What is saved, as Megatron's sharded state dict, and the addresses of storages that nothing else uses."""
+    """Return what is saved, as Megatron's sharded state dict, and the addresses of storages that nothing else uses."""
     sharded: dict[str, Any] = {"model": sharded_weights([chunk.module for chunk in chunks])}
     gathered: set[int] = set()
     for part, _ in _parts(optimizer):
@@ -246,21 +249,21 @@ def _sharded_state(
 
 
 def _parts(optimizer: ChainedOptimizer) -> list[tuple[Any, str]]:
-    """The optimizer's parts and their keys: with expert parallelism, expert parameters have a part of their own."""
+    """Return the optimizer's parts and their keys: with expert parallelism, experts' parameters are a second part."""
     keys = (_OPTIMIZER, _EXPERTS_OPTIMIZER)[: len(optimizer.chained_optimizers)]
     return list(zip(optimizer.chained_optimizers, keys, strict=True))
 
 
 def _add_common_state(part: Any, loaded: dict[str, Any], main: Mapping[str, Any]) -> None:
-    """A checkpoint of a layout without expert parallelism holds the tensors of the experts' part, but not what is kept
-    once per part: that becomes the part's own parameter groups, at the step of the main part's."""
+    """Complete the experts' part from a checkpoint of a layout without expert parallelism. Such a checkpoint holds the
+    part's tensors but not what is kept once per part: use the part's own parameter groups, at the main part's step."""
     inner, main_inner = (state.get("optimizer", state) for state in (loaded, main))
     if "param_groups" in inner:
         return
     own = part.state_dict()
     groups = copy.deepcopy(own.get("optimizer", own)["param_groups"])
     main_group = main_inner["param_groups"][0]
-    if "step" in main_group:  # with the plain optimizer it stands elsewhere, below
+    if "step" in main_group:  # the plain optimizer keeps it as common_step, below
         for group in groups:
             group["step"] = main_group["step"]
     (loaded.setdefault("optimizer", {}) if "optimizer" in own else loaded)["param_groups"] = groups
@@ -269,7 +272,7 @@ def _add_common_state(part: Any, loaded: dict[str, Any], main: Mapping[str, Any]
 
 
 def _create_states(part: Any) -> None:
-    """Let optimizer states exist before they are sharded. torch's AdamW also needs a step per parameter, which
+    """Create the optimizer states, so that they can be sharded. torch's AdamW also needs a step per parameter, which
     Megatron's initialiser (written for fused Adam) does not create."""
     part.init_state_fn(part.optimizer, part.config)
     if isinstance(part.optimizer, torch.optim.AdamW):
@@ -279,9 +282,9 @@ def _create_states(part: Any) -> None:
 
 @contextmanager
 def _without_steps(optimizer: ChainedOptimizer) -> Iterator[None]:
-    """Work around three faults of Megatron 0.16.1 with torch's AdamW: it fills every state of a parameter, ``step``
-    included, from tensors that have none (so ``step`` is away meanwhile), and it hands all parameters one ``step``
-    tensor, which each would then increment (so each gets its own). The third is in ``_create_states``."""
+    """Work around three faults of Megatron 0.16.1 with torch's AdamW. It fills every state of a parameter, ``step``
+    included, from tensors that have none, so ``step`` is removed meanwhile. It gives all parameters one ``step``
+    tensor, which each would then increment, so each gets its own. The third is in ``_create_states``."""
     states = [state for part, _ in _parts(optimizer) for state in part.optimizer.state.values()]
     steps = [{"step": own.pop("step").clone()} if "step" in own else {} for own in states]
     yield
@@ -299,7 +302,7 @@ def _rng_state() -> dict[str, Any]:
 
 
 def _check_rng_state(folder: Path, state: Any) -> None:
-    """Refuses random states that this process cannot take, before anything is changed."""
+    """Raise ``UserError`` if this process cannot take the random states. Call it before anything is changed."""
     found = _flat(state) if isinstance(state, dict) and isinstance(state.get("megatron"), dict) else {}
     for name, own in _flat(_rng_state()).items():
         if not isinstance(found.get(name), torch.Tensor) or found[name].shape != own.shape:
@@ -309,6 +312,7 @@ def _check_rng_state(folder: Path, state: Any) -> None:
 
 
 def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the random states by name, Megatron's nested ones beside the others."""
     return {name: value for name, value in state.items() if name != "megatron"} | dict(state["megatron"])
 
 

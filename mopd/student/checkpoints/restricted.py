@@ -1,8 +1,8 @@
-"""Megatron's loader of distributed checkpoints with every pickle read by restricted readers.
+"""Megatron's loader of distributed checkpoints, with restricted readers for every pickle.
 
-By itself Megatron unpickles ``.metadata`` and each object of a checkpoint without limits, so whoever writes the folder
-has code run; its ``manifest.json`` does not help, as it stands in the same folder. Here ``.metadata`` comes from
-``conversion.torch_dist.description``, and ``common.pt`` and the objects from ``conversion.torch_dist.pickled``.
+Megatron itself unpickles ``.metadata`` and each object of a checkpoint without limits, so the author of a folder could
+run code here; ``manifest.json`` does not help, since it stands in the same folder. Here ``.metadata`` is read by
+``conversion.torch_dist.description``, ``common.pt`` and the objects by ``conversion.torch_dist.pickled``.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _EXTRA_STATE = "._extra_state"
 
 
 def load(sharded: dict[str, Any], folder: Path, *, is_part: bool = False) -> dict[str, Any]:
-    """``dist_checkpointing.load`` of a folder that anybody may have written. Collective.
+    """Run ``dist_checkpointing.load`` on an untrusted folder. Collective.
 
-    With ``is_part`` some ranks may ask for what makes no whole tensor with what the others ask for.
+    With ``is_part`` ranks may ask for pieces that together make up no whole tensor.
 
     Raises:
         UserError: on every rank, if the folder is damaged, belongs to another model, or holds anything but tensors,
@@ -54,7 +54,7 @@ def load(sharded: dict[str, Any], folder: Path, *, is_part: bool = False) -> dic
             common_strategy=_Common(),
             validate_access_integrity=not is_part,
         )
-    except CheckpointException as error:  # what other ranks raised, too; a BaseException
+    except CheckpointException as error:  # holds the other ranks' errors too; derives from BaseException
         causes = [cause for cause, _ in error.failures.values()]
         told = next((cause for cause in causes if isinstance(cause, UserError)), None)
         if told is not None:
@@ -66,9 +66,10 @@ def load(sharded: dict[str, Any], folder: Path, *, is_part: bool = False) -> dic
 
 
 class _Common(TorchCommonLoadStrategy):
-    """``common.pt``: what is kept once."""
+    """Loader of ``common.pt``, the values that are stored once and not sharded."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Return the values by name. Raise ``UserError`` if the file holds anything else."""
         path = Path(checkpoint_dir) / COMMON_STATE_FNAME
         with open_regular(path, cure=_CURE) as stream:
             try:
@@ -81,7 +82,7 @@ class _Common(TorchCommonLoadStrategy):
 
 
 class _Tensors(torch_dist.TorchDistLoadShardedStrategy):
-    """Tensors and objects; ``load`` follows Megatron's, with another reader and another planner."""
+    """Loader of tensors and objects. ``load`` follows Megatron's method, with another reader and another planner."""
 
     def __init__(self, description: Metadata) -> None:
         super().__init__()
@@ -98,7 +99,7 @@ class _Tensors(torch_dist.TorchDistLoadShardedStrategy):
         planner.folder = Path(checkpoint_dir)
         reader = _CheckedReader(checkpoint_dir)
         reader.description = self._description
-        _load_state_dict(targets, reader, planner=planner)  # ``load`` wants equal keys on all ranks
+        _load_state_dict(targets, reader, planner=planner)  # torch's public ``load`` wants equal keys on all ranks
         loaded = {key: torch_dist._unwrap_pyt_sharded_tensor(value) for key, value in targets.items()}
         loaded = torch_dist._replace_sharded_keys_with_state_dict_keys(loaded, flat_mapping, rename_mapping)
         torch_dist._restore_dict_types(loaded, sharded_state_dict)
@@ -106,7 +107,8 @@ class _Tensors(torch_dist.TorchDistLoadShardedStrategy):
 
 
 class _CheckedReader(FileSystemReader):
-    """Reads files of the folder alone (see ``read_description``), tensors with ``weights_only``."""
+    """Reader that opens files of the folder alone (``read_description`` has checked their names), with
+    ``weights_only``."""
 
     description: Metadata
 
@@ -115,10 +117,12 @@ class _CheckedReader(FileSystemReader):
 
 
 class _Planner(torch_dist.MCoreLoadPlanner):
+    """Load planner whose objects are read as plain values."""
+
     folder: Path
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """One object, in place of the superclass's unlimited unpickling."""
+        """Read one object, in place of the superclass's unrestricted unpickling."""
         key = str(read_item.dest_index.fqn)
         try:
             content = load_plain(value)
@@ -133,7 +137,7 @@ class _Planner(torch_dist.MCoreLoadPlanner):
 
 
 def _is_empty(state: Any) -> bool:
-    """Whether a layer's extra state says nothing: TransformerEngine unpickles others, which only FP8 needs."""
+    """Return whether a layer's extra state is empty. TransformerEngine unpickles others; only FP8 needs them."""
     if isinstance(state, Tensor):
         return state.numel() == 0
     if isinstance(state, (list, tuple)):

@@ -1,7 +1,7 @@
-"""Writing Megatron's distributed format from the ranks themselves, so that a refused write is one line with its file.
+"""Writer of Megatron's distributed format that runs in the ranks themselves and names the file of a refused write.
 
 Megatron's own writer starts a manager process and forks per file: seconds per save on a small machine, and processes
-that outlive a killed rank. It and torch also replace the system's error by one without a reason.
+that outlive a killed rank. Megatron and torch also replace the system's error by one without a reason.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _FORMAT = CheckpointingConfig("torch_dist", 1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ready:
-    """What is left to write of a sharded state dict."""
+    """The part of a sharded state dict that this rank is about to write."""
 
     tensors: dict[str, Any]
-    """torch's sharded tensors and objects by key: those of which this rank writes a part."""
+    """torch's sharded tensors and objects by key, of which this rank writes a part."""
     common: bytes
-    """What is kept once; empty at all ranks but 0."""
+    """Serialised values that are stored once; empty on all ranks but 0."""
     is_copied: bool
-    """Tensors are in host memory, and nobody else's."""
+    """Whether the tensors are copies in host memory that nothing else uses."""
 
 
 def make_ready(
     sharded: dict[str, Any], layout: Layout, *, content: Mapping[str, Any], gathered: Set[int] | None = None
 ) -> Ready:
-    """Check a sharded state dict, and choose what this rank writes of it; ``content`` describes it to readers.
+    """Check a sharded state dict and choose what this rank writes of it; ``content`` describes it to readers.
     Collective.
 
-    With ``gathered`` (addresses of storages that are nobody else's) all else is copied into host memory, pinned with
-    CUDA, and the owner may change it; without, ``Ready`` holds the owner's own tensors.
+    With ``gathered`` (addresses of storages that nothing else uses) all other tensors are copied into host memory,
+    pinned with CUDA, and the owner may change its own afterwards. Without, ``Ready`` holds the owner's own tensors.
     """
     sharded_part, common = save_preprocess({**sharded, "content_metadata": dict(content)}, True)
     by_key, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_part, True)
@@ -79,7 +79,7 @@ def _copy_tensors(by_key: Mapping[str, list[Any]], gathered: Set[int]) -> None:
 
 
 def write_sharded(folder: Path, ready: Ready, layout: Layout) -> dict[str, str]:
-    """Write into the empty ``folder``; returns the sha256 of all ranks' tensor files by name, each hashed by the rank
+    """Write into the empty ``folder`` and return the sha256 of all ranks' tensor files by name, each hashed by the rank
     that wrote it. Collective, over ``layout.control_group`` alone.
 
     Raises:
@@ -106,7 +106,7 @@ def write_sharded(folder: Path, ready: Ready, layout: Layout) -> dict[str, str]:
 
 
 def _save_common(common: bytes, path: Path) -> None:
-    """By rank 0."""
+    """Write ``common.pt``. Called on rank 0."""
     with writing(path):
         path.write_bytes(common)
         sync(path)
@@ -127,7 +127,7 @@ class _Files(FileSystem):
             yield stream
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """It is there. If somebody has removed it, a new one would lack what was in it."""
+        """Do nothing: rank 0 has made the folder. A new one, were it gone, would lack the files written so far."""
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         with writing(Path(new_path)):
@@ -135,11 +135,11 @@ class _Files(FileSystem):
 
 
 class _Writer(FileSystemWriter):
-    """Keeps the sha256 of the files that this rank has written, by name."""
+    """torch's writer that also keeps the sha256 of the files that this rank has written, by name."""
 
     def __init__(self, folder: Path, *, from_host: bool) -> None:
         super().__init__(folder, thread_count=1)
-        if from_host:  # where torch looks ahead, it waits for the stream on which the steps compute
+        if from_host:  # torch's look-ahead copies would wait for the stream of the training steps
             self.per_thread_copy_ahead = 0
         self.fs = _Files()
         self.hashes: dict[str, str] = {}
@@ -147,7 +147,7 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         written = super().write_data(plan, planner)
         names = {result.storage_data.relative_path for result in written.wait()}
-        # Here, and not after torch's ``save``, so that every rank hears of an error.
+        # Hashed here and not after torch's ``save``, which collects errors of this method and raises them on all ranks.
         for path in (Path(self.path) / name for name in names):
             with writing(path):
                 self.hashes[path.name] = sha256_of(path)

@@ -1,5 +1,5 @@
-"""States of the distributed optimizer, a few at a time: from all data-parallel ranks to the first, which writes them,
-and from a checkpoint to the rank that holds them."""
+"""States of the distributed optimizer, moved a few at a time: from all data-parallel ranks to the first, which writes
+them, and from a checkpoint to the rank that holds them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
-"""Megatron's names: the fp32 weights, and Adam's moments."""
+"""Megatron's names of the fp32 weights and Adam's two moments."""
 _NUM_AT_ONCE = 2**24
-"""Numbers that one gather brings to the first rank, and parameters that are loaded at a time: 64 MiB a state."""
+"""Elements that one gather brings to the first rank, and that one round of loading reads: 64 MiB a state."""
 
 
 @torch.no_grad()
 def gather_states(
     part: DistributedOptimizer, gathered: set[int], *, empty_data: bool = False, **options: Any
 ) -> dict[int, Any] | None:
-    """In the place of ``get_parameter_state_dp_zero`` of ``part``, whose other options are not looked at: for each
-    gradient buffer and state [numel] fp32 in host memory, on data-parallel rank 0. The others write no states, and get
-    ``None``. With ``empty_data``, which is for loading, shapes alone on every rank. Collective over ``part``'s ranks.
+    """Replace ``part.get_parameter_state_dp_zero``, whose other options are ignored: return, for each gradient buffer,
+    each state as [numel] fp32 in host memory on data-parallel rank 0, and ``None`` on the other ranks, which write no
+    states. With ``empty_data``, which loading uses, return shapes alone on every rank. Collective over ``part``'s
+    ranks.
 
-    Megatron 0.16.1 brings them to every rank, through three times their size; and it leaves out the padding that ends
-    each bucket, which its caller counts: from the second bucket on it saves parameters shifted. The addresses of what
-    this has allocated go to ``gathered``.
+    Megatron 0.16.1 gathers the states on every rank, through three times their size; and it leaves out the padding that
+    ends each bucket, which its caller counts: from the second bucket on it saves parameters shifted. The addresses of
+    the storages allocated here are added to ``gathered``.
     """
     is_held = empty_data or part.data_parallel_group.rank() == 0
     state: dict[int, Any] = {}
@@ -50,9 +51,10 @@ def gather_states(
 def _gather(
     part: DistributedOptimizer, bucket: Any, ranges: Mapping[Any, Any], name: str, whole: Tensor | None
 ) -> None:
-    """One state of a bucket into ``whole``, [numel] of the buffer; ``ranges`` are this rank's, by parameter."""
+    """Gather one state of a bucket into ``whole``, [numel] of the buffer; ``ranges`` are this rank's, by parameter."""
     group = part.data_parallel_group
     num_own, at_once = bucket.grad_data.numel() // group.size(), max(1, _NUM_AT_ONCE // group.size())
+    # In pieces, to bound the memory of the first rank, which receives one from every rank.
     for first in range(0, num_own, at_once):
         last = min(first + at_once, num_own)
         piece = bucket.grad_data.new_zeros(last - first, dtype=torch.float32)
@@ -72,22 +74,24 @@ def _gather(
 
 
 States = Mapping[int, Mapping[str, Any]]
-"""By the number of a parameter and the name of a state: Megatron's sharded tensor (or a factory), without data."""
+"""Parameter number -> state name -> Megatron's sharded tensor (or a factory), without data."""
 Fetch = Callable[[dict[str, Any]], dict[str, Any]]
-"""The same structure of sharded tensors with data, to a structure of tensors. Collective."""
+"""Function that returns tensors in the structure of the sharded tensors that it is given. Collective."""
 
 
 @torch.no_grad()
 def load_states(
     parts: Mapping[str, tuple[DistributedOptimizer, States]], fetch: Fetch, group: dist.ProcessGroup
 ) -> None:
-    """Fill the states of each part, by key, from a checkpoint. Each rank reads the parameters that it holds a piece of
-    whole, and keeps its piece. Collective over ``group``, whose ranks may hold different parameters.
+    """Fill the states of each part, by key, from a checkpoint. Each rank reads whole the parameters of which it holds a
+    piece, and keeps its piece. Collective over ``group``, whose ranks may hold different parameters.
 
-    Megatron reads all parameters of a pipeline stage at once on every data-parallel rank: 12 bytes a weight each. So
-    does a rank alone here: it must ask for whole tensors, as Megatron takes what it does not ask for to be others'.
+    Megatron reads all parameters of a pipeline stage at once on every data-parallel rank: 12 bytes a weight. A single
+    rank does so here too: Megatron takes what a rank does not ask for to be another rank's, so it must ask for
+    everything.
     """
     rounds = _rounds(parts, _NUM_AT_ONCE if group.size() > 1 else sys.maxsize)
+    # Every rank takes part in every ``fetch``, which is collective, also after its own last round.
     num_rounds = torch.tensor(len(rounds))
     dist.all_reduce(num_rounds, dist.ReduceOp.MAX, group=group)
     own = {key: _own_ranges(part) for key, (part, _) in parts.items()}
@@ -106,7 +110,8 @@ def load_states(
 def _rounds(
     parts: Mapping[str, tuple[DistributedOptimizer, States]], num_at_once: int
 ) -> list[list[tuple[str, int, Tensor]]]:
-    """Parameters of this rank, with their part's key and their number in it: of ``num_at_once`` numbers, or one."""
+    """Split this rank's parameters into rounds of at most ``num_at_once`` elements, or of one larger parameter. Each
+    comes with its part's key and its number in the part."""
     rounds: list[list[tuple[str, int, Tensor]]] = []
     room = 0
     for key, (part, states) in parts.items():
@@ -124,11 +129,11 @@ def _rounds(
 
 
 def _own_ranges(part: DistributedOptimizer) -> dict[Tensor, Any]:
-    """The piece that this rank holds of each of its parameters, in the parameter's numbers."""
+    """Return the range of elements that this rank holds of each of its parameters."""
     buckets = [bucket for by_dtype in part.gbuf_ranges for all_of in by_dtype.values() for bucket in all_of]
     return {param: of_param["param"] for bucket in buckets for param, of_param in bucket["param_map"].items()}
 
 
 def _with_room(entry: Any) -> Any:
-    """Zeros, as what a checkpoint has no value for (rows that pad the vocabulary) is left alone."""
+    """Return the entry with zeros to load into. They stay where the checkpoint has no value (vocabulary padding)."""
     return replace(entry, data=torch.zeros(entry.data.shape, dtype=entry.data.dtype))

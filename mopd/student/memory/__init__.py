@@ -1,1 +1,1 @@
-"""What of a student's optimizer lives outside its device: always, or while the rollout has it."""
+"""Host memory as a place for a student's optimizer states: permanently, or while the rollout uses the GPU."""

@@ -1,13 +1,13 @@
-"""What of a student's memory can be given to the rollout between two steps, and how it comes back, bit for bit.
+"""Release of a student's device memory to the rollout between two steps, and its restoration bit for bit.
 
 ::
 
     parameters          stay: they are what the rollout is given, and a forward alone (log-probs) needs no more
-    gradient buffers    freed; between two steps they say nothing, and a step begins by zeroing them (Megatron's own)
+    gradient buffers    freed; between two steps they hold nothing, and a step begins by zeroing them (Megatron's own)
     optimizer states    to pinned host memory and back: fp32 main parameters, both moments
 
-Megatron's ``optimizer.offload_to_cpu`` moves the model's own parameters where they are fp32, and makes pageable copies
-anew each time. Here storages are emptied in place, so that every tensor and view of them stays what it is.
+Megatron's ``optimizer.offload_to_cpu`` moves the model's own parameters if they are fp32, and makes pageable copies
+anew each time. Here storages are emptied in place, so that all tensors and views of them stay valid.
 """
 
 from __future__ import annotations
@@ -26,27 +26,26 @@ from mopd.types import UserError
 
 GIB = 2**30
 SLAB_BYTES = 2**28
-"""Host memory is pinned in pieces of this size: torch rounds each piece up to a power of two."""
+"""Size of one piece of pinned host memory. torch rounds each piece up to a power of two, which this is."""
 
 
 class Lending:
-    """The memory of one rank that comes and goes. The rank's device is CUDA's or the CPU, whose memory is then given
-    back to the system's allocator."""
+    """Memory of one rank that is lent to the rollout. On a CPU rank it goes back to the system's allocator."""
 
     def __init__(
         self, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, device: torch.device
     ) -> None:
-        """``chunks`` of the model, in the optimizer's care."""
+        """``optimizer`` updates the parameters of ``chunks``."""
         self._chunks, self._optimizer, self._device = chunks, optimizer, device
         self._slabs: list[Tensor] = []
-        """Kept from one turn to the next: pinning takes longer than copying."""
+        """Pinned host memory, kept from one turn to the next: pinning takes longer than copying."""
         self._lent: list[tuple[torch.UntypedStorage, int]] = []
         self.is_lent = False
         self._numbers: dict[str, float] = {}
 
     @cpu_shim.activate()
     def lend(self) -> None:
-        """Free the memory; its contents are in the host's. Call it between two steps only."""
+        """Copy the states to host memory and free theirs on the device. Call it between two steps only."""
         if self.is_lent:
             raise RuntimeError("the student's memory is lent already")
         started = time.monotonic()
@@ -56,6 +55,7 @@ class Lending:
         self._reserve(sum(size for _, size in self._lent))
         for part, host in self._pieces():
             host.copy_(part, non_blocking=True)
+        # Copies are queued: the storages may be freed only once they are done.
         self._settle()
         for storage, _ in self._lent:
             storage.resize_(0)
@@ -68,7 +68,7 @@ class Lending:
 
     @cpu_shim.activate()
     def restore(self) -> None:
-        """Undo ``lend``. ``UserError`` if the other side has left too little memory."""
+        """Undo ``lend``. Raise ``UserError`` if the rollout has left too little device memory."""
         if not self.is_lent:
             raise RuntimeError("the student's memory is not lent")
         started = time.monotonic()
@@ -91,11 +91,11 @@ class Lending:
         self._numbers["timing/restore_s"] = time.monotonic() - started
 
     def numbers(self) -> dict[str, float]:
-        """Of this rank's last turn: seconds, GiB that it lent, GiB that each side found free on its GPU."""
+        """Return this rank's figures of the last turn: seconds, GiB lent, GiB that each side found free on its GPU."""
         return dict(self._numbers)
 
     def _states(self) -> Iterator[torch.UntypedStorage]:
-        """Every storage of the optimizer's, once; those of the model's own parameters and gradients are not its own."""
+        """Yield every storage of the optimizer once, except those that hold the model's own parameters."""
         seen = {tensor.untyped_storage().data_ptr() for chunk in self._chunks for tensor in chunk.parameters()}
         for part in self._optimizer.chained_optimizers:
             if part.is_stub_optimizer:
@@ -112,14 +112,14 @@ class Lending:
                     yield storage
 
     def _reserve(self, num_bytes: int) -> None:
-        """Host memory for so much."""
+        """Grow the slabs of host memory to ``num_bytes`` in all."""
         is_pinned = self._device.type == "cuda"
         while (missing := num_bytes - sum(map(len, self._slabs))) > 0:
             size = min(SLAB_BYTES, missing)
             self._slabs.append(torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned))
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Equally long parts of the storages and of the slabs, as bytes."""
+        """Yield pairs of equally long byte ranges, of a storage and of a slab, which together cover all storages."""
         slabs = iter(self._slabs)
         host = next(slabs, torch.empty(0, dtype=torch.uint8))
         for storage, _ in self._lent:

@@ -1,12 +1,12 @@
-"""Adam's states and main weights in host memory, and the step over them there.
+"""Adam's states and main weights in host memory, and the optimizer step over them there.
 
-In the place of Megatron 0.16.1's ``HybridDeviceOptimizer``, which leaves the fp32 main weights on the device as well
+Used instead of Megatron 0.16.1's ``HybridDeviceOptimizer``, which also leaves the fp32 main weights on the device
 unless TransformerEngine's optimizer keeps them, moves nothing that is not on CUDA, puts classes into checkpoints, and
-fills the states that a checkpoint is read into by a step with random gradients.
+creates the states that a checkpoint is read into by a step with random gradients.
 
-Here the distributed optimizer's own lists hold some of their main weights as ``HostWeights``: Megatron fills their
-gradients in, clips, saves, loads and copies to the model as with all others. Only the inner optimizer's step differs:
-it sees those on the device alone, and the rest is stepped by torch's fused Adam on the host.
+Here the distributed optimizer's own lists hold some of their main weights as ``HostWeights``: Megatron fills in their
+gradients, clips, saves, loads and copies them to the model like all others. Only the inner optimizer's step differs: it
+sees the weights on the device alone, and torch's fused Adam steps the rest on the host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.optim.adamw import adamw
 from torch.overrides import TorchFunctionMode
 
 BATCH_NUMEL = 2**24
-"""Gradients that go to the host together, at least: 64 MiB."""
+"""Elements of gradient that are copied to the host together, at least one tensor: 64 MiB."""
 
 
 class HostWeights(Tensor):
@@ -36,13 +36,15 @@ class HostWeights(Tensor):
 
 @contextmanager
 def main_weights_on_host() -> Iterator[None]:
-    """Around the making of an optimizer: fp32 copies of 16-bit weights arise in host memory, or the device would have
-    to hold all of them at once before any is moved. ``offload`` puts them where they belong."""
+    """Make fp32 copies of bf16 weights in host memory while an optimizer is created inside this block: the device might
+    not hold all of them at once before any is moved. ``offload`` then puts each where it belongs."""
     with _FloatOnHost():
         yield
 
 
 class _FloatOnHost(TorchFunctionMode):
+    """Mode in which ``float()`` of a bf16 tensor returns a host tensor; Megatron makes main weights by that call."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float and args[0].dtype == torch.bfloat16:
             return args[0].cpu().float()
@@ -50,8 +52,8 @@ class _FloatOnHost(TorchFunctionMode):
 
 
 def offload(optimizer: ChainedOptimizer, fraction: float) -> None:
-    """Keep at least ``fraction`` of each part's states in host memory, by as little as whole tensors allow. The parts
-    are distributed optimizers without states so far."""
+    """Keep at least ``fraction`` of each part's states in host memory, exceeding it as little as whole tensors allow.
+    The parts are distributed optimizers that have no states yet."""
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
             hosted = _place(part, fraction)
@@ -59,8 +61,8 @@ def offload(optimizer: ChainedOptimizer, fraction: float) -> None:
 
 
 def choose(sizes: Sequence[int], fraction: float) -> set[int]:
-    """Places of the tensors that go to the host: the largest that fit into the fraction, and the smallest of the others
-    for what is left of it."""
+    """Return the indices of the tensors that go to the host: the largest that fit into the fraction, then the smallest
+    of the others to cover what is left of it."""
     left, chosen = math.ceil(fraction * sum(sizes)), set[int]()
     places = sorted(range(len(sizes)), key=lambda place: -sizes[place])
     for place in places:
@@ -74,7 +76,7 @@ def choose(sizes: Sequence[int], fraction: float) -> set[int]:
 
 @torch.no_grad()
 def _place(part: Any, fraction: float) -> list[list[HostWeights]]:
-    """Replace main weights in the lists of a distributed optimizer; returns those on the host by parameter group."""
+    """Replace main weights in the lists of a distributed optimizer; return those on the host by parameter group."""
     device = part.buffers[0].grad_data.device
     lists = list(zip(part.shard_fp32_groups, part.shard_fp32_from_float16_groups, strict=True))
     every = [main for pair in lists for mains in pair for main in mains]
@@ -88,7 +90,7 @@ def _place(part: Any, fraction: float) -> list[list[HostWeights]]:
     for group, pair in zip(part.optimizer.param_groups, lists, strict=True):
         for mains in pair:
             mains[:] = [placed.get(main, main) for main in mains]
-        group["params"][:] = [*pair[0], *pair[1]]  # in place: Megatron has the list elsewhere too
+        group["params"][:] = [*pair[0], *pair[1]]  # in place: Megatron holds the list elsewhere too
     for models, mains in zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True):
         for model, main in zip(models, mains, strict=True):
             model.main_param = main  # Megatron's second handle, which would keep the device's copy alive
@@ -97,7 +99,7 @@ def _place(part: Any, fraction: float) -> list[list[HostWeights]]:
 
 
 def _on_host(main: Tensor) -> HostWeights:
-    """A copy, never the storage of the model's own weights."""
+    """Return a copy in host memory with the attributes that Megatron reads, never the model's own storage."""
     copied = torch.empty(main.shape, dtype=torch.float32, device="cpu").copy_(main)
     own: HostWeights = Tensor._make_subclass(HostWeights, copied)
     copy_tensor_model_parallel_attributes(own, main)
@@ -107,11 +109,11 @@ def _on_host(main: Tensor) -> HostWeights:
 
 
 class HostStep:
-    """In the place of the ``step`` of an Adam some of whose weights are ``HostWeights``."""
+    """Replacement for the ``step`` of an Adam some of whose weights are ``HostWeights``."""
 
     def __init__(self, inner: torch.optim.Optimizer, hosted: Sequence[Sequence[HostWeights]], device: torch.device):
-        """``hosted``: weights in host memory by parameter group. Two buffers of host memory (pinned with CUDA) take
-        turns: while gradients arrive in one, the step reads the other."""
+        """``hosted``: weights in host memory by parameter group. Two buffers of host memory (pinned with CUDA)
+        alternate: while gradients arrive in one, the step reads the other."""
         self._inner = inner
         self._step = inner.step
         largest = max((weights.numel() for group in hosted for weights in group), default=0)
@@ -124,13 +126,14 @@ class HostStep:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """One step; uses the gradients of the host's weights up."""
+        """Run one step and consume the gradients of the host's weights."""
         grads = {}
         for _, batch in self._batches:
             for weights in batch:
                 assert weights.grad is not None
                 grads[weights], weights.grad = weights.grad, None  # the inner optimizer passes over those without
         self._step()
+        # Double buffering: the next batch's gradients are copied while the host steps over this batch.
         arriving = self._send(0, grads) if self._batches else None
         for turn, (number, batch) in enumerate(self._batches):
             assert arriving is not None
@@ -142,7 +145,7 @@ class HostStep:
             self._update(number, batch, arrived)
 
     def _send(self, turn: int, grads: dict[HostWeights, Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
-        """A batch's gradients in host memory, once the event has passed."""
+        """Start copying a batch's gradients to host memory; they are there once the returned event has passed."""
         _, batch = self._batches[turn]
         sizes = [weights.numel() for weights in batch]
         arrived = list(self._buffers[turn % 2][: sum(sizes)].split(sizes))
@@ -155,6 +158,7 @@ class HostStep:
         return arrived, event
 
     def _update(self, number: int, batch: Sequence[HostWeights], grads: list[Tensor]) -> None:
+        """Step over one batch of parameter group ``number`` with torch's fused Adam."""
         group = self._inner.param_groups[number]
         states = [self._inner.state[weights] for weights in batch]
         for weights, state in zip(batch, states, strict=True):
@@ -162,7 +166,7 @@ class HostStep:
                 state.update(exp_avg=torch.zeros_like(weights), exp_avg_sq=torch.zeros_like(weights))
         if isinstance(self._inner, torch.optim.AdamW):
             steps = [state.setdefault("step", torch.tensor(0.0)) for state in states]
-        else:  # fused ones count by group, and have counted this step
+        else:  # the fused Adam counts by group and has already counted this step
             steps = [torch.tensor(group["step"] - 1.0) for _ in batch]
         adamw(
             list(batch),
@@ -183,7 +187,7 @@ class HostStep:
 
 
 def _cut(group: Sequence[HostWeights], most: int) -> list[list[HostWeights]]:
-    """Runs of at most so many elements."""
+    """Cut the group into runs of at most ``most`` elements."""
     runs: list[list[HostWeights]] = []
     size = most + 1
     for weights in group:

@@ -1,13 +1,13 @@
-"""Balance of the load over experts: the auxiliary losses' scale, and what the routers did.
+"""Load balance over experts: the scale of the auxiliary losses, and measurements of the routers.
 
 Megatron attaches the auxiliary losses to the routers' outputs, where they add to the gradient alone. It scales them for
 gradients that are divided by a token count afterwards (``calculate_per_token_loss``); here gradients are sums and
 nothing is divided, so the scale goes into the coefficients: what is minimised beside the loss is the mean of the
 auxiliary losses over the micro-batches of all data-parallel ranks. Unlike the loss, it depends on how a batch is cut.
 
-Two of them are ours, because padding must not weigh. The z-loss is a mean over the real tokens of a micro-batch,
-whatever tensor-parallel rank holds them; Megatron's is a mean of each rank's own mean. The loss by sequences is a mean
-over the real sequences; Megatron's weighs each by its length squared, and counts sequences of padding alone.
+Two of them are replaced, because padding must not weigh. The z-loss is a mean over the real tokens of a micro-batch,
+whatever tensor-parallel rank holds them; Megatron's is a mean of each rank's own mean. The sequence loss is a mean over
+the real sequences; Megatron's weighs each by its length squared, and counts sequences of padding alone.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ _LOSS_NAMES = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
-"""Types of the loss and the names under which Megatron logs them."""
+"""Type of the balancing loss -> the name under which Megatron logs it."""
 _Z_LOSS = "z_loss"
 
 
 class Balance:
-    """Scales and watches the routers of one rank: ``begin`` before a step's passes, ``metrics`` after them."""
+    """Scales the router losses of one rank and counts routed tokens. Call ``begin`` before a step's passes and
+    ``metrics`` after them."""
 
     def __init__(self, chunks: Sequence[StudentModel], moe: MoeConfig, dims: MoeDims, layout: Layout) -> None:
         self._moe = moe
         self._layout = layout
         self._num_moe_layers = sum(dims.layers)
         self._num_micro_batches = 0
-        get_moe_layer_wise_logging_tracker().clear()  # of a model before this one, perhaps of another number of layers
+        get_moe_layer_wise_logging_tracker().clear()  # may be a former model's, with another number of layers
         # [L, E]: tokens that this rank's routers sent, by layer of the whole model and expert
         self._tokens = torch.zeros(len(dims.layers), dims.num_experts, dtype=torch.float64, device=layout.device)
         self._routers: list[Any] = []
@@ -60,17 +61,19 @@ class Balance:
                 _watch(layer.mlp.router, self._tokens[layer.layer_number - 1])
 
     def begin(self, num_micro_batches: int) -> None:
-        """Forget the last step's numbers; every data-parallel rank is about to run ``num_micro_batches``."""
+        """Clear the last step's numbers; every data-parallel rank is about to run ``num_micro_batches``."""
         self._num_micro_batches = num_micro_batches
         self._tokens.zero_()
         clear_aux_losses_tracker()
         for router in self._routers:
+            # Nothing divides the summed gradients afterwards, so the mean over terms is taken in the coefficients.
             router.config.moe_aux_loss_coeff = self._moe.moe_aux_loss_coeff / self._num_terms
             z_loss = self._moe.moe_z_loss_coeff / (num_micro_batches * self._layout.dp_size)
             router.config.moe_z_loss_coeff = z_loss or None
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of the step under their final names, equal on every rank. Collective, one host synchronisation."""
+        """Return the step's numbers under their metric names, equal on every rank. Collective, one host
+        synchronisation."""
         balance = _LOSS_NAMES[self._moe.moe_router_load_balancing_type]
         tracker = get_moe_layer_wise_logging_tracker()
         logged = [
@@ -90,18 +93,19 @@ class Balance:
 
     @property
     def _num_terms(self) -> int:
-        """Balancing losses whose mean is minimised: each data-parallel rank has its own, save of the global one."""
+        """Number of balancing losses whose mean is minimised: one per data-parallel rank, save for the global loss."""
         is_global = self._moe.moe_router_load_balancing_type == "global_aux_loss"
         return self._num_micro_batches * (1 if is_global else self._layout.dp_size)
 
 
 def _tell_samples(layer: Any, inputs: Any, options: dict[str, Any]) -> None:
-    """Before a layer's pass, and its recomputation, its router hears which rows are a sample's (``StudentModel``)."""
+    """Give the layer's router the sample of each row (see ``StudentModel``), before a pass and before its
+    recomputation."""
     layer.mlp.router.samples = getattr(options.get("packed_seq_params"), "samples", None)
 
 
 def _adapt(router: Any, layout: Layout) -> None:
-    """Make a router of Megatron's what the module docstring says."""
+    """Replace the methods of a Megatron router as the module docstring says."""
     router.calculate_per_token_loss = False
     router.apply_z_loss = _z_loss_of(router)
     router._apply_seq_aux_loss = _sequence_loss_of(router, layout)
@@ -109,7 +113,7 @@ def _adapt(router: Any, layout: Layout) -> None:
 
 
 def _watch(router: Any, tokens: Tensor) -> None:
-    """Count the tokens [E] that the router sends in passes with gradients (recomputed ones would count twice)."""
+    """Count the tokens [E] that the router sends in passes with gradients (recomputed passes would count twice)."""
 
     def count(module: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         if torch.is_grad_enabled():
@@ -119,12 +123,13 @@ def _watch(router: Any, tokens: Tensor) -> None:
 
 
 def _real(rows: Tensor, padding: Tensor | None = None) -> Tensor:
-    """[T] bool: which of ``rows`` [T, ...] are tokens, from the padding mask (any shape of T entries; none: all)."""
+    """Return [T] bool: which of ``rows`` [T, ...] are real tokens. The mask has any shape of T entries; none: all."""
     return rows.new_ones(len(rows), dtype=torch.bool) if padding is None else ~padding.reshape(-1)
 
 
 def _z_loss_of(router: Any) -> Callable[..., Tensor]:
-    """In the place of ``TopKRouter.apply_z_loss``: attaches the loss to the logits [T, E], in passes with gradients."""
+    """Return a replacement for ``TopKRouter.apply_z_loss``, which attaches the loss to the logits [T, E] in passes with
+    gradients only."""
 
     def apply(logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         coefficient = router.config.moe_z_loss_coeff
@@ -143,8 +148,8 @@ def _z_loss_of(router: Any) -> Callable[..., Tensor]:
 
 
 def _sequence_loss_of(router: Any, layout: Layout) -> Callable[..., Tensor]:
-    """In the place of ``TopKRouter._apply_seq_aux_loss``: per sequence experts x sum over experts of (share of choices
-    x mean score), from scores and choices [T, E] that are zero at padding."""
+    """Return a replacement for ``TopKRouter._apply_seq_aux_loss``: per sequence, experts x sum over experts of (share
+    of choices x mean score), from scores and choices [T, E] that are zero at padding."""
     name = "seq_aux_loss"
 
     def apply(
@@ -164,6 +169,7 @@ def _sequence_loss_of(router: Any, layout: Layout) -> Callable[..., Tensor]:
             return values.new_zeros(num_samples, *values.shape[1:]).index_add(0, index_T, values)
 
         chosen_NE = by_sample(routing_map.to(scores.dtype))
+        # A sequence's tokens are spread over tensor- and context-parallel ranks: count the choices of all.
         dist.all_reduce(chosen_NE, group=router.tp_cp_group)
         choices_N = chosen_NE.sum(1)
         products_N = by_sample((scores * chosen_NE[index_T]).sum(1))
@@ -178,7 +184,7 @@ def _sequence_loss_of(router: Any, layout: Layout) -> Callable[..., Tensor]:
 
 
 def _with_mask_per_token(apply: Callable[..., None]) -> Callable[..., None]:
-    """Megatron 0.16.1 combines the routing map [T, E] with a padding mask [T], which does not broadcast."""
+    """Work around Megatron 0.16.1, which combines a routing map [T, E] with a mask [T] that does not broadcast."""
 
     def wrapped(routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         apply(routing_map, padding_mask=None if padding_mask is None else padding_mask[:, None])
@@ -187,7 +193,7 @@ def _with_mask_per_token(apply: Callable[..., None]) -> Callable[..., None]:
 
 
 def _load(tokens: Tensor) -> dict[str, float]:
-    """How even the load is, from tokens [L, E] over all ranks; layers without experts are zero."""
+    """Measure how even the load is, from tokens [L, E] over all ranks; layers without experts are zero rows."""
     used = tokens[tokens.sum(1) > 0]
     peaks = used.max(1).values / used.mean(1)
     return {

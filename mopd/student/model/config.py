@@ -1,4 +1,4 @@
-"""From the model's sizes and the recipe to Megatron's ``TransformerConfig``."""
+"""Megatron's ``TransformerConfig`` from the model's sizes and the recipe."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mopd.text import one_line
 from mopd.types import UserError
 
 UNFUSED_MAX_LENGTH = 4096
-"""Tokens of a sequence up to which whole score matrices are bearable: 2 GiB a layer for 32 heads in fp32."""
+"""Longest sequence, in tokens, for which whole score matrices are acceptable: 2 GiB a layer for 32 heads in fp32."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def uses_transformer_engine(student: StudentConfig) -> bool:
-    """Whether the layers come from TransformerEngine.
+    """Return whether the layers come from TransformerEngine.
 
     Raises:
         UserError: the recipe asks for it where CUDA or the package is missing.
@@ -54,7 +54,7 @@ def check_attention(student: StudentConfig, *, max_length: int) -> None:
 
 
 def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) -> TransformerConfig:
-    """Megatron's model configuration.
+    """Return Megatron's model configuration.
 
     Raises:
         UserError: the layout does not divide the model, or an override is unknown, owned by another recipe key, or
@@ -98,14 +98,15 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
         raise UserError(f"student.megatron_overrides {named}: Megatron refuses: {one_line(error)}") from error
     _check_recompute(config, stages)
     _check_messages(config)
-    # Micro-batches are padded to their own longest sequence; pipeline stages announce shapes to each other. Megatron
-    # refuses this beside the all-gather dispatcher, whose ranks must bring equally many tokens: the batches do.
+    # Micro-batches are padded to their own longest sequence; stages announce shapes to each other. Set here because the
+    # constructor refuses it beside the all-gather dispatcher, whose ranks must bring equally many tokens: mopd's do.
     config.variable_seq_lengths = layout.pp_size > 1
     return config
 
 
 def _check_context_parallel(student: StudentConfig, dims: ModelDims, layout: Layout) -> None:
-    """Megatron's turns of queries and keys by TransformerEngine know one axis of positions, of whole sequences.
+    """Refuse context parallelism with images under TransformerEngine. Megatron's rotation of queries and keys by
+    TransformerEngine knows one axis of positions, of whole sequences.
 
     Raises:
         UserError: one line with the keys to set.
@@ -118,7 +119,7 @@ def _check_context_parallel(student: StudentConfig, dims: ModelDims, layout: Lay
 
 
 def _check_messages(config: TransformerConfig) -> None:
-    """``student/schedule.py`` pairs the batched messages of interleaved stages, not single ones.
+    """Refuse unbatched messages between interleaved stages: ``student/schedule.py`` pairs batched ones only.
 
     Raises:
         UserError: one line with the key to set.
@@ -132,7 +133,7 @@ def _check_messages(config: TransformerConfig) -> None:
 
 
 def check_fp8(student: StudentConfig, dims: ModelDims, tp_size: int) -> None:
-    """Refuse fp8 for sizes that TransformerEngine's fp8 products do not take; packs of tokens are padded to fit.
+    """Refuse fp8 for sizes that TransformerEngine's fp8 products do not take. Packs of tokens are padded to fit.
 
     Raises:
         UserError: one line with the key to set.
@@ -157,7 +158,7 @@ def check_fp8(student: StudentConfig, dims: ModelDims, tp_size: int) -> None:
 
 
 def _check_sequence_parallel(dims: ModelDims, layout: Layout) -> None:
-    """What Megatron-Core needs sequence parallelism for, wherever tensor-parallel ranks share a layer.
+    """Require sequence parallelism where Megatron-Core needs it on tensor-parallel ranks that share a layer.
 
     Experts: it refuses to train without. Latent attention: each rank would keep only its own heads' part of the
     gradient of the keys' rotary half, which all heads share.
@@ -174,7 +175,7 @@ def _check_sequence_parallel(dims: ModelDims, layout: Layout) -> None:
 
 
 def _check_recompute(config: TransformerConfig, stages: Stages) -> None:
-    """Megatron runs past the last layer of a stage whose layers are no multiple of the recomputed runs of layers.
+    """Refuse recomputed runs of layers that do not divide a stage's layers: Megatron runs past the stage's last layer.
 
     Raises:
         UserError: one line with the key to set.
@@ -191,7 +192,7 @@ def _check_recompute(config: TransformerConfig, stages: Stages) -> None:
 
 
 def _check_experts(student: StudentConfig, dims: ModelDims) -> None:
-    """What Megatron-Core asks of a model with experts beyond divisibility and sequence parallelism.
+    """Check what Megatron-Core asks of a model with experts beyond divisibility and sequence parallelism.
 
     Raises:
         UserError: one line with the key to set.
@@ -202,7 +203,7 @@ def _check_experts(student: StudentConfig, dims: ModelDims) -> None:
         return
     if student.moe.moe_grouped_gemm and not uses_transformer_engine(student):
         raise UserError("student.moe.moe_grouped_gemm is true but TransformerEngine is missing: set it to false")
-    # Routers hear from their layer where packed sequences begin, and ``moe`` recomputes them without it.
+    # Each layer tells its router where packed sequences begin; ``moe`` recomputation runs the router without its layer.
     recomputed = student.megatron_overrides.get("recompute_modules") or ()
     if student.packing and "moe" in recomputed and student.moe.moe_router_load_balancing_type == "seq_aux_loss":
         raise UserError(
@@ -257,7 +258,7 @@ def _moe_fields(moe: MoeConfig, dims: ModelDims) -> dict[str, Any]:
 
 
 def _vision_fields(student: StudentConfig, dims: ModelDims) -> dict[str, Any]:
-    """Raises ``UserError`` where the recipe freezes a tower that is not there."""
+    """Return the fields of a model with vision. Raise ``UserError`` if the recipe freezes a tower that is not there."""
     if dims.vision is None:
         if student.vision != VisionConfig():
             raise UserError(f"student.vision is set but model_type {dims.family} has no vision: remove the section")
@@ -302,7 +303,8 @@ def _mla_fields(dims: ModelDims, *, is_fused: bool) -> dict[str, Any]:
 
 
 def rotary_base(dims: ModelDims) -> float:
-    """An integral base stays an integer: powers of the two differ in the last bit, and checkpoints store integers."""
+    """Return the rope's base. An integral base stays an integer: powers of int and float differ in the last bit, and
+    checkpoints store integers."""
     return int(dims.rotary_base) if dims.rotary_base.is_integer() else dims.rotary_base
 
 

@@ -1,8 +1,8 @@
 """The student: Megatron's ``GPTModel`` whose last stage hands its LM head to a hook.
 
-Its layers are TransformerEngine's, or Megatron's local ones made to fit: their norms are our ``RMSNorm``, and a
-checkpoint gets the keys that TransformerEngine's spec writes (``conversion/torch_dist/plan.py``), so that one folder
-loads under both.
+Its layers are TransformerEngine's, or Megatron's local ones adapted: their norms are our ``RMSNorm``, and a checkpoint
+gets the keys that TransformerEngine's spec writes (``conversion/torch_dist/plan.py``), so that one folder loads under
+both.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _FUSED_LATENT_NORMS = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
-"""Norms that TransformerEngine fuses into the next layer, and their keys there."""
+"""Norms that TransformerEngine fuses into the following linear layer -> their key prefixes there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +60,11 @@ class LMHead:
     hidden: Tensor
     """[S, B, H], or this rank's share [S/tp, B, H] under sequence parallelism."""
     weight: Tensor
-    """[V/tp, H]: the output layer's, or the embedding's where the two are tied."""
+    """[V/tp, H]: the output layer's weight, or the embedding's if the two are tied."""
 
 
 HeadHook = Callable[[LMHead], Tensor]
-"""Takes this rank's head; returns what the last stage returns."""
+"""Function of this rank's LM head; its result is the output of the last stage."""
 
 
 class StudentModel(GPTModel):
@@ -83,19 +83,21 @@ class StudentModel(GPTModel):
         samples: tuple[Tensor, int] | None = None,
         **options: Any,
     ) -> Tensor:
-        """``GPTModel.forward`` of right-padded sequences [B, S], or of ``packed`` ones [1, T].
+        """Run ``GPTModel.forward`` on right-padded sequences [B, S], or on ``packed`` ones [1, T].
 
-        ``samples``, for routers of experts beside packed ones: which of how many each row [T] of this rank is of.
+        ``samples`` is read by expert routers beside packed sequences: the sample of each row [T] of this rank, and how
+        many samples there are.
         """
         params = self._sequences(input_ids, position_ids, packed)
         if params is not None:
-            params.samples = samples  # goes with the micro-batch to every layer, and to its recomputation
+            params.samples = samples  # Megatron hands it to every layer, and to its recomputation
         output: Tensor = super().forward(input_ids, position_ids, None, packed_seq_params=params, **options)
         return output
 
     def _sequences(
         self, input_ids: Tensor, position_ids: Tensor, packed: PackedSequences | None
     ) -> PackedSeqParams | None:
+        """Return where sequences begin, in the form that the kind of layers takes."""
         if self.config.transformer_impl == "transformer_engine":
             return None if packed is None else packed.megatron_params()
         cp_group = self.pg_collection.cp
@@ -109,19 +111,21 @@ class StudentModel(GPTModel):
         )
 
     def _preprocess(self, *, padding_mask: Tensor | None = None, **rest: Any) -> Any:
-        """Megatron splits the padding mask along the sequence on the first stage only."""
+        """Split the padding mask along the sequence on later stages too; Megatron does so on the first only."""
         if padding_mask is not None and not self.pre_process and self.config.sequence_parallel:
             # [B, S] -> [B, S/tp]
             padding_mask = scatter_to_sequence_parallel_region(padding_mask.T.contiguous()).T.contiguous()
         return super()._preprocess(padding_mask=padding_mask, **rest)
 
     def _postprocess(self, hidden_states: Tensor, *, labels: HeadHook | None, **rest: Any) -> Tensor:
-        """``GPTModel.forward`` passes its ``labels`` argument through unread; here it carries the hook.
+        """Run the hook on the last stage. ``GPTModel.forward`` passes its ``labels`` argument through unread; here it
+        carries the hook.
 
-        The output layer holds its weight but is not run: what Megatron's DDP does before its forward is done here.
+        The output layer holds its weight but is not run, so what Megatron's DDP does before its forward is done here.
         """
         if not self.post_process or labels is None:
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)
+        # With overlap_param_gather DDP waits for the gathered weights in a forward pre-hook of the layer.
         for wait_for_weight in self.output_layer._forward_pre_hooks.values():
             wait_for_weight(self.output_layer, ())
         tied = self.share_embeddings_and_output_weights
@@ -130,8 +134,8 @@ class StudentModel(GPTModel):
 
 
 def _announced(weight: Tensor) -> Tensor:
-    """The head's weight, whose gradient goes to ``main_grad`` past autograd, such that DDP hears of it all the same. An
-    embedding of the same stage announces the weight that it shares."""
+    """Return the head's weight such that DDP counts its gradient, which goes to ``main_grad`` past autograd. An
+    embedding of the same stage announces a weight that it shares, so that one is returned as it is."""
     if not hasattr(weight, "main_grad") or getattr(weight, "zero_out_wgrad", False):
         return weight
     announced: Tensor = _Announced.apply(weight)
@@ -140,8 +144,8 @@ def _announced(weight: Tensor) -> Tensor:
 
 
 class _Announced(torch.autograd.Function):
-    """``apply(weight)`` -> the weight; where no gradient comes back, autograd gets memory of ``main_grad`` for one. DDP
-    throws it away, and would take its lack for an error where it overlaps its sums with backward."""
+    """``apply(weight)`` -> the weight. If no gradient comes back, autograd gets memory of ``main_grad`` for one: DDP
+    discards it, and takes a missing gradient for an error if it overlaps its sums with backward."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -167,7 +171,7 @@ class VisionStudentModel(StudentModel):
     """
 
     vision_model: torch.nn.Module
-    """In the first chunk of the first stage."""
+    """The vision tower; exists in the first chunk of the first stage only."""
 
     def forward(
         self,
@@ -177,7 +181,7 @@ class VisionStudentModel(StudentModel):
         images: ImageInput | None = None,
         **options: Any,
     ) -> Tensor:
-        """``GPTModel.forward`` with ``position_ids`` [3, B, S] and, read in the first chunk alone, ``images``."""
+        """Run ``GPTModel.forward`` with ``position_ids`` [3, B, S] and ``images``, which only the first chunk reads."""
         decoder_input, context = None, None
         if self.pre_process:
             embedded = self.embedding(input_ids=input_ids, position_ids=None)
@@ -203,17 +207,17 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def build_model(student: StudentConfig, dims: ModelDims, layout: Layout) -> StudentModel:
-    """``build_chunks`` of a layout without virtual stages."""
+    """Return the only chunk that ``build_chunks`` makes for a layout without virtual stages."""
     (model,) = build_chunks(student, dims, layout)
     return model
 
 
 def build_chunks(student: StudentConfig, dims: ModelDims, layout: Layout) -> list[StudentModel]:
-    """This rank's part of the model on ``layout.device``: its model chunks, one without virtual stages, which share one
-    configuration. The weights are uninitialised memory.
+    """Build this rank's part of the model on ``layout.device``: its model chunks (one without virtual stages), which
+    share one configuration. The weights are uninitialised memory.
 
     Raises:
-        UserError: see ``transformer_config``.
+        UserError: the layout or an override does not fit the model, as ``transformer_config`` says.
     """
     config = transformer_config(student, dims, layout)
     return [_build_chunk(student, dims, layout, config, chunk) for chunk in range(layout.vp_size)]
@@ -251,9 +255,9 @@ def _build_chunk(
 
 
 def _add_vision(model: StudentModel, student: StudentConfig, dims: ModelDims) -> None:
-    """Complete a chunk of a family with vision."""
+    """Add rope, tower and DeepStack to a chunk of a family with vision."""
     assert dims.vision is not None
-    model.rotary_pos_emb.cp_group = None  # positions are this rank's own already
+    model.rotary_pos_emb.cp_group = None  # the positions are this rank's already; Megatron would cut them again
     if dims.vision.mrope_interleaved:
         model.rotary_pos_emb = InterleavedRotary(
             kv_channels=dims.head_dim, rotary_percent=1.0, rotary_base=rotary_base(dims)
@@ -264,7 +268,7 @@ def _add_vision(model: StudentModel, student: StudentConfig, dims: ModelDims) ->
 
 
 def _turn_by_position(model: StudentModel, dims: ModelDims) -> None:
-    """Give the ropes of local layers the rows' positions; one of three axes has them already."""
+    """Give the ropes of local layers the rows' positions. A rope of three axes reads positions by itself."""
     if dims.mla is not None:
         layers: Any = model.get_submodule("decoder.layers")
         for layer in layers:
@@ -274,8 +278,8 @@ def _turn_by_position(model: StudentModel, dims: ModelDims) -> None:
 
 
 def _mark_shards(model: StudentModel) -> None:
-    """Tell Megatron which parameters are shards. It does so itself only where it also draws the weights; unmarked
-    shards are left out of the gradient norm on all tensor-parallel ranks but the first."""
+    """Mark which parameters are shards. Megatron does so itself only when it also draws the weights; unmarked shards
+    are left out of the gradient norm on all tensor-parallel ranks but the first."""
     for module in model.modules():
         if isinstance(module, (VocabParallelEmbedding, ColumnParallelLinear, RowParallelLinear)):
             dim = 1 if isinstance(module, RowParallelLinear) else 0
@@ -284,7 +288,7 @@ def _mark_shards(model: StudentModel) -> None:
 
 
 def _hand_on_padding_mask(model: StudentModel) -> None:
-    """Give every layer its micro-batch's padding mask. Megatron 0.16.1 gives none to the layers that
+    """Give every layer its micro-batch's padding mask. Megatron 0.16.1 passes none to the layers that
     ``recompute_method: block`` does not recompute, whose routers would then balance and count padding."""
     decoder: Any = model.decoder
     current: dict[str, Tensor | None] = {}
@@ -303,7 +307,8 @@ def _hand_on_padding_mask(model: StudentModel) -> None:
 
 
 def _rope_options(dims: ModelDims) -> dict[str, Any]:
-    """Latent attention has a rope of its own, see ``transformer_config``."""
+    """Return the rope's arguments of ``GPTModel``. Latent attention has a rope of its own, set by
+    ``transformer_config``."""
     if isinstance(dims.rope_scaling, Llama3Rope):
         return {"rope_scaling": True, "rope_scaling_factor": dims.rope_scaling.factor}
     return {}
@@ -312,7 +317,7 @@ def _rope_options(dims: ModelDims) -> dict[str, Any]:
 def _layer_specs(
     student: StudentConfig, dims: ModelDims, config: TransformerConfig, vp_stage: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Layers of a chunk of this pipeline stage, None: of all of it."""
+    """Return the layers of chunk ``vp_stage`` of this pipeline stage, or of the whole stage (``None``)."""
     _mark_missing_imports()
     if uses_transformer_engine(student):
         if dims.moe is None:
@@ -325,8 +330,8 @@ def _layer_specs(
 
 
 def _mark_missing_imports() -> None:
-    """Two modules of Megatron 0.16.1 do not notice that TransformerEngine is missing: one reads a name that its failed
-    import left undefined, the other takes the stand-ins of a failed import for the real classes."""
+    """Work around two modules of Megatron 0.16.1 that do not notice that TransformerEngine is missing: one reads a name
+    that its failed import left undefined, the other takes the stand-ins of a failed import for the real classes."""
     if not HAVE_TE:
         moe_utils.te_general_gemm = None
         multi_latent_attention.HAVE_TE = False

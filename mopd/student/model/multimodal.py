@@ -1,5 +1,5 @@
-"""What a Megatron model needs to see images: features of its tower in the place of the image tokens' embeddings, a rope
-of three axes, and DeepStack's features behind its first layers.
+"""Additions that let a Megatron model take images: the tower's features in place of the image tokens' embeddings, a
+rope of three axes, and DeepStack's features added after the first layers.
 
 Letters: S tokens of a sequence, B sequences, N image tokens, H channels, D channels of a head.
 """
@@ -18,10 +18,10 @@ from mopd.student.vision import ImageInput, image_features
 
 class InterleavedRotary(MultimodalRotaryEmbedding):
     """Qwen3-VL's rope: of every three frequencies one is the time's, one the height's and one the width's, as long as
-    height and width have any; the rest is the time's. Megatron's has the axes one after another."""
+    height and width have any; the rest is the time's. Megatron's rope puts the axes one after another."""
 
     def forward(self, position_ids: Tensor, mrope_section: list[int], cp_group: Any = None) -> Tensor:
-        """Angles [S, B, 1, D] of ``position_ids`` [3, B, S]."""
+        """Return the angles [S, B, 1, D] of ``position_ids`` [3, B, S]."""
         each = position_ids.to(self.inv_freq)[..., None] * self.inv_freq
         angles = each[0]
         for axis in (1, 2):
@@ -33,11 +33,11 @@ class InterleavedRotary(MultimodalRotaryEmbedding):
 def with_images(
     embedded: Tensor, tower: nn.Module, images: ImageInput | None, *, sequence_parallel: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The decoder's input from ``embedded`` [S, B, H] and, where the tower has them, DeepStack's features
+    """Return the decoder's input from ``embedded`` [S, B, H] and, if the tower has them, DeepStack's features
     [layers, S, B, H], zero where no image is; under sequence parallelism this rank's part of S of both."""
 
     def share(hidden: Tensor) -> Tensor:
-        # Its gradient becomes whole again: every tensor-parallel rank's tower sees all of it.
+        # Backward gathers the gradient: every tensor-parallel rank's tower needs all of it.
         return scatter_to_sequence_parallel_region(hidden) if sequence_parallel else hidden
 
     if images is None:
@@ -51,15 +51,15 @@ def with_images(
 
 
 def _placed(features: Tensor, rows: Tensor, into: Tensor) -> Tensor:
-    """``into`` [S, B, H] with ``features`` [N, H] in its flat ``rows`` [N]."""
+    """Return ``into`` [S, B, H] with ``features`` [N, H] in its flat ``rows`` [N]."""
     return into.flatten(0, 1).index_copy(0, rows, features.to(into.dtype)).view_as(into)
 
 
 def add_deepstack(layers: Any, num_features: int) -> None:
-    """Add a feature to the output of each of the first ``layers``.
+    """Add one feature to the output of each of the first ``num_features`` layers.
 
-    Features come to a layer as ``context``, which self-attention leaves alone: Megatron's schedule and recomputation
-    carry it, and its gradient, with the micro-batch that it belongs to.
+    Features come to a layer as ``context``, which self-attention ignores: Megatron's schedule and recomputation carry
+    it, and its gradient, with the micro-batch that it belongs to.
     """
 
     def adder(number: int) -> Any:

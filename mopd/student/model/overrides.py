@@ -1,6 +1,6 @@
-"""Which fields of Megatron's configuration a recipe may override, and why not the others.
+"""Tables of the fields of Megatron's configuration that a recipe may override, and of the reasons against the others.
 
-Allowed is what costs or saves memory and time and leaves the model and its gradient what they are. Every field of the
+Allowed is what costs or saves memory and time and leaves the model and its gradient unchanged. Every field of the
 supported Megatron-Core stands in exactly one table below: a new version's new field is refused until it is put in one,
 and a test says so.
 """
@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from mopd.types import UserError
 
 Values = type[bool] | type[int] | tuple[str, ...] | list[str]
-"""What an allowed field takes: true or false, a whole number from 1, one of some names, or a list of some names."""
+"""Type of an allowed field's value: true or false, a whole number from 1, one of some names, or a list of names."""
 
 ALLOWED: dict[str, Values] = {
     "batch_p2p_comm": bool,
@@ -34,10 +34,10 @@ ALLOWED: dict[str, Values] = {
     "recompute_modules": ["core_attn", "mlp", "moe", "shared_experts", "layernorm", "mla_up_proj", "moe_act"],
     "recompute_num_layers": int,
 }
-"""Memory, time and the rounding of single operations."""
+"""Fields that are always allowed. They change memory, time and the rounding of single operations."""
 
 _DISCARDING = {"layernorm", "mla_up_proj", "moe_act"}
-"""``recompute_modules`` that Megatron recomputes with the help of TransformerEngine."""
+"""``recompute_modules`` that Megatron recomputes with the help of TransformerEngine only."""
 
 WITH_TRANSFORMER_ENGINE: dict[str, Values] = {
     "attention_backend": ("auto", "flash", "fused"),  # not "unfused", whose scores are a tensor [B, heads, S, S]
@@ -60,7 +60,7 @@ WITH_TRANSFORMER_ENGINE: dict[str, Values] = {
         "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act",
     ],
 }  # fmt: skip
-"""Likewise, where TransformerEngine computes the layers."""
+"""Fields that are allowed if TransformerEngine computes the layers."""
 
 NEEDS: dict[str, str] = {
     "cpu_offloading": "cpu_offloading_num_layers",
@@ -80,7 +80,7 @@ NEEDS: dict[str, str] = {
     "recompute_modules": "recompute_granularity",
     "recompute_num_layers": "recompute_granularity",
 }
-"""Field -> the one without which Megatron passes over it in silence."""
+"""Field -> the field without which Megatron silently ignores it."""
 
 OWNED: dict[str, str] = {
     "student.model": """
@@ -174,28 +174,28 @@ REFUSED: dict[str, str] = {
         use_fused_weighted_squared_relu""",
     "it is the old name of recompute_granularity: selective with recompute_modules: [moe]": "moe_layer_recompute",
 }
-"""Reason -> fields."""
+"""Reason -> fields that are refused for it."""
 
 _OTHERS = {
     OptimizerConfig: "student.optimizer (states in host memory: offload_fraction)",
     DistributedDataParallelConfig: "student.overlap and student.optimizer",
 }
-"""Megatron's other configurations, and where their values come from."""
+"""Megatron's other configurations -> the recipe sections that their values come from."""
 
 
 def check_overrides(
     overrides: Mapping[str, Any], *, owned: Iterable[str] = (), has_transformer_engine: bool = False
 ) -> dict[str, Any]:
-    """The overrides with enum names resolved.
+    """Return the overrides with enum names resolved.
 
     Args:
         overrides: ``student.megatron_overrides``.
-        owned: fields that this recipe's other keys set, beside those that always are.
+        owned: fields that this recipe's other keys set, beside those that they always set.
         has_transformer_engine: the layers are TransformerEngine's.
 
     Raises:
-        UserError: an unknown field (with the nearest name), one that is not for recipes, or a value that is none of
-            the field's.
+        UserError: an unknown field (with the nearest name), one that is not for recipes, or a value that is none of the
+            field's.
     """
     taken = set(owned)
     checked: dict[str, Any] = {}
