@@ -6,10 +6,10 @@ trainer asked for it, and shifts admission::
     admitted ──── rollout, teachers, rewards ────> batch complete ──── slack ────> asked for, taken
              <─────────────────────────── lead ──────────────────────────────────>
 
-The first lead is the time that the first batch's slowest prompt took from admission to readiness. Where the trainer
-bounds the run, slack is time in which samples only age: the lead shrinks until ``MARGIN`` is left. Where the rollout or
-a teacher bounds it no batch has slack: the lead grows to the ``max_staleness + 1`` steps that the bound on staleness
-allows, and every prompt is admitted as soon as that lets it.
+The first lead is the time that the first batch's slowest prompt took from admission to readiness. If the trainer
+bounds the run, slack is time in which samples only age: the lead shrinks until ``MARGIN`` is left. If the rollout or a
+teacher bounds it, no batch has slack: the lead grows to the ``max_staleness + 1`` steps that the bound on staleness
+allows, and every prompt is admitted as soon as that bound lets it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import math
 from collections import deque
 
 MARGIN = 0.25
-"""Slack that is kept, as a share of the time between two batches: lengths and latencies vary from step to step."""
+"""Slack to keep, as a share of the time between two batches: lengths and latencies vary from step to step."""
 GAIN = 0.75
 """Share of the slack above the margin by which the lead shrinks at once: what varies between batches shall not make it
 too short again and again."""
@@ -67,6 +67,7 @@ class Pace:
         adapt the lead."""
         if self._asked_at is not None and self._busy:
             complete_at = now if self._complete_at is None else self._complete_at
+            # batches that are complete beyond this one are slack as well, each of one step
             self._adapt(self._asked_at - complete_at + self._num_ahead * self._busy_s, longest_s)
         self._taken_at, self._asked_at, self._complete_at = now, None, None
 
