@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from mopd.commands.ranks import add_recipe, on_students_ranks
 from mopd.config.load import Loaded, draft_recipe, load_recipe
 from mopd.config.reading.tree import STANDARD_INPUT
 from mopd.launch.failure import is_rank, rank_and_world_size
 from mopd.launch.node import add_node_arguments, node_of_step, place_of
+from mopd.preflight.showing import print_checks, print_failures
 from mopd.run.preparing import agreed
-from mopd.tasks import Stop
-from mopd.text import json_lines, one_line
 from mopd.types import UserError
-
-if TYPE_CHECKING:
-    from mopd.preflight.inputs import Check
 
 ABOUT = "run the checks before a run"
 EXAMPLES = """\
@@ -69,8 +63,8 @@ def _check_nodes(args: argparse.Namespace) -> int:
     failed = any(check.status == "failed" for check in checks)
     if place.is_first or step is None:
         if args.json or not failed:
-            _print(checks, as_json=args.json)
-        _print_failures(checks)
+            print_checks(checks, as_json=args.json)
+        print_failures(checks)
     return 2 if failed else 0
 
 
@@ -82,62 +76,16 @@ def _check_statically(args: argparse.Namespace) -> bool:
     checks = list(StaticChecks(draft_recipe(args.recipe, args.set), this_hardware()).run())
     failed = any(check.status == "failed" for check in checks)
     if args.static or (args.json and failed):
-        _print(checks, as_json=args.json)
-    _print_failures(checks)
+        print_checks(checks, as_json=args.json)
+    print_failures(checks)
     return failed
 
 
 def _check(loaded: Loaded, *, as_json: bool) -> None:
-    """Run the preflight on this rank and print its outcomes; writes nothing. ``UserError`` for failed ones."""
-    from mopd.launch.ranks import StudentGroup
-    from mopd.preflight.checks import Preflight
-    from mopd.report.terminal import log_to_terminal
-    from mopd.run.leading import follow, lead
-    from mopd.run.manifests import make_manifests
-    from mopd.run.workers import Workers
+    """Run the preflight with this rank; writes nothing. ``UserError`` for failed checks."""
+    from mopd.run.leading import follow_rank_0, start_orchestrator
 
     if rank_and_world_size()[0]:
-        follow(loaded.recipe)
-        return
-    log_to_terminal()
-    manifests = make_manifests(loaded.recipe)
-
-    async def work(workers: Workers, student: StudentGroup, _: Stop) -> None:
-        await student.publish(0)
-        preflight = Preflight(loaded.recipe, workers, student, manifests, is_fresh=True)
-        checks = [outcome async for outcome in preflight.run()]
-        failed = [check for check in checks if check.status == "failed"]
-        _print(checks, as_json=as_json)
-        _print_failures(failed[:-1])
-        if failed:
-            raise UserError(failed[-1].detail)
-
-    lead(loaded.recipe, None, work)
-
-
-def _print(checks: Sequence[Check], *, as_json: bool) -> None:
-    """All of them as a table or as JSON."""
-    if as_json:
-        print(json_lines([{"name": c.name, "status": c.status, "detail": c.detail} for c in checks]))
+        follow_rank_0(loaded.recipe)
     else:
-        _print_table(checks)
-    sys.stdout.flush()
-
-
-def _print_failures(checks: Sequence[Check]) -> None:
-    for check in checks:
-        if check.status == "failed":
-            print(f"mopd: error: {one_line(check.detail)}", file=sys.stderr)
-
-
-def _print_table(checks: Sequence[Check]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from mopd.report.terminal import Terminal
-
-    table = Table("check", "status", "detail")
-    colours = {"ok": "green", "failed": "red", "warning": "yellow", "skipped": "dim"}
-    for check in checks:
-        table.add_row(check.name, Text(check.status, style=colours[check.status]), check.detail)
-    Terminal().print(table)
+        start_orchestrator(loaded, "check", {"as_json": as_json})

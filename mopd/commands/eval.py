@@ -7,17 +7,14 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mopd.commands.ranks import add_recipe, on_students_ranks
 from mopd.config.load import Loaded, load_recipe
 from mopd.files.reading import shown_path
+from mopd.launch.failure import rank_and_world_size
+from mopd.run.locating import needs_ranks
 from mopd.run.preparing import agreed
-from mopd.text import json_lines
 from mopd.types import UserError
-
-if TYPE_CHECKING:
-    from mopd.run.validation import ValidationResult
 
 ABOUT = "validation rewards of a model"
 EXAMPLES = "example: mopd eval my.yaml --model runs/mine/hf"
@@ -57,24 +54,11 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _evaluate(loaded: Loaded, model: Path | None, *, as_json: bool) -> None:
-    """On this rank; rank 0 prints."""
-    from mopd.run.apart.evaluation import evaluate
+    """On this rank."""
+    from mopd.run.leading import follow_rank_0, start_orchestrator
 
-    result = evaluate(loaded, model)
-    if result is not None:
-        _print(result, title=str(model or loaded.recipe.student.model), as_json=as_json)
-
-
-def _print(result: ValidationResult, *, title: str, as_json: bool) -> None:
-    from rich.table import Table
-
-    from mopd.report.terminal import Terminal
-
-    if as_json:
-        print(json_lines({"rewards": result.rewards, "num_samples": result.num_samples}))
-        return
-    table = Table("domain", "reward", "samples", "truncated", title=title)
-    for domain, reward in result.rewards.items():
-        share = result.truncated_share[domain]
-        table.add_row(domain, f"{reward:.3f}", str(result.num_samples[domain]), f"{share:.0%}")
-    Terminal().print(table)
+    if rank_and_world_size()[0] == 0:
+        options = {"model": None if model is None else str(model), "as_json": as_json}
+        start_orchestrator(loaded, "eval", options)
+    elif model is not None and needs_ranks(model):
+        follow_rank_0(loaded.recipe)

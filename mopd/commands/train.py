@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -21,14 +20,12 @@ from mopd.launch.failure import (
 )
 from mopd.launch.node import add_node_arguments, node_name, place_of
 from mopd.launch.nodes import NodeLostError, Nodes
-from mopd.launch.signals import asked_by_sigterm, first_sigterm_asks, outlive_sigterm
+from mopd.launch.signals import asked_by_sigterm, outlive_sigterm
 from mopd.run.folder import RunDir
 from mopd.run.preparing import agreed
 from mopd.run.stopping import forget_request, is_users_stop, request_stop
-from mopd.tasks import Stop, StopAsked
+from mopd.tasks import StopAsked
 from mopd.types import UserError
-
-logger = logging.getLogger(__name__)
 
 USERS_SIGNALS = (128 + signal.SIGINT, 128 + signal.SIGHUP)
 """Exit codes of a run that a person ended at its terminal, or with it."""
@@ -161,47 +158,23 @@ def _train(loaded: Loaded, run_dir: RunDir, args: argparse.Namespace) -> int:
 
 
 def _follow(loaded: Loaded, run_dir: RunDir) -> int:
-    from mopd.run.leading import follow
+    from mopd.run.leading import follow_rank_0
 
     outlive_sigterm()
-    if not follow(loaded.recipe, run_dir.logs_here):
+    if not follow_rank_0(loaded.recipe, run_dir.logs_here):
         return 0
     leave_stopped("")
     return STOPPED_CODE
 
 
 def _lead(loaded: Loaded, run_dir: RunDir, args: argparse.Namespace) -> int:
-    from mopd.producer.leading import lead_training
-    from mopd.report.terminal import log_to_terminal
-    from mopd.run import resuming
-    from mopd.run.manifests import check_commits, check_unchanged, make_manifests
-    from mopd.run.training import Led, begin, fresh_ledger, load_checkpoint, train
+    from mopd.run.leading import start_orchestrator
 
-    log_to_terminal()
-    resume = _resumes(args, run_dir)
     if not is_our_launchers():  # which has done it
         forget_request(run_dir.path)
-    first_sigterm_asks(lambda: request_stop(run_dir.path, f"SIGTERM on {node_name()}"))
-    with run_dir:
-        resuming.check_layout(run_dir)
-        run_dir.open(loaded, resume=resume)
-        manifests = make_manifests(loaded.recipe)
-        start = resuming.choose(run_dir, loaded.recipe, wanted=args.from_step) if resume else None
-        if start is not None:
-            check_commits(run_dir.manifest, loaded.commits)
-            check_unchanged(run_dir.manifest, manifests)
-        elif resume:
-            logger.warning("%s has no complete checkpoint: the run starts again from step 0", run_dir.checkpoints)
-
-        async def work(led: Led, stop: Stop) -> None:
-            recipe, is_fresh = loaded.recipe, start is None
-            ledger = fresh_ledger(recipe) if start is None else await load_checkpoint(recipe, run_dir, led, start)
-            stop.check()
-            await led.student.publish(ledger.step)
-            await begin(loaded, run_dir, led.maker, manifests, stop, is_fresh=is_fresh)
-            await train(recipe, run_dir, led, ledger, stop, is_fresh=is_fresh, as_json=args.json)
-
-        stopped = lead_training(loaded.recipe, run_dir, work)
+    options = {"resume": _resumes(args, run_dir), "from_step": args.from_step, "as_json": args.json}
+    ask = partial(request_stop, run_dir.path, f"SIGTERM on {node_name()}")
+    stopped = start_orchestrator(loaded, "train", options, run_dir, ask)
     if stopped is None:
         return 0
     leave_stopped(stopped)

@@ -29,7 +29,7 @@ class AutoPlacementConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InProcessConfig:
-    """On trainer rank 0 and on its GPU, between training steps."""
+    """In the process that leads the run, on rank 0's GPU, a step's samples at a time."""
 
     type: Literal["in_process"] = "in_process"
     """Placement type."""
@@ -37,7 +37,7 @@ class InProcessConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalConfig:
-    """Child processes of trainer rank 0, one engine server each, on this machine's loopback interface."""
+    """Child processes of the one that leads the run, one engine server each, on this machine's loopback interface."""
 
     type: Literal["local"]
     """Placement type."""

@@ -339,9 +339,15 @@ class Recipe:
 
     @property
     def has_in_process_engines(self) -> bool:
-        """Some group's engines run on rank 0, in its process, where they cannot work beside training."""
+        """Some group's engines run in the orchestrator's process, batch by batch."""
         groups = (self.rollout, *self.teachers.values())
         return any(isinstance(group.placement, InProcessConfig) for group in groups)
+
+    @property
+    def prompts_together(self) -> int:
+        """Prompts that go through rollout and scoring as one unit: one, so that none waits for another; or a step's
+        where engines work ``in_process``, as what is computed in one batch decides the last bits of torch's results."""
+        return self.schedule.prompts_per_step if self.has_in_process_engines else 1
 
     @property
     def shares_gpus(self) -> bool:

@@ -121,7 +121,7 @@ def run_as_rank(action: Callable[[], int | None]) -> int:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        _leave(error if isinstance(error, UserError) else refusal(error) or error, launch_dir)
+        leave(error)
     return code or 0 if launch_dir is None else 0
 
 
@@ -188,8 +188,10 @@ def _tie_to_parent() -> Path | None:
     return launch_dir
 
 
-def _leave(error: BaseException, launch_dir: Path | None) -> None:
-    """Tell the launcher or the user, then end the process."""
+def leave(error: BaseException) -> None:
+    """Tell the launcher or the user of the error that ends this rank, then end the process; from any thread."""
+    error = error if isinstance(error, UserError) else refusal(error) or error
+    launch_dir = Path(os.environ[LAUNCH_DIR]) if TORCHELASTIC_RUN_ID in os.environ and is_our_launchers() else None
     is_user_error = isinstance(error, UserError)
     if launch_dir is not None:
         failure = RankFailure(

@@ -1,15 +1,16 @@
-"""Rank 0's sign of life: the other ranks wait for it as long as it gives one, however long its own waits are together.
+"""Signs of life: a wait for another process lasts as long as it gives them, however long its own waits are together.
 
 ::
 
-    rank 0     a thread counts in the store of torchrun's agent, whatever rank 0 waits for or computes
-    others     wait for rank 0 to join, or for its next command, and look at the count meanwhile:
-                 it goes on                        wait on: each wait of rank 0 has a deadline of its own
-                 it stands still for timeout_s     UserError
-                 the connection is closed          the collective's error, at once
+    orchestrator   a thread beats on the link, whatever the process waits for or computes, while its event loop turns
+    rank 0         waits for the orchestrator's next command; a thread counts in the store of torchrun's agent
+    other ranks    wait for rank 0 to join, or for its next command, and look at the count meanwhile:
+                     it goes on                        wait on: each wait of rank 0 has a deadline of its own
+                     it stands still for timeout_s     UserError
+                     the connection is closed          the collective's error, at once
 
-A process that was stopped, or is held inside of a library, counts no more; nor does one whose event loop has not turned
-for ``LOOP_S``. Where torchrun's agent keeps no store, the others wait for ``timeout_s``, as if nobody counted.
+A process that was stopped, or is held inside of a library, beats no more; nor does one whose event loop has not turned
+for ``LOOP_S``. Where torchrun's agent keeps no store, ranks wait for ``timeout_s``, as if nobody counted.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from mopd.config.values import MAX_SECONDS
 from mopd.launch.failure import rank_and_world_size
@@ -30,8 +31,6 @@ from mopd.types import UserError
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup, Store
-
-T = TypeVar("T")
 
 BEAT_S, BEAT_SHARE = 10.0, 0.1
 """Seconds between two signs, or this share of a shorter deadline."""
@@ -45,11 +44,12 @@ _ANSWER_S = 5.0
 
 
 class Heartbeat:
-    """Rank 0's side. A context manager, around all of its work; the thread ends with the block."""
+    """Beats from a thread, around all work of a process; the thread ends with the block."""
 
-    def __init__(self, store: Store, timeout_s: float) -> None:
-        """``store``: a connection that nobody else uses, as a wait on it blocks all other calls."""
-        self._store = store
+    def __init__(self, beat: Callable[[], object], timeout_s: float) -> None:
+        """``beat`` gives one sign; it raises ``RuntimeError`` where nobody is there to see it. ``timeout_s``: the
+        longest silence."""
+        self._beat_once = beat
         self._every_s = min(BEAT_S, timeout_s * BEAT_SHARE)
         self._longest_turn_s = max(LOOP_S, timeout_s)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -65,13 +65,9 @@ class Heartbeat:
         self._is_over.set()
         self._thread.join(_ANSWER_S)
 
-    def announce(self) -> None:
-        """Tell the others that rank 0 is about to join them."""
-        self._store.set(_COMES, "")
-
     @contextlib.contextmanager
     def depending_on(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        """Count only while this event loop turns, until the block ends."""
+        """Beat only while this event loop turns, until the block ends."""
         self._turned_at, self._loop = time.monotonic(), loop
         try:
             yield
@@ -82,8 +78,8 @@ class Heartbeat:
         while not self._is_over.wait(self._every_s):
             if self._is_turning():
                 try:
-                    self._store.add(_COUNT, 1)
-                except RuntimeError:  # the agent has ended, and this process with it
+                    self._beat_once()
+                except RuntimeError:  # whoever looked has ended, and this process will
                     return
 
     def _is_turning(self) -> bool:
@@ -98,38 +94,23 @@ class Heartbeat:
         self._turned_at = time.monotonic()
 
 
-_own: Heartbeat | None = None
-"""This process's, on a rank 0 that others wait for."""
-
-
 @contextlib.contextmanager
 def beating(timeout_s: float) -> Iterator[None]:
     """In a rank: give signs of life while the block lasts, if this is rank 0 and not alone."""
-    global _own
     rank, world_size = rank_and_world_size()
     store = None if rank or world_size == 1 else agent_store(_PREFIX)
     if store is None:
         yield
         return
-    with Heartbeat(store, timeout_s) as _own:
-        try:
-            yield
-        finally:
-            _own = None
+    with Heartbeat(lambda: store.add(_COUNT, 1), timeout_s):
+        yield
 
 
 def announce() -> None:
-    """On rank 0: ``Heartbeat.announce``, where others wait for it."""
-    if _own is not None:
-        _own.announce()
-
-
-async def tied_to(work: Coroutine[Any, Any, T]) -> T:
-    """``work``, on rank 0; it counts meanwhile only as the event loop turns."""
-    if _own is None:
-        return await work
-    with _own.depending_on(asyncio.get_running_loop()):
-        return await work
+    """On rank 0: tell the other ranks that it is about to join them."""
+    store = agent_store(_PREFIX)
+    if store is not None:
+        store.set(_COMES, "")
 
 
 class LeaderWatch:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
-from weakref import WeakSet
+
+from mopd.launch.failure import leave
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-AGAIN_S = 0.01
-"""After which a signal is sent again that came at a bad moment."""
-_OF_WEAK_SETS = WeakSet.add.__code__.co_filename
 
 
 class _Asking:
@@ -56,48 +56,41 @@ def outlive_sigterm() -> None:
 
 
 @contextlib.contextmanager
-def ending_in_order() -> Iterator[None]:
-    """Have the signals that end a run leave the block as an error does; then the process dies of the signal. On other
-    ranks, which nothing depends on, they keep their effect: at once."""
+def ending_in_order(end: Callable[[], object], ask: Callable[[], None] | None = None) -> Iterator[None]:
+    """On rank 0: have the signals that end a run call ``end`` before this process dies of them; with ``ask`` the first
+    SIGTERM calls that instead. They are heard in a thread, as the main thread may be inside a collective for long."""
+    hearing, telling = socket.socketpair()
+    telling.setblocking(False)
+    heard = [one for one in ENDING if signal.getsignal(one) != signal.SIG_IGN]  # as under nohup
 
-    def leave(number: int, frame: FrameType | None) -> None:
-        if _is_swallowed(frame):
-            threading.Timer(AGAIN_S, os.kill, (os.getpid(), number)).start()
-            return
-        for one in ENDING:  # the launcher does not wait for long; of one that is pending and ignored Python complains
-            signal.signal(one, lambda *_: None)
-        raise _Ended(number)
+    def hear() -> None:
+        has_asked = False
+        while number := hearing.recv(1):
+            if number[0] == signal.SIGTERM and ask is not None and not has_asked:
+                has_asked = True
+                try:
+                    ask()
+                except BaseException as error:  # a full disk: ends the run, as this thread can raise to nobody
+                    end()
+                    leave(error)
+            elif number[0] in heard:
+                end()
+                ctypes.CDLL(None).signal(number[0], 0)  # SIG_DFL; Python's own would need the main thread
+                os.kill(os.getpid(), number[0])
 
-    before = {one: signal.getsignal(one) for one in ENDING}
-    asking = before[signal.SIGTERM]
-    for one in ENDING:
-        if isinstance(before[one], _Asking) or before[one] == signal.SIG_IGN:  # as under nohup
-            continue
-        signal.signal(one, leave)
-    if isinstance(asking, _Asking):
-        asking.then = leave
+    before = {one: signal.signal(one, lambda *_: None) for one in heard}
+    descriptor = signal.set_wakeup_fd(telling.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=hear, name="signals", daemon=True)
+    thread.start()
     try:
         yield
-    except _Ended as ended:
-        (number,) = ended.args
-        _die(number, None)
     finally:
+        signal.set_wakeup_fd(descriptor)
         for one, handler in before.items():
             signal.signal(one, handler)
-
-
-def _is_swallowed(frame: FrameType | None) -> bool:
-    """Whether Python prints and forgets what leaves this place: a finalizer, or the callback of a weak reference (of an
-    event loop's set of tasks, which comes with the end of each)."""
-    while frame is not None:
-        if frame.f_code.co_name == "__del__" or frame.f_code.co_filename == _OF_WEAK_SETS:
-            return True
-        frame = frame.f_back
-    return False
-
-
-class _Ended(KeyboardInterrupt):
-    """A signal asks for the end. An event loop lets this kind through."""
+        telling.close()
+        thread.join()
+        hearing.close()
 
 
 def _die(number: int, frame: FrameType | None) -> None:

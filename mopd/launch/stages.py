@@ -1,5 +1,5 @@
-"""A rank that is not rank 0 when weights go to the rollout by a collective: if it is the first of a pipeline stage it
-sends its stage's, in its turn; else it helps to gather them."""
+"""A rank's part when weights go to the rollout's engines by a group: the first rank of the student sends them, or the
+first of each pipeline stage its stage's, in turn; all others help to gather them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from mopd.config.schema import Recipe
+from mopd.config.weights import BucketsConfig, CollectiveConfig
+from mopd.launch.failure import num_groups
 from mopd.student.parallel import Layout
-from mopd.student.worker import WeightPart
-from mopd.transfer.buckets import TensorMeta, from_json
+from mopd.student.weights import hf_tensors
+from mopd.student.worker import StudentWorker, WeightPart
+from mopd.transfer.buckets import TensorMeta, from_json, to_json
 from mopd.transfer.group import GroupOrder, TransferFailed, TransferGroup
-from mopd.transfer.sending import send
+from mopd.transfer.mapped import send_mapped
+from mopd.transfer.memory import SharedMemory
+from mopd.transfer.sending import Sent, send
 from mopd.transfer.stages import Words, of_sender
 
 logger = logging.getLogger(__name__)
@@ -25,64 +33,177 @@ class HasWeights(Protocol):
     """What is needed of ``StudentWorker``."""
 
     layout: Layout
+    constants: frozenset[str]
 
     def weights(self, part: WeightPart, *, in_place: bool, by_stage: bool) -> Iterator[tuple[str, Tensor]]: ...
 
 
 class StageSender:
-    """Follows rank 0's ``join_weights`` and ``send_weights``."""
+    """Follows ``share_memory``, ``join_weights``, ``send_weights`` and ``leave_weights``, which every rank is told."""
 
     def __init__(self, worker: HasWeights, *, longest_s: float = math.inf) -> None:
         """``longest_s``: of a wait for the stages before, while this stage's other ranks wait in a collective."""
         self._worker, self._longest_s = worker, longest_s
+        self._memory: SharedMemory | None = None
         self._group: TransferGroup | None = None
         self._words: Words | None = None
         self._metas: Sequence[TensorMeta] = ()
         self._order: GroupOrder | None = None
 
-    def join(self, order: Mapping[str, Any], tensors: str) -> None:
-        """Into the group of this stage, if this is its first rank; out of the one before. ``order``: fields of
-        ``GroupOrder``; ``tensors``: JSON of all that travel. A group that does not meet is rank 0's to know: nobody
-        will be told to start."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
+    def share_memory(self, num_bytes: int, num_receivers: int) -> str:
+        """Make memory that so many receivers may read (``ipc``), on the first rank; returns its handles."""
+        if not self._is_first:
+            return ""
+        self._memory = SharedMemory(num_bytes, self._worker.layout.device)
+        return self._memory.handles(num_receivers)
+
+    def join(self, order: Mapping[str, Any], tensors: str) -> bool:
+        """Enter the group of this stage, if this rank sends in it, and leave the one before. Returns whether all came.
+
+        Args:
+            order: fields of ``GroupOrder``.
+            tensors: JSON of all that travel, in the order of the senders.
+        """
+        self._close_group()
         layout = self._worker.layout
-        if layout.copy != 0 or layout.tp_rank != 0:
-            return
         self._order = whole = GroupOrder(**{**order, "shares": tuple(order["shares"])})
-        start = sum(whole.shares[: layout.pp_rank])
-        self._metas = from_json(json.loads(tensors))[start : start + whole.shares[layout.pp_rank]]
+        if layout.copy != 0 or layout.tp_rank != 0 or not (self._is_first or whole.shares):
+            return True
+        metas = from_json(json.loads(tensors))
+        mine = whole
+        if whole.shares:
+            start = sum(whole.shares[: layout.pp_rank])
+            metas, mine = metas[start : start + whole.shares[layout.pp_rank]], of_sender(whole, layout.pp_rank)
+        self._metas = metas
         try:
             self._words = Words(whole)
-            mine = of_sender(whole, layout.pp_rank)
-            self._group = TransferGroup(mine, 0, given_up=self._words, device=layout.device)
+            # Of signals where engines map the memory.
+            device = torch.device("cpu") if whole.memory else layout.device
+            self._group = TransferGroup(mine, 0, given_up=self._words, device=device)
         except TransferFailed as error:
-            logger.warning("stage %d has no group for the weights: %s", layout.pp_rank, error)
+            logger.warning("a group for the weights of stage %d did not meet: %s", layout.pp_rank, error)
+            return False
+        return True
 
-    def send(self, update: int, verify: bool, checks_values: bool) -> None:
-        """Its share of an update; what fails is said to the next sender, and rank 0 hears it from the last."""
-        stream = self._worker.weights("trained", in_place=True, by_stage=True)
+    def send(self, update: int, verify: bool, checks_values: bool, num_skipped: int = 0) -> dict[str, float] | None:
+        """Send this rank's share of an update, the first ``num_skipped`` tensors left out; seconds of it where all
+        senders are through, ``None`` where one failed, which is said to the next sender. Raises ``NonFiniteError``."""
+        stream = self._stream(num_skipped)
         if self._group is None or self._words is None or self._order is None:
             for _ in stream:
                 pass
-            return
-        stage, is_good = self._worker.layout.pp_rank, False
+            return None
+        stage, sent = self._worker.layout.pp_rank, None
+        options = {"verify": verify, "checks_values": checks_values, "num_skipped": num_skipped if stage == 0 else 0}
+        send_all = (
+            partial(send, self._group) if self._memory is None else partial(send_mapped, self._group, self._memory)
+        )
         try:
-            self._words.wait(update, stage, min(waiting_s(self._order), self._longest_s))
-            size = self._order.bucket_bytes
-            send(self._group, self._metas, stream, bucket_bytes=size, verify=verify, checks_values=checks_values)
-            is_good = True
+            if stage:
+                self._words.wait(update, stage, min(waiting_s(self._order), self._longest_s))
+            sent = send_all(self._metas, stream, bucket_bytes=self._order.bucket_bytes, **options)
         except TransferFailed as error:
             logger.warning("stage %d did not send its weights: %s", stage, error)
             self._group.settle()
         finally:
             for _ in stream:  # ranks that gather together stay in step
                 pass
-            self._words.pass_on(update, stage + 1, is_good=is_good)
+            is_told = self._pass_on(update, stage + 1, is_good=sent is not None)
+        return self._seen_through(update, sent) if is_told else None
+
+    def leave(self) -> None:
+        """Leave the group, and free the memory that receivers read."""
+        self._close_group()
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
+
+    @property
+    def _is_first(self) -> bool:
+        layout = self._worker.layout
+        return (layout.copy, layout.tp_rank, layout.pp_rank) == (0, 0, 0)
+
+    def _close_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _stream(self, num_skipped: int) -> Iterator[tuple[str, Tensor]]:
+        """What this rank sends: what no step changes is the first rank's, which all others help to gather at once."""
+        by_stage = self._order is not None and bool(self._order.shares)
+        gather = partial(self._worker.weights, in_place=True)
+        constants = gather("constants", by_stage=False) if self._worker.constants and not num_skipped else iter(())
+        trained = gather("trained", by_stage=by_stage)
+        if not self._is_first:
+            for _ in constants:
+                pass
+            return trained
+        return _one_after_another(constants, trained)
+
+    def _pass_on(self, update: int, sender: int, *, is_good: bool) -> bool:
+        """Give the word to the next of several senders; whether it could be: else whoever orders the update is gone."""
+        if self._words is None or self._order is None or not self._order.shares:
+            return True
+        try:
+            self._words.pass_on(update, sender, is_good=is_good)
+        except TransferFailed as error:
+            logger.warning("the next sender of weights was not told: %s", error)
+            return False
+        return True
+
+    def _seen_through(self, update: int, sent: Sent | None) -> dict[str, float] | None:
+        """Wait on the first rank until the senders behind it are through."""
+        if sent is None:
+            return None
+        if self._is_first and self._words is not None and self._order is not None and self._order.shares:
+            try:
+                self._words.wait(update, len(self._order.shares), waiting_s(self._order))
+            except TransferFailed as error:
+                logger.warning("the weights were not sent to the end: %s", error)
+                return None
+        return {"gather_s": sent.gather_s, "send_s": sent.send_s}
+
+
+def _one_after_another(*streams: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for stream in streams:
+        yield from stream
 
 
 def waiting_s(order: GroupOrder) -> float:
     """Longest that a sender waits for those before it: as long as none of their operations takes longer than it may.
     Whoever fails says so long before, and with a rank that dies the run ends."""
     return order.timeout_s * (1 + sum(order.shares))
+
+
+def announced(recipe: Recipe, worker: StudentWorker) -> dict[str, Any] | None:
+    """What the student will send by a group, as JSON: arguments of ``mopd.orchestrator.transfer.Announced``; ``None``
+    of a recipe whose weights go by HTTP."""
+    cfg, engine = recipe.weight_sync, recipe.rollout.engine
+    if not isinstance(cfg, BucketsConfig):
+        return None
+    student, rollout = getattr(torch, recipe.student.dtype), getattr(torch, engine.dtype)
+    smaller = rollout if rollout.itemsize < student.itemsize else student  # cast before it travels
+    metas = [
+        TensorMeta(name, smaller if dtype == student else dtype, shape)
+        for name, dtype, shape in hf_tensors(worker.dims, student)
+    ]
+    metas.sort(key=lambda meta: meta.name not in worker.constants)
+    shares: list[int] = []
+    if isinstance(cfg, CollectiveConfig) and worker.layout.pp_size > 1 and is_one_node():
+        names = [name for name, _, _ in hf_tensors(worker.dims, student)]
+        stages = dict(zip(names, worker.weight_stages(), strict=True))
+        metas.sort(key=lambda meta: stages[meta.name])
+        shares = [list(stages.values()).count(stage) for stage in range(worker.layout.pp_size)]
+    return {
+        "tensors": to_json(metas).decode(),
+        # replicas on shared GPUs lose theirs in every turn
+        "num_constants": 0 if recipe.shares_gpus else len(worker.constants),
+        "shares": shares,
+        # a cast may overflow; of its own dtype each rank looks for NaN in ``optim_step``
+        "checks_values": smaller != student,
+    }
+
+
+def is_one_node() -> bool:
+    """All ranks can reach rank 0's loopback: torchrun has one agent, or there is none."""
+    return num_groups() == 1

@@ -243,7 +243,7 @@ class Groups:
 
 
 class InProcessGroup:
-    """Implements ``Placement`` in this process, on trainer rank 0. Nothing to watch: these engines end with the run."""
+    """Implements ``Placement`` in this process. Nothing to watch: these engines end with the run."""
 
     def __init__(self, plan: GroupPlan, device: torch.device) -> None:
         self.plan = plan

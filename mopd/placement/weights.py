@@ -2,8 +2,8 @@
 
 ::
 
-    student ── stage ──> StagedWeights (host memory) ── send ──> every replica that lacks them ──> router asks for them
-               reads the stream once                     beside whatever runs     └── Repair sends them once more
+    ranks ── chunks ──> StagedWeights (host memory) ── send ──> every replica that lacks them ──> router asks for them
+             one stream                                beside whatever runs     └── Repair sends them once more
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol, cast
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from mopd.replicas.router import Router
 from mopd.replicas.transfer import TransferTargets
 from mopd.text import one_line
 from mopd.types import UserError
-from mopd.wire.weights import StagedConstants, StagedWeights, stage_updates
+from mopd.wire.weights import StagedWeights, stage_updates, unpacked_weights
 
 logger = logging.getLogger(__name__)
 
@@ -57,34 +57,21 @@ class GroupWeightSync:
         self._is_stopped = False
         self._sent: StagedWeights | None = None
         """What the router asks for."""
+        self._loaded_digest, self._loaded_constants = b"", frozenset[str]()
+        """Of the constants that engines of this process have, and their names."""
 
-    @property
-    def loads_directly(self) -> bool:
-        """The replicas are in this process: ``publish`` gives them the stream itself."""
-        return not all(isinstance(replica.engine, RemoteEngine) for replica in self._router.replicas)
-
-    async def publish(
-        self, weights: Iterable[tuple[str, Tensor]], weight_version: int, *, kept: Set[str] = frozenset()
-    ) -> None:
-        """``stage`` and ``send``, or where it ``loads_directly`` that. ``kept`` names weights that such engines have
-        since the last ``publish`` and the stream lacks."""
-        if self.loads_directly:
-            await self._load(weights, weight_version, kept)
-        else:
-            await self.send(self.stage(weights, weight_version))
-
-    def stage(
-        self, weights: Iterable[tuple[str, Tensor]], weight_version: int, constants: StagedConstants | None = None
-    ) -> StagedWeights:
-        """Read the stream to its end, into host memory: its owner is free then. Blocks; any process can do it
-        (``stage_updates``)."""
-        return stage_updates(weights, weight_version, constants=constants)
+    async def publish(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+        """``stage_updates`` and ``send``."""
+        await self.send(stage_updates(weights, weight_version))
 
     async def send(self, staged: StagedWeights) -> None:
         """Returns when every replica that can answer has these weights; until then the others answer with theirs.
 
         Raises a server's refusal (names, shapes, values) as ``UserError``.
         """
+        if not all(isinstance(replica.engine, RemoteEngine) for replica in self._router.replicas):
+            await self._load(staged)
+            return
         async with self._turn:
             self._sent = staged  # first: those before it are the size of a model
         async with self.kept_awake(), self._turn:
@@ -144,17 +131,28 @@ class GroupWeightSync:
             await self._again()
         return lacking
 
-    async def _load(self, weights: Iterable[tuple[str, Tensor]], weight_version: int, kept: Set[str]) -> None:
+    async def _load(self, staged: StagedWeights) -> None:
+        """Into engines of this process, without a message; they keep the constants that they were given before."""
+        constants, kept = staged.constants, frozenset[str]()
+        bodies = staged.bodies
+        if constants is not None and constants.digest == self._loaded_digest:
+            kept = self._loaded_constants
+        elif constants is not None:
+            bodies = (*constants.bodies, *bodies)
         engines = [cast(TakesWeights, replica.engine) for replica in self._router.replicas]
-        # Each holds the whole set before it replaces a weight; several share one, as a stream is read once.
-        source = weights if len(engines) == 1 else list(weights)
+        # Each holds the whole set before it replaces a weight; several share one, which is unpacked once.
+        weights = unpacked_weights(bodies) if len(engines) == 1 else list(unpacked_weights(bodies))
         for engine in engines:
-            await engine.load_weights(source, weight_version, kept=kept)
-            if engine.weight_version != weight_version:
+            await engine.load_weights(weights, staged.weight_version, kept=kept)
+            if engine.weight_version != staged.weight_version:
                 raise RuntimeError(
-                    f"a rollout replica answers with weights {engine.weight_version} after {weight_version} was sent"
+                    f"a rollout replica answers with weights {engine.weight_version} after {staged.weight_version} was "
+                    "sent"
                 )
-        self._router.set_weight_version(weight_version)
+        if constants is not None and not kept:
+            self._loaded_constants = frozenset(name for name, _ in unpacked_weights(constants.bodies))
+        self._loaded_digest = b"" if constants is None else constants.digest
+        self._router.set_weight_version(staged.weight_version)
 
     async def _push(self, staged: StagedWeights, names: Sequence[str]) -> None:
         replicas: list[Any] = [replica.engine for replica in self._router.replicas if replica.name in names]

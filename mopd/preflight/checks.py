@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mopd.config.placements import ExternalConfig
@@ -31,7 +31,6 @@ from mopd.preflight.scores import ScoresCheck
 from mopd.preflight.vision import check_images, probe_rows, tokenizer_differences
 from mopd.replicas.identity import Needs, fingerprint, fingerprint_difference, largest_difference, problems_of
 from mopd.replicas.interface import info_of
-from mopd.run.training import Findings
 from mopd.run.validation import ValidationResult, plain_examples, record_of
 from mopd.run.workers import Workers
 from mopd.types import Prompt, SampleMeta, UserError
@@ -46,6 +45,22 @@ CONVERSATION = [
 """Rendered by two chat templates to see whether they are one."""
 PROBE_IDS = 2**62
 """Sample ids of probes start here, far from the training stream's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """What the checks before the first step leave behind, as plain JSON."""
+
+    failure: str | None
+    """The first failed check's detail."""
+    parity: dict[str, Any]
+    """Teacher -> what was measured, of those that could be compared."""
+    fingerprints: dict[str, Any]
+    """``teachers.NAME`` -> fingerprint, of those whose files nobody can hash."""
+    headroom: dict[str, Any] | None
+    """Domain -> its teacher's reward and example answers (the best one's of an ensemble)."""
+    validation: dict[str, Any] | None
+    """The student's validation at step 0, a line of ``validation.jsonl``: a run need not validate twice."""
 
 
 class Preflight:

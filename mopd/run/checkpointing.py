@@ -23,8 +23,7 @@ MANIFEST = "manifest.json"
 class Saver(Protocol):
     """The student on all its ranks."""
 
-    @property
-    def is_saving(self) -> bool: ...
+    async def is_saving(self) -> bool: ...
     async def save(self, folder: Path, state: Mapping[str, Any], *, is_async: bool) -> None: ...
     async def finish_save(self) -> None: ...
 
@@ -66,7 +65,7 @@ class Checkpointer:
     async def save_if_due(self, step: int, state: Mapping[str, Any], *, best_step: int | None) -> None:
         """Save after ``step`` when the rhythm, the last step or a new best asks for it; after the last step, to the
         end."""
-        if self._begun is not None and not self.student.is_saving:
+        if self._begun is not None and not await self.student.is_saving():
             await self.finish()
         is_new_best = self.cfg.keep_best and best_step == step
         if step % self.cfg.every_steps == 0 or step == self.last_step or is_new_best:

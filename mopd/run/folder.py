@@ -160,7 +160,11 @@ class RunDir(RunFiles):
             cut_off = error if isinstance(error, UserError) else refusal(error)
             if not isinstance(cut_off, CutOffError):
                 raise
-            raise CutOffError(f"{cut_off}; {self.cure()}") from error
+            raise self.with_cure(cut_off) from error
+
+    def with_cure(self, error: CutOffError) -> CutOffError:
+        """The error of a run that was cut off, with what to do then."""
+        return CutOffError(f"{error}; {self.cure()}")
 
     def cure(self) -> str:
         """What to do after a run in here was cut off."""

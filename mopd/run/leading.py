@@ -1,111 +1,89 @@
-"""Rank 0 leads, the other trainer ranks follow: each joins with its share of the student, rank 0 with all the rest."""
+"""A trainer rank's life: it joins the others with its share of the student and follows the orchestrator, which rank 0
+starts."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mopd.config.load import Loaded
 from mopd.config.schema import Recipe
-from mopd.data_plane.interface import Reader, Storage, StorageEnded
-from mopd.data_plane.local import LocalDataPlane
+from mopd.data_plane.interface import Reader, StorageEnded
 from mopd.data_plane.reading import open_reader
 from mopd.files.reading import shown_path
 from mopd.launch import heartbeat
-from mopd.launch.failure import rank_0_host
+from mopd.launch.failure import leave, rank_and_world_size
 from mopd.launch.heartbeat import LeaderWatch
+from mopd.launch.orchestrator import OrchestratorProcess
 from mopd.launch.rank_log import log_of, rank_log
-from mopd.launch.ranks import CommandChannel, StudentGroup, StudentHere, serve
+from mopd.launch.ranks import CommandChannel, facts_of, follow, obey
 from mopd.launch.reaching import check_reach, told_to_reach
-from mopd.launch.transfer import open_transfer
+from mopd.launch.signals import ending_in_order
 from mopd.placement.gpus import local_rank
-from mopd.placement.groups import Groups
-from mopd.placement.storage import open_storage
-from mopd.replicas.interface import SampleFailed
 from mopd.run.folder import RunDir
-from mopd.run.stopping import watched
-from mopd.run.workers import Workers, build_workers, read_inputs
+from mopd.run.preparing import task_of
 from mopd.student import parallel
 from mopd.student.worker import StudentWorker
-from mopd.tasks import Stop, StopAsked
 from mopd.types import UserError
 
 RANK_0_S = 2.0
 """For rank 0 to say why the data plane is gone."""
 SEEN_S = 60.0
 """For rank 0's log to be seen by the other nodes: network file systems keep what they have looked up."""
+LOG = "orchestrator.log"
 Rank = tuple[StudentWorker, CommandChannel]
 
 
-def lead(
-    recipe: Recipe, run: RunDir | None, work: Callable[[Workers, StudentGroup, Stop], Coroutine[Any, Any, None]]
+def start_orchestrator(
+    loaded: Loaded,
+    what: str,
+    options: Mapping[str, Any],
+    run: RunDir | None = None,
+    ask: Callable[[], None] | None = None,
 ) -> str | None:
-    """Rank 0 with all workers in its process: start every group, build everything, do ``work``, release the other
-    ranks. ``run`` is the folder to write in and to watch for a request to stop, if any. Returns the line to tell after
-    such a request."""
-    inputs = read_inputs(recipe)
-    log_dir = None if run is None else run.logs_here
+    """On rank 0: start the orchestrator, and follow it with the other ranks if it needs the student. Returns the line
+    to tell of a run that was asked to stop.
 
-    async def with_groups(plane: Storage, worker: StudentWorker, channel: CommandChannel) -> None:
-        async with watched(None if run is None else run.path) as stop:
-            here = StudentHere(worker, channel)
-            groups = Groups(recipe, log_dir=log_dir, device=worker.layout.device, student=here)
-            here.turns = groups.turns
-            student: StudentGroup | None = None
-            try:
-                await stop.unless_asked(groups.start())
-                workers = await build_workers(recipe, inputs, plane, groups, vocab_size=worker.dims.vocab_size)
-                targets = workers.weights.targets
-                transfer = None if targets is None else open_transfer(recipe, worker, targets)
-                turns = None if groups.turns is None else here
-                here.group = student = StudentGroup(worker, channel, workers.weights, transfer, turns)
-                await work(workers, student, stop)
-            except SampleFailed as error:
-                raise UserError(f"{error}: see the replicas' logs") from error
-            except StopAsked as asked:
-                if student is not None:
-                    await student.close()
-                channel.stopped = str(asked)
-            finally:
-                await groups.close()
+    Args:
+        what: the task, a key of ``mopd.orchestrator.process.TASKS``.
+        options: of the task, as JSON.
+        run: the folder for logs, if any.
+        ask: what the first SIGTERM does.
 
-    try:
-        with (
-            opened_plane(recipe) as (plane, reader),
-            joined(recipe, Opened(list(inputs.train.domain_counts), plane.address, reader), log_dir) as rank,
-        ):
-            asyncio.run(heartbeat.tied_to(with_groups(plane, *rank)))
-            return rank[1].stopped
-    finally:
-        if inputs.rewards is not None:
-            inputs.rewards.close()
+    Raises:
+        UserError: as the orchestrator raised it; ``CutOffError`` with how it ended where it said nothing.
+    """
+    recipe, logs = loaded.recipe, None if run is None else run.logs_here
+    timeout_s = recipe.schedule.wait_timeout_s
+    log = None if logs is None else logs / LOG
+    with (
+        OrchestratorProcess(task_of(loaded, what, options, log), log=log, timeout_s=timeout_s) as orchestrator,
+        ending_in_order(orchestrator.end, ask),
+    ):
+        first = orchestrator.link.next_command()
+        if "end" in first:
+            return first["end"]
+        if rank_and_world_size()[1] > 1:
+            orchestrator.watch(lambda error: leave(error if run is None else run.with_cure(error)))
+        joining = first["kwargs"]
+        reader = open_reader(joining["data_plane"], timeout_s=timeout_s)
+        with joined(recipe, Opened(joining["domains"], joining["data_plane"], reader), logs) as (worker, channel):
+            orchestrator.link.answer(facts_of(recipe, worker))
+            channel.stopped = obey(worker, channel, orchestrator.link)
+        reader.close()
+        return channel.stopped
 
 
-def follow(recipe: Recipe, logs: Path | None = None) -> bool:
+def follow_rank_0(recipe: Recipe, logs: Path | None = None) -> bool:
     """Every other rank: build its part of the student and do what rank 0 says. Whether the run was asked to stop."""
     with joined(recipe, None, logs) as (worker, channel):
-        is_asked = serve(worker, channel)
+        is_asked = follow(worker, channel)
     return is_asked
-
-
-@contextmanager
-def opened_plane(recipe: Recipe) -> Iterator[tuple[Storage, Reader]]:
-    """The recipe's data plane, held by this process and open to the other ranks, and this process's own reader."""
-    plane = open_storage(recipe, host=rank_0_host())
-    try:
-        if isinstance(plane, LocalDataPlane):
-            reader: Reader = plane.reader()
-        else:
-            reader = open_reader(plane.address, timeout_s=recipe.schedule.wait_timeout_s)
-        yield plane, reader
-        reader.close()
-    finally:
-        asyncio.run(plane.close())
 
 
 @dataclass(frozen=True)

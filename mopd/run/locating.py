@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from mopd.config.data import DataFileConfig
@@ -174,3 +175,8 @@ def _replaced(recipe: Recipe, model: Callable[[str], str], data: Callable[[str],
     }
     student = dataclasses.replace(recipe.student, model=model(recipe.student.model))
     return dataclasses.replace(recipe, student=student, teachers=teachers, data=files)
+
+
+def needs_ranks(model: Path) -> bool:
+    """Whether ``model`` is a checkpoint, which all trainer ranks read, and no Hugging Face folder."""
+    return not (model / "config.json").is_file()

@@ -111,13 +111,25 @@ def agreed(
     else:
         text = nodes.once_per_node(first, others)
         nodes.meet("one recipe")
-    made = _from_account(json.loads(text))
-    return apply(made, Located(paths=made.located, commits=made.commits))
+    return recipe_of_task({"account": json.loads(text)})
 
 
 def for_ranks(loaded: Loaded) -> str:
     """What ranks of this machine are told by their launcher."""
     return json.dumps(_account(loaded))
+
+
+def task_of(loaded: Loaded, what: str, options: Mapping[str, Any], log: Path | None) -> str:
+    """What rank 0 tells the orchestrator to do, as JSON: the recipe, resolved once, and the task's own options."""
+    return json.dumps(
+        {"account": _account(loaded), "what": what, "options": dict(options), "log": None if log is None else str(log)}
+    )
+
+
+def recipe_of_task(task: Mapping[str, Any]) -> Loaded:
+    """The inverse of ``task_of``, of its recipe."""
+    made = _from_account(task["account"])
+    return apply(made, Located(paths=made.located, commits=made.commits))
 
 
 def shown(value: Any) -> str:

@@ -1,5 +1,5 @@
-"""Those that make samples, built from a recipe: rollout, teachers, rewards, validation. They work in one process: rank
-0's where engines run in it, else one of their own beside it."""
+"""Those that make samples, built from a recipe: rollout, teachers, rewards, validation. They work in the orchestrator's
+process."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from mopd.placement.sharing.turns import GpuTurns
 from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.interface import info_of
 from mopd.replicas.router import Router
+from mopd.replicas.statistics import group_metrics
 from mopd.replicas.transfer import TransferTargets
 from mopd.rewards.domains import DomainRewards, build_rewards
 from mopd.rollout.rewards import RewardWorker
@@ -73,6 +74,13 @@ class Workers:
     def generator(self) -> Generator:
         """Samples with the student's published weights."""
         return self.rollout.generator
+
+    def take_numbers(self) -> dict[str, float]:
+        """Metrics of every group since the last call."""
+        values: dict[str, float] = {}
+        for router in self.routers.values():
+            values |= group_metrics(router.take_numbers())
+        return values if self.turns is None else values | self.turns.take_numbers()
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

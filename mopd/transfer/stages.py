@@ -5,11 +5,12 @@
     senders      0: its share ──go──> 1: its share ──go──> … ──go──> 0 knows that all is sent
     receivers    of group 0           of group 1           …
 
-The tensors stand in the order of the senders, who pass words on through the store of rank 0.
+The tensors stand in the order of the senders. Words pass through the store of whoever orders the update.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
+from mopd.text import first_line
 from mopd.transfer.backends import HOST
 from mopd.transfer.buckets import TensorMeta
 from mopd.transfer.group import CONNECT_S, GroupOrder, GroupStore, TransferFailed
@@ -39,43 +41,57 @@ class Words:
     """Words that the senders of one order leave for one another."""
 
     def __init__(self, order: GroupOrder, store: GroupStore | None = None) -> None:
-        """Open the store; ``store`` is rank 0's. ``TransferFailed`` if it is gone."""
-        try:
+        """``store`` is its holder's. Here and in all methods ``TransferFailed`` if there is none any more."""
+        with _lost_store():
             timeout = timedelta(seconds=CONNECT_S)
             own: Any = TCPStore(HOST, order.port, is_master=False, timeout=timeout) if store is None else store.store
-        except RuntimeError as error:
-            raise TransferFailed(f"the store of rank 0 is gone: {error}") from error
         self._signed = SignedStore(own, order.secret)
         self._store: Any = PrefixStore(f"{order.group_id}.words", self._signed)
 
     def call_off(self) -> None:
-        """Tell all senders that waiting for receivers is of no use any longer."""
-        self._store.set(_OFF, "")
+        """Nobody need wait for receivers any longer."""
+        with _lost_store():
+            self._store.set(_OFF, "")
 
     def is_set(self) -> bool:
-        """Return whether the order was called off."""
-        return self._store.check([_OFF]) and self._read(_OFF) == b""
+        """It was called off."""
+        return self._is_there(_OFF) and self._read(_OFF) == b""
 
     def pass_on(self, update: int, sender: int, *, is_good: bool) -> None:
-        """Tell ``sender`` that it is its turn in this update, or, with ``is_good`` false, that a sender before it has
-        failed."""
-        self._store.set(f"{update}.{sender}", "go" if is_good else "no")
+        """It is this sender's turn in this update; or whoever came before has failed."""
+        with _lost_store():
+            self._store.set(f"{update}.{sender}", "go" if is_good else "no")
 
     def wait(self, update: int, sender: int, timeout_s: float) -> None:
         """Wait for the turn of ``sender``. ``TransferFailed`` if it does not come."""
         word, deadline = f"{update}.{sender}", time.monotonic() + timeout_s
-        while not self._store.check([word]):
+        while not self._is_there(word):
             if time.monotonic() > deadline:
                 raise TransferFailed(f"sender {sender - 1} is not done after {timeout_s:g} s")
             time.sleep(LOOK_EVERY_S)
         if self._read(word) != b"go":
             raise TransferFailed(f"a sender before {sender} has failed")
 
+    def _is_there(self, word: str) -> bool:
+        with _lost_store():
+            return bool(self._store.check([word]))
+
     def _read(self, word: str) -> bytes:
         try:
-            return bytes(self._store.get(word))
+            with _lost_store():
+                return bytes(self._store.get(word))
         except ForgedEntry as error:
             raise TransferFailed(str(error)) from error
+
+
+@contextlib.contextmanager
+def _lost_store() -> Iterator[None]:
+    try:
+        yield
+    except ForgedEntry:
+        raise
+    except RuntimeError as error:  # DistError is one
+        raise TransferFailed(f"the store of the group is gone: {first_line(error):.200}") from error
 
 
 class StagesReceiver(Receiver):

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from mopd.wire.limits import MAX_CHUNK_BYTES, MAX_CHUNK_PIECES, MAX_HEAD_BYTES, MAX_NAME_BYTES
-from mopd.wire.messages import Array, Message, WireError, array_field, encode
+from mopd.wire.messages import Array, Message, WireError, array_field, decode, encode
 
 DTYPES = {
     name: getattr(torch, name)
@@ -237,34 +237,67 @@ class StagedWeights:
         )
 
 
+class WeightPacker:
+    """Cuts one stream of weights into encoded chunks, and counts what it has cut."""
+
+    def __init__(self, *, with_data: bool = False) -> None:
+        """``with_data``: of constants, whose digest is over values too."""
+        self.id = secrets.token_hex(8)
+        """``update_id``, or ``constants_id``."""
+        self._ledger = TensorLedger(with_data=with_data)
+
+    def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[bytes]:
+        """Encoded ``WeightChunk`` messages of at most ``MAX_CHUNK_BYTES``, one at a time. ``ValueError`` for a dtype or
+        name that does not travel."""
+        for index, (pieces, data) in enumerate(cut(weights, self._ledger)):
+            yield encode(WeightChunk(update_id=self.id, index=index, pieces=pieces, data=data))
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors so far."""
+        return self._ledger.num_tensors
+
+    @property
+    def digest(self) -> bytes:
+        """``DIGEST_BYTES`` long, of the tensors so far."""
+        return self._ledger.digest
+
+
 def stage_updates(
     weights: Iterable[tuple[str, Tensor]], weight_version: int, *, constants: StagedConstants | None = None
 ) -> StagedWeights:
-    """Read the stream, which lacks the ``constants``, into host memory. ``ValueError`` for a dtype or name that cannot
-    travel."""
-    update_id, ledger = secrets.token_hex(8), TensorLedger()
+    """Read the stream to its end, into host memory; it lacks the ``constants``. Raises as ``WeightPacker.chunks``."""
+    packer = WeightPacker()
     return StagedWeights(
         weight_version=weight_version,
-        update_id=update_id,
-        bodies=_encoded(weights, update_id, ledger),
-        num_tensors=ledger.num_tensors,
-        digest=ledger.digest,
+        update_id=packer.id,
+        bodies=tuple(packer.chunks(weights)),
+        num_tensors=packer.num_tensors,
+        digest=packer.digest,
         constants=constants,
     )
 
 
 def stage_constants(weights: Iterable[tuple[str, Tensor]]) -> StagedConstants | None:
-    """Read the stream to its end, into host memory; ``None`` if it is empty. Raises as ``stage_updates``."""
-    constants_id, ledger = secrets.token_hex(8), TensorLedger(with_data=True)
-    bodies = _encoded(weights, constants_id, ledger)
-    return StagedConstants(constants_id=constants_id, bodies=bodies, digest=ledger.digest) if bodies else None
+    """Read the stream to its end, into host memory; ``None`` if it is empty. Raises as ``WeightPacker.chunks``."""
+    packer = WeightPacker(with_data=True)
+    bodies = tuple(packer.chunks(weights))
+    return StagedConstants(constants_id=packer.id, bodies=bodies, digest=packer.digest) if bodies else None
 
 
-def _encoded(weights: Iterable[tuple[str, Tensor]], update_id: str, ledger: TensorLedger) -> tuple[bytes, ...]:
-    return tuple(
-        encode(WeightChunk(update_id=update_id, index=index, pieces=pieces, data=data))
-        for index, (pieces, data) in enumerate(cut(weights, ledger))
-    )
+def unpacked_weights(bodies: Iterable[bytes]) -> Iterator[tuple[str, Tensor]]:
+    """The stream that ``WeightPacker.chunks`` has cut, in memory of its own."""
+    tensor, room, filled = torch.empty(0), np.empty(0, dtype=np.uint8), 0
+    for body in bodies:
+        chunk, start = decode(body, WeightChunk), 0
+        for name, dtype, shape, offset, num_bytes in chunk.pieces:
+            if offset == 0:
+                tensor = torch.empty(shape, dtype=DTYPES[dtype])
+                room, filled = tensor.reshape(-1).view(torch.uint8).numpy(), 0
+            room[filled : filled + num_bytes] = chunk.data[start : start + num_bytes]
+            start, filled = start + num_bytes, filled + num_bytes
+            if filled == len(room):
+                yield name, tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

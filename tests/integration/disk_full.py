@@ -22,8 +22,6 @@ import torch.utils.tensorboard  # noqa: F401
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 import yaml
 
-import mopd.preflight.checks
-import mopd.run.training  # noqa: F401
 from mopd.cli import main
 from tests.integration.world import World, read_metrics, read_validation
 

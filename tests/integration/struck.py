@@ -1,4 +1,5 @@
-"""``recorded``, whose rank 0 does harm at a chosen moment of a weight update (``python -m tests.integration.struck``).
+"""``recorded``, whose orchestrator and rank 0 do harm at a chosen moment of a weight update (``python -m
+tests.integration.struck``): the one as it orders the update, the other as it sends.
 
 What it is to do stands in ``fault.json`` in the journal's folder; when it is done, ``done_<id>`` is there. Beside the
 journal it leaves what a third party needs to see which weights drew a sample: ``drawn``, the samples of each step with
@@ -24,15 +25,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mopd.launch.transfer import Transfer
-from mopd.producer.weights import FarTargets
+from mopd.launch import orchestrator
+from mopd.launch.stages import StageSender
+from mopd.orchestrator import process
+from mopd.orchestrator.transfer import Transfer
+from mopd.replicas.transfer import TransferTargets
 from mopd.student.worker import StudentWorker
 from mopd.transfer.group import TransferGroup
 from tests.integration.recorded import JOURNAL, run_recorded
 
 PHASES = ("join", "start", "bucket", "flight", "finish", "after")
 """``bucket``: before a broadcast, all before it having arrived; ``flight``: just after it has begun."""
-FAULT, GO = "fault.json", "go"
+FAULT, HANDED_ON, GO = "fault.json", "handed_on.json", "go"
+MODULE = "tests.integration.struck"
 LONGEST_WAIT_S = 40.0
 
 
@@ -70,10 +75,10 @@ class Fault:
 
 
 class _Striker:
-    """Of this process, rank 0."""
+    """Of this process: the orchestrator, or rank 0, to which faults while tensors travel are handed on."""
 
-    def __init__(self, journal: Path) -> None:
-        self.journal = journal
+    def __init__(self, journal: Path, rank_0: int) -> None:
+        self.journal, self._rank_0 = journal, rank_0
         self._armed: Fault | None = None
         self._broadcasts = 0
         self.kept: Tensor | None = None
@@ -86,11 +91,22 @@ class _Striker:
         except FileNotFoundError:
             return False
         (self.journal / FAULT).unlink()
-        self._armed = Fault(**{**tree, "acts": [Act(**act) for act in tree["acts"]]})
-        return self._armed.phase == "join"
+        fault = Fault(**{**tree, "acts": [Act(**act) for act in tree["acts"]]})
+        if fault.phase in ("bucket", "flight"):
+            (self.journal / "handed_on.new").write_text(json.dumps(tree), encoding="utf-8")
+            (self.journal / "handed_on.new").rename(self.journal / HANDED_ON)
+        else:
+            self._armed = fault
+        return fault.phase == "join"
 
-    def count_from_here(self) -> None:
+    def take_over(self) -> None:
+        """On rank 0, as it begins to send."""
         self._broadcasts = 0
+        path = self.journal / HANDED_ON
+        if path.exists():
+            tree = json.loads(path.read_text(encoding="utf-8"))
+            self._armed = Fault(**{**tree, "acts": [Act(**act) for act in tree["acts"]]})
+            path.unlink()
 
     def reach(self, phase: str) -> Fault | None:
         """The moment is there, of the fault that is given back."""
@@ -118,11 +134,10 @@ class _Striker:
                 while not (self.journal / GO).exists() and time.monotonic() < deadline:
                     time.sleep(0.02)
             elif act.does != "flip":
-                _signal(act)
+                _signal(act, act.pid or self._rank_0)
 
 
-def _signal(act: Act) -> None:
-    pid = act.pid or os.getpid()
+def _signal(act: Act, pid: int) -> None:
     if act.resume_after_s is not None:  # by somebody else: it may be ourselves who stops
         subprocess.Popen(["sh", "-c", f"sleep {act.resume_after_s}; kill -CONT {pid}"])
     os.kill(pid, getattr(signal, f"SIG{act.does}"))
@@ -134,17 +149,44 @@ def strike_and_keep() -> None:
     (journal / f"rank_{rank}.pid").write_text(str(os.getpid()), encoding="utf-8")
     _keep_weights(journal, rank)
     if rank == 0:
+        orchestrator.MODULE = MODULE
         _keep_samples(journal)
-        _strike_updates(_Striker(journal))
+        _strike_sending(_Striker(journal, os.getpid()))
 
 
-def _strike_updates(striker: _Striker) -> None:
-    publish, broadcast, published = Transfer.publish, TransferGroup.broadcast, FarTargets.published
+def _strike_orders(striker: _Striker) -> None:
+    publish, published = Transfer.publish, TransferTargets.published
 
     async def watched_publish(self: Transfer, *args: Any, **options: Any) -> None:
         if striker.arm():
             await self.close()
         await publish(self, *args, **options)
+
+    async def watched_published(self: TransferTargets, weight_version: int | None) -> None:
+        await published(self, weight_version)
+        await asyncio.to_thread(striker.reach, "after")
+
+    def watch(phase: str) -> None:
+        call = getattr(TransferTargets, phase)
+
+        async def watched(self: TransferTargets, *args: Any) -> Any:
+            await asyncio.to_thread(striker.reach, phase)
+            return await call(self, *args)
+
+        setattr(TransferTargets, phase, watched)
+
+    for phase in ("join", "start", "finish"):
+        watch(phase)
+    Transfer.publish = watched_publish  # type: ignore[method-assign]
+    TransferTargets.published = watched_published  # type: ignore[method-assign]
+
+
+def _strike_sending(striker: _Striker) -> None:
+    send, broadcast = StageSender.send, TransferGroup.broadcast
+
+    def watched_send(self: StageSender, *args: Any, **options: Any) -> Any:
+        striker.take_over()
+        return send(self, *args, **options)
 
     def watched_broadcast(self: TransferGroup, buffer: Tensor, **options: Any) -> Any:
         fault = striker.reach("bucket")
@@ -157,26 +199,8 @@ def _strike_updates(striker: _Striker) -> None:
         striker.sent()
         return pending
 
-    async def watched_published(self: FarTargets, weight_version: int | None) -> None:
-        await published(self, weight_version)
-        await asyncio.to_thread(striker.reach, "after")
-
-    def watch(phase: str) -> None:
-        call = getattr(FarTargets, phase)
-
-        async def watched(self: FarTargets, *args: Any) -> Any:
-            if phase == "start":
-                striker.count_from_here()
-            await asyncio.to_thread(striker.reach, phase)
-            return await call(self, *args)
-
-        setattr(FarTargets, phase, watched)
-
-    for phase in ("join", "start", "finish"):
-        watch(phase)
-    Transfer.publish = watched_publish  # type: ignore[method-assign]
+    StageSender.send = watched_send  # type: ignore[method-assign]
     TransferGroup.broadcast = watched_broadcast  # type: ignore[method-assign]
-    FarTargets.published = watched_published  # type: ignore[method-assign]
 
 
 def _keep_weights(journal: Path, rank: int) -> None:
@@ -222,5 +246,13 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     path.with_suffix(".part").rename(path)
 
 
+def be_orchestrator(descriptor: int) -> int:
+    """Be the orchestrator, whose parent is rank 0; the exit code."""
+    _strike_orders(_Striker(Path(os.environ[JOURNAL]), os.getppid()))
+    return process.run(descriptor)
+
+
 if __name__ == "__main__":
-    sys.exit(run_recorded("tests.integration.struck", strike_and_keep))
+    if sys.argv[1].isdigit():
+        sys.exit(be_orchestrator(int(sys.argv[1])))
+    sys.exit(run_recorded(MODULE, strike_and_keep))

@@ -29,14 +29,14 @@ from tests.integration.world import World, read_metrics
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 SHORT_FORM = 1
 IS_LONG = "MOPD_KILLS" in os.environ
-VICTIMS = ("rank 0", "launcher", "producer", "rollout.0", "teachers.left.0")
+VICTIMS = ("rank 0", "launcher", "orchestrator", "rollout.0", "teachers.left.0")
 SERVERS = ("rollout.0", "teachers.left.0")
 STEPS_BETWEEN = 6
 """At most; and what the last start adds."""
 SHARE_AT_START, STARTING_S = 0.3, 5.0
 """Of all deaths: before the first step, or soon after it."""
 SHARE_IN_TRANSFER = 0.4
-"""Of the deaths of ranks, launchers and producers."""
+"""Of the deaths of ranks, launchers and orchestrators."""
 ENDLESS = 100_000
 """Steps, for a run that is to be killed: more go by while a server starts again than before."""
 
@@ -170,11 +170,11 @@ def check_order(run: Run) -> None:
     order: list[str] = []
     while len(order) < len(family):
         dead = [role for role, one in family.items() if role not in order and not is_alive(one.pid)]
-        order += reversed(dead)  # who ended first between two looks nobody knows: rank 0 ends 1 ms after the producer
+        order += reversed(dead)  # who ended first between two looks nobody knows: rank 0 ends 1 ms after that
         time.sleep(0.002)
     assert run.end() == 128 + signal.SIGINT, run.stderr
     assert run.stderr.endswith("mopd: ended by SIGINT; go on with --resume\n") and "Traceback" not in run.stderr
-    assert order[-3:] == ["producer", "rank 0", "launcher"]
+    assert order[-3:] == ["orchestrator", "rank 0", "launcher"]
     assert run.left_behind() == []
 
 

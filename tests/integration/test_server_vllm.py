@@ -28,15 +28,15 @@ from mopd.data.image_processing import read_image_processing
 from mopd.engines.clients.remote import RemoteEngine, push_staged
 from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation, SamplingParams, Scores, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
-from mopd.launch.transfer import Transfer
+from mopd.orchestrator.transfer import Transfer
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.replicas.transfer import TransferTargets
 from mopd.student.vision import constant_names
-from mopd.transfer.buckets import TensorMeta
 from mopd.transfer.group import Pending, TransferGroup
 from mopd.wire.messages import encode
 from mopd.wire.weights import StagedWeights, stage_constants, stage_updates
+from tests.fixtures.linked import Sending
 from tests.fixtures.seen import Transformers, prompts_with_images
 from tests.fixtures.servers import engine_file, random_tokens, serve_process, wait_until
 from tests.fixtures.tiny_models import EOS_ID, make_hf_model
@@ -183,10 +183,11 @@ async def over_a_group(remote: RemoteEngine, source: TorchEngine, version: int) 
     """The workers take part in a broadcast; one whose bits change on their way costs an attempt, and no request is
     answered by it. Then HTTP again."""
     weights = {name: slot.detach().clone() for name, slot in source.weight_slots.items()}
-    metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]
+    sending = Sending(weights)
     router = Router("rollout", [Replica(name="rollout.0", engine=remote)], RoutingConfig(), kind="rollout")
     targets = TransferTargets(router, num_workers=1, on_running="finish", drain_s=30.0)
-    transfer = Transfer(targets, CollectiveConfig(type="collective", timeout_s=20.0), metas, num_workers=1)
+    way = CollectiveConfig(type="collective", timeout_s=20.0)
+    transfer = Transfer(targets, way, sending.ask, num_workers=1, tensors=sending.tensors)
     honest, flips = TransferGroup.broadcast, [100]
 
     def flipping(self: TransferGroup, buffer: Tensor, **options: Any) -> Pending:
@@ -196,13 +197,13 @@ async def over_a_group(remote: RemoteEngine, source: TorchEngine, version: int) 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TransferGroup, "broadcast", flipping)
-        await transfer.publish(version, lambda: iter(weights.items()), asyncio.to_thread)
+        await transfer.publish(version)
     assert not flips and remote.weight_version == version
     await assert_serves(remote, source)
     for parameter in source.model.parameters():
         parameter.mul_(0.9)
     weights |= {name: slot.detach().clone() for name, slot in source.weight_slots.items()}
-    await transfer.publish(version + 1, lambda: iter(weights.items()), asyncio.to_thread)
+    await transfer.publish(version + 1)
     await assert_serves(remote, source)
     await transfer.close()
     await remote.load_weights(source.weight_slots.items(), version + 2)

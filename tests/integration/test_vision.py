@@ -64,7 +64,7 @@ def _row(domain: str, content: str) -> dict[str, Any]:
 
 
 def write_recipe(assets: Path, run_dir: Path, *, parallel: dict[str, int], **student: Any) -> Path:
-    """Beside ``run_dir``. The reader is a server, so images go over the wire; the others stand in the producer."""
+    """Beside ``run_dir``. The reader is a server, so images go over the wire; the others stand in the orchestrator."""
     tree = {
         "run_dir": str(run_dir),
         "seed": 3,

@@ -1,7 +1,7 @@
 """Weight updates by a collective in whole runs, struck in every phase: killed, stopped, late and doubled peers.
 
 Invariant: whatever befalls a replica, the run goes on within its deadlines and the replica gets the weights of the
-moment when it is back; whatever befalls a rank or the producer, the run ends in one line, and goes on with
+moment when it is back; whatever befalls a rank or the orchestrator, the run ends in one line, and goes on with
 ``--resume``. Every trained token's log-prob is that of the weights whose version it names, computed anew by
 transformers; no sample is lost or doubled; no process and no shared memory is left. ``MOPD_WEIGHT_KILLS`` sets how many
 cases are tried (``make kills-weights``: 30; else a few), ``MOPD_WEIGHT_KILLS_SEED`` which. Not exercised: CUDA.

@@ -125,7 +125,7 @@ class Run:
             time.sleep(0.005)
 
     def family(self) -> dict[str, psutil.Process]:
-        """Living processes by role: ``launcher``, ``rank 0``, ``producer``, ``rollout.0``, ``teachers.left.0``, ….
+        """Living processes by role: ``launcher``, ``rank 0``, ``orchestrator``, ``rollout.0``, ``teachers.left.0``, ….
         Whatever else there is, is remembered for ``end``."""
         launcher = psutil.Process(self.process.pid)
         found = {"launcher": launcher}
@@ -187,8 +187,8 @@ def role_of(process: psutil.Process) -> str | None:
         words, is_leader = process.cmdline(), os.getsid(process.pid) == process.pid
         if words and words[0] in ACTORS:
             return ACTORS[words[0]]
-        if "mopd.producer" in words:
-            return "producer"
+        if "mopd.orchestrator" in words or (words[-2:-1] == ["tests.integration.struck"] and words[-1].isdigit()):
+            return "orchestrator"
         if "serve" in words and "-S" not in words:  # a server, not its reaper
             return Path(os.readlink(f"/proc/{process.pid}/fd/1")).stem
         if "train" in words and is_leader and is_of_launcher:

@@ -44,14 +44,15 @@ class Case:
     does: str
     """``kill``, ``stop_short`` and ``stop_long`` a replica (below and above the deadline); ``flip`` a bit; ``come``: a
     replica that died is back in this phase; ``kill_two``, ``kill_and_stop``, ``kill_and_flip``; ``pause_short`` and
-    ``pause_long`` rank 0; ``kill_rank``, ``kill_producer``, ``term``; ``kill_worker`` and ``stop_worker``, of vLLM."""
+    ``pause_long`` rank 0; ``kill_rank``, ``kill_orchestrator``, ``term``; ``kill_worker`` and ``stop_worker``, of
+    vLLM."""
     phase: str
     rank: int = 0
 
     @property
     def outcome(self) -> str:
         """Of the run."""
-        return FATAL if self.does in ("kill_rank", "kill_producer", "term") else HARMLESS
+        return FATAL if self.does in ("kill_rank", "kill_orchestrator", "term") else HARMLESS
 
 
 ALL = [
@@ -67,7 +68,7 @@ ALL = [
     Case(does="pause_long", phase="flight"),
     *(Case(does="kill_rank", phase=phase, rank=0) for phase in ("join", "flight", "finish")),
     *(Case(does="kill_rank", phase=phase, rank=1) for phase in ("start", "bucket")),
-    Case(does="kill_producer", phase="flight"),
+    Case(does="kill_orchestrator", phase="flight"),
     Case(does="term", phase="bucket"),
 ]
 """More than 30: ``draw`` takes some."""
@@ -177,7 +178,7 @@ def strike(run: StruckRun, case: Case, number: int, chance: random.Random) -> di
     replicas = sorted(
         (f"rollout.{i}" for i in range(run.num_replicas)), key=lambda role: (run.deaths.get(role, 0), chance.random())
     )
-    wait_until(lambda: {*replicas, "producer"} <= run.family().keys(), run.deadline_s, "all replicas run", run)
+    wait_until(lambda: {*replicas, "orchestrator"} <= run.family().keys(), run.deadline_s, "all replicas run", run)
     family = run.family()
     run.note_shared()
     acts, dead, pause_s = _acts(case, replicas, {role: process.pid for role, process in family.items()})
@@ -247,8 +248,8 @@ def _acts(case: Case, replicas: list[str], pids: dict[str, int]) -> tuple[list[A
         case "kill_rank":
             role = f"rank {case.rank}"
             return [kill[role if role in kill else "rank 0"]], [], 0.0
-        case "kill_producer":
-            return [kill["producer"]], [], 0.0
+        case "kill_orchestrator":
+            return [kill["orchestrator"]], [], 0.0
         case "term":
             return [Act(does="TERM", role="launcher", pid=pids["launcher"])], [], 0.0
     raise AssertionError(case.does)
@@ -280,8 +281,8 @@ def _ends(run: StruckRun, case: Case) -> str:
     if case.does == "term":
         assert code == STOPPED_CODE, run.stderr
         return run.stderr.splitlines()[-1]
-    victim = "producer" if case.does == "kill_producer" else "rank"
-    assert code == (2 if victim == "producer" else 1), run.stderr
+    victim = "orchestrator" if case.does == "kill_orchestrator" else "rank"
+    assert code == (2 if victim == "orchestrator" else 1), run.stderr
     assert victim in run.error() and signal.SIGKILL.name in run.error(), run.stderr
     return run.error()
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mopd.bench.pipeline.beside import with_process
+from mopd.bench.pipeline.beside import Workers, with_workers
 from mopd.bench.pipeline.plan import (
     PROMPT_LENGTH,
     ROLLOUT_REPLICAS,
@@ -19,8 +19,6 @@ from mopd.bench.pipeline.plan import (
     make_recipe,
 )
 from mopd.bench.pipeline.runs import SleepingStudent, make_stream
-from mopd.producer.channel import Channel
-from mopd.producer.samples import FarWorkers
 from mopd.rollout.worker import derive_seed
 
 ItemT = TypeVar("ItemT")
@@ -71,7 +69,7 @@ class Alone:
 @dataclass(frozen=True, kw_only=True)
 class Nominal:
     """Seconds of a step by arithmetic: the stages' own times and the lengths that are drawn, with all replicas busy all
-    the time. It holds nothing of ours: what routers, workers and channel cost shows beside it, also where
+    the time. It holds nothing of ours: what routers and workers cost shows beside it, also where
     ``measure_alone`` pays for them too."""
 
     rollout_s: float
@@ -116,27 +114,29 @@ def measure_alone(scenario: Scenario, *, steps: int, warm_up: int = 2) -> Alone:
     recipe = make_recipe(scenario, max_staleness=0, steps=1)
     per_step = scenario.num_prompts
 
-    async def work(channel: Channel) -> Alone:
-        far, stream = FarWorkers(channel), make_stream(recipe.seed)
+    async def work(workers: Workers) -> Alone:
+        rollout, teachers, stream = workers.rollout, workers.teachers, make_stream(recipe.seed)
         stream.next(warm_up * per_step)
         by_step: dict[str, list[float]] = {"rollout": [], "teachers": []}
         for _ in range(steps):
             began = time.perf_counter()
-            units = await asyncio.gather(*(far.generate([prompt]) for prompt in stream.next(per_step)))
+            units = await asyncio.gather(*(rollout.generate([prompt]) for prompt in stream.next(per_step)))
             by_step["rollout"].append(time.perf_counter() - began)
             began = time.perf_counter()
-            await asyncio.gather(*(far.score(unit) for unit in units))
+            await asyncio.gather(*(teachers.score(unit) for unit in units))
             by_step["teachers"].append(time.perf_counter() - began)
-            await far.discard([sample.sample_id for unit in units for sample in unit])
+            await workers.plane.discard([sample.sample_id for unit in units for sample in unit])
         prompts = make_stream(recipe.seed).next((warm_up + steps + 2) * per_step)[warm_up * per_step :]
-        rollout_s, units = await _at_capacity(prompts, lambda prompt: far.generate([prompt]), per_step)
-        teachers = await asyncio.gather(
+        rollout_s, units = await _at_capacity(prompts, lambda prompt: rollout.generate([prompt]), per_step)
+        scored = await asyncio.gather(
             *(
-                _at_capacity([unit for unit in units if unit[0].domain == domain], far.score, round(share * per_step))
+                _at_capacity(
+                    [unit for unit in units if unit[0].domain == domain], teachers.score, round(share * per_step)
+                )
                 for domain, share in SHARES.items()
             )
         )
-        student = SleepingStudent(scenario, channel)
+        student = SleepingStudent(scenario, workers)
         began = time.perf_counter()
         await asyncio.sleep(scenario.train_s)
         await student.stage(0)
@@ -144,14 +144,14 @@ def measure_alone(scenario: Scenario, *, steps: int, warm_up: int = 2) -> Alone:
         await student.send()
         return Alone(
             rollout_s=rollout_s,
-            teachers_s=max(seconds for seconds, _ in teachers),
+            teachers_s=max(seconds for seconds, _ in scored),
             rollout_step_s=sum(by_step["rollout"]) / steps,
             teachers_step_s=sum(by_step["teachers"]) / steps,
             trainer_s=staged - began,
             sync_s=time.perf_counter() - staged,
         )
 
-    return with_process(recipe, scenario, work)
+    return with_workers(recipe, scenario, work)
 
 
 async def _at_capacity(

@@ -1,17 +1,12 @@
-"""The process beside the controller's, with a run's own workers, routers, storage and handlers around the stand-ins.
-
-It is forked, so that the two event loops have a processor each, as in a run, and what moves between them goes through
-the socket that a run's goes through.
+"""A run's own workers, routers and storage around the stand-ins, on the event loop of their controller, as in the
+orchestrator of a run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import socket
-import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -26,21 +21,16 @@ from mopd.config.schema import Recipe
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineLimits, SamplingParams
-from mopd.producer.channel import Channel, PeerEnded
-from mopd.producer.samples import SampleAnswers
-from mopd.producer.weights import WeightAnswers
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.rewards.domains import build_rewards
 from mopd.rollout.rewards import RewardWorker
 from mopd.rollout.worker import RolloutWorker
-from mopd.tasks import Tasks
 from mopd.teachers.worker import TeacherGroup, TeacherWorker
 
 T = TypeVar("T")
 
 ROWS_PER_DOMAIN = 64
-END_S = 10.0
 
 
 def make_dataset() -> PromptDataset:
@@ -61,43 +51,39 @@ def make_dataset() -> PromptDataset:
     )
 
 
-def with_process(recipe: Recipe, scenario: Scenario, work: Callable[[Channel], Coroutine[Any, Any, T]]) -> T:
-    """``work`` with the way to a new process, which ends with it."""
-    ours, theirs = socket.socketpair()
-    process = multiprocessing.get_context("spawn").Process(target=_work, args=(recipe, scenario, theirs), daemon=True)
-    process.start()  # before this process has an event loop
-    theirs.close()
-    ours.setblocking(False)
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """What a controller orders."""
 
-    async def with_channel() -> T:
-        channel = Channel("the process beside", {})
-        async with Tasks() as tasks:
-            tasks.start(channel.run(ours))
-            return await tasks.unless_failed(work(channel))
-
-    try:
-        return asyncio.run(with_channel())
-    finally:
-        ours.close()
-        process.join(END_S)
-        process.kill()
-        process.join()
+    rollout: RolloutWorker
+    teachers: TeacherWorker
+    rewards: RewardWorker
+    plane: LocalDataPlane
+    sync: UnpackedWeights
 
 
-def _work(recipe: Recipe, scenario: Scenario, end: socket.socket) -> None:
-    """The whole life of the process."""
-    end.setblocking(False)
+def with_workers(recipe: Recipe, scenario: Scenario, work: Callable[[Workers], Coroutine[Any, Any, T]]) -> T:
+    """``work`` with new workers, on an event loop of its own."""
+
+    async def main() -> T:
+        return await work(await _build(recipe, scenario))
+
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    asyncio.run(_serve(recipe, scenario, end))
+    try:
+        return asyncio.run(main())
+    finally:
+        torch.set_num_threads(threads)
 
 
-async def _serve(recipe: Recipe, scenario: Scenario, end: socket.socket) -> None:
+async def _build(recipe: Recipe, scenario: Scenario) -> Workers:
     plane = LocalDataPlane()
     rollout = _rollout_router(recipe, scenario)
     sync = UnpackedWeights(rollout, on_running=recipe.on_new_weights, slots=make_weights(scenario.weights_mb))
+    await sync.ask_for(0)
     dataset = make_dataset()
-    answers = SampleAnswers(
-        RolloutWorker(
+    return Workers(
+        rollout=RolloutWorker(
             rollout,
             plane,
             dataset,
@@ -105,25 +91,17 @@ async def _serve(recipe: Recipe, scenario: Scenario, end: socket.socket) -> None
             seed=recipe.seed,
             samples_per_prompt=recipe.rollout.samples_per_prompt,
         ),
-        TeacherWorker(
+        teachers=TeacherWorker(
             {domain: _teacher(recipe, scenario, domain) for domain in SHARES},
             recipe.assignment,
             plane,
             top_k=recipe.loss.top_k,
             temperature=recipe.loss.temperature,
         ),
-        RewardWorker(dataset, _tokenizer(), build_rewards(recipe.rewards), plane),
-        plane,
+        rewards=RewardWorker(dataset, _tokenizer(), build_rewards(recipe.rewards), plane),
+        plane=plane,
+        sync=sync,
     )
-
-    async def processor_s() -> float:
-        return time.process_time()
-
-    await sync.publish([], 0)
-    handlers = {**answers.handlers, **WeightAnswers(lambda: sync).handlers, "processor_s": processor_s}
-    channel = Channel("the controller", handlers)
-    with suppress(PeerEnded):
-        await channel.run(end)
 
 
 def _rollout_router(recipe: Recipe, scenario: Scenario) -> Router:

@@ -110,16 +110,13 @@ def show(results: Sequence[Result], traffic: Sequence[Traffic], rate: Rate, core
     console = Terminal()
     console.print(_alone_table(results))
     console.print(_steps_table(results))
-    bytes_table = Table(
-        "top-k", "tokens of a response", "its tensors", f"bytes of a sample (<= {MAX_BYTES:g})", "calls"
-    )
+    bytes_table = Table("top-k", "tokens of a response", "its tensors", f"bytes of a sample (<= {MAX_BYTES:g})")
     for row in traffic:
         bytes_table.add_row(
             str(row.top_k),
             f"{row.response_tokens:,}",
             f"{row.tensor_bytes:,} bytes",
             f"{row.bytes_per_sample:.0f}",
-            f"{row.calls_per_sample:.2f}",
         )
     console.print(bytes_table)
     texts = (
@@ -127,7 +124,7 @@ def show(results: Sequence[Result], traffic: Sequence[Traffic], rate: Rate, core
         "max(rollout, teachers), each for one step by itself, + trainer + sync; x nominal: the same by "
         "arithmetic, all replicas busy all the time (a goal where n is above 0)",
         f"stages that take no time: {rate.prompts_per_s:,.0f} prompts/s at {rate.prompts_per_step:,} a step; "
-        f"{rate.controller_ms:.2f} ms of a processor per sample for the controller, {rate.beside_ms:.2f} ms beside it"
+        f"{rate.controller_ms:.2f} ms of a processor per sample"
         + ("" if cores is None else f"; other processes kept {cores:.1f} cores busy while steps were timed"),
     )
     for text in texts:

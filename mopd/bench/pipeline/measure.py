@@ -82,14 +82,13 @@ def measure_scenario(
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What passes through the controller's process for one sample of a size."""
+    """What trainer ranks are told of one sample of a size."""
 
     top_k: int
     response_tokens: int
     tensor_bytes: int
-    """Of the sample's fields, none of which passes."""
+    """Of the sample's fields, which they read by themselves."""
     bytes_per_sample: float
-    calls_per_sample: float
 
     @property
     def is_met(self) -> bool:
@@ -116,7 +115,6 @@ def measure_traffic(*, top_ks: Sequence[int] = TOP_KS, responses: Sequence[int] 
                     response_tokens=response,
                     tensor_bytes=response * (8 + 1 + 4 + 4 + 8 * top_k + 4),
                     bytes_per_sample=run.bytes_per_sample,
-                    calls_per_sample=run.calls_per_sample,
                 )
             )
     return found
@@ -129,9 +127,8 @@ class Rate:
     prompts_per_step: int
     prompts_per_s: float
     controller_ms: float
-    """Processor milliseconds of a sample in the controller's process."""
-    beside_ms: float
-    """In the process beside it: workers, routers, checks of answers, storage, and the stand-ins themselves."""
+    """Processor milliseconds of a sample: controller, workers, routers, checks of answers, storage, and the stand-ins
+    themselves."""
 
 
 def measure_rate(*, num_prompts: int, steps: int = 4) -> Rate:
@@ -149,5 +146,4 @@ def measure_rate(*, num_prompts: int, steps: int = 4) -> Rate:
         prompts_per_step=num_prompts,
         prompts_per_s=run.prompts_per_s,
         controller_ms=1000 * run.controller_s / run.num_samples,
-        beside_ms=1000 * run.beside_s / run.num_samples,
     )

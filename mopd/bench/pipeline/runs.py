@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mopd.bench.pipeline.beside import make_dataset, with_process
+from mopd.bench.pipeline.beside import Workers, make_dataset, with_workers
 from mopd.bench.pipeline.plan import SHARES, Scenario, make_recipe
 from mopd.bench.pipeline.weights import make_weights
 from mopd.controller import Controller
@@ -18,12 +19,9 @@ from mopd.data.packing import PackingRules
 from mopd.data.stream import PromptStream
 from mopd.ledger import Ledger
 from mopd.metrics import StepMetrics
-from mopd.producer.channel import Channel
-from mopd.producer.samples import FarWorkers
-from mopd.producer.weights import FarWeights
 from mopd.tasks import Stop
 from mopd.types import DomainSums, MicroBatchPlan
-from mopd.wire.weights import StagedWeights
+from mopd.wire.weights import StagedWeights, stage_updates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +45,11 @@ class Run:
     two_versions: float
     """Share of the samples that more than one version of the weights has drawn."""
     bytes_per_sample: float
-    """Through the channel between the two processes, both directions, weights left out."""
+    """Of the plans that trainer ranks are sent."""
     weight_bytes: int
-    """Bytes of real weights that went through it."""
-    calls_per_sample: float
+    """Bytes of real weights that were handed over."""
     controller_s: float
-    beside_s: float
-    """Processor seconds of the two processes, for all of the run."""
+    """Processor seconds of controller and workers, for all of the run."""
     total_s: float
 
     @property
@@ -77,9 +73,9 @@ class SleepingStudent:
     dp_size = 1
     packing = PackingRules(is_packed=True, max_tokens=1 << 20, micro_batch_size=None, square_cost=0.0)
 
-    def __init__(self, scenario: Scenario, channel: Channel) -> None:
-        self._scenario, self._channel = scenario, channel
-        self._way = FarWeights(channel)
+    def __init__(self, scenario: Scenario, workers: Workers) -> None:
+        self._scenario, self._way = scenario, workers.sync
+        self.plan_bytes = 0
         self._weights = make_weights(scenario.weights_mb)
         self._staged: StagedWeights | None = None
         self.weight_bytes = 0
@@ -95,6 +91,7 @@ class SleepingStudent:
     async def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]:
         """See ``Student.forward_backward``."""
         samples = [sample for rank in plan.micro_batches for batch in rank for sample in batch]
+        self.plan_bytes += len(json.dumps(plan.to_json()))
         self.sample_ids += [sample.sample_id for sample in samples]
         of_domains = Counter(sample.domain for sample in samples)
         per_prompt = self._scenario.samples_per_prompt
@@ -114,14 +111,14 @@ class SleepingStudent:
         await asyncio.sleep(self._scenario.stage_s)
         self._version = weight_version
         if self._weights:
-            self._staged = await asyncio.to_thread(self._way.stage, self._weights.items(), weight_version)
+            self._staged = await asyncio.to_thread(stage_updates, self._weights.items(), weight_version)
 
     async def send(self) -> None:
         """See ``Student.send``."""
         version, staged = self._version, self._staged
         await asyncio.sleep(self._scenario.send_s)
         if staged is None:
-            await self._channel.call("ask_for_weights", version)
+            await self._way.ask_for(version)
         else:
             self.weight_bytes += sum(map(len, staged.bodies))
             await self._way.send(staged)
@@ -159,18 +156,17 @@ def run_controller(scenario: Scenario, *, max_staleness: int, steps: int, warm_u
     num_steps = warm_up + steps + (max_staleness + 1 if max_staleness else 0)
     recipe = make_recipe(scenario, max_staleness=max_staleness, steps=num_steps)
 
-    async def work(channel: Channel) -> Run:
-        student, observer, far = SleepingStudent(scenario, channel), _Steps(recipe.schedule.steps), FarWorkers(channel)
-        used_s, beside_s, began = time.process_time(), await channel.call("processor_s"), time.perf_counter()
-        calls, moved = channel.num_calls, channel.bytes_moved
+    async def work(workers: Workers) -> Run:
+        student, observer = SleepingStudent(scenario, workers), _Steps(recipe.schedule.steps)
+        used_s, began = time.process_time(), time.perf_counter()
         await Controller(
             recipe=recipe,
             prompts=make_stream(recipe.seed),
-            rollout=far,
-            teachers=far,
-            rewards=far if recipe.needs_task_advantage else None,
+            rollout=workers.rollout,
+            teachers=workers.teachers,
+            rewards=workers.rewards if recipe.needs_task_advantage else None,
             student=student,
-            plane=far,
+            plane=workers.plane,
             observer=observer,
             ledger=Ledger(
                 prompts_per_step=scenario.num_prompts,
@@ -195,15 +191,13 @@ def run_controller(scenario: Scenario, *, max_staleness: int, steps: int, warm_u
             refused=round(sum(_total(values, "refused_samples/") for values in observer.values)),
             staleness=_staleness(observer.values[warm_up : warm_up + steps], max_staleness),
             two_versions=student.num_of_two_versions / num,
-            bytes_per_sample=(channel.bytes_moved - moved - student.weight_bytes) / num,
+            bytes_per_sample=student.plan_bytes / num,
             weight_bytes=student.weight_bytes,
-            calls_per_sample=(channel.num_calls - calls) / num,
             controller_s=time.process_time() - used_s,
-            beside_s=await channel.call("processor_s") - beside_s,
             total_s=time.perf_counter() - began,
         )
 
-    return with_process(recipe, scenario, work)
+    return with_workers(recipe, scenario, work)
 
 
 def mix_deviation(mixes: Sequence[Mapping[str, int]], num_prompts: int) -> float:

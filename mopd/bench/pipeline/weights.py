@@ -1,4 +1,4 @@
-"""Real weights for a scenario that moves some: copied, sent through the channel, unpacked and checked."""
+"""Real weights for a scenario that moves some: copied, unpacked and checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mopd.engines.interface import OnRunning
 from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.router import Router
 from mopd.wire.messages import decode
-from mopd.wire.weights import StagedWeights, Staging, WeightChunk
+from mopd.wire.weights import StagedWeights, Staging, WeightChunk, stage_updates
 
 TENSOR_MB = 4
 
@@ -33,11 +33,11 @@ class UnpackedWeights(GroupWeightSync):
     async def send(self, staged: StagedWeights) -> None:
         """Returns when the engines draw with them."""
         await asyncio.to_thread(self._unpack, staged)
-        await self.publish([], staged.weight_version)
+        await self.ask_for(staged.weight_version)
 
     async def ask_for(self, weight_version: int) -> None:
         """Have the engines draw as with weights of this version, without any bytes."""
-        await self.publish([], weight_version)
+        await super().send(stage_updates([], weight_version))
 
     def _unpack(self, staged: StagedWeights) -> None:
         staging = Staging(self._slots, staged.begin)

@@ -3,12 +3,12 @@
 ::
 
     bare        a gloo broadcast of as many bytes, bucket by bucket, from and into the same two buckets
-    collective  ``weight_sync: {type: collective}``, or ``ipc``: student ── calls ──> producer ── HTTP ──> servers,
-                and the tensors from the student to the servers
-    http        ``weight_sync: {type: http}``: student ── staged weights ──> producer ── HTTP, in pieces ──> servers
+    collective  ``weight_sync: {type: collective}``, or ``ipc``: this process asks ranks, by HTTP servers, and the
+                tensors go from the ranks to the servers
+    http        ``weight_sync: {type: http}``: ranks ── chunks ──> this process ── HTTP, in pieces ──> servers
 
-Student, producer process and servers are a run's, and the same for both ways; who takes part in the bare broadcast is a
-process of its own. After each update every server must answer as after the other way's.
+This process is a run's orchestrator; ranks and servers are a run's too, and the same for both ways. Who takes part in
+the bare broadcast is a process of its own. After each update every server must answer as after the other way's.
 """
 
 from __future__ import annotations
@@ -18,27 +18,30 @@ import os
 import secrets
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from mopd.bench.clock import Others, family_busy_s
 from mopd.bench.weights.bare import bare_broadcast
-from mopd.bench.weights.beside import ProducerWay, beside
 from mopd.bench.weights.memory import DevicePeaks, HostPeaks
 from mopd.bench.weights.student import TIMEOUT_S, BenchStudent, bench_student, write_config
-from mopd.config.groups import TorchEngineConfig
+from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.config.weights import CollectiveConfig, IpcConfig
+from mopd.data_plane.local import LocalDataPlane
+from mopd.engines.clients.remote import RemoteEngine
+from mopd.engines.interface import SamplingParams
 from mopd.files.temporary import TemporaryFolder
-from mopd.launch.transfer import Transfer
+from mopd.orchestrator.transfer import Transfer
 from mopd.placement.engine_file import EngineFile
 from mopd.placement.process import ServerCommand, ServerProcess
+from mopd.placement.weights import GroupWeightSync
+from mopd.replicas.interface import Replica
+from mopd.replicas.router import Router
+from mopd.replicas.transfer import TransferTargets
 from mopd.types import UserError
 
 MIB = 2**20
@@ -46,6 +49,9 @@ BARE, HTTP = "bare broadcast", "http"
 WAYS: dict[str, type[CollectiveConfig] | type[IpcConfig]] = {"collective": CollectiveConfig, "ipc": IpcConfig}
 """That are measured beside both; one at a time, as an engine is in one group."""
 LOOK_EVERY_S = 0.1
+PROMPT = [3, 4, 5]
+SAMPLING = SamplingParams(max_new_tokens=4)
+CLAIM_EVERY_S = 0.005
 TOKEN = secrets.token_hex(16)
 
 
@@ -63,7 +69,8 @@ class WeightContest:
     phases: dict[str, float]
     """Medians of ``way``'s: see ``Transfer.take_numbers``."""
     extra_bytes: dict[str, dict[str, int]]
-    """By way: the most memory that the ``sender``, the ``producer`` and any ``receiver`` took above what they had."""
+    """By way: the most memory that the ``sender``, the ``orchestrator`` and any ``receiver`` took above what they
+    had."""
     claim_s: list[float]
     """The longest wait for an answer to a claim, while weights travel by HTTP."""
     others_cores: float | None
@@ -95,19 +102,16 @@ async def measure(
     Raises:
         UserError: a server did not start, or answers otherwise after one way than after the other.
     """
-    with TemporaryFolder("mopd-bench-") as name, ExitStack() as stack:
-        folder = Path(name)
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryFolder("mopd-bench-")))
         write_config(folder / "model", num_bytes, num_stages)
-        student = stack.enter_context(bench_student(folder / "model", num_stages))
+        student = await stack.enter_async_context(bench_student(folder / "model", num_stages))
         require_gpus(student.device, num_replicas, way)
-        size = sum(meta.num_bytes for meta in student.metas)
+        size = student.num_bytes
         bare = stack.enter_context(bare_broadcast(size, bucket_mib * MIB, num_replicas, student.device))
-        async with (
-            _replicas(folder, num_replicas, student.device) as servers,
-            beside(list(servers), TOKEN) as producer,
-        ):
+        async with _replicas(folder, num_replicas, student.device) as servers:
             progress(f"weights: {size / 1e9:.2f} GB, {num_replicas} replicas, warming up")
-            rounds = Rounds(student, producer, list(servers.values()), bucket_mib, way)
+            rounds = Rounds(student, servers, bucket_mib, way)
             try:
                 await rounds.begin()
                 await asyncio.to_thread(bare)
@@ -150,31 +154,33 @@ def require_gpus(device: torch.device, num_replicas: int, way: str) -> None:
 class Rounds:
     """Both ways to the same servers."""
 
-    def __init__(
-        self, student: BenchStudent, producer: ProducerWay, servers: Sequence[int], bucket_mib: int, way: str
-    ) -> None:
-        """``servers``: their processes' ids."""
-        self._student, self._producer = student, producer
+    def __init__(self, student: BenchStudent, servers: Mapping[str, int], bucket_mib: int, way: str) -> None:
+        """``servers``: URLs, with their processes' ids."""
+        self._student, self._way = student, way
         is_cuda = student.device.type == "cuda"
         self._peaks = DevicePeaks if is_cuda else HostPeaks
-        holders = range(1 + len(servers)) if is_cuda else (os.getpid(), *servers)
+        holders = range(1 + len(servers)) if is_cuda else (student.pid, *servers.values())
         self._holders = {f"receiver {i}" if i else "sender": holder for i, holder in enumerate(holders)}
         if not is_cuda:
-            self._holders["producer"] = producer.pid
-        cfg = WAYS[way](type=way, bucket_mib=bucket_mib)  # type: ignore[arg-type]
-        self._way = way
-        shares = student.shares if way == "collective" else []
+            self._holders["orchestrator"] = os.getpid()
+        self._engines = [
+            RemoteEngine(url, token=TOKEN, timeout_s=TIMEOUT_S, name=f"rollout.{number}")
+            for number, url in enumerate(servers)
+        ]
+        replicas = [Replica(name=engine.name, engine=engine) for engine in self._engines]
+        self._router = Router("bench", replicas, RoutingConfig(), kind="rollout")
+        targets = TransferTargets(self._router, num_workers=1, on_running="finish", drain_s=TIMEOUT_S)
+        self._sync = GroupWeightSync(self._router)
         self._transfer = Transfer(
-            producer.targets,
-            cfg,
-            student.metas,
+            targets,
+            WAYS[way](type=way, bucket_mib=bucket_mib),  # type: ignore[arg-type]
+            student.ranks.ask,
             num_workers=1,
-            device=student.device,
-            shares=shares,
+            tensors=student.tensors,
+            shares=student.shares if way == "collective" else [],
             checks_values=False,  # as in a run, whose optimizer steps do
         )
-        self._transfer.join_stages = student.join
-        self._thread = ThreadPoolExecutor(1)
+        self._plane = LocalDataPlane()
         self._version = -1
         self.seconds: dict[str, list[float]] = {BARE: [], way: [], HTTP: []}
         self.phases: list[dict[str, float]] = []
@@ -188,7 +194,7 @@ class Rounds:
     async def begin(self) -> None:
         """What updates take in memory. On a CPU the first one says nothing: engines without weights have never touched
         their own; and what is freed after one by HTTP may be taken again unseen."""
-        self._student.change()
+        await self._student.change()
         if self._student.device.type == "cpu":
             await self._publish(self._way)
         for way in self.extra_bytes:
@@ -200,11 +206,13 @@ class Rounds:
 
     async def next(self) -> dict[str, float]:
         """Seconds of new weights by each way."""
-        self._student.change()
+        await self._student.change()
         took, answers = {}, []
         for way in self.extra_bytes:
             took[way] = await self._publish(way)
-            answers += await self._producer.answers()
+            for engine in self._engines:
+                (drawn,) = await engine.generate([PROMPT], SAMPLING, [0])
+                answers.append((drawn.tokens.tolist(), drawn.logprobs.tolist()))
         if any(answer != answers[0] for answer in answers):
             raise UserError("bench weights: engines answer otherwise after one way than after the other")
         return took
@@ -217,31 +225,43 @@ class Rounds:
         self.phases.append(self._transfer.take_numbers())
 
     async def close(self) -> None:
-        """Leave the group."""
+        """Leave the group, and the servers."""
         await self._transfer.close()
-        self._thread.shutdown()
+        await self._router.close()
+        for engine in self._engines:
+            await engine.close()
 
     async def _publish(self, way: str) -> float:
         self._version += 1
         started = time.perf_counter()
         if way == self._way:
-            await self._transfer.publish(self._version, self._stream, self._in_thread)
+            await self._transfer.publish(self._version)
         else:
-            weights = self._producer.weights
-            staged = await self._in_thread(lambda: weights.stage(self._student.read(in_place=False), self._version))
-            async with self._producer.claiming() as claims:
-                await weights.send(staged)
+            async with self._claiming() as claims:
+                await self._sync.send(await self._student.stage(self._version))
             self._longest_claim_s = max(claims)
         return time.perf_counter() - started
 
-    def _stream(self) -> Iterator[tuple[str, Tensor]]:
-        if self._transfer.shares:
-            yield from self._student.share(self._transfer.current)
-        else:
-            yield from self._student.read(in_place=True)
+    @asynccontextmanager
+    async def _claiming(self) -> AsyncIterator[list[float]]:
+        """Claim from the data plane every few milliseconds in the block; how much later than it should each was
+        over."""
+        seconds: list[float] = []
+        is_over = asyncio.Event()
 
-    async def _in_thread(self, work: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        async def claim() -> None:
+            while not is_over.is_set():
+                began = time.perf_counter()
+                await asyncio.sleep(CLAIM_EVERY_S)
+                await self._plane.claim([], [])
+                seconds.append(time.perf_counter() - began - CLAIM_EVERY_S)
+
+        claims = asyncio.ensure_future(claim())
+        try:
+            yield seconds
+        finally:
+            is_over.set()
+            await claims
 
 
 @asynccontextmanager

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import socket
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from math import prod
-from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,19 +24,24 @@ from mopd import cpu_shim
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.reading import read_dims
-from mopd.launch.stages import StageSender
+from mopd.launch.link import Link, LinkEnded
+from mopd.launch.ranks import CommandChannel, follow, obey
+from mopd.orchestrator.ranks import Ranks
 from mopd.student import parallel
 from mopd.student.model.gpt import build_model
 from mopd.student.weights import hf_stages, hf_tensors, iter_hf_weights
 from mopd.student.worker import WeightPart
-from mopd.transfer.buckets import TensorMeta
+from mopd.tasks import Tasks
+from mopd.transfer.buckets import TensorMeta, from_json, to_json
 from mopd.types import UserError
+from mopd.wire.weights import StagedWeights
 
 SMALL_BYTES = 2**27
 """A student below has narrow layers, so that there are several."""
 VOCAB_SIZE = 4096
 STD = 0.02
 TIMEOUT_S = 300.0
+END_S = 20.0
 
 
 def write_config(folder: Path, num_bytes: int, num_stages: int) -> None:
@@ -86,7 +93,11 @@ def forks() -> ForkServerContext:
 
 
 class Stage:
-    """One rank: a pipeline stage of the model."""
+    """One rank: a pipeline stage of the model, with what commands need of a ``StudentWorker``."""
+
+    recipe = SimpleNamespace(schedule=SimpleNamespace(wait_timeout_s=TIMEOUT_S))
+    constants: frozenset[str] = frozenset()
+    weight_version = 0
 
     def __init__(self, folder: Path, rank: int, num_stages: int) -> None:
         torch.set_num_threads(1)  # as beside as many busy engines
@@ -102,101 +113,117 @@ class Stage:
         for parameter in self._model.parameters():
             parameter.normal_(std=STD)
 
-    def change(self) -> None:
+    def optim_step(self) -> dict[str, float]:
         """Other weights, as after a step."""
         if self.layout.is_last_stage:
             self._model.decoder.final_layernorm.weight.mul_(1.5)
+        return {}
 
-    def stages(self) -> list[int]:
-        """See ``hf_stages``."""
-        return list(hf_stages([self._model], self.dims, self.layout))
+    def memory(self) -> dict[str, float]:
+        """See ``StudentWorker.memory``; nobody asks."""
+        return {}
 
-    def help(self, *, in_place: bool) -> None:
-        """Rank 0 gets all weights."""
-        deque(self.weights("all", in_place=in_place, by_stage=False), maxlen=0)
+    def facts(self) -> dict[str, Any]:
+        """Of ``BenchStudent``, as JSON."""
+        metas = [TensorMeta(*tensor) for tensor in hf_tensors(self.dims, torch.float32)]
+        stages = list(hf_stages([self._model], self.dims, self.layout))
+        ordered = [metas[i] for i in sorted(range(len(metas)), key=lambda i: stages[i])]
+        num = self.layout.pp_size
+        return {
+            "device": str(self.layout.device),
+            "tensors": to_json(ordered).decode(),
+            "shares": [stages.count(stage) for stage in range(num)] if num > 1 else [],
+        }
 
-    def weights(self, part: WeightPart, *, in_place: bool, by_stage: bool) -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, part: WeightPart, *, in_place: bool = False, by_stage: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """As ``StudentWorker.weights``; all are trained."""
         return iter_hf_weights([self._model], self.dims, self.layout, in_place=in_place, by_stage=by_stage)
 
 
-class BenchStudent:
-    """Rank 0, and the ranks of the other stages, which do as it does."""
-
-    def __init__(self, folder: Path, num_stages: int) -> None:
-        context = forks()
-        self._others: list[tuple[BaseProcess, Connection]] = []
-        for rank in range(1, num_stages):
-            end, other = context.Pipe()
-            process = context.Process(target=_follow, args=(folder, rank, num_stages, other), daemon=True)
-            process.start()
-            self._others.append((process, end))
-        self._stage = Stage(folder, 0, num_stages)
-        self.device = self._stage.layout.device
-        """A GPU where there is one."""
-        metas = [TensorMeta(*tensor) for tensor in hf_tensors(self._stage.dims, torch.float32)]
-        stages = self._stage.stages()
-        self.metas = [metas[i] for i in sorted(range(len(metas)), key=lambda i: stages[i])]
-        """Of every weight, stage by stage."""
-        self.shares = [stages.count(stage) for stage in range(num_stages)] if num_stages > 1 else []
-        """Of each stage, where there are several."""
-
-    def change(self) -> None:
-        """See ``Stage.change``."""
-        self._tell("change", {})
-        self._stage.change()
-
-    def read(self, *, in_place: bool) -> Iterator[tuple[str, Tensor]]:
-        """All, on rank 0."""
-        self._tell("help", {"in_place": in_place})
-        return self._stage.weights("all", in_place=in_place, by_stage=False)
-
-    def share(self, current: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        """Of rank 0's stage; the others send theirs as in ``current`` (``Transfer.current``)."""
-        self._tell("send", current)
-        return self._stage.weights("all", in_place=True, by_stage=True)
-
-    def join(self, joining: dict[str, Any]) -> None:
-        """See ``Transfer.join_stages``."""
-        self._tell("join", joining)
-
-    def close(self) -> None:
-        """End the other ranks."""
-        for process, _ in self._others:
-            process.terminate()
-            process.join()
-
-    def _tell(self, what: str, options: dict[str, Any]) -> None:
-        for _, end in self._others:
-            end.send((what, options))
-
-
-def _follow(folder: Path, rank: int, num_stages: int, end: Connection) -> None:
-    """Another rank's whole life."""
+def _be_rank(folder: Path, rank: int, num_stages: int, end: socket.socket | None) -> None:
+    """A rank's whole life, as in a run; ``end`` is rank 0's of the link."""
     stage = Stage(folder, rank, num_stages)
-    sender = StageSender(stage)
-    calls: dict[str, Callable[..., None]] = {
-        "change": stage.change,
-        "help": stage.help,
-        "join": sender.join,
-        "send": sender.send,
-    }
-    while True:
-        what, options = end.recv()
-        calls[what](**options)
+    channel = CommandChannel(stage.layout.control_group)
+    worker: Any = stage
+    if end is None:
+        follow(worker, channel)
+    else:
+        link = Link(end, "the benchmark")
+        link.next_command()
+        link.answer(stage.facts())
+        with suppress(LinkEnded):
+            obey(worker, channel, link)
+        channel.send({"call": "stop", "kwargs": {"is_asked": False}})
 
 
-@contextmanager
-def bench_student(folder: Path, num_stages: int) -> Iterator[BenchStudent]:
-    """While this process is its rank 0."""
+@dataclass(frozen=True, kw_only=True)
+class BenchStudent:
+    """The student's ranks, in processes of their own, as this one asks them: it is their orchestrator."""
+
+    ranks: Ranks
+    pid: int
+    """Of rank 0."""
+    device: torch.device
+    """Of rank 0's parameters."""
+    tensors: str
+    """``to_json`` of every weight, stage by stage."""
+    shares: list[int]
+    """Of each stage, where there are several."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all weights."""
+        return sum(meta.num_bytes for meta in from_json(json.loads(self.tensors)))
+
+    async def change(self) -> None:
+        """Other weights, as after a step."""
+        await self.ranks.ask("optim_step")
+
+    async def stage(self, weight_version: int) -> StagedWeights:
+        """All weights in this process, as they came over the link."""
+        told, bodies = await self.ranks.ask_for_frames("weights", part="trained")
+        return StagedWeights(
+            weight_version=weight_version,
+            update_id=told["id"],
+            bodies=tuple(bodies),
+            num_tensors=told["num_tensors"],
+            digest=bytes.fromhex(told["digest"]),
+            constants=None,
+        )
+
+
+@asynccontextmanager
+async def bench_student(folder: Path, num_stages: int) -> AsyncIterator[BenchStudent]:
+    """Start the ranks, until the end of the block."""
     if num_stages > 1 and torch.cuda.is_available():
         raise UserError(f"--stages is {num_stages}: on CUDA the student has one rank here: set 1")
-    threads = torch.get_num_threads()
-    student = BenchStudent(folder, num_stages)
+    ours, theirs = socket.socketpair()
+    context, processes = forks(), list[BaseProcess]()
+    for rank in range(num_stages):
+        end = None if rank else theirs
+        processes.append(context.Process(target=_be_rank, args=(folder, rank, num_stages, end), daemon=True))
+        processes[-1].start()
+    theirs.close()
+    link = Link(ours, "rank 0")
     try:
-        yield student
+        async with Tasks() as tasks:
+            ranks = Ranks(link)
+            tasks.start(ranks.run())
+            facts = await tasks.unless_failed(ranks.ask("join"))
+            pid = processes[0].pid
+            assert pid is not None
+            yield BenchStudent(
+                ranks=ranks,
+                pid=pid,
+                device=torch.device(facts["device"]),
+                tensors=facts["tensors"],
+                shares=facts["shares"],
+            )
     finally:
-        student.close()
-        torch.set_num_threads(threads)
-        parallel.destroy()
-        dist.destroy_process_group()
+        link.close()
+        for process in processes:
+            await asyncio.to_thread(process.join, END_S)
+            process.kill()
+            process.join()

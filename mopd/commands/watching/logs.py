@@ -1,4 +1,4 @@
-"""``mopd logs``: what the ranks, the producer and the servers of a run wrote, on all nodes."""
+"""``mopd logs``: what the ranks, the orchestrator and the servers of a run wrote, on all nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("run", type=Path, metavar="RUN", help="the run's folder")
     add("--follow", action="store_true", help="go on with what is written from now on, until Ctrl-C")
     add("--node", default="*", metavar="N", help="only of this node, or of those that match a pattern")
-    add("--role", default="*", metavar="R", help="only of this role: launcher, rank_3, producer, teachers.math.0, …")
+    add(
+        "--role", default="*", metavar="R", help="only of this role: launcher, rank_3, orchestrator, teachers.math.0, …"
+    )
     add("--lines", type=int, default=20, metavar="L", help="last lines of each log (default: %(default)s)")
 
 

@@ -35,7 +35,7 @@ CALL_TIMEOUT_S = 30.0
 """Of a call to an agent, which never waits for anything."""
 LAST_CALL_TIMEOUT_S = 10.0
 """Deadline of the call that ends a server, and of the last one to an agent: all of them together fit into the time that
-the producer has for its end, whichever nodes are lost."""
+the orchestrator has for its end, whichever nodes are lost."""
 CALLS = 2
 """Calls without an answer after which an agent is lost: one may be late because a training step blocks our own loop."""
 RELEASE_S = 10.0

@@ -170,10 +170,10 @@ def host_bytes(recipe: Recipe, dims: ModelDims, work: Workload) -> dict[str, int
     if recipe.checkpoint.async_save:
         found["copy for a checkpoint, over all nodes"] = checkpoint_bytes(dims, student)
     if isinstance(recipe.rollout.placement, InProcessConfig):
-        return {"weights for the rollout": model, **found}
+        return {"weights for the rollout, as they come and as they are loaded": 2 * model, **found}
     if isinstance(recipe.weight_sync, BucketsConfig):
         whose = "which engines map" if isinstance(recipe.weight_sync, IpcConfig) else "and of each rollout replica"
         return {f"buckets of weights, of rank 0, {whose}": 2 * recipe.weight_sync.bucket_mib * MIB, **found}
-    beside = "weights packed by rank 0", "weights kept by the producer"
+    beside = "weights kept by the orchestrator", "newer ones on their way there"
     own = 2 * model if isinstance(recipe.rollout.engine, VllmEngineConfig) else model
     return {**dict.fromkeys(beside, model), "weights kept aside by each rollout replica": own, **found}

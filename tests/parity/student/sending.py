@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -22,14 +24,18 @@ from mopd.config.weights import BucketsConfig, CollectiveConfig, IpcConfig
 from mopd.data_plane.interface import Storage
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.torch.engine import TorchEngine
-from mopd.launch.ranks import CommandChannel, StudentGroup, serve
-from mopd.launch.transfer import open_transfer
+from mopd.launch.link import Link, error_head
+from mopd.launch.ranks import CommandChannel, facts_of, follow, obey
+from mopd.orchestrator.ranks import Ranks
+from mopd.orchestrator.student import StudentGroup
 from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.replicas.transfer import TransferTargets
 from mopd.student.worker import StudentWorker
+from mopd.tasks import Tasks
 from mopd.types import MicroBatchPlan
+from mopd.wire.weights import unpacked_weights
 from tests.fixtures.servers import RunningServer, running_server
 
 WAYS = (
@@ -50,7 +56,7 @@ def run_sends(
     ``first`` version that they are to get. A student that ``sees`` images is asked nothing, and sends over groups."""
     channel = CommandChannel(worker.layout.control_group)
     if plane is None:
-        serve(worker, channel)
+        follow(worker, channel)
         return {}
     with contextlib.ExitStack() as stack:
         sends = case["sends"]
@@ -64,34 +70,49 @@ def run_sends(
             servers.append(server)
         rollout = dataclasses.replace(recipe.rollout, engine=engine, placement=LocalConfig(type="local"))
         recipe = dataclasses.replace(recipe, rollout=rollout)
-        student = Sender(recipe, worker, channel, plans, plane)
-        found = asyncio.run(student.lead(urls, [server.engine for server in servers], sends))
+        sender = Sender(recipe, worker, plans, plane)
+        ours, theirs = socket.socketpair()
+        link = Link(theirs, "rank 0")
+
+        def drive() -> dict[str, Any]:
+            try:
+                found = asyncio.run(sender.lead(link, urls, [server.engine for server in servers], sends))
+                link.send({"end": None})
+                return found
+            except BaseException as error:
+                link.send(error_head(error))
+                raise
+
+        driving = stack.enter_context(ThreadPoolExecutor(1)).submit(drive)
+        obey(worker, channel, Link(ours, "the orchestrator"))
+        found = driving.result()
         found["num_constants"] = len(worker.constants)
         channel.send({"call": "stop", "kwargs": {"is_asked": False}})
         return found
 
 
 class Sender:
-    """Rank 0."""
+    """The orchestrator, in a thread of rank 0's process."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        worker: StudentWorker,
-        channel: CommandChannel,
-        plans: list[MicroBatchPlan],
-        plane: Storage,
-    ) -> None:
-        self._recipe, self._worker, self._channel, self._plans, self._plane = recipe, worker, channel, plans, plane
+    def __init__(self, recipe: Recipe, worker: StudentWorker, plans: list[MicroBatchPlan], plane: Storage) -> None:
+        self._recipe, self._worker, self._plans, self._plane = recipe, worker, plans, plane
         self._engines: list[RemoteEngine] = []
 
-    async def lead(self, urls: list[str], here: list[TorchEngine], sends: dict[str, Any]) -> dict[str, Any]:
+    async def lead(self, link: Link, urls: list[str], here: list[TorchEngine], sends: dict[str, Any]) -> dict[str, Any]:
         """All versions, each by all ways. ``here``: engines of this process."""
+        async with Tasks() as tasks:
+            ranks = Ranks(link)
+            tasks.start(ranks.run())
+            return await tasks.unless_failed(self._all(ranks, urls, here, sends))
+
+    async def _all(
+        self, ranks: Ranks, urls: list[str], here: list[TorchEngine], sends: dict[str, Any]
+    ) -> dict[str, Any]:
         engines = [RemoteEngine(url, timeout_s=60.0, name=f"r{i}") for i, url in enumerate(urls)]
         self._engines = engines
         router = Router("rollout", [Replica(name=e.name, engine=e) for e in engines], RoutingConfig(), kind="rollout")
-        by_group, by_ipc = (self._group(router, way, sends) for way in WAYS)
-        by_http = StudentGroup(self._worker, self._channel, GroupWeightSync(router))
+        by_group, by_ipc = (self._group(ranks, router, way, sends) for way in WAYS)
+        by_http = StudentGroup(self._recipe, ranks, self._facts(self._recipe), GroupWeightSync(router))
         found: dict[str, Any] = {
             "apart": 0.0,
             "mean_apart": 0.0,
@@ -103,18 +124,22 @@ class Sender:
         ways = (by_group, by_ipc, by_http)
         if sends.get("sees"):  # an engine leaves the group of one way for the next
             ways = (by_group, by_group, by_ipc, by_ipc)
-        version, before = sends.get("first", 0), list[Tensor]()
+        version, before, last = sends.get("first", 0), list[Tensor](), by_http
         for number, plan in enumerate(self._plans):
             if number:
                 await by_group.forward_backward(plan, diagnostics=False)
                 await by_group.optim_step()
             said: list[list[Tensor]] = []
             for student in (*ways[number:], *ways[:number]):
+                if student is not last:  # the ranks are in one group at a time
+                    await last.close()
+                last = student
                 await student.publish(version)
                 assert [engine.weight_version for engine in engines] == [version] * len(engines)
                 version += 1
                 if here:
-                    found["is_student"] &= _hold(list(by_group._read("all")), [one.weight_slots for one in here])
+                    _, bodies = await ranks.ask_for_frames("weights", part="all")
+                    found["is_student"] &= _hold(list(unpacked_weights(bodies)), [one.weight_slots for one in here])
                 if sends.get("sees"):
                     found["num_skipped"].append([one.incoming._receiver.num_skipped for one in here])
                 else:
@@ -130,10 +155,13 @@ class Sender:
             await engine.close()
         return found
 
-    def _group(self, router: Router, way: BucketsConfig, sends: dict[str, Any]) -> StudentGroup:
+    def _group(self, ranks: Ranks, router: Router, way: BucketsConfig, sends: dict[str, Any]) -> StudentGroup:
         targets = TransferTargets(router, num_workers=sends.get("workers", 1), on_running="finish", drain_s=30.0)
-        transfer = open_transfer(dataclasses.replace(self._recipe, weight_sync=way), self._worker, targets)
-        return StudentGroup(self._worker, self._channel, GroupWeightSync(router, targets=targets), transfer)
+        recipe = dataclasses.replace(self._recipe, weight_sync=way)
+        return StudentGroup(recipe, ranks, self._facts(recipe), GroupWeightSync(router, targets=targets))
+
+    def _facts(self, recipe: Recipe) -> dict[str, Any]:
+        return facts_of(recipe, self._worker)
 
     async def _said(self, student: StudentGroup, found: dict[str, Any]) -> list[Tensor]:
         """[R] log-probs of the same responses by each engine; how far they are from what the student says."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
+
+from mopd.launch import heartbeat
 
 SCRIPT = Path(__file__).parent / "heartbeat_script.py"
 DEADLINE_S = 180.0
@@ -47,7 +51,7 @@ def test_rank_0s_waits_may_take_longer_than_one(heard: Start, behaviour: str) ->
     assert heard(behaviour, 6.0) == "one\ntwo\n"
 
 
-@pytest.mark.parametrize("behaviour", ["stopped", "hung loop"])
+@pytest.mark.parametrize("behaviour", ["stopped", "held"])
 def test_rank_0_that_hangs_is_not_waited_for(heard: Start, behaviour: str) -> None:
     one, line = heard(behaviour, 2.0).splitlines()
     assert one == "one" and line.startswith(SILENT.format(2))
@@ -56,3 +60,23 @@ def test_rank_0_that_hangs_is_not_waited_for(heard: Start, behaviour: str) -> No
 def test_rank_0_that_is_killed_is_known_at_once(heard: Start) -> None:
     """By its connection: the deadline is far beyond the test's."""
     assert heard("killed", 1000.0) == "one\nlost\n"
+
+
+def test_an_event_loop_that_does_not_turn_is_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the thread beside it could say."""
+    monkeypatch.setattr(heartbeat, "LOOP_S", 0.3)
+    beats: list[float] = []
+
+    async def work(beating: heartbeat.Heartbeat) -> None:
+        with beating.depending_on(asyncio.get_running_loop()):
+            await asyncio.sleep(0.5)
+            assert len(beats) > 5
+            time.sleep(1.0)
+            num = len(beats)
+            time.sleep(1.0)
+            assert len(beats) == num
+            await asyncio.sleep(0.5)
+            assert len(beats) > num
+
+    with heartbeat.Heartbeat(lambda: beats.append(time.monotonic()), 0.3) as beating:
+        asyncio.run(work(beating))

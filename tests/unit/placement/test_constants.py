@@ -15,18 +15,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
+from mopd.config.load import load_recipe
 from mopd.config.student import Freeze
 from mopd.conversion.models.reading import read_dims
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineRejected, OnRunning
 from mopd.engines.torch.engine import TorchEngine
-from mopd.launch.ranks import CommandChannel, StudentGroup
+from mopd.orchestrator.student import StudentGroup
 from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.student.vision import constant_names
 from mopd.types import UserError
-from mopd.wire.weights import StagedConstants, stage_constants
+from mopd.wire.weights import StagedConstants, stage_constants, stage_updates
+from tests.fixtures.linked import linked_ranks
+from tests.fixtures.recipe import RECIPE
 from tests.fixtures.seen import prompts_with_images
 from tests.fixtures.servers import RunningServer, running_server
 from tests.fixtures.vision import make_vision_model
@@ -78,7 +81,7 @@ class Group:
 
     async def send(self, weights: dict[str, Tensor], version: int, constants: StagedConstants | None) -> list[int]:
         """Bytes that each engine was sent."""
-        return await self.sent(lambda: self.sync.send(self.sync.stage(weights.items(), version, constants)))
+        return await self.sent(lambda: self.sync.send(stage_updates(weights.items(), version, constants=constants)))
 
     async def sent(self, work: Callable[[], Awaitable[Any]]) -> list[int]:
         before = [engine.bytes_sent for engine in self.engines]
@@ -235,15 +238,11 @@ def test_an_engine_of_this_process_keeps_what_it_has(one: Path) -> None:
     async def work() -> None:
         router = Router("rollout", [Replica(name="r0", engine=engine)], RoutingConfig(), kind="rollout")
         sync = GroupWeightSync(router)
-        with pytest.raises(RuntimeError, match="has no weights"):
-            await sync.publish(student.trained.items(), 0, kept=student.names)
-        await sync.publish(iter(student.weights.items()), 1)
+        await sync.send(stage_updates(student.trained.items(), 1, constants=student.constants))
         student.step()
-        await sync.publish(iter(student.trained.items()), 2, kept=student.names)
+        await sync.send(stage_updates(student.trained.items(), 2, constants=student.constants))
         with pytest.raises(ValueError, match="arrives though it is kept"):
-            await sync.publish(iter(student.weights.items()), 3, kept=student.names)
-        with pytest.raises(ValueError, match="cannot be kept: it does not exist"):
-            await sync.publish(iter(student.trained.items()), 3, kept=student.names | {"other"})
+            await sync.send(stage_updates(student.weights.items(), 3, constants=student.constants))
         await router.close()
 
     asyncio.run(work())
@@ -253,18 +252,17 @@ def test_an_engine_of_this_process_keeps_what_it_has(one: Path) -> None:
 
 
 class Worker:
-    """What ``StudentGroup`` asks of the student on this rank."""
+    """What a rank asks of the student."""
 
-    dp_size = 1
-    packing = None
     layout = SimpleNamespace(device=torch.device("cpu"))
+    recipe = SimpleNamespace(schedule=SimpleNamespace(wait_timeout_s=30.0))
+    weight_version = 0
 
     def __init__(self, student: Student) -> None:
         self.student, self.constants = student, student.names
         self.read: list[str] = []
 
-    def weights(self, part: str, *, in_place: bool) -> Iterator[tuple[str, Tensor]]:
-        assert not in_place  # they are kept while the student goes on
+    def weights(self, part: str) -> Iterator[tuple[str, Tensor]]:
         self.read.append(part)
         for name, tensor in self.student.weights.items():
             if part == "all" or (name in self.constants) == (part == "constants"):
@@ -276,56 +274,35 @@ class Worker:
         return {}
 
 
-def test_the_ranks_begin_to_gather_when_somebody_reads(one: Path) -> None:
-    """Before that they would wait in a collective, as the engine waits for what it does."""
-    told: list[str] = []
-
-    class Telling(CommandChannel):
-        def send(self, command: dict[str, Any]) -> None:
-            told.append(command["call"])
-
-    class Waiting(GroupWeightSync):
-        async def publish(self, weights: Any, weight_version: int, *, kept: Any = frozenset()) -> None:
-            assert told == []
-            assert len(list(weights)) > 0
-
-    worker: Any = Worker(Student(one, "tower"))
-    router = Router(
-        "rollout", [Replica(name="r0", engine=TorchEngine.empty(one, CONFIG))], RoutingConfig(), kind="rollout"
-    )
-
-    async def work() -> None:
-        await StudentGroup(worker, Telling(None), Waiting(router)).stage(1)
-
-    asyncio.run(work())
-    assert told == ["weights"]
-
-
 @pytest.mark.parametrize("is_served", [False, True])
 def test_a_student_reads_its_constants_once_and_again_after_a_checkpoint(
     one: Path, is_served: bool, tmp_path: Path
 ) -> None:
-    student, other = Student(one, "tower"), make_vision_model(tmp_path, seed=1)
-    worker: Any = Worker(student)
+    student, other = Student(one, "tower"), make_vision_model(tmp_path / "other", seed=1)
+    worker = Worker(student)
+    recipe_file = tmp_path / "recipe.yaml"
+    recipe_file.write_text(RECIPE)
+    recipe = load_recipe(recipe_file, [f"student.model={one}"]).recipe
+    facts = {"is_on_gpu": False, "has_constants": True, "announced": None}
 
     async def work(stack: ExitStack) -> None:
         engine: Any = TorchEngine.empty(one, CONFIG)
         if is_served:
             engine = RemoteEngine(empty(stack, one).url, timeout_s=30.0, name="r0")
         router = Router("rollout", [Replica(name="r0", engine=engine)], RoutingConfig(), kind="rollout")
-        group = StudentGroup(worker, CommandChannel(None), GroupWeightSync(router))
-        whole = ["constants", "trained"] if is_served else ["all"]
-        for version, expected in enumerate((whole, ["trained"], ["trained"]), 1):
-            await group.publish(version)
-            assert worker.read == expected
+        async with linked_ranks(worker) as ranks:
+            group = StudentGroup(recipe, ranks, facts, GroupWeightSync(router))
+            for version, expected in enumerate((["constants", "trained"], ["trained"], ["trained"]), 1):
+                await group.publish(version)
+                assert worker.read == expected
+                await assert_sees(engine, student)
+                student.step()
+                worker.read.clear()
+            await group.load(other)
+            await group.publish(4)
+            assert worker.read == ["constants", "trained"]
             await assert_sees(engine, student)
-            student.step()
-            worker.read.clear()
-        await group.load(other)
-        await group.publish(4)
-        assert worker.read == whole
-        await assert_sees(engine, student)
-        await group.close()
+            await group.close()
         await router.close()
         if is_served:
             await engine.close()

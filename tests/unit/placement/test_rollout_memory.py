@@ -16,7 +16,7 @@ from mopd.config.weights import IpcConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams
 from mopd.engines.torch.engine import TorchEngine
-from mopd.launch.transfer import Transfer
+from mopd.orchestrator.transfer import Transfer
 from mopd.placement import server_group
 from mopd.placement.groups import plan_groups
 from mopd.placement.process import ServerState
@@ -26,8 +26,8 @@ from mopd.placement.sharing.turns import GpuTurns
 from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.router import Router
 from mopd.replicas.transfer import TransferTargets
-from mopd.transfer.buckets import TensorMeta
 from mopd.types import UserError
+from tests.fixtures.linked import Sending
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.servers import RunningServer, running_server
 from tests.fixtures.tiny_models import make_hf_model
@@ -120,15 +120,14 @@ class Shared:
         """Weights come from the student's own memory; the turns are real, the student lends nothing."""
         self.router = Router("rollout", await self.group.start(), RoutingConfig(), kind="rollout")
         targets = TransferTargets(self.router, num_workers=1, on_running="finish", drain_s=30.0)
-        metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in student.weights.items()]
         cfg = IpcConfig(type="ipc", bucket_mib=1, timeout_s=5.0)
-        self.transfer = Transfer(targets, cfg, metas, num_workers=1)
+        sending = Sending(student.weights)
+        self.transfer = Transfer(targets, cfg, sending.ask, num_workers=1, tensors=sending.tensors)
         self.memory.sync = self.sync = GroupWeightSync(self.router, targets=targets)
 
         async def again() -> None:
-            await self.transfer.publish(
-                student.version, lambda: iter(student.weights.items()), asyncio.to_thread, only_missing=True
-            )
+            sending.own = student.weights
+            await self.transfer.publish(student.version, only_missing=True)
 
         self.sync.send_again_by(again)
         turns = GpuTurns(Lender(), self.memory)

@@ -261,9 +261,8 @@ def test_old_replicas_work_on_while_a_push_runs(
         replicas = [HeldEngine(server.url, timeout_s=30.0, name=f"r{i}") for i, server in enumerate(servers)]
         router = Router("rollout", [Replica(name=r.name, engine=r) for r in replicas], RoutingConfig(), kind="rollout")
         sync = GroupWeightSync(router, on_running=on_running)
-        assert not sync.loads_directly
         await sync.publish(source.model.named_parameters(), 1)
-        sending = asyncio.create_task(sync.send(sync.stage(source.model.named_parameters(), 2)))
+        sending = asyncio.create_task(sync.send(stage_updates(source.model.named_parameters(), 2)))
         await reached.wait()
         assert router.weight_version == 1 and not router.needs_weights
         assert (await router.generate([[5, 6, 7]], SAMPLING, [1]))[0].token_versions.unique().tolist() == [1]

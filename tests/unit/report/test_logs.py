@@ -32,10 +32,10 @@ def test_last_lines_then_what_is_written(tmp_path: Path) -> None:
 
 
 def test_nodes_and_roles_by_pattern(tmp_path: Path) -> None:
-    for name in ("a/rank_0.log", "a/rank_1.log", "b/rank_2.log", "b/producer.log", "b/notes.txt"):
+    for name in ("a/rank_0.log", "a/rank_1.log", "b/rank_2.log", "b/orchestrator.log", "b/notes.txt"):
         write(tmp_path, name, b"here\n")
     assert list(Logs(tmp_path, role="rank_*", node="a").last(5)) == ["a/rank_0: here", "a/rank_1: here"]
-    assert list(Logs(tmp_path, node="b").last(5)) == ["b/producer: here", "b/rank_2: here"]
+    assert list(Logs(tmp_path, node="b").last(5)) == ["b/orchestrator: here", "b/rank_2: here"]
 
 
 def test_a_line_without_end_is_shown_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

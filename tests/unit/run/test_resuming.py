@@ -68,17 +68,20 @@ class Student:
 
     def __init__(self) -> None:
         self.folder: Path | None = None
-        self.is_saving = False
+        self.is_busy = False
+
+    async def is_saving(self) -> bool:
+        return self.is_busy
 
     async def save(self, folder: Path, state: object, *, is_async: bool) -> None:
         assert self.folder is None, "two at a time"
         folder.mkdir(parents=True)
-        self.folder, self.is_saving = folder, is_async
+        self.folder, self.is_busy = folder, is_async
 
     async def finish_save(self) -> None:
         assert self.folder is not None
         (self.folder / "manifest.json").write_text("{}")
-        self.folder, self.is_saving = None, False
+        self.folder, self.is_busy = None, False
 
     async def save_samples(self, folder: Path) -> str:
         folder.mkdir(parents=True)
@@ -97,7 +100,7 @@ def test_an_old_checkpoint_stays_until_the_next_is_whole(tmp_path: Path, loaded:
         await writer.save_if_due(3, {}, best_step=2)
         assert checkpointing.complete_steps(run.checkpoints) == []
         assert "timing/checkpoint_s" not in writer.take_numbers()
-        student.is_saving = False  # the thread is done
+        student.is_busy = False  # the thread is done
         await writer.save_if_due(3, {}, best_step=2)
         assert checkpointing.complete_steps(run.checkpoints) == [2]
         assert writer.take_numbers().keys() == {"timing/checkpoint_s", "timing/checkpoint_wait_s"}
@@ -110,7 +113,7 @@ def test_an_old_checkpoint_stays_until_the_next_is_whole(tmp_path: Path, loaded:
         assert checkpointing.complete_steps(run.checkpoints) == [6]
         await writer.save_if_due(9, {}, best_step=6)  # the last one
         assert checkpointing.complete_steps(run.checkpoints) == [6, 9]
-        assert not student.is_saving
+        assert not student.is_busy
 
     asyncio.run(work())
 

@@ -33,6 +33,7 @@ class Stage:
 
     def __init__(self, number: int, weights: Weights) -> None:
         self.layout: Any = SimpleNamespace(copy=0, tp_rank=0, pp_rank=number, device=torch.device("cpu"))
+        self.constants: frozenset[str] = frozenset()
         self.own = weights
         self.left = 0
 
@@ -72,7 +73,7 @@ class Run:
         joined.result(DEADLINE_S)
         self.receiver: Any = entered.result(DEADLINE_S)
 
-    def update(self, number: int) -> tuple[Future[None], Future[list[tuple[str, Tensor]]]]:
+    def update(self, number: int) -> tuple[Future[Any], Future[list[tuple[str, Tensor]]]]:
         """The stage's and the receiver's part, under way."""
         receiving = self.pool.submit(lambda: list(self.receiver.tensors(verify=True, patience_s=DEADLINE_S)))
         return self.pool.submit(self.sender.send, number, True, False), receiving

@@ -1,25 +1,30 @@
-"""A run on rank 0, once its workers stand: from the checkpoint to the loop, what happens between steps, the export.
+"""A training run, once its workers stand: from the checkpoint to the loop, what happens between steps, the export.
 
 Nothing that happens between steps touches training: metric sinks, validation, checkpoints.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mopd.config.load import Loaded
 from mopd.config.schema import Recipe
-from mopd.controller import Controller, Plane, Rewards, Rollout, Teachers
+from mopd.controller import Controller
 from mopd.conversion.hf.manifest import Manifest
 from mopd.data.stream import PromptStream
+from mopd.data_plane.queue_plane import QueuePlane
 from mopd.files.writing import write_json
-from mopd.launch.ranks import StudentGroup
 from mopd.ledger import Ledger
 from mopd.metrics import StepMetrics, truncate_jsonl
+from mopd.orchestrator.leading import Lead, Led
+from mopd.orchestrator.student import StudentGroup
+from mopd.placement.sharing.rollout import TurnsGenerator
+from mopd.preflight.checks import check_before_training
 from mopd.report.build import build_report, print_summary
 from mopd.report.run_files import Best, best_of, mean
 from mopd.report.sinks import Sinks
@@ -28,81 +33,70 @@ from mopd.run import resuming
 from mopd.run.checkpointing import Checkpointer, complete_steps
 from mopd.run.folder import RunDir
 from mopd.run.machine import describe_machine
-from mopd.run.manifests import read_fingerprints, write_manifests
+from mopd.run.manifests import check_commits, check_unchanged, make_manifests, read_fingerprints, write_manifests
 from mopd.run.validation import append_record, is_due
+from mopd.run.workers import Workers
 from mopd.tasks import Stop, StopAsked
 from mopd.text import json_lines
 from mopd.types import SampleMeta, UserError
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Findings:
-    """What the checks before the first step leave behind, as plain JSON."""
-
-    failure: str | None
-    """The first failed check's detail."""
-    parity: dict[str, Any]
-    """Teacher -> what was measured, of those that could be compared."""
-    fingerprints: dict[str, Any]
-    """``teachers.NAME`` -> fingerprint, of those whose files nobody can hash."""
-    headroom: dict[str, Any] | None
-    """Domain -> its teacher's reward and example answers (the best one's of an ensemble)."""
-    validation: dict[str, Any] | None
-    """The student's validation at step 0, a line of ``validation.jsonl``: a run need not validate twice."""
+logger = logging.getLogger(__name__)
 
 
-class Maker(Protocol):
-    """Those that make samples, wherever they work (``mopd.producer``)."""
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a training run consists of."""
 
-    @property
-    def rollout(self) -> Rollout: ...
-    @property
-    def teachers(self) -> Teachers: ...
-    @property
-    def rewards(self) -> Rewards | None: ...
-    @property
-    def plane(self) -> Plane: ...
-
-    @property
-    def unit(self) -> int:
-        """See ``Controller.unit``."""
-        ...
-
-    async def check(
-        self, manifests: Mapping[str, Manifest], *, is_fresh: bool, fingerprints: Mapping[str, Any]
-    ) -> Findings:
-        """The checks before the first step."""
-        ...
-
-    async def numbers(self) -> dict[str, float]:
-        """Metrics of every group since the last call."""
-        ...
+    recipe: Recipe
+    run: RunDir
+    led: Led
+    prompts: PromptStream
 
     async def save_samples(self, folder: Path) -> str | None:
         """Write what the data plane holds into a folder, and return its hash; ``None`` where it cannot be saved: those
         samples are drawn again."""
-        ...
+        plane = self.led.workers.plane
+        return await plane.save(folder) if isinstance(plane, QueuePlane) else None
 
-    async def load_samples(self, folder: Path, digest: str, fields: Sequence[str]) -> list[SampleMeta]:
-        """Inverse of ``save_samples``: the samples that have all ``fields``. ``UserError`` for changed files."""
-        ...
-
-    async def validate(self, step: int) -> dict[str, Any]:
-        """A line of ``validation.jsonl`` for the weights that were published last."""
-        ...
-
-    async def stop_drawing(self) -> None:
-        """The run ends: no response keeps the student from GPUs that it shares."""
-        ...
+    async def load_samples(self, folder: Path, digest: str) -> list[SampleMeta]:
+        """Inverse of ``save_samples``: the samples that have all fields that the loss needs; none from a plane that
+        saves nothing, as another one wrote the folder. ``UserError`` for changed files."""
+        plane = self.led.workers.plane
+        return await plane.load(folder, digest, self.recipe.loss_fields) if isinstance(plane, QueuePlane) else []
 
 
-@dataclass(frozen=True, kw_only=True)
-class Led:
-    """What a training run on rank 0 consists of."""
+def train_task(lead: Lead, *, resume: bool, from_step: str | None, as_json: bool) -> str | None:
+    """Train in the recipe's run folder, with ``resume`` from the newest checkpoint or the one that ``from_step`` names
+    (``step_100``); the line of a run that was asked to stop.
 
-    student: StudentGroup
-    prompts: PromptStream
-    maker: Maker
+    Raises:
+        UserError: anything the user can cure; nothing is half-written.
+    """
+    loaded = lead.loaded
+    recipe = loaded.recipe
+    with RunDir(recipe.run_dir) as run:
+        resuming.check_layout(run)
+        run.open(loaded, resume=resume)
+        lead.keep_stacks()
+        manifests = make_manifests(recipe)
+        start = resuming.choose(run, recipe, wanted=from_step) if resume else None
+        if start is not None:
+            check_commits(run.manifest, loaded.commits)
+            check_unchanged(run.manifest, manifests)
+        elif resume:
+            logger.warning("%s has no complete checkpoint: the run starts again from step 0", run.checkpoints)
+
+        async def work(led: Led) -> None:
+            prompts = PromptStream(led.workers.dataset.rows_by_domain, recipe.data.domain_weights, recipe.seed)
+            training = Training(recipe=recipe, run=run, led=led, prompts=prompts)
+            is_fresh = start is None
+            ledger = fresh_ledger(recipe) if start is None else await load_checkpoint(training, start)
+            led.stop.check()
+            await led.student.publish(ledger.step)
+            await begin(training, loaded, manifests, is_fresh=is_fresh)
+            await train(training, ledger, is_fresh=is_fresh, as_json=as_json)
+
+        return lead.with_workers(work, run.path)
 
 
 def fresh_ledger(recipe: Recipe, step: int = 0) -> Ledger:
@@ -118,50 +112,57 @@ def fresh_ledger(recipe: Recipe, step: int = 0) -> Ledger:
     )
 
 
-async def load_checkpoint(recipe: Recipe, run: RunDir, led: Led, start: Path) -> Ledger:
+async def load_checkpoint(training: Training, start: Path) -> Ledger:
     """Put student, prompt stream and ledger where they were at ``start``.
 
     Raises:
         UserError: the checkpoint cannot be used; names those before it.
     """
-    state = await led.student.load(start, cure=resuming.older_ones(run, start))
-    progress = resuming.progress_of(start, state, weight_version=led.student.worker.weight_version)
-    led.prompts.load_state_dict(progress.prompts)
-    ledger = fresh_ledger(recipe, progress.step)
+    run, student, prompts = training.run, training.led.student, training.prompts
+    state = await student.load(start, cure=resuming.older_ones(run, start))
+    progress = resuming.progress_of(start, state, weight_version=student.weight_version)
+    prompts.load_state_dict(progress.prompts)
+    ledger = fresh_ledger(training.recipe, progress.step)
     if progress.ledger is not None:
-        ledger.load_state_dict(progress.ledger, led.prompts.prompt)
+        ledger.load_state_dict(progress.ledger, prompts.prompt)
     if progress.samples is not None and run.samples(progress.step).is_dir():
-        await _read_back(recipe, run, led.maker, ledger, progress.samples)
+        await _read_back(training, ledger, progress.samples)
     return ledger
 
 
-async def _read_back(recipe: Recipe, run: RunDir, maker: Maker, ledger: Ledger, digest: str) -> None:
+async def _read_back(training: Training, ledger: Ledger, digest: str) -> None:
     """Finished samples of a checkpoint go into the data plane again, and their prompts need not be drawn anew."""
-    found = await maker.load_samples(run.samples(ledger.step), digest, recipe.loss_fields)
+    per_prompt, plane = training.recipe.rollout.samples_per_prompt, training.led.workers.plane
     by_prompt: dict[int, list[SampleMeta]] = {}
-    for sample in found:
-        by_prompt.setdefault(sample.sample_id // recipe.rollout.samples_per_prompt, []).append(sample)
+    for sample in await training.load_samples(training.run.samples(ledger.step), digest):
+        by_prompt.setdefault(sample.sample_id // per_prompt, []).append(sample)
     for slot in ledger.slots:
         samples = by_prompt.pop(slot.prompt.sample_id, [])
-        if len(samples) == recipe.rollout.samples_per_prompt and not ledger.is_stale(samples):
+        if len(samples) == per_prompt and not ledger.is_stale(samples):
             ledger.complete(slot, sorted(samples, key=lambda sample: sample.sample_id))
         elif samples:
-            await maker.plane.discard([sample.sample_id for sample in samples])
+            await plane.discard([sample.sample_id for sample in samples])
     for samples in by_prompt.values():  # drawn after the checkpoint's account was written
-        await maker.plane.discard([sample.sample_id for sample in samples])
+        await plane.discard([sample.sample_id for sample in samples])
 
 
-async def begin(
-    loaded: Loaded, run: RunDir, maker: Maker, manifests: Mapping[str, Manifest], stop: Stop, *, is_fresh: bool
-) -> None:
+async def begin(training: Training, loaded: Loaded, manifests: Mapping[str, Manifest], *, is_fresh: bool) -> None:
     """The checks before the first step; after the last one a fresh run's first files are written.
 
     Raises:
         UserError: the first check that failed; nothing was written.
         StopAsked: as somebody asked for the end while they went on.
     """
-    stored = {} if is_fresh else read_fingerprints(run.manifest)
-    found = await stop.unless_asked(maker.check(manifests, is_fresh=is_fresh, fingerprints=stored))
+    run = training.run
+    checks = check_before_training(
+        training.recipe,
+        training.led.workers,
+        training.led.student,
+        manifests,
+        is_fresh=is_fresh,
+        fingerprints={} if is_fresh else read_fingerprints(run.manifest),
+    )
+    found = await training.led.stop.unless_asked(checks)
     if found.failure is not None:
         raise UserError(found.failure)
     run.write_recipe(loaded)
@@ -179,43 +180,42 @@ async def begin(
         append_record(run.validation, found.validation)
 
 
-async def train(
-    recipe: Recipe, run: RunDir, led: Led, ledger: Ledger, stop: Stop, *, is_fresh: bool, as_json: bool = False
-) -> None:
+async def train(training: Training, ledger: Ledger, *, is_fresh: bool, as_json: bool = False) -> None:
     """Train from the ledger's step until the last one, then export and report: on standard output, as a table or as
     the JSON of ``report.json``, in which case the progress goes to standard error.
 
     Raises:
         StopAsked: somebody asked for the end; says what is saved.
     """
+    recipe, run, workers = training.recipe, training.run, training.led.workers
     resume_step = None if is_fresh else ledger.step
     if resume_step is not None:
         resuming.set_aside(run, after_step=resume_step)
         truncate_jsonl(run.validation, after_step=resume_step)
     sinks = Sinks(recipe, run.path, resume_step=resume_step, console=Terminal(stderr=as_json))
     try:
-        observer = _observer(recipe, run, led, sinks, stop)
+        observer = _observer(training, sinks)
         try:
             if resume_step is not None:
                 await observer.catch_up(resume_step)
             await Controller(
                 recipe=recipe,
-                prompts=led.prompts,
-                rollout=led.maker.rollout,
-                teachers=led.maker.teachers,
-                rewards=led.maker.rewards,
-                student=led.student,
-                plane=led.maker.plane,
+                prompts=training.prompts,
+                rollout=workers.rollout,
+                teachers=workers.teachers,
+                rewards=workers.rewards,
+                student=training.led.student,
+                plane=workers.plane,
                 observer=observer,
                 ledger=ledger,
-                stop=stop,
-                unit=led.maker.unit,
+                stop=training.led.stop,
+                unit=recipe.prompts_together,
             ).run()
         except StopAsked as asked:
             raise StopAsked(asked.by, _stopped(run, recipe, asked.by)) from asked
     finally:
         sinks.close()
-    await _export(recipe, run, led.student, observer.best)
+    await _export(recipe, run, training.led.student, observer.best)
     report = build_report(run.path)
     if as_json:
         print(json_lines(asdict(report)))
@@ -224,24 +224,25 @@ async def train(
     print(f"report: {run.path / 'report.html'}")
 
 
-def _observer(recipe: Recipe, run: RunDir, led: Led, sinks: Sinks, stop: Stop) -> RunObserver:
+def _observer(training: Training, sinks: Sinks) -> RunObserver:
+    recipe, run = training.recipe, training.run
     # The best step must be one with a checkpoint where that checkpoint is exported.
     kept = complete_steps(run.checkpoints) if recipe.checkpoint.keep_best else None
     return RunObserver(
         recipe=recipe,
         run=run,
-        maker=led.maker,
+        workers=training.led.workers,
         sinks=sinks,
         floors=run.floors(),
         checkpointer=Checkpointer(
             run=run,
             cfg=recipe.checkpoint,
-            student=led.student,
-            samples=led.maker,
+            student=training.led.student,
+            samples=training,
             last_step=recipe.schedule.steps,
         ),
         best=best_of(run.validations(), kept=kept),
-        stop=stop,
+        stop=training.led.stop,
     )
 
 
@@ -264,7 +265,7 @@ class RunObserver:
 
     recipe: Recipe
     run: RunDir
-    maker: Maker
+    workers: Workers
     sinks: Sinks
     floors: Mapping[str, float]
     """By teacher; a domain with a teacher that could not be compared has no floor."""
@@ -278,7 +279,7 @@ class RunObserver:
 
     async def log(self, metrics: StepMetrics) -> None:
         """One step's numbers to every sink."""
-        values = await self.maker.numbers() | self.checkpointer.take_numbers()
+        values = self.workers.take_numbers() | self.checkpointer.take_numbers()
         for domain, kl in metrics.by_domain("kl_k1").items():
             names = self.recipe.assignment.teachers_of(domain)
             if all(name in self.floors for name in names):
@@ -296,7 +297,8 @@ class RunObserver:
 
     async def on_stop(self, step: int, state: Mapping[str, Any]) -> None:
         """Save what is done, unless that has happened, to the end."""
-        await self.maker.stop_drawing()
+        if isinstance(self.workers.generator, TurnsGenerator):  # no response keeps the student from GPUs that it shares
+            self.workers.generator.stop()
         await self.checkpointer.save(step, state, best_step=self._best_step)
         await self.checkpointer.finish()
 
@@ -310,7 +312,9 @@ class RunObserver:
         return self.best.step if self.best else None
 
     async def _validate(self, step: int) -> None:
-        record = await self.stop.unless_asked(self.maker.validate(step))
+        validator = self.workers.validator
+        assert validator is not None, "nothing is due without a validation section"
+        record = await self.stop.unless_asked(validator.record(self.workers.generator, step))
         append_record(self.run.validation, record)
         self.sinks.log_validation(step, record["rewards"])
         reward = mean(record["rewards"])

@@ -18,14 +18,14 @@ from mopd.config.weights import BucketsConfig, CollectiveConfig, IpcConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import SamplingParams, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
-from mopd.launch.transfer import Transfer
+from mopd.orchestrator.transfer import Transfer
 from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.replicas.transfer import TransferTargets
-from mopd.transfer.buckets import TensorMeta
 from mopd.transfer.group import TransferGroup
 from mopd.types import NonFiniteError, UserError
+from tests.fixtures.linked import Sending
 from tests.fixtures.servers import RunningServer, running_server
 from tests.fixtures.tiny_models import make_hf_model
 
@@ -57,29 +57,25 @@ def servers(folder: Path) -> Iterator[list[RunningServer]]:
 
 
 class Sender:
-    """Rank 0 beside the replicas of some servers."""
+    """The orchestrator between a rank with ``weights`` and the replicas of some servers."""
 
-    def __init__(self, servers: list[RunningServer], metas: list[TensorMeta], way: BucketsConfig) -> None:
+    def __init__(self, servers: list[RunningServer], weights: Weights, way: BucketsConfig) -> None:
         self.engines = [RemoteEngine(s.url, timeout_s=30.0, name=f"r{i}") for i, s in enumerate(servers)]
         members = [Replica(name=engine.name, engine=engine) for engine in self.engines]
         self.router = Router("rollout", members, RoutingConfig(), kind="rollout")
         self.targets = TransferTargets(self.router, num_workers=1, on_running="finish", drain_s=30.0)
-        self.transfer = Transfer(self.targets, way, metas, num_workers=1)
+        self.student = Sending(weights)
+        self.transfer = Transfer(self.targets, way, self.student.ask, num_workers=1, tensors=self.student.tensors)
 
     async def publish(self, weights: Weights, version: int, *, only_missing: bool = False) -> None:
-        await self.transfer.publish(
-            version, lambda: iter(weights.items()), asyncio.to_thread, only_missing=only_missing
-        )
+        self.student.own = weights
+        await self.transfer.publish(version, only_missing=only_missing)
 
     async def close(self) -> None:
         await self.transfer.close()
         await self.router.close()
         for engine in self.engines:
             await engine.close()
-
-
-def metas_of(weights: Weights) -> list[TensorMeta]:
-    return [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]
 
 
 def run(
@@ -89,7 +85,7 @@ def run(
     way: BucketsConfig = COLLECTIVE,
 ) -> None:
     async def work() -> None:
-        sender = Sender(servers, metas_of(weights), way)
+        sender = Sender(servers, weights, way)
         try:
             await asyncio.wait_for(action(sender), 500)
         finally:
@@ -161,7 +157,7 @@ def test_a_server_with_another_model_is_one_line(servers: list[RunningServer], w
 
     async def action(sender: Sender) -> None:
         others = {n: tensor for n, tensor in weights.items() if n != name}
-        sender.transfer._metas = metas_of(others)
+        sender.transfer._tensors = Sending(others).tensors
         with pytest.raises(UserError, match=f"refused.*1 weights of .* are not announced.*{name}"):
             await sender.publish(others, 1)
 

@@ -1,0 +1,118 @@
+"""Rank 0's side of the orchestrator process: starts it, is told by it what to do, sees how it ends."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from mopd.data_plane.interface import StorageEnded
+from mopd.launch.link import Link, LinkEnded, error_of
+from mopd.placement.process import how_it_ended
+from mopd.types import CutOffError, UserError
+
+logger = logging.getLogger(__name__)
+
+NAME = "the orchestrator process"
+MODULE = "mopd.orchestrator"
+END_S = 60.0
+"""For the process to end its engine servers in order."""
+DYING_S = 2.0
+"""For its end to be seen once the samples that it held are gone."""
+
+
+class OrchestratorProcess:
+    """The process. A context manager: it ends with the block, in order if it can.
+
+    An error of the block that only follows from the process's own end is raised as that: what it said last, or how it
+    ended.
+    """
+
+    def __init__(self, task: str, *, log: Path | None, timeout_s: float) -> None:
+        """``task``: what it is to do, as JSON; ``log``: where it leaves the stacks of its threads; ``timeout_s``: how
+        long it may give no sign of life."""
+        self._task, self._log, self._timeout_s = task, log, timeout_s
+
+    def __enter__(self) -> OrchestratorProcess:
+        ours, theirs = socket.socketpair()
+        with theirs, tempfile.TemporaryFile("w+") as task:  # which has no name that a kill could leave
+            task.write(self._task)
+            task.seek(0)
+            command = [sys.executable, "-m", MODULE, str(theirs.fileno())]
+            # In this rank's process group: whoever clears up after the rank clears it up too.
+            self.process = subprocess.Popen(command, stdin=task, pass_fds=(theirs.fileno(),))
+        self.link = Link(ours, NAME, silent_s=self._timeout_s)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.link.is_busy = False
+        said = self._last_words() if isinstance(error, (LinkEnded, StorageEnded)) else None
+        is_cause = isinstance(error, LinkEnded) or (isinstance(error, StorageEnded) and self._ends_within(DYING_S))
+        ends_by_itself = self.end()
+        if said is not None:
+            raise said from error
+        if is_cause or (kind is None and ends_by_itself and self.process.returncode):
+            raise CutOffError(self.how_it_ended()) from error
+
+    def end(self) -> bool:
+        """Close the link, which is the process's sign to end, and wait for that; from any thread. Whether it ended by
+        itself."""
+        self.link.close()
+        if self._ends_within(END_S):
+            return True
+        logger.warning("%s did not end within %g s and was killed%s", NAME, END_S, self._where)
+        self.process.kill()
+        self.process.wait()
+        return False
+
+    def how_it_ended(self) -> str:
+        """One line, for when it is gone."""
+        if not self._ends_within(END_S):
+            return f"{NAME} closed its link and still runs{self._where}"
+        code = self.process.returncode
+        return f"{NAME} {how_it_ended(128 - code if code < 0 else code)}{self._where}"
+
+    def watch(self, lost: Callable[[CutOffError], None]) -> None:
+        """Where there are other ranks, call ``lost`` with how the process died while the main thread executes a command
+        with them: they may have lost their samples, and would tell of that. From a thread."""
+
+        def wait() -> None:
+            self.process.wait()
+            time.sleep(DYING_S / 2)  # where the main thread waits for the process, it sees its end by itself
+            if self.process.returncode and self.link.is_busy:
+                lost(CutOffError(self.how_it_ended()))
+
+        threading.Thread(target=wait, name="orchestrator", daemon=True).start()
+
+    @property
+    def _where(self) -> str:
+        return "" if self._log is None else f" (log: {self._log})"
+
+    def _ends_within(self, seconds: float) -> bool:
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _last_words(self) -> Exception | None:
+        """The error that it said before it ended, if it did: whoever has lost it, or its samples, knows less."""
+        deadline = time.monotonic() + DYING_S
+        self.link.set_silence(DYING_S)
+        try:
+            while time.monotonic() < deadline:
+                head, _ = self.link.receive()
+                if "error" in head:
+                    return error_of(head, NAME)
+        except (LinkEnded, UserError):
+            pass
+        return None

@@ -1,0 +1,2 @@
+"""The process that leads: controller, ledger, prompts, rollout, teachers, rewards, checks; the trainer ranks follow
+it."""

@@ -1,0 +1,195 @@
+"""The student on all its ranks, as the controller, the checks and the checkpointer ask it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mopd.config.groups import VllmEngineConfig
+from mopd.config.schema import Recipe
+from mopd.config.weights import BucketsConfig
+from mopd.conversion.models.reading import read_dims
+from mopd.data.packing import packing_rules
+from mopd.orchestrator.ranks import Ranks
+from mopd.orchestrator.transfer import Transfer
+from mopd.placement.sharing.turns import GpuTurns
+from mopd.placement.weights import GroupWeightSync
+from mopd.types import DomainSums, MicroBatchPlan, SampleMeta
+from mopd.wire.weights import StagedConstants, StagedWeights
+
+
+class StudentGroup:
+    """The student behind the link. Its weights go to the rollout by HTTP or into engines of this process, as chunks
+    that come over the link (``stage``) and are kept here (``send``), or straight from the ranks (``Transfer``)."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        ranks: Ranks,
+        facts: Mapping[str, Any],
+        weights: GroupWeightSync,
+        turns: GpuTurns | None = None,
+    ) -> None:
+        """``facts`` is rank 0's answer to ``join``; ``turns``: where the student shares GPUs with the rollout."""
+        dims = read_dims(Path(recipe.student.model))
+        self.vocab_size = dims.vocab_size
+        """Of the model, without padding."""
+        self.dp_size = recipe.student.parallel.data_parallel_size
+        self.packing = packing_rules(recipe.student, dims, on_gpu=facts["is_on_gpu"])
+        self.weight_version = 0
+        """Optimizer steps so far."""
+        self._ranks, self._weights, self._turns = ranks, weights, turns
+        self._transfer = _transfer(recipe, ranks, facts["announced"], weights)
+        if self._transfer is not None:
+            weights.send_again_by(self.send_again)
+        self._staged: StagedWeights | None = None
+        self._waited_for: int | None = None
+        """Version that replicas will be given when they wake."""
+        self._has_constants: bool = facts["has_constants"]
+        self._constants: StagedConstants | None = None
+        """Staged once, part of all that is."""
+
+    async def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]:
+        """Loss and gradients of one step; sums per domain over all ranks. The student's turn on shared GPUs lasts until
+        ``optim_step``."""
+        if self._turns is not None:
+            await self._turns.begin("student")
+        async with self._ranks.turn:
+            sums = await self._ranks.ask("forward_backward", plan=plan.to_json(), diagnostics=diagnostics)
+        return {domain: DomainSums(**one) for domain, one in sums.items()}
+
+    async def optim_step(self) -> dict[str, float]:
+        """Clip, check, step. Returns ``grad_norm``, ``lr``, rank 0's peak memory, and what the last update of the
+        rollout's weights took where they go by a group."""
+        async with self._ranks.turn:
+            answer = await self._ranks.ask("optim_step")
+            self.weight_version = answer["weight_version"]
+        if self._turns is not None:
+            self._turns.end()
+        numbers = {} if self._transfer is None else self._transfer.take_numbers()
+        values: dict[str, float] = answer["values"]
+        return values | numbers
+
+    async def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float) -> list[Tensor]:
+        """[R] fp32 student log-probs of each sample's response tokens."""
+        metas = [asdict(sample) for sample in samples]
+        async with self._own_turn():
+            _, rows = await self._ranks.ask_for_frames("logprobs", samples=metas, temperature=temperature)
+        return [torch.frombuffer(bytearray(row), dtype=torch.float32) if row else torch.empty(0) for row in rows]
+
+    async def expect_step(self) -> None:
+        """All of a step's responses are drawn: its GPUs may come back while they are scored."""
+        if self._turns is not None:
+            self._turns.expect("student")
+
+    async def publish(self, weight_version: int) -> None:
+        """``stage`` and ``send``."""
+        await self.stage(weight_version)
+        await self.send()
+
+    async def stage(self, weight_version: int) -> None:
+        """Take the weights over into this process, or send them all the way by a group; replicas on shared GPUs are
+        given theirs when they wake. The student is free then."""
+        async with self._ranks.turn:
+            if self._transfer is not None and self._turns is not None:
+                self._waited_for = weight_version
+            elif self._transfer is not None:
+                await self._transfer.publish(weight_version)
+            else:
+                self._staged = await self._stage(weight_version)
+
+    async def send(self) -> None:
+        """Returns when every rollout replica that can has the staged weights. The student may work meanwhile."""
+        staged, self._staged = self._staged, None
+        version, self._waited_for = self._waited_for, None
+        if staged is not None:
+            await self._weights.send(staged)
+        if version is not None:
+            await self._weights.ask_for(version)
+
+    async def send_again(self) -> None:
+        """The weights of the moment by the group, to replicas without those that are asked for."""
+        assert self._transfer is not None
+        async with self._ranks.turn:
+            await self._transfer.publish(self.weight_version, only_missing=True)
+
+    async def _stage(self, weight_version: int) -> StagedWeights:
+        if self._constants is None and self._has_constants:
+            told, bodies = await self._ranks.ask_for_frames("weights", part="constants")
+            digest = bytes.fromhex(told["digest"])
+            self._constants = StagedConstants(constants_id=told["id"], bodies=tuple(bodies), digest=digest)
+        told, bodies = await self._ranks.ask_for_frames("weights", part="trained")
+        return StagedWeights(
+            weight_version=weight_version,
+            update_id=told["id"],
+            bodies=tuple(bodies),
+            num_tensors=told["num_tensors"],
+            digest=bytes.fromhex(told["digest"]),
+            constants=self._constants,
+        )
+
+    async def save(self, folder: Path, state: Mapping[str, Any], *, is_async: bool) -> None:
+        """Write model, optimizer, schedule and RNG of all ranks into ``folder``, with the JSON-able ``state``; when
+        ``is_async``, return once all is copied, and write beside what comes next."""
+        async with self._own_turn():
+            await self._ranks.ask("save", folder=str(folder), state=dict(state), is_async=is_async)
+
+    async def is_saving(self) -> bool:
+        """Whether ``finish_save`` would wait."""
+        async with self._ranks.turn:
+            return bool(await self._ranks.ask("is_saving"))
+
+    async def finish_save(self) -> None:
+        """Returns when what an asynchronous ``save`` writes is whole; what went wrong ends the run, on every rank."""
+        async with self._ranks.turn:
+            await self._ranks.ask("finish_save")
+
+    async def load(self, folder: Path, *, cure: str = "") -> dict[str, Any]:
+        """Read what ``save`` wrote, at this run's layout; returns its ``state``. ``cure`` ends the line of an error, on
+        every rank."""
+        async with self._own_turn():
+            answer = await self._ranks.ask("load", folder=str(folder), cure=cure)
+        self.weight_version = answer["weight_version"]
+        self._constants = None
+        if self._transfer is not None:
+            self._transfer.send_constants()
+        state: dict[str, Any] = answer["state"]
+        return state
+
+    async def save_hf(self, folder: Path) -> None:
+        """Write the student as a Hugging Face folder."""
+        async with self._ranks.turn:
+            await self._ranks.ask("save_hf", folder=str(folder))
+
+    async def close(self) -> None:
+        """Returns when the ranks are through with what they were told, and have left the group of the weights."""
+        await self._ranks.settle()
+        if self._transfer is not None:
+            await self._transfer.close()
+
+    @asynccontextmanager
+    async def _own_turn(self) -> AsyncIterator[None]:
+        """The student has its memory, and no other command comes between."""
+        if self._turns is None:
+            async with self._ranks.turn:
+                yield
+            return
+        async with self._turns.held("student"), self._ranks.turn:
+            yield
+
+
+def _transfer(
+    recipe: Recipe, ranks: Ranks, announced: Mapping[str, Any] | None, weights: GroupWeightSync
+) -> Transfer | None:
+    """The way of the weights by a group, of a recipe that asks for it."""
+    cfg, engine = recipe.weight_sync, recipe.rollout.engine
+    if announced is None or weights.targets is None or not isinstance(cfg, BucketsConfig):
+        return None
+    num_workers = engine.tensor_parallel_size if isinstance(engine, VllmEngineConfig) else 1
+    return Transfer(weights.targets, cfg, ranks.ask, num_workers=num_workers, **announced)
