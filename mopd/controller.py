@@ -26,8 +26,9 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from mopd.config.schema import Recipe
@@ -60,7 +61,10 @@ class Prompts(Protocol):
 class Rollout(Protocol):
     """Samples responses and writes the rollout fields; samples come prompt after prompt."""
 
-    async def generate(self, prompts: Sequence[Prompt]) -> list[SampleMeta]: ...
+    async def generate(self, prompts: Sequence[Prompt], *, ended: Callable[[Prompt, int], None]) -> list[SampleMeta]:
+        """Draw all responses; ``ended(prompt, weight_version)`` is called for each as soon as it is complete, with the
+        weights of its newest token."""
+        ...
 
 
 class Teachers(Protocol):
@@ -153,9 +157,10 @@ class Controller:
         again; each that is too old does so by itself (``_redraw``), or it would wait for the slowest of the others."""
         while slots:
             prompts = [slot.prompt for slot in slots]
+            of_prompt = {slot.prompt.sample_id: slot for slot in slots}
             self._num_drawing += 1
             with self.timer("rollout"):
-                samples = await self.rollout.generate(prompts)
+                samples = await self.rollout.generate(prompts, ended=partial(self._ended, of_prompt))
             self._num_drawing -= 1
             for sample in samples:
                 self._lengths["drawn_samples"][sample.domain] += 1
@@ -173,6 +178,9 @@ class Controller:
                 # Between the ledger's look at the age and the slot's being ready no step can end: nothing is awaited.
                 if slot not in slots and not self.ledger.complete(slot, of_slot[slot]):
                     self._tasks.start(self._redraw(slot, of_slot[slot]))
+
+    def _ended(self, of_prompt: Mapping[int, Slot], prompt: Prompt, weight_version: int) -> None:
+        self.ledger.ended(of_prompt[prompt.sample_id], weight_version)
 
     async def _score(self, slots: Sequence[Slot], of_slot: Mapping[Slot, list[SampleMeta]]) -> list[FailedSample]:
         """Teachers and rewards side by side; what a teacher could not score."""

@@ -53,7 +53,7 @@ class Slot:
     ready_at: float = 0.0
     """When it was ready."""
     is_drawn: bool = False
-    """Whether its samples are drawn, which settles ``weight_version``."""
+    """Whether one of its samples is drawn, so that new weights do not make the slot younger any more."""
     samples: tuple[SampleMeta, ...] = ()
     """Finished samples, once it is ready."""
 
@@ -153,16 +153,24 @@ class Ledger:
     def version_of(self, samples: Sequence[SampleMeta]) -> int:
         """Return the weights that the age of one prompt's samples counts from.
 
-        These are the oldest of any token; with ``on_new_weights: continue`` the newest. New weights do not age a
-        response that they overtake: what its tokens are off-policy is corrected token by token (``loss.correction``).
+        These are the oldest of any token; with ``on_new_weights: continue`` those of the newest token of the response
+        that was complete first. New weights do not age a response that they overtake: what its tokens are off-policy
+        is corrected token by token (``loss.correction``).
         """
         if self._continues:
-            return max(sample.newest_version for sample in samples)
+            return min(sample.newest_version for sample in samples)
         return min(sample.weight_version for sample in samples)
 
     def is_stale(self, samples: Sequence[SampleMeta]) -> bool:
         """Return whether the next step can no longer train on one prompt's samples."""
         return self._next_step - self.version_of(samples) > self.max_staleness
+
+    def ended(self, slot: Slot, weight_version: int) -> None:
+        """Record that one of the slot's responses is complete, and the weights of its newest token: while it waits for
+        the prompt's others it ages, and new weights do not make the slot younger any more."""
+        if self._continues:
+            self._set_version(slot, min(slot.weight_version, weight_version) if slot.is_drawn else weight_version)
+            slot.is_drawn = True
 
     def drawn(self, slot: Slot, samples: Sequence[SampleMeta]) -> bool:
         """Record the weights that drew the slot's samples. ``False``: they are too old already for the next step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
@@ -33,18 +33,22 @@ class RolloutWorker:
     seed: int
     samples_per_prompt: int = 1
 
-    async def generate(self, prompts: Sequence[Prompt]) -> list[SampleMeta]:
+    async def generate(
+        self, prompts: Sequence[Prompt], *, ended: Callable[[Prompt, int], None] | None = None
+    ) -> list[SampleMeta]:
         """Draw responses, put ``ROLLOUT_FIELDS`` and ``token_versions`` [R] int32, and return the samples, prompt after
         prompt. For a student that sees images also put ``images`` (``refs_to_tensor``).
 
         Response j of a prompt has sample id ``prompt.sample_id * samples_per_prompt + j`` and a seed derived from it.
+        ``ended(prompt, weight_version)`` is called once for each response, with the weights of its newest token: as
+        soon as it is complete if the engine tells that, else with the others.
         ``UserError`` with samples, domains and the last error if no replica gives a response.
         """
         num = self.samples_per_prompt
         repeated = [prompt for prompt in prompts for _ in range(num)]
         sample_ids = [prompt.sample_id * num + j for prompt in prompts for j in range(num)]
         try:
-            responses = await self._responses(repeated, sample_ids)
+            responses = await self._responses(repeated, sample_ids, ended)
         except SampleFailed as error:
             raise UserError(_describe(error, sample_ids, repeated)) from error
         metas = [
@@ -65,16 +69,27 @@ class RolloutWorker:
         await self.plane.put(metas, fields)
         return metas
 
-    async def _responses(self, prompts: Sequence[Prompt], sample_ids: Sequence[int]) -> list[Generation]:
+    async def _responses(
+        self, prompts: Sequence[Prompt], sample_ids: Sequence[int], ended: Callable[[Prompt, int], None] | None
+    ) -> list[Generation]:
         """Return one complete response per sample."""
+        waiting = set(range(len(prompts)))
+
+        def told(index: int, part: Generation) -> None:
+            if ended is not None and index in waiting and part.finish_reason != "handed_back":
+                waiting.remove(index)
+                ended(prompts[index], int(part.token_versions.max()))
+
+        async def whole(index: int, part: Generation) -> Generation:
+            response = await self._finished(prompts[index], sample_ids[index], part)
+            told(index, response)
+            return response
+
         seeds = [self._seed(prompt, sample_id, 0) for prompt, sample_id in zip(prompts, sample_ids, strict=True)]
         images = self.dataset.images_of([prompt.row for prompt in prompts])
         tokens = [self._tokens(prompt) for prompt in prompts]
-        drawn = await self.generator.generate(tokens, self.sampling, seeds, images=images)
-        return await all_or_none(
-            self._finished(prompt, sample_id, part)
-            for prompt, sample_id, part in zip(prompts, sample_ids, drawn, strict=True)
-        )
+        drawn = await self.generator.generate(tokens, self.sampling, seeds, told=told, images=images)
+        return await all_or_none(whole(index, part) for index, part in enumerate(drawn))
 
     async def _finished(self, prompt: Prompt, sample_id: int, part: Generation) -> Generation:
         """Return the whole response that begins with ``part``. A response handed back because new weights arrived

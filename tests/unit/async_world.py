@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ class World:
     on_expiry: Literal["hold", "redraw"] = "hold"
     steps: int = 60
     prompts_per_step: int = 64
+    samples_per_prompt: int = 1
     num_places: int = 64
     """Responses that are drawn at a time."""
     mean_s: float = 1.0
@@ -51,9 +52,9 @@ class World:
     discard_s: float = 0.0
     seed: int = 0
 
-    def response_s(self, prompt: Prompt) -> float:
-        """Time of one draw of a prompt; every draw has its own."""
-        generator = np.random.default_rng(derive_seed(self.seed, prompt.sample_id, f"{prompt.attempt}"))
+    def response_s(self, sample_id: int, attempt: int) -> float:
+        """Time of one draw of a sample; every draw has its own."""
+        generator = np.random.default_rng(derive_seed(self.seed, sample_id, f"{attempt}"))
         drawn = self.mean_s * np.exp(self.sigma * generator.standard_normal() - self.sigma**2 / 2)
         return float(min(drawn, self.longest_s))
 
@@ -94,20 +95,26 @@ class _Sampler:
     ended: dict[int, float] = field(default_factory=dict)
     """Sample id -> when its last draw ended."""
 
-    async def generate(self, prompts: Sequence[Prompt]) -> list[SampleMeta]:
-        return list(await asyncio.gather(*map(self._draw, prompts)))
+    async def generate(self, prompts: Sequence[Prompt], *, ended: Callable[[Prompt, int], None]) -> list[SampleMeta]:
+        num = self.world.samples_per_prompt
+        return list(
+            await asyncio.gather(
+                *(self._draw(prompt, prompt.sample_id * num + j, ended) for prompt in prompts for j in range(num))
+            )
+        )
 
-    async def _draw(self, prompt: Prompt) -> SampleMeta:
-        seconds = self.world.response_s(prompt)
+    async def _draw(self, prompt: Prompt, sample_id: int, ended: Callable[[Prompt, int], None]) -> SampleMeta:
+        seconds = self.world.response_s(sample_id, prompt.attempt)
         async with self.turns:
             began_with = self.version
             await asyncio.sleep(seconds)
             ended_with = self.version if self.world.on_new_weights == "continue" else began_with
-        self.drawn[prompt.sample_id, prompt.attempt] = seconds
-        self.ended[prompt.sample_id] = asyncio.get_running_loop().time()
+        ended(prompt, ended_with)
+        self.drawn[sample_id, prompt.attempt] = seconds
+        self.ended[sample_id] = asyncio.get_running_loop().time()
         num_tokens = max(1, round(seconds * TOKENS_PER_S))
         return SampleMeta(
-            sample_id=prompt.sample_id,
+            sample_id=sample_id,
             domain=prompt.domain,
             weight_version=began_with,
             prompt_length=1,
@@ -191,7 +198,7 @@ class _TimedLedger(Ledger):
     def complete(self, slot: Slot, samples: Sequence[SampleMeta]) -> bool:
         is_ready = super().complete(slot, samples)
         if is_ready:
-            self.ready_at[slot.prompt.sample_id] = asyncio.get_running_loop().time()
+            self.ready_at |= {sample.sample_id: asyncio.get_running_loop().time() for sample in samples}
         return is_ready
 
 
@@ -223,7 +230,7 @@ def run(world: World) -> Outcome:
         lengths=Lengths(mean=10),
         max_response_length=100,
         num_prompts=world.prompts_per_step,
-        samples_per_prompt=1,
+        samples_per_prompt=world.samples_per_prompt,
     )
     recipe = make_recipe(scenario, max_staleness=world.max_staleness, steps=world.steps)
     recipe = dataclasses.replace(

@@ -31,6 +31,18 @@ def test_a_response_is_trained_on_however_long_it_is(
     assert ks_distance(between, found.drawn) < ks_noise(len(between), len(found.drawn))
 
 
+@pytest.mark.parametrize("max_staleness", [1, 2, 4])
+def test_no_sample_of_a_prompt_becomes_too_old_while_it_waits_for_the_others(max_staleness: int) -> None:
+    found = run(
+        World(
+            max_staleness=max_staleness, on_new_weights="continue", prompts_per_step=16, samples_per_prompt=4, steps=40
+        )
+    )
+    assert found.num_refused == 0
+    assert max(ages.max() for ages in found.ages) <= max_staleness
+    assert np.array_equal(np.sort(np.concatenate(found.trained)), np.sort(np.round(found.drawn, 3)))
+
+
 def test_redrawing_trains_on_long_responses_less_often() -> None:
     """What ``on_expiry: redraw`` costs; the distance above can tell it."""
     found = run(World(max_staleness=1, on_expiry="redraw"))

@@ -193,12 +193,30 @@ def test_responses_that_go_on_under_new_weights_hold_up_nobody() -> None:
         ledger.trained(take(ledger))
         ledger.publish(step)
     over_five = dataclasses.replace(sample(long, 0), num_versions=6, version_span=5)
-    assert ledger.version_of([over_five, sample(long, 2)]) == 5  # the prompt's newest token
+    assert ledger.version_of([over_five]) == 5  # its newest token
     assert ledger.drawn(long, [over_five]) and long.weight_version == 5
     ledger.publish(6)
     assert long.weight_version == 5  # scoring it takes time, in which it ages
     assert ledger.complete(long, [over_five])
     assert take(ledger) == [long]
+
+
+def test_a_response_that_waits_for_the_others_of_its_prompt_ages() -> None:
+    ledger = Ledger(prompts_per_step=1, max_staleness=1, step=0, on_new_weights="continue")
+    group, other = ledger.admit([prompt(0), prompt(5)])
+    ledger.ended(group, 0)  # the first of two
+    complete(ledger, [other], 0)
+    ledger.trained(take(ledger))
+    ledger.publish(1)
+    assert group.weight_version == 0
+    complete(ledger, ledger.admit([prompt(10)]), 1)
+    with pytest.raises(UserError, match="would become too old first"):
+        take(ledger)
+    long = dataclasses.replace(sample(group, 0), num_versions=2, version_span=1)
+    ledger.ended(group, 1)
+    assert group.weight_version == ledger.version_of([long, sample(group, 0)]) == 0
+    assert ledger.complete(group, [long, sample(group, 0)])
+    assert take(ledger) == [group]
 
 
 def test_no_prompt_is_admitted_for_a_step_after_the_last() -> None:

@@ -18,7 +18,7 @@ from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.config.rewards import CustomRewardConfig, ExactMatchConfig
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import Generation, Generator, Images, SamplingParams
+from mopd.engines.interface import Generation, Generator, Images, SamplingParams, Told
 from mopd.engines.torch.engine import TorchEngine
 from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
@@ -112,6 +112,18 @@ def test_a_sample_depends_on_its_id_not_on_its_batch(engine: TorchEngine, datase
     assert [t.tolist() for t in other_seed["tokens"]] != [t.tolist() for t in alone["tokens"]]
 
 
+def test_every_complete_response_is_told_once_with_its_newest_weights(
+    engine: TorchEngine, dataset: PromptDataset
+) -> None:
+    async def run() -> list[tuple[int, int]]:
+        heard: list[tuple[int, int]] = []
+        worker = RolloutWorker(engine, LocalDataPlane(), dataset, sampling=SAMPLING, seed=1, samples_per_prompt=2)
+        await worker.generate(prompts(dataset), ended=lambda prompt, version: heard.append((prompt.sample_id, version)))
+        return heard
+
+    assert sorted(asyncio.run(run())) == [(40 + i, 3) for i in range(5) for _ in range(2)]
+
+
 def test_a_rollout_without_replicas_names_samples_and_reason(engine: TorchEngine, dataset: PromptDataset) -> None:
     router = Router("rollout", [Replica(name="rollout.0", engine=engine)], RoutingConfig(), kind="rollout")
     router.set_weight_version(3)
@@ -135,6 +147,7 @@ class HandsBack:
         sampling: SamplingParams,
         seeds: Sequence[int],
         *,
+        told: Told | None = None,
         images: Images = None,
     ) -> list[Generation]:
         self.asked += map(tuple, prompts)
