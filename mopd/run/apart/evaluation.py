@@ -14,13 +14,14 @@ from torch import Tensor
 from mopd.config.data import LocalPlaneConfig
 from mopd.config.groups import TorchEngineConfig
 from mopd.config.load import Loaded
-from mopd.config.placements import InProcessConfig, LocalConfig
+from mopd.config.placements import InProcessConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.reader import HfReader
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.torch.loading import read_config
 from mopd.launch.failure import rank_and_world_size
 from mopd.launch.ranks import StudentGroup, serve
+from mopd.placement.gpus import without_sharing
 from mopd.placement.groups import Groups
 from mopd.placement.interface import ROLLOUT
 from mopd.placement.weights import GroupWeightSync
@@ -99,10 +100,7 @@ async def _with_rollout(
 ) -> ValidationResult:
     """``work`` with the recipe's rollout group, which has no weights yet. Nothing trains beside it, so that it shares
     no GPU."""
-    if isinstance(recipe.rollout.placement, LocalConfig):
-        alone = dataclasses.replace(recipe.rollout.placement, share_gpus_with=None)
-        recipe = dataclasses.replace(recipe, rollout=dataclasses.replace(recipe.rollout, placement=alone))
-    async with Groups(recipe, log_dir=None, device=device, only=(ROLLOUT,)) as groups:
+    async with Groups(without_sharing(recipe), log_dir=None, device=device, only=(ROLLOUT,)) as groups:
         try:
             return await work(build_routers(groups)[ROLLOUT])
         except SampleFailed as error:

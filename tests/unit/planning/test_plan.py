@@ -42,7 +42,7 @@ def as_json(capsys: pytest.CaptureFixture[str], recipe: str, *arguments: str) ->
         (
             ONE_NODE,
             ["student.parallel.data_parallel_size=4"],
-            "rollout.placement: local: 1 replicas of 2 GPUs, and 0 of",
+            "rollout.placement: 1 replicas of 2 GPUs need 2 and 0 are free",
         ),
         (ONE_NODE, ["student.recompute=none", "student.max_tokens_per_micro_batch=65536"], "every rank needs"),
         (
@@ -63,7 +63,7 @@ def as_json(capsys: pytest.CaptureFixture[str], recipe: str, *arguments: str) ->
         (
             SIXTEEN_NODES,
             ["--nodes", "16", "teachers.large.engine.tensor_parallel_size=16"],
-            "teachers.large.engine.tensor_parallel_size: 16: a replica does not straddle nodes of 8 GPUs",
+            "teachers.large.engine.tensor_parallel_size: 16 GPUs, and a node has 8: a replica does not straddle nodes",
         ),
         (
             SIXTEEN_NODES,
