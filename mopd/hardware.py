@@ -1,4 +1,4 @@
-"""What this machine has, told without torch: a recipe's ``auto`` values follow from it (``config/auto.py``)."""
+"""What this machine has, told without torch: a recipe's ``auto`` values follow from it (``config/machine/auto.py``)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mopd.commands.ranks import add_recipe
 from mopd.config.load import Loaded, load_recipe
-from mopd.config.places import NodePool, place_recipe
+from mopd.config.machine.places import NodePool, place_recipe
 from mopd.files.yaml_text import dump_inline
 from mopd.hardware import Hardware, this_hardware
 from mopd.planning.devices import GPUS, GPUS_PER_NODE, Cluster, Rates, rates_of

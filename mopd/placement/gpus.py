@@ -1,4 +1,4 @@
-"""The GPUs of this process, and ``config/places.py`` for the machine that it runs on."""
+"""The GPUs of this process, and ``config/machine/places.py`` for the machine that it runs on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from mopd.config.groups import EngineGroupConfig
 from mopd.config.load import Loaded
+from mopd.config.machine.places import Places, engine_groups, place_on_machine
 from mopd.config.placements import LocalConfig
-from mopd.config.places import Places, engine_groups, place_on_machine
 from mopd.config.schema import Recipe
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mopd.config.groups import VllmEngineConfig
+from mopd.config.machine.places import engine_groups
 from mopd.config.placements import ExternalConfig, InProcessConfig, LocalConfig, RayConfig, RegisteredConfig
-from mopd.config.places import engine_groups
 from mopd.config.schema import Recipe
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.concurrency import all_or_none

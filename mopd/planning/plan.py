@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mopd.config.auto import settle
 from mopd.config.groups import EngineGroupConfig
 from mopd.config.load import Loaded
+from mopd.config.machine.auto import settle
+from mopd.config.machine.places import NodePool, Places, engine_groups, path_of, place_recipe
 from mopd.config.placements import ExternalConfig, InProcessConfig
-from mopd.config.places import NodePool, Places, engine_groups, path_of, place_recipe
 from mopd.config.schema import Recipe
 from mopd.conversion.models.dims import ModelDims, layout_problem
 from mopd.conversion.models.stages import stages_of

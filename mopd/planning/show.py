@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mopd.config.places import STUDENT, Places, Tenant
+from mopd.config.machine.places import STUDENT, Places, Tenant
 from mopd.config.reading.tree import dotted
 from mopd.planning.devices import GIB, SHARES, Rates
 from mopd.planning.measured import Beside

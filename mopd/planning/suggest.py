@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
+from mopd.config.machine.places import NodePool, engine_groups, place
 from mopd.config.placements import ExternalConfig, LocalConfig, RegisteredConfig
-from mopd.config.places import NodePool, engine_groups, place
 from mopd.config.schema import Recipe
 from mopd.config.student import ParallelConfig
 from mopd.conversion.models.dims import ModelDims, layout_problem

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from mopd.config.load import Loaded
+from mopd.config.machine.places import engine_groups
 from mopd.config.placements import LocalConfig
-from mopd.config.places import engine_groups
 from mopd.config.rewards import CustomRewardConfig, JsonSchemaConfig
 from mopd.config.schema import Recipe
 from mopd.files.reading import shown_path

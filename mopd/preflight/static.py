@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mopd.config.data import DataFileConfig
 from mopd.config.load import Draft
-from mopd.config.places import engine_groups, place_on_machine
+from mopd.config.machine.places import engine_groups, place_on_machine
 from mopd.config.reading.tree import dotted
 from mopd.conversion.models.dims import check_layout
 from mopd.conversion.models.reading import read_dims

@@ -6,7 +6,7 @@
     heterogeneous   ranks alone in the first component; each registered group in one of its own
     ray             one component; ranks on its first nodes, Ray has every GPU that is left
 
-Who has which GPU is decided in ``config/places.py``, from the nodes that the section ``slurm`` describes.
+Who has which GPU is decided in ``config/machine/places.py``, from the nodes that the section ``slurm`` describes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from mopd.config.groups import EngineGroupConfig
 from mopd.config.load import Loaded
+from mopd.config.machine.places import STUDENT, NodePool, Places, Tenant, engine_groups, place_recipe
 from mopd.config.placements import RayConfig, RegisteredConfig
-from mopd.config.places import STUDENT, NodePool, Places, Tenant, engine_groups, place_recipe
 from mopd.config.slurm import SlurmComponentConfig, SlurmConfig
 from mopd.types import UserError
 
@@ -45,8 +45,8 @@ class JobLayout:
     """The student's first."""
     places: Places
     student_gpus: tuple[tuple[int, ...], ...]
-    """GPUs that the launcher on each of the student's nodes sees: those of its ranks and of what it starts, and the
-    free ones behind them."""
+    """GPUs that the launcher on each of the student's nodes sees: those of its ranks and of what it starts, and free
+    ones behind them; all but the first see as many."""
     servers: tuple[Tenant, ...]
     """Replicas that the job starts, and that register with the run."""
 
@@ -64,10 +64,11 @@ def lay_out(loaded: Loaded) -> JobLayout:
     keys = [STUDENT, *(registered if pool.components is not None else [])]
     components = [_component(config, pool, places, key, n) for key, n in zip(keys, places.num_nodes, strict=True)]
     servers = [tenant for key in registered for tenant in places.of(key)]
+    first, *others = [_students(config, places, servers, node) for node in range(places.student_nodes)]
     return JobLayout(
         components=tuple(components),
         places=places,
-        student_gpus=tuple(_students(config, places, servers, node) for node in range(places.student_nodes)),
+        student_gpus=(first, *[min(others, key=len)] * len(others)) if others else (first,),
         servers=tuple(servers),
     )
 

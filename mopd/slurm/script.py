@@ -19,8 +19,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mopd.config.data import TransferQueueConfig
 from mopd.config.load import Loaded
+from mopd.config.machine.places import Tenant, engine_groups, path_of
 from mopd.config.placements import RayConfig
-from mopd.config.places import Tenant, engine_groups, path_of
 from mopd.config.reading.tree import dotted
 from mopd.config.slurm import SlurmConfig
 from mopd.slurm.layout import JobComponent, JobLayout, slurm_of
@@ -73,7 +73,7 @@ def render_script(loaded: Loaded, layout: JobLayout, *, run: Path, recipe: Path,
         container=config.container.type if config.container else None,
         pyxis=_pyxis(config),
         student_gpus=_numbers(layout.student_gpus[0]),
-        others_gpus=_numbers(min(layout.student_gpus[1:], key=len, default=())),
+        others_gpus=_numbers(layout.student_gpus[-1]),
         ray=str(Path(sys.executable).with_name("ray")),
         ray_keys=_ray_keys(loaded),
         ray_gpus=_ray_gpus(layout) if config.form == "ray" else [],

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mopd.config.machine.places import RayRequest, bundles, fullest, ray_requests
 from mopd.config.placements import RayConfig
-from mopd.config.places import RayRequest, bundles, fullest, ray_requests
 from mopd.placement.interface import GroupPlan
 from mopd.placement.process import ServerCommand, ServerState
 from mopd.placement.ray.agent import Agent
@@ -252,7 +252,7 @@ class Node:
 
 
 def check_room(requests: Sequence[RayRequest], nodes: Sequence[Node]) -> None:
-    """Try the bundles as a plan does (``config/places.py``), on what Ray says is free.
+    """Try the bundles as a plan does (``config/machine/places.py``), on what Ray says is free.
 
     Raises:
         UserError: names the group that does not fit, what one of its replicas needs, and what is short.

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from mopd.config.groups import VllmEngineConfig
+from mopd.config.machine.places import engine_groups
 from mopd.config.placements import InProcessConfig
-from mopd.config.places import engine_groups
 from mopd.config.schema import Recipe
 from mopd.config.weights import BucketsConfig, IpcConfig
 from mopd.conversion.models.dims import ModelDims

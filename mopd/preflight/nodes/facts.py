@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd.config.load import Loaded, flatten
-from mopd.config.places import engine_groups, place_on_machine
+from mopd.config.machine.places import engine_groups, place_on_machine
 from mopd.conversion.hf.manifest import make_manifest
 from mopd.hardware import Hardware, this_hardware
 from mopd.hub.names import hub_model

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mopd.config.auto import GIB, compares_with_transformers, settle
 from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.config.load import Loaded, differences, dump, load_recipe
+from mopd.config.machine.auto import GIB, compares_with_transformers, settle
+from mopd.config.machine.places import engine_groups, place_on_machine
 from mopd.config.placements import InProcessConfig, LocalConfig
-from mopd.config.places import engine_groups, place_on_machine
 from mopd.config.schema import Recipe
 from mopd.hardware import Hardware
 from mopd.run.preparing import settled

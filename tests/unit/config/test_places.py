@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
+from mopd.config.machine.places import NodePool, Places, Tenant, place, place_on_machine
 from mopd.config.placements import (
     AutoPlacementConfig,
     ExternalConfig,
@@ -17,7 +18,6 @@ from mopd.config.placements import (
     RayConfig,
     RegisteredConfig,
 )
-from mopd.config.places import NodePool, Places, Tenant, place, place_on_machine
 from mopd.types import UserError
 
 
@@ -276,15 +276,20 @@ def test_ray_is_asked_for_the_largest_replicas_first() -> None:
             {},
             8,
             NodePool(gpus_per_node=8, student_nodes=3, num_nodes=3),
-            "equally over 3 nodes: set it to 1 or 2 or 4 or 8",
+            "equally over 3 nodes of 8 GPUs: set it to 1 or 2",
         ),
         (
             {},
             8,
             NodePool(gpus_per_node=4, student_nodes=1),
-            "slurm.student_nodes: 1 nodes have 8 ranks of student.parallel",
+            "slurm.student_nodes: the 8 ranks of student.parallel do not divide equally over 1 nodes of 4 GPUs",
         ),
-        ({}, 8, NodePool(gpus_per_node=8, student_nodes=4, num_nodes=2), "4 nodes are for ranks, and there are 2"),
+        (
+            {},
+            8,
+            NodePool(gpus_per_node=8, student_nodes=4, num_nodes=2),
+            "over 4 nodes of 8 GPUs, and there are 2: set it to 1 or 2",
+        ),
         (
             {"rollout": registered(4, 3)},
             4,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mopd.config.load import load_recipe
-from mopd.config.places import engine_groups
+from mopd.config.machine.places import engine_groups
 from mopd.placement import gpus
 from mopd.placement.gpus import visible_gpus
 from mopd.types import UserError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mopd.config.places import RayRequest
+from mopd.config.machine.places import RayRequest
 from mopd.placement.ray.cluster import Node, check_room
 from mopd.types import UserError
 

@@ -19,8 +19,8 @@ import yaml
 
 from mopd.cli import main
 from mopd.config.load import Loaded, draft_recipe, load_recipe
+from mopd.config.machine.places import Places, engine_groups, ray_requests
 from mopd.config.placements import LocalConfig, RayConfig
-from mopd.config.places import Places, engine_groups, ray_requests
 from mopd.hardware import Hardware
 from mopd.placement.gpus import check_gpus
 from mopd.placement.groups import Groups

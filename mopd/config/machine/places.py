@@ -18,7 +18,8 @@ placement asks for sharing, and a replica's GPUs are on one node.
 Where Ray schedules, the decision is a request (``RayRequest``: so many GPUs at a time on one node) and whether it can
 be met. The nodes and GPUs of these replicas show one way; Ray may choose another.
 
-This is a module of ``config`` because what ``auto`` becomes depends on it; it looks at no machine and imports no torch.
+It stands below all of them, in ``config``, because what ``auto`` becomes depends on it; it looks at no machine and
+imports no torch.
 """
 
 from __future__ import annotations
@@ -279,8 +280,10 @@ class _Placer:
                 "(CUDA_VISIBLE_DEVICES)",
             )
         else:
-            there = f"{nodes} nodes{f' of {gpus} GPUs' if gpus else ''}{'' if most is None else f', {most} in all'}"
-            cure = f"set it to {' or '.join(map(str, fitting))}"
+            there = f"{nodes} nodes{f' of {gpus} GPUs' if gpus else ''}"
+            there += "" if most is None or nodes <= most else f", and there are {most}"
+            counts = [n for n in fitting if most is None or n <= most] or fitting[:1]
+            cure = f"set it to {' or '.join(map(str, counts))}"
             text = f"the {ranks} ranks of student.parallel do not divide equally over {there}: {cure}"
             self._refuse(("slurm", "student_nodes"), text)
         return 1, min(ranks, gpus or ranks)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mopd.config.groups import AutoEngineConfig, EngineGroupConfig, TorchEngineConfig, VllmEngineConfig
+from mopd.config.machine.places import engine_groups, room_for_auto
 from mopd.config.placements import (
     AutoPlacementConfig,
     ExternalConfig,
@@ -22,7 +23,6 @@ from mopd.config.placements import (
     RayConfig,
     RegisteredConfig,
 )
-from mopd.config.places import engine_groups, room_for_auto
 from mopd.config.reading.tree import AUTO, dotted
 from mopd.config.schema import Recipe
 from mopd.config.weights import AutoSyncConfig, CollectiveConfig, HttpConfig, IpcConfig, WeightSync
