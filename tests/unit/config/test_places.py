@@ -263,6 +263,14 @@ def test_ray_is_asked_for_the_largest_replicas_first() -> None:
     assert job.num_nodes == (3,)
 
 
+def test_groups_of_a_pool_have_one_set_of_gpus() -> None:
+    """As large as the largest of them, and as many as the most replicas; each has no more tenants than replicas."""
+    groups = {"teachers.a": on_ray(1, 2, pool="p"), "teachers.b": on_ray(3, 1, pool="p")}
+    places = place(groups, 2, NodePool(gpus_per_node=8)).require()
+    assert gpus_of(places, "teachers.a") == ((2, 3, 4), (5, 6, 7))
+    assert gpus_of(places, "teachers.b") == ((2, 3, 4),)
+
+
 @pytest.mark.parametrize(
     ("groups", "num_ranks", "pool", "says"),
     [
