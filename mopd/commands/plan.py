@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mopd.commands.ranks import add_recipe
 from mopd.config.load import Loaded, load_recipe
+from mopd.config.machine.places import NodePool, place_recipe
 from mopd.files.yaml_text import dump_inline
 from mopd.hardware import Hardware, this_hardware
 from mopd.planning.devices import GPUS, GPUS_PER_NODE, Cluster, Rates, rates_of
@@ -38,8 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     add = parser.add_argument
     add("--gpu", choices=tuple(GPUS), help="plan for nodes of these GPUs instead of this machine")
-    add("--nodes", type=int, default=1, metavar="N", help="nodes (default: %(default)s)")
-    add("--gpus-per-node", type=int, default=GPUS_PER_NODE, metavar="N", help="with --gpu (default: %(default)s)")
+    add("--nodes", type=int, metavar="N", help="nodes (default: with --gpu those of the recipe's job, else 1)")
+    about = f"with --gpu (default: those of the recipe's job, else {GPUS_PER_NODE})"
+    add("--gpus-per-node", type=int, metavar="N", help=about)
     add("--configs", type=Path, metavar="DIR", help="where DIR/NAME/config.json stands for models that are not here")
     add("--prompt-length", type=float, metavar="MEAN", help="tokens (default: half of data.max_prompt_length)")
     add("--response-length", type=float, metavar="MEAN", help="tokens (default: half of rollout.max_response_length)")
@@ -65,10 +67,10 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from mopd.report.run_files import RunFiles
 
     hardware = this_hardware()
-    cluster = _cluster(args, hardware)
     loaded = load_recipe(args.recipe, args.set)
+    loaded, cluster, pool = _nodes(args, loaded, hardware)
     models = read_models(loaded, args.configs)
-    loaded = settled_for(loaded, models, cluster, hardware)
+    loaded = settled_for(loaded, models, cluster, pool, hardware)
     check_models(loaded, models, with_layout=not args.suggest)
     steps = []
     if args.measured is not None:
@@ -94,7 +96,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         else:
             show_suggestions(found, _yaml(found[0].keys))
         return 0
-    plan = make_plan(loaded.recipe, models, work, cluster, rates)
+    plan = make_plan(loaded.recipe, models, work, cluster, pool, rates)
     rows = beside(plan, steps) if steps else []
     if args.json:
         measured_rows = [asdict(row) for row in rows]
@@ -118,24 +120,41 @@ def _check_images(work: Workload, *, sees_images: bool) -> None:
         raise UserError("--image-length: the student sees no images: leave it out")
 
 
-def _cluster(args: argparse.Namespace, hardware: Hardware) -> Cluster:
-    """What is planned for: GPUs of the table, else this machine."""
+def _nodes(args: argparse.Namespace, loaded: Loaded, hardware: Hardware) -> tuple[Loaded, Cluster, NodePool]:
+    """What is planned for: GPUs of the table on the nodes of the recipe's job, or on those of the options; else this
+    machine. And the recipe as it is read there."""
     for name in ("nodes", "gpus_per_node"):
-        if not 1 <= getattr(args, name) <= MAX_NODES:
+        if getattr(args, name) is not None and not 1 <= getattr(args, name) <= MAX_NODES:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: set 1 to {MAX_NODES}")
     if args.gpu is not None:
         if args.probe:
             raise UserError("--gpu plans for other machines and --probe measures this one: give one of them")
-        memory = GPUS[args.gpu].memory_bytes
-        return Cluster(name=args.gpu, nodes=args.nodes, gpus_per_node=args.gpus_per_node, memory_bytes=memory)
-    if hardware.num_gpus and args.probe:
+        loaded, pool = _job(args, loaded)
+        name, memory = args.gpu, GPUS[args.gpu].memory_bytes
+    elif hardware.num_gpus and args.probe:
         raise UserError("--probe measures a CPU, and this machine has GPUs: name them with --gpu")
-    if hardware.num_gpus:
-        memory = min(hardware.gpu_memory_bytes)
-        return Cluster(name="gpu", nodes=args.nodes, gpus_per_node=hardware.num_gpus, memory_bytes=memory)
-    if args.nodes > 1:
+    elif hardware.num_gpus:
+        pool = NodePool(gpus_per_node=hardware.num_gpus, num_nodes=args.nodes or 1)
+        name, memory = "gpu", min(hardware.gpu_memory_bytes)
+    elif args.nodes not in (None, 1):
         raise UserError(f"--nodes is {args.nodes}, and this machine has no GPU to multiply: name some with --gpu")
-    return Cluster(name="cpu", nodes=1, gpus_per_node=0, memory_bytes=hardware.free_memory_bytes)
+    else:
+        pool, name, memory = NodePool(gpus_per_node=0), "cpu", hardware.free_memory_bytes
+    nodes = sum(place_recipe(loaded.recipe, pool).num_nodes)
+    return loaded, Cluster(name=name, nodes=nodes, gpus_per_node=pool.gpus_per_node, memory_bytes=memory), pool
+
+
+def _job(args: argparse.Namespace, loaded: Loaded) -> tuple[Loaded, NodePool]:
+    """The nodes of the recipe's job, if it asks for GPUs; options go before its keys."""
+    from mopd.slurm.layout import job_nodes, of_job
+
+    config = loaded.recipe.slurm
+    if config is None or not config.gpus_per_node:
+        return loaded, NodePool(gpus_per_node=args.gpus_per_node or GPUS_PER_NODE, num_nodes=args.nodes or 1)
+    nodes, gpus = args.nodes or config.nodes, args.gpus_per_node or config.gpus_per_node
+    own = replace(loaded.recipe, slurm=replace(config, nodes=nodes, gpus_per_node=gpus))
+    loaded = of_job(replace(loaded, recipe=own))
+    return loaded, job_nodes(loaded)
 
 
 def _rates(args: argparse.Namespace, recipe: Recipe, dims: ModelDims, work: Workload) -> Rates | None:
@@ -162,15 +181,5 @@ def _refuse(loaded: Loaded, plan: RunPlan) -> None:
     """One line for the first of what cannot work, after the tables that show why."""
     if not plan.problems:
         return
-    key, problem = plan.problems[0]
-    more = len(plan.problems) - 1
-    raise UserError(f"{loaded.where(*_path(loaded, key))}: {problem}" + (f" (and {more} more)" if more else ""))
-
-
-def _path(loaded: Loaded, key: str) -> tuple[str, ...]:
-    """Of a dotted key; a teacher's name may hold dots itself."""
-    for name in loaded.recipe.teachers:
-        start = f"teachers.{name}."
-        if key.startswith(start):
-            return ("teachers", name, *key.removeprefix(start).split("."))
-    return tuple(key.split("."))
+    (path, problem), *more = plan.problems
+    raise UserError(f"{loaded.where(*path)}: {problem}" + (f" (and {len(more)} more)" if more else ""))

@@ -355,6 +355,11 @@ class Recipe:
         return self.rollout.shares_gpus
 
     @property
+    def has_engines_beside(self) -> bool:
+        """Engines work while the student trains, or while its memory is lent: none may be in rank 0's process."""
+        return self.schedule.max_staleness > 0 or self.shares_gpus
+
+    @property
     def assignment(self) -> Assignment:
         """Which teachers answer for which domain."""
         return Assignment(self.teachers)

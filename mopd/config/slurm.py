@@ -67,7 +67,8 @@ class SlurmComponentConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmConfig:
-    """The job that ``mopd slurm`` submits (docs/cluster.md); no other command reads this section."""
+    """The job that ``mopd slurm`` submits (docs/cluster.md). ``mopd plan --gpu`` plans on its nodes, and ``mopd check
+    --nodes`` holds them against it; no other command reads this section."""
 
     form: Literal["allocation", "heterogeneous", "ray"] = "allocation"
     """One allocation, in which groups of ``placement: {type: registered}`` run beside the student; a heterogeneous job,

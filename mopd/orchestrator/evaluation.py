@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 from mopd.config.groups import TorchEngineConfig
-from mopd.config.placements import InProcessConfig, LocalConfig
+from mopd.config.placements import InProcessConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.reader import HfReader
 from mopd.data_plane.local import LocalDataPlane
@@ -21,6 +21,7 @@ from mopd.launch.failure import rank_0_host
 from mopd.orchestrator.leading import Lead, engine_device, join
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.student import StudentGroup
+from mopd.placement.gpus import without_sharing
 from mopd.placement.groups import Groups
 from mopd.placement.interface import ROLLOUT
 from mopd.placement.weights import GroupWeightSync
@@ -102,10 +103,7 @@ async def _with_rollout(
 ) -> ValidationResult:
     """``work`` with the recipe's rollout group, which has no weights yet. Nothing trains beside it, so that it shares
     no GPU."""
-    if isinstance(recipe.rollout.placement, LocalConfig):
-        alone = dataclasses.replace(recipe.rollout.placement, share_gpus_with=None)
-        recipe = dataclasses.replace(recipe, rollout=dataclasses.replace(recipe.rollout, placement=alone))
-    async with Groups(recipe, log_dir=None, device=engine_device(), only=(ROLLOUT,)) as groups:
+    async with Groups(without_sharing(recipe), log_dir=None, device=engine_device(), only=(ROLLOUT,)) as groups:
         try:
             return await work(build_routers(groups)[ROLLOUT])
         except SampleFailed as error:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mopd.config.groups import VllmEngineConfig
+from mopd.config.machine.places import engine_groups
 from mopd.config.placements import ExternalConfig, InProcessConfig, LocalConfig, RayConfig, RegisteredConfig
 from mopd.config.schema import Recipe
 from mopd.engines.clients.remote import RemoteEngine
@@ -22,7 +23,7 @@ from mopd.files.temporary import TemporaryFolder
 from mopd.placement.engine_file import rollout_file, teacher_file
 from mopd.placement.engine_loading import load_engine
 from mopd.placement.external import ExternalGroup
-from mopd.placement.gpus import engine_groups, share_gpus, this_machine
+from mopd.placement.gpus import places_here
 from mopd.placement.interface import ROLLOUT, GroupPlan, Placement
 from mopd.placement.local import LocalLauncher
 from mopd.placement.registered import RegisteredGroup
@@ -93,7 +94,7 @@ class Groups:
             student: who gives back GPUs that the rollout shares; ``None``: nobody is on them.
         """
         self.plans = plan_groups(recipe, only)
-        self._gpus = share_gpus({key: plan.group for key, plan in self.plans.items()}, this_machine())
+        self._places = places_here({key: plan.group for key, plan in self.plans.items()}).require()
         self._log_dir, self._device = log_dir, device
         self._registered = RunFiles(Path(recipe.run_dir)).replicas
         self._temporary: TemporaryFolder | None = None
@@ -194,7 +195,7 @@ class Groups:
         if on_ray:
             from mopd.placement.ray import RayCluster
 
-            self._cluster = await RayCluster.open(on_ray, log_dir=self._log_dir, gpus=self._gpus.rest)
+            self._cluster = await RayCluster.open(on_ray, log_dir=self._log_dir, gpus=self._places.ray_gpus)
         for key, plan in self.plans.items():
             self._placements[key] = self._place(plan, self._log_dir)
         replicas = await all_or_none(placement.start() for placement in self._placements.values())
@@ -209,7 +210,7 @@ class Groups:
         if isinstance(placement, RegisteredConfig):
             return RegisteredGroup(plan, self._registered)
         if isinstance(placement, LocalConfig):
-            gpus = self._gpus.groups[plan.key]
+            gpus = [tenant.gpus for tenant in self._places.of(plan.key)]
             group = ServerGroup(
                 plan, LocalLauncher(plan, log_dir=log_dir, gpus=gpus), kept_awake=lambda: self.kept_awake(plan.key)
             )

@@ -25,7 +25,7 @@ class LocalLauncher:
         Args:
             plan: the group.
             log_dir: for the servers' logs.
-            gpus: of each replica (``gpus.share_gpus``); an empty tuple without CUDA.
+            gpus: of each replica; an empty tuple without CUDA.
         """
         assert isinstance(plan.group.placement, LocalConfig)
         self._gpus = gpus

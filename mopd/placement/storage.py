@@ -12,7 +12,7 @@ from mopd.config.schema import Recipe
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.queue_plane import QueuePlane
 from mopd.data_plane.transfer_queue import end_actors, start_actors
-from mopd.placement.gpus import share_gpus, this_machine
+from mopd.placement.gpus import places_here
 from mopd.placement.groups import plan_groups
 from mopd.placement.ray.cluster import wanted_cpus
 from mopd.placement.ray.connection import connect, disconnect
@@ -37,7 +37,7 @@ def open_storage(recipe: Recipe, *, host: str | None) -> LocalDataPlane | QueueP
         return plane
     plans = plan_groups(recipe)
     on_ray = [plan for plan in plans.values() if isinstance(plan.group.placement, RayConfig)]
-    gpus = share_gpus({key: plan.group for key, plan in plans.items()}, this_machine()).rest if on_ray else ()
+    gpus = places_here({key: plan.group for key, plan in plans.items()}).require().ray_gpus if on_ray else ()
     return open_queue(config, timeout_s=recipe.schedule.wait_timeout_s, num_cpus=wanted_cpus(on_ray), gpus=gpus)
 
 

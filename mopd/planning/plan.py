@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mopd.config.auto import settle
 from mopd.config.groups import EngineGroupConfig
 from mopd.config.load import Loaded
+from mopd.config.machine.auto import settle
+from mopd.config.machine.places import NodePool, Places, engine_groups, path_of, place_recipe
 from mopd.config.placements import ExternalConfig, InProcessConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.models.dims import ModelDims, layout_problem
 from mopd.conversion.models.stages import stages_of
 from mopd.hardware import Hardware
-from mopd.placement.gpus import engine_groups
 from mopd.planning.balance import ROLLOUT, GroupLoad, StepTimes, TrainerLoad
 from mopd.planning.devices import GIB, Cluster, Rates
 from mopd.planning.memory.activations import micro_batches
@@ -22,7 +22,6 @@ from mopd.planning.memory.ranks import HeadPlan, RankPlan, head_plans, host_byte
 from mopd.planning.memory.replicas import ReplicaPlan, plan_replica
 from mopd.planning.memory.shards import whole
 from mopd.planning.models import STUDENT
-from mopd.planning.places import Places, place_all
 from mopd.planning.stages import drawing_time, scoring_time, sending_s, staging_s, training_time
 from mopd.planning.traffic import Flow, links
 from mopd.planning.vision import TowerPlan, plan_tower
@@ -61,14 +60,16 @@ class RunPlan:
     times: StepTimes | None
     balanced: Mapping[str, int | None]
     alternatives: Sequence[Alternative]
-    problems: Sequence[tuple[str, str]]
+    problems: Sequence[tuple[tuple[str, ...], str]]
     """Key of the recipe, and what is wrong with it."""
     tower: TowerPlan | None
     """The student's vision tower."""
 
 
-def settled_for(loaded: Loaded, models: Mapping[str, ModelDims], cluster: Cluster, hardware: Hardware) -> Loaded:
-    """The recipe as a node of the cluster would settle every ``auto``; without GPUs as ``hardware``, this machine.
+def settled_for(
+    loaded: Loaded, models: Mapping[str, ModelDims], cluster: Cluster, pool: NodePool, hardware: Hardware
+) -> Loaded:
+    """The recipe as node 0 of the cluster would settle every ``auto``; without GPUs as ``hardware``, this machine.
 
     Raises:
         UserError: what another choice needs.
@@ -77,12 +78,10 @@ def settled_for(loaded: Loaded, models: Mapping[str, ModelDims], cluster: Cluste
         hardware = Hardware(
             gpu_memory_bytes=(cluster.memory_bytes,) * cluster.gpus_per_node, torch_cuda="planned", vllm="planned"
         )
-    world_size = loaded.recipe.student.parallel.world_size
+    num_ranks = place_recipe(loaded.recipe, pool).ranks_per_node
     sizes = {key: whole(dims) for key, dims in models.items()}
     try:
-        made = settle(
-            loaded.recipe, hardware, num_ranks=min(world_size, cluster.gpus_per_node or world_size), num_weights=sizes
-        )
+        made = settle(loaded.recipe, hardware, num_ranks=num_ranks, num_weights=sizes)
     except ValueError as error:
         raise UserError(f"{loaded.path}: {error}") from error
     return loaded.settled(made.recipe, made.reasons)
@@ -122,11 +121,16 @@ def check_models(loaded: Loaded, models: Mapping[str, ModelDims], *, with_layout
 
 
 def make_plan(
-    recipe: Recipe, models: Mapping[str, ModelDims], work: Workload, cluster: Cluster, rates: Rates | None
+    recipe: Recipe,
+    models: Mapping[str, ModelDims],
+    work: Workload,
+    cluster: Cluster,
+    pool: NodePool,
+    rates: Rates | None,
 ) -> RunPlan:
-    """Of a settled recipe. ``rates`` ``None``: no times."""
+    """Plan a settled recipe on the nodes of ``pool``, with the GPUs of ``cluster``; without ``rates`` no times."""
     dims, groups = models[STUDENT], engine_groups(recipe)
-    places = place_all(groups, recipe.student.parallel.world_size, cluster)
+    places = place_recipe(recipe, pool)
     replicas = {
         key: _replica(key, group, models, work, cluster)
         for key, group in groups.items()
@@ -283,16 +287,18 @@ def _too_large(
     hosts: Mapping[str, int],
     places: Places,
     cluster: Cluster,
-) -> list[tuple[str, str]]:
+) -> list[tuple[tuple[str, ...], str]]:
     """What does not fit into a GPU, or without GPUs into the host's free memory."""
-    problems = [(f"{key}.{below}", text) for key, plan in replicas.items() for below, text in plan.problems]
+    problems = [
+        ((*path_of(key), *below.split(".")), text) for key, plan in replicas.items() for below, text in plan.problems
+    ]
     if cluster.gpus_per_node == 0:
         per_stage = len(places.of("student")) // len(ranks)
         total = sum(sum(rank.parts.values()) for rank in ranks) * per_stage
         total += sum(plan.num_bytes * len(places.of(key)) for key, plan in replicas.items()) + sum(hosts.values())
         if total > cluster.memory_bytes:
             text = f"ranks and replicas need {_gib(total)} and the host has {_gib(cluster.memory_bytes)} free: "
-            problems.append(("student.model", f"{text}plan for GPUs with --gpu, or use smaller models"))
+            problems.append((("student", "model"), f"{text}plan for GPUs with --gpu, or use smaller models"))
         return problems
     for rank in ranks:
         turn = sum(rank.rollout_turn.values())
@@ -300,7 +306,7 @@ def _too_large(
             parts = ", ".join(f"{name} {_gib(size)}" for name, size in rank.rollout_turn.items())
             problems.append(
                 (
-                    "rollout.engine.gpu_memory_utilization",
+                    ("rollout", "engine", "gpu_memory_utilization"),
                     f"with placement.share_gpus_with {_gib(turn)} of a GPU's {_gib(cluster.memory_bytes)} are taken "
                     f"while the rollout draws ({parts}): lower it",
                 )
@@ -310,7 +316,7 @@ def _too_large(
             name = "every rank" if len(ranks) == 1 else f"ranks of pipeline stage {rank.stage}"
             problems.append(
                 (
-                    "student.parallel.tensor_model_parallel_size",
+                    ("student", "parallel", "tensor_model_parallel_size"),
                     f"{name} needs {_gib(rank.num_bytes)} of {_gib(cluster.memory_bytes)} ({parts}): {_cure(rank)}",
                 )
             )

@@ -8,9 +8,10 @@ from typing import Any
 
 from rich.table import Table
 
+from mopd.config.machine.places import STUDENT, Places, Tenant
+from mopd.config.reading.tree import dotted
 from mopd.planning.devices import GIB, SHARES, Rates
 from mopd.planning.measured import Beside
-from mopd.planning.places import RANKS, Places
 from mopd.planning.plan import RunPlan
 from mopd.planning.suggest import Suggestion
 from mopd.planning.vision import TowerPlan
@@ -38,7 +39,7 @@ def plain(plan: RunPlan, rates: Rates | None) -> dict[str, Any]:
         "shares": {name: dataclasses.asdict(share) for name, share in SHARES.items()},
         "times": _times(plan),
         "alternatives": [dataclasses.asdict(one) for one in plan.alternatives],
-        "problems": [{"key": key, "problem": text} for key, text in plan.problems],
+        "problems": [{"key": dotted(path), "problem": text} for path, text in plan.problems],
     }
 
 
@@ -105,13 +106,15 @@ def _tower_line(tower: TowerPlan, image_tokens: float) -> str:
 
 def _places_table(places: Places) -> Table:
     table = Table("where", "who", "GPUs")
-    rows: dict[tuple[int, str], list[tuple[int, tuple[int, ...]]]] = {}
+    rows: dict[tuple[int, int, str], list[Tenant]] = {}
     for tenant in places.tenants:
-        rows.setdefault((tenant.node, tenant.key), []).append((tenant.number, tenant.gpus))
-    for (node, key), own in sorted(rows.items(), key=lambda row: row[0][0]):
-        who = "ranks" if key == RANKS else f"{key} replicas" if len(own) > 1 else f"{key} replica"
-        gpus = " ".join("+".join(map(str, gpus)) for _, gpus in own if gpus)
-        table.add_row(f"node {node}", f"{who} {_range(number for number, _ in own)}", gpus or "-")
+        rows.setdefault((tenant.component, tenant.node, tenant.key), []).append(tenant)
+    for (component, node, key), own in sorted(rows.items(), key=lambda row: row[0][:2]):
+        who = "ranks" if key == STUDENT else f"{key} replicas" if len(own) > 1 else f"{key} replica"
+        gpus = " ".join("+".join(map(str, tenant.gpus)) for tenant in own if tenant.gpus)
+        chosen = "" if own[0].is_fixed or not gpus else " (or others: Ray's choice)"
+        where = f"{key}, node {node}" if component else f"node {node}"
+        table.add_row(where, f"{who} {_range(tenant.number for tenant in own)}", f"{gpus}{chosen}" or "-")
     for key in places.elsewhere:
         table.add_row("elsewhere", key, "-")
     return table

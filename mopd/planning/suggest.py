@@ -10,18 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
+from mopd.config.machine.places import NodePool, engine_groups, place
 from mopd.config.placements import ExternalConfig, LocalConfig, RegisteredConfig
 from mopd.config.schema import Recipe
 from mopd.config.student import ParallelConfig
 from mopd.conversion.models.dims import ModelDims, layout_problem
 from mopd.conversion.models.stages import Stages
-from mopd.placement.gpus import engine_groups
 from mopd.planning.balance import ROLLOUT, GroupLoad, Split, TrainerLoad, ranked
 from mopd.planning.devices import Cluster, Rates
 from mopd.planning.memory.ranks import plan_ranks
 from mopd.planning.memory.replicas import ReplicaPlan, plan_replica
 from mopd.planning.models import STUDENT
-from mopd.planning.places import place_all
 from mopd.planning.plan import group_load, trainer_load
 from mopd.planning.stages import head_layers
 from mopd.planning.workload import Workload
@@ -217,7 +216,8 @@ def _has_places(split: Split, groups: Mapping[str, EngineGroupConfig], cluster: 
         key: dataclasses.replace(group, replicas=split.replicas[key.replace(".", "/", 1)])
         for key, group in groups.items()
     }
-    return not place_all(placed, split.trainer.gpus, cluster).problems
+    pool = NodePool(gpus_per_node=cluster.gpus_per_node, num_nodes=cluster.nodes)
+    return not place(placed, split.trainer.gpus, pool).problems
 
 
 def _keys(split: Split, groups: Mapping[str, EngineGroupConfig]) -> dict[str, Any]:

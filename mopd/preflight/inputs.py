@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 from mopd.config.load import Loaded
+from mopd.config.machine.places import engine_groups
 from mopd.config.placements import LocalConfig
 from mopd.config.rewards import CustomRewardConfig, JsonSchemaConfig
 from mopd.config.schema import Recipe
 from mopd.files.reading import shown_path
-from mopd.placement.gpus import engine_groups
 from mopd.text import visible
 from mopd.types import UserError
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from mopd.config.auto import compares_with_transformers
+from mopd.config.machine.auto import compares_with_transformers
 from mopd.config.schema import Recipe
 from mopd.conversion.models.families import FAMILIES
 from mopd.data.image_refs import refs_from_tensor

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mopd.config.data import DataFileConfig
 from mopd.config.load import Draft
+from mopd.config.machine.places import engine_groups, place_on_machine
 from mopd.config.reading.tree import dotted
 from mopd.conversion.models.dims import check_layout
 from mopd.conversion.models.reading import read_dims
@@ -23,7 +24,6 @@ from mopd.data.image_processing import read_image_processing, sees_images
 from mopd.data.prompts import check_domains_have_teachers, check_student_sees_images, check_teachers_see_images
 from mopd.hardware import Hardware
 from mopd.hub.names import hub_data, hub_model
-from mopd.placement.gpus import Machine, engine_groups, share_gpus
 from mopd.preflight.inputs import (
     Check,
     check_chat_template,
@@ -138,10 +138,7 @@ class StaticChecks:
     def _gpus(self) -> str:
         loaded = settled(self._loaded, self._hardware)
         num_ranks = loaded.recipe.student.parallel.world_size
-        try:
-            share_gpus(engine_groups(loaded.recipe), Machine(num_gpus=self._hardware.num_gpus, num_ranks=num_ranks))
-        except UserError as error:
-            raise UserError(f"{loaded.path}: {error}") from None
+        place_on_machine(engine_groups(loaded.recipe), num_ranks, self._hardware.num_gpus).require(loaded.where)
         return f"{self._hardware.num_gpus} here, {num_ranks} trainer ranks"
 
     def _weights(self) -> str:

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mopd.config.auto import settle
 from mopd.config.load import Loaded, differences, to_tree
+from mopd.config.machine.auto import settle
 from mopd.config.reading.build import build_from_json
 from mopd.config.reading.tree import split_dotted
 from mopd.config.schema import Recipe
@@ -139,8 +139,8 @@ def shown(value: Any) -> str:
 
 
 def settled(loaded: Loaded, hardware: Hardware, folder: Callable[[str], str] = str, *, num_nodes: int = 1) -> Loaded:
-    """Every ``auto`` made a value (``config/auto.py``), with the reason as its origin. ``folder`` is where a model of
-    the recipe lies.
+    """Every ``auto`` made a value (``config/machine/auto.py``), with the reason as its origin. ``folder`` is where a
+    model of the recipe lies.
 
     Raises:
         UserError: file and key of what another choice needs.

@@ -19,10 +19,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mopd.config.data import TransferQueueConfig
 from mopd.config.load import Loaded
+from mopd.config.machine.places import Tenant, engine_groups, path_of
 from mopd.config.placements import RayConfig
 from mopd.config.reading.tree import dotted
 from mopd.config.slurm import SlurmConfig
-from mopd.slurm.layout import JobComponent, JobLayout, JobServer, groups_of, path_of, slurm_of
+from mopd.slurm.layout import JobComponent, JobLayout, slurm_of
 from mopd.text import file_name, visible
 from mopd.types import UserError
 
@@ -59,7 +60,7 @@ def render_script(loaded: Loaded, layout: JobLayout, *, run: Path, recipe: Path,
     environment.filters |= {"remark": _remark, "sbatch": _sbatch_word, "words": _words, "lines": _lines}
     return environment.get_template("job.sh.j2").render(
         slurm=config,
-        layout=layout,
+        student_nodes=layout.places.student_nodes,
         recipe_name=loaded.path,
         script=shlex.quote(_path(script)),
         recipe=_path(recipe),
@@ -71,7 +72,8 @@ def render_script(loaded: Loaded, layout: JobLayout, *, run: Path, recipe: Path,
         python=sys.executable,
         container=config.container.type if config.container else None,
         pyxis=_pyxis(config),
-        student_gpus=_numbers(layout.student_gpus),
+        student_gpus=_numbers(layout.student_gpus[0]),
+        others_gpus=_numbers(layout.student_gpus[-1]),
         ray=str(Path(sys.executable).with_name("ray")),
         ray_keys=_ray_keys(loaded),
         ray_gpus=_ray_gpus(layout) if config.form == "ray" else [],
@@ -95,7 +97,7 @@ def _options(config: SlurmConfig, component: JobComponent) -> list[str]:
     return [*options, *config.options]
 
 
-def _server(server: JobServer) -> dict[str, Any]:
+def _server(server: Tenant) -> dict[str, Any]:
     """A replica as the script starts it: a line."""
     return {
         "node": server.node,
@@ -114,13 +116,14 @@ def _numbers(gpus: Sequence[int]) -> str:
 def _ray_gpus(layout: JobLayout) -> list[list[int]]:
     """GPUs for the Ray daemon of each node: what the student's ranks leave."""
     (component,) = layout.components
-    owned = [layout.student_gpus if node < layout.student_nodes else () for node in range(component.num_nodes)]
-    return [[gpu for gpu in range(component.gpus_per_node) if gpu not in own] for own in owned]
+    firsts = [len(own) for own in layout.student_gpus]
+    firsts += [0] * (component.num_nodes - len(firsts))
+    return [list(range(first, component.gpus_per_node)) for first in firsts]
 
 
 def _ray_keys(loaded: Loaded) -> list[str]:
     """Keys that take the address of the job's own cluster."""
-    groups = groups_of(loaded)
+    groups = engine_groups(loaded.recipe)
     on_ray = [path_of(key) for key in groups if isinstance(groups[key].placement, RayConfig)]
     keys = [dotted((*path, "placement", "address")) for path in on_ray]
     if isinstance(loaded.recipe.data_plane, TransferQueueConfig):
@@ -154,11 +157,11 @@ def _table(layout: JobLayout) -> list[str]:
         for node in range(component.num_nodes):
             name = f"node {node}" if len(layout.components) == 1 else f"{component.key}, node {node}"
             parts = []
-            if index == 0 and node < layout.student_nodes:
-                first = node * layout.ranks_per_node
-                last = first + layout.ranks_per_node - 1
+            if index == 0 and node < layout.places.student_nodes:
+                first = node * layout.places.ranks_per_node
+                last = first + layout.places.ranks_per_node - 1
                 ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
-                parts.append(f"{ranks} of the student{_on(layout.student_gpus)}")
+                parts.append(f"{ranks} of the student{_on(layout.student_gpus[node])}")
             parts += [
                 f"{server.key}.{server.number}{_on(server.gpus)}"
                 for server in layout.servers

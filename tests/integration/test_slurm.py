@@ -128,7 +128,7 @@ def test_two_nodes_train_as_one_machine(nodes: slurm.Cluster, world: World, one_
             {"student_nodes": 2, "gpus_per_node": 16},
             "slurm: sbatch refused the job: allocation failure: Requested node configuration is not available",
         ),
-        ({"nodes": 3}, "slurm.nodes is 3, and the 4 ranks of student.parallel do not divide equally"),
+        ({"nodes": 3}, "slurm.student_nodes: the 4 ranks of student.parallel do not divide equally over 3"),
     ],
 )
 def test_what_is_refused_leaves_nothing(

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mopd.config.machine.places import RayRequest, bundles, fullest, ray_requests
 from mopd.config.placements import RayConfig
 from mopd.placement.interface import GroupPlan
 from mopd.placement.process import ServerCommand, ServerState
@@ -49,11 +50,11 @@ LOST_CODE = 255
 class RayCluster:
     """Connected, with room reserved for every group. One per process at a time: Ray's connection is global."""
 
-    def __init__(self, ray: Any, needs: Mapping[str, Need], log_dir: Path) -> None:
+    def __init__(self, ray: Any, requests: Sequence[RayRequest], log_dir: Path) -> None:
         """Use ``open``."""
         self.ray = ray
         self.log_dir = log_dir
-        self._needs = needs
+        self._requests = {key: request for request in requests for key in request.keys}
         self._reserved: dict[str, Any] = {}
         self._agents: dict[tuple[str, int], Any] = {}
         self.nodes: dict[Any, str] = {}
@@ -66,16 +67,16 @@ class RayCluster:
         Args:
             plans: groups on Ray.
             log_dir: for the servers' logs.
-            gpus: of this machine, those that nobody else has: a cluster of this machine gets them.
+            gpus: of this machine: a cluster of this machine gets them (``Places.ray_gpus``).
 
         Raises:
             UserError: the package is missing, the cluster cannot be reached, or the plans do not fit.
         """
-        needs = _needs(plans)
+        requests = ray_requests({plan.key: plan.group for plan in plans})
         ray = _connect(plans, gpus)
-        cluster = cls(ray, needs, log_dir)
+        cluster = cls(ray, requests, log_dir)
         try:
-            await _wait_for_room(list(needs.values()), ray)
+            await _wait_for_room(requests, ray)
             log_dir.mkdir(parents=True, exist_ok=True)
         except BaseException:
             await cluster.close()
@@ -88,13 +89,12 @@ class RayCluster:
 
     async def reserve(self, plan: GroupPlan, timeout_s: float) -> None:
         """Wait for the placement group of a group, or of its pool. ``UserError`` if it does not come in time."""
-        name = _reservation(plan)
-        if name not in self._reserved:
-            need = self._needs[name]
-            bundle = {"CPU": need.num_cpus} | ({"GPU": need.num_gpus} if need.num_gpus else {})
-            self._reserved[name] = self.ray.util.placement_group([bundle] * need.count, strategy="PACK")
+        request = self._requests[plan.key]
+        if request.name not in self._reserved:
+            bundle = {"CPU": request.num_cpus} | ({"GPU": request.num_gpus} if request.num_gpus else {})
+            self._reserved[request.name] = self.ray.util.placement_group([bundle] * request.count, strategy="PACK")
         try:
-            await self.ask(self._reserved[name].ready(), timeout_s)
+            await self.ask(self._reserved[request.name].ready(), timeout_s)
         except asyncio.TimeoutError as error:
             raise UserError(
                 f"{plan.key}: Ray did not give the placement group within {timeout_s:g} s: raise "
@@ -103,14 +103,14 @@ class RayCluster:
 
     async def agent(self, plan: GroupPlan, index: int) -> Any:
         """The actor that holds replica ``index``'s resources; a new one after the old one was lost."""
-        key = (_reservation(plan), index)
+        request = self._requests[plan.key]
+        key = (request.name, index)
         if key not in self._agents:
-            need = self._needs[key[0]]
             strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                placement_group=self._reserved[key[0]], placement_group_bundle_index=index
+                placement_group=self._reserved[request.name], placement_group_bundle_index=index
             )
             actor = self.ray.remote(Agent).options(
-                num_cpus=need.num_cpus, num_gpus=need.num_gpus, scheduling_strategy=strategy, max_restarts=0
+                num_cpus=request.num_cpus, num_gpus=request.num_gpus, scheduling_strategy=strategy, max_restarts=0
             )
             self._agents[key] = actor.remote(str(self.log_dir.resolve()))
         return self._agents[key]
@@ -243,17 +243,6 @@ class RayServer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Need:
-    """Equal bundles, each of which must lie on one node."""
-
-    keys: tuple[str, ...]
-    """Groups that use them, one after the other if several."""
-    count: int
-    num_cpus: float
-    num_gpus: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
     """What is free on one node."""
 
@@ -262,26 +251,23 @@ class Node:
     num_gpus: float
 
 
-def check_room(needs: Sequence[Need], nodes: Sequence[Node]) -> None:
-    """Place the bundles, the largest first, each on the fullest node that still takes it.
+def check_room(requests: Sequence[RayRequest], nodes: Sequence[Node]) -> None:
+    """Try the bundles as a plan does (``config/machine/places.py``), on what Ray says is free.
 
     Raises:
         UserError: names the group that does not fit, what one of its replicas needs, and what is short.
     """
-    free = [[node.num_gpus, node.num_cpus] for node in nodes]
-    bundles = [need for need in needs for _ in range(need.count)]
-    for need in sorted(bundles, key=lambda n: (n.num_gpus, n.num_cpus), reverse=True):
-        fitting = [rest for rest in free if rest[0] >= need.num_gpus and rest[1] >= need.num_cpus]
-        if not fitting:
-            raise UserError(_shortage(need, needs, nodes))
-        chosen = min(fitting)
-        chosen[0] -= need.num_gpus
-        chosen[1] -= need.num_cpus
+    free = [(node.num_gpus, node.num_cpus) for node in nodes]
+    for request, _ in bundles(requests):
+        node = fullest(free, request)
+        if node is None:
+            raise UserError(_shortage(request, requests, nodes))
+        free[node] = (free[node][0] - request.num_gpus, free[node][1] - request.num_cpus)
 
 
-def _shortage(need: Need, needs: Sequence[Need], nodes: Sequence[Node]) -> str:
-    wanted_gpus = sum(n.count * n.num_gpus for n in needs)
-    wanted_cpus = sum(n.count * n.num_cpus for n in needs)
+def _shortage(request: RayRequest, requests: Sequence[RayRequest], nodes: Sequence[Node]) -> str:
+    wanted_gpus = sum(n.count * n.num_gpus for n in requests)
+    wanted_cpus = sum(n.count * n.num_cpus for n in requests)
     has_gpus, has_cpus = sum(n.num_gpus for n in nodes), sum(n.num_cpus for n in nodes)
     short = []
     if wanted_gpus > has_gpus:
@@ -290,10 +276,10 @@ def _shortage(need: Need, needs: Sequence[Need], nodes: Sequence[Node]) -> str:
         short.append(f"{wanted_cpus - has_cpus:g} CPUs")
     lacks = f"{' and '.join(short)} are missing" if short else "no node has that much left in one place"
     free = ", ".join(f"{n.address} {n.num_gpus:g} GPUs {n.num_cpus:g} CPUs" for n in nodes) or "no node"
-    keys = " and ".join(need.keys)
+    keys = " and ".join(request.keys)
     return (
-        f"{keys}: the Ray cluster has no room for {need.count} replicas of {need.num_gpus:g} GPUs and "
-        f"{need.num_cpus:g} CPUs each; all groups together need {wanted_gpus:g} GPUs and {wanted_cpus:g} CPUs, and "
+        f"{keys}: the Ray cluster has no room for {request.count} replicas of {request.num_gpus:g} GPUs and "
+        f"{request.num_cpus:g} CPUs each; all groups together need {wanted_gpus:g} GPUs and {wanted_cpus:g} CPUs, and "
         f"it can give {has_gpus:g} and {has_cpus:g} ({free}): {lacks}; lower replicas, placement.num_gpus or "
         "placement.num_cpus, or add nodes"
     )
@@ -314,39 +300,17 @@ def _connect(plans: Sequence[GroupPlan], gpus: Sequence[int]) -> Any:
 
 def wanted_cpus(plans: Sequence[GroupPlan]) -> float:
     """Logical CPUs of all replicas of groups on Ray."""
-    return sum(need.count * need.num_cpus for need in _needs(plans).values())
+    requests = ray_requests({plan.key: plan.group for plan in plans})
+    return sum(request.count * request.num_cpus for request in requests)
 
 
-def _reservation(plan: GroupPlan) -> str:
-    """Name of the placement group that a group lives in: its own, or its pool's."""
-    assert isinstance(plan.group.placement, RayConfig)
-    pool = plan.group.placement.shared_pool
-    return plan.key if pool is None else f"pool {pool}"
-
-
-def _needs(plans: Sequence[GroupPlan]) -> dict[str, Need]:
-    """One per placement group, by its name; groups of one pool need the most that any of them needs."""
-    needs: dict[str, Need] = {}
-    for plan in plans:
-        cfg, name = plan.group.placement, _reservation(plan)
-        assert isinstance(cfg, RayConfig)
-        other = needs.get(name, Need(keys=(), count=0, num_cpus=0, num_gpus=0))
-        needs[name] = Need(
-            keys=(*other.keys, plan.key),
-            count=max(other.count, len(plan.files)),
-            num_cpus=max(other.num_cpus, cfg.num_cpus),
-            num_gpus=max(other.num_gpus, cfg.num_gpus),
-        )
-    return needs
-
-
-async def _wait_for_room(needs: Sequence[Need], ray: Any) -> None:
-    """``UserError`` as ``check_room``: at once where the needs exceed the whole cluster, else after ``RELEASE_S``."""
-    check_room(needs, _nodes(ray, {node["NodeID"]: node["Resources"] for node in ray.nodes()}))
+async def _wait_for_room(requests: Sequence[RayRequest], ray: Any) -> None:
+    """``UserError`` as ``check_room``: at once where they exceed the whole cluster, else after ``RELEASE_S``."""
+    check_room(requests, _nodes(ray, {node["NodeID"]: node["Resources"] for node in ray.nodes()}))
     deadline = time.monotonic() + RELEASE_S
     while True:
         try:
-            check_room(needs, _nodes(ray, ray._private.state.available_resources_per_node()))
+            check_room(requests, _nodes(ray, ray._private.state.available_resources_per_node()))
             return
         except UserError:
             if time.monotonic() > deadline:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from mopd.config.groups import VllmEngineConfig
+from mopd.config.machine.places import engine_groups
 from mopd.config.placements import InProcessConfig
 from mopd.config.schema import Recipe
 from mopd.config.weights import BucketsConfig, IpcConfig
 from mopd.conversion.models.dims import ModelDims
-from mopd.placement.gpus import engine_groups
 from mopd.planning.devices import SHARES, Cluster
 from mopd.planning.memory.activations import HeadShape, MicroBatchSize, activation_bytes, micro_batches
 from mopd.planning.memory.replicas import ReplicaPlan

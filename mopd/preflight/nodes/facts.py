@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from mopd.config.load import Loaded, flatten
+from mopd.config.machine.places import engine_groups, place_on_machine
 from mopd.conversion.hf.manifest import make_manifest
 from mopd.hardware import Hardware, this_hardware
 from mopd.hub.names import hub_model
 from mopd.launch.node import gpus_of_step, node_name
-from mopd.placement.gpus import Machine, engine_groups, share_gpus
 from mopd.preflight.inputs import check_inputs, check_machine, check_model_folder
 from mopd.run.machine import describe_machine, package_versions
 from mopd.run.preparing import settled, shown, weights_bytes
-from mopd.slurm.layout import JobComponent, lay_out, slurm_of
+from mopd.slurm.layout import JobComponent, lay_out, of_job, slurm_of
 from mopd.types import UserError
 
 SHM = Path("/dev/shm")
@@ -138,31 +138,23 @@ def _check_inputs(loaded: Loaded, num_nodes: int, node: int) -> None:
 def _check_gpus(loaded: Loaded, num_nodes: int, node: int) -> None:
     """This node has the GPUs that its ranks need, node 0 also those of the groups that the trainer starts, and in a job
     those that it asked for."""
-    component, num_ranks, student_nodes = _share(loaded, num_nodes, node)
-    hardware = this_hardware()
-    if component is not None:
+    hardware, world_size, student_nodes = this_hardware(), loaded.recipe.student.parallel.world_size, num_nodes
+    layout = None if loaded.recipe.slurm is None else lay_out(loaded)
+    nodes = [] if layout is None else [(one, i) for one in layout.components for i in range(one.num_nodes)]
+    has_ranks = True
+    if layout is not None and len(nodes) == num_nodes:
+        component, index = nodes[node]
+        loaded = of_job(loaded)
         _check_job_gpus(loaded, component, hardware)
+        student_nodes = layout.places.student_nodes
+        has_ranks = component is layout.components[0] and index < student_nodes
+        seen = len(layout.student_gpus[index]) if has_ranks else 0
+        hardware = dataclasses.replace(hardware, gpu_memory_bytes=hardware.gpu_memory_bytes[:seen])
     elif node == 0:
         check_machine(loaded, num_nodes)
-    if not hardware.num_gpus:
-        return
     groups = engine_groups(settled(loaded, hardware, num_nodes=student_nodes).recipe) if node == 0 else {}
-    try:
-        share_gpus(groups, Machine(num_gpus=hardware.num_gpus, num_ranks=num_ranks))
-    except UserError as error:
-        raise UserError(f"{loaded.path}: {error}") from None
-
-
-def _share(loaded: Loaded, num_nodes: int, node: int) -> tuple[JobComponent | None, int, int]:
-    """What the job of ``mopd slurm`` has on this node, if these are its nodes; ranks here; nodes that have ranks."""
-    if loaded.recipe.slurm is not None:
-        layout = lay_out(loaded)
-        places = [(component, i) for component in layout.components for i in range(component.num_nodes)]
-        if len(places) == num_nodes:
-            component, index = places[node]
-            is_students = component is layout.components[0] and index < layout.student_nodes
-            return component, layout.ranks_per_node if is_students else 0, layout.student_nodes
-    return None, loaded.recipe.student.parallel.world_size // num_nodes, num_nodes
+    num_ranks = world_size // student_nodes if has_ranks else 0
+    place_on_machine(groups, num_ranks, hardware.num_gpus).require(loaded.where)
 
 
 def _check_job_gpus(loaded: Loaded, component: JobComponent, hardware: Hardware) -> None:

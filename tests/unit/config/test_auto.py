@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from mopd.config.auto import GIB, compares_with_transformers, settle
 from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.config.load import Loaded, differences, dump, load_recipe
+from mopd.config.machine.auto import GIB, compares_with_transformers, settle
+from mopd.config.machine.places import engine_groups, place_on_machine
 from mopd.config.placements import InProcessConfig, LocalConfig
 from mopd.config.schema import Recipe
 from mopd.hardware import Hardware
-from mopd.placement.gpus import Machine, engine_groups, share_gpus
 from mopd.run.preparing import settled
 from mopd.types import UserError
 
@@ -151,12 +151,15 @@ def test_vllm_is_given_room_to_score_the_longest_sequence(load: Load) -> None:
 def test_replicas_take_gpus_of_their_own_or_are_refused_with_the_table(load: Load) -> None:
     def shares(*overrides: str) -> list[tuple[int, ...]]:
         recipe = settle(load("student.parallel.data_parallel_size=4", *overrides).recipe, NODE, num_ranks=4).recipe
-        taken = share_gpus(engine_groups(recipe), Machine(num_gpus=8, num_ranks=4)).groups
-        return [gpus for group in taken.values() for gpus in group]
+        return [
+            one.gpus for one in place_on_machine(engine_groups(recipe), 4, 8).require().tenants if one.key != "student"
+        ]
 
     assert shares() == [(4,), (5,), (6,)]
     assert shares("teachers.code.placement={type: local, gpus: [4]}") == [(5,), (6,), (4,)]
-    table = r"8 GPUs here; trainer ranks: GPU 0, 1, 2, 3; rollout: any 1 x 1; teachers.math: any 4 x 1; teachers.code"
+    table = (
+        r"8 GPUs on node 0; trainer ranks: GPU 0, 1, 2, 3; rollout: any 1 x 1; teachers.math: any 4 x 1; teachers.code"
+    )
     with pytest.raises(UserError, match=table):
         shares("teachers.math.replicas=4")
 
@@ -168,8 +171,8 @@ def test_a_rollout_that_shares_takes_no_gpu_of_its_own_and_nothing_is_in_process
     assert on_cpu.reasons["teachers.math.placement.type"].startswith("rollout.placement.share_gpus_with")
     recipe = settle(load("student.parallel.data_parallel_size=4", *shared).recipe, NODE, num_ranks=4).recipe
     assert recipe.rollout.engine.type == "vllm"
-    taken = share_gpus(engine_groups(recipe), Machine(num_gpus=8, num_ranks=4)).groups
-    assert list(taken.values()) == [((0,),), ((4,),), ((5,),)]
+    places = place_on_machine(engine_groups(recipe), 4, 8).require()
+    assert [one.gpus for one in places.tenants if one.key != "student"] == [(0,), (4,), (5,)]
 
 
 def test_the_origin_says_why(load: Load) -> None:

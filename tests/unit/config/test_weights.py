@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mopd.config.auto import settle
 from mopd.config.load import load_recipe
+from mopd.config.machine.auto import settle
 from mopd.hardware import Hardware
 from mopd.types import UserError
 from tests.fixtures.recipe import RECIPE

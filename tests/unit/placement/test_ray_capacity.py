@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mopd.placement.ray.cluster import Need, Node, check_room
+from mopd.config.machine.places import RayRequest
+from mopd.placement.ray.cluster import Node, check_room
 from mopd.types import UserError
 
 
-def need(key: str, count: int, gpus: float, cpus: float = 1) -> Need:
-    return Need(keys=(key,), count=count, num_gpus=gpus, num_cpus=cpus)
+def need(key: str, count: int, gpus: float, cpus: float = 1) -> RayRequest:
+    return RayRequest(name=key, keys=(key,), count=count, num_gpus=gpus, num_cpus=cpus)
 
 
 def nodes(*gpus: float, cpus: float = 16) -> list[Node]:

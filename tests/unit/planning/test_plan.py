@@ -42,7 +42,7 @@ def as_json(capsys: pytest.CaptureFixture[str], recipe: str, *arguments: str) ->
         (
             ONE_NODE,
             ["student.parallel.data_parallel_size=4"],
-            "rollout.placement: local: 1 replicas of 2 GPUs, and 0 of",
+            "rollout.placement: 1 replicas of 2 GPUs need 2 and 0 are free",
         ),
         (ONE_NODE, ["student.recompute=none", "student.max_tokens_per_micro_batch=65536"], "every rank needs"),
         (
@@ -63,7 +63,7 @@ def as_json(capsys: pytest.CaptureFixture[str], recipe: str, *arguments: str) ->
         (
             SIXTEEN_NODES,
             ["--nodes", "16", "teachers.large.engine.tensor_parallel_size=16"],
-            "teachers.large.engine.tensor_parallel_size: 16: a replica does not straddle nodes of 8 GPUs",
+            "teachers.large.engine.tensor_parallel_size: 16 GPUs, and a node has 8: a replica does not straddle nodes",
         ),
         (
             SIXTEEN_NODES,
@@ -105,6 +105,26 @@ def test_both_turns_of_a_shared_gpu_are_planned(capsys: pytest.CaptureFixture[st
     assert "rollout's turn" in capsys.readouterr().out
     gpus = {where["key"]: where["gpus"] for where in shared["places"] if where["key"] != "student"}
     assert gpus == {"rollout": [0, 1], "teachers.math": [4], "teachers.code": [5]}
+
+
+def test_a_recipe_with_a_job_is_planned_on_its_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    """16 ranks, and 14 GPUs of replicas: the section says how many nodes, and how they are split; options go first."""
+    job = "slurm={{gpus_per_node: 8, form: {}, student_nodes: {}}}"
+    together = as_json(capsys, FOUR_NODES, job.format("allocation", 4))
+    assert (together["cluster"]["nodes"], together["cluster"]["gpus_per_node"]) == (4, 8)
+    assert [one["node"] for one in together["places"] if one["key"] == "student"] == [
+        n for n in range(4) for _ in range(4)
+    ]
+    assert [one["node"] for one in together["places"] if one["key"] == "rollout"] == [0, 1]
+    apart = as_json(capsys, FOUR_NODES, job.format("heterogeneous", 2))
+    assert apart["cluster"]["nodes"] == 6 and {one["component"] for one in apart["places"]} == {0, 1, 2, 3, 4}
+    assert plan(FOUR_NODES, job.format("allocation", 2)) == 0
+    assert "node 3" in capsys.readouterr().out
+    assert plan(FOUR_NODES, job.format("allocation", 2), "--nodes", "3") == 2
+    assert "no node has 2 free" in capsys.readouterr().err
+    assert plan(FOUR_NODES, job.format("allocation", 4), "--gpus-per-node", "16") == 0
+    assert plan(FOUR_NODES, job.format("heterogeneous", 2), "--nodes", "4") == 2
+    assert "slurm.nodes: 4, and the job's components have 2 + 1 + 1 + 1 + 1 nodes" in capsys.readouterr().err
 
 
 def test_a_smaller_gpu_refuses_what_a_larger_one_takes(capsys: pytest.CaptureFixture[str]) -> None:

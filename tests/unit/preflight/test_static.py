@@ -107,7 +107,7 @@ def test_too_few_gpus(check: Callable[[str], list[Check]]) -> None:
     check(RECIPE + "teacher_defaults: {placement: {type: local}}\n")
     one = Hardware(gpu_memory_bytes=(2**30,), torch_cuda="12.8")
     (found,) = failures(list(StaticChecks(draft_recipe("recipe.yaml"), one).run()))
-    assert "1 GPUs here" in found and "trainer ranks: GPU 0" in found
+    assert "1 GPUs on node 0" in found and "trainer ranks: GPU 0" in found
 
 
 def test_a_name_of_the_hub_is_not_fetched(check: Callable[[str], list[Check]]) -> None:

@@ -49,7 +49,7 @@ def recipe(folder: Path, slurm: dict[str, Any], **keys: Any) -> Loaded:
 
 def owners(layout: JobLayout) -> Counter[tuple[int, int, int]]:
     """(component, node, GPU) -> how many have it."""
-    found = Counter((0, node, gpu) for node in range(layout.student_nodes) for gpu in layout.student_gpus)
+    found = Counter((0, node, gpu) for node, own in enumerate(layout.student_gpus) for gpu in own)
     found.update((server.component, server.node, gpu) for server in layout.servers for gpu in server.gpus)
     return found
 
@@ -64,7 +64,9 @@ def test_a_gpu_has_one_owner_that_the_job_has_asked_for(
     assert set(owners(layout).values()) == {1}
     for component, node, gpu in owners(layout):
         assert node < layout.components[component].num_nodes and gpu < layout.components[component].gpus_per_node
-    assert layout.ranks_per_node * layout.student_nodes == 8 and len(layout.student_gpus) >= layout.ranks_per_node
+    places = layout.places
+    assert places.ranks_per_node * places.student_nodes == 8
+    assert all(len(own) >= places.ranks_per_node for own in layout.student_gpus)
     asked = Counter((server.key, len(server.gpus)) for server in layout.servers)
     assert asked == {("teachers.math", 4): 2, ("teachers.code", 1): 3}
     assert len({(server.key, server.number) for server in layout.servers}) == 5
@@ -94,36 +96,56 @@ def test_each_group_is_a_component(tmp_path: Path) -> None:
 
 def test_without_gpus_replicas_take_nodes_in_turn(tmp_path: Path) -> None:
     layout = lay_out(recipe(tmp_path, {"nodes": 2}))
-    assert layout.student_nodes == 2 and layout.ranks_per_node == 4 and not owners(layout)
+    assert layout.places.student_nodes == 2 and layout.places.ranks_per_node == 4 and not owners(layout)
     assert [server.node for server in layout.servers] == [0, 1, 0, 1, 0]
 
 
-def test_ray_has_what_the_ranks_leave(tmp_path: Path) -> None:
+def test_ray_has_what_the_ranks_and_the_auto_rollout_leave(tmp_path: Path) -> None:
     on_ray = {"type": "ray", "num_gpus": 4}
     keys = {"teachers__math__placement": on_ray, "teachers__code__placement": {"type": "ray", "num_gpus": 1}}
     layout = lay_out(recipe(tmp_path, {"form": "ray", "gpus_per_node": 8, "student_nodes": 2}, **keys))
-    assert layout.components[0].num_nodes == 3 and layout.student_gpus == (0, 1, 2, 3) and layout.servers == ()
+    assert (
+        layout.components[0].num_nodes == 3
+        and layout.student_gpus == ((0, 1, 2, 3, 4), (0, 1, 2, 3))
+        and layout.servers == ()
+    )
 
 
 @pytest.mark.parametrize(
     ("slurm", "keys", "says"),
     [
-        ({"nodes": 3}, {}, "slurm.nodes is 3, and the 8 ranks of student.parallel do not divide equally"),
-        ({"student_nodes": 3, "gpus_per_node": 8}, {}, "slurm.student_nodes is 3, and the 8 ranks"),
+        (
+            {"nodes": 3},
+            {},
+            "slurm.student_nodes: the 8 ranks of student.parallel do not divide equally over 3 nodes: set it to 1 or 2",
+        ),
+        (
+            {"student_nodes": 3, "gpus_per_node": 8},
+            {},
+            "slurm.student_nodes: the 8 ranks of student.parallel do not divide equally over 3 nodes of 8 GPUs: set it",
+        ),
         (
             {"student_nodes": 1, "gpus_per_node": 4},
             {},
-            "8 on each, and slurm.gpus_per_node is 4: set student_nodes to 2",
+            "do not divide equally over 1 nodes of 4 GPUs: set it to 2 or 4 or 8",
         ),
-        ({"gpus_per_node": 2}, {}, "teachers.math.engine.tensor_parallel_size is 4, and a node of the job has 2 GPUs"),
+        ({"gpus_per_node": 2}, {}, "teachers.math.engine.tensor_parallel_size: 4 GPUs, and a node has 2"),
         (
             {"form": "heterogeneous", "gpus_per_node": 8, "components": {"teachers.math": {"gpus_per_node": 2}}},
             {},
-            "has 2 GPUs (slurm.components.teachers.math.gpus_per_node): a replica does not straddle nodes",
+            "teachers.math.engine.tensor_parallel_size: 4 GPUs, and a node has 2: a replica does not straddle nodes",
         ),
-        ({"nodes": 2, "gpus_per_node": 8}, {}, "slurm.nodes is 2, but the job needs 3"),
-        ({"form": "heterogeneous", "nodes": 2, "gpus_per_node": 8}, {}, "slurm.nodes is 2, but the job needs 3"),
-        ({"form": "heterogeneous", "nodes": 9, "gpus_per_node": 8}, {}, "slurm.nodes is 9, but the components have 3"),
+        ({"nodes": 2, "gpus_per_node": 8}, {}, "teachers.code.replicas: 3 replicas of 1 GPUs, and no node has 1 free"),
+        (
+            {"form": "heterogeneous", "nodes": 2, "gpus_per_node": 8},
+            {},
+            "slurm.nodes: 2, and the job's components have 1 + 1 + 1",
+        ),
+        (
+            {"form": "heterogeneous", "nodes": 9, "gpus_per_node": 8},
+            {},
+            "slurm.nodes: 9, and the job's components have 1",
+        ),
         ({"form": "ray"}, {}, "slurm.form is 'ray', but teachers.math.placement.type is registered"),
         (
             {"form": "heterogeneous", "components": {"rollout": {}}},
@@ -133,7 +155,7 @@ def test_ray_has_what_the_ranks_leave(tmp_path: Path) -> None:
         (
             {"gpus_per_node": 8},
             {"rollout__placement": {"type": "local"}},
-            "rollout.replicas: 8 trainer ranks and the replicas of local groups up to this one need 9 GPUs",
+            "rollout.placement: 1 replicas of 1 GPUs need 1 and 0 are free (8 GPUs on node 0; trainer ranks: GPU 0, 1",
         ),
         (
             {"form": "ray", "gpus_per_node": 4},
@@ -141,7 +163,7 @@ def test_ray_has_what_the_ranks_leave(tmp_path: Path) -> None:
                 "teachers__math__placement": {"type": "ray", "num_gpus": 8},
                 "teachers__code__placement": {"type": "ray"},
             },
-            "teachers.math.placement.num_gpus is 8, and a node of the job has 4 GPUs",
+            "teachers.math.placement.num_gpus: 8 GPUs, and a node has 4: a replica does not straddle nodes",
         ),
     ],
 )

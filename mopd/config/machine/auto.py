@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mopd.config.groups import AutoEngineConfig, EngineGroupConfig, TorchEngineConfig, VllmEngineConfig
+from mopd.config.machine.places import engine_groups, room_for_auto
 from mopd.config.placements import (
     AutoPlacementConfig,
     ExternalConfig,
@@ -135,43 +136,22 @@ def _placement(
     recipe: Recipe, hardware: Hardware, num_ranks: int, num_weights: Mapping[str, int | None]
 ) -> tuple[InProcessConfig | LocalConfig, str]:
     """What every ``placement.type: auto`` becomes, one choice for all groups, and why."""
-    is_beside = recipe.schedule.max_staleness > 0 or recipe.shares_gpus
+    is_beside = recipe.has_engines_beside
     beside = f"schedule.max_staleness {recipe.schedule.max_staleness}: it works while the student trains"
     if recipe.shares_gpus:
         beside = "rollout.placement.share_gpus_with: it works while the student's memory is lent"
     if hardware.without_cuda:
         return (LocalConfig(type="local"), beside) if is_beside else (InProcessConfig(), hardware.without_cuda)
-    groups = _groups(recipe)
-    free = hardware.num_gpus - num_ranks - sum(_taken(group) for group in groups.values())
-    wanted = sum(_wanted(group) for group in groups.values() if isinstance(group.placement, AutoPlacementConfig))
+    free, wanted = room_for_auto(engine_groups(recipe), num_ranks, hardware.num_gpus)
     if wanted <= free:
         return LocalConfig(type="local"), f"{free} of {hardware.num_gpus} GPUs are free, {wanted} wanted"
     needed = _bytes_on_one_gpu(recipe, num_weights)
     memory = hardware.gpu_memory_bytes[0]
-    few = f"{max(free, 0)} of {hardware.num_gpus} GPUs are free, {wanted} wanted"
+    few = f"{free} of {hardware.num_gpus} GPUs are free, {wanted} wanted"
     if needed is not None and needed <= MAX_SHARE * memory and not is_beside:
         fits = f"everything fits on one: about {needed / GIB:.0f} of {memory / GIB:.0f} GiB"
         return InProcessConfig(), f"{few}, and {fits}"
     return LocalConfig(type="local"), few
-
-
-def _groups(recipe: Recipe) -> dict[str, EngineGroupConfig]:
-    """By the key of their model's size."""
-    return {"student": recipe.rollout, **{f"teachers.{name}": teacher for name, teacher in recipe.teachers.items()}}
-
-
-def _wanted(group: EngineGroupConfig) -> int:
-    return group.replicas * group.gpus_per_replica
-
-
-def _taken(group: EngineGroupConfig) -> int:
-    """GPUs of this machine that the recipe gives to a group, beside rank 0's."""
-    placement = group.placement
-    if isinstance(placement, LocalConfig):
-        return 0 if group.shares_gpus else _wanted(group)
-    if isinstance(placement, RayConfig) and placement.address is None:
-        return placement.num_gpus * group.replicas
-    return group.gpus_per_replica - 1 if isinstance(placement, InProcessConfig) else 0
 
 
 def _bytes_on_one_gpu(recipe: Recipe, num_weights: Mapping[str, int | None]) -> int | None:
@@ -180,8 +160,8 @@ def _bytes_on_one_gpu(recipe: Recipe, num_weights: Mapping[str, int | None]) -> 
     shards = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     student = num_weights.get("student")
     sizes = [
-        num_weights.get(key)
-        for key, group in _groups(recipe).items()
+        num_weights.get("student" if group is recipe.rollout else key)
+        for key, group in engine_groups(recipe).items()
         if isinstance(group.placement, (AutoPlacementConfig, InProcessConfig))
         for _ in range(group.replicas)
     ]
