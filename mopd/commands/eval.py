@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Start the ranks, wait for their end; the exit code. In a rank: evaluate."""
     further = {} if args.model is None else {"--model": args.model}
-    loaded = agreed(partial(load_recipe, args.recipe, args.set), further)
+    # A checkpoint is read by all ranks, a folder by rank 0 alone.
+    options = further if args.checkpoint is None else {"--checkpoint": str(args.checkpoint)}
+    loaded = agreed(partial(load_recipe, args.recipe, args.set), "eval", options, further_models=further)
     model = None if args.model is None else Path(*loaded.located.get(args.model, (args.model,)))
     if loaded.recipe.validation is None:
         raise UserError(f"{loaded.path}: eval needs validation: add a validation section")
@@ -51,18 +53,18 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
             raise UserError(f"--checkpoint: {shown!r} is no complete checkpoint (no manifest.json): name a step folder")
 
     def work() -> None:
-        _evaluate(loaded, model or args.checkpoint, as_json=args.json)
+        _evaluate(loaded, model, args.checkpoint, as_json=args.json)
 
     return on_students_ranks(loaded, arguments, work, checks, groups=("rollout",)).code
 
 
-def _evaluate(loaded: Loaded, model: Path | None, *, as_json: bool) -> None:
+def _evaluate(loaded: Loaded, model: Path | None, checkpoint: Path | None, *, as_json: bool) -> None:
     """On this rank; rank 0 prints."""
     from mopd.run.apart.evaluation import evaluate
 
-    result = evaluate(loaded, model)
+    result = evaluate(loaded, model, checkpoint)
     if result is not None:
-        _print(result, title=str(model or loaded.recipe.student.model), as_json=as_json)
+        _print(result, title=str(checkpoint or model or loaded.recipe.student.model), as_json=as_json)
 
 
 def _print(result: ValidationResult, *, title: str, as_json: bool) -> None:

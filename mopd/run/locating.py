@@ -121,7 +121,18 @@ def _wanted(loaded: Loaded, further_models: Mapping[str, str]) -> Iterator[Wante
 
 
 def _pinned(wanted: Sequence[Wanted], commits: Mapping[str, str]) -> list[Wanted]:
-    """What another machine fetches: the commits that the first one found."""
+    """What another machine fetches: the commits that the first one found.
+
+    Raises:
+        UserError: the first one has a folder or file of that name.
+    """
+    for one in wanted:
+        if one.key not in commits:
+            here = "folder" if one.kind == "model" else "file"
+            raise UserError(
+                f"{one.where}: {one.text!r} is a {here} on node 0 and none on this node, where it would be a name of "
+                "the Hub: let all nodes see it, and start them in one working directory"
+            )
     return [
         dataclasses.replace(one, name=one.name.at(commits[one.key].partition("@")[2].partition(":")[0]))
         for one in wanted

@@ -13,11 +13,11 @@ from mopd.config.load import Loaded, flatten
 from mopd.conversion.hf.manifest import make_manifest
 from mopd.hardware import Hardware, this_hardware
 from mopd.hub.names import hub_model
-from mopd.launch.node import gpus_of_step, node_name
+from mopd.launch.node import compared_environment, gpus_of_step, node_name
 from mopd.placement.gpus import Machine, engine_groups, share_gpus
 from mopd.preflight.inputs import check_inputs, check_machine, check_model_folder
 from mopd.run.machine import describe_machine, package_versions
-from mopd.run.preparing import settled, shown, weights_bytes
+from mopd.run.preparing import rank_facts, settled, shown, weights_bytes
 from mopd.slurm.layout import JobComponent, lay_out, slurm_of
 from mopd.types import UserError
 
@@ -37,6 +37,9 @@ class NodeFacts:
     """Key -> its value as JSON, or a hash of it."""
     models: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Key of the recipe -> hashes and size of the folder that it names; none for a name of the Hub."""
+    start: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """What a start compares between the nodes of ranks besides versions, by kind (``preparing.FACTS``); none of a node
+    without ranks."""
     shm_bytes: int = 0
     problems: tuple[str, ...] = ()
     """What is wrong on this node whatever the others say, with file, line and key."""
@@ -64,6 +67,7 @@ _SHAPES: dict[str, Any] = {
     "gpus": [str],
     "recipe": {"": str},
     "models": {"": {"": str}},
+    "start": {"": {"": str}},
     "shm_bytes": int,
     "problems": [str],
     "is_complete": bool,
@@ -94,14 +98,18 @@ def facts_of_this_node(load: Callable[[], Loaded], *, num_nodes: int, node: int)
     except UserError as error:
         return dataclasses.replace(facts, problems=(str(error),)), None
     models, problems = _models(loaded)
-    for check in (_check_inputs, _check_gpus):
+    start: dict[str, dict[str, str]] = {}
+
+    for check in (_check_inputs, _check_gpus, lambda *place: start.update(_start(*place))):
         try:
             check(loaded, num_nodes, node)
         except UserError as error:
             if str(error) not in problems:
                 problems.append(str(error))
     recipe = {key: shown(value) for key, value in flatten(loaded.named).items()}
-    whole = dataclasses.replace(facts, models=models, recipe=recipe, problems=tuple(problems), is_complete=True)
+    whole = dataclasses.replace(
+        facts, models=models, recipe=recipe, start=start, problems=tuple(problems), is_complete=True
+    )
     return whole, loaded
 
 
@@ -126,6 +134,17 @@ def _models(loaded: Loaded) -> tuple[dict[str, dict[str, str]], list[str]]:
             "bytes of weights": str(weights_bytes(Path(model)) or 0),
         }
     return models, problems
+
+
+def _start(loaded: Loaded, num_nodes: int, node: int) -> dict[str, dict[str, str]]:
+    """As ``run/preparing.py`` makes them when the run starts."""
+    num_ranks = _share(loaded, num_nodes, node)[1]
+    if not num_ranks:
+        return {}
+    found = {"environment": compared_environment()} | rank_facts(loaded, num_ranks)
+    if hub_model(loaded.recipe.student.model) is not None:
+        del found["student.model"]
+    return found
 
 
 def _check_inputs(loaded: Loaded, num_nodes: int, node: int) -> None:

@@ -32,17 +32,19 @@ from mopd.run.workers import Inputs, build_routers, build_validator, read_inputs
 from mopd.types import UserError
 
 
-def evaluate(loaded: Loaded, model: Path | None) -> ValidationResult | None:
-    """Validate ``model`` (checkpoint or Hugging Face folder; ``None``: ``student.model``); the result on rank 0.
+def evaluate(loaded: Loaded, model: Path | None, checkpoint: Path | None = None) -> ValidationResult | None:
+    """Validate a ``checkpoint`` of a run or the Hugging Face folder ``model`` (both ``None``: ``student.model``); the
+    result on rank 0.
 
-    A checkpoint needs all ranks to be read; for a Hugging Face folder rank 0 works alone.
+    A checkpoint needs all ranks to be read; for a Hugging Face folder rank 0 works alone. Which of the two it is does
+    not depend on what a rank finds on its disk: the ranks of one node would wait for those of another.
 
     Raises:
         UserError: a file cannot be used.
     """
     inputs = read_inputs(loaded.recipe) if rank_and_world_size()[0] == 0 else None
-    if model is not None and not (model / "config.json").is_file():
-        return _evaluate_checkpoint(loaded, inputs, model)
+    if checkpoint is not None:
+        return _evaluate_checkpoint(loaded, inputs, checkpoint)
     if inputs is None:
         return None
     folder = loaded.recipe.student.model if model is None else str(model)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import pytest
+import torch
 
 from mopd.config.load import Loaded, dump, load_recipe
 from mopd.launch import sharing
 from mopd.launch.failure import LAUNCH_DIR
-from mopd.launch.node import compared_environment
+from mopd.launch.node import Place, compared_environment, node_name
+from mopd.launch.nodes import NodeLostError, Nodes
 from mopd.run.leading import require_shared
 from mopd.run.preparing import agreed, for_ranks
 from mopd.types import UserError
+from tests.fixtures.ports import free_port
 from tests.fixtures.whole_recipe import WHOLE_RECIPE
 
 
@@ -33,7 +40,7 @@ def in_rank_of(folder: Path, text: str, patch: pytest.MonkeyPatch) -> Loaded:
     sharing.to_ranks(folder, text)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", LAUNCH_DIR: str(folder)}.items():
         patch.setenv(name, value)
-    return agreed(refuse)
+    return agreed(refuse, "train")
 
 
 def test_a_rank_gets_every_value_with_its_origin(
@@ -121,6 +128,94 @@ def test_what_our_launcher_sets_counts_as_set(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in compared_environment()
+
+
+SMALL = """\
+run_dir: run
+student: {model: student, parallel: {data_parallel_size: 2}}
+teachers: {one: {model: student, domains: [math]}}
+data: {train: [train.jsonl]}
+schedule: {steps: 3, prompts_per_step: 4}
+"""
+
+
+@dataclasses.dataclass
+class OneNode:
+    """A launcher in a thread, and what is its own."""
+
+    command: str = "train"
+    options: dict[str, str] = dataclasses.field(default_factory=dict)
+    gpu: str = "H100"
+
+    def agree(self, place: Place, path: Path, agreed_all: threading.Barrier) -> Loaded | str:
+        """The recipe, or the line of the error. The store goes with node 0's launcher."""
+        GPU.name = self.gpu
+        try:
+            with Nodes(place) as nodes:
+                nodes.join()
+                found = agreed(partial(load_recipe, path), self.command, self.options, nodes=nodes)
+                agreed_all.wait(DEADLINE_S)
+                return found
+        except (UserError, NodeLostError) as error:
+            return str(error)
+
+
+GPU = threading.local()
+DEADLINE_S = 240.0
+
+
+def agree(first: OneNode, second: OneNode, folder: Path, patch: pytest.MonkeyPatch) -> list[Loaded | str]:
+    """What comes of the two launchers, in one process and on one disk."""
+    for name in ("RANK", "WORLD_SIZE"):
+        patch.delenv(name, raising=False)
+    patch.chdir(folder)
+    patch.setattr(torch.cuda, "device_count", lambda: 8)
+    patch.setattr(torch.cuda, "get_device_name", lambda number: GPU.name)
+    path, port = folder / "recipe.yaml", free_port()
+    path.write_text(SMALL)
+    with ThreadPoolExecutor(2) as pool:
+        places = [Place(num_nodes=2, node_rank=number, port=port) for number in (0, 1)]
+        return list(pool.map(OneNode.agree, (first, second), places, repeat(path), repeat(threading.Barrier(2))))
+
+
+def test_nodes_that_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"--checkpoint": "run/checkpoints/step_1"}
+    one, other = agree(OneNode("eval", options), OneNode("eval", options), tmp_path, monkeypatch)
+    assert isinstance(one, Loaded) and isinstance(other, Loaded) and one.recipe == other.recipe
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "line"),
+    [
+        (
+            OneNode(),
+            OneNode(gpu="A100"),
+            "the ranks' GPU is A100 on {} and H100 on {}: start the ranks on nodes with one kind of GPU",
+        ),
+        (
+            OneNode("eval", {"--model": "a"}),
+            OneNode("eval", {"--checkpoint": "a"}),
+            '--model is absent on {} and "a" on {} (and 1 more differences): '
+            "start every node with the same command and options",
+        ),
+        (
+            OneNode("eval"),
+            OneNode("eval", {"--model": "org/name"}),
+            '--model is "org/name" on {} and absent on {}: start every node with the same command and options',
+        ),
+        (
+            OneNode("train"),
+            OneNode("check"),
+            "the command is check on {} and train on {}: start every node with the same command and options",
+        ),
+    ],
+    ids=["GPUs", "model and checkpoint", "a name of the Hub", "commands"],
+)
+def test_nodes_that_differ(
+    first: OneNode, second: OneNode, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, there = agree(first, second, tmp_path, monkeypatch)
+    assert there == line.format(*(f"node {number} ({node_name()})" for number in (1, 0)))
 
 
 def test_a_run_folder_that_a_node_does_not_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
