@@ -48,16 +48,17 @@ def on_students_ranks(
     if failure.is_rank():
         with beating(loaded.recipe.schedule.wait_timeout_s):
             check_world_size(loaded, failure.rank_and_world_size()[1])
+            is_first = failure.group_rank() == 0
             if not failure.is_our_launchers():
-                _raise_open_files(loaded, is_first=failure.group_rank() == 0)
-            check_inputs(loaded)
+                _raise_open_files(loaded, is_first=is_first)
+            check_inputs(loaded, is_first=is_first)
             return failure.Ended(code=work() or 0)
     nodes = Nodes(Place()) if nodes is None else nodes
     if loaded.path == STANDARD_INPUT:
         raise UserError("recipe: the ranks cannot read standard input again: write it to a file and name that")
     check_machine(loaded, nodes.place.num_nodes)
     _raise_open_files(loaded, is_first=nodes.place.is_first)
-    check_inputs(loaded)
+    check_inputs(loaded, is_first=nodes.place.is_first)
     from mopd.placement.gpus import check_gpus
 
     # Replicas that a run starts are node 0's.

@@ -169,6 +169,20 @@ def test_options_of_an_evaluation_are_compared(world: World, tmp_path: Path) -> 
     assert len(found) == 1 and "mopd: error: --model is absent on node 1 (node-1) and " in found.pop(), ended
 
 
+@pytest.mark.parametrize("torchrun", [None, "static"])
+def test_only_the_student_is_needed_on_every_node(world: World, tmp_path: Path, torchrun: str | None) -> None:
+    """Teachers, data and rewards are node 0's."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / world.student.name).symlink_to(world.student)
+    names = {f"teachers__{name}__model": path.name for name, path in world.teachers.items()}
+    data = {"data__train": [world.train.name], "data__validation": [world.validation.name]}
+    recipe = world.write_recipe(tmp_path / "run", student__model=world.student.name, schedule__steps=3, **names, **data)
+    ended = run_both(Node(recipe, cwd=world.folder), Node(recipe, cwd=elsewhere), torchrun=torchrun)
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert len(read_metrics(tmp_path / "run")) == 3
+
+
 def test_two_agents_of_torchrun_that_agree_train(world: World, tmp_path: Path) -> None:
     """Without their own store too, where rank 0 has to hold one."""
     recipe = world.write_recipe(tmp_path / "run", schedule__steps=3)
