@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,7 +19,7 @@ from mopd.launch import sharing
 from mopd.launch.failure import LAUNCH_DIR
 from mopd.launch.node import Place, compared_environment, node_name
 from mopd.launch.nodes import NodeLostError, Nodes
-from mopd.run.leading import require_shared
+from mopd.run.leading import mark_start, require_shared
 from mopd.run.preparing import agreed, for_ranks
 from mopd.types import UserError
 from tests.fixtures.ports import free_port
@@ -219,13 +220,18 @@ def test_nodes_that_differ(
 
 
 def test_a_run_folder_that_a_node_does_not_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of its own with logs of former starts is none either."""
     monkeypatch.setattr("mopd.run.leading.SEEN_S", 0.0)
-    logs = tmp_path / "run" / "logs" / "node-1"
-    with pytest.raises(
-        UserError, match=r"run_dir: .*/run/logs/node-0/rank_0.log', which rank 0 has made, is not there on"
-    ):
-        require_shared(logs, "node-0/rank_0.log")
-    (logs.parent / "node-0").mkdir(parents=True)
-    (logs.parent / "node-0" / "rank_0.log").touch()
-    require_shared(logs, "node-0/rank_0.log")
+    first, other = tmp_path / "run" / "logs" / "node-0", tmp_path / "own" / "logs" / "node-1"
+    first.mkdir(parents=True)
+    mark = mark_start(first)
+    told = r"^run_dir: '.*/own/logs/node-0/\.start' is not there on node-1 as rank 0 has written it: "
+    with pytest.raises(UserError, match=told):
+        require_shared(other, mark)
+    shutil.copytree(tmp_path / "run", tmp_path / "own")
+    require_shared(other, mark)
+    mark = mark_start(first)
+    with pytest.raises(UserError, match=told):
+        require_shared(other, mark)
+    require_shared(first.parent / "node-1", mark)
     require_shared(None, None)
