@@ -369,7 +369,7 @@ def try_all(mutations: Sequence[Mutation], results: Path) -> list[dict[str, Any]
         return trial.confirm(found)
 
 
-def read_survivors(folder: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
+def read_survivors(folder: Path = FOLDER) -> dict[tuple[str, str, str], dict[str, Any]]:
     """Known survivors by ``Mutation.key``: ``reason``, and ``equivalent`` where no test could tell."""
     file = folder / SURVIVORS
     listed = (yaml.safe_load(file.read_text()) if file.exists() else None) or []

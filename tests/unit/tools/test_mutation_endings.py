@@ -127,6 +127,6 @@ def test_enough_is_nine_of_ten_with_a_reason_for_each_other(tmp_path: Path, reas
 
 
 def test_every_survivor_that_is_kept_has_a_reason() -> None:
-    for one in run.read_survivors(run.FOLDER).values():
+    for one in run.read_survivors().values():
         assert one["reason"].strip(), one
         assert not (one["equivalent"] and "limit or a pace" in one["reason"]), one
