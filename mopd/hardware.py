@@ -1,4 +1,5 @@
-"""Hardware and GPU software of this machine, found without torch. ``auto`` values follow it (``config/machine/auto.py``)."""
+"""Hardware and GPU software of this machine, found without torch; ``auto`` values follow it
+(``config/machine/auto.py``)."""
 
 from __future__ import annotations
 

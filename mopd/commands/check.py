@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         failed = _check_statically(args)
         if args.static or failed:
             return 2 if failed else 0
-    loaded = agreed(partial(load_recipe, args.recipe, args.set))
+    loaded = agreed(partial(load_recipe, args.recipe, args.set), "check")
     return on_students_ranks(loaded, arguments, lambda: _check(loaded, as_json=args.json)).code
 
 

@@ -12,7 +12,6 @@ from mopd.commands.ranks import add_recipe, on_students_ranks
 from mopd.config.load import Loaded, load_recipe
 from mopd.files.reading import shown_path
 from mopd.launch.failure import rank_and_world_size
-from mopd.run.locating import needs_ranks
 from mopd.run.preparing import agreed
 from mopd.types import UserError
 
@@ -33,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Start the ranks, wait for their end; the exit code. In a rank: evaluate."""
     further = {} if args.model is None else {"--model": args.model}
-    loaded = agreed(partial(load_recipe, args.recipe, args.set), further)
+    # A checkpoint is read by all ranks, a folder by rank 0 alone.
+    options = further if args.checkpoint is None else {"--checkpoint": str(args.checkpoint)}
+    loaded = agreed(partial(load_recipe, args.recipe, args.set), "eval", options, further_models=further)
     model = None if args.model is None else Path(*loaded.located.get(args.model, (args.model,)))
     if loaded.recipe.validation is None:
         raise UserError(f"{loaded.path}: eval needs validation: add a validation section")
@@ -48,17 +49,18 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
             raise UserError(f"--checkpoint: {shown!r} is no complete checkpoint (no manifest.json): name a step folder")
 
     def work() -> None:
-        _evaluate(loaded, model or args.checkpoint, as_json=args.json)
+        _evaluate(loaded, model, args.checkpoint, as_json=args.json)
 
     return on_students_ranks(loaded, arguments, work, checks, groups=("rollout",)).code
 
 
-def _evaluate(loaded: Loaded, model: Path | None, *, as_json: bool) -> None:
-    """On this rank."""
+def _evaluate(loaded: Loaded, model: Path | None, checkpoint: Path | None, *, as_json: bool) -> None:
+    """On this rank: all ranks read a checkpoint; the orchestrator alone a folder of Hugging Face."""
     from mopd.run.leading import follow_rank_0, start_orchestrator
 
     if rank_and_world_size()[0] == 0:
-        options = {"model": None if model is None else str(model), "as_json": as_json}
-        start_orchestrator(loaded, "eval", options)
-    elif model is not None and needs_ranks(model):
+        named = {"model": model, "checkpoint": checkpoint}
+        options = {name: None if path is None else str(path) for name, path in named.items()}
+        start_orchestrator(loaded, "eval", {**options, "as_json": as_json})
+    elif checkpoint is not None:
         follow_rank_0(loaded.recipe)

@@ -48,16 +48,17 @@ def on_students_ranks(
     if failure.is_rank():
         with beating(loaded.recipe.schedule.wait_timeout_s):
             check_world_size(loaded, failure.rank_and_world_size()[1])
+            is_first = failure.group_rank() == 0
             if not failure.is_our_launchers():
-                _raise_open_files(loaded)
-            check_inputs(loaded)
+                _raise_open_files(loaded, is_first=is_first)
+            check_inputs(loaded, is_first=is_first)
             return failure.Ended(code=work() or 0)
     nodes = Nodes(Place()) if nodes is None else nodes
     if loaded.path == STANDARD_INPUT:
         raise UserError("recipe: the ranks cannot read standard input again: write it to a file and name that")
     check_machine(loaded, nodes.place.num_nodes)
-    _raise_open_files(loaded)
-    check_inputs(loaded)
+    _raise_open_files(loaded, is_first=nodes.place.is_first)
+    check_inputs(loaded, is_first=nodes.place.is_first)
     from mopd.placement.gpus import check_gpus
 
     # Replicas that a run starts are node 0's.
@@ -72,7 +73,7 @@ def on_students_ranks(
     return launch(command, num_ranks=num_ranks, nodes=nodes, shared=for_ranks(loaded), cure=cure, ask=ask)
 
 
-def _raise_open_files(loaded: Loaded) -> None:
+def _raise_open_files(loaded: Loaded, *, is_first: bool) -> None:
     """Raise the limit of this process and its children to what the ranks need."""
     where, on_gpu = loaded.where("student", "parallel"), not this_hardware().without_cuda
-    raise_open_files(loaded.recipe.student.parallel, where, on_gpu=on_gpu)
+    raise_open_files(loaded.recipe.student.parallel, where, on_gpu=on_gpu, is_first=is_first)

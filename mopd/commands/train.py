@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     if args.from_step is not None and not args.resume:
         raise UserError("--from names a checkpoint to resume from: add --resume")
     if is_rank():
-        loaded = agreed(partial(load_recipe, args.recipe, args.set))
+        loaded = agreed(partial(load_recipe, args.recipe, args.set), "train")
         run_dir = RunDir(loaded.recipe.run_dir)
         return on_students_ranks(loaded, arguments, lambda: _train(loaded, run_dir, args)).code
     place = place_of(args)
@@ -80,7 +80,7 @@ def _stop_now() -> None:
 
 
 def _launch(args: argparse.Namespace, arguments: Sequence[str], nodes: Nodes) -> Ended:
-    loaded = agreed(partial(load_recipe, args.recipe, args.set), nodes=nodes)
+    loaded = agreed(partial(load_recipe, args.recipe, args.set), "train", nodes=nodes)
     run_dir = RunDir(loaded.recipe.run_dir)
     is_new = not run_dir.path.exists()
     is_first = nodes.place.is_first

@@ -23,13 +23,18 @@ RANK_DEFAULTS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """What our launcher sets for ranks where the user does not: Megatron's overlap of TP communication relies on one
 queue."""
 _COMPARED = re.compile(
-    r"NVTE_|CUBLAS|CUDNN_|NVIDIA_TF32|TORCH_(ALLOW_TF32|BLAS|CUDNN|LINALG)|TORCHDYNAMO_|TORCHINDUCTOR_|TRITON_|"
-    r"ATEN_|ONEDNN_|DNNL_|MKL_|OMP_NUM_THREADS$|CUDA_DEVICE_MAX_CONNECTIONS$|MEGATRON_|"
-    r"NCCL_(ALGO|PROTO|NVLS|COLLNET|MIN_NCHANNELS|MAX_NCHANNELS|BUFFSIZE|NTHREADS)"
+    r"NVTE_|UB_|CUBLAS|CUDNN_|CUTLASS_|NVIDIA_TF32|TORCH_|PYTORCH_|TORCHDYNAMO_|TORCHINDUCTOR_|AOT|INDUCTOR_|TRITON_|"
+    r"(\w+_)?(FLASH_?ATT|FLASHINFER|XFORMERS)|(DISABLE|ENABLE|USE|FORCE)_\w*(FLASH|TRITON|FUSED|FUSION|TMA)|"
+    r"ATEN_|ONEDNN_|DNNL_|MKL_|MKLDNN_|KMP_|OPENBLAS_|OMP_(NUM_THREADS|DYNAMIC|SCHEDULE)$|"
+    r"CUDA_(DEVICE_MAX_CONNECTIONS|GRAPH_)|MEGATRON_|NCCL_|NVSHMEM_|UCC_"
 )
-"""Beginnings of names: which kernels and algorithms are chosen, and in which order they add."""
-_LEFT_OUT = re.compile(r"_(DIR|PATH|FILE|HOME|ROOT)$|CACHE|LOG|DEBUG|VERBOSE")
-"""In a name: where files lie and what is printed differs between nodes by right."""
+"""Beginnings of names: which kernels and algorithms are chosen, in which order they add, and how ranks of one group
+talk. Whole families: the next version reads variables that nobody has listed."""
+_LEFT_OUT = re.compile(
+    r"_(DIR|PATH|FILE|FILENAME|HOME|ROOT|HUB)$|CACHE|LOG|(?<!TORCH_DISTRIBUTED_)DEBUG|VERBOSE|TRACE|DUMP|PROFILE|"
+    r"IFNAME|NCCL_(IB_|HOSTID|COMM_ID|NET)|NVSHMEM_(HCA|IB_|BOOTSTRAP)|KMP_AFFINITY|CUDA_ARCH_LIST"
+)
+"""In a name: where files lie, what is printed and which interface a node has differ between nodes by right."""
 
 
 def node_name() -> str:

@@ -1,4 +1,5 @@
-"""Descriptors of a trainer rank: gloo connects every rank of a group with every other, one socket for each pair."""
+"""Descriptors of a trainer rank: gloo connects every rank of a group with every other, one socket for each pair. Node
+0's launcher, which holds the store, and the process that holds the samples have one for each rank besides."""
 
 from __future__ import annotations
 
@@ -39,18 +40,21 @@ def gloo_groups(parallel: ParallelConfig, *, on_gpu: bool) -> list[int]:
     return [*both, world, world, dp, dp * cp, cp, pp, *of_tp, *of_experts, *embeddings]
 
 
-def needed_files(parallel: ParallelConfig, *, on_gpu: bool) -> int:
-    """Descriptors that a rank comes to."""
-    return RESERVE + sum(size - 1 + OF_A_GROUP for size in gloo_groups(parallel, on_gpu=on_gpu))
+def needed_files(parallel: ParallelConfig, *, on_gpu: bool, is_first: bool) -> int:
+    """Descriptors that a process of a node comes to. On node 0 (``is_first``) rank 0 may also hold the samples, with a
+    connection of each rank that reads them."""
+    readers = parallel.world_size if is_first else 0
+    return RESERVE + readers + sum(size - 1 + OF_A_GROUP for size in gloo_groups(parallel, on_gpu=on_gpu))
 
 
-def raise_open_files(parallel: ParallelConfig, where: str, *, on_gpu: bool) -> None:
+def raise_open_files(parallel: ParallelConfig, where: str, *, on_gpu: bool, is_first: bool) -> None:
     """Raise this process's soft limit, which its children inherit, as far as the hard one lets it.
 
     Args:
         parallel: the ranks.
         where: file, line and key that an error names.
         on_gpu: whether NCCL connects them.
+        is_first: whether rank 0 is on this node.
 
     Raises:
         UserError: the ranks need more.
@@ -61,7 +65,7 @@ def raise_open_files(parallel: ParallelConfig, where: str, *, on_gpu: bool) -> N
     if soft != unlimited and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         soft = most
-    needed = needed_files(parallel, on_gpu=on_gpu)
+    needed = needed_files(parallel, on_gpu=on_gpu, is_first=is_first)
     if soft != unlimited and soft < needed:
         raise UserError(
             f"{where}: each of {parallel.world_size} ranks needs {needed} open files, and the limit here (ulimit -n, "

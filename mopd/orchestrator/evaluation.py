@@ -28,17 +28,18 @@ from mopd.placement.weights import GroupWeightSync
 from mopd.replicas.interface import SampleFailed
 from mopd.replicas.router import Router
 from mopd.report.terminal import Terminal
-from mopd.run.locating import needs_ranks
 from mopd.run.validation import ValidationResult, Validator
 from mopd.run.workers import Inputs, build_routers, build_validator, read_inputs
 from mopd.text import json_lines
 from mopd.types import UserError
 
 
-def evaluate(lead: Lead, *, model: str | None, as_json: bool) -> str | None:
-    """Validate ``model`` (checkpoint or Hugging Face folder; ``None``: ``student.model``) and print the result.
+def evaluate(lead: Lead, *, model: str | None, checkpoint: str | None, as_json: bool) -> str | None:
+    """Validate a ``checkpoint`` of a run or the Hugging Face folder ``model`` (both ``None``: ``student.model``), and
+    print the result.
 
-    A checkpoint needs all ranks to be read; for a Hugging Face folder this process works alone.
+    A checkpoint needs all ranks to be read; for a Hugging Face folder this process works alone. Which of the two it is
+    does not depend on what a rank finds on its disk: the ranks of one node would wait for those of another.
 
     Raises:
         UserError: a file cannot be used.
@@ -47,11 +48,11 @@ def evaluate(lead: Lead, *, model: str | None, as_json: bool) -> str | None:
     inputs = read_inputs(recipe)
     validator = build_validator(recipe, inputs)
     assert validator is not None, "the command line refuses a recipe without validation"
-    folder = Path(recipe.student.model if model is None else model)
+    folder = Path(checkpoint or model or recipe.student.model)
 
     async def work(ranks: Ranks) -> ValidationResult:
         async with lead.telling(ranks):
-            if needs_ranks(folder):
+            if checkpoint is not None:
                 return await _evaluate_checkpoint(recipe, inputs, validator, folder, ranks)
             return await _evaluate_folder(recipe, validator, folder)
 

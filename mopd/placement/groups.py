@@ -176,9 +176,9 @@ class Groups:
             self._repair = None
         placements, self._placements = self._placements, {}
         outcomes = await asyncio.gather(*(p.close() for p in placements.values()), return_exceptions=True)
-        if self._cluster is not None:
-            await self._cluster.close()
-            self._cluster = None
+        cluster, self._cluster = self._cluster, None  # before it ends: one that fails to must not be ended again
+        if cluster is not None:
+            outcomes += await asyncio.gather(cluster.close(), return_exceptions=True)
         if self._temporary is not None:
             self._temporary.close()
             self._temporary = None

@@ -296,7 +296,10 @@ class ServerGroup:
 
     async def _forget(self, server: Server) -> None:
         await self._end(server, grace_s=0.0)
-        self._servers.remove(server)
+        if (
+            server in self._servers
+        ):  # ``close`` does not wait for a start that was cancelled twice, and forgets it first
+            self._servers.remove(server)
 
     async def _end(self, server: Server, grace_s: float) -> None:
         """End a process, first in order if there is time, and wait for its end."""

@@ -13,6 +13,7 @@ from mopd.config.machine.places import engine_groups
 from mopd.config.placements import LocalConfig
 from mopd.config.rewards import CustomRewardConfig, JsonSchemaConfig
 from mopd.config.schema import Recipe
+from mopd.data.image_processing import sees_images
 from mopd.files.reading import shown_path
 from mopd.text import visible
 from mopd.types import UserError
@@ -31,8 +32,9 @@ class Check:
     """What was measured; for a failure also the key to change."""
 
 
-def check_inputs(loaded: Loaded) -> None:
+def check_inputs(loaded: Loaded, *, is_first: bool = True) -> None:
     """Every model folder, data file, template, interpreter and reward file of the recipe is there, and every package.
+    On a node without rank 0 (not ``is_first``) only what its ranks read: the student, and files with images for it.
 
     Raises ``UserError`` that names recipe, key and path or package.
     """
@@ -40,6 +42,10 @@ def check_inputs(loaded: Loaded) -> None:
     if visible(os.getcwd()) != os.getcwd():  # paths below it go into files that take no such text
         raise UserError(f"{shown_path(os.getcwd())}: the working directory holds a control character: rename it")
     check_model_folder(recipe.student.model, loaded.where("student", "model"))
+    if not is_first:
+        for file in recipe.data.files(recipe.data.train) if sees_images(recipe.student.model) else ():
+            check_data_file(loaded, file.path, "train")
+        return
     for name, teacher in recipe.teachers.items():
         check_model_folder(teacher.model, loaded.where("teachers", name, "model"))
     for split, entries in (("train", recipe.data.train), ("validation", recipe.data.validation)):

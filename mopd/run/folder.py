@@ -54,6 +54,8 @@ CHANGEABLE_ON_RESUME = (
 decide what is learned; a run that changes them is another run."""
 LOCK_WAIT_S = 2.0
 """How long to wait for a writer that is just ending."""
+START_FILE = ".start"
+"""Beside rank 0's log, where a run has several nodes: a word of the last start, which all of them have to see."""
 BESIDE_RUN = frozenset({".lock", "logs", "replicas", "job", "stop", "attempts.json"})
 """In a run folder before there is a run: a lock, logs of a start that failed, servers that wait for the run, the job
 that will run it, a request to stop it, its starts so far."""
@@ -199,6 +201,8 @@ class RunDir(RunFiles):
             self._lock = None
 
     def _remove_empty_logs(self) -> None:
+        for path in self.logs.glob(f"*/{START_FILE}"):
+            path.unlink()
         for path in self.logs.glob("*/*.log"):
             if path.stat().st_size == 0:
                 path.unlink()

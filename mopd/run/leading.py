@@ -4,6 +4,7 @@ starts."""
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,17 +16,18 @@ from mopd.config.load import Loaded
 from mopd.config.schema import Recipe
 from mopd.data_plane.interface import Reader, StorageEnded
 from mopd.data_plane.reading import open_reader
-from mopd.files.reading import shown_path
+from mopd.files.reading import read_text, shown_path
+from mopd.files.writing import write_text
 from mopd.launch import heartbeat
-from mopd.launch.failure import leave, rank_and_world_size
+from mopd.launch.failure import leave, rank_0_host, rank_and_world_size
 from mopd.launch.heartbeat import LeaderWatch
 from mopd.launch.orchestrator import OrchestratorProcess
-from mopd.launch.rank_log import log_of, rank_log
+from mopd.launch.rank_log import rank_log
 from mopd.launch.ranks import CommandChannel, facts_of, follow, obey
 from mopd.launch.reaching import check_reach, told_to_reach
 from mopd.launch.signals import ending_in_order
 from mopd.placement.gpus import local_rank
-from mopd.run.folder import RunDir
+from mopd.run.folder import START_FILE, RunDir
 from mopd.run.preparing import task_of
 from mopd.student import parallel
 from mopd.student.worker import StudentWorker
@@ -34,8 +36,9 @@ from mopd.types import UserError
 RANK_0_S = 2.0
 """For rank 0 to say why the data plane is gone."""
 SEEN_S = 60.0
-"""For rank 0's log to be seen by the other nodes: network file systems keep what they have looked up."""
+"""For rank 0's file to be seen by the other nodes: network file systems keep what they have looked up."""
 LOG = "orchestrator.log"
+SMALL_BYTES = 4096
 Rank = tuple[StudentWorker, CommandChannel]
 
 
@@ -118,7 +121,7 @@ def joined(recipe: Recipe, opened: Opened | None, logs: Path | None = None) -> I
         channel = CommandChannel(layout.control_group, leader)
         if opened is None:
             told = channel.receive()
-            require_shared(logs, told["log"])
+            require_shared(logs, told["mark"])
             channel.watch = log.enter_context(rank_log(logs, layout.rank, deadline_s=timeout_s))
             with _rank_0_first():
                 reader = open_reader(told["data_plane"], timeout_s=timeout_s)
@@ -129,8 +132,9 @@ def joined(recipe: Recipe, opened: Opened | None, logs: Path | None = None) -> I
             return
         channel.watch = log.enter_context(rank_log(logs, layout.rank, deadline_s=timeout_s))
         domains = list(recipe.assignment.domains_among(opened.domains))
-        log_name = None if logs is None else f"{logs.name}/{log_of(layout.rank)}"
-        channel.send({"domains": domains, "data_plane": opened.plane, "log": log_name})
+        are_several = rank_0_host() is not None
+        mark = mark_start(logs) if logs is not None and are_several else None
+        channel.send({"domains": domains, "data_plane": opened.plane, "mark": mark})
         worker = StudentWorker(recipe, opened.reader, domains)
         with worker.saving:
             yield worker, channel
@@ -138,17 +142,26 @@ def joined(recipe: Recipe, opened: Opened | None, logs: Path | None = None) -> I
         channel.send({"call": "stop", "kwargs": ending})  # after an error nobody listens
 
 
-def require_shared(logs: Path | None, name: str | None) -> None:
-    """``UserError`` where ``logs``, of this node, do not lie beside rank 0's log ``name``."""
-    if logs is None or name is None:
+def mark_start(logs: Path) -> list[str]:
+    """Leave a word of this start beside rank 0's log. Returns the file, below the folder of all nodes' logs, and the
+    word."""
+    file, word = logs / START_FILE, secrets.token_hex(8)
+    write_text(file, word)
+    return [f"{logs.name}/{START_FILE}", word]
+
+
+def require_shared(logs: Path | None, mark: Sequence[str] | None) -> None:
+    """``UserError`` where ``logs``, of this node, do not lie beside rank 0's, which has made ``mark`` there: a run
+    folder of the same name, be it a copy with logs of former starts."""
+    if logs is None or mark is None:
         return
-    deadline = time.monotonic() + SEEN_S
-    while not (logs.parent / name).exists():
+    name, word = mark
+    path, deadline = logs.parent / name, time.monotonic() + SEEN_S
+    while not path.is_file() or read_text(path, cure="start again", max_bytes=SMALL_BYTES) != word:
         if time.monotonic() > deadline:
-            path = shown_path(logs.parent / name)
             raise UserError(
-                f"run_dir: {path!r}, which rank 0 has made, is not there on {logs.name}: name a folder that all nodes "
-                "share, and start them in one working directory"
+                f"run_dir: {shown_path(path)!r} is not there on {logs.name} as rank 0 has written it: name a folder "
+                "that all nodes share, and start them in one working directory"
             )
         time.sleep(0.2)
 

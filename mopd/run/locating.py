@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from mopd.config.data import DataFileConfig
@@ -122,7 +121,18 @@ def _wanted(loaded: Loaded, further_models: Mapping[str, str]) -> Iterator[Wante
 
 
 def _pinned(wanted: Sequence[Wanted], commits: Mapping[str, str]) -> list[Wanted]:
-    """What another machine fetches: the commits that the first one found."""
+    """What another machine fetches: the commits that the first one found.
+
+    Raises:
+        UserError: the first one has a folder or file of that name.
+    """
+    for one in wanted:
+        if one.key not in commits:
+            here = "folder" if one.kind == "model" else "file"
+            raise UserError(
+                f"{one.where}: {one.text!r} is a {here} on node 0 and none on this node, where it would be a name of "
+                "the Hub: let all nodes see it, and start them in one working directory"
+            )
     return [
         dataclasses.replace(one, name=one.name.at(commits[one.key].partition("@")[2].partition(":")[0]))
         for one in wanted
@@ -175,8 +185,3 @@ def _replaced(recipe: Recipe, model: Callable[[str], str], data: Callable[[str],
     }
     student = dataclasses.replace(recipe.student, model=model(recipe.student.model))
     return dataclasses.replace(recipe, student=student, teachers=teachers, data=files)
-
-
-def needs_ranks(model: Path) -> bool:
-    """Whether ``model`` is a checkpoint, which all trainer ranks read, and no Hugging Face folder."""
-    return not (model / "config.json").is_file()

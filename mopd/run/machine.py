@@ -4,8 +4,10 @@ of a host or folder."""
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,38 @@ PACKAGES = (
     "megatron-core",
     "transformers",
     "transformer-engine",
+    "apex",
+    "flash-attn",
+    "flash-attn-3",
     "triton",
     "vllm",
     "ray",
     "numpy",
+    "torchvision",
+    "pillow",
 )
-"""Those that decide numbers or speed, beside torch; an absent one is left out."""
+"""Those that decide numbers or speed, beside torch; an absent one is left out. Ranks with a vision tower make their
+own pixels, by torchvision and Pillow."""
+_COMPARED_TOO = re.compile(
+    r"transformer-engine-|flash-attn|flash-linear-attention$|flash-mla$|flashinfer|causal-conv1d$|mamba-ssm$|deep-ep$|"
+    r"emerging-optimizers$|fast-hadamard-transform$|grouped-gemm$|nv-grouped-gemm$|einops$|"
+    r"nvidia-(cublas|cudnn|cufft|curand|cusolver|cusparse|cuda-(runtime|nvrtc|cupti)|nccl|nvjitlink|nvshmem|cutlass)"
+)
+"""Further names, normalized: what Megatron and TransformerEngine take where it is installed, and the libraries that
+come with torch, which a package may replace by others."""
+_EXTENSIONS = (
+    "amp_C",
+    "fused_layer_norm_cuda",
+    "fast_layer_norm",
+    "fused_weight_gradient_mlp_cuda",
+    "scaled_masked_softmax_cuda",
+    "scaled_softmax_cuda",
+    "scaled_upper_triang_masked_softmax_cuda",
+    "flash_attn",
+    "flash_attn_3",
+    "flashattn_hopper",
+)
+"""Modules whose presence chooses kernels in Megatron: an ``apex`` of one version is built with or without them."""
 
 
 def describe_machine() -> dict[str, Any]:
@@ -41,9 +69,11 @@ def describe_machine() -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Package -> version, as nodes compare them; ``mopd`` with a hash of its source, and the GPUs' ``driver``."""
+    """Package or library -> version, as nodes compare them: what chooses or computes a rank's numbers. ``mopd`` comes
+    with a hash of its source; what is absent is left out."""
     driver = {"driver": version} if (version := driver_version()) is not None else {}
-    return _packages() | {"mopd": f"{mopd.__version__} ({_hash_of_source()})"} | driver
+    own = {"mopd": f"{mopd.__version__} ({_hash_of_source()})"}
+    return _packages() | _further_packages() | _extensions() | _cuda_libraries() | own | driver
 
 
 def kinds_of_gpus(num_ranks: int) -> str:
@@ -60,6 +90,30 @@ def _packages() -> dict[str, str]:
         except metadata.PackageNotFoundError:  # an optional part
             continue
     return packages
+
+
+def _further_packages() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for one in metadata.distributions():
+        # An interrupted installation leaves folders without a name.
+        name = re.sub(r"[-_.]+", "-", one.metadata["Name"] or "").lower()
+        if _COMPARED_TOO.match(name):
+            found.setdefault(name, one.version)  # the first on the path is the one that is imported
+    return found
+
+
+def _extensions() -> dict[str, str]:
+    return {f"module {name}": "present" for name in _EXTENSIONS if importlib.util.find_spec(name) is not None}
+
+
+def _cuda_libraries() -> dict[str, str]:
+    """CUDA as torch was built for it, cuDNN and NCCL as they are loaded here; empty for a CPU build."""
+    if torch.version.cuda is None:
+        return {}
+    found = {"CUDA": torch.version.cuda, "cuDNN": str(torch.backends.cudnn.version())}
+    if torch.distributed.is_nccl_available():
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
 
 
 def _hash_of_source() -> str:

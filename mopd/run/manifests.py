@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 from mopd.config.groups import TeacherConfig
 from mopd.config.placements import ExternalConfig
 from mopd.config.schema import Recipe
+from mopd.conversion.hf.header import read_header
 from mopd.conversion.hf.manifest import Manifest, compare_manifests, make_manifest
-from mopd.conversion.hf.reader import PROCESSOR_PATTERNS, matching_files
+from mopd.conversion.hf.reader import INDEX_FILE, PROCESSOR_PATTERNS, WEIGHTS_FILE, matching_files, weight_files
+from mopd.conversion.job import sha256_of
 from mopd.conversion.models.config_keys import CONFIG_FILE
 from mopd.files.json_text import read_json_object
 from mopd.files.reading import open_regular, shown_path
@@ -23,7 +26,9 @@ from mopd.report.run_files import CURE
 from mopd.types import UserError
 
 NUM_SAMPLES, SAMPLE_BYTES = 256, 4096
-"""Places of a weight file that nodes compare: all of one of 1 MiB, and no tensor of 1/256 of a larger one is missed."""
+"""Places of a weight file that nodes compare besides both ends of each of its tensors."""
+SAMPLE_THREADS = 16
+"""A network file system answers many small reads at a time; a model of experts has a hundred thousand tensors."""
 CACHE_FILE = Path("~/.cache/mopd/weight_hashes.json")
 FINGERPRINTS = "fingerprints"
 """Key of ``manifest.json`` beside those of the models: scores on a fixed probe, by ``teachers.NAME``."""
@@ -138,17 +143,31 @@ def _is_fingerprint(value: Any) -> bool:
 
 
 def glimpse(folder: Path) -> dict[str, str]:
-    """Digest of each file that trainer ranks read of the student's folder, for nodes to compare before they load it: of
-    a large one, of its size and of samples all over it. Empty where there is no such folder."""
-    patterns = ("*.safetensors", CONFIG_FILE, *PROCESSOR_PATTERNS)
-    return {path.name: _sampled_sha256(path)[:12] for path in matching_files(folder, patterns)}
+    """Digest of each file that trainer ranks read of the student's folder, for nodes to compare before they load it.
+    A weight file's is of its header, of both ends of each tensor and of samples all over it; the others' of the whole.
+    Empty where there is no such folder.
+
+    Raises:
+        UserError: the index or a header is damaged.
+    """
+    has_weights = any((folder / name).exists() for name in (INDEX_FILE, WEIGHTS_FILE))
+    whole = matching_files(folder, (CONFIG_FILE, INDEX_FILE, *PROCESSOR_PATTERNS))
+    weights = [path for path in weight_files(folder) if path.is_file()] if has_weights else []
+    digests = {path.name: sha256_of(path) for path in whole} | {path.name: _sampled_sha256(path) for path in weights}
+    return {name: digest[:12] for name, digest in digests.items()}
 
 
 def _sampled_sha256(path: Path) -> str:
-    with open_regular(path, cure="let all nodes read one folder") as file:
-        size = file.seek(0, os.SEEK_END)
+    tensors = read_header(path).values()
+    with open_regular(path, cure="let all nodes read one folder") as file, ThreadPoolExecutor(SAMPLE_THREADS) as pool:
+        size = os.fstat(file.fileno()).st_size
+        header_bytes = min((info.start for info in tensors), default=size)
+        places = {*range(0, size, max(SAMPLE_BYTES, size // NUM_SAMPLES)), max(0, size - SAMPLE_BYTES)}
+        samples = [(0, header_bytes), *((start, SAMPLE_BYTES) for start in sorted(places))]
+        for info in tensors:
+            length = min(SAMPLE_BYTES, info.stop - info.start)
+            samples += [(info.start, length), (info.stop - length, length)]
         digest = hashlib.sha256(f"{size}\0".encode())
-        for start in (*range(0, size, max(SAMPLE_BYTES, size // NUM_SAMPLES)), max(0, size - SAMPLE_BYTES)):
-            file.seek(start)
-            digest.update(file.read(SAMPLE_BYTES))
+        for content in pool.map(lambda sample: os.pread(file.fileno(), sample[1], sample[0]), samples):
+            digest.update(content)
     return digest.hexdigest()

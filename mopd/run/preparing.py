@@ -36,12 +36,13 @@ from mopd.run.locating import Located, apply, locate
 from mopd.types import UserError
 
 FACTS = {
+    "command": "start every node with the same command and options",
     "versions": "install the same on every node",
     "environment": "set the same on every node",
     "GPUs": "start the ranks on nodes with one kind of GPU",
     "student.model": "let all nodes read one folder, or copy it anew",
 }
-"""What a machine settles by itself and must be the same on all nodes of the ranks -> the cure of a difference."""
+"""What a node settles by itself and must be the same on all nodes of the ranks -> the cure of a difference."""
 MAX_SHOWN = 60
 """Characters of a value in a message; of a longer one its hash."""
 BYTES_OF_A_WEIGHT = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -70,12 +71,19 @@ def prepare(
 
 
 def agreed(
-    load: Callable[[], Loaded], further_models: Mapping[str, str] | None = None, nodes: Nodes | None = None
+    load: Callable[[], Loaded],
+    command: str,
+    options: Mapping[str, str] | None = None,
+    *,
+    further_models: Mapping[str, str] | None = None,
+    nodes: Nodes | None = None,
 ) -> Loaded:
     """The recipe that this process works by: ``prepare`` on node 0, the same recipe elsewhere.
 
     Args:
         load: reads the recipe as this node has it; not called in ranks that our launcher has started.
+        command: what the ranks do (``train``).
+        options: those that decide what each rank does. One that only rank 0 looks at may be another elsewhere.
         further_models: those of the command line, by option.
         nodes: the launchers of the run, where this is one of several.
 
@@ -86,22 +94,27 @@ def agreed(
     number = failure.group_rank() if nodes is None else nodes.place.node_rank
     me = f"node {number} ({node_name()})"
     num_nodes = failure.num_groups() if nodes is None else nodes.place.num_nodes
+    said = {"the command": command} | {name: shown(value) for name, value in (options or {}).items()}
 
     def first() -> str:
         own = load()
         made = prepare(own, further, num_nodes=num_nodes)
-        facts = _machine_facts() | _recipe_facts(made, num_nodes) if num_nodes > 1 else {}
+        facts = {}
+        if num_nodes > 1:
+            facts = {"command": said} | _machine_facts() | rank_facts(made, num_local_ranks(made.recipe, num_nodes))
         compared = {"written": to_tree(own.recipe), "facts": facts, "node": me}
         return json.dumps(_account(made) | (compared if num_nodes > 1 else {}))
 
     def others(text: str) -> str:
         told = json.loads(text)
         _refuse(me, told["node"], list(_other_facts(_machine_facts(), told["facts"])))  # another mopd, other keys
+        _refuse(me, told["node"], list(_other_facts({"command": said}, told["facts"])))
         own = load()
         _refuse(me, told["node"], list(_other_values(own, told["written"])))
         made = _from_account(told)
         made = apply(made, locate(made, further, commits=made.commits))
-        _refuse(me, told["node"], list(_other_facts(_recipe_facts(made, num_nodes), told["facts"])))
+        own_facts = rank_facts(made, num_local_ranks(made.recipe, num_nodes))
+        _refuse(me, told["node"], list(_other_facts(own_facts, told["facts"])))
         return json.dumps(_account(made))
 
     if failure.is_rank():
@@ -201,14 +214,14 @@ def _machine_facts() -> dict[str, dict[str, str]]:
     return {"versions": package_versions(), "environment": compared_environment()}
 
 
-def _recipe_facts(made: Loaded, num_nodes: int) -> dict[str, dict[str, str]]:
-    """The others."""
+def rank_facts(loaded: Loaded, num_ranks: int) -> dict[str, dict[str, str]]:
+    """Those of ``FACTS`` that need the recipe, on a machine with ``num_ranks`` of the ranks."""
     from mopd.run.machine import kinds_of_gpus  # heavy: torch
     from mopd.run.manifests import glimpse
 
-    files, where = glimpse(Path(made.recipe.student.model)), made.where("student", "model")
+    files, where = glimpse(Path(loaded.recipe.student.model)), loaded.where("student", "model")
     return {
-        "GPUs": {"the ranks' GPU": kinds_of_gpus(num_local_ranks(made.recipe, num_nodes))},
+        "GPUs": {"the ranks' GPU": kinds_of_gpus(num_ranks)},
         "student.model": {f"{where}: {name}": digest for name, digest in files.items()},
     }
 

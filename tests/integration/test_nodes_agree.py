@@ -26,8 +26,10 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 class Node:
     """One node's own command line, environment and working directory."""
 
-    def __init__(self, recipe: Path, *overrides: str, cwd: Path = REPOSITORY, **variables: str) -> None:
-        self.words = ["train", str(recipe), *overrides]
+    def __init__(
+        self, recipe: Path, *overrides: str, command: str = "train", cwd: Path = REPOSITORY, **variables: str
+    ) -> None:
+        self.words = [command, str(recipe), *overrides]
         self.cwd, self.variables = cwd, variables
 
 
@@ -154,6 +156,31 @@ def test_under_torchrun_too(world: World, tmp_path: Path, backend: str) -> None:
     found = [line for _, lines in ended for line in lines if any(text in line for text in told)]
     assert 1 <= len(found) <= 2 and all(line.startswith("mopd: error: ") for line in found), ended
     assert not (tmp_path / "run").exists()
+
+
+def test_options_of_an_evaluation_are_compared(world: World, tmp_path: Path) -> None:
+    """A checkpoint needs the ranks of both nodes, a folder those of none but the first."""
+    recipe = world.write_recipe(tmp_path / "run")
+    first = Node(recipe, "--model", str(world.student), command="eval")
+    second = Node(recipe, "--checkpoint", str(tmp_path / "step_1"), command="eval")
+    ended = run_both(first, second, torchrun="static")
+    assert all(code for code, _ in ended)
+    found = {line for _, lines in ended for line in lines if "same command and options" in line}
+    assert len(found) == 1 and "mopd: error: --model is absent on node 1 (node-1) and " in found.pop(), ended
+
+
+@pytest.mark.parametrize("torchrun", [None, "static"])
+def test_only_the_student_is_needed_on_every_node(world: World, tmp_path: Path, torchrun: str | None) -> None:
+    """Teachers, data and rewards are node 0's."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / world.student.name).symlink_to(world.student)
+    names = {f"teachers__{name}__model": path.name for name, path in world.teachers.items()}
+    data = {"data__train": [world.train.name], "data__validation": [world.validation.name]}
+    recipe = world.write_recipe(tmp_path / "run", student__model=world.student.name, schedule__steps=3, **names, **data)
+    ended = run_both(Node(recipe, cwd=world.folder), Node(recipe, cwd=elsewhere), torchrun=torchrun)
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert len(read_metrics(tmp_path / "run")) == 3
 
 
 def test_two_agents_of_torchrun_that_agree_train(world: World, tmp_path: Path) -> None:

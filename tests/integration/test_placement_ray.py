@@ -8,11 +8,15 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from mopd.cli import main
+from mopd.launch.failure import STOPPED_CODE
 from mopd.placement.groups import plan_groups
 from mopd.placement.interface import ROLLOUT
 from mopd.placement.ray import RayCluster
@@ -35,7 +39,7 @@ from tests.integration.groups import (
     started,
     until,
 )
-from tests.integration.world import World
+from tests.integration.world import World, start_mopd, write_prompts
 
 pytestmark = [
     pytest.mark.slow,
@@ -185,3 +189,36 @@ def test_a_stop_before_agents_have_begun(models: World, tmp_path: Path) -> None:
         assert not ray().is_initialized()
 
     run(work(), timeout_s=200.0)
+
+
+def test_a_run_that_is_stopped_before_its_first_step(models: World, tmp_path: Path) -> None:
+    """While servers of Ray's agents are there and one that nobody has registered is waited for: a line, no traceback
+    of anybody, and nothing left behind."""
+    run_dir = tmp_path / "run"
+    write_prompts(tmp_path / "train.parquet", num_rows=8, start=0)
+    recipe = models.write_recipe(
+        run_dir,
+        teachers__left__placement={"type": "registered", "startup_timeout_s": 3600.0},
+        teachers__right__placement=RAY,
+        rollout__placement=RAY,
+        student__parallel={},
+        data__train=[str(tmp_path / "train.parquet")],
+        data__validation=[str(tmp_path / "train.parquet")],
+    )
+    process = start_mopd("train", recipe)
+    try:
+        deadline = time.monotonic() + 300
+        while len([*run_dir.glob("logs/*/rollout.0.log"), *run_dir.glob("logs/*/teachers.right.0.log")]) < 2:
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline, "no server was started on Ray"
+            time.sleep(0.1)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert main(["stop", str(run_dir)]) == 0
+        _, errors = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == STOPPED_CODE, errors
+    assert "Traceback" not in errors, errors
+    (line,) = [line for line in errors.splitlines() if line.startswith("mopd: ")]
+    assert line.startswith("mopd: stopped before a step was trained, as mopd stop (")
+    assert not psutil.wait_procs(family, timeout=60)[1]

@@ -1,11 +1,18 @@
 """Mutation tests: one small change of ``mopd`` at a time, held against the fast unit tests of the changed file.
 
-``make mutations`` tries 200, sampled over all rooms; mutations are Cosmic Ray's. What survives is printed, beside the
-reason that ``survivors.yaml`` gives. The sample hangs on the text of lines alone: a change elsewhere keeps it.
+``make mutations`` tries 200, sampled over all rooms; mutations are Cosmic Ray's. What survives is printed and written
+into ``survivors.yaml``, where each wants a reason; ``outcome.yaml`` has the numbers. The sample hangs on the text of
+lines alone: a change elsewhere keeps it.
 
 A mutant is written into a copy of the repository, and its tests run in a fork of this process, which has imported torch
-and the like already and never imports ``mopd``. A test that fails there for another reason than the mutation would
-count as a kill, so every test that killed is run on the unchanged copy in the end.
+and the like already and never imports ``mopd``. How that ends:
+
+======== ==============================================================================================================
+killed   a test fails, and does not on the unchanged copy; or the run ends in another way (time, a crash, an exit), and
+         the same tests pass on the unchanged copy
+unclear  the unchanged copy ends no better: nothing is known, and it counts as not killed
+survived no test fails
+======== ==============================================================================================================
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -34,13 +41,21 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[2]
-SURVIVORS = Path(__file__).with_name("survivors.yaml")
+FOLDER = Path(__file__).parent
+SURVIVORS, OUTCOME = "survivors.yaml", "outcome.yaml"
+HEAD = """\
+# Written by `make mutations`, which keeps `equivalent` and `reason`: mutations that the fast unit tests do not see.
+# `equivalent`: no test could see it. The others are seen by slower tests, or by none; the reason says so.
+"""
+COUNT, SEED = 200, 0
 WANTED_SHARE = 0.9
 MAX_TEST_FILES = 12
 """Nearest tests that a mutant is held against."""
 LEAST_OF_ROOM = 2
 LIMIT_S = 400
-"""For one mutant; a mutant that hangs is killed."""
+"""For one mutant, and again for its tests on the unchanged copy."""
+PASSED, FAILED, INTERRUPTED, NOT_FOUND, NO_TESTS = 0, 1, 2, 4, 5
+"""Exit codes of pytest; it is interrupted by a file that cannot be collected."""
 SLOW = "not (slow or multirank or gpu or vllm or ray)"
 UNREAD = ("#", '"""', "@dataclass", "import ", "from ", "def ", "class ", ")", "]", "}")
 """Beginnings of lines that are left alone: nothing reads them, or without them nothing is imported. The flags of a
@@ -221,12 +236,13 @@ class Copy:
         finally:
             shutil.copy2(ROOT / mutation.file, self.root / mutation.file)
 
-    def run(self, tests: Sequence[str], log: Path, *, limit_s: float) -> int | None:
-        """Exit status of pytest; ``None`` when it ran out of time."""
+    def run(self, tests: Sequence[str], log: Path, *, limit_s: float, stops: bool = True) -> int | None:
+        """Exit status of pytest, which ``stops`` at the first failure; ``None`` when it ran out of time."""
         sys.stdout.flush()
+        log.with_suffix(".failed").unlink(missing_ok=True)
         child = os.fork()
         if child == 0:
-            os._exit(self._run_here(tests, log))
+            os._exit(self._run_here(tests, log, stops=stops))
         deadline = time.monotonic() + limit_s
         while True:
             done, status = os.waitpid(child, os.WNOHANG)
@@ -240,7 +256,7 @@ class Copy:
         shutil.rmtree(self._temp, ignore_errors=True)
         return os.waitstatus_to_exitcode(status) if done else None
 
-    def _run_here(self, tests: Sequence[str], log: Path) -> int:
+    def _run_here(self, tests: Sequence[str], log: Path, *, stops: bool) -> int:
         import pytest
 
         os.setsid()
@@ -256,7 +272,15 @@ class Copy:
         sys.dont_write_bytecode = True
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         recorder = Recorder()
-        options = ["-x", "--timeout=120", "-p", "no:cacheprovider", f"--basetemp={self._temp}", "-m", SLOW]
+        options = [
+            *(["-x"] if stops else []),
+            "--timeout=120",
+            "-p",
+            "no:cacheprovider",
+            f"--basetemp={self._temp}",
+            "-m",
+            SLOW,
+        ]
         status = int(pytest.main([*options, *tests], plugins=[recorder]))
         log.with_suffix(".failed").write_text("\n".join(recorder.failed))
         return status
@@ -276,82 +300,137 @@ class Recorder:
 
 
 def failed(log: Path) -> list[str]:
-    """Tests that failed in the last run that came to its end."""
-    return log.with_suffix(".failed").read_text().splitlines()
+    """Tests that failed in the last run; none where it did not come to its end."""
+    file = log.with_suffix(".failed")
+    return file.read_text().splitlines() if file.exists() else []
+
+
+class Trial:
+    """Tries mutants one after the other; ``results`` keeps a line of each for the next start."""
+
+    def __init__(self, folder: Path, results: Path) -> None:
+        self.copy, self.near = Copy(folder), NearTests()
+        self._log, self._results = folder / "log", results
+        known = map(json.loads, results.read_text().splitlines()) if results.exists() else ()
+        self._known = {(one["file"], one["before"], one["after"], one.get("read")): one for one in known}
+
+    def outcome(self, mutation: Mutation) -> dict[str, Any]:
+        """How one ended. What is known is not tried again, unless the file or its tests have changed since."""
+        tests = self.near.of(mutation.file)
+        read = f"{digest(*((ROOT / path).read_text() for path in (mutation.file, *tests))):016x}"
+        known = self._known.get((*mutation.key, read))
+        if known is not None:
+            return known
+        began = time.monotonic()
+        with self.copy.changed(mutation):
+            status = self.copy.run(tests, self._log, limit_s=LIMIT_S) if tests else NO_TESTS
+        by = failed(self._log)[:1] if status in (FAILED, INTERRUPTED) else []
+        if status in (PASSED, NO_TESTS):
+            ending = "survived"
+        elif by:
+            ending = "killed"  # until ``confirm``
+        else:
+            unchanged = self.copy.run(tests, self._log, limit_s=LIMIT_S)
+            ending = "killed" if unchanged == PASSED else "unclear"
+        seconds = round(time.monotonic() - began, 1)
+        one = asdict(mutation) | {"ending": ending, "status": status, "by": by, "tests": tests, "seconds": seconds}
+        with self._results.open("a") as file:
+            file.write(json.dumps(one | {"read": read}) + "\n")
+        return one
+
+    def confirm(self, found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """``found``, where no test counts that fails without a mutation, too."""
+        killers = sorted({name for one in found if one["ending"] == "killed" for name in one["by"]})
+        files = sorted({name.partition("::")[0] for name in killers})
+        status = self._run_unchanged(killers)
+        if status == NOT_FOUND:  # a case that only the mutant has, as its name comes from what was mutated
+            status = self._run_unchanged(files)
+        if status not in (PASSED, FAILED, INTERRUPTED):
+            raise SystemExit(f"tests that killed do not come to their end on the unchanged copy ({status})")
+        failing = set(failed(self._log))
+        bad = {name for name in killers if failing & {name, name.partition("::")[0]}}
+        for name in sorted(bad):
+            print(f"fails without a mutation, too: {name}")
+        return [one | ({"ending": "unclear"} if bad & {*one["by"]} else {}) for one in found]
+
+    def _run_unchanged(self, tests: Sequence[str]) -> int | None:
+        return self.copy.run(tests, self._log, limit_s=30 * LIMIT_S, stops=False) if tests else PASSED
 
 
 def try_all(mutations: Sequence[Mutation], results: Path) -> list[dict[str, Any]]:
-    """How each ended: killed, by whom, or survived. ``results`` keeps a line of each for the next start."""
-    done, killers = {}, set[str]()
-    if results.exists():
-        known = map(json.loads, results.read_text().splitlines())
-        done = {(one["file"], one["before"], one["after"]): one for one in known}
-    near = NearTests()
+    """How each ended: ``killed``, ``unclear`` or ``survived``."""
+    found = []
     with tempfile.TemporaryDirectory(prefix="mopd-mutations-") as folder:
-        copy, log = Copy(Path(folder)), Path(folder) / "log"
+        trial = Trial(Path(folder), results)
         for number, mutation in enumerate(mutations, 1):
-            if mutation.key not in done:
-                began, tests = time.monotonic(), near.of(mutation.file)
-                with copy.changed(mutation):
-                    status = copy.run(tests, log, limit_s=LIMIT_S) if tests else 5
-                by = failed(log)[:1] if status == 1 else []
-                one = {
-                    **asdict(mutation),
-                    "ending": "survived" if status in (0, 5) else "killed",
-                    "status": status,
-                    "by": by,
-                    "tests": tests,
-                    "seconds": round(time.monotonic() - began, 1),
-                }
-                done[mutation.key] = one
-                killers.update(by)
-                with results.open("a") as file:
-                    file.write(json.dumps(one) + "\n")
-            one = done[mutation.key]
+            one = trial.outcome(mutation) | {"line": mutation.line}
+            found.append(one)
             print(f"{number:4} {one['ending']:8} {one['seconds']:6.1f} s  {mutation.file}:{mutation.line}", flush=True)
-        if killers and (status := copy.run(sorted(killers), log, limit_s=30 * LIMIT_S)) != 0:
-            raise SystemExit(f"tests that killed fail without a mutation, too ({status}): {failed(log)}")
-    return [done[mutation.key] for mutation in mutations]
+        return trial.confirm(found)
 
 
-def read_survivors() -> dict[tuple[str, str, str], dict[str, Any]]:
+def read_survivors(folder: Path = FOLDER) -> dict[tuple[str, str, str], dict[str, Any]]:
     """Known survivors by ``Mutation.key``: ``reason``, and ``equivalent`` where no test could tell."""
-    listed = yaml.safe_load(SURVIVORS.read_text())
+    file = folder / SURVIVORS
+    listed = (yaml.safe_load(file.read_text()) if file.exists() else None) or []
     return {(one["file"], one["before"], one["after"]): one for one in listed}
 
 
-def report(found: Sequence[dict[str, Any]]) -> bool:
-    """Print what survived; whether enough was killed of what is not equivalent."""
-    reasons = read_survivors()
-    equivalent = 0
+def report(found: Sequence[dict[str, Any]], folder: Path, *, is_whole: bool) -> bool:
+    """Print what was not killed, and the numbers; whether enough was, and all else has a reason.
+
+    Args:
+        found: of ``try_all``.
+        folder: has ``survivors.yaml``.
+        is_whole: nothing of the sample is left out: write both files anew.
+    """
+    reasons = read_survivors(folder)
+    listed: list[dict[str, Any]] = []
     for one in found:
-        if one["ending"] == "survived":
+        if one["ending"] != "killed":
             known = reasons.get((one["file"], one["before"], one["after"]), {})
-            equivalent += bool(known.get("equivalent"))
-            print(f"\n{one['file']}:{one['line']}\n  - {one['before']}\n  + {one['after']}")
-            print(f"  {known.get('reason', 'no reason in ' + str(SURVIVORS.relative_to(ROOT)))}")
-    killed = sum(one["ending"] == "killed" for one in found)
-    share = killed / max(1, len(found) - equivalent)
-    print(f"\n{killed} of {len(found) - equivalent} killed ({share:.1%}), {equivalent} more are equivalent")
-    return share >= WANTED_SHARE
+            listed.append(
+                {
+                    **{key: one[key] for key in ("file", "before", "after")},
+                    # What is unclear is not known to be equivalent.
+                    "equivalent": bool(known.get("equivalent")) and one["ending"] == "survived",
+                    "reason": known.get("reason", ""),
+                }
+            )
+            print(f"\n{one['file']}:{one['line']} ({one['ending']})\n  - {one['before']}\n  + {one['after']}")
+            print(f"  {listed[-1]['reason'] or 'NO REASON YET'}\n  tests: {' '.join(one['tests']) or 'none'}")
+    numbers = Counter(one["ending"] for one in found)
+    equivalent, unreasoned = sum(one["equivalent"] for one in listed), sum(not one["reason"] for one in listed)
+    share = numbers["killed"] / max(1, len(found) - equivalent)
+    counts = {"tried": len(found), "killed": numbers["killed"], "survived": numbers["survived"] - equivalent}
+    counts |= {"equivalent": equivalent, "unclear": numbers["unclear"], "without_reason": unreasoned}
+    print("\n" + ", ".join(f"{key} {value}" for key, value in counts.items()))
+    print(f"{share:.1%} of those that are not equivalent are killed, {WANTED_SHARE:.0%} are wanted")
+    if is_whole:
+        for name, head, content in (
+            (SURVIVORS, HEAD, listed),
+            (OUTCOME, "# Written by `make mutations`.\n", {**counts, "killed_share": round(share, 4)}),
+        ):
+            text = yaml.safe_dump(content, sort_keys=False, width=120, allow_unicode=True)
+            (folder / name).write_text(head + text)
+            print(f"written: {(folder / name).relative_to(ROOT)}")
+    return share >= WANTED_SHARE and not unreasoned
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--most", type=int, help="so many that are not in --results yet (default: all)")
+    parser.add_argument("--count", type=int, default=COUNT)
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--most", type=int, help="only the first so many of the sample; writes no numbers")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutations.jsonl")
     args = parser.parse_args()
-    mutations = sample(args.count, args.seed)
+    mutations = sample(args.count, args.seed)[: args.most]
     args.results.parent.mkdir(parents=True, exist_ok=True)
-    if args.most is not None:
-        known = len(args.results.read_text().splitlines()) if args.results.exists() else 0
-        mutations = mutations[: known + args.most]
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "1"}
     for name in HEAVY:
         importlib.import_module(name)
-    raise SystemExit(0 if report(try_all(mutations, args.results)) else 1)
+    is_whole = args.most is None and (args.count, args.seed) == (COUNT, SEED)
+    raise SystemExit(0 if report(try_all(mutations, args.results), FOLDER, is_whole=is_whole) else 1)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mopd.preflight.inputs import Check
 from mopd.preflight.nodes.facts import NodeFacts
+from mopd.run.preparing import FACTS
 
 MAX_NAMED = 4
 """Nodes in one line."""
@@ -27,7 +28,9 @@ def compare(facts: Sequence[NodeFacts]) -> Iterator[Check]:
         own = [one.name for one in whole]
         recipes = _differences(own, [one.recipe for one in whole], cure="start every node with one recipe file")
         yield _outcome("recipe", recipes, f"{len(whole[0].recipe)} values")
-        yield from _models(whole)
+        models = list(_models(whole))
+        yield from models
+        yield from _start(whole, are_models_equal=all(check.status == "ok" for check in models))
     yield from _gpus(facts)
     small = [one.name for one in facts if one.gpus and one.shm_bytes < GPU_SHM_BYTES]
     least = min(one.shm_bytes for one in facts)
@@ -55,6 +58,16 @@ def _models(facts: Sequence[NodeFacts]) -> Iterator[Check]:
             cure="let all nodes read one folder, or copy it anew",
         )
         yield _outcome(where, problems, ", ".join(f"{k} {v}" for k, v in having[0].models[where].items()))
+
+
+def _start(facts: Sequence[NodeFacts], *, are_models_equal: bool) -> Iterator[Check]:
+    """What a start would refuse; files of a model that is another one need no second line."""
+    for kind, cure in FACTS.items():
+        having = [one for one in facts if kind in one.start]
+        if having and (are_models_equal or kind != "student.model"):
+            values = [one.start[kind] for one in having]
+            problems = _differences([one.name for one in having], values, cure=cure)
+            yield _outcome(f"ranks: {kind}", problems, f"equal on {len(having)} nodes")
 
 
 def _gpus(facts: Sequence[NodeFacts]) -> Iterator[Check]:

@@ -14,11 +14,11 @@ from mopd.config.machine.places import engine_groups, place_on_machine
 from mopd.conversion.hf.manifest import make_manifest
 from mopd.hardware import Hardware, this_hardware
 from mopd.hub.names import hub_model
-from mopd.launch.node import gpus_of_step, node_name
+from mopd.launch.node import compared_environment, gpus_of_step, node_name
 from mopd.preflight.inputs import check_inputs, check_machine, check_model_folder
 from mopd.run.machine import describe_machine, package_versions
-from mopd.run.preparing import settled, shown, weights_bytes
-from mopd.slurm.layout import JobComponent, lay_out, of_job, slurm_of
+from mopd.run.preparing import rank_facts, settled, shown, weights_bytes
+from mopd.slurm.layout import JobComponent, JobLayout, lay_out, of_job, slurm_of
 from mopd.types import UserError
 
 SHM = Path("/dev/shm")
@@ -37,6 +37,9 @@ class NodeFacts:
     """Key -> its value as JSON, or a hash of it."""
     models: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Key of the recipe -> hashes and size of the folder that it names; none for a name of the Hub."""
+    start: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """What a start compares between the nodes of ranks besides versions, by kind (``preparing.FACTS``); none of a node
+    without ranks."""
     shm_bytes: int = 0
     problems: tuple[str, ...] = ()
     """What is wrong on this node whatever the others say, with file, line and key."""
@@ -64,6 +67,7 @@ _SHAPES: dict[str, Any] = {
     "gpus": [str],
     "recipe": {"": str},
     "models": {"": {"": str}},
+    "start": {"": {"": str}},
     "shm_bytes": int,
     "problems": [str],
     "is_complete": bool,
@@ -94,14 +98,18 @@ def facts_of_this_node(load: Callable[[], Loaded], *, num_nodes: int, node: int)
     except UserError as error:
         return dataclasses.replace(facts, problems=(str(error),)), None
     models, problems = _models(loaded)
-    for check in (_check_inputs, _check_gpus):
+    start: dict[str, dict[str, str]] = {}
+
+    for check in (_check_inputs, _check_gpus, lambda *place: start.update(_start(*place))):
         try:
             check(loaded, num_nodes, node)
         except UserError as error:
             if str(error) not in problems:
                 problems.append(str(error))
     recipe = {key: shown(value) for key, value in flatten(loaded.named).items()}
-    whole = dataclasses.replace(facts, models=models, recipe=recipe, problems=tuple(problems), is_complete=True)
+    whole = dataclasses.replace(
+        facts, models=models, recipe=recipe, start=start, problems=tuple(problems), is_complete=True
+    )
     return whole, loaded
 
 
@@ -128,6 +136,17 @@ def _models(loaded: Loaded) -> tuple[dict[str, dict[str, str]], list[str]]:
     return models, problems
 
 
+def _start(loaded: Loaded, num_nodes: int, node: int) -> dict[str, dict[str, str]]:
+    """As ``run/preparing.py`` makes them when the run starts."""
+    num_ranks = _num_ranks(loaded, num_nodes, node)
+    if not num_ranks:
+        return {}
+    found = {"environment": compared_environment()} | rank_facts(loaded, num_ranks)
+    if hub_model(loaded.recipe.student.model) is not None:
+        del found["student.model"]
+    return found
+
+
 def _check_inputs(loaded: Loaded, num_nodes: int, node: int) -> None:
     """Every rank looks for them."""
     models = [loaded.recipe.student.model, *(teacher.model for teacher in loaded.recipe.teachers.values())]
@@ -138,23 +157,38 @@ def _check_inputs(loaded: Loaded, num_nodes: int, node: int) -> None:
 def _check_gpus(loaded: Loaded, num_nodes: int, node: int) -> None:
     """This node has the GPUs that its ranks need, node 0 also those of the groups that the trainer starts, and in a job
     those that it asked for."""
-    hardware, world_size, student_nodes = this_hardware(), loaded.recipe.student.parallel.world_size, num_nodes
-    layout = None if loaded.recipe.slurm is None else lay_out(loaded)
-    nodes = [] if layout is None else [(one, i) for one in layout.components for i in range(one.num_nodes)]
-    has_ranks = True
-    if layout is not None and len(nodes) == num_nodes:
-        component, index = nodes[node]
+    hardware, student_nodes, num_ranks = this_hardware(), num_nodes, _num_ranks(loaded, num_nodes, node)
+    job = _in_job(loaded, num_nodes, node)
+    if job is not None:
+        layout, component, index = job
         loaded = of_job(loaded)
         _check_job_gpus(loaded, component, hardware)
         student_nodes = layout.places.student_nodes
-        has_ranks = component is layout.components[0] and index < student_nodes
-        seen = len(layout.student_gpus[index]) if has_ranks else 0
+        seen = len(layout.student_gpus[index]) if num_ranks else 0
         hardware = dataclasses.replace(hardware, gpu_memory_bytes=hardware.gpu_memory_bytes[:seen])
     elif node == 0:
         check_machine(loaded, num_nodes)
     groups = engine_groups(settled(loaded, hardware, num_nodes=student_nodes).recipe) if node == 0 else {}
-    num_ranks = world_size // student_nodes if has_ranks else 0
     place_on_machine(groups, num_ranks, hardware.num_gpus).require(loaded.where)
+
+
+def _in_job(loaded: Loaded, num_nodes: int, node: int) -> tuple[JobLayout, JobComponent, int] | None:
+    """The job of ``mopd slurm``, if these are its nodes, this node's component of it and the node's number there."""
+    if loaded.recipe.slurm is None:
+        return None
+    layout = lay_out(loaded)
+    nodes = [(component, index) for component in layout.components for index in range(component.num_nodes)]
+    return (layout, *nodes[node]) if len(nodes) == num_nodes else None
+
+
+def _num_ranks(loaded: Loaded, num_nodes: int, node: int) -> int:
+    """Trainer ranks of this node."""
+    world_size, job = loaded.recipe.student.parallel.world_size, _in_job(loaded, num_nodes, node)
+    if job is None:
+        return world_size // num_nodes
+    layout, component, index = job
+    has_ranks = component is layout.components[0] and index < layout.places.student_nodes
+    return world_size // layout.places.student_nodes if has_ranks else 0
 
 
 def _check_job_gpus(loaded: Loaded, component: JobComponent, hardware: Hardware) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
@@ -9,12 +10,15 @@ import resource
 import subprocess
 import sys
 from collections import Counter
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mopd.config.student import ParallelConfig
+from mopd.data_plane.local import LocalDataPlane
+from mopd.data_plane.reading import open_reader
 from mopd.launch.open_files import OF_A_GROUP, RESERVE, gloo_groups, needed_files, raise_open_files
 from mopd.types import UserError
 from tests.fixtures.ports import free_port
@@ -61,13 +65,44 @@ def test_groups_are_those_that_a_rank_joins(sizes: dict[str, Any], tmp_path: Pat
     counted = gloo_groups(degrees, on_gpu=False)
     assert Counter(told["groups"]) == Counter(counted)
     assert not Counter(gloo_groups(degrees, on_gpu=True)) - Counter(counted)
-    needed = needed_files(degrees, on_gpu=False)
+    needed = needed_files(degrees, on_gpu=False, is_first=False)
     assert needed - RESERVE <= told["files"] + OF_A_GROUP and told["files"] <= needed
 
 
 def test_512_ranks_need_more_than_the_usual_limit() -> None:
     degrees = ParallelConfig(tensor_model_parallel_size=8, data_parallel_size=64)
-    assert needed_files(degrees, on_gpu=True) - RESERVE > 1030
+    assert needed_files(degrees, on_gpu=True, is_first=False) - RESERVE > 1030
+
+
+def hold_samples(pipe: Connection) -> None:
+    """Serve an empty data plane until the other end of the pipe says that it is enough."""
+    plane = LocalDataPlane()
+    plane.serve(host="127.0.0.1")
+    pipe.send(plane.address)
+    pipe.recv()
+    asyncio.run(plane.close())
+
+
+@pytest.mark.multirank
+def test_each_reader_costs_the_process_that_holds_the_samples_one() -> None:
+    ours, its = multiprocessing.Pipe()
+    child = multiprocessing.get_context("spawn").Process(target=hold_samples, args=(its,))
+    child.start()
+    address, descriptors = ours.recv(), Path(f"/proc/{child.pid}/fd")
+    before = len(os.listdir(descriptors))
+    readers = [open_reader(address, timeout_s=DEADLINE_S) for _ in range(8)]
+    assert len(os.listdir(descriptors)) == before + len(readers)
+    for reader in readers:
+        reader.close()
+    ours.send("enough")
+    child.join(DEADLINE_S)
+    assert child.exitcode == 0
+
+
+def test_node_0_needs_one_more_for_each_rank() -> None:
+    degrees = ParallelConfig(tensor_model_parallel_size=8, data_parallel_size=64)
+    others = needed_files(degrees, on_gpu=True, is_first=False)
+    assert needed_files(degrees, on_gpu=True, is_first=True) == others + degrees.world_size
 
 
 def test_the_soft_limit_goes_up_and_what_is_too_low_is_refused() -> None:
@@ -75,21 +110,24 @@ def test_the_soft_limit_goes_up_and_what_is_too_low_is_refused() -> None:
     program = (
         "import resource; from mopd.config.student import ParallelConfig; from mopd.launch.open_files import *\n"
         "ranks = ParallelConfig(data_parallel_size=4)\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (200, 2000)); raise_open_files(ranks, 'here', on_gpu=False)\n"
+        "def limit(soft, hard):\n"
+        "  resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))\n"
+        "  raise_open_files(ranks, 'here', on_gpu=False, is_first=True)\n"
+        "limit(200, 2000)\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300)); raise_open_files(ranks, 'here', on_gpu=False)\n"
+        "limit(100, 300)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.stdout == "(2000, 2000)\n"
-    needed = needed_files(ParallelConfig(data_parallel_size=4), on_gpu=False)
+    needed = needed_files(ParallelConfig(data_parallel_size=4), on_gpu=False, is_first=True)
     line = f"here: each of 4 ranks needs {needed} open files, and the limit here (ulimit -n, hard) is 300: raise it to"
     assert done.stderr.splitlines()[-1].startswith(f"mopd.types.UserError: {line} {needed} ")
 
 
 def test_a_limit_that_is_high_stays() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    raise_open_files(ParallelConfig(), "here", on_gpu=True)
+    raise_open_files(ParallelConfig(), "here", on_gpu=True, is_first=False)
     after = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert after[1] == before[1] and after[0] >= before[0]
     with pytest.raises(UserError, match="ulimit -n"):
-        raise_open_files(ParallelConfig(data_parallel_size=60_000), "here", on_gpu=True)
+        raise_open_files(ParallelConfig(data_parallel_size=60_000), "here", on_gpu=True, is_first=False)

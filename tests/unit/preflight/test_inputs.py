@@ -34,6 +34,24 @@ def test_complete_inputs_pass(load: Load) -> None:
     check_inputs(load("rewards.default={type: custom, path: reward.py, function: f}"))
 
 
+def test_a_node_without_rank_0_needs_what_its_ranks_read(load: Load) -> None:
+    """Data, teachers and rewards are node 0's; a student that sees images reads those of the prompts."""
+    elsewhere = load(
+        "teachers.math.model=/none",
+        "data.train=[none.jsonl]",
+        "data.validation=[none.jsonl]",
+        "rewards.default={type: custom, path: none.py, function: f}",
+    )
+    check_inputs(elsewhere, is_first=False)
+    with pytest.raises(UserError, match=r"teachers\.math\.model: folder '/none' does not exist"):
+        check_inputs(elsewhere)
+    with pytest.raises(UserError, match=r"student\.model: folder 'models/none' does not exist"):
+        check_inputs(load("student.model=models/none"), is_first=False)
+    Path("models/student/config.json").write_text('{"model_type": "qwen3_vl"}')
+    with pytest.raises(UserError, match=r"data\.train: file 'none\.jsonl' does not exist"):
+        check_inputs(elsewhere, is_first=False)
+
+
 def test_a_working_directory_of_two_lines_is_refused(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load()
     Path("a\nb").mkdir()

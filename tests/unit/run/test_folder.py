@@ -183,6 +183,7 @@ def test_logs_that_ranks_began_after_the_end_are_discarded_while_empty(load: Loa
     run = RunDir(load().recipe.run_dir)
     run.logs_here.mkdir(parents=True)
     (run.logs_here / "rank_1.log").touch()
+    (run.logs_here / ".start").write_text("of rank 0")
     (run.logs_here / "rank_2.log").write_text("a word")
     run.discard_if_unused()
     assert [path.name for path in run.logs_here.iterdir()] == ["rank_2.log"]

@@ -9,7 +9,7 @@ import pytest
 from mopd.cli import main
 from mopd.config.load import Loaded, dump, load_recipe
 from mopd.run.folder import check_same_run
-from mopd.run.locating import Located, apply
+from mopd.run.locating import Located, apply, locate
 from mopd.run.manifests import check_commits, write_manifests
 from mopd.run.preparing import prepare
 from mopd.types import UserError
@@ -66,6 +66,18 @@ def test_one_commit_for_all_that_is_named(loaded: Loaded, tmp_path: Path) -> Non
         ):
             del hub.repositories["models/org/teacher"]
             prepare(loaded)
+
+
+@pytest.mark.parametrize("further", [{}, {"--model": "org/other"}])
+def test_a_folder_on_node_0_that_is_a_name_here(loaded: Loaded, further: dict[str, str]) -> None:
+    """Node 0 has a commit of each name; of its folders it has none."""
+    names = ("student.model", 'teachers."a.b".model', "data.train[1]") if further else ()
+    commits = dict.fromkeys(names, f"org/it@{COMMIT}:main")
+    where = "--model: 'org/other'" if further else "recipe.yaml:2: student.model: 'org/student'"
+    with pytest.raises(
+        UserError, match=f"^{where} is a folder on node 0 and none on this node, .*: let all nodes see it"
+    ):
+        locate(loaded, further, commits=commits)
 
 
 def test_config_prints_names_and_fetches_nothing(loaded: Loaded, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,14 +1,18 @@
-"""The models of a run that goes on are those that it began with."""
+"""The models of a run that goes on are those that it began with, and the same on all of its nodes."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from mopd.conversion.hf.manifest import make_manifest
-from mopd.run.manifests import check_unchanged, write_manifests
+from mopd.run.manifests import NUM_SAMPLES, SAMPLE_BYTES, check_unchanged, glimpse, write_manifests
 from mopd.types import UserError
 from tests.fixtures.tiny_models import make_hf_model
 
@@ -25,3 +29,79 @@ def test_another_model_or_another_set_of_them_is_refused(tmp_path: Path) -> None
     other = replace(one, weights_sha256="0" * 64)
     with pytest.raises(UserError, match=r"^teachers\.math\.model '.*' is not what the run began with"):
         check_unchanged(path, {"student": one, "teachers.math": other})
+
+
+MATRIX, NORM = 2**20, 2048
+"""Elements of 2 bytes: samples of the whole file lie further apart than a norm is long."""
+NAME = "model.safetensors"
+
+
+def write_layers(file: Path, changes: Mapping[str, tuple[int, int]] | None = None, num_layers: int = 8) -> None:
+    """Matrices and norms in turns; ``changes`` are tensors with (first, count) of the elements that are 1."""
+    sizes = {"first": NORM} | {f"{i}.{name}": n for i in range(num_layers) for name, n in (("w", MATRIX), ("z", NORM))}
+    tensors = {name: np.zeros(size, np.float16) for name, size in sizes.items()}
+    for name, (first, count) in (changes or {}).items():
+        tensors[name][first : first + count] = 1
+    save_file(tensors, file)
+
+
+def test_a_change_of_any_tensor_is_seen(tmp_path: Path) -> None:
+    """A norm of 4 KiB among matrices, or one end of a matrix: all lie between the samples of the whole file."""
+    file = tmp_path / NAME
+    write_layers(file)
+    before = glimpse(tmp_path)
+    assert file.stat().st_size // NUM_SAMPLES > SAMPLE_BYTES * 2
+    changes = [{name: (i, 1)} for name in ("first", "0.z", "3.z", "7.z") for i in (0, NORM // 2, NORM - 1)]
+    changes += [{f"{i}.w": (first, 1)} for i in (0, 7) for first in (0, 1000, MATRIX - 1000, MATRIX - 1)]
+    found = set()
+    for change in changes:
+        write_layers(file, change)
+        found.add(glimpse(tmp_path)[NAME])
+    assert len(found) == len(changes) and before[NAME] not in found
+    write_layers(file)
+    assert glimpse(tmp_path) == before
+
+
+def test_a_change_as_long_as_the_way_between_two_samples_is_seen(tmp_path: Path) -> None:
+    """In the middle of a matrix, too."""
+    file = tmp_path / NAME
+    write_layers(file)
+    before, step = glimpse(tmp_path), file.stat().st_size // NUM_SAMPLES // 2
+    for first in (MATRIX // 3, MATRIX // 2):
+        write_layers(file, {"4.w": (first, step)})
+        assert glimpse(tmp_path) != before
+
+
+def test_a_header_is_compared_whole(tmp_path: Path) -> None:
+    """Two tensors whose names have changed places hold each other's weights."""
+    file = tmp_path / NAME
+    write_layers(file)
+    before = glimpse(tmp_path)
+    content = file.read_bytes()
+    file.write_bytes(
+        content.replace(b'"0.z"', b'"?.z"', 1).replace(b'"1.z"', b'"0.z"', 1).replace(b'"?.z"', b'"1.z"', 1)
+    )
+    assert glimpse(tmp_path) != before
+
+
+def test_files_that_decide_what_is_read_are_compared(tmp_path: Path) -> None:
+    """The index decides which weight files there are; a file that it does not name is not read."""
+    assert glimpse(tmp_path / "none") == glimpse(tmp_path) == {}
+    (tmp_path / "config.json").write_text("{}")
+    assert set(glimpse(tmp_path)) == {"config.json"}
+    for name in ("a.safetensors", "b.safetensors"):
+        write_layers(tmp_path / name, num_layers=1)
+    (tmp_path / "c.safetensors").write_bytes(b"")
+    index, found = tmp_path / "model.safetensors.index.json", []
+    for files in ({"first": "a.safetensors"}, {"first": "b.safetensors"}, {"first": "gone.safetensors"}):
+        index.write_text(json.dumps({"weight_map": files}))
+        found.append(glimpse(tmp_path))
+    names = [set(one) - {"config.json", index.name} for one in found]
+    assert names == [{"a.safetensors"}, {"b.safetensors"}, set()]
+    assert len({one[index.name] for one in found}) == 3 and len({one["config.json"] for one in found}) == 1
+
+
+def test_a_damaged_weight_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(bytes(100))
+    with pytest.raises(UserError, match=r"model\.safetensors.*: not a sound safetensors file: "):
+        glimpse(tmp_path)

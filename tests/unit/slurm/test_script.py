@@ -131,6 +131,7 @@ def test_names_are_words_of_the_shell(tmp_path: Path, monkeypatch: pytest.Monkey
         ("USR1", "RUNNING", "whose time is up"),
         ("TERM", "COMPLETING", "which was cancelled"),
         ("TERM", "RUNNING", "which is preempted"),
+        ("TERM", "", "which got SIGTERM, and squeue does not say why"),
     ],
 )
 def test_the_stop_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str, state: str, why: str) -> None:
@@ -146,3 +147,20 @@ def test_the_stop_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numb
         timeout=60,
     )
     assert (done.stdout.splitlines(), done.stderr) == (["stop", "r", "--by", f"job 7, {why}"], "")
+
+
+@pytest.mark.parametrize(
+    ("squeue", "told"),
+    [
+        ("echo RUNNING", ["job 7: exit code 1: back into the queue", "requeue 7"]),
+        ("echo COMPLETING", []),
+        ("false", ["job 7: exit code 1: not back into the queue, as squeue does not say whether it was cancelled"]),
+    ],
+)
+def test_the_end_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, told: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = prepare_job(recipe(tmp_path, RECIPES["allocation"])).text
+    lines = text[text.index("\nfinish()") : text.index("\n# Do the nodes go together?")]
+    before = f'SLURM_JOB_ID=7; stopping=; squeue() {{ {squeue}; }}; scontrol() {{ echo "$@"; }}'
+    done = subprocess.run(["bash", "-c", f"{before}\n{lines}\nfinish 1"], capture_output=True, text=True, timeout=60)
+    assert (done.stdout.splitlines(), done.returncode) == (told, 1)

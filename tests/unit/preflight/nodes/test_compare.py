@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mopd.config.load import load_recipe
+from mopd.launch.node import compared_environment
 from mopd.preflight.nodes.compare import compare
-from mopd.preflight.nodes.facts import NodeFacts
+from mopd.preflight.nodes.facts import NodeFacts, facts_of_this_node
+from mopd.run.preparing import rank_facts
 from mopd.types import UserError
+from tests.fixtures.tiny_models import make_hf_model
+
+RECIPE = """\
+run_dir: run
+student: {model: student, parallel: {data_parallel_size: 2}}
+teachers: {one: {model: student, domains: [math]}}
+data: {train: [train.jsonl]}
+schedule: {steps: 3, prompts_per_step: 4}
+"""
 
 
 def node(name: str, **changes: Any) -> NodeFacts:
@@ -21,6 +36,11 @@ def node(name: str, **changes: Any) -> NodeFacts:
         recipe={"seed": "0", "run_dir": '"runs"'},
         models={"recipe.yaml:3: student.model": {"config.json": "aa", "tokenizer": "bb"}},
         gpus=("H100",) * 8,
+        start={
+            "environment": {"NVTE_FUSED_ATTN": "1"},
+            "GPUs": {"the ranks' GPU": "H100"},
+            "student.model": {"recipe.yaml:3: student.model: model.safetensors": "cc"},
+        },
         shm_bytes=2**34,
         is_complete=True,
     )
@@ -69,6 +89,59 @@ def test_other_gpus_are_told_and_little_shared_memory_refused() -> None:
         "b: /dev/shm has 64 MiB, a node with GPUs needs 1024: give the container more (--shm-size, --ipc=host)"
     ]
     assert failed(node("a", gpus=(), shm_bytes=2**26)) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "line"),
+    [
+        (
+            "environment",
+            {"NVTE_FUSED_ATTN": "0"},
+            "b: NVTE_FUSED_ATTN is 0 there and 1 on a: set the same on every node",
+        ),
+        ("environment", {}, "b: NVTE_FUSED_ATTN is absent there and 1 on a: set the same on every node"),
+        (
+            "GPUs",
+            {"the ranks' GPU": "A100, H100"},
+            "b: the ranks' GPU is A100, H100 there and H100 on a: start the ranks on nodes with one kind of GPU",
+        ),
+        (
+            "student.model",
+            {"recipe.yaml:3: student.model: model.safetensors": "dd"},
+            "b: recipe.yaml:3: student.model: model.safetensors is dd there and cc on a: "
+            "let all nodes read one folder, or copy it anew",
+        ),
+    ],
+)
+def test_what_a_start_refuses_is_refused(kind: str, other: dict[str, str], line: str) -> None:
+    """Between the nodes that have ranks: the third has none."""
+    odd = node("b", start={**node("b").start, kind: other})
+    assert failed(node("a"), odd, node("c", start={})) == [line]
+
+
+def test_another_model_is_one_line() -> None:
+    other = node("b", models={"recipe.yaml:3: student.model": {"config.json": "cc", "tokenizer": "bb"}})
+    odd = dataclasses.replace(other, start={**other.start, "student.model": {"model.safetensors": "dd"}})
+    assert len(failed(node("a"), odd)) == 1
+
+
+def test_an_account_holds_what_a_start_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same functions make both; of nodes without ranks there is nothing to compare."""
+    make_hf_model(tmp_path / "student")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    load = partial(load_recipe, recipe)
+    facts, _ = facts_of_this_node(load, num_nodes=2, node=1)
+    assert facts.start == {"environment": compared_environment()} | rank_facts(load(), 1)
+    assert facts.start["environment"]["NVTE_FUSED_ATTN"] == "0"
+    assert set(facts.start["student.model"]) == {
+        f"{recipe}:2: student.model: {name}" for name in ("config.json", "model.safetensors")
+    }
+    (tmp_path / "student" / "model.safetensors").write_bytes(b"")
+    damaged, _ = facts_of_this_node(load, num_nodes=2, node=1)
+    assert "student" in damaged.problems[-1] and "not a sound safetensors file" in damaged.problems[-1]
 
 
 def test_what_a_node_cannot_find_is_its_own_line() -> None:

@@ -54,7 +54,8 @@ ask_to_stop() {  # SIGNAL: the limit comes near, another job needs the nodes, or
   stopping=1
   [ "$1" = USR1 ] || case $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) in
     RUNNING*) why="which is preempted" ;;
-    *) why="which was cancelled" ;;
+    ?*) why="which was cancelled" ;;
+    *) why="which got SIGTERM, and squeue does not say why" ;;
   esac
   "${here[@]}" "${mopd[@]}" stop "$run" --by "job $SLURM_JOB_ID, $why"
 }
@@ -77,6 +78,7 @@ finish() {  # EXIT-CODE: the end of this job, or its way back into the queue
       echo "job $SLURM_JOB_ID: exit code $1: back into the queue"
       scontrol requeue "$SLURM_JOB_ID"
       ;;
+    "") echo "job $SLURM_JOB_ID: exit code $1: not back into the queue, as squeue does not say whether it was cancelled" ;;
   esac
   exit "$1"
 }
