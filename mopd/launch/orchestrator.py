@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from pathlib import Path
 from types import TracebackType
 
 from mopd.data_plane.interface import StorageEnded
-from mopd.launch.link import Link, LinkEnded, error_of
+from mopd.launch.link import LinkEnded, RankLink, error_of
+from mopd.launch.signals import ENDING
 from mopd.placement.process import how_it_ended
 from mopd.types import CutOffError, UserError
 
@@ -46,9 +48,14 @@ class OrchestratorProcess:
             task.write(self._task)
             task.seek(0)
             command = [sys.executable, "-m", MODULE, str(theirs.fileno())]
-            # In this rank's process group: whoever clears up after the rank clears it up too.
-            self.process = subprocess.Popen(command, stdin=task, pass_fds=(theirs.fileno(),))
-        self.link = Link(ours, NAME, silent_s=self._timeout_s)
+            # It gets signals once it can do without them: one that comes while Python starts would be a traceback.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+            try:
+                # In this rank's process group: whoever clears up after the rank clears it up too.
+                self.process = subprocess.Popen(command, stdin=task, pass_fds=(theirs.fileno(),))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self.link = RankLink(ours, NAME, silent_s=self._timeout_s)
         return self
 
     def __exit__(

@@ -18,7 +18,7 @@ from mopd.conversion.models.reading import read_dims
 from mopd.data_plane.interface import Storage
 from mopd.launch.failure import rank_0_host
 from mopd.launch.heartbeat import Heartbeat
-from mopd.launch.link import Link, LinkEnded, error_head
+from mopd.launch.link import LinkEnded, RankLink, error_head
 from mopd.launch.rank_log import StallWatch
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.student import StudentGroup
@@ -49,7 +49,7 @@ Work = Callable[[Led], Coroutine[Any, Any, None]]
 class Lead:
     """The orchestrator's side of a run: its way to the ranks, and what it says of itself."""
 
-    def __init__(self, loaded: Loaded, link: Link, log: Path | None) -> None:
+    def __init__(self, loaded: Loaded, link: RankLink, log: Path | None) -> None:
         """``log``: where stacks are left once ``keep_stacks`` is called, if anywhere."""
         self.loaded, self._link, self._log = loaded, link, log
         self.heartbeat = Heartbeat(self._beat, loaded.recipe.schedule.wait_timeout_s)
@@ -74,6 +74,8 @@ class Lead:
         go on reading samples until then, and one that lost them would end the run with a line of its own."""
         try:
             yield
+        except StopAsked:
+            raise
         except Exception as error:
             self.tell(error)
             await ranks.gone()

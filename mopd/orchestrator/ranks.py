@@ -7,7 +7,7 @@ import contextlib
 import threading
 from typing import Any
 
-from mopd.launch.link import Link
+from mopd.launch.link import RankLink
 
 Answer = tuple[Any, list[bytes]]
 """A value, and frames beside it."""
@@ -21,7 +21,7 @@ class Ranks:
     end closes the link.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: RankLink) -> None:
         self._link = link
         self.turn = asyncio.Lock()
         """Held around commands that belong together."""
