@@ -49,7 +49,7 @@ def evaluate(lead: Lead, *, model: str | None, as_json: bool) -> str | None:
     folder = Path(recipe.student.model if model is None else model)
 
     async def work(ranks: Ranks) -> ValidationResult:
-        async with lead.telling(ranks):
+        async with lead.telling():
             if needs_ranks(folder):
                 return await _evaluate_checkpoint(recipe, inputs, validator, folder, ranks)
             return await _evaluate_folder(recipe, validator, folder)

@@ -69,7 +69,7 @@ class Lead:
                 self._link.send(error_head(error))
 
     @asynccontextmanager
-    async def telling(self, ranks: Ranks) -> AsyncIterator[None]:
+    async def telling(self) -> AsyncIterator[None]:
         """An error of the block is told, and heard, before anything is closed: ranks that are in the middle of a step
         go on reading samples until then, and one that lost them would end the run with a line of its own."""
         try:
@@ -78,8 +78,7 @@ class Lead:
             raise
         except Exception as error:
             self.tell(error)
-            await ranks.gone()
-            raise
+            await asyncio.get_running_loop().create_future()  # until rank 0 closes the link, which cancels this
 
     def run(self, work: Callable[[Ranks], Coroutine[Any, Any, T]]) -> T:
         """``work`` on an event loop, as long as rank 0 lives; ``LinkEnded`` once it does not."""
@@ -117,7 +116,7 @@ class Lead:
             groups = Groups(recipe, log_dir=log_dir, device=engine_device(), student=ranks)
             joining = asyncio.ensure_future(join(ranks, list(inputs.train.domain_counts), plane))
             try:
-                async with self.telling(ranks):
+                async with self.telling():
                     await stop.unless_asked(groups.start())
                     facts = await joining
                     vocab_size = read_dims(Path(recipe.student.model)).vocab_size

@@ -64,11 +64,6 @@ class Ranks:
         async with self.turn:
             await self.ask("restore")
 
-    async def gone(self) -> None:
-        """Returns when rank 0 has closed the link. It does so once it is through with what it was told and has heard of
-        an error, and each of its waits has a deadline."""
-        await asyncio.wait({self._ended})
-
     async def settle(self) -> None:
         """Returns when the ranks are through with what they were told."""
         while self._under_way:
