@@ -83,9 +83,11 @@ def _check_statically(args: argparse.Namespace) -> bool:
 
 def _check(loaded: Loaded, *, as_json: bool) -> None:
     """Run the preflight with this rank; writes nothing. ``UserError`` for failed checks."""
+    from mopd.report.terminal import log_to_terminal
     from mopd.run.leading import follow_rank_0, start_orchestrator
 
     if rank_and_world_size()[0]:
         follow_rank_0(loaded.recipe)
     else:
+        log_to_terminal()
         start_orchestrator(loaded, "check", {"as_json": as_json})

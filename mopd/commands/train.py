@@ -168,8 +168,10 @@ def _follow(loaded: Loaded, run_dir: RunDir) -> int:
 
 
 def _lead(loaded: Loaded, run_dir: RunDir, args: argparse.Namespace) -> int:
+    from mopd.report.terminal import log_to_terminal
     from mopd.run.leading import start_orchestrator
 
+    log_to_terminal()
     if not is_our_launchers():  # which has done it
         forget_request(run_dir.path)
     options = {"resume": _resumes(args, run_dir), "from_step": args.from_step, "as_json": args.json}

@@ -41,7 +41,7 @@ class LinkEnded(RuntimeError):
     """The other process is gone."""
 
 
-class Link:
+class RankLink:
     """One end. One thread sends and one receives at a time; ``beat`` may come from a third."""
 
     def __init__(self, end: socket.socket, peer: str, *, silent_s: float | None = None) -> None:

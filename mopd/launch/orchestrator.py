@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from pathlib import Path
 from types import TracebackType
 
 from mopd.data_plane.interface import StorageEnded
-from mopd.launch.link import Link, LinkEnded, error_of
+from mopd.launch.link import LinkEnded, RankLink, error_of
+from mopd.launch.signals import ENDING
 from mopd.placement.process import how_it_ended
 from mopd.types import CutOffError, UserError
 
@@ -46,22 +48,26 @@ class OrchestratorProcess:
             task.write(self._task)
             task.seek(0)
             command = [sys.executable, "-m", MODULE, str(theirs.fileno())]
-            # In this rank's process group: whoever clears up after the rank clears it up too.
-            self.process = subprocess.Popen(command, stdin=task, pass_fds=(theirs.fileno(),))
-        self.link = Link(ours, NAME, silent_s=self._timeout_s)
+            # It gets signals once it can do without them: one that comes while Python starts would be a traceback.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+            try:
+                # In this rank's process group: whoever clears up after the rank clears it up too.
+                self.process = subprocess.Popen(command, stdin=task, pass_fds=(theirs.fileno(),))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self.link = RankLink(ours, NAME, silent_s=self._timeout_s)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.link.is_busy = False
-        said = self._last_words() if isinstance(error, (LinkEnded, StorageEnded)) else None
-        is_cause = isinstance(error, LinkEnded) or (isinstance(error, StorageEnded) and self._ends_within(DYING_S))
+        cause = self._cause() if isinstance(error, (LinkEnded, StorageEnded)) else None
         ends_by_itself = self.end()
-        if said is not None:
-            raise said from error
-        if is_cause or (kind is None and ends_by_itself and self.process.returncode):
-            raise CutOffError(self.how_it_ended()) from error
+        if cause is not None:
+            raise cause from error
+        if kind is None and ends_by_itself and self.process.returncode:
+            raise CutOffError(self.how_it_ended())
 
     def end(self) -> bool:
         """Close the link, which is the process's sign to end, and wait for that; from any thread. Whether it ended by
@@ -104,8 +110,9 @@ class OrchestratorProcess:
             return False
         return True
 
-    def _last_words(self) -> Exception | None:
-        """The error that it said before it ended, if it did: whoever has lost it, or its samples, knows less."""
+    def _cause(self) -> Exception | None:
+        """The error that the process said before it ended, or else how it ended: whoever has lost it, or its samples,
+        knows less. ``None`` where it lives and says nothing."""
         deadline = time.monotonic() + DYING_S
         self.link.set_silence(DYING_S)
         try:
@@ -113,6 +120,8 @@ class OrchestratorProcess:
                 head, _ = self.link.receive()
                 if "error" in head:
                     return error_of(head, NAME)
-        except (LinkEnded, UserError):
+        except LinkEnded:
+            return CutOffError(self.how_it_ended())
+        except UserError:  # not even a beat
             pass
         return None

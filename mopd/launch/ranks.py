@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mopd.config.schema import Recipe
+from mopd.launch.failure import num_groups
 from mopd.launch.heartbeat import LeaderWatch
-from mopd.launch.link import Frames, Link
+from mopd.launch.link import Frames, RankLink
 from mopd.launch.rank_log import StallWatch
-from mopd.launch.stages import StageSender, announced
+from mopd.student.sending import StageSender, announced
 from mopd.student.worker import StudentWorker, WeightPart
 from mopd.types import MicroBatchPlan, SampleMeta, UserError
 from mopd.wire.weights import WeightPacker
@@ -76,7 +77,7 @@ class CommandChannel:
 class Rank:
     """One rank's share of every command; the names of commands are all there is."""
 
-    def __init__(self, worker: StudentWorker, link: Link | None = None) -> None:
+    def __init__(self, worker: StudentWorker, link: RankLink | None = None) -> None:
         """``link`` is rank 0's, which answers."""
         self._worker, self._link = worker, link
         self._sender = StageSender(worker, longest_s=worker.recipe.schedule.wait_timeout_s)
@@ -150,15 +151,15 @@ def facts_of(recipe: Recipe, worker: StudentWorker) -> dict[str, Any]:
     return {
         "is_on_gpu": worker.layout.device.type == "cuda",
         "has_constants": bool(worker.constants),
-        "announced": announced(recipe, worker),
+        "announced": announced(recipe, worker, is_one_node=num_groups() == 1),
     }
 
 
-def obey(worker: StudentWorker, channel: CommandChannel, link: Link) -> str | None:
+def obey(worker: StudentWorker, channel: CommandChannel, link: RankLink) -> str | None:
     """On rank 0: execute what the orchestrator asks for, with the other ranks, until the run ends. Returns the line of
     a run that was asked to stop.
 
-    Raises as ``Link.next_command``.
+    Raises as ``RankLink.next_command``.
     """
     rank = Rank(worker, link)
     link.on_sign = channel.note

@@ -51,7 +51,7 @@ def evaluate(lead: Lead, *, model: str | None, checkpoint: str | None, as_json: 
     folder = Path(checkpoint or model or recipe.student.model)
 
     async def work(ranks: Ranks) -> ValidationResult:
-        async with lead.telling(ranks):
+        async with lead.telling():
             if checkpoint is not None:
                 return await _evaluate_checkpoint(recipe, inputs, validator, folder, ranks)
             return await _evaluate_folder(recipe, validator, folder)

@@ -18,7 +18,7 @@ from mopd.conversion.models.reading import read_dims
 from mopd.data_plane.interface import Storage
 from mopd.launch.failure import rank_0_host
 from mopd.launch.heartbeat import Heartbeat
-from mopd.launch.link import Link, LinkEnded, error_head
+from mopd.launch.link import LinkEnded, RankLink, error_head
 from mopd.launch.rank_log import StallWatch
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.student import StudentGroup
@@ -49,7 +49,7 @@ Work = Callable[[Led], Coroutine[Any, Any, None]]
 class Lead:
     """The orchestrator's side of a run: its way to the ranks, and what it says of itself."""
 
-    def __init__(self, loaded: Loaded, link: Link, log: Path | None) -> None:
+    def __init__(self, loaded: Loaded, link: RankLink, log: Path | None) -> None:
         """``log``: where stacks are left once ``keep_stacks`` is called, if anywhere."""
         self.loaded, self._link, self._log = loaded, link, log
         self.heartbeat = Heartbeat(self._beat, loaded.recipe.schedule.wait_timeout_s)
@@ -69,15 +69,16 @@ class Lead:
                 self._link.send(error_head(error))
 
     @asynccontextmanager
-    async def telling(self, ranks: Ranks) -> AsyncIterator[None]:
+    async def telling(self) -> AsyncIterator[None]:
         """An error of the block is told, and heard, before anything is closed: ranks that are in the middle of a step
         go on reading samples until then, and one that lost them would end the run with a line of its own."""
         try:
             yield
+        except StopAsked:
+            raise
         except Exception as error:
             self.tell(error)
-            await ranks.gone()
-            raise
+            await asyncio.get_running_loop().create_future()  # until rank 0 closes the link, which cancels this
 
     def run(self, work: Callable[[Ranks], Coroutine[Any, Any, T]]) -> T:
         """``work`` on an event loop, as long as rank 0 lives; ``LinkEnded`` once it does not."""
@@ -115,7 +116,7 @@ class Lead:
             groups = Groups(recipe, log_dir=log_dir, device=engine_device(), student=ranks)
             joining = asyncio.ensure_future(join(ranks, list(inputs.train.domain_counts), plane))
             try:
-                async with self.telling(ranks):
+                async with self.telling():
                     await stop.unless_asked(groups.start())
                     facts = await joining
                     vocab_size = read_dims(Path(recipe.student.model)).vocab_size

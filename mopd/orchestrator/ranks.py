@@ -7,7 +7,7 @@ import contextlib
 import threading
 from typing import Any
 
-from mopd.launch.link import Link
+from mopd.launch.link import RankLink
 
 Answer = tuple[Any, list[bytes]]
 """A value, and frames beside it."""
@@ -21,7 +21,7 @@ class Ranks:
     end closes the link.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: RankLink) -> None:
         self._link = link
         self.turn = asyncio.Lock()
         """Held around commands that belong together."""
@@ -63,11 +63,6 @@ class Ranks:
         """Have the student take its memory again (``StudentWorker.restore``)."""
         async with self.turn:
             await self.ask("restore")
-
-    async def gone(self) -> None:
-        """Returns when rank 0 has closed the link. It does so once it is through with what it was told and has heard of
-        an error, and each of its waits has a deadline."""
-        await asyncio.wait({self._ended})
 
     async def settle(self) -> None:
         """Returns when the ranks are through with what they were told."""

@@ -28,7 +28,7 @@ from mopd.preflight.checks import check_before_training
 from mopd.report.build import build_report, print_summary
 from mopd.report.run_files import Best, best_of, mean
 from mopd.report.sinks import Sinks
-from mopd.report.terminal import Terminal
+from mopd.report.terminal import Terminal, log_to_terminal
 from mopd.run import resuming
 from mopd.run.checkpointing import Checkpointer, complete_steps
 from mopd.run.folder import RunDir
@@ -72,6 +72,7 @@ def train_task(lead: Lead, *, resume: bool, from_step: str | None, as_json: bool
     Raises:
         UserError: anything the user can cure; nothing is half-written.
     """
+    log_to_terminal()
     loaded = lead.loaded
     recipe = loaded.recipe
     with RunDir(recipe.run_dir) as run:

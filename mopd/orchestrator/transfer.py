@@ -6,7 +6,7 @@
       ▲            start (they stop) ──> ranks send buckets ──> finish (the new weights answer)
       └── some failed: the group is left, those that answered are tried again, the others are left to ``Repair``
 
-Here is the order of an update alone: tensors go from the ranks to the engines (``mopd.launch.stages``).
+Here is the order of an update alone: tensors go from the ranks to the engines (``mopd.student.sending``).
 """
 
 from __future__ import annotations

@@ -278,13 +278,6 @@ def stage_updates(
     )
 
 
-def stage_constants(weights: Iterable[tuple[str, Tensor]]) -> StagedConstants | None:
-    """Read the stream to its end, into host memory; ``None`` if it is empty. Raises as ``WeightPacker.chunks``."""
-    packer = WeightPacker(with_data=True)
-    bodies = tuple(packer.chunks(weights))
-    return StagedConstants(constants_id=packer.id, bodies=bodies, digest=packer.digest) if bodies else None
-
-
 def unpacked_weights(bodies: Iterable[bytes]) -> Iterator[tuple[str, Tensor]]:
     """The stream that ``WeightPacker.chunks`` has cut, in memory of its own."""
     tensor, room, filled = torch.empty(0), np.empty(0, dtype=np.uint8), 0

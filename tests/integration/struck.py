@@ -26,10 +26,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mopd.launch import orchestrator
-from mopd.launch.stages import StageSender
 from mopd.orchestrator import process
 from mopd.orchestrator.transfer import Transfer
 from mopd.replicas.transfer import TransferTargets
+from mopd.student.sending import StageSender
 from mopd.student.worker import StudentWorker
 from mopd.transfer.group import TransferGroup
 from tests.integration.recorded import JOURNAL, run_recorded

@@ -35,10 +35,11 @@ from mopd.replicas.transfer import TransferTargets
 from mopd.student.vision import constant_names
 from mopd.transfer.group import Pending, TransferGroup
 from mopd.wire.messages import encode
-from mopd.wire.weights import StagedWeights, stage_constants, stage_updates
+from mopd.wire.weights import StagedWeights, stage_updates
 from tests.fixtures.linked import Sending
 from tests.fixtures.seen import Transformers, prompts_with_images
 from tests.fixtures.servers import engine_file, random_tokens, serve_process, wait_until
+from tests.fixtures.staged import stage_constants
 from tests.fixtures.tiny_models import EOS_ID, make_hf_model
 from tests.fixtures.vision import TOKEN_IDS, make_vision_model
 from tests.integration.groups import until

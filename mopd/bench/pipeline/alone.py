@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mopd.bench.pipeline.beside import Workers, with_workers
+from mopd.bench.pipeline.beside import PipelineWorkers, with_workers
 from mopd.bench.pipeline.plan import (
     PROMPT_LENGTH,
     ROLLOUT_REPLICAS,
@@ -114,7 +114,7 @@ def measure_alone(scenario: Scenario, *, steps: int, warm_up: int = 2) -> Alone:
     recipe = make_recipe(scenario, max_staleness=0, steps=1)
     per_step = scenario.num_prompts
 
-    async def work(workers: Workers) -> Alone:
+    async def work(workers: PipelineWorkers) -> Alone:
         rollout, teachers, stream = workers.rollout, workers.teachers, make_stream(recipe.seed)
         stream.next(warm_up * per_step)
         by_step: dict[str, list[float]] = {"rollout": [], "teachers": []}

@@ -52,7 +52,7 @@ def make_dataset() -> PromptDataset:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workers:
+class PipelineWorkers:
     """What a controller orders."""
 
     rollout: RolloutWorker
@@ -62,7 +62,7 @@ class Workers:
     sync: UnpackedWeights
 
 
-def with_workers(recipe: Recipe, scenario: Scenario, work: Callable[[Workers], Coroutine[Any, Any, T]]) -> T:
+def with_workers(recipe: Recipe, scenario: Scenario, work: Callable[[PipelineWorkers], Coroutine[Any, Any, T]]) -> T:
     """``work`` with new workers, on an event loop of its own."""
 
     async def main() -> T:
@@ -76,13 +76,13 @@ def with_workers(recipe: Recipe, scenario: Scenario, work: Callable[[Workers], C
         torch.set_num_threads(threads)
 
 
-async def _build(recipe: Recipe, scenario: Scenario) -> Workers:
+async def _build(recipe: Recipe, scenario: Scenario) -> PipelineWorkers:
     plane = LocalDataPlane()
     rollout = _rollout_router(recipe, scenario)
     sync = UnpackedWeights(rollout, on_running=recipe.on_new_weights, slots=make_weights(scenario.weights_mb))
     await sync.ask_for(0)
     dataset = make_dataset()
-    return Workers(
+    return PipelineWorkers(
         rollout=RolloutWorker(
             rollout,
             plane,

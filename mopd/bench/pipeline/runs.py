@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mopd.bench.pipeline.beside import Workers, make_dataset, with_workers
+from mopd.bench.pipeline.beside import PipelineWorkers, make_dataset, with_workers
 from mopd.bench.pipeline.plan import SHARES, Scenario, make_recipe
 from mopd.bench.pipeline.weights import make_weights
 from mopd.controller import Controller
@@ -73,7 +73,7 @@ class SleepingStudent:
     dp_size = 1
     packing = PackingRules(is_packed=True, max_tokens=1 << 20, micro_batch_size=None, square_cost=0.0)
 
-    def __init__(self, scenario: Scenario, workers: Workers) -> None:
+    def __init__(self, scenario: Scenario, workers: PipelineWorkers) -> None:
         self._scenario, self._way = scenario, workers.sync
         self.plan_bytes = 0
         self._weights = make_weights(scenario.weights_mb)
@@ -156,7 +156,7 @@ def run_controller(scenario: Scenario, *, max_staleness: int, steps: int, warm_u
     num_steps = warm_up + steps + (max_staleness + 1 if max_staleness else 0)
     recipe = make_recipe(scenario, max_staleness=max_staleness, steps=num_steps)
 
-    async def work(workers: Workers) -> Run:
+    async def work(workers: PipelineWorkers) -> Run:
         student, observer = SleepingStudent(scenario, workers), _Steps(recipe.schedule.steps)
         used_s, began = time.process_time(), time.perf_counter()
         await Controller(

@@ -24,7 +24,7 @@ from mopd import cpu_shim
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.reading import read_dims
-from mopd.launch.link import Link, LinkEnded
+from mopd.launch.link import LinkEnded, RankLink
 from mopd.launch.ranks import CommandChannel, follow, obey
 from mopd.orchestrator.ranks import Ranks
 from mopd.student import parallel
@@ -150,7 +150,7 @@ def _be_rank(folder: Path, rank: int, num_stages: int, end: socket.socket | None
     if end is None:
         follow(worker, channel)
     else:
-        link = Link(end, "the benchmark")
+        link = RankLink(end, "the benchmark")
         link.next_command()
         link.answer(stage.facts())
         with suppress(LinkEnded):
@@ -206,7 +206,7 @@ async def bench_student(folder: Path, num_stages: int) -> AsyncIterator[BenchStu
         processes.append(context.Process(target=_be_rank, args=(folder, rank, num_stages, end), daemon=True))
         processes[-1].start()
     theirs.close()
-    link = Link(ours, "rank 0")
+    link = RankLink(ours, "rank 0")
     try:
         async with Tasks() as tasks:
             ranks = Ranks(link)

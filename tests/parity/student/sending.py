@@ -24,7 +24,7 @@ from mopd.config.weights import BucketsConfig, CollectiveConfig, IpcConfig
 from mopd.data_plane.interface import Storage
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.torch.engine import TorchEngine
-from mopd.launch.link import Link, error_head
+from mopd.launch.link import RankLink, error_head
 from mopd.launch.ranks import CommandChannel, facts_of, follow, obey
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.student import StudentGroup
@@ -72,7 +72,7 @@ def run_sends(
         recipe = dataclasses.replace(recipe, rollout=rollout)
         sender = Sender(recipe, worker, plans, plane)
         ours, theirs = socket.socketpair()
-        link = Link(theirs, "rank 0")
+        link = RankLink(theirs, "rank 0")
 
         def drive() -> dict[str, Any]:
             try:
@@ -84,7 +84,7 @@ def run_sends(
                 raise
 
         driving = stack.enter_context(ThreadPoolExecutor(1)).submit(drive)
-        obey(worker, channel, Link(ours, "the orchestrator"))
+        obey(worker, channel, RankLink(ours, "the orchestrator"))
         found = driving.result()
         found["num_constants"] = len(worker.constants)
         channel.send({"call": "stop", "kwargs": {"is_asked": False}})
@@ -98,7 +98,9 @@ class Sender:
         self._recipe, self._worker, self._plans, self._plane = recipe, worker, plans, plane
         self._engines: list[RemoteEngine] = []
 
-    async def lead(self, link: Link, urls: list[str], here: list[TorchEngine], sends: dict[str, Any]) -> dict[str, Any]:
+    async def lead(
+        self, link: RankLink, urls: list[str], here: list[TorchEngine], sends: dict[str, Any]
+    ) -> dict[str, Any]:
         """All versions, each by all ways. ``here``: engines of this process."""
         async with Tasks() as tasks:
             ranks = Ranks(link)

@@ -16,7 +16,7 @@ from mopd.data_plane.interface import StorageEnded
 from mopd.data_plane.local import LocalDataPlane
 from mopd.files.writing import WriteRefusedError
 from mopd.launch.heartbeat import Heartbeat
-from mopd.launch.link import MAX_FRAME_BYTES, MAX_HEAD_BYTES, Link, LinkEnded, error_head, error_of
+from mopd.launch.link import MAX_FRAME_BYTES, MAX_HEAD_BYTES, LinkEnded, RankLink, error_head, error_of
 from mopd.orchestrator.ranks import Ranks
 from mopd.tasks import Tasks
 from mopd.types import CutOffError, NonFiniteError, SampleMeta, UserError
@@ -27,13 +27,13 @@ NUM_CHUNKS = 64
 LONGEST_CLAIM_S = 0.05
 
 
-def ends(silent_s: float | None = None) -> tuple[Link, Link]:
+def ends(silent_s: float | None = None) -> tuple[RankLink, RankLink]:
     """Rank 0's and the orchestrator's."""
     ours, theirs = socket.socketpair()
-    return Link(ours, "the orchestrator process", silent_s=silent_s), Link(theirs, "rank 0")
+    return RankLink(ours, "the orchestrator process", silent_s=silent_s), RankLink(theirs, "rank 0")
 
 
-def answering(link: Link, answer: Callable[[dict[str, Any]], None]) -> threading.Thread:
+def answering(link: RankLink, answer: Callable[[dict[str, Any]], None]) -> threading.Thread:
     """Rank 0, which answers each call until the other end is closed."""
 
     def work() -> None:
@@ -48,7 +48,7 @@ def answering(link: Link, answer: Callable[[dict[str, Any]], None]) -> threading
     return thread
 
 
-def asked(link: Link, work: Callable[[Ranks], Awaitable[None]]) -> None:
+def asked(link: RankLink, work: Callable[[Ranks], Awaitable[None]]) -> None:
     async def main() -> None:
         async with Tasks() as tasks:
             ranks = Ranks(link)
@@ -193,4 +193,4 @@ def test_sizes_are_bounded_before_anything_is_read(head: int, frame: int) -> Non
     one, theirs = socket.socketpair()
     theirs.sendall(struct.pack("<IIQ", head, 1, frame))
     with pytest.raises(RuntimeError, match=f"sent a message of {head} bytes"):
-        Link(one, "the other").receive()
+        RankLink(one, "the other").receive()

@@ -18,9 +18,9 @@ from mopd.types import CutOffError, UserError
 ROOT = Path(__file__).parents[3]
 SAYS = """
 import json, os, socket, sys, time
-from mopd.launch.link import Link, LinkEnded, error_head
+from mopd.launch.link import RankLink, LinkEnded, error_head
 from mopd.types import UserError
-link = Link(socket.socket(fileno=int(sys.argv[1])), "rank 0")
+link = RankLink(socket.socket(fileno=int(sys.argv[1])), "rank 0")
 does = json.load(sys.stdin)
 if does == "kill":
     os.kill(os.getpid(), 9)

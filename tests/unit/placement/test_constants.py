@@ -27,11 +27,12 @@ from mopd.replicas.interface import Replica
 from mopd.replicas.router import Router
 from mopd.student.vision import constant_names
 from mopd.types import UserError
-from mopd.wire.weights import StagedConstants, stage_constants, stage_updates
+from mopd.wire.weights import StagedConstants, stage_updates
 from tests.fixtures.linked import linked_ranks
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.seen import prompts_with_images
 from tests.fixtures.servers import RunningServer, running_server
+from tests.fixtures.staged import stage_constants
 from tests.fixtures.vision import make_vision_model
 
 CONFIG = TorchEngineConfig(dtype="float32")

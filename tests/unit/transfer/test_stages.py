@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.launch.stages import StageSender
+from mopd.student.sending import StageSender
 from mopd.transfer.buckets import TensorMeta, to_json
 from mopd.transfer.group import GroupOrder, GroupStore, TransferFailed, TransferGroup
 from mopd.transfer.mapped import open_receiver

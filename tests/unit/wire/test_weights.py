@@ -19,9 +19,9 @@ from mopd.wire.weights import (
     WeightChunk,
     WeightCommit,
     cut,
-    stage_constants,
     stage_updates,
 )
+from tests.fixtures.staged import stage_constants
 
 BEGIN = WeightBegin(update_id="u", weight_version=1)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mopd.config.schema import Recipe
 from mopd.config.weights import BucketsConfig, CollectiveConfig
-from mopd.launch.failure import num_groups
 from mopd.student.parallel import Layout
 from mopd.student.weights import hf_tensors
 from mopd.student.worker import StudentWorker, WeightPart
@@ -175,9 +174,9 @@ def waiting_s(order: GroupOrder) -> float:
     return order.timeout_s * (1 + sum(order.shares))
 
 
-def announced(recipe: Recipe, worker: StudentWorker) -> dict[str, Any] | None:
-    """What the student will send by a group, as JSON: arguments of ``mopd.orchestrator.transfer.Announced``; ``None``
-    of a recipe whose weights go by HTTP."""
+def announced(recipe: Recipe, worker: StudentWorker, *, is_one_node: bool) -> dict[str, Any] | None:
+    """What the student will send by a group, as JSON: arguments of ``mopd.orchestrator.transfer.Transfer``; ``None`` of
+    a recipe whose weights go by HTTP. ``is_one_node``: all ranks can reach rank 0's loopback."""
     cfg, engine = recipe.weight_sync, recipe.rollout.engine
     if not isinstance(cfg, BucketsConfig):
         return None
@@ -189,7 +188,7 @@ def announced(recipe: Recipe, worker: StudentWorker) -> dict[str, Any] | None:
     ]
     metas.sort(key=lambda meta: meta.name not in worker.constants)
     shares: list[int] = []
-    if isinstance(cfg, CollectiveConfig) and worker.layout.pp_size > 1 and is_one_node():
+    if isinstance(cfg, CollectiveConfig) and worker.layout.pp_size > 1 and is_one_node:
         names = [name for name, _, _ in hf_tensors(worker.dims, student)]
         stages = dict(zip(names, worker.weight_stages(), strict=True))
         metas.sort(key=lambda meta: stages[meta.name])
@@ -202,8 +201,3 @@ def announced(recipe: Recipe, worker: StudentWorker) -> dict[str, Any] | None:
         # a cast may overflow; of its own dtype each rank looks for NaN in ``optim_step``
         "checks_values": smaller != student,
     }
-
-
-def is_one_node() -> bool:
-    """All ranks can reach rank 0's loopback: torchrun has one agent, or there is none."""
-    return num_groups() == 1
