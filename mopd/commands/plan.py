@@ -68,9 +68,9 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     hardware = this_hardware()
     loaded = load_recipe(args.recipe, args.set)
-    loaded, cluster, pool = _nodes(args, loaded, hardware)
+    loaded, cluster, pool, hardware = _nodes(args, loaded, hardware)
     models = read_models(loaded, args.configs)
-    loaded = settled_for(loaded, models, cluster, pool, hardware)
+    loaded = settled_for(loaded, models, pool, hardware)
     check_models(loaded, models, with_layout=not args.suggest)
     steps = []
     if args.measured is not None:
@@ -120,9 +120,9 @@ def _check_images(work: Workload, *, sees_images: bool) -> None:
         raise UserError("--image-length: the student sees no images: leave it out")
 
 
-def _nodes(args: argparse.Namespace, loaded: Loaded, hardware: Hardware) -> tuple[Loaded, Cluster, NodePool]:
+def _nodes(args: argparse.Namespace, loaded: Loaded, hardware: Hardware) -> tuple[Loaded, Cluster, NodePool, Hardware]:
     """What is planned for: GPUs of the table on the nodes of the recipe's job, or on those of the options; else this
-    machine. And the recipe as it is read there."""
+    machine. And the recipe as it is read there, and what the launcher of the first node sees."""
     for name in ("nodes", "gpus_per_node"):
         if getattr(args, name) is not None and not 1 <= getattr(args, name) <= MAX_NODES:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: set 1 to {MAX_NODES}")
@@ -140,8 +140,20 @@ def _nodes(args: argparse.Namespace, loaded: Loaded, hardware: Hardware) -> tupl
         raise UserError(f"--nodes is {args.nodes}, and this machine has no GPU to multiply: name some with --gpu")
     else:
         pool, name, memory = NodePool(gpus_per_node=0), "cpu", hardware.free_memory_bytes
-    nodes = sum(place_recipe(loaded.recipe, pool).num_nodes)
-    return loaded, Cluster(name=name, nodes=nodes, gpus_per_node=pool.gpus_per_node, memory_bytes=memory), pool
+    places, seen = place_recipe(loaded.recipe, pool), pool.gpus_per_node
+    if _is_job(args, loaded):
+        from mopd.slurm.layout import student_gpus
+
+        seen = len(student_gpus(loaded, places)[0])
+    if seen:
+        hardware = Hardware(gpu_memory_bytes=(memory,) * seen, torch_cuda="planned", vllm="planned")
+    nodes, gpus = sum(places.num_nodes), pool.gpus_per_node
+    return loaded, Cluster(name=name, nodes=nodes, gpus_per_node=gpus, memory_bytes=memory), pool, hardware
+
+
+def _is_job(args: argparse.Namespace, loaded: Loaded) -> bool:
+    """The recipe's own job is planned for, as it asks for GPUs."""
+    return args.gpu is not None and loaded.recipe.slurm is not None and loaded.recipe.slurm.gpus_per_node > 0
 
 
 def _job(args: argparse.Namespace, loaded: Loaded) -> tuple[Loaded, NodePool]:
@@ -149,7 +161,7 @@ def _job(args: argparse.Namespace, loaded: Loaded) -> tuple[Loaded, NodePool]:
     from mopd.slurm.layout import job_nodes, of_job
 
     config = loaded.recipe.slurm
-    if config is None or not config.gpus_per_node:
+    if config is None or not _is_job(args, loaded):
         return loaded, NodePool(gpus_per_node=args.gpus_per_node or GPUS_PER_NODE, num_nodes=args.nodes or 1)
     nodes, gpus = args.nodes or config.nodes, args.gpus_per_node or config.gpus_per_node
     own = replace(loaded.recipe, slurm=replace(config, nodes=nodes, gpus_per_node=gpus))

@@ -66,18 +66,12 @@ class RunPlan:
     """The student's vision tower."""
 
 
-def settled_for(
-    loaded: Loaded, models: Mapping[str, ModelDims], cluster: Cluster, pool: NodePool, hardware: Hardware
-) -> Loaded:
-    """The recipe as node 0 of the cluster would settle every ``auto``; without GPUs as ``hardware``, this machine.
+def settled_for(loaded: Loaded, models: Mapping[str, ModelDims], pool: NodePool, hardware: Hardware) -> Loaded:
+    """The recipe as the launcher of node 0, which sees ``hardware``, would settle every ``auto``.
 
     Raises:
         UserError: what another choice needs.
     """
-    if cluster.gpus_per_node:
-        hardware = Hardware(
-            gpu_memory_bytes=(cluster.memory_bytes,) * cluster.gpus_per_node, torch_cuda="planned", vllm="planned"
-        )
     num_ranks = place_recipe(loaded.recipe, pool).ranks_per_node
     sizes = {key: whole(dims) for key, dims in models.items()}
     try:

@@ -58,17 +58,15 @@ def lay_out(loaded: Loaded) -> JobLayout:
         UserError: file, line and key of what does not divide, straddles nodes or has no room.
     """
     loaded, config, pool = of_job(loaded), slurm_of(loaded), job_nodes(loaded)
-    groups = engine_groups(loaded.recipe)
     places = place_recipe(loaded.recipe, pool).require(loaded.where)
-    registered = [key for key, group in groups.items() if isinstance(group.placement, RegisteredConfig)]
+    registered = _keys_of(loaded, RegisteredConfig)
     keys = [STUDENT, *(registered if pool.components is not None else [])]
     components = [_component(config, pool, places, key, n) for key, n in zip(keys, places.num_nodes, strict=True)]
     servers = [tenant for key in registered for tenant in places.of(key)]
-    first, *others = [_students(config, places, servers, node) for node in range(places.student_nodes)]
     return JobLayout(
         components=tuple(components),
         places=places,
-        student_gpus=(first, *[min(others, key=len)] * len(others)) if others else (first,),
+        student_gpus=student_gpus(loaded, places),
         servers=tuple(servers),
     )
 
@@ -117,6 +115,17 @@ def job_nodes(loaded: Loaded) -> NodePool:
     )
 
 
+def student_gpus(loaded: Loaded, places: Places) -> tuple[tuple[int, ...], ...]:
+    """GPUs that the launcher on each of the student's nodes sees in its step (``JobLayout.student_gpus``)."""
+    config = slurm_of(loaded)
+    seen = list(places.reserved) if config.form == "ray" else [config.gpus_per_node] * places.student_nodes
+    for server in (one for key in _keys_of(loaded, RegisteredConfig) for one in places.of(key) if one.gpus):
+        if server.component == 0 and server.node < len(seen):
+            seen[server.node] = min(seen[server.node], server.gpus[0])
+    first, *others = seen
+    return tuple(tuple(range(count)) for count in (first, *[min(others, default=0)] * len(others)))
+
+
 def _keys_of(loaded: Loaded, kind: type) -> list[str]:
     return [key for key, group in engine_groups(loaded.recipe).items() if isinstance(group.placement, kind)]
 
@@ -159,11 +168,3 @@ def _component(config: SlurmConfig, pool: NodePool, places: Places, key: str, nu
         cpus_per_node=config.cpus_per_node if own.cpus_per_node is None else own.cpus_per_node,
         partition=config.partition if own.partition is None else own.partition,
     )
-
-
-def _students(config: SlurmConfig, places: Places, servers: list[Tenant], node: int) -> tuple[int, ...]:
-    """GPUs that the launcher on one of the student's nodes sees."""
-    if config.form == "ray":
-        return tuple(range(places.reserved[node]))
-    others = [one.gpus[0] for one in servers if (one.component, one.node) == (0, node) and one.gpus]
-    return tuple(range(min(others, default=config.gpus_per_node)))

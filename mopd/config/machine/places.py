@@ -6,7 +6,7 @@
     in_process         rank 0's GPU, and those behind it where a replica takes several
     share_gpus_with    the ranks' GPUs on node 0, replica after replica
     local              those that ``gpus`` names, else the lowest free ones of node 0, in the recipe's order
-    auto               as ``local`` where node 0 has room for all such groups; else none of its own
+    auto               none until it is settled (``auto.py``): ``local`` where what the trainer sees of node 0 has room
     ray, no address    the lowest free ones of node 0 after these: a cluster of that machine alone
     registered         the lowest free ones of the first node with room, in the recipe's order; or nodes of their own
     ray, an address    nodes of that cluster, the largest replicas first, each on the fullest node that takes it
@@ -153,8 +153,7 @@ def place(groups: Mapping[str, EngineGroupConfig], num_ranks: int, pool: NodePoo
 
 
 def place_recipe(recipe: Recipe, pool: NodePool) -> Places:
-    """Place all of a recipe, settled or not: groups of placement ``auto`` are ``local`` where they can be nothing else,
-    and where there is room for all of them; what they become without room their node decides, by its memory."""
+    """Place all of a recipe, settled or not: groups of placement ``auto`` that can only be ``local`` are."""
     groups = engine_groups(recipe)
     if recipe.has_engines_beside:
         groups |= _autos(groups)
@@ -226,7 +225,7 @@ class _Placer:
         self._tenants: list[Tenant] = []
         self._problems: list[tuple[Path_, str]] = []
         self._student_nodes, self._ranks_per_node = self._spread()
-        self._groups = self._without_auto(groups)
+        self._groups = groups
         self._owners: dict[int, str] = {}
         """GPU of node 0 -> what has it, among what starts with the trainer."""
         self._free: list[list[int]] = []
@@ -287,12 +286,6 @@ class _Placer:
             text = f"the {ranks} ranks of student.parallel do not divide equally over {there}: {cure}"
             self._refuse(("slurm", "student_nodes"), text)
         return 1, min(ranks, gpus or ranks)
-
-    def _without_auto(self, groups: Mapping[str, EngineGroupConfig]) -> dict[str, EngineGroupConfig]:
-        """Groups of placement ``auto`` as ``local`` ones where there is room for all of them; else left out."""
-        autos = _autos(groups)
-        free, wanted = room_for_auto(groups, self._ranks_per_node, self._gpus) if autos else (0, 0)
-        return {**groups, **autos} if wanted <= free else {key: groups[key] for key in groups if key not in autos}
 
     def _of(self, kind: type) -> list[tuple[str, EngineGroupConfig]]:
         return [(key, group) for key, group in self._groups.items() if isinstance(group.placement, kind)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
-from mopd.config.machine.places import NodePool, Places, Tenant, place, place_on_machine
+from mopd.config.machine.places import NodePool, Places, Tenant, place, place_on_machine, room_for_auto
 from mopd.config.placements import (
     AutoPlacementConfig,
     ExternalConfig,
@@ -115,15 +115,6 @@ def where(places: Places, key: str) -> list[tuple[int, tuple[int, ...]]]:
             {"rollout": ((1,),), "teachers.a": ((2, 3), (4, 5)), "teachers.b": ((2, 3),)},
             (2, 3, 4, 5),
         ),
-        # ``auto`` is ``local`` where all such groups have room
-        (
-            {"rollout": AUTO, "teachers.a": local(2), "teachers.b": AUTO},
-            4,
-            1,
-            {"rollout": ((1,),), "teachers.b": ((3,),)},
-            (),
-        ),
-        ({"rollout": AUTO, "teachers.a": AUTO}, 2, 1, {"rollout": (), "teachers.a": ()}, ()),
     ],
 )
 def test_every_gpu_has_one_owner(
@@ -195,6 +186,13 @@ def test_refusals_are_one_line(
     assert "\n" not in message and len(message) < 700
     for part in parts:
         assert part in message
+
+
+def test_groups_of_placement_auto_find_what_the_others_leave() -> None:
+    groups = {"rollout": AUTO, "teachers.a": local(3), "teachers.b": on_ray(2, address=None), "teachers.c": AUTO}
+    assert room_for_auto(groups, 1, 8) == (4, 2)
+    assert room_for_auto(groups, 6, 8) == (0, 2)  # the others do not fit
+    assert not place_on_machine(groups, 1, 8).of("rollout")
 
 
 def test_no_gpu_is_given_twice() -> None:

@@ -100,15 +100,11 @@ def test_without_gpus_replicas_take_nodes_in_turn(tmp_path: Path) -> None:
     assert [server.node for server in layout.servers] == [0, 1, 0, 1, 0]
 
 
-def test_ray_has_what_the_ranks_and_the_auto_rollout_leave(tmp_path: Path) -> None:
+def test_ray_has_what_the_ranks_leave(tmp_path: Path) -> None:
     on_ray = {"type": "ray", "num_gpus": 4}
     keys = {"teachers__math__placement": on_ray, "teachers__code__placement": {"type": "ray", "num_gpus": 1}}
     layout = lay_out(recipe(tmp_path, {"form": "ray", "gpus_per_node": 8, "student_nodes": 2}, **keys))
-    assert (
-        layout.components[0].num_nodes == 3
-        and layout.student_gpus == ((0, 1, 2, 3, 4), (0, 1, 2, 3))
-        and layout.servers == ()
-    )
+    assert layout.components[0].num_nodes == 3 and layout.student_gpus == ((0, 1, 2, 3),) * 2 and layout.servers == ()
 
 
 @pytest.mark.parametrize(
