@@ -296,9 +296,8 @@ class ServerGroup:
 
     async def _forget(self, server: Server) -> None:
         await self._end(server, grace_s=0.0)
-        if (
-            server in self._servers
-        ):  # ``close`` does not wait for a start that was cancelled twice, and forgets it first
+        # ``close`` does not wait for a start that was cancelled twice, and has forgotten its server by then.
+        if server in self._servers:
             self._servers.remove(server)
 
     async def _end(self, server: Server, grace_s: float) -> None:

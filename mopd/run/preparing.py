@@ -99,7 +99,7 @@ def agreed(
     def first() -> str:
         own = load()
         made = prepare(own, further, num_nodes=num_nodes)
-        facts = {}
+        facts: dict[str, dict[str, str]] = {}
         if num_nodes > 1:
             facts = {"command": said} | _machine_facts() | rank_facts(made, num_local_ranks(made.recipe, num_nodes))
         compared = {"written": to_tree(own.recipe), "facts": facts, "node": me}

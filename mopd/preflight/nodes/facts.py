@@ -99,8 +99,12 @@ def facts_of_this_node(load: Callable[[], Loaded], *, num_nodes: int, node: int)
         return dataclasses.replace(facts, problems=(str(error),)), None
     models, problems = _models(loaded)
     start: dict[str, dict[str, str]] = {}
-
-    for check in (_check_inputs, _check_gpus, lambda *place: start.update(_start(*place))):
+    look: tuple[Callable[[Loaded, int, int], None], ...] = (
+        _check_inputs,
+        _check_gpus,
+        lambda *place: start.update(_start(*place)),
+    )
+    for check in look:
         try:
             check(loaded, num_nodes, node)
         except UserError as error:
