@@ -13,9 +13,8 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
-from tests.fixtures.effort import MAX_UNITS, processor_units
+from tests.fixtures.effort import MAX_UNITS, peak_bytes, processor_units, reset_peak_bytes
 
 MAX_SECONDS = 2.0
 """Processor time of one mutation that is measured again, beside a reference: a busy machine slows both."""
@@ -85,7 +84,7 @@ def fuzz(
     for number in [int(ONLY)] if ONLY else range(num_mutations):
         rng = random.Random(f"{name} {number}")
         content = change(rng.choice(list(valid)), rng)
-        before_mib = _reset_peak_mib()
+        before = reset_peak_bytes()
         start = time.process_time()
         try:
             with contextlib.redirect_stdout(None):
@@ -96,7 +95,7 @@ def fuzz(
                 problems.append(f"{number}: not one readable line: {str(error)[:200]!r}")
         except (Exception, SystemExit) as error:
             problems.append(f"{number}: {type(error).__name__}: {str(error)[:200]}")
-        seconds, grown_mib = time.process_time() - start, _peak_mib() - before_mib
+        seconds, grown_mib = time.process_time() - start, (peak_bytes() - before) / 2**20
         if seconds > MAX_SECONDS and (units := processor_units(partial(read, content))) > MAX_UNITS:
             problems.append(f"{number}: {seconds:.1f} s, {units:.0f} times the reference")
         if grown_mib > MAX_MIB:
@@ -104,14 +103,3 @@ def fuzz(
     print(f"{name}: {num_mutations} mutations, {num_refused} refused, {len(problems)} problems")
     assert not problems, f"{name}: {len(problems)} mutations did not hold:\n" + "\n".join(problems[:20])
     assert ONLY or num_refused, f"{name}: no mutation was refused"
-
-
-def _reset_peak_mib() -> float:
-    """Forget the highest resident size so far; returns the size now, in MiB."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _peak_mib()
-
-
-def _peak_mib() -> float:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024

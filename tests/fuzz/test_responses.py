@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import re
 from pathlib import Path
@@ -33,6 +34,8 @@ from mopd.run.validation import ValidationResult, _example, append_record, plain
 from tests.fuzz.harness import NUM_MUTATIONS, ONLY, mutate
 
 BATCH = 50
+NUM_PROGRAMS = NUM_MUTATIONS if "MOPD_FUZZ_MUTATIONS" in os.environ else NUM_MUTATIONS // 5
+"""Responses for ``code`` in the short form: each starts a process."""
 ACTING = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that a terminal or browser would act on."""
 RECIPE = """\
@@ -146,7 +149,7 @@ def show(run_dir: Path, items: list[RewardItem], graded: list[Graded]) -> None:
 
 async def judge(name: str, run_dir: Path) -> None:
     cfg, truths, templates = GRADERS[name]
-    numbers = [int(ONLY)] if ONLY else list(range(NUM_MUTATIONS))
+    numbers = [int(ONLY)] if ONLY else list(range(NUM_PROGRAMS if name == "code" else NUM_MUTATIONS))
     right = item(templates[0], truths[0])
     rewards = build_rewards({"math": cfg})
     values: list[float] = []

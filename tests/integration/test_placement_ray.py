@@ -9,6 +9,8 @@ import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,76 +95,116 @@ def test_replicas_on_ray(models: World, tmp_path: Path) -> None:
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class TwoNodes:
+    """A cluster of two nodes of 3 CPUs each that others run."""
+
+    cluster: Any
+    node: Any
+    """The one without Ray's head."""
+    folder: Path
+    """Its processes' folder for temporary files."""
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """A replica that fills a node."""
+        return {**RAY, "address": self.cluster.address, "num_cpus": 3}
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[TwoNodes]:
+    """One for all tests below, the last of which breaks it."""
+    from ray.cluster_utils import Cluster
+
+    folder = Path(tempfile.mkdtemp(prefix="m-"))  # pytest's own folders are too long for Ray's sockets
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr("tempfile.tempdir", None)
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
+        try:
+            yield TwoNodes(cluster=cluster, node=cluster.add_node(num_cpus=3), folder=folder)
+        finally:
+            cluster.shutdown()
+            shutil.rmtree(folder)
+
+
+def test_a_replica_lies_on_one_node_of_a_cluster_that_others_run(
+    models: World, two_nodes: TwoNodes, tmp_path: Path
+) -> None:
+    """Two replicas of 3 CPUs fit, one of 4 does not although 6 are free, and GPUs are missing. The cluster stays."""
+    placement = two_nodes.placement
+    recipe = make_recipe(models, tmp_path, teacher_defaults={"placement": placement, "replicas": 2})
+    samples = make_samples(24)
+    expected = score_here(models.teachers["left"], *samples, top_k=8)
+
+    async def work() -> None:
+        async with started(recipe, tmp_path / "logs", [LEFT]) as (_, routers):
+            assert_same_scores(await routers[LEFT].score(*samples, top_k=8, temperature=1.0), expected)
+            tables = ray().util.placement_group_table().values()
+            (room,) = [table for table in tables if table["state"] == "CREATED"]
+            assert len(set(room["bundles_to_node_id"].values())) == 2
+        larger = {**placement, "num_cpus": 4}
+        wide = make_recipe(models, tmp_path, teacher_defaults={"placement": larger})
+        with pytest.raises(UserError, match="no node has that much left in one place"):
+            async with started(wide, None, [LEFT]):
+                pass
+        on_gpus = {"placement": {**RAY, "address": placement["address"], "num_gpus": 2}, "replicas": 3}
+        many = make_recipe(models, tmp_path, teacher_defaults=on_gpus)
+        with pytest.raises(UserError, match=r"teachers\.left: .* 3 replicas of 2 GPUs .* 12 GPUs are missing"):
+            async with started(many, None, [LEFT, RIGHT]):
+                pass
+        assert not ray().is_initialized()
+
+    run(work(), timeout_s=400.0)
+    assert len(two_nodes.cluster.list_all_nodes()) == 2
+
+
+def test_a_stop_before_agents_have_begun(models: World, two_nodes: TwoNodes, tmp_path: Path) -> None:
+    """They would answer once there is room for them: nobody waits for one after another, and nothing is raised."""
+    placement = {**RAY, "address": two_nodes.cluster.address}
+    recipe = make_recipe(
+        models, tmp_path, rollout={"max_response_length": 4, "placement": placement, "routing": ROUTING}
+    )
+
+    async def work() -> None:
+        cluster = await RayCluster.open([plan_groups(recipe)[ROLLOUT]], log_dir=tmp_path / "logs", gpus=())
+        never = ray().remote(Agent).options(num_cpus=10_000)
+        cluster._agents |= {(f"never {i}", 0): never.remote(str(tmp_path)) for i in range(10)}
+        await asyncio.wait_for(cluster.close(), 40.0)
+        assert not ray().is_initialized()
+
+    run(work(), timeout_s=200.0)
+
+
 def test_a_node_that_falls_silent_is_named_and_costs_seconds(
-    models: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    models: World,
+    two_nodes: TwoNodes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Its agent and its raylet are stopped, as by a lost network: the groups end although it never answers, and once
     Ray has ended it nothing is left of it, neither folder nor server."""
-    from ray.cluster_utils import Cluster
-
     monkeypatch.setattr("mopd.placement.ray.cluster.CALL_TIMEOUT_S", 1000.0)  # longer than this test may take
     monkeypatch.setattr("mopd.placement.ray.cluster.LAST_CALL_TIMEOUT_S", 1.0)
-    folder = Path(tempfile.mkdtemp(prefix="m-"))  # pytest's own folders are too long for Ray's sockets
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
-    try:
-        node = cluster.add_node(num_cpus=3)
-        placement = {**RAY, "address": cluster.address, "num_cpus": 3}
-        recipe = make_recipe(models, folder, teacher_defaults={"placement": placement, "replicas": 2})
+    node = two_nodes.node
+    recipe = make_recipe(models, tmp_path, teacher_defaults={"placement": two_nodes.placement, "replicas": 2})
 
-        async def work() -> list[int]:
-            async with started(recipe, folder / "logs", [LEFT]) as (groups, _):
-                pids = [pid_of(groups, LEFT, index) for index in range(2)]
-                raylets = [process.process.pid for process in node.all_processes["raylet"]]
-                agents = [parent_of(parent_of(pid)) for pid in pids]
-                for pid in (*raylets, *(agent for agent in agents if parent_of(agent) in raylets)):
-                    os.kill(pid, signal.SIGSTOP)
-            return pids
+    async def work() -> list[int]:
+        async with started(recipe, tmp_path / "logs", [LEFT]) as (groups, _):
+            pids = [pid_of(groups, LEFT, index) for index in range(2)]
+            raylets = [process.process.pid for process in node.all_processes["raylet"]]
+            agents = [parent_of(parent_of(pid)) for pid in pids]
+            stopped = [*raylets, *(agent for agent in agents if parent_of(agent) in raylets)]
+            assert len(stopped) == 2 and list(two_nodes.folder.glob("mopd-*"))
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)
+        return pids
 
-        pids = run(work(), timeout_s=400.0)
-        assert f"node {node.node_ip_address} was lost: its agent did not answer" in caplog.text
-        cluster.remove_node(node, allow_graceful=False)
-        run(until(lambda: not any(is_alive(pid) for pid in pids) and not list(folder.glob("mopd-*"))))
-    finally:
-        cluster.shutdown()
-        shutil.rmtree(folder)
-
-
-def test_a_replica_lies_on_one_node_of_a_cluster_that_others_run(models: World, tmp_path: Path) -> None:
-    """Two nodes of 3 CPUs: two replicas of 3 fit, one of 4 does not although 6 are free, and GPUs are missing. The
-    cluster stays."""
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
-    try:
-        cluster.add_node(num_cpus=3)
-        placement = {**RAY, "address": cluster.address, "num_cpus": 3}
-        recipe = make_recipe(models, tmp_path, teacher_defaults={"placement": placement, "replicas": 2})
-        samples = make_samples(24)
-        expected = score_here(models.teachers["left"], *samples, top_k=8)
-
-        async def work() -> None:
-            async with started(recipe, tmp_path / "logs", [LEFT]) as (_, routers):
-                assert_same_scores(await routers[LEFT].score(*samples, top_k=8, temperature=1.0), expected)
-                (room,) = ray().util.placement_group_table().values()
-                assert len(set(room["bundles_to_node_id"].values())) == 2
-            larger = {**placement, "num_cpus": 4}
-            wide = make_recipe(models, tmp_path, teacher_defaults={"placement": larger})
-            with pytest.raises(UserError, match="no node has that much left in one place"):
-                async with started(wide, None, [LEFT]):
-                    pass
-            on_gpus = {"placement": {**RAY, "address": cluster.address, "num_gpus": 2}, "replicas": 3}
-            many = make_recipe(models, tmp_path, teacher_defaults=on_gpus)
-            with pytest.raises(UserError, match=r"teachers\.left: .* 3 replicas of 2 GPUs .* 12 GPUs are missing"):
-                async with started(many, None, [LEFT, RIGHT]):
-                    pass
-            assert not ray().is_initialized()
-
-        run(work(), timeout_s=400.0)
-        assert len(cluster.list_all_nodes()) == 2
-    finally:
-        cluster.shutdown()
+    pids = run(work(), timeout_s=400.0)
+    assert f"node {node.node_ip_address} was lost: its agent did not answer" in caplog.text
+    two_nodes.cluster.remove_node(node, allow_graceful=False)
+    run(until(lambda: not any(is_alive(pid) for pid in pids) and not list(two_nodes.folder.glob("mopd-*"))))
 
 
 def parent_of(pid: int) -> int:
@@ -175,20 +217,6 @@ def ray() -> Any:
     import ray.util
 
     return package
-
-
-def test_a_stop_before_agents_have_begun(models: World, tmp_path: Path) -> None:
-    """They would answer once there is room for them: nobody waits for one after another, and nothing is raised."""
-    recipe = make_recipe(models, tmp_path, rollout={"max_response_length": 4, "placement": RAY, "routing": ROUTING})
-
-    async def work() -> None:
-        cluster = await RayCluster.open([plan_groups(recipe)[ROLLOUT]], log_dir=tmp_path / "logs", gpus=())
-        never = ray().remote(Agent).options(num_cpus=10_000)
-        cluster._agents |= {(f"never {i}", 0): never.remote(str(tmp_path)) for i in range(10)}
-        await asyncio.wait_for(cluster.close(), 40.0)
-        assert not ray().is_initialized()
-
-    run(work(), timeout_s=200.0)
 
 
 def test_a_run_that_is_stopped_before_its_first_step(models: World, tmp_path: Path) -> None:

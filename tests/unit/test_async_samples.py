@@ -3,6 +3,7 @@ has to be. The real controller and ledger on a simulated clock, with log-normal 
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 from mopd.pace import Pace
 from tests.unit.async_world import World, ks_distance, ks_noise, run
 
+simulated = functools.cache(run)
+"""``run`` with the real pace; several tests read one run."""
 BOUND_BY = {"balanced": {"train_s": 1.0, "num_places": 80}, "trainer": {"train_s": 3.0}, "rollout": {"train_s": 0.5}}
 
 
@@ -21,7 +24,7 @@ def test_a_response_is_trained_on_however_long_it_is(
     bound_by: str, max_staleness: int, on_new_weights: Literal["finish", "continue"]
 ) -> None:
     world = World(max_staleness=max_staleness, on_new_weights=on_new_weights, **BOUND_BY[bound_by])
-    found = run(world)
+    found = simulated(world)
     trained = np.concatenate(found.trained)
     assert found.num_refused == 0
     assert np.array_equal(np.sort(trained), np.sort(np.round(found.drawn, 3)))
@@ -73,7 +76,7 @@ def test_samples_come_just_in_time_where_the_trainer_is_slowest(
 @pytest.mark.parametrize("max_staleness", [1, 2, 4])
 def test_the_pace_holds_up_no_run_that_the_rollout_bounds(max_staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(max_staleness=max_staleness, on_new_weights="continue", train_s=0.5)
-    paced = run(world)
+    paced = simulated(world)
     monkeypatch.setattr(Pace, "due", lambda self, steps_ahead, now: now)
     assert paced.mean_step_s() <= 1.01 * run(world).mean_step_s()
 

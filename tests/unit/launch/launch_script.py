@@ -8,7 +8,9 @@ import sys
 from mopd.launch import nodes as module
 from mopd.launch.node import Place
 from mopd.launch.nodes import NodeLostError, Nodes
+from tests.fixtures.networks import enter_network
 
+enter_network()
 module.SILENT_S, module.REPORT_S = 12.0, 10.0  # a fraction of a cluster's
 words = sys.argv[1].split(",")
 num_ranks, *where = map(int, words[:4])

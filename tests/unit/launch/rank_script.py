@@ -18,17 +18,21 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mopd.launch import reaching
 from mopd.launch.failure import rank_and_world_size, run_as_rank
-from mopd.launch.reaching import check_reach
 from mopd.types import UserError
+from tests.fixtures.networks import enter_network
 
+enter_network()
 behaviour, folder = sys.argv[1], Path(sys.argv[2])
 
 
 def work() -> None:
     rank, world_size = rank_and_world_size()
-    if behaviour == "reach":
-        check_reach(120.0)
+    if behaviour == "reach_nobody":
+        reaching.REACH_S = 8.0  # nothing would come later either
+    if behaviour in ("reach", "reach_nobody"):
+        reaching.check_reach(120.0)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     if behaviour == "with_child" and rank == 0:
         child = subprocess.Popen(["sleep", "600"])

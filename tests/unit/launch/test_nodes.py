@@ -258,6 +258,8 @@ SECRET = "only the launchers know it"
 def test_what_a_stranger_writes_is_not_believed(key: str, junk: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into the store of launchers with a secret: whoever reads it ends in one line that says so."""
     monkeypatch.setenv(RUN_SECRET, SECRET)
+    monkeypatch.setattr(module, "BEAT_S", 0.1)
+    monkeypatch.setattr(module, "POLL_S", 0.02)
     port, is_spoiled, have_met = free_port(), threading.Event(), threading.Event()
 
     def lead(nodes: Nodes) -> None:

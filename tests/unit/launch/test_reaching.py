@@ -11,24 +11,24 @@ import pytest
 
 from mopd.launch.node import NODE_NAME
 from mopd.launch.reaching import CURE, told_to_reach
-from tests.fixtures.networks import ADDRESSES, can_make_networks, two_networks
+from tests.fixtures.networks import ADDRESSES, NETWORK, can_make_networks, two_networks
 
 HERE = Path(__file__).parent
 PORT = 29_531
 DEADLINE_S = 150.0
 
 
-def launched(folder: Path, networks: list[str]) -> list[tuple[int, str]]:
+def launched(folder: Path, networks: list[str], behaviour: str = "reach") -> list[tuple[int, str]]:
     """Exit code and errors of two nodes of one rank each."""
     started = []
     for node, network in enumerate(networks):
         launcher = [str(HERE / "launch_script.py"), f"1,2,{node},{PORT},{ADDRESSES[0]}"]
-        command = [sys.executable, *launcher, str(HERE / "rank_script.py"), "reach", str(folder)]
-        variables = {"PYTHONPATH": str(HERE.parents[2]), "GLOO_SOCKET_IFNAME": network, NODE_NAME: f"node-{node}"}
+        command = [sys.executable, *launcher, str(HERE / "rank_script.py"), behaviour, str(folder)]
+        variables = {"PYTHONPATH": str(HERE.parents[2]), "GLOO_SOCKET_IFNAME": network, NETWORK: network}
+        variables[NODE_NAME] = f"node-{node}"
         free = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        words = ["ip", "netns", "exec", network, *command]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        started.append(subprocess.Popen(words, text=True, env=free | variables, cwd=folder, **pipes))  # type: ignore[call-overload]
+        started.append(subprocess.Popen(command, text=True, env=free | variables, cwd=folder, **pipes))  # type: ignore[call-overload]
     try:
         told = [process.communicate(timeout=DEADLINE_S)[1] for process in started]
     finally:
@@ -41,7 +41,7 @@ def launched(folder: Path, networks: list[str]) -> list[tuple[int, str]]:
 @pytest.mark.skipif(not can_make_networks(), reason="no network namespaces or no iptables here")
 def test_a_firewall_between_the_nodes_is_told_with_its_cure(tmp_path: Path) -> None:
     with two_networks(open_port=PORT) as networks:
-        (code, errors), (other_code, other_errors) = launched(tmp_path, networks)
+        (code, errors), (other_code, other_errors) = launched(tmp_path, networks, "reach_nobody")
     line = f"the ranks of this node do not reach all others by gloo (Connect timeout): {CURE}\n"
     assert (code, other_code) == (2, 2)
     assert errors.endswith(line) and other_errors.endswith(line)

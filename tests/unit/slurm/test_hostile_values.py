@@ -218,7 +218,8 @@ def held_as_they_are(job: PreparedJob, values: Values, calls: list[list[str]], f
     assert all(Path(call[1]) == job.recipe and not call[1].startswith("-") for call in ours)
     for call in ours if slurm.seeds else ():
         (override,) = [word for word in call if word.startswith("run_dir=")]
-        assert read_overrides([override]).items["run_dir"].value == os.path.join(job.folder.parent, "seed_3")  # type: ignore[union-attr]
+        given = read_overrides([override]).items["run_dir"].value  # type: ignore[union-attr]
+        assert Path(str(given)) == job.folder.parent / "seed_3"  # one that begins with a dash has ./ before it
     if slurm.form == "ray":
         keys = [split_dotted(word.rsplit("=", 1)[0]) for word in words if ".placement.address=" in word]
         assert ("teachers", values["teacher"], "placement", "address") in keys
@@ -243,14 +244,17 @@ def test_whatever_a_value_says_it_is_a_word(rooms: Callable[[], Room], monkeypat
     def check(form: Form, values: dict[str, str]) -> None:
         values = {**HARMLESS, **values}
         room = rooms()
-        for place in PLACES:
-            try:
-                room.prepare(form, {**HARMLESS, place: values[place]}, monkeypatch)
-            except UserError as error:
-                assert "\n" not in str(error)
-                counts["refused"] += 1
-                values[place] = HARMLESS[place]
-        job = room.prepare(form, values, monkeypatch)
+        try:
+            job = room.prepare(form, values, monkeypatch)
+        except UserError:
+            for place in PLACES:
+                try:
+                    room.prepare(form, {**HARMLESS, place: values[place]}, monkeypatch)
+                except UserError as error:
+                    assert "\n" not in str(error)
+                    counts["refused"] += 1
+                    values[place] = HARMLESS[place]
+            job = room.prepare(form, values, monkeypatch)
         calls = room.run(job)
         assert room.canaries() == []
         held_as_they_are(job, values, calls, os.getcwd())
