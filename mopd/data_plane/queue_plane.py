@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,10 @@ class QueuePlane:
         self._claimed: set[int] = set()
         self._writing = asyncio.Lock()
         """Held by every change of the samples, so that none falls between the actors' saves, which run in sequence."""
+
+    def enter_around_calls(self, around: Callable[[], AbstractContextManager[None]]) -> None:
+        """Have every call of the queue enter what ``around`` returns."""
+        self._client.around_calls = around
 
     @property
     def num_samples(self) -> int:
