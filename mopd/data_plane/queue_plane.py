@@ -166,19 +166,24 @@ class QueueReader:
     """Implementation of ``Reader`` on TransferQueue. The calling thread waits, on an event loop of the reader's own."""
 
     def __init__(self, address: Mapping[str, Any], *, timeout_s: float) -> None:
-        """Connect; ``timeout_s`` is the deadline of each call.
+        """Connect; ``timeout_s`` is the deadline of that and of each command's reads together.
 
         Raises:
             UserError: the queue does not answer.
         """
+        self._timeout_s = timeout_s
         self.bytes_received = 0
         self._turn = threading.Lock()
         self._client = QueueClient(address, timeout_s=timeout_s)
         self._loop = asyncio.new_event_loop()
 
-    def fetch(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
+    def fetch(
+        self, sample_ids: Sequence[int], fields: Sequence[str], *, waited_s: float = 0.0
+    ) -> dict[str, list[Tensor]]:
         """Return fields as CPU tensors in the order of ``sample_ids``."""
         with self._turn:
+            # of all calls of the queue that it takes, together
+            self._client.deadline = self._loop.time() + self._timeout_s - waited_s
             values = self._loop.run_until_complete(_read(self._client, sample_ids, fields))
             self.bytes_received += sum(tensor.nbytes for tensors in values.values() for tensor in tensors)
             return values

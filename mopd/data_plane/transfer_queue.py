@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -103,6 +104,8 @@ class QueueClient:
         self._timeout_s = timeout_s
         self.around_calls: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Entered around each call."""
+        self.deadline = math.inf
+        """Time of the event loop at which every call ends, if its own deadline has not passed before."""
         self._servers = {"controller": address["controller"]}
         self._servers |= {f"storage unit {i}": unit for i, unit in enumerate(address["units"])}
         name = f"mopd-{os.getpid()}-{next(_numbers)}"
@@ -202,7 +205,7 @@ class QueueClient:
     async def _call_within(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.ensure_future(work)
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._timeout_s
+        deadline = min(loop.time() + self._timeout_s, self.deadline)
         silent: dict[str, int] = {}
         try:
             while True:

@@ -1,4 +1,4 @@
-"""The wait for a batch contains requests, with their attempts and the restarts of replicas: it never ends before them."""
+"""The wait for a batch contains requests, with their attempts and restarts of replicas: it never ends before them."""
 
 from __future__ import annotations
 
