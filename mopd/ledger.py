@@ -21,11 +21,12 @@ goes ahead, and what became too old is drawn again: faster, and biased against l
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Any, Literal
@@ -100,6 +101,8 @@ class Ledger:
         """Domain -> ``weight_version`` -> heap of the numbers of its ready slots; no heap is empty."""
         self._admitted: Counter[str] = Counter()
         self._ended: dict[str, Counter[str]] = {end: Counter() for end in ENDS}
+        self._num_contained = 0
+        """Waits in progress that ``take`` contains."""
         self._change: asyncio.Future[None] | None = None
         """Future of the next change, if a coroutine waits for it."""
 
@@ -207,18 +210,31 @@ class Ledger:
         self._end(slot, "replaced")
         self._reopen(slot, prompt)
 
+    @contextlib.contextmanager
+    def contained(self) -> Iterator[None]:
+        """Put off the deadline of ``take`` while the block lasts, and let it begin anew at its end. The block is a wait
+        that samples need and that has deadlines of its own, such as a request with its attempts and the restarts of
+        replicas: it says better than ``take`` what was missing."""
+        self._num_contained += 1
+        try:
+            yield
+        finally:
+            self._num_contained -= 1
+            self._wake()
+
     async def take(self, *, timeout_s: float) -> list[Slot]:
         """Return the next step's slots, in order of their sample ids, as soon as they are ready.
 
         Raises:
-            UserError: nothing has changed for ``timeout_s``; says what is ready and what is missing, by domain.
+            UserError: nothing has changed for ``timeout_s`` and no ``contained`` wait was in progress; says what is
+                ready and what is missing, by domain.
         """
         self._pace.asked(self._clock(), self._num_complete(most=self.max_staleness + 1))
         self._wake()
         while (slots := self._try_take()) is None:
             # the deadline begins anew with each change: it bounds a standstill, not the wait for a whole batch
             done, _ = await asyncio.wait({self._next_change()}, timeout=timeout_s)
-            if not done:
+            if not done and not self._num_contained:
                 raise UserError(self._describe_wait(timeout_s))
         self._next_step += 1
         self._pace.taken(self._clock(), max(slot.ready_at - slot.opened_at for slot in slots))

@@ -63,8 +63,13 @@ class Reader(Protocol):
     def bytes_received(self) -> int:
         """Bytes that ``fetch`` has brought into this process: tensors, and what came with them."""
 
-    def fetch(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
+    def fetch(
+        self, sample_ids: Sequence[int], fields: Sequence[str], *, waited_s: float = 0.0
+    ) -> dict[str, list[Tensor]]:
         """Return fields as CPU tensors in the order of ``sample_ids``. They must not be written to.
+
+        ``waited_s``: seconds that other reads of the same command have been waited for. Its reads have one deadline
+        together, which ends before that of a collective in which the other ranks wait for them.
 
         Raises:
             KeyError: an unknown sample or field, with the ids.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,10 @@ class QueuePlane:
         self._claimed: set[int] = set()
         self._writing = asyncio.Lock()
         """Held by every change of the samples, so that none falls between the actors' saves, which run in sequence."""
+
+    def enter_around_calls(self, around: Callable[[], AbstractContextManager[None]]) -> None:
+        """Have every call of the queue enter what ``around`` returns."""
+        self._client.around_calls = around
 
     @property
     def num_samples(self) -> int:
@@ -161,19 +166,24 @@ class QueueReader:
     """Implementation of ``Reader`` on TransferQueue. The calling thread waits, on an event loop of the reader's own."""
 
     def __init__(self, address: Mapping[str, Any], *, timeout_s: float) -> None:
-        """Connect; ``timeout_s`` is the deadline of each call.
+        """Connect; ``timeout_s`` is the deadline of that and of each command's reads together.
 
         Raises:
             UserError: the queue does not answer.
         """
+        self._timeout_s = timeout_s
         self.bytes_received = 0
         self._turn = threading.Lock()
         self._client = QueueClient(address, timeout_s=timeout_s)
         self._loop = asyncio.new_event_loop()
 
-    def fetch(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
+    def fetch(
+        self, sample_ids: Sequence[int], fields: Sequence[str], *, waited_s: float = 0.0
+    ) -> dict[str, list[Tensor]]:
         """Return fields as CPU tensors in the order of ``sample_ids``."""
         with self._turn:
+            # of all calls of the queue that it takes, together
+            self._client.deadline = self._loop.time() + self._timeout_s - waited_s
             values = self._loop.run_until_complete(_read(self._client, sample_ids, fields))
             self.bytes_received += sum(tensor.nbytes for tensors in values.values() for tensor in tensors)
             return values

@@ -38,7 +38,9 @@ class DirectReader:
         self._read = read
         self.bytes_received = 0
 
-    def fetch(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
+    def fetch(
+        self, sample_ids: Sequence[int], fields: Sequence[str], *, waited_s: float = 0.0
+    ) -> dict[str, list[Tensor]]:
         """Return the storage's own tensors."""
         values = self._read(sample_ids, fields)
         self.bytes_received += sum(tensor.nbytes for tensors in values.values() for tensor in tensors)
@@ -52,7 +54,7 @@ class SocketReader:
     """Implementation of ``Reader`` over a socket."""
 
     def __init__(self, address: dict[str, Any], *, timeout_s: float) -> None:
-        """Connect; ``timeout_s`` is the deadline of that and of each ``fetch``.
+        """Connect; ``timeout_s`` is the deadline of that and of each command's reads together.
 
         Raises:
             UserError: no answer from the address, or the keys are wrong.
@@ -88,14 +90,16 @@ class SocketReader:
             self.close()
             raise
 
-    def fetch(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
+    def fetch(
+        self, sample_ids: Sequence[int], fields: Sequence[str], *, waited_s: float = 0.0
+    ) -> dict[str, list[Tensor]]:
         """Return fields as CPU tensors in the order of ``sample_ids``."""
         with self._turn:
             if self._has_ended:
                 raise self._ended()
             self._number += 1
             request = {"number": self._number, "sample_ids": list(sample_ids), "fields": list(fields)}
-            deadline = time.monotonic() + self._timeout_s
+            deadline = time.monotonic() + self._timeout_s - waited_s
             try:
                 # Blocking, this would wait for ever on a socket without a connection.
                 self._socket.send(packed(request), zmq.NOBLOCK)

@@ -12,10 +12,13 @@ other run finds them, and they end with the process that started them. Clients n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
+import math
 import os
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -99,6 +102,10 @@ class QueueClient:
         from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
         self._timeout_s = timeout_s
+        self.around_calls: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        """Entered around each call."""
+        self.deadline = math.inf
+        """Time of the event loop at which every call ends, if its own deadline has not passed before."""
         self._servers = {"controller": address["controller"]}
         self._servers |= {f"storage unit {i}": unit for i, unit in enumerate(address["units"])}
         name = f"mopd-{os.getpid()}-{next(_numbers)}"
@@ -192,9 +199,13 @@ class QueueClient:
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` until it ends, its deadline passes, or an actor is found to have ended."""
+        with self.around_calls():
+            return await self._call_within(work)
+
+    async def _call_within(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.ensure_future(work)
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._timeout_s
+        deadline = min(loop.time() + self._timeout_s, self.deadline)
         silent: dict[str, int] = {}
         try:
             while True:

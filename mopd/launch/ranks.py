@@ -102,7 +102,7 @@ class Rank:
             case "is_saving":
                 return worker.saving.is_busy, ()
             case "finish_save":
-                worker.saving.finish()
+                worker.finish_save()
             case "load":
                 return {"state": self._load(**kwargs), "weight_version": worker.weight_version}, ()
             case "lend":

@@ -92,6 +92,7 @@ def train_task(lead: Lead, *, resume: bool, from_step: str | None, as_json: bool
             training = Training(recipe=recipe, run=run, led=led, prompts=prompts)
             is_fresh = start is None
             ledger = fresh_ledger(recipe) if start is None else await load_checkpoint(training, start)
+            put_off_its_deadline(ledger, led.workers)
             led.stop.check()
             await led.student.publish(ledger.step)
             await begin(training, loaded, manifests, is_fresh=is_fresh)
@@ -111,6 +112,17 @@ def fresh_ledger(recipe: Recipe, step: int = 0) -> Ledger:
         on_expiry=schedule.on_expiry,
         on_new_weights=recipe.on_new_weights,
     )
+
+
+def put_off_its_deadline(ledger: Ledger, workers: Workers) -> None:
+    """Have ``Ledger.take`` wait as long as a request, a reward or a call of the data plane goes on: each ends by
+    deadlines of its own, which may be longer together (four attempts and the restarts of a replica are)."""
+    for router in workers.routers.values():
+        router.around_calls = ledger.contained
+    if workers.inputs.rewards is not None:
+        workers.inputs.rewards.around_calls = ledger.contained
+    if isinstance(workers.plane, QueuePlane):
+        workers.plane.enter_around_calls(ledger.contained)
 
 
 async def load_checkpoint(training: Training, start: Path) -> Ledger:

@@ -16,8 +16,10 @@ Every answer is checked here, wherever its engine runs. Works on one event loop,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
@@ -88,6 +90,8 @@ class Router:
         self._num_planned = len(replicas)
         self.weight_version = -1
         """Rollout groups: oldest version that may answer ``generate``; set by ``set_weight_version``."""
+        self.around_calls: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        """Entered around each call, whose deadlines are those of its attempts and of restarts."""
         self.vocab_size: int | None = None
         """Answers with an id of this size or larger are corrupt; ``None``: unknown."""
 
@@ -231,7 +235,8 @@ class Router:
         if size is not None and rooms and rooms[0].sequences:
             # no part asks for more responses than wait at a replica, so that it can follow at once what ends there
             parts = [part[i : i + size] for part in parts for i in range(0, len(part), size)]
-        await all_or_none(see(positions, (number, i)) for i, positions in enumerate(parts))
+        with self.around_calls():
+            await all_or_none(see(positions, (number, i)) for i, positions in enumerate(parts))
         return [failures[i] if i in failures else call.answers[i] for i in range(len(rooms))]
 
     async def _see_through(self, part: Part[R]) -> SampleFailed | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from mopd.config.reading.tree import shown_key
 from mopd.config.rewards import DEFAULT, CustomRewardConfig, ExactMatchConfig, MultipleChoiceConfig, RewardConfig
@@ -21,6 +23,8 @@ class DomainRewards:
         """Keep configurations and rewards by the names of the recipe, domains and ``default``."""
         self._configs = dict(configs)
         self._rewards = dict(rewards)
+        self.around_calls: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        """Entered around each ``score``, whose deadline grows with the number of responses."""
 
     def name(self, domain: str) -> str:
         """Return key and type of a domain's reward, for messages; ``UserError`` with the key to add if it has none."""
@@ -40,7 +44,8 @@ class DomainRewards:
         for i, item in enumerate(items):
             reward = self.of(item.domain)
             groups.setdefault(id(reward), (reward, []))[1].append(i)
-        answers = await asyncio.gather(*(reward([items[i] for i in places]) for reward, places in groups.values()))
+        with self.around_calls():
+            answers = await asyncio.gather(*(reward([items[i] for i in places]) for reward, places in groups.values()))
         result = [Graded(0.0, None)] * len(items)
         for (_, places), outcomes in zip(groups.values(), answers, strict=True):
             for i, outcome in zip(places, outcomes, strict=True):

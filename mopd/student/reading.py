@@ -11,10 +11,14 @@ all of vision models  ``tokens`` and ``images``, for positions
 
 Of the ranks that compute the same samples (tensor and context parallelism) the first reads and broadcasts the bytes to
 the others.
+
+Ranks of other samples may wait in one collective (the sum of gradients) for all reads of a step, so these share one
+deadline: what one of them was waited for is taken from that of the next.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -43,11 +47,20 @@ class StageReader:
         self._layout = layout
         self._group = layout.samples_group
         self._bytes_shared = 0
+        self._waited_s = self._last_fetch_s = 0.0
 
     @property
     def bytes_received(self) -> int:
         """Bytes of samples that have come into this process, from the data plane or from a neighbour."""
         return self._reader.bytes_received + self._bytes_shared
+
+    def begin(self) -> None:
+        """Give the following reads a deadline of their own: a command begins."""
+        self._waited_s = 0.0
+
+    def note_wait(self, seconds: float) -> None:
+        """Take from the deadline of later reads what the last one was waited for; not what was computed meanwhile."""
+        self._waited_s += min(seconds, self._last_fetch_s)
 
     def fetch(self, samples: Sequence[SampleMeta], loss_fields: Sequence[str]) -> Fields:
         """Return what this rank's stage needs of ``samples``; the last stage reads ``loss_fields``, ``tokens``
@@ -56,6 +69,7 @@ class StageReader:
         Raises:
             KeyError, UserError: as ``Reader.fetch`` does; on every rank of the group.
         """
+        self._last_fetch_s = 0.0
         names: Sequence[str] = ("tokens",) if self._layout.is_first_stage else ()
         if self._layout.is_last_stage:
             names = loss_fields
@@ -64,15 +78,20 @@ class StageReader:
         if not names or not samples:
             return {name: {} for name in names}
         ids = [sample.sample_id for sample in samples]
-        values = self._reader.fetch(ids, names) if self._group.size() == 1 else self._shared(ids, names)
+        began = time.monotonic()
+        values = self._read(ids, names) if self._group.size() == 1 else self._shared(ids, names)
+        self._last_fetch_s = time.monotonic() - began
         return {name: dict(zip(ids, values[name], strict=True)) for name in names}
+
+    def _read(self, ids: Sequence[int], names: Sequence[str]) -> dict[str, list[Tensor]]:
+        return self._reader.fetch(ids, names, waited_s=self._waited_s)
 
     def _shared(self, ids: Sequence[int], names: Sequence[str]) -> dict[str, list[Tensor]]:
         """Read on the group's first rank and broadcast values or error; receive on the others."""
         if self._group.rank():
             return self._from_neighbour()
         try:
-            values = self._reader.fetch(ids, names)
+            values = self._read(ids, names)
             head, frames = to_frames(values)
         except (KeyError, UserError) as error:
             # The neighbours wait in a broadcast: they get the error in the values' place and raise it too.
@@ -103,8 +122,14 @@ class StageReader:
         return from_frames(head, [whole[head_bytes:]])
 
 
-def one_ahead(build: Callable[[T], MicroBatch], items: Sequence[T], device: torch.device) -> Iterator[MicroBatch]:
-    """Yield ``build`` of each item, while a thread builds the next.
+def one_ahead(
+    build: Callable[[T], MicroBatch],
+    items: Sequence[T],
+    device: torch.device,
+    note_wait: Callable[[float], None] = lambda seconds: None,
+) -> Iterator[MicroBatch]:
+    """Yield ``build`` of each item, while a thread builds the next. ``note_wait`` hears how long each was waited for,
+    before the next one is begun.
 
     On a GPU the thread has a stream of its own, so that its copies overlap the caller's kernels.
     """
@@ -122,7 +147,9 @@ def one_ahead(build: Callable[[T], MicroBatch], items: Sequence[T], device: torc
         following = pool.submit(prepare, items[0]) if items else None
         for number in range(len(items)):
             assert following is not None
+            began = time.monotonic()
             batch, copied = following.result()
+            note_wait(time.monotonic() - began)
             following = pool.submit(prepare, items[number + 1]) if number + 1 < len(items) else None
             if copied is not None:
                 current = torch.cuda.current_stream(device)

@@ -264,6 +264,16 @@ class StudentWorker:
         background = self.saving if is_async else None
         checkpoint.save(folder, self._chunks, self._optimizer, self.layout, state=state, background=background)
 
+    def finish_save(self) -> None:
+        """Wait until an asynchronous ``save`` is complete on every rank. Together: a rank that goes on alone would wait
+        in the next command's collective for the rest of this and for what that command itself waits for.
+
+        Raises:
+            UserError: this rank's files are not written in time.
+        """
+        self.saving.finish()
+        dist.barrier(group=self.layout.control_group)
+
     @cpu_shim.activate()
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore a checkpoint written by ``save``, at this or another layout; return its ``extra``.
@@ -321,6 +331,7 @@ class StudentWorker:
     ) -> None:
         """Run the schedule over this data-parallel rank's share of the plan."""
         share = plan.micro_batches[self.layout.dp_rank]
+        self.reader.begin()
 
         def build(number: int) -> MicroBatch:
             return build_micro_batch(
@@ -338,7 +349,7 @@ class StudentWorker:
 
         run_schedule(
             self._chunks,
-            one_ahead(build, range(len(share)), self.layout.device),
+            one_ahead(build, range(len(share)), self.layout.device, self.reader.note_wait),
             [self._hidden_shape(batch, self._common_shape(plan, number)) for number, batch in enumerate(share)],
             hook_for,
             forward_only=forward_only,

@@ -261,7 +261,7 @@ def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
             result["saved_hash"] = it.weights_hash()
             result["steps_after"] = it.train(case.get("steps_after", 0))
             result["was_saving"] = it.worker.saving.is_busy
-        it.worker.saving.finish()
+        it.worker.finish_save()
     else:
         result["steps_after"] = it.train(case.get("steps_after", 0))
     result["hash"] = it.weights_hash()

@@ -129,6 +129,18 @@ def test_a_storage_that_does_not_answer_is_waited_for_until_the_deadline() -> No
         assert not is_in_the_kernel(address)
 
 
+def test_reads_of_one_command_have_one_deadline() -> None:
+    """The other ranks wait for all of them in one collective. A deadline of its own would end after this test may."""
+    with storage() as (process, address):
+        reader = SocketReader(address, timeout_s=100_000)
+        assert reader.fetch([10], ["tokens"], waited_s=99_000)["tokens"][0].tolist() == [0, 1, 2]
+        freeze(process)
+        with pytest.raises(UserError, match=r"did not answer within 100000 s \(schedule.wait_timeout_s\)"):
+            reader.fetch([10], ["tokens"], waited_s=99_999.8)
+        reader.close()
+        process.kill()
+
+
 def test_nobody_reads_without_the_keys() -> None:
     async def run() -> None:
         plane = LocalDataPlane()

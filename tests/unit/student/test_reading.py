@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,10 +64,70 @@ class Ending:
 
     bytes_received = 0
 
-    def fetch(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[torch.Tensor]]:
+    def fetch(
+        self, sample_ids: Sequence[int], fields: Sequence[str], *, waited_s: float = 0.0
+    ) -> dict[str, list[torch.Tensor]]:
         raise UserError("data plane: the storage has ended")
 
     def close(self) -> None: ...
+
+
+class Recording:
+    """A reader whose ``fetch`` takes ``takes_s`` of ``now``, and notes what it is told of earlier waits."""
+
+    bytes_received = 0
+
+    def __init__(self) -> None:
+        self.waited: list[float] = []
+        self.now = self.takes_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def fetch(
+        self, sample_ids: Sequence[int], fields: Sequence[str], *, waited_s: float = 0.0
+    ) -> dict[str, list[torch.Tensor]]:
+        self.waited.append(waited_s)
+        self.now += self.takes_s
+        return {"tokens": [torch.zeros(1)] * len(sample_ids)}
+
+    def close(self) -> None: ...
+
+
+def test_what_reads_of_one_command_were_waited_for_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout: Any = SimpleNamespace(
+        samples_group=SimpleNamespace(size=lambda: 1), is_first_stage=True, is_last_stage=False
+    )
+    own = Recording()
+    monkeypatch.setattr("mopd.student.reading.time", own)
+    reader = StageReader(own, layout)
+    for takes_s, waited_s in ((700.0, 700.0), (600.0, 200.0), (100.0, 5000.0)):
+        own.takes_s = takes_s
+        reader.fetch([meta(0)], ())
+        reader.note_wait(waited_s)  # the second was ahead; most of the third was computation
+    assert own.waited == [0.0, 700.0, 900.0] and reader._waited_s == 1000.0
+    reader.fetch([], ())
+    reader.note_wait(100.0)  # an empty micro-batch reads nothing
+    assert reader._waited_s == 1000.0
+    reader.begin()
+    reader.fetch([meta(0)], ())
+    assert own.waited[-1] == 0.0
+
+
+def test_a_wait_is_told_before_the_next_one_is_begun() -> None:
+    seen: list[str] = []
+
+    def build(number: int) -> Any:
+        seen.append(f"build {number}")
+        return number
+
+    def note_wait(seconds: float) -> None:
+        assert seconds >= 0
+        seen.append("wait")
+
+    batches: Any = one_ahead(build, range(3), torch.device("cpu"), note_wait)
+    assert list(batches) == [0, 1, 2]
+    assert seen == ["build 0", "wait", "build 1", "wait", "build 2", "wait"]
 
 
 def rank(number: int, folder: str, end: Connection) -> None:
