@@ -159,10 +159,11 @@ def test_errors_find_room_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.Mon
     """The longest error fits into what was reserved: the file does not grow."""
     reserve(tmp_path, range(1))
     before = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "one"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(failure.LAUNCH_DIR, str(tmp_path))
     monkeypatch.setattr(os, "_exit", lambda code: None)
-    failure._leave(ValueError("é" * 100_000), tmp_path)
+    failure.leave(ValueError("é" * 100_000))
     (told,) = tmp_path.glob("*.error.json")
     assert told.stat().st_size < before["0.partial"]
     assert [error.rank for error in read_failures(tmp_path)] == [0]
