@@ -12,9 +12,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mopd.cli import main
-from mopd.commands import convert, eval
+from mopd.commands import convert
 from mopd.config.load import dump, load_recipe
 from mopd.metrics import StepMetrics
+from mopd.orchestrator import evaluation
 from mopd.report.build import build_report, print_summary
 from mopd.report.progress import LiveProgress, PlainProgress
 from mopd.report.sinks import Sinks
@@ -160,7 +161,7 @@ def test_commands_that_print_tables(name: str, capsys: pytest.CaptureFixture[str
         extracted_share={name: 1.0},
         examples={},
     )
-    eval._print(result, title=name, as_json=False)
+    evaluation.print_result(result, title=name, as_json=False)
     convert._print({"source": name, "files": [{"name": name, "bytes": 1}]}, as_json=False)
     out = capsys.readouterr().out
     assert plain(out).count(plain(visible(name))) >= 4 and not set(out) & ACTING
