@@ -234,7 +234,7 @@ def test_a_job(form: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
             continue
         layout = lay_out(loaded)
         if gpus:
-            _assert_as_laid_out(layout, places)
+            _assert_as_laid_out(loaded, layout, places)
         _assert_checks_accept(loaded, layout, gpus, monkeypatch)
         hardware = shown(monkeypatch, len(layout.student_gpus[0]))
         student_nodes, ranks = layout.places.student_nodes, layout.places.ranks_per_node
@@ -251,9 +251,20 @@ def _on_ray(loaded: Loaded) -> list[str]:
     return [key for key, one in engine_groups(loaded.recipe).items() if isinstance(one.placement, RayConfig)]
 
 
-def _assert_as_laid_out(layout: JobLayout, places: dict[str, list[Place]]) -> None:
-    """But for groups of placement ``auto``, which the job leaves to its node."""
-    assert {key: own for key, own in places.items() if key in by_key(layout.places)} == by_key(layout.places)
+def _assert_as_laid_out(loaded: Loaded, layout: JobLayout, places: dict[str, list[Place]]) -> None:
+    """But for groups of placement ``auto``: the job leaves them to its node, where they come before or between other
+    ``local`` ones, on GPUs that the job gives to the trainer's step all the same."""
+    laid_out = by_key(layout.places)
+    of_node = {key for key, one in engine_groups(loaded.recipe).items() if isinstance(one.placement, LocalConfig)}
+    has_auto = len(places) > len(laid_out)
+    for key, own in laid_out.items():
+        if has_auto and key in of_node:
+            assert [(*place[:2], len(place[2])) for place in places[key]] == [
+                (*place[:2], len(place[2])) for place in own
+            ]
+            assert all(set(gpus) <= set(layout.student_gpus[node]) for _, node, gpus in places[key])
+        else:
+            assert places[key] == own
     taken = Counter((0, node, gpu) for node, own in enumerate(layout.student_gpus) for gpu in own)
     taken.update((one.component, one.node, gpu) for one in layout.servers for gpu in one.gpus)
     assert set(taken.values()) == {1}
