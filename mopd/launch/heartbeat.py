@@ -174,7 +174,7 @@ class LeaderWatch:
             elif time.monotonic() - seen_at >= self._timeout_s:
                 raise UserError(
                     f"rank 0 gave no sign of life for {self._timeout_s:g} s (schedule.wait_timeout_s), and did not "
-                    f"{what}: it was stopped, its machine hangs or its event loop does: see its log and dmesg there"
+                    f"{what}: it was stopped, or its machine hangs: see its log and dmesg there"
                 )
 
 
