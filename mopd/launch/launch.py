@@ -23,7 +23,6 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from mopd.files.temporary import TemporaryFolder
 from mopd.launch import sharing
 from mopd.launch.agent import Death, OthersFailedError, RankAgent, TerminatedError
-from mopd.launch.ending import TERMINATE_TIMEOUT_S
 from mopd.launch.failure import (
     ERROR_CODE,
     LAUNCH_DIR,
@@ -39,6 +38,7 @@ from mopd.launch.failure import (
 from mopd.launch.node import RANK_DEFAULTS, node_name
 from mopd.launch.nodes import Kind, Nodes
 from mopd.placement import reaper
+from mopd.placement.ending import TERMINATE_TIMEOUT_S
 from mopd.text import visible
 
 _LOST_PEER = re.compile(

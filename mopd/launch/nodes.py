@@ -24,10 +24,10 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from mopd.launch.ending import TERMINATE_TIMEOUT_S
 from mopd.launch.failure import ERROR_CODE, STOPPED_CODE, USER_ERROR_CODE
 from mopd.launch.node import RUN_SECRET, Place, node_name
 from mopd.launch.sharing import WAIT, signed_store
+from mopd.placement.ending import TERMINATE_TIMEOUT_S
 from mopd.tasks import StopAsked
 from mopd.text import one_line
 from mopd.transfer.signing import ForgedEntry

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 
 from mopd.data_plane.interface import StorageEnded
-from mopd.launch.ending import END_S
 from mopd.launch.link import Link, LinkEnded, error_of
+from mopd.placement.ending import END_S
 from mopd.placement.process import how_it_ended
 from mopd.types import CutOffError, UserError
 

@@ -1,4 +1,4 @@
-"""A server on a Ray node whose agent stops answering; a real cluster is in ``tests/integration/test_placement_ray.py``."""
+"""A server on a Ray node whose agent stops answering. A real cluster: ``tests/integration/test_placement_ray.py``."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 from mopd.config.rewards import ExactMatchConfig
-from mopd.launch.ending import END_S, EXIT_S, TERMINATE_TIMEOUT_S
+from mopd.placement.ending import END_S, EXIT_S, TERMINATE_TIMEOUT_S
 from mopd.rewards.domains import DomainRewards
 
 
@@ -36,6 +36,6 @@ def test_the_launcher_waits_longest() -> None:
 def test_the_terms_are_light_to_import() -> None:
     """The launcher asks for them before it knows that anything is to be trained."""
     heavy = "[name for name in ('torch', 'zmq', 'ray', 'vllm', 'transformers') if name in sys.modules]"
-    program = f"import sys, mopd.launch.ending; print(*{heavy})"
+    program = f"import sys, mopd.placement.ending; print(*{heavy})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")

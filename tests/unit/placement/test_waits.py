@@ -1,6 +1,6 @@
 """The table of waits in docs/architecture.md: each outer one is longer than those that it contains, by the constants
 that the code uses. The rows "renewed" and "no deadline" have tests of their own: ``test_heartbeat.py`` and
-``test_link.py`` here, ``tests/unit/orchestrator/test_waiting.py``, ``tests/unit/replicas``."""
+``test_link.py`` of ``tests/unit/launch``, ``tests/unit/orchestrator/test_waiting.py``, ``tests/unit/replicas``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from mopd.config.rewards import CodeConfig
 from mopd.data.templates import rendering
 from mopd.data_plane import transfer_queue
 from mopd.engines.concurrency import CANCEL_GRACE_S
-from mopd.launch import ending, heartbeat, nodes, rank_log, reaching
-from mopd.placement import ending as servers
-from mopd.placement import reaper, registered, server_group
+from mopd.launch import heartbeat, nodes, rank_log, reaching
+from mopd.placement import ending, reaper, registered, server_group
 from mopd.placement.ray import cluster
 from mopd.placement.server_group import ServerGroup
 from mopd.preflight.nodes import all_reduce, conducting, meeting, run_folder
@@ -43,13 +42,13 @@ CASES = {
     "launcher: the ranks' reaper": (ending.TERMINATE_TIMEOUT_S, reaper.TRACKER_S),
     "launcher: the others' last word": (nodes.REPORT_S + ending.TERMINATE_TIMEOUT_S, ending.TERMINATE_TIMEOUT_S),
     "launchers: their beats": (nodes.SILENT_S, 3 * nodes.BEAT_S),
-    "rank 0: the orchestrator": (ending.END_S, servers.GROUPS_CLOSE_S + process.END_S + THREAD_END_S),
-    "groups: one, and Ray": (servers.GROUPS_CLOSE_S, servers.GROUP_CLOSE_S + cluster.LAST_CALL_TIMEOUT_S),
+    "rank 0: the orchestrator": (ending.END_S, ending.GROUPS_CLOSE_S + process.END_S + THREAD_END_S),
+    "groups: one, and Ray": (ending.GROUPS_CLOSE_S, ending.GROUP_CLOSE_S + cluster.LAST_CALL_TIMEOUT_S),
     "a group: watchers, servers": (
-        servers.GROUP_CLOSE_S,
+        ending.GROUP_CLOSE_S,
         CANCEL_GRACE_S + server_group.KILL_WAIT_S + server_group.STOP_GRACE_S + server_group.KILL_WAIT_S,
     ),
-    "a watcher: the end of a server": (servers.WATCHERS_CLOSE_S, server_group.KILL_WAIT_S),
+    "a watcher: the end of a server": (ending.WATCHERS_CLOSE_S, server_group.KILL_WAIT_S),
     "a killed server: its reaper": (server_group.KILL_WAIT_S, reaper.TRACKER_S),
     "rewards: their supervisor": (process.END_S, supervisor.KILL_S),
     "a response: a grader that ends programs": (judged.OVERHEAD_S, judge.GRACE_S),
