@@ -440,8 +440,8 @@ class Ledger:
         waits_for = f"; others of {held} would become too old first (schedule.on_expiry: hold)" if held else ""
         return (
             f"waited {timeout_s:g} s (schedule.wait_timeout_s) for the {self.prompts_per_step} prompts of step "
-            f"{self._next_step + 1}; ready by domain: {ready or 'none'}{waits_for}; {len(self._open)} are open: see "
-            "the replicas' logs, or raise it for very long responses"
+            f"{self._next_step + 1}; ready by domain: {ready or 'none'}{waits_for}; {len(self._open)} are open, "
+            "and no request for them is in progress: see the replicas' logs"
         )
 
 

@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+THREAD_END_S = 10.0
+"""Seconds for a thread to end that waits for nothing but messages."""
+
 
 class Tasks:
     """A set of tasks that ends with the ``async with`` block: what still runs is cancelled and waited for.

@@ -24,6 +24,7 @@ import zmq.auth.thread
 from torch import Tensor
 
 from mopd.data_plane.frames import FrameError, packed, to_frames, unpacked
+from mopd.tasks import THREAD_END_S
 from mopd.text import message_of
 from mopd.types import UserError
 
@@ -36,8 +37,6 @@ MAX_REQUEST_BYTES = 2**22
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 30_000
 """Silence after which the other end of a TCP connection counts as gone although nothing was closed."""
-END_S = 10.0
-"""Deadline for the thread to end; it never waits for anything but messages."""
 
 
 class SampleServer:
@@ -76,9 +75,9 @@ class SampleServer:
     def close(self) -> None:
         """End the thread and close the socket."""
         self._stop.send(b"")
-        self._thread.join(END_S)
+        self._thread.join(THREAD_END_S)
         if self._thread.is_alive():
-            raise RuntimeError(f"the data plane's thread did not end within {END_S:g} s")
+            raise RuntimeError(f"the data plane's thread did not end within {THREAD_END_S:g} s")
         self._end()
 
     def _end(self) -> None:

@@ -18,11 +18,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from mopd.launch.nodes import TERMINATE_TIMEOUT_S, NodeLostError, Nodes
+from mopd.launch.nodes import NodeLostError, Nodes
 from mopd.launch.signals import first_sigterm_asks
+from mopd.placement.ending import EXIT_S, TERMINATE_TIMEOUT_S
 
-EXIT_S = 120.0
-"""For the other nodes' ranks to end, once this node's have ended well."""
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end the ranks."""
 

@@ -36,8 +36,9 @@ from mopd.launch.failure import (
     reserve,
 )
 from mopd.launch.node import RANK_DEFAULTS, node_name
-from mopd.launch.nodes import TERMINATE_TIMEOUT_S, Kind, Nodes
+from mopd.launch.nodes import Kind, Nodes
 from mopd.placement import reaper
+from mopd.placement.ending import TERMINATE_TIMEOUT_S
 from mopd.text import visible
 
 _LOST_PEER = re.compile(

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from mopd.launch.failure import ERROR_CODE, STOPPED_CODE, USER_ERROR_CODE
 from mopd.launch.node import RUN_SECRET, Place, node_name
 from mopd.launch.sharing import WAIT, signed_store
+from mopd.placement.ending import TERMINATE_TIMEOUT_S
 from mopd.tasks import StopAsked
 from mopd.text import one_line
 from mopd.transfer.signing import ForgedEntry
@@ -45,8 +46,6 @@ SILENT_S = 20.0
 """A launcher that does nothing for so long has lost its machine; a dead one's connection ends at once."""
 REPORT_S = 10.0
 """For all launchers to say how their ranks ended, once one has failed."""
-TERMINATE_TIMEOUT_S = 30
-"""torchrun's own wait between the signal and SIGKILL when it ends ranks after a failure."""
 _LAST = 2**31
 """Order of an end that the store did not count."""
 CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"

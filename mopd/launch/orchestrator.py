@@ -17,6 +17,7 @@ from types import TracebackType
 from mopd.data_plane.interface import StorageEnded
 from mopd.launch.link import LinkEnded, RankLink, error_of
 from mopd.launch.signals import ENDING
+from mopd.placement.ending import END_S
 from mopd.placement.process import how_it_ended
 from mopd.types import CutOffError, UserError
 
@@ -24,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 NAME = "the orchestrator process"
 MODULE = "mopd.orchestrator"
-END_S = 60.0
-"""For the process to end its engine servers in order."""
 DYING_S = 2.0
 """For its end to be seen once the samples that it held are gone."""
 

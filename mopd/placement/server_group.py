@@ -18,8 +18,9 @@ from typing import Any, Protocol
 
 from mopd.config.placements import LocalConfig, RayConfig
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.concurrency import CANCEL_GRACE_S, all_or_none, cancel
+from mopd.engines.concurrency import all_or_none, cancel
 from mopd.engines.interface import EngineError, EngineInfo, EngineUnavailable
+from mopd.placement.ending import KILL_WAIT_S, STOP_GRACE_S, WATCHERS_CLOSE_S
 from mopd.placement.interface import GroupPlan, KeptAwake
 from mopd.placement.process import ServerState
 from mopd.replicas.interface import Replica
@@ -29,9 +30,6 @@ from mopd.types import UserError
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-STOP_GRACE_S = 5.0
-"""Between SIGTERM and SIGKILL at the end."""
-KILL_WAIT_S = 10.0
 HEALTH_EVERY_S = 5.0
 HEALTH_FAILURES = 2
 """Health calls in a row without an answer in time: one may be our own loop's fault, which a training step blocks."""
@@ -140,7 +138,7 @@ class ServerGroup:
 
     async def close(self) -> None:
         """See ``Placement.close``."""
-        await cancel(self._watchers, grace_s=CANCEL_GRACE_S + KILL_WAIT_S)  # one may be ending a server
+        await cancel(self._watchers, grace_s=WATCHERS_CLOSE_S)  # one may be ending a server
         for task in self._watchers:
             if not task.done():
                 logger.error("%s: a watcher did not end", self.plan.key)

@@ -23,6 +23,7 @@ from typing import Any
 
 from mopd.config.machine.places import RayRequest, bundles, fullest, ray_requests
 from mopd.config.placements import RayConfig
+from mopd.placement.ending import LAST_CALL_TIMEOUT_S
 from mopd.placement.interface import GroupPlan
 from mopd.placement.process import ServerCommand, ServerState
 from mopd.placement.ray.agent import Agent
@@ -34,9 +35,6 @@ logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 30.0
 """Of a call to an agent, which never waits for anything."""
-LAST_CALL_TIMEOUT_S = 10.0
-"""Deadline of the call that ends a server, and of the last one to an agent: all of them together fit into the time that
-the orchestrator has for its end, whichever nodes are lost."""
 CALLS = 2
 """Calls without an answer after which an agent is lost: one may be late because a training step blocks our own loop."""
 RELEASE_S = 10.0
@@ -196,6 +194,9 @@ class RayServer:
     def __init__(self, cluster: RayCluster, agent: Any, name: str) -> None:
         self._cluster, self._agent, self._name = cluster, agent, name
         self._lost: str | None = None
+        self._is_ending = False
+        """Whether it was told to end. From then on one call without an answer loses its agent: the end of a run has no
+        time for more."""
 
     async def state(self) -> ServerState:
         """See ``Server.state``."""
@@ -211,18 +212,21 @@ class RayServer:
 
     async def terminate(self) -> None:
         """See ``Server.terminate``."""
-        await self._ask("terminate", calls=1, timeout_s=LAST_CALL_TIMEOUT_S)
+        self._is_ending = True
+        await self._ask("terminate")
 
     async def kill(self) -> None:
         """See ``Server.kill``."""
-        await self._ask("kill", calls=1, timeout_s=LAST_CALL_TIMEOUT_S)
+        self._is_ending = True
+        await self._ask("kill")
 
     @property
     def _node(self) -> str:
         return self._cluster.nodes[self._agent]
 
-    async def _ask(self, method: str, *, calls: int = CALLS, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    async def _ask(self, method: str) -> Any:
         """The agent's answer; None once it has been lost. It is ended then, and its servers with it."""
+        calls, timeout_s = (1, LAST_CALL_TIMEOUT_S) if self._is_ending else (CALLS, CALL_TIMEOUT_S)
         for _ in range(calls):
             if self._lost is not None:
                 return None
