@@ -187,7 +187,10 @@ def role_of(process: psutil.Process) -> str | None:
         words, is_leader = process.cmdline(), os.getsid(process.pid) == process.pid
         if words and words[0] in ACTORS:
             return ACTORS[words[0]]
-        if "mopd.orchestrator" in words or (words[-2:-1] == ["tests.integration.struck"] and words[-1].isdigit()):
+        # that of ``struck`` is known by the number of its end of the link
+        if words[1:3] == ["-m", "mopd.orchestrator"] or (
+            words[2:3] == ["tests.integration.struck"] and "train" not in words
+        ):
             return "orchestrator"
         if "serve" in words and "-S" not in words:  # a server, not its reaper
             return Path(os.readlink(f"/proc/{process.pid}/fd/1")).stem
