@@ -199,7 +199,7 @@ async def measure_size(
     seconds = {name: [a + b for a, b in zip(puts[name], gets[name], strict=True)] for name in planes}
     return Comparison(
         title=f"{step.num_bytes / MIB:,.0f} MiB, {len(ids):,} samples",
-        columns={"put s": "put_s:.3f", "get s": "get_s:.3f", "MiB/s": "mib_per_s:,.0f", "x local": "ratio:.2f"},
+        columns={"put s": "put_s:.4f", "get s": "get_s:.3f", "MiB/s": "mib_per_s:,.0f", "x local": "ratio:.2f"},
         rows=rows(seconds, "local", figures),
         facts={"num_bytes": step.num_bytes, "num_samples": len(ids)},
     )

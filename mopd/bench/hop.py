@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -96,11 +95,8 @@ def _work(make: Callable[..., AbstractAsyncContextManager[Makers]], arguments: A
 
 
 async def _serve(make: Callable[..., AbstractAsyncContextManager[Makers]], arguments: Any, end: socket.socket) -> None:
-    async def processor_s() -> float:
-        return time.process_time()
-
     async with make(*arguments) as held:
         samples = SampleAnswers(held.rollout, held.teachers, held.rewards, held.plane)
         handlers = {**WeightAnswers(lambda: held.sync).handlers, **samples.handlers, **held.calls}
         with suppress(PeerEnded):
-            await Channel("the trainer", {**handlers, "processor_s": processor_s}).run(end)
+            await Channel("the trainer", handlers).run(end)

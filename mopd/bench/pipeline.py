@@ -245,8 +245,7 @@ def run_controller(
         ``mix_deviation``; ``refused`` samples, which were drawn again; ``ages``: share of the samples of these steps
         that were so many versions old, and their mean; ``two_versions``: share of the samples that more than one
         version of the weights has drawn; ``bytes_per_sample`` and ``calls_per_sample`` between the two processes, both
-        directions, without ``weight_bytes``, those of real weights; processor milliseconds of a sample in either
-        process, the stand-ins included.
+        directions, without ``weight_bytes``, those of real weights.
 
     Raises:
         RuntimeError: a sample was trained on twice.
@@ -258,7 +257,7 @@ def run_controller(
     async def work() -> dict[str, Any]:
         async with hop(makers, recipe, scenario) as way:
             student, observer = SleepingStudent(scenario, way), StepEnds(num_steps)
-            makers_s, own_s, before = await way.call("processor_s"), time.process_time(), way.moved
+            before = way.moved
             await Controller(
                 recipe=recipe,
                 prompts=make_stream(recipe.seed),
@@ -273,7 +272,6 @@ def run_controller(
                 unit=unit,
             ).run()
             calls, moved = (b - a for a, b in zip(before, way.moved, strict=True))
-            own_s, makers_s = time.process_time() - own_s, await way.call("processor_s") - makers_s
         num = len(student.sample_ids)
         if len(set(student.sample_ids)) != num:
             raise RuntimeError("a sample was trained on twice")
@@ -286,7 +284,6 @@ def run_controller(
             "ages": ages, "mean_age": sum(age * share for age, share in enumerate(ages)),
             "two_versions": student.num_of_two_versions / num, "weight_bytes": student.weight_bytes,
             "bytes_per_sample": (moved - student.weight_bytes) / num, "calls_per_sample": calls / num,
-            "controller_ms": 1000 * own_s / num, "makers_ms": 1000 * makers_s / num,
         }  # fmt: skip
 
     return asyncio.run(work())
