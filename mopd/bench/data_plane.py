@@ -6,7 +6,7 @@
     local           this process, the storage's own ──> consumer
     transfer_queue  this process ── storage units ──> consumer
 
-As in a run, the process that makes samples has opened the plane, and ranks are processes with readers. Samples travel
+As in a run, the orchestrator has opened the plane, and ranks are processes with readers. Samples travel
 in units; each ends in padded tensors, as a micro-batch does, so that nobody's bytes stay unread.
 """
 
