@@ -20,17 +20,6 @@ from tools.gpu_stage import Check, Stage, need, start, wait
 
 NEEDS = ("megatron.core",)
 BUCKET_MIB = {"cuda": 512, "cpu": 4}
-KIND = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "use_sliding_window": False,
-}
 SHAPE = {"cuda": {}, "cpu": {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 4096}}
 """What differs from Qwen3-1.7B."""
 NUM_UPDATES = 4
@@ -112,12 +101,14 @@ def measure(device_name: str, work: Path) -> dict[str, Any]:
 def _metas(device_name: str, work: Path) -> list[Any]:
     import torch
 
-    from mopd.bench.student.full_size import SIZES
+    from mopd.bench.models import SIZES
     from mopd.conversion.models.reading import read_dims
     from mopd.student.weights import hf_tensors
     from mopd.transfer.buckets import TensorMeta
 
-    (work / "config.json").write_text(json.dumps({**KIND, **SIZES["qwen3-1.7b"], **SHAPE[device_name]}))
+    (work / "config.json").write_text(
+        json.dumps({**SIZES["qwen3-1.7b"], **SHAPE[device_name], "max_position_embeddings": 2048})
+    )
     return [TensorMeta(*tensor) for tensor in hf_tensors(read_dims(work), torch.bfloat16)]
 
 

@@ -1,14 +1,13 @@
 """``mopd bench``: the losses beside what else there is, the path from teachers to tensors beside the bare engine, the
-data plane beside other ways from process to process, the pipeline beside its slowest stage, the student beside plain
+data planes beside what ranks need, the pipeline beside its slowest stage, the student beside plain
 PyTorch, weights on their way to engines beside a bare broadcast."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Sequence
 
-from mopd.bench.losses.plan import add_arguments as add_losses_arguments
+from mopd.bench.losses.cases import add_arguments as add_losses_arguments
 from mopd.launch.failure import ignore_library_warnings
 
 ABOUT = "measure a part of mopd"
@@ -20,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parts = parser.add_subparsers(required=True, metavar="WHAT", dest="what")
     text = "time, memory and error of the losses beside others"
     add_losses_arguments(parts.add_parser("losses", help=text, description=text))
-    text = "throughput, payload, decoding and balance of the path from teachers to tensors; exit code 1 below a goal"
+    text = "throughput of the path from teachers to tensors, and bytes of its answers; exit code 1 below a goal"
     add = parts.add_parser("teachers", help=text, description=text).add_argument
     add("--engine", choices=("vllm", "torch"), default="vllm", help="engine on both sides (default: %(default)s)")
     add("--pairs", type=int, default=7, metavar="N", help="timed pairs, bare and whole path (default: %(default)s)")
@@ -28,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, default=64, metavar="K", help="scores per token (default: %(default)s)")
     add("--size", metavar="NAME", help="instead: qwen3-1.7b, random weights, beside a bare forward pass; on a GPU")
     add("--json", action="store_true", help="print JSON instead of a table")
-    text = "bytes into each trainer rank, and seconds of a step from process to process; exit code 1 below a goal"
+    text = "bytes into each trainer rank, and seconds of a step through each data plane; exit code 1 below a goal"
     add = parts.add_parser("data_plane", help=text, description=text).add_argument
     add("--quick", action="store_true", help="8 and 32 MiB a step instead of 64 and 1024")
     add("--rounds", type=int, default=3, metavar="N", help="rounds of all contenders (default: %(default)s)")
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=text,
         description=text,
         epilog="examples:\n"
-        "  mopd bench pipeline              three scenarios, at max_staleness 0, 1 and 2: some five minutes\n"
+        "  mopd bench pipeline              five scenarios, at several values of max_staleness: some minutes\n"
         "  mopd bench pipeline --quick      one of them, shorter, at 0 and 2: some ten seconds\n"
         "  mopd bench pipeline --json       every number",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -60,7 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mb", type=int, nargs="+", default=[500, 2000], metavar="N", help="sizes of students (default: 500 2000)")
     add("--replicas", type=int, nargs="+", default=[1, 3], metavar="N", help="numbers of engines (default: 1 3)")
     add("--way", choices=("collective", "ipc"), default="collective", help="weight_sync.type (default: %(default)s)")
-    add("--stages", type=int, default=1, metavar="N", help="pipeline stages of the student (default: %(default)s)")
     add("--bucket-mib", type=int, default=64, metavar="N", help="weight_sync.bucket_mib (default: %(default)s)")
     add("--rounds", type=int, default=3, metavar="N", help="rounds of all ways (default: %(default)s)")
     add("--json", action="store_true", help="print JSON instead of tables")
@@ -70,25 +68,15 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Measure; the exit code."""
     ignore_library_warnings()
     if args.what == "losses":
-        from mopd.bench.losses import command as losses
-
-        return losses.run(args, shlex.join(["mopd", *arguments]))
-    if args.what == "data_plane":
-        from mopd.bench.data_plane import command as data_plane
-
-        return data_plane.run(args)
-    if args.what == "pipeline":
-        from mopd.bench.pipeline import command as pipeline
-
-        return pipeline.run(args)
-    if args.what == "student":
-        from mopd.bench.student import command as student
-
-        return student.run(args)
-    if args.what == "weights":
-        from mopd.bench.weights import command as weights
-
-        return weights.run(args)
-    from mopd.bench.teachers import command as teachers
-
-    return teachers.run(args)
+        from mopd.bench.losses.command import run as measure
+    elif args.what == "teachers":
+        from mopd.bench.teachers import run as measure
+    elif args.what == "data_plane":
+        from mopd.bench.data_plane import run as measure
+    elif args.what == "pipeline":
+        from mopd.bench.pipeline import run as measure
+    elif args.what == "student":
+        from mopd.bench.student import run as measure
+    else:
+        from mopd.bench.weights import run as measure
+    return measure(args, ["mopd", *arguments])

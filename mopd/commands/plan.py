@@ -174,7 +174,7 @@ def _rates(args: argparse.Namespace, recipe: Recipe, dims: ModelDims, work: Work
         return rates_of(args.gpu)
     if not args.probe:
         return None
-    from mopd.bench.probe import probe
+    from mopd.planning.probe import probe
 
     return probe(recipe, dims, work)
 

@@ -15,10 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mopd.bench.pipeline.engines import Lengths
-from mopd.bench.pipeline.plan import Scenario, make_recipe
-from mopd.bench.pipeline.runs import make_stream
-from mopd.bench.teachers.makespan import run_on_token_clock
+from mopd.bench.stand_ins import Lengths, Scenario, make_recipe, make_stream
 from mopd.controller import Controller
 from mopd.data.packing import PackingRules
 from mopd.ledger import Ledger, Slot
@@ -26,6 +23,7 @@ from mopd.metrics import StepMetrics, StepTimer
 from mopd.rollout.worker import derive_seed
 from mopd.tasks import Stop
 from mopd.types import Batch, DomainSums, FailedSample, MicroBatchPlan, Prompt, SampleMeta
+from tests.fixtures.token_clock import run_on_token_clock
 
 TOKENS_PER_S = 1000
 

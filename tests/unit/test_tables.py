@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from mopd import cli
-from mopd.bench.losses.plan import Case
-from mopd.bench.losses.results import CaseResult, Row, table
-from mopd.bench.teachers.command import show
-from mopd.bench.teachers.makespan import Makespan
-from mopd.bench.teachers.path import Decode, Throughput
+from mopd.bench.harness import Comparison, rows
+from mopd.bench.losses.cases import Case
+from mopd.bench.losses.command import COLUMNS, figures
+from mopd.bench.losses.measure import Row
+from mopd.bench.pipeline import COLUMNS as PIPELINE_COLUMNS
 from mopd.commands import check, convert, eval
 from mopd.metrics import StepMetrics
 from mopd.preflight.checks import Check
@@ -30,30 +30,30 @@ DOMAIN = DOMAINS[1]
 
 
 def losses(folder: Path) -> None:
-    case = Case(rows=8192, vocab=151_936, k=64, dtype="bfloat16", hidden=4096)
-    result = CaseResult(
-        case=case, baseline="eager log-softmax and gather", floor="read and write the logits once", floor_ms=12.34
-    )
-    errors = {"hidden": 1.2e-7, "weight": 3.4e-7}
-    for name, loss in (("eager log-softmax and gather", "topk_forward_kl"), ("mopd chunked", "topk_reverse_kl")):
-        row = Row(name=name, group="ours", loss=loss, status="measured", forward_ms=1234.5, total_ms=12345.6)
-        row.extra_bytes, row.errors = 5 * 2**30, errors
-        result.rows.append(row)
-    result.finish()
-    table(result)
+    case = Case(rows=8192, vocab=151_936, k=64, dtype="bfloat16")
+    made = []
+    for name, loss in (("NeMo-RL style, full normalisation", "renormalized teacher"), ("mopd chunked", "truncated")):
+        made.append(Row(name=name, group="ours", loss=loss, forward_s=[1.2345], total_s=[12.3456]))
+        made[-1].extra_bytes, made[-1].error = 5 * 2**30, 3.4e-7
+    Comparison(title=case.title, columns=COLUMNS, rows=figures(case, made, made[0].name, 12.34)).show()
+
+
+def pipeline(folder: Path) -> None:
+    run = {
+        **dict.fromkeys(("mean_step_s", "bound_s", "ratio", "nominal_ratio", "mix_deviation"), 123.456),
+        "refused": 12345,
+        "percent": "10 20 30 40",
+        "bytes_per_sample": 12345.6,
+    }
+    name = "n = 4, whole steps"
+    Comparison(title="slow_trainer", columns=PIPELINE_COLUMNS, rows=[{"name": name, **run}]).show()
 
 
 def teachers(folder: Path) -> None:
-    made = Throughput(
-        engine="vllm", num_weights=10**9, num_sequences=64, num_tokens=10**6, num_rows=10**6, top_k=64,
-        bare_s=(1.0, 1.1), path_s=(1.1, 1.2), answer_bytes_per_row=512.0, prompt_bytes_share=0.0, others_cores=0.0,
-    )  # fmt: skip
-    decode = Decode(rows=10**6, top_k=64, binary_s=0.01, lists_s=1.0, json_s=2.0, json_bytes=1, binary_bytes=1)
-    show(
-        made,
-        decode,
-        Makespan(token_aware_median=1.0, token_aware_worst=1.1, count_based_median=1.5, count_based_worst=2.0),
-    )
+    seconds = {"bare": [1.0, 1.1], "path": [1.1, 1.2]}
+    made = rows(seconds, "bare", lambda name, median_s: {"tokens_per_s": 1e6 / median_s})
+    columns = {"s": "median_s:.3f", "tokens/s": "tokens_per_s:,.0f", "x bare": "ratio:.3f"}
+    Comparison(title="vllm, 1,000,000 tokens", columns=columns, rows=made).show()
 
 
 def validation(folder: Path) -> None:
@@ -88,7 +88,8 @@ def tensors(folder: Path) -> None:
 
 LAST = {
     losses: "3.4e-07",
-    teachers: "<= 1.1",
+    pipeline: "12346",
+    teachers: "1.095",
     validation: "12%",
     summary: "failures",
     progress: "0.500",

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import argparse
 import gc
-import platform
-import shlex
+import math
 import sys
+import time
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from mopd import __version__
-from mopd.bench.clock import Copy
-from mopd.bench.losses import heads, released
-from mopd.bench.losses.contenders import BASELINE, logits_contenders
+from mopd.bench.harness import BenchReport, Comparison, is_disturbed, say
+from mopd.bench.losses.cases import REPEATS, Case, add_arguments, make_cases
+from mopd.bench.losses.contenders import BASELINE, FLOOR, head_baseline, head_contenders, logits_contenders
 from mopd.bench.losses.inputs import make_head_inputs, make_inputs
-from mopd.bench.losses.measure import Deadline, measure
-from mopd.bench.losses.plan import REPEATS, Case, add_arguments, make_cases
-from mopd.bench.losses.results import BenchReport, CaseResult, plot, table
-from mopd.files.writing import write_text
+from mopd.bench.losses.measure import Row, measure
 from mopd.text import one_line
 from mopd.types import UserError
 
+COLUMNS = {
+    "loss": "loss:",
+    "forward ms": "forward_ms:,.2f",
+    "fwd+bwd ms": "total_ms:,.2f",
+    "of floor": "floor_share:.0%",
+    "x base": "speedup:.2f",
+    "extra, x [T,V] fp32": "extra_over_logits:.3f",
+    "error": "error:.1e",
+}
 
-def run(args: argparse.Namespace, command: str) -> int:
-    """Measure what the options name; ``command`` goes into the result. Returns 1 if a row of ours failed.
+
+def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Measure and print; the exit code, 1 if a row of ours failed.
 
     Raises:
         UserError: impossible options, or a device that is not there.
@@ -39,99 +45,74 @@ def run(args: argparse.Namespace, command: str) -> int:
     kind = args.device or ("cuda" if has_cuda else "cpu")
     cases = make_cases(args, device=kind)
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    deadline = Deadline(args.time_limit)
+    give_up_at = math.inf if args.time_limit is None else time.monotonic() + args.time_limit
     if args.tune:
-        _tune(cases, device, deadline)
-    report = BenchReport(
-        machine=machine(device),
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        command=command,
-        repeats=REPEATS[kind] if args.repeats is None else args.repeats,
-    )
-    try:
-        for case in cases:
-            if deadline.passed:
-                report.not_reached.append(case.title)
-                continue
-            report.cases.append(_measure(case, args.seed, device, deadline, report.repeats))
-            if args.output is not None:  # after every shape: what is known so far
-                write_text(args.output, report.to_json())
-            if not args.json:
-                table(report.cases[-1])
-    finally:
-        released.close()
-    report.complete = not report.not_reached
-    if args.output is not None:
-        write_text(args.output, report.to_json())
-    if args.plot is not None:
-        plot(report, args.plot)
-    if args.json:
-        sys.stdout.write(report.to_json())
-    for title in report.not_reached:
-        _say(f"not measured, time limit: {title}")
-    for line in report.failures:
-        _say(f"failed: {line}")
-    return 1 if report.failures else 0
+        _tune(cases, device, give_up_at)
+    report = BenchReport(benchmark="losses", arguments=arguments, as_json=args.json, device=device, output=args.output)
+    for case in cases:
+        if time.monotonic() > give_up_at:
+            report.not_reached.append(case.title)
+            continue
+        say(f"measuring {case.title}")
+        part, failures = measure_case(case, device, args.repeats or REPEATS[kind], give_up_at)
+        report.failures += failures
+        report.add(part)
+    return report.finish()
 
 
-def _measure(case: Case, seed: int, device: torch.device, deadline: Deadline, repeats: int) -> CaseResult:
-    _say(f"measuring {case.title}")
-    copy = None
+def measure_case(case: Case, device: torch.device, repeats: int, give_up_at: float) -> tuple[Comparison, list[str]]:
+    """All contenders of one case, and what failed of ours."""
+    copied, floor_ms, base = None, None, BASELINE
     if case.hidden is None:
-        inputs = make_inputs(case, device, seed)
-        result = CaseResult(case=case, baseline=BASELINE, floor="two reads and one write of the logits")
-        entries, copy = logits_contenders(inputs), Copy(inputs.logits)
+        inputs = make_inputs(case, device)
+        entries, copied = logits_contenders(inputs), inputs.logits
         del inputs
     else:
-        result = CaseResult(case=case, baseline=heads.baseline(device), floor=heads.FLOOR)
-        entries = heads.head_contenders(make_head_inputs(case, device, seed))
-    result.rows, rate, result.others_cores = measure(
-        entries, device=device, repeats=repeats, deadline=deadline, copy=copy
-    )
-    if rate is not None:
-        num_bytes = 3 * case.rows * case.columns * getattr(torch, case.dtype).itemsize
-        result.copy_gb_per_s, result.floor_ms = rate / 1e9, 1000 * num_bytes / rate
-    elif case.hidden is not None:
-        result.floor_ms = next(row.total_ms for row in result.rows if row.name == heads.FLOOR)
-    result.finish()
-    del entries, copy
+        base, entries = head_baseline(device), head_contenders(make_head_inputs(case, device))
+    rows, rate, others_cores = measure(entries, device=device, repeats=repeats, give_up_at=give_up_at, copied=copied)
+    del entries, copied
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return result
+    floor = "two reads and one write of the logits" if case.hidden is None else FLOOR
+    if case.hidden is not None:
+        floor_ms = next(row.total_ms for row in rows if row.name == FLOOR)
+    elif rate is not None:
+        floor_ms = 1000 * 3 * case.rows * case.columns * getattr(torch, case.dtype).itemsize / rate
+        floor += f" at the measured copy rate of {rate / 1e9:.1f} GB/s"
+    reckoned = "not known" if floor_ms is None else f"{floor_ms:.3g} ms"
+    remarks = [
+        *(f"{row.name} ({row.loss}): {row.status}: {row.reason}" for row in rows if row.reason is not None),
+        f"floor: {floor}: {reckoned}; x base: speed relative to {base!r}",
+        "extra: peak memory above inputs and gradients; error of dlogits relative to float64",
+    ]
+    if is_disturbed(others_cores):
+        remarks.append(f"disturbed: other processes kept {others_cores:.1f} cores busy meanwhile: measure again")
+    facts: dict[str, Any] = {"case": asdict(case), "floor_ms": floor_ms, "copy_gb_per_s": rate and rate / 1e9}
+    facts |= {"base": base, "others_cores": others_cores}
+    part = Comparison(
+        title=case.title, columns=COLUMNS, rows=figures(case, rows, base, floor_ms), facts=facts, remarks=remarks
+    )
+    return part, [
+        f"failed: {case.title}: {row.name} ({row.loss}): {row.reason}" for row in rows if row.status == "failed"
+    ]
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """What the numbers depend on."""
-    found: dict[str, Any] = {
-        "device": device.type,
-        "name": _cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device),
-        "threads": torch.get_num_threads(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "mopd": __version__,
-    }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        found |= {
-            "cuda": torch.version.cuda,
-            "memory_gib": round(properties.total_memory / 2**30, 1),
-            "multiprocessors": properties.multi_processor_count,
-        }
+def figures(case: Case, rows: Sequence[Row], base: str, floor_ms: float | None) -> list[dict[str, Any]]:
+    """Rows beside the floor, the baseline and the logits, the fastest first within each loss."""
+    base_ms = next((row.total_ms for row in rows if row.name == base), None)
+    found = []
+    for row in sorted(rows, key=lambda row: (row.loss, row.total_ms or math.inf)):
+        own = {**asdict(row), "forward_ms": row.forward_ms, "total_ms": row.total_ms}
+        if row.total_ms is not None:
+            own |= {"floor_share": floor_ms and floor_ms / row.total_ms, "speedup": base_ms and base_ms / row.total_ms}
+        if row.extra_bytes is not None:
+            own["extra_over_logits"] = row.extra_bytes / (4 * case.rows * case.columns)
+        found.append(own)
     return found
 
 
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    except FileNotFoundError:  # not Linux
-        return platform.processor()
-    return names[0] if names else platform.processor()
-
-
-def _tune(cases: Sequence[Case], device: torch.device, deadline: Deadline) -> None:
+def _tune(cases: Sequence[Case], device: torch.device, give_up_at: float) -> None:
     """Tune shape by shape and store the table after each: what a time limit cuts off is not lost."""
     if device.type != "cuda":
         raise UserError("--tune measures Triton kernels: it needs a CUDA device")
@@ -140,18 +121,13 @@ def _tune(cases: Sequence[Case], device: torch.device, deadline: Deadline) -> No
     from mopd.losses.triton import table as launches
     from mopd.losses.triton.tuning import tune
 
-    shapes = dict.fromkeys((case.rows, case.columns, case.dtype) for case in cases)
-    for rows, columns, dtype in shapes:
-        if deadline.passed:
-            _say(f"not tuned, time limit: T={rows} V={columns} {dtype}")
+    for rows, columns, dtype in dict.fromkeys((case.rows, case.columns, case.dtype) for case in cases):
+        if time.monotonic() > give_up_at:
+            say(f"not tuned, time limit: T={rows} V={columns} {dtype}")
             continue
-        found = tune(device, [(rows, columns)], [getattr(torch, dtype)], report=_say)
+        found = tune(device, [(rows, columns)], [getattr(torch, dtype)], report=say)
         launches.save_table(launches.merge(launches.load_table(), found))
-    _say("stored the table of the Triton layer")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    say("stored the table of the Triton layer")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -160,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        return run(parser.parse_args(arguments), shlex.join(["python", "-m", "mopd.bench.losses", *arguments]))
+        return run(parser.parse_args(arguments), ["python", "-m", "mopd.bench.losses", *arguments])
     except UserError as error:
         print(f"mopd: error: {one_line(error)}", file=sys.stderr)
         return 2

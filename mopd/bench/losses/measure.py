@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import gc
-import os
-import sys
+import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
-from mopd.bench.clock import Clock, Copy, Others, make_clock
+from mopd.bench.clock import Clock, copy_rate, peak_bytes
+from mopd.bench.harness import Others, rounds
 from mopd.bench.losses.contenders import Contender
-from mopd.bench.losses.results import Row, Status
 from mopd.text import first_line
 
 WARM_UP_RUNS = {"cuda": 3, "cpu": 1}
@@ -29,99 +26,103 @@ ENOUGH_S = {"cuda": 1.0, "cpu": 60.0}
 """A contender with so many rounds that took so long in all sits out the rest: else the slow ones take all the time."""
 
 
-@dataclass
-class Deadline:
-    """The moment after which no new round and no new contender begins."""
+@dataclass(kw_only=True)
+class Row:
+    """One contender of one case."""
 
-    limit_s: float | None
-    _start: float = field(default_factory=time.monotonic)
-
-    @property
-    def passed(self) -> bool:
-        """The time is over."""
-        return self.limit_s is not None and time.monotonic() - self._start > self.limit_s
-
-
-@dataclass
-class _Timed:
-    contender: Contender
-    row: Row
+    name: str
+    group: str
+    loss: str
+    status: Literal["measured", "out of memory", "not available", "failed", "not reached"] = "measured"
+    reason: str | None = None
+    """Why there are no numbers, or a remark."""
     forward_s: list[float] = field(default_factory=list)
     total_s: list[float] = field(default_factory=list)
+    """Forward and backward of each round."""
+    extra_bytes: int | None = None
+    """Peak memory of forward and backward above inputs and gradients."""
+    error: float | None = None
+    """Error of the gradient against float64: see ``mopd.bench.losses.exact``."""
+
+    @property
+    def forward_ms(self) -> float | None:
+        """Median over rounds."""
+        return 1000 * median(self.forward_s) if self.total_ms is not None else None
+
+    @property
+    def total_ms(self) -> float | None:
+        """Median over rounds; None where the contender did not come through."""
+        return 1000 * median(self.total_s) if self.status == "measured" and self.total_s else None
 
 
 def measure(
-    entries: Sequence[Contender], *, device: torch.device, repeats: int, deadline: Deadline, copy: Copy | None
+    entries: Sequence[Contender],
+    *,
+    device: torch.device,
+    repeats: int,
+    give_up_at: float = math.inf,
+    copied: Tensor | None = None,
 ) -> tuple[list[Row], float | None, float | None]:
-    """Every contender first runs alone (gradient against float64, peak memory, warm-up); then come rounds in which each
-    runs once, each round starting with another one. A contender that cannot run gets a row that says why.
+    """Run every contender alone (gradient against float64, peak memory, warm-up), then in turns. A contender that
+    cannot run gets a row that says why. After ``give_up_at`` (``time.monotonic``) no new round and no new contender
+    begins.
 
     Returns:
-        Rows in the order of ``entries``; the median rate of ``copy`` in bytes/s read and written, None where none was
-        timed; cores that other processes kept busy during the rounds.
+        Rows in the order of ``entries``; the median rate of copies of ``copied`` in bytes/s read and written, None
+        without; cores that other processes kept busy during the rounds.
     """
-    clock = make_clock(device)
-    rows: list[Row] = []
-    for entry in entries:
-        if isinstance(entry.forward, str):
-            rows.append(_empty(entry, "not available", entry.forward))
-        elif deadline.passed:
-            rows.append(_empty(entry, "not reached", "time limit"))
-        else:
-            rows.append(_prepare(entry, device))
-    timed = [_Timed(entry, row) for entry, row in zip(entries, rows, strict=True) if row.status == "measured"]
-    others, copies = Others(), []
+    clock = Clock(device)
+    rows = [_prepare(entry, device, give_up_at) for entry in entries]
+    running = [(entry, row) for entry, row in zip(entries, rows, strict=True) if row.status == "measured"]
+    others, rates = Others(), []
     gc.collect()
     gc.disable()  # a collection in the middle of a run would be charged to it
     try:
-        for turn in range(repeats):
-            if turn > 0 and deadline.passed:
+        for number, order in enumerate(rounds(running, repeats)):
+            if number > 0 and time.monotonic() > give_up_at:
                 break
-            if copy is not None:
-                copies.append(copy.time(clock))
-            first = turn % max(1, len(timed))
-            for one in (*timed[first:], *timed[:first]):
-                done = len(one.total_s) >= ENOUGH_ROUNDS and sum(one.total_s) > ENOUGH_S[device.type]
-                if one.row.status == "measured" and not done:
-                    _time_one(one, clock)
+            if copied is not None:
+                rates.append(copy_rate(copied, clock))
+            for entry, row in order:
+                is_done = len(row.total_s) >= ENOUGH_ROUNDS and sum(row.total_s) > ENOUGH_S[device.type]
+                if row.status == "measured" and not is_done:
+                    _time_one(entry, row, clock)
     finally:
         gc.enable()
-    others_cores = others.cores()
-    for one in timed:
-        if one.row.status == "measured":
-            one.row.forward_ms, one.row.total_ms = (1000 * median(times) for times in (one.forward_s, one.total_s))
-            one.row.total_ms_range = (1000 * min(one.total_s), 1000 * max(one.total_s))
-            one.row.rounds = len(one.total_s)
-    rate = copy.num_bytes / median(copies) if copy is not None and copies else None
-    return rows, rate, others_cores
+    return rows, median(rates) if rates else None, others.cores()
 
 
-def _time_one(one: _Timed, clock: Clock) -> None:
+def _time_one(contender: Contender, row: Row, clock: Clock) -> None:
     """One more time; memory that ran out, because others left it in pieces, ends the contender's part."""
     try:
         clock.start()
-        _run(one.contender, clock.mark)
+        _run(contender, clock.mark)
         forward_s, backward_s = clock.stop()
     except torch.OutOfMemoryError:
-        one.row.status, one.row.reason = "out of memory", "out of memory"
+        row.status = row.reason = "out of memory"
     else:
-        one.forward_s.append(forward_s)
-        one.total_s.append(forward_s + backward_s)
-    one.contender.restore()
+        row.forward_s.append(forward_s)
+        row.total_s.append(forward_s + backward_s)
+    contender.restore()
 
 
-def _prepare(contender: Contender, device: torch.device) -> Row:
+def _prepare(contender: Contender, device: torch.device, give_up_at: float) -> Row:
     """Errors, peak memory and warm-up. Running out of memory is a result; an error of ours is a failure of the run."""
-    row = _empty(contender, "measured", contender.note or None)
-    status: Status = "failed" if contender.group == "ours" else "not available"
+    row = Row(name=contender.name, group=contender.group, loss=contender.loss, reason=contender.note or None)
+    if isinstance(contender.forward, str):
+        row.status, row.reason = "not available", contender.forward
+        return row
+    if time.monotonic() > give_up_at:
+        row.status, row.reason = "not reached", "time limit"
+        return row
     try:
         _measure_alone(contender, row, device)
     except torch.OutOfMemoryError:
-        row.status, row.reason = "out of memory", "out of memory"
+        row.status = row.reason = "out of memory"
     except Exception as error:  # the row carries it; ours makes the command fail in the end
-        first = first_line(error)
-        row.status, row.reason = status, f"{type(error).__name__}: {first:.200}"
-        if status == "failed":
+        row.status = "failed" if contender.group == "ours" else "not available"
+        row.reason = f"{type(error).__name__}: {first_line(error):.200}"
+        if row.status == "failed":
             traceback.print_exc()
     if row.status != "measured":
         gc.collect()
@@ -134,7 +135,7 @@ def _prepare(contender: Contender, device: torch.device) -> Row:
 def _measure_alone(contender: Contender, row: Row, device: torch.device) -> None:
     gradients = _run(contender)
     if contender.check is not None:
-        row.errors = contender.check(gradients)
+        row.error = contender.check(gradients)
     own = 0 if contender.overwrites else sum(gradient.nbytes for gradient in gradients)
     del gradients
     contender.restore()
@@ -153,59 +154,3 @@ def _run(contender: Contender, mark: Callable[[], None] = lambda: None) -> tuple
     gradients = torch.autograd.grad(loss, contender.leaves, contender.upstream)
     mark()
     return gradients
-
-
-def _empty(entry: Contender, status: Status, reason: str | None) -> Row:
-    return Row(name=entry.name, group=entry.group, loss=entry.loss, status=status, reason=reason)
-
-
-def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Largest number of bytes that lived at one moment of ``work`` and did not live before it.
-
-    On CUDA the caching allocator keeps count. On a CPU the profiler reports every allocation and release of PyTorch's
-    allocator, those inside operators and compiled code included; what libraries take from elsewhere is not seen on
-    either.
-    """
-    return _peak_cpu(work) if device.type == "cpu" else _peak_cuda(work, device)
-
-
-def _peak_cuda(work: Callable[[], object], device: torch.device) -> int:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    work()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-def _peak_cpu(work: Callable[[], object]) -> int:
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with _quiet():
-        profiler.__enter__()
-    try:
-        work()
-    finally:
-        with _quiet():
-            profiler.__exit__(None, None, None)
-    recorded: Any = profiler.profiler
-    events = recorded.kineto_results.events()
-    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    live = peak = 0
-    for _, num_bytes in sorted(changes, key=lambda change: change[0]):
-        live += num_bytes
-        peak = max(peak, live)
-    return peak
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Some builds of the profiler write to the error stream when they start and stop."""
-    sys.stderr.flush()
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nothing)

@@ -1,4 +1,4 @@
-"""What others do, written for this benchmark from descriptions of their data flow.
+"""Losses as others compute them, written for this benchmark from descriptions of their data flow.
 
 Each function takes logits [T, V], ``ids`` int64 [T, K] and the teacher's ``logprobs`` fp32 [T, K] and returns fp32 row
 losses [T]. All run on one rank: where a style would all-reduce (over one shard), nothing happens here. Where a
@@ -151,7 +151,7 @@ class ChunkedGather(torch.autograd.Function):
 
 
 def _log_softmax(z: Tensor) -> Tensor:
-    """As a vocabulary-parallel one is made: shift, exp and sum, with a place for an all-reduce after each reduction."""
+    """Log-softmax as a vocabulary-parallel one is made: shift, exp, sum, and a place for an all-reduce after each."""
     shifted = z - z.amax(1, keepdim=True)
     return shifted.sub_(shifted.exp().sum(1, keepdim=True).log())
 

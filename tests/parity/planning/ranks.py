@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mopd import cpu_shim
-from mopd.bench.losses.measure import peak_bytes
+from mopd.bench.clock import peak_bytes
 from mopd.student import parallel
 from mopd.student.batch import build_micro_batch
 from mopd.student.memory.offload import HostWeights

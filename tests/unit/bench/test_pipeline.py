@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from mopd.bench.pipeline.alone import Alone, Nominal, nominal_times
-from mopd.bench.pipeline.command import report, show
-from mopd.bench.pipeline.engines import Lengths
-from mopd.bench.pipeline.measure import MAX_BYTES, Rate, Result, measure_scenario, measure_traffic
-from mopd.bench.pipeline.plan import SHARES, Scenario
-from mopd.bench.pipeline.runs import Run, mix_deviation, run_controller
+from mopd.bench.pipeline import (
+    MOST_BYTES,
+    StageSeconds,
+    measure_scenario,
+    mix_deviation,
+    nominal_times,
+    run_controller,
+    runs_part,
+)
+from mopd.bench.stand_ins import SHARES, Lengths, Scenario
 
 SHORT = Scenario(
     name="short",
@@ -27,113 +31,110 @@ SHORT = Scenario(
     stage_s=0.005,
     send_s=0.005,
     swap_s=0.001,
+    staleness=(2,),
 )
 STEPS = 2
 
 
-def test_a_scenario_from_prompts_to_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    result = measure_scenario(SHORT, steps=STEPS, warm_up=3, staleness=(2,), progress=print)
-    synchronous, streaming = result.runs
-    assert (result.whole.unit, synchronous.unit, streaming.unit) == (SHORT.num_prompts, 1, 1)
+def test_a_scenario_from_prompts_to_goals(capsys: pytest.CaptureFixture[str]) -> None:
+    (alone, _), (part, goals) = measure_scenario(SHORT, steps=STEPS, warm_up=3)
+    whole, synchronous, streaming = part.rows
+    assert (whole["unit"], synchronous["unit"], streaming["unit"]) == (SHORT.num_prompts, 1, 1)
     # Three steps fill the pipeline, and in as many it runs dry.
-    assert [run.num_samples for run in result.runs] == [5 * SHORT.num_samples, 8 * SHORT.num_samples]
-    assert [len(run.step_s) for run in result.runs] == [STEPS, STEPS]
-    for run in (result.whole, *result.runs):
-        assert run.mix_deviation <= 1
-        assert 50 < run.bytes_per_sample <= MAX_BYTES
-        assert sum(run.staleness.values()) == pytest.approx(1)
-    assert synchronous.staleness == {0: 1.0} and synchronous.refused == 0 == synchronous.two_versions
-    assert list(streaming.staleness) == [0, 1, 2] and streaming.staleness[0] < 1
+    assert [run["num_samples"] for run in part.rows] == [num * SHORT.num_samples for num in (5, 5, 8)]
+    for run in part.rows:
+        assert len(run["step_s"]) == STEPS and run["mix_deviation"] <= 1
+        assert 50 < run["bytes_per_sample"] <= MOST_BYTES
+        assert sum(run["ages"]) == pytest.approx(1)
+    assert synchronous["ages"] == [1.0] and synchronous["refused"] == 0 == synchronous["two_versions"]
+    assert len(streaming["ages"]) == 3 and streaming["ages"][0] < 1
     # No stage is faster than it sleeps, and the teachers are as slow as the slow one.
-    assert result.alone.rollout_s > 0 and result.alone.teachers_step_s > SHORT.teacher_s
-    assert result.alone.trainer_s >= SHORT.train_s + SHORT.stage_s
-    capsys.readouterr()
-    rate = Rate(prompts_per_step=1, prompts_per_s=1.0, controller_ms=1.0)
-    show([result], [], rate, None)
-    assert "short" in capsys.readouterr().out
-    told = json.loads(json.dumps(report([result], [], rate, None)))
-    assert told["scenarios"][0]["runs"][1]["num_samples"] == streaming.num_samples
+    capacity, single, nominal = alone.rows
+    assert capacity["rollout"] > 0 and single["teachers"] > SHORT.teacher_s
+    assert capacity["trainer"] >= SHORT.train_s + SHORT.stage_s == nominal["trainer"]
+    assert {name.split("/")[0] for name in goals} == {"short"}
+    part.show()
+    assert "n = 2" in capsys.readouterr().out
 
 
 def test_real_weights_are_handed_over() -> None:
     scenario = replace(SHORT, weights_mb=8, stage_s=0.0, send_s=0.0)
     run = run_controller(scenario, max_staleness=1, steps=2)
     num_updates = 2 + 2 + 2  # steps before, in between and after; each publishes
-    assert run.weight_bytes > num_updates * 8e6
-    assert run.bytes_per_sample <= MAX_BYTES
-    assert run.mix_deviation <= 1 and run.refused == 0
+    assert run["weight_bytes"] > num_updates * 8e6
+    assert run["bytes_per_sample"] <= MOST_BYTES
+    assert run["mix_deviation"] <= 1 and run["refused"] == 0
 
 
 def test_bytes_that_ranks_are_told_do_not_grow_with_tensors() -> None:
-    small, large = measure_traffic(top_ks=(512,), responses=(16, 1024))
-    assert large.tensor_bytes > 4_000_000
-    assert 50 < small.bytes_per_sample <= large.bytes_per_sample < small.bytes_per_sample + 20 < MAX_BYTES
+    """One response a prompt, which is the most bytes a sample."""
+    small, large = (
+        run_controller(
+            Scenario(
+                name="size",
+                lengths=Lengths(mean=response),
+                max_response_length=response,
+                top_k=512,
+                num_prompts=4,
+                samples_per_prompt=1,
+            ),
+            max_staleness=0,
+            steps=1,
+        )["bytes_per_sample"]
+        for response in (16, 1024)  # 4 MB of tensors
+    )
+    assert 50 < small <= large < small + 20 < MOST_BYTES
 
 
-GOOD = Run(
-    max_staleness=2,
-    prompts_per_step=10,
-    unit=1,
-    step_s=(1.0, 1.1),
-    num_samples=40,
-    mix_deviation=1.0,
-    refused=0,
-    staleness={0: 1.0},
-    two_versions=0.0,
-    bytes_per_sample=1024.0,
-    weight_bytes=0,
-    controller_s=1.0,
-    total_s=5.0,
-)
-ALONE = Alone(rollout_s=1.0, teachers_s=0.5, rollout_step_s=1.2, teachers_step_s=1.3, trainer_s=0.6, sync_s=0.1)
-
-
-NOMINAL = Nominal(rollout_s=1.0, teachers_s=0.5, trainer_s=0.6, sync_s=0.1)
-AGED = replace(SHORT, most_age=1.5)
+GOOD: dict[str, Any] = {
+    "max_staleness": 2, "unit": 1, "mean_step_s": 1.05, "mix_deviation": 1.0, "refused": 0, "bytes_per_sample": 1024.0,
+    "ages": [1.0], "mean_age": 1.5,
+}  # fmt: skip
+WHOLE = {**GOOD, "max_staleness": 0, "mean_step_s": 2.4, "unit": 10, "refused": 99}
+SYNCHRONOUS = {**GOOD, "max_staleness": 0, "mean_step_s": 2.2}
+CAPACITY = StageSeconds(rollout=1.0, teachers=0.5, trainer=0.6, sync=0.1)
+SINGLE = StageSeconds(rollout=1.2, teachers=1.3, trainer=0.6, sync=0.1)
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "missed"),
     [
-        {"step_s": (1.0, 1.3)},
-        {"bytes_per_sample": 1025.0},
-        {"mix_deviation": 1.1},
-        {"refused": 1},
-        {"staleness": {1: 0.4, 2: 0.6}},
-        {},
+        ({"mean_step_s": 1.15}, {"over_bound", "over_nominal"}),
+        ({"bytes_per_sample": 1025.0}, {"bytes_per_sample"}),
+        ({"mix_deviation": 1.1}, {"mix_deviation"}),
+        ({"refused": 1}, {"refused"}),
+        ({"mean_age": 1.6}, {"mean_age"}),
+        ({}, set()),
     ],
 )
-def test_each_goal_counts(change: dict[str, object]) -> None:
-    whole = replace(GOOD, max_staleness=0, step_s=(2.4,))
-    synchronous = replace(GOOD, max_staleness=0, step_s=(2.2,))  # of max(1.2, 1.3) + 0.6 + 0.1
-    run = replace(GOOD, **change)  # type: ignore[arg-type]
-    result = Result(scenario=AGED, alone=ALONE, nominal=NOMINAL, whole=whole, runs=(synchronous, run))
-    assert result.ratio(synchronous) == pytest.approx(1.1) and ALONE.slowest == "rollout"
-    assert result.nominal_ratio(run) == pytest.approx(run.mean_step_s / 1.0)
-    assert result.is_met is (not change)
+def test_each_goal_counts(change: dict[str, object], missed: set[str]) -> None:
+    runs = [dict(WHOLE), dict(SYNCHRONOUS), {**GOOD, **change}]
+    _, goals = runs_part(replace(SHORT, most_age=1.5), CAPACITY, SINGLE, CAPACITY, runs)
+    assert runs[1]["ratio"] == pytest.approx(2.2 / (1.3 + 0.6 + 0.1))  # of a synchronous step
+    assert {name.split("/")[1] for name, goal in goals.items() if not goal["is_met"]} == missed
 
 
 def test_machinery_that_is_slow_itself_is_held_against_nominal_times() -> None:
-    """Stages that are measured through the same machinery would hide it."""
-    slow = replace(GOOD, step_s=(1.5, 1.5))
-    alone = replace(ALONE, rollout_s=1.5)
-    whole = replace(GOOD, max_staleness=0, step_s=(2.4,))
-    result = Result(scenario=SHORT, alone=alone, nominal=NOMINAL, whole=whole, runs=(slow,))
-    assert result.ratio(slow) == 1.0 and not result.is_met
+    """StageSeconds that are measured through the same machinery would hide it."""
+    slow = {**GOOD, "mean_step_s": 1.5}
+    measured = replace(CAPACITY, rollout=1.5)
+    _, goals = runs_part(SHORT, measured, SINGLE, CAPACITY, [dict(WHOLE), dict(SYNCHRONOUS), slow])
+    assert slow["ratio"] == 1.0 and not goals["short/over_nominal"]["is_met"]
 
 
 def test_nominal_times_are_those_of_the_scenario() -> None:
     even = replace(SHORT, lengths=Lengths(mean=16), num_prompts=20, samples_per_prompt=2)
     found = nominal_times(even, steps=3, warm_up=1)
-    assert found.rollout_s == pytest.approx(even.rollout_s + even.swap_s)
-    assert found.teachers_s == pytest.approx(even.slow_factor * even.teacher_s)
-    assert (found.trainer_s, found.sync_s) == (even.train_s + even.stage_s, even.send_s + even.swap_s)
-    assert found.bound_s(0) == pytest.approx(found.teachers_s + found.trainer_s + found.sync_s)
+    assert found.rollout == pytest.approx(even.rollout_s + even.swap_s)
+    assert found.teachers == pytest.approx(even.slow_factor * even.teacher_s)
+    assert (found.trainer, found.sync) == (even.train_s + even.stage_s, even.send_s + even.swap_s)
+    assert found.streamed_s == pytest.approx(found.teachers + found.trainer + found.sync)
 
 
 def test_the_mix_is_that_of_the_worst_batch() -> None:
-    even = {domain: round(10 * share) for domain, share in SHARES.items()}
-    assert mix_deviation([even, {"chat": 4, "code": 2, "math": 4}, even], 10) == 2
+    per_prompt = SHORT.samples_per_prompt
+    even = {domain: per_prompt * round(10 * share) for domain, share in SHARES.items()}
+    assert mix_deviation([even, {"chat": 8, "code": 4, "math": 8}, even], SHORT) == 2
 
 
 def test_lengths_depend_on_the_seed_alone() -> None:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.bench.teachers.makespan import run_on_token_clock
 from mopd.config.groups import RoutingConfig
 from mopd.engines.checks import check_generations, check_scores
 from mopd.engines.interface import Generation, SamplingParams, Scores, StaleWeights
 from mopd.replicas.interface import Replica, RouterLimits, SampleFailed
 from mopd.replicas.router import Router
+from tests.fixtures.token_clock import run_on_token_clock
 
 V, K = 12, 3
 TOKENS = [torch.tensor([1, 5, 9, 7, 7]), torch.tensor([1, 4, 4]), torch.tensor([2, 3, 11, 0])]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mopd.bench.teachers.makespan import run_on_token_clock
 from mopd.placement.sharing.turns import GpuTurns, Side
+from tests.fixtures.token_clock import run_on_token_clock
 
 SIDES: tuple[Side, ...] = ("student", "rollout")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mopd.bench.teachers.makespan import run_on_token_clock
 from mopd.placement.sharing.pool import TURN_S, SharedPool
 from tests.fixtures.effort import measured_effort
+from tests.fixtures.token_clock import run_on_token_clock
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:

@@ -14,11 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from mopd.bench.pipeline.beside import make_dataset
-from mopd.bench.pipeline.engines import VOCAB_SIZE, Lengths, SleepingGenerator, SleepingScorer
-from mopd.bench.pipeline.plan import PROMPT_LENGTH, SHARES, Scenario, make_recipe
-from mopd.bench.pipeline.runs import make_stream
-from mopd.bench.teachers.makespan import run_on_token_clock
+from mopd.bench.stand_ins import (
+    PROMPT_LENGTH,
+    SHARES,
+    VOCAB_SIZE,
+    Lengths,
+    Scenario,
+    SleepingGenerator,
+    SleepingScorer,
+    make_dataset,
+    make_recipe,
+    make_stream,
+)
 from mopd.controller import Controller
 from mopd.data.packing import PackingRules
 from mopd.data_plane.local import LocalDataPlane
@@ -34,6 +41,7 @@ from mopd.rollout.worker import RolloutWorker
 from mopd.tasks import Stop
 from mopd.teachers.worker import TeacherGroup, TeacherWorker
 from mopd.types import DomainSums, MicroBatchPlan
+from tests.fixtures.token_clock import run_on_token_clock
 
 NUM_GPUS = 7
 TRAINER_GPUS = (1, 2, 3)

@@ -1,6 +1,6 @@
 """An engine whose answers tell which sample and which replica they belong to, and that fails as it is told.
 
-Runs on the simulated clock of ``mopd.bench.teachers.makespan``: 1 s is 100 tokens.
+Runs on the simulated clock of ``tests.fixtures.token_clock``: 1 s is 100 tokens.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from mopd.bench.teachers.makespan import run_on_token_clock
 from mopd.config.groups import RoutingConfig
 from mopd.engines.interface import EngineLimits, Generation, Images, SamplingParams, Scores, Told
 from mopd.replicas.interface import Replica, RouterLimits
 from mopd.replicas.router import Router
+from tests.fixtures.token_clock import run_on_token_clock
 
 TOKENS_PER_S = 100.0
 SAMPLING = SamplingParams(max_new_tokens=5)

@@ -1,4 +1,4 @@
-"""What a run of the benchmark measures, in which order. Light to import: no torch.
+"""Shapes that a run of the benchmark measures, in order. Light to import: no torch.
 
 Shape legend: T rows (tokens), V vocabulary, K ids of a row, H hidden width.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from mopd.types import UserError
 
-DTYPES = ("float32", "bfloat16", "float16")
 HEADLINE_VOCAB, HEADLINE_K = 151_936, 64
 VOCABS = (HEADLINE_VOCAB, 32_000, 128_256)
 KS = (HEADLINE_K, 1, 128, 512)
@@ -62,16 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--shapes", nargs="+", metavar="T,V,K", help="rows, vocabulary, ids a row; default: a grid, headline first")
     add("--heads", nargs="+", metavar="T,V,K,H", help="shapes with an LM head of width H before the loss")
-    add("--dtype", choices=DTYPES, help="of the logits; default: bfloat16 on cuda, float32 on cpu")
     add("--tp-shard", nargs="+", type=int, default=[1], metavar="N", help="measure one of N vocabulary shards")
     add("--quick", action="store_true", help="a few telling shapes instead of the grid")
     add("--repeats", type=int, metavar="N", help="timed rounds; default: 20 on cuda, 5 on cpu")
     add("--time-limit", type=float, metavar="SECONDS", help="stop after this time and keep what is measured")
-    add("--seed", type=int, default=0, help="of the inputs (default 0)")
     add("--tune", action="store_true", help="first tune the Triton kernels for these shapes and store the table")
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--output", type=Path, metavar="FILE", help="also write the JSON here, after every shape")
-    add("--plot", type=Path, metavar="FILE", help="draw times and memory (.png, .svg or .pdf)")
 
 
 def make_cases(args: argparse.Namespace, *, device: str) -> list[Case]:
@@ -85,29 +82,22 @@ def make_cases(args: argparse.Namespace, *, device: str) -> list[Case]:
             raise UserError(f"{name} is {value}: set 1 or more")
     if args.time_limit is not None and not args.time_limit > 0:
         raise UserError(f"--time-limit is {args.time_limit}: set seconds above 0")
-    for name, path in (("--output", args.output), ("--plot", args.plot)):
-        if path is not None and not path.parent.is_dir():
-            raise UserError(f"{name}: folder {str(path.parent)!r} does not exist: make it")
-    if args.plot is not None and args.plot.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--plot is {str(args.plot)!r}: end the name with .png, .svg or .pdf")
-    cases = _cases(args, device, args.dtype or DTYPE[device])
+    if args.output is not None and not args.output.parent.is_dir():
+        raise UserError(f"--output: folder {str(args.output.parent)!r} does not exist: make it")
+    cases = _cases(args, device)
     for case in cases:
         if case.k > case.columns:
             raise UserError(f"--shapes: K={case.k} exceeds the {case.columns} columns of a shard: set K lower")
     return cases
 
 
-def _cases(args: argparse.Namespace, device: str, dtype: str) -> list[Case]:
-    default = args.shapes is None and args.heads is None
-    if default:
-        shapes: list[tuple[int, ...]] = [
-            *(QUICK[device] if args.quick else itertools.product(ROWS[device], VOCABS, KS))
-        ]
-        heads: list[tuple[int, ...]] = [*HEADS[device]]
-    else:
-        shapes = [_numbers("--shapes", text, 3) for text in args.shapes or ()]
-        heads = [_numbers("--heads", text, 4) for text in args.heads or ()]
-    shards = dict.fromkeys(args.tp_shard)
+def _cases(args: argparse.Namespace, device: str) -> list[Case]:
+    shapes: Iterable[tuple[int, ...]] = [_numbers("--shapes", text, 3) for text in args.shapes or ()]
+    heads: Iterable[tuple[int, ...]] = [_numbers("--heads", text, 4) for text in args.heads or ()]
+    if args.shapes is None and args.heads is None:
+        shapes = QUICK[device] if args.quick else itertools.product(ROWS[device], VOCABS, KS)
+        heads = HEADS[device]
+    shards, dtype = dict.fromkeys(args.tp_shard), DTYPE[device]
     logits = [Case(rows=t, vocab=v, k=k, dtype=dtype, tp_shard=n) for t, v, k in shapes for n in shards]
     heads_of = [Case(rows=t, vocab=v, k=k, hidden=h, dtype=dtype) for t, v, k, h in heads]
     first = len(shards)  # the headline at every shard count, then the LM heads, then the rest

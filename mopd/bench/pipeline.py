@@ -1,0 +1,482 @@
+"""``mopd bench pipeline``: a run's own controller, ledger, routers, workers and data plane, on one event loop as in a
+run's orchestrator, around stages that sleep.
+
+::
+
+    alone    each stage by itself, over the same stretch of the stream as the runs: what a run is held against
+    nominal  the same by arithmetic, which holds nothing of ours: what routers and workers cost shows beside it
+    runs     the controller with units of a whole step (the sum of the stages), and prompt by prompt at every staleness
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from mopd.bench import stand_ins
+from mopd.bench.harness import BenchReport, Comparison, Goals, Others, at_most, say
+from mopd.bench.processes import family_busy_s
+from mopd.bench.stand_ins import SHARES, Lengths, Scenario, make_recipe, make_stream
+from mopd.config.groups import RoutingConfig
+from mopd.config.schema import Recipe
+from mopd.controller import Controller
+from mopd.data.packing import PackingRules
+from mopd.data_plane.local import LocalDataPlane
+from mopd.engines.interface import EngineLimits, SamplingParams
+from mopd.ledger import Ledger
+from mopd.metrics import StepMetrics
+from mopd.placement.weights import GroupWeightSync
+from mopd.replicas.interface import Replica
+from mopd.replicas.router import Router
+from mopd.rewards.domains import build_rewards
+from mopd.rollout.rewards import RewardWorker
+from mopd.rollout.worker import RolloutWorker, derive_seed
+from mopd.tasks import Stop
+from mopd.teachers.worker import TeacherGroup, TeacherWorker
+from mopd.types import DomainSums, MicroBatchPlan
+from mopd.wire.messages import decode
+from mopd.wire.weights import StagedWeights, Staging, WeightChunk, stage_updates
+
+MOST_OF_BOUND = 1.10
+"""Largest allowed step, relative to what bounds it: measured, and of an asynchronous run also nominal."""
+MOST_BYTES = 1024.0
+"""Bytes of a sample that trainer ranks are sent: its share of the plan, whatever its tensors weigh."""
+MOST_DEVIATION = 1.0
+"""Prompts of a domain that a batch may have more or less than its share."""
+STEPS, QUICK_STEPS = 6, 3
+WARM_UP, QUICK_WARM_UP = 5, 3
+QUICK_FACTOR = 0.2
+TENSOR_MB = 4
+COLUMNS = {
+    "step s": "mean_step_s:.3f", "bound s": "bound_s:.3f", "x bound": "ratio:.3f", "x nominal": "nominal_ratio:.3f",
+    "mix": "mix_deviation:.1f", "refused": "refused:d", "ages, %": "percent:", "bytes": "bytes_per_sample:.0f",
+}  # fmt: skip
+
+TIMES: dict[str, Any] = {
+    "rollout_s": 0.8, "teacher_s": 0.3, "train_s": 0.4, "stage_s": 0.05, "send_s": 0.1, "swap_s": 0.01
+}  # fmt: skip
+EVEN: dict[str, Any] = {"lengths": Lengths(mean=64), "max_response_length": 512}
+HEAVY: dict[str, Any] = {"lengths": Lengths(mean=64, sigma=1.0), "max_response_length": 512}
+SLOW_TRAINER: dict[str, Any] = {**TIMES, "rollout_s": 0.4, "teacher_s": 0.15, "train_s": 0.9}
+SCENARIOS = (
+    Scenario(name="constant", **EVEN, **TIMES),
+    Scenario(name="heavy_tailed", **HEAVY, **TIMES),
+    Scenario(name="slow_domain", slow_domain="chat", **EVEN, **TIMES),
+    Scenario(name="real_weights", weights_mb=256, **HEAVY, **{**TIMES, "stage_s": 0.0, "send_s": 0.0}),
+    Scenario(name="slow_trainer", staleness=(1, 4), most_age=2.0, **HEAVY, **SLOW_TRAINER),
+)
+
+ItemT = TypeVar("ItemT")
+DoneT = TypeVar("DoneT")
+
+
+def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Measure and print; the exit code."""
+    report = BenchReport(benchmark="pipeline", arguments=arguments, as_json=args.json, device=torch.device("cpu"))
+    others, scenarios = Others(family_busy_s), list(SCENARIOS)
+    steps, warm_up = (QUICK_STEPS, QUICK_WARM_UP) if args.quick else (STEPS, WARM_UP)
+    if args.quick:
+        heavy = replace(SCENARIOS[1].scaled(QUICK_FACTOR), num_prompts=32)
+        scenarios = [replace(heavy, staleness=heavy.staleness[-1:])]
+    for scenario in scenarios:
+        for part, goals in measure_scenario(scenario, steps=steps, warm_up=warm_up):
+            report.add(part, goals)
+    report.others_cores = others.cores()
+    return report.finish()
+
+
+class UnpackedWeights(GroupWeightSync):
+    """The way of staged weights to stand-in engines: unpacked and checked as one server does it, then swapped in."""
+
+    def __init__(self, router: Router, recipe: Recipe, slots: Mapping[str, Tensor]) -> None:
+        super().__init__(router, on_running=recipe.on_new_weights)
+        self._slots = slots
+
+    async def send(self, staged: StagedWeights) -> None:
+        """Returns when the engines draw with them."""
+        await asyncio.to_thread(self._unpack, staged)
+        await self.ask_for(staged.weight_version)
+
+    async def ask_for(self, weight_version: int) -> None:
+        """Have the engines draw as with weights of this version, without any bytes."""
+        await super().send(stage_updates([], weight_version))
+
+    def _unpack(self, staged: StagedWeights) -> None:
+        staging = Staging(self._slots, staged.begin)
+        for body in staged.bodies:
+            staging.add(decode(body, WeightChunk))
+        staging.finish(staged.commit("continue"))
+
+
+def make_weights(num_mb: int) -> dict[str, Tensor]:
+    """fp32 tensors of ``TENSOR_MB`` megabytes each, ``num_mb`` together, touched."""
+    size = TENSOR_MB * 10**6 // 4
+    return {f"layers.{i}.weight": torch.full((size,), float(i)) for i in range(num_mb // TENSOR_MB)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """What a controller orders: a run's own workers, routers and storage around the stand-ins."""
+
+    rollout: RolloutWorker
+    teachers: TeacherWorker
+    rewards: RewardWorker
+    plane: LocalDataPlane
+    sync: UnpackedWeights
+
+
+def with_workers(recipe: Recipe, scenario: Scenario, work: Callable[[Workers], Awaitable[DoneT]]) -> DoneT:
+    """Do ``work`` with new workers, on an event loop of its own and one thread."""
+
+    async def main() -> DoneT:
+        return await work(await make_workers(recipe, scenario))
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return asyncio.run(main())
+    finally:
+        torch.set_num_threads(threads)
+
+
+async def make_workers(recipe: Recipe, scenario: Scenario) -> Workers:
+    """Build them; the engines draw as with the first weights."""
+    plane, dataset, most = LocalDataPlane(), stand_ins.make_dataset(), scenario.max_sequences
+    drawing: dict[str, Any] = {"s_per_token": scenario.s_per_drawn_token, "swap_s": scenario.swap_s}
+
+    def router(name: str, engines: Sequence[Any], routing: RoutingConfig, kind: Any) -> Router:
+        limits = EngineLimits(max_sequences=most)
+        replicas = [Replica(name=f"{name}.{i}", engine=engine, limits=limits) for i, engine in enumerate(engines)]
+        return Router(name, replicas, routing, kind=kind)
+
+    def teacher(name: str) -> TeacherGroup:
+        scorer = partial(stand_ins.SleepingScorer, s_per_token=scenario.s_per_scored_token(name))
+        engines = [scorer() for _ in range(stand_ins.TEACHER_REPLICAS)]
+        own = router(name, engines, recipe.teachers[name].routing, "teacher")
+        return TeacherGroup(name, own, vocab_size=stand_ins.VOCAB_SIZE)
+
+    generator = partial(stand_ins.SleepingGenerator, scenario.lengths, max_sequences=most, **drawing)
+    generators = [generator() for _ in range(stand_ins.ROLLOUT_REPLICAS)]
+    rollout = router("rollout", generators, recipe.rollout.routing, "rollout")
+    sync = UnpackedWeights(rollout, recipe, make_weights(scenario.weights_mb))
+    await sync.ask_for(0)
+    words = WordLevel({f"w{i}": i for i in range(stand_ins.VOCAB_SIZE)}, unk_token="w0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
+    sampling = SamplingParams(max_new_tokens=scenario.max_response_length)
+    options: dict[str, Any] = {"seed": recipe.seed, "samples_per_prompt": scenario.samples_per_prompt}
+    groups = {name: teacher(name) for name in SHARES}
+    return Workers(
+        sync=sync,
+        plane=plane,
+        rollout=RolloutWorker(rollout, plane, dataset, sampling=sampling, **options),
+        teachers=TeacherWorker(groups, recipe.assignment, plane, top_k=scenario.top_k, temperature=1.0),
+        rewards=RewardWorker(dataset, tokenizer, build_rewards(recipe.rewards), plane),
+    )
+
+
+class SleepingStudent:
+    """Sleeps for each of its duties, and keeps who was trained on."""
+
+    dp_size = 1
+    packing = PackingRules(is_packed=True, max_tokens=1 << 20, micro_batch_size=None, square_cost=0.0)
+
+    def __init__(self, scenario: Scenario, sync: UnpackedWeights) -> None:
+        self._scenario, self._sync = scenario, sync
+        self._weights = make_weights(scenario.weights_mb)
+        self._staged: StagedWeights | None = None
+        self._version = self.plan_bytes = self.weight_bytes = self.num_of_two_versions = 0
+        self.sample_ids: list[int] = []
+        self.mixes: list[Counter[str]] = []
+        """Samples of each batch by domain."""
+
+    async def expect_step(self) -> None:
+        pass
+
+    async def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]:
+        samples = [sample for rank in plan.micro_batches for batch in rank for sample in batch]
+        self.plan_bytes += len(json.dumps(plan.to_json()))
+        self.sample_ids += [sample.sample_id for sample in samples]
+        self.mixes.append(Counter(sample.domain for sample in samples))
+        self.num_of_two_versions += sum(sample.num_versions > 1 for sample in samples)
+        await asyncio.sleep(self._scenario.train_s)
+        sums = {"weighted_loss": 0.0}
+        return {domain: DomainSums(num_tokens=count, sums=sums) for domain, count in self.mixes[-1].items()}
+
+    async def optim_step(self) -> dict[str, float]:
+        return {}
+
+    async def stage(self, weight_version: int) -> None:
+        await asyncio.sleep(self._scenario.stage_s)
+        self._version = weight_version
+        if self._weights:
+            self._staged = await asyncio.to_thread(stage_updates, self._weights.items(), weight_version)
+
+    async def send(self) -> None:
+        version, staged = self._version, self._staged
+        await asyncio.sleep(self._scenario.send_s)
+        if staged is None:
+            await self._sync.ask_for(version)
+        else:
+            self.weight_bytes += sum(map(len, staged.bodies))
+            await self._sync.send(staged)
+
+
+class StepEnds:
+    """Implements ``Observer``: when each step was over, and its metrics."""
+
+    def __init__(self, last: int) -> None:
+        self._last = last
+        self.times: list[float] = []
+        self.values: list[Mapping[str, float]] = []
+
+    def needs_weights(self, step: int) -> bool:
+        return step == self._last
+
+    async def log(self, metrics: StepMetrics) -> None:
+        self.times.append(time.perf_counter())
+        self.values.append(metrics.values)
+
+    async def after_step(self, step: int, state: Mapping[str, Any]) -> None:
+        pass
+
+    async def on_stop(self, step: int, state: Mapping[str, Any]) -> None:
+        raise AssertionError("nobody asks")
+
+
+def run_controller(
+    scenario: Scenario, *, max_staleness: int, steps: int, warm_up: int = 2, unit: int = 1
+) -> dict[str, Any]:
+    """Run the controller for ``steps`` steps whose times count, between ``warm_up`` that fill the pipeline and those in
+    which it runs dry.
+
+    Returns:
+        ``unit`` (prompts that go through rollout and teachers together) and ``max_staleness``, as given; ``step_s``
+        (seconds from one optimizer step to the next) with its mean; ``num_samples`` trained on, each once;
+        ``mix_deviation``; ``refused`` samples, which were drawn again; ``ages``: share of the samples of these steps
+        that were so many versions old, and their mean; ``two_versions``: share of the samples that more than one
+        version of the weights has drawn; ``bytes_per_sample`` of the plans that trainer ranks are sent;
+        ``weight_bytes`` of real weights that were handed over.
+
+    Raises:
+        RuntimeError: a sample was trained on twice.
+    """
+    num_steps = warm_up + steps + (max_staleness + 1 if max_staleness else 0)
+    recipe, num_prompts = make_recipe(scenario, max_staleness=max_staleness, steps=num_steps), scenario.num_prompts
+    options: dict[str, Any] = {"max_staleness": max_staleness, "step": 0, "on_new_weights": recipe.on_new_weights}
+
+    async def work(workers: Workers) -> dict[str, Any]:
+        student, observer = SleepingStudent(scenario, workers.sync), StepEnds(num_steps)
+        await Controller(
+            recipe=recipe,
+            prompts=make_stream(recipe.seed),
+            rollout=workers.rollout,
+            teachers=workers.teachers,
+            rewards=workers.rewards if recipe.needs_task_advantage else None,
+            student=student,
+            plane=workers.plane,
+            observer=observer,
+            ledger=Ledger(prompts_per_step=num_prompts, **options),
+            stop=Stop(),
+            unit=unit,
+        ).run()
+        num = len(student.sample_ids)
+        if len(set(student.sample_ids)) != num:
+            raise RuntimeError("a sample was trained on twice")
+        step_s = [b - a for a, b in itertools.pairwise(observer.times[warm_up - 1 : warm_up + steps])]
+        refused = (value for values in observer.values for name, value in values.items() if "refused_samples/" in name)
+        ages = _ages(observer.values[warm_up : warm_up + steps], max_staleness)
+        return {
+            "max_staleness": max_staleness, "unit": unit, "step_s": step_s, "mean_step_s": sum(step_s) / steps,
+            "num_samples": num, "mix_deviation": mix_deviation(student.mixes, scenario), "refused": round(sum(refused)),
+            "ages": ages, "mean_age": sum(age * share for age, share in enumerate(ages)),
+            "two_versions": student.num_of_two_versions / num, "weight_bytes": student.weight_bytes,
+            "bytes_per_sample": student.plan_bytes / num,
+        }  # fmt: skip
+
+    return with_workers(recipe, scenario, work)
+
+
+def mix_deviation(mixes: Sequence[Mapping[str, int]], scenario: Scenario) -> float:
+    """Prompts of one domain by which the worst batch differs from the stream's shares."""
+    per_prompt, num = scenario.samples_per_prompt, scenario.num_prompts
+    return max(abs(mix[domain] // per_prompt - share * num) for mix in mixes for domain, share in SHARES.items())
+
+
+def _ages(steps: Sequence[Mapping[str, float]], max_staleness: int) -> list[float]:
+    """Share of each age among the samples of all steps."""
+    if not max_staleness:
+        return [1.0]
+    return [sum(values[f"staleness_share/{age}"] for values in steps) / len(steps) for age in range(max_staleness + 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSeconds:
+    """Seconds that each stage takes for one step's samples."""
+
+    rollout: float
+    teachers: float
+    """The slowest teacher's, which bounds them."""
+    trainer: float
+    """Forward, backward, optimizer, and handing the weights over."""
+    sync: float
+    """Until the rollout uses the weights that the student has handed over."""
+
+    @property
+    def slowest_s(self) -> float:
+        """Bound of an asynchronous step: the stages work side by side."""
+        return max(asdict(self).values())
+
+    @property
+    def streamed_s(self) -> float:
+        """Bound of a synchronous step, in which teachers work while the rollout does."""
+        return max(self.rollout, self.teachers) + self.trainer + self.sync
+
+
+def nominal_times(scenario: Scenario, *, steps: int, warm_up: int) -> StageSeconds:
+    """Arithmetic over the same steps that ``measure_alone`` measures: the stages' own times and the lengths that are
+    drawn, with all replicas busy all the time."""
+    seed, per_prompt = make_recipe(scenario, max_staleness=0, steps=1).seed, scenario.samples_per_prompt
+    stream = make_stream(seed)
+    stream.next(warm_up * scenario.num_prompts)
+    drawn, scored = 0, Counter[str]()
+    for prompt in stream.next(steps * scenario.num_prompts):
+        for number in range(per_prompt):
+            own_seed = derive_seed(seed, prompt.sample_id * per_prompt + number)
+            length = scenario.lengths.draw(own_seed, scenario.max_response_length)
+            drawn += length
+            scored[prompt.domain] += stand_ins.PROMPT_LENGTH + length
+    at_a_time = stand_ins.ROLLOUT_REPLICAS * scenario.max_sequences
+    teachers = (
+        tokens * scenario.s_per_scored_token(domain) / stand_ins.TEACHER_REPLICAS for domain, tokens in scored.items()
+    )
+    return StageSeconds(
+        rollout=drawn * scenario.s_per_drawn_token / at_a_time / steps + scenario.swap_s,
+        teachers=max(teachers) / steps,
+        trainer=scenario.train_s + scenario.stage_s,
+        sync=scenario.send_s + scenario.swap_s,
+    )
+
+
+def measure_alone(scenario: Scenario, *, steps: int, warm_up: int) -> tuple[StageSeconds, StageSeconds]:
+    """Each stage by itself with nothing else running, over ``steps`` after the first ``warm_up``.
+
+    Returns:
+        Capacity, the rate at which a stage works when it never lacks work: twice a step's samples are always given to
+        it, and the seconds from the first step's worth that is finished to the last one's, before there is less to do,
+        are divided by the number of steps. Then the mean of single steps, from when all of a step's samples are given
+        to the stage to the last one's end: a synchronous step has no others to fill the time in which the longest
+        response ends.
+    """
+    recipe, per_step = make_recipe(scenario, max_staleness=0, steps=1), scenario.num_prompts
+    prompts = make_stream(recipe.seed).next((warm_up + steps + 2) * per_step)[warm_up * per_step :]
+
+    async def work(workers: Workers) -> tuple[StageSeconds, StageSeconds]:
+        rollout, teachers, drawn_s, scored_s = workers.rollout, workers.teachers, 0.0, 0.0
+        for start in range(0, steps * per_step, per_step):
+            began = time.perf_counter()
+            units = await asyncio.gather(*(rollout.generate([prompt]) for prompt in prompts[start : start + per_step]))
+            drawn = time.perf_counter()
+            await asyncio.gather(*(teachers.score(unit) for unit in units))
+            drawn_s, scored_s = drawn_s + drawn - began, scored_s + time.perf_counter() - drawn
+            await workers.plane.discard([sample.sample_id for unit in units for sample in unit])
+        rollout_s, units = await _at_capacity(prompts, lambda prompt: rollout.generate([prompt]), per_step)
+        of_domains = {domain: [unit for unit in units if unit[0].domain == domain] for domain in SHARES}
+        ways = (
+            _at_capacity(own, teachers.score, round(SHARES[domain] * per_step)) for domain, own in of_domains.items()
+        )
+        teachers_s = max(seconds for seconds, _ in await asyncio.gather(*ways))
+        student = SleepingStudent(scenario, workers.sync)
+        began = time.perf_counter()
+        await asyncio.sleep(scenario.train_s)
+        await student.stage(0)
+        staged = time.perf_counter()
+        await student.send()
+        rest = {"trainer": staged - began, "sync": time.perf_counter() - staged}
+        single = StageSeconds(rollout=drawn_s / steps, teachers=scored_s / steps, **rest)
+        return StageSeconds(rollout=rollout_s, teachers=teachers_s, **rest), single
+
+    return with_workers(recipe, scenario, work)
+
+
+async def _at_capacity(
+    items: Sequence[ItemT], do: Callable[[ItemT], Awaitable[DoneT]], per_step: int
+) -> tuple[float, list[DoneT]]:
+    """Seconds of a step's worth of ``items`` when two steps' worth are always under way; what ``do`` returned."""
+    results: list[DoneT] = []
+    ended: list[float] = []
+    left = iter(items)
+
+    async def one_after_another() -> None:
+        for item in left:
+            results.append(await do(item))
+            ended.append(time.perf_counter())
+
+    await asyncio.gather(*(one_after_another() for _ in range(2 * per_step)))
+    last = len(items) - 2 * per_step  # from then on there are fewer
+    return (ended[last - 1] - ended[0]) / (last - 1) * per_step, results
+
+
+def measure_scenario(scenario: Scenario, *, steps: int, warm_up: int) -> list[tuple[Comparison, Goals]]:
+    """Each stage alone, the sum, and the controller at 0 and at each staleness of the scenario."""
+    say(f"pipeline: {scenario.name}")
+    capacity, single = measure_alone(scenario, steps=steps, warm_up=warm_up)
+    nominal = nominal_times(scenario, steps=steps, warm_up=warm_up)
+    runs = [run_controller(scenario, max_staleness=0, steps=steps, warm_up=warm_up, unit=scenario.num_prompts)]
+    for max_staleness in (0, *scenario.staleness):
+        say(f"pipeline: {scenario.name}, max_staleness {max_staleness}")
+        # The pace of admission looks at 2 (n + 1) steps before it changes.
+        settling = warm_up if scenario.most_age is None else max(warm_up, 3 * (max_staleness + 1))
+        runs.append(run_controller(scenario, max_staleness=max_staleness, steps=steps, warm_up=settling))
+    columns = {name: f"{name}:.3f" for name in asdict(nominal)}
+    kinds = {"capacity": capacity, "one step": single, "nominal": nominal}
+    stages = [{"name": name, **asdict(times)} for name, times in kinds.items()]
+    alone = Comparison(title=f"{scenario.name}, s", columns=columns, rows=stages, facts={"scenario": asdict(scenario)})
+    return [(alone, {}), runs_part(scenario, capacity, single, nominal, runs)]
+
+
+def runs_part(
+    scenario: Scenario,
+    capacity: StageSeconds,
+    single: StageSeconds,
+    nominal: StageSeconds,
+    runs: Sequence[dict[str, Any]],
+) -> tuple[Comparison, Goals]:
+    """The runs beside their bounds; the first, the sum of the stages, has no goal."""
+    for run in runs:
+        is_async, step_s = run["max_staleness"] > 0, run["mean_step_s"]
+        bound_s = capacity.slowest_s if is_async else single.streamed_s
+        run["name"] = f"n = {run['max_staleness']}" + (", whole steps" if run["unit"] > 1 else "")
+        run |= {
+            "bound_s": bound_s,
+            "ratio": step_s / bound_s,
+            "percent": " ".join(f"{100 * age:.0f}" for age in run["ages"]),
+        }
+        run["nominal_ratio"] = step_s / (nominal.slowest_s if is_async else nominal.streamed_s)
+    goals = {
+        "over_bound": at_most(max(run["ratio"] for run in runs[1:]), MOST_OF_BOUND),
+        "over_nominal": at_most(max(run["nominal_ratio"] for run in runs[1:] if run["max_staleness"]), MOST_OF_BOUND),
+        "bytes_per_sample": at_most(max(run["bytes_per_sample"] for run in runs[1:]), MOST_BYTES),
+        "mix_deviation": at_most(max(run["mix_deviation"] for run in runs[1:]), MOST_DEVIATION),
+        "refused": at_most(max(run["refused"] for run in runs[1:]), 0),
+    }
+    if scenario.most_age is not None:
+        goals["mean_age"] = at_most(max(run["mean_age"] for run in runs[1:]), scenario.most_age)
+    remark = (
+        "bound: the slowest stage at capacity (n > 0), or max(rollout, teachers) of one step + trainer + sync (n = 0)"
+    )
+    part = Comparison(title=scenario.name, columns=COLUMNS, rows=runs, remarks=[remark])
+    return part, {f"{scenario.name}/{name}": goal for name, goal in goals.items()}

@@ -1,0 +1,367 @@
+"""``mopd bench weights``: a student's weights to servers of torch engines: by a collective, by HTTP, and as a bare
+broadcast, in turns.
+
+::
+
+    bare broadcast   gloo (on CUDA NCCL), as many bytes, bucket by bucket, from and into the same two buckets
+    collective, ipc  this process asks the student's rank by the link, servers by HTTP; the tensors go from the rank to
+                     the servers
+    http             student ── link, in chunks ──> this process ── HTTP, in pieces ──> servers
+
+This process is a run's orchestrator; rank and servers are a run's too, the same for both ways. Receivers of the bare
+broadcast are processes of their own. After each update every server must answer as after the other way's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+from math import prod
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mopd import cpu_shim
+from mopd.bench.harness import BenchReport, Comparison, Goals, Others, at_least, at_most, ratio, rounds, rows, say
+from mopd.bench.hop import Hop, hop
+from mopd.bench.models import make_recipe, qwen3, write_model
+from mopd.bench.processes import TIMEOUT_S, TOKEN, DevicePeaks, HostPeaks, children, family_busy_s, received, servers
+from mopd.config.groups import RoutingConfig
+from mopd.config.schema import Recipe
+from mopd.config.weights import MAX_BUCKET_MIB, CollectiveConfig, HttpConfig, IpcConfig
+from mopd.conversion.models.reading import read_dims
+from mopd.data_plane.local import LocalDataPlane
+from mopd.engines.clients.remote import RemoteEngine
+from mopd.engines.interface import SamplingParams
+from mopd.files.temporary import TemporaryFolder
+from mopd.placement.engine_file import rollout_file
+from mopd.placement.weights import GroupWeightSync
+from mopd.replicas.interface import Replica
+from mopd.replicas.router import Router
+from mopd.replicas.transfer import TransferTargets
+from mopd.student import parallel
+from mopd.student.model.gpt import build_model
+from mopd.student.weights import hf_tensors, iter_hf_weights
+from mopd.student.worker import WeightPart
+from mopd.transfer.group import GroupOrder, GroupStore, Pending, TransferGroup
+from mopd.types import UserError
+
+MIB = 2**20
+BARE, HTTP = "bare broadcast", "http"
+WAYS: dict[str, type[CollectiveConfig] | type[IpcConfig]] = {"collective": CollectiveConfig, "ipc": IpcConfig}
+"""Ways that are measured beside both; one at a time, as an engine is in one group."""
+LEAST_OF_BARE, LEAST_OVER_HTTP = 0.7, 3.0
+"""Goals relative to the bare broadcast's rate, and to HTTP's."""
+MOST_BUCKETS = 2.0
+"""Buckets of memory beyond the models', on either side."""
+MOST_CLAIM_S = 0.05
+"""Latest claim from the data plane while weights travel by HTTP."""
+LIMITS = {"mb": 100_000, "replicas": 64, "bucket_mib": MAX_BUCKET_MIB, "rounds": 1000}
+SMALL_BYTES = 2**27
+"""A student below has narrow layers, so that there are several."""
+VOCAB_SIZE, STD = 4096, 0.02
+SAMPLING = SamplingParams(max_new_tokens=4)
+CLAIM_EVERY_S = 0.005
+
+
+def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Measure and print; the exit code.
+
+    Raises:
+        UserError: an impossible option, a server did not start, or servers answer otherwise after one way than after
+            the other.
+    """
+    for name, most in LIMITS.items():
+        given = getattr(args, name)
+        for value in given if isinstance(given, list) else [given]:
+            if not 1 <= value <= most:
+                raise UserError(f"--{name.replace('_', '-')} is {value}: set 1 to {most}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and (args.way == "ipc" or torch.cuda.device_count() <= max(args.replicas)):
+        raise UserError(
+            f"bench weights: student and replicas have a GPU each, by --way collective, and this machine has "
+            f"{torch.cuda.device_count()}: set --replicas lower, or CUDA_VISIBLE_DEVICES= for the CPU (ipc on one GPU: "
+            "tools/gpu_student.py --stages ipc)"
+        )
+    report = BenchReport(benchmark="weights", arguments=arguments, as_json=args.json, device=device)
+    for mb, replicas in itertools.product(args.mb, args.replicas):
+        asyncio.run(measure(report, mb * 10**6, replicas, args.way, args.bucket_mib, args.rounds))
+    return report.finish()
+
+
+async def measure(
+    report: BenchReport, num_bytes: int, num_replicas: int, way: str, bucket_mib: int, count: int
+) -> None:
+    """Take a warm-up, then ``count`` rounds of the bare broadcast, ``way`` (of ``WAYS``) and HTTP."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryFolder("mopd-bench-")))
+        size = write_student(folder / "model", num_bytes)
+        recipe = make_recipe(folder / "model", longest=256)
+        recipe = replace(recipe, weight_sync=WAYS[way](type=way, bucket_mib=bucket_mib))  # type: ignore[arg-type]
+        through = await stack.enter_async_context(hop(BenchStudent, recipe))
+        is_cuda: bool = through.facts["is_on_gpu"]
+        gpus = [{"CUDA_VISIBLE_DEVICES": str(1 + i)} if is_cuda else {} for i in range(num_replicas)]
+        environments = [{"OMP_NUM_THREADS": "1", **gpu} for gpu in gpus]
+        pids = await stack.enter_async_context(servers(folder, rollout_file(recipe), environments))
+        device = torch.device("cuda:0" if is_cuda else "cpu")
+        bare = stack.enter_context(bare_broadcast(size, bucket_mib * MIB, num_replicas, device))
+        say(f"weights: {size / 1e9:.2f} GB, {num_replicas} replicas, warming up")
+        updates = Updates(through, recipe, pids)
+        stack.push_async_callback(updates.close)
+        await updates.begin()
+        await asyncio.to_thread(bare)
+        seconds: dict[str, list[float]] = {name: [] for name in (BARE, way, HTTP)}
+        others = Others(family_busy_s)
+        for order in rounds(seconds, count):
+            for name in order:
+                seconds[name].append(await (asyncio.to_thread(bare) if name == BARE else updates.publish(name)))
+            await updates.end_round()
+            say(", ".join(f"{name} {times[-1]:.2f} s" for name, times in seconds.items()))
+        report.others_cores = cores = others.cores()
+    facts: dict[str, Any] = {
+        "way": way,
+        "num_bytes": size,
+        "num_replicas": num_replicas,
+        "bucket_bytes": bucket_mib * MIB,
+    }
+    facts["others_cores"] = cores
+    report.add(*result(seconds, facts, updates))
+
+
+def result(
+    seconds: Mapping[str, Sequence[float]], facts: Mapping[str, Any], updates: Updates
+) -> tuple[Comparison, Goals]:
+    """The table, and the goals of one student and one number of replicas."""
+    way, size, taken = facts["way"], facts["num_bytes"], updates.extra_bytes
+
+    def figures(name: str, median_s: float) -> dict[str, Any]:
+        return {"gb_per_s": size / 1e9 / median_s, **{side: most / MIB for side, most in taken.get(name, {}).items()}}
+
+    columns = {"s": "median_s:.2f", "GB/s": "gb_per_s:.2f", "x bare": "ratio:.2f"}
+    columns |= {f"{side} MiB": f"{side}:,.0f" for side in taken[way]}
+    phases = {key: statistics.median(phase[key] for phase in updates.phases) for key in updates.phases[0]}
+    title = f"{size / 1e9:.2f} GB to {facts['num_replicas']}"
+    goals = {
+        "of_bare_broadcast": at_least(ratio(seconds, BARE, way), LEAST_OF_BARE),
+        "over_http": at_least(ratio(seconds, HTTP, way), LEAST_OVER_HTTP),
+        "extra_buckets": at_most(max(taken[way].values()) / facts["bucket_bytes"], MOST_BUCKETS),
+        "claim_s": at_most(statistics.median(updates.claim_s), MOST_CLAIM_S),
+    }
+    facts = {**facts, "phases": phases, "extra_bytes": taken, "claim_s": updates.claim_s}
+    remarks = [", ".join(f"{key.removeprefix('timing/')} {value:.2f}" for key, value in phases.items())]
+    part = Comparison(title=title, columns=columns, rows=rows(seconds, BARE, figures), facts=facts, remarks=remarks)
+    return part, {f"{title}/{name}": goal for name, goal in goals.items()}
+
+
+class Updates:
+    """Both ways to the same servers."""
+
+    def __init__(self, through: Hop, recipe: Recipe, servers: Mapping[str, int]) -> None:
+        """``recipe`` has the way beside HTTP; ``servers``: URLs, with their processes' ids."""
+        self._way, self._is_cuda = recipe.weight_sync.type, through.facts["is_on_gpu"]
+        self._peaks = DevicePeaks if self._is_cuda else HostPeaks
+        holders = range(1 + len(servers)) if self._is_cuda else (through.pid, *servers.values())
+        self._holders = {f"receiver {i}" if i else "sender": holder for i, holder in enumerate(holders)}
+        if not self._is_cuda:
+            self._holders["orchestrator"] = os.getpid()
+        self._engines = [
+            RemoteEngine(url, token=TOKEN, timeout_s=TIMEOUT_S, name=f"rollout.{i}") for i, url in enumerate(servers)
+        ]
+        replicas = [Replica(name=one.name, engine=one) for one in self._engines]
+        self._router = Router("bench", replicas, RoutingConfig(), kind="rollout")
+        targets = TransferTargets(self._router, num_workers=1, on_running="finish", drain_s=TIMEOUT_S)
+        by_http = replace(recipe, weight_sync=HttpConfig(type="http"))
+        self._students = {
+            self._way: through.student(recipe, GroupWeightSync(self._router, targets=targets)),
+            HTTP: through.student(by_http, GroupWeightSync(self._router)),
+        }
+        self._plane = LocalDataPlane()
+        self._version = -1
+        self._answers: list[Any] = []
+        self.phases: list[dict[str, float]] = []
+        """Metrics of each round's update by the way: see ``Transfer.take_numbers``."""
+        sides = [name.split()[0] for name in self._holders]
+        self.extra_bytes: dict[str, dict[str, int]] = {name: dict.fromkeys(sides, 0) for name in (self._way, HTTP)}
+        """Most memory, by way, that the sender, this process and any receiver took above what they had."""
+        self.claim_s: list[float] = []
+        """How late the latest claim was over, of each update by HTTP."""
+
+    async def begin(self) -> None:
+        """Measure the memory that updates take. On a CPU the first one says nothing: engines without weights have never
+        touched their own; and what is freed after one by HTTP may be taken again unseen."""
+        if not self._is_cuda:
+            await self.publish(self._way)
+        for way, most in self.extra_bytes.items():
+            peaks = self._peaks(self._holders)
+            await self.publish(way)
+            for name, extra in peaks.extra_bytes().items():
+                side = name.split()[0]
+                most[side] = max(most[side], extra)
+        await self.end_round()
+        self.phases, self.claim_s = [], []
+
+    async def publish(self, way: str) -> float:
+        """Seconds of an update; what every server then draws is kept."""
+        self._version += 1
+        started, student = time.perf_counter(), self._students[way]
+        if way == HTTP:
+            async with self._claiming() as late_s:
+                await student.publish(self._version)
+            self.claim_s.append(max(late_s))
+        else:
+            await student.publish(self._version)
+        seconds = time.perf_counter() - started
+        for engine in self._engines:
+            (drawn,) = await engine.generate([[3, 4, 5]], SAMPLING, [0])
+            self._answers.append((drawn.tokens.tolist(), drawn.logprobs.tolist()))
+        return seconds
+
+    async def end_round(self) -> None:
+        """Take a step to other weights; ``UserError`` if the answers since the last one differ."""
+        answers, self._answers = self._answers, []
+        if any(answer != answers[0] for answer in answers):
+            raise UserError("bench weights: engines answer otherwise after one way than after the other")
+        self.phases.append(await self._students[self._way].optim_step())
+
+    async def close(self) -> None:
+        """Leave the group, and the servers."""
+        for student in self._students.values():
+            await student.close()
+        await self._router.close()
+        for engine in self._engines:
+            await engine.close()
+
+    @asynccontextmanager
+    async def _claiming(self) -> AsyncIterator[list[float]]:
+        """Claim from the data plane every few milliseconds in the block; how much later than it should each was
+        over."""
+        late_s: list[float] = []
+        is_over = asyncio.Event()
+
+        async def claim() -> None:
+            while not is_over.is_set():
+                began = time.perf_counter()
+                await asyncio.sleep(CLAIM_EVERY_S)
+                await self._plane.claim([], [])
+                late_s.append(time.perf_counter() - began - CLAIM_EVERY_S)
+
+        claims = asyncio.ensure_future(claim())
+        try:
+            yield late_s
+        finally:
+            is_over.set()
+            await claims
+
+
+class BenchStudent:
+    """A Megatron model of a given size on one rank, without gradients and optimizer: what commands need of a
+    ``StudentWorker``."""
+
+    constants: frozenset[str] = frozenset()
+    weight_version = 0
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, cfg = recipe, recipe.student
+        self.dims = read_dims(Path(cfg.model))
+        self.layout = parallel.initialize(cfg.parallel, timeout_s=TIMEOUT_S, seed=0)
+        with cpu_shim.activate():
+            self._model = build_model(cfg, self.dims, self.layout).requires_grad_(False)
+        for parameter in self._model.parameters():
+            parameter.normal_(std=STD)
+
+    def optim_step(self) -> dict[str, float]:
+        """Change to other weights, as a step does."""
+        self._model.decoder.final_layernorm.weight.mul_(1.5)
+        return {}
+
+    def memory(self) -> dict[str, float]:
+        """No metrics."""
+        return {}
+
+    def weights(
+        self, part: WeightPart, *, in_place: bool = False, by_stage: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """As ``StudentWorker.weights``; all are trained."""
+        return iter_hf_weights([self._model], self.dims, self.layout, in_place=in_place, by_stage=by_stage)
+
+
+def write_student(folder: Path, num_bytes: int) -> int:
+    """Write the folder of a Qwen3 of about ``num_bytes`` in fp32; returns its exact size in bytes."""
+    hidden = 1024 if num_bytes >= SMALL_BYTES else 256
+    layer = 4 * hidden * (3 * hidden + 3 * 4 * hidden)  # attention with half as many key heads, and the MLP
+    num_layers = max(1, round((num_bytes - 4 * VOCAB_SIZE * hidden) / layer))
+    shape = qwen3(hidden, 4 * hidden, num_layers, hidden // 64, hidden // 128, 64, vocab=VOCAB_SIZE)
+    write_model(folder, shape, longest=256, with_values=False)
+    return sum(4 * prod(shape) for _, _, shape in hf_tensors(read_dims(folder), torch.float32))
+
+
+@contextmanager
+def bare_broadcast(
+    num_bytes: int, bucket_bytes: int, num_receivers: int, device: torch.device
+) -> Iterator[Callable[[], float]]:
+    """Seconds until all of so many processes have received so many bytes, from and into two buckets that every process
+    allocated and wrote before the time begins."""
+    store = GroupStore(TIMEOUT_S)
+    common: dict[str, Any] = {
+        "group_id": "bare",
+        "bucket_bytes": bucket_bytes,
+        "timeout_s": TIMEOUT_S,
+        "secret": "bench",
+    }
+    order = GroupOrder(port=store.port, world_size=1 + num_receivers, **common)
+    members = [(order, rank, num_bytes, device.type) for rank in range(1, order.world_size)]
+    with children(_receive, members) as ends:
+        group = TransferGroup(order, 0, store, device=device)
+        buckets = _buckets(group, bucket_bytes)
+
+        def send() -> float:
+            started = time.perf_counter()
+            for end in ends:
+                end.send_bytes(b"go")
+            _broadcast(group, num_bytes, buckets)
+            for end in ends:
+                received(end, "a receiver of the bare broadcast")
+            return time.perf_counter() - started
+
+        try:
+            yield send
+        finally:
+            group.close()
+
+
+def _receive(end: Connection, order: GroupOrder, rank: int, num_bytes: int, kind: str) -> None:
+    """A receiver's whole life."""
+    torch.set_num_threads(1)
+    group = TransferGroup(order, rank, device=torch.device(f"cuda:{rank}" if kind == "cuda" else kind))
+    buckets = _buckets(group, order.bucket_bytes)
+    while True:
+        end.recv_bytes()
+        _broadcast(group, num_bytes, buckets)
+        end.send_bytes(b"done")
+
+
+def _buckets(group: TransferGroup, bucket_bytes: int) -> list[Tensor]:
+    """Two of [bucket_bytes] uint8, whose pages are there."""
+    return [torch.full((bucket_bytes,), number, dtype=torch.uint8, device=group.device) for number in range(2)]
+
+
+def _broadcast(group: TransferGroup, num_bytes: int, buckets: Sequence[Tensor]) -> None:
+    """Two buckets are on their way at a time."""
+    flying = deque[Pending]()
+    for number, start in enumerate(range(0, num_bytes, len(buckets[0]))):
+        if len(flying) == 2:
+            flying.popleft().wait()
+        flying.append(group.broadcast(buckets[number % 2][: num_bytes - start]))
+    for pending in flying:
+        pending.wait()

@@ -1,1 +1,0 @@
-"""``mopd bench weights``: a student's weights on their way to engine servers, by every way."""
