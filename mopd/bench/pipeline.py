@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import bisect
 import itertools
 import json
 import time
@@ -59,6 +60,8 @@ MOST_DEVIATION = 1.0
 """Prompts of a domain that a batch may have more or less than its share."""
 STEPS, QUICK_STEPS = 6, 3
 WARM_UP, QUICK_WARM_UP = 5, 3
+SAME_TIME_S = 0.02
+"""Items that end closer together than this were in one request, or in requests of replicas that keep step."""
 QUICK_FACTOR = 0.2
 TENSOR_MB = 4
 COLUMNS = {
@@ -376,10 +379,9 @@ def measure_alone(scenario: Scenario, *, steps: int, warm_up: int) -> tuple[Stag
 
     Returns:
         Capacity, the rate at which a stage works when it never lacks work: twice a step's samples are always given to
-        it, and the seconds from the first step's worth that is finished to the last one's, before there is less to do,
-        are divided by the number of steps. Then the mean of single steps, from when all of a step's samples are given
-        to the stage to the last one's end: a synchronous step has no others to fill the time in which the longest
-        response ends.
+        it, until there is less to do. Then the mean of single steps, from when all of a step's samples are given to the
+        stage to the last one's end: a synchronous step has no others to fill the time in which the longest response
+        ends.
     """
     recipe, per_step = make_recipe(scenario, max_staleness=0, steps=1), scenario.num_prompts
     prompts = make_stream(recipe.seed).next((warm_up + steps + 2) * per_step)[warm_up * per_step :]
@@ -415,10 +417,13 @@ def measure_alone(scenario: Scenario, *, steps: int, warm_up: int) -> tuple[Stag
 async def _at_capacity(
     items: Sequence[ItemT], do: Callable[[ItemT], Awaitable[DoneT]], per_step: int
 ) -> tuple[float, list[DoneT]]:
-    """Seconds of a step's worth of ``items`` when two steps' worth are always under way; what ``do`` returned."""
+    """Seconds of a step's worth of ``items`` when two steps' worth are always under way; what ``do`` returned.
+
+    Requests end with all of their items: those that end with the last one that counts, count too.
+    """
     results: list[DoneT] = []
     ended: list[float] = []
-    left = iter(items)
+    left, began = iter(items), time.perf_counter()
 
     async def one_after_another() -> None:
         for item in left:
@@ -427,7 +432,8 @@ async def _at_capacity(
 
     await asyncio.gather(*(one_after_another() for _ in range(2 * per_step)))
     last = len(items) - 2 * per_step  # from then on there are fewer
-    return (ended[last - 1] - ended[0]) / (last - 1) * per_step, results
+    num = bisect.bisect_right(ended, ended[last - 1] + SAME_TIME_S)
+    return (ended[num - 1] - began) / num * per_step, results
 
 
 def measure_scenario(scenario: Scenario, *, steps: int, warm_up: int) -> list[tuple[Comparison, Goals]]:
