@@ -138,11 +138,12 @@ def check_metrics(run: Run, *, steps: int) -> None:
     """One row a step, whose ages are within the bound, and whose responses are those that the optimizer saw."""
     for number, (row, samples) in enumerate(zip(read_metrics(run.path), trained(run), strict=True), start=1):
         assert row["step"] == number
-        newest: dict[int, int] = {}  # prompt -> the weights of its samples' newest token
+        first: dict[int, int] = {}  # prompt -> the weights of the newest token of the response that was complete first
         for sample in samples:
             prompt = sample["sample_id"] // PER_PROMPT
-            newest[prompt] = max(newest.get(prompt, 0), sample["weight_version"] + sample["version_span"])
-        ages = [number - 1 - newest[sample["sample_id"] // PER_PROMPT] for sample in samples]
+            newest = sample["weight_version"] + sample["version_span"]
+            first[prompt] = min(first.get(prompt, newest), newest)
+        ages = [number - 1 - first[sample["sample_id"] // PER_PROMPT] for sample in samples]
         assert min(ages) >= 0 and max(ages) <= MAX_STALENESS
         assert row["staleness"] == max(number - 1 - sample["weight_version"] for sample in samples)
         for age in range(MAX_STALENESS + 1):

@@ -15,8 +15,10 @@ from mopd.bench.losses.cases import Case
 from mopd.bench.losses.command import COLUMNS, figures
 from mopd.bench.losses.measure import Row
 from mopd.bench.pipeline import COLUMNS as PIPELINE_COLUMNS
-from mopd.commands import check, convert, eval
+from mopd.commands import convert
 from mopd.metrics import StepMetrics
+from mopd.orchestrator import evaluation
+from mopd.preflight import showing
 from mopd.preflight.checks import Check
 from mopd.report.build import build_report, print_summary
 from mopd.report.progress import LiveProgress
@@ -62,7 +64,7 @@ def validation(folder: Path) -> None:
     result = ValidationResult(
         rewards=shares, num_samples=counts, truncated_share=shares, extracted_share=shares, examples={}
     )
-    eval._print(result, title="models/a-folder-with-a-long-name/" * 4, as_json=False)
+    evaluation.print_result(result, title="models/a-folder-with-a-long-name/" * 4, as_json=False)
 
 
 def summary(folder: Path) -> None:
@@ -78,7 +80,7 @@ def progress(folder: Path) -> None:
 
 def checks(folder: Path) -> None:
     detail = f"teachers.{DOMAIN} does not beat the student on its own domain {DOMAIN!r}: teacher 0.125, student 0.25"
-    check._print_table([Check(f"reward of a-teacher-with-a-long-name on {DOMAIN}", "failed", detail)])
+    showing._print_table([Check(f"reward of a-teacher-with-a-long-name on {DOMAIN}", "failed", detail)])
 
 
 def tensors(folder: Path) -> None:
