@@ -178,7 +178,7 @@ def strike(run: StruckRun, case: Case, number: int, chance: random.Random) -> di
     replicas = sorted(
         (f"rollout.{i}" for i in range(run.num_replicas)), key=lambda role: (run.deaths.get(role, 0), chance.random())
     )
-    wait_until(lambda: {*replicas, "orchestrator"} <= run.family().keys(), run.deadline_s, "all replicas run", run)
+    wait_until(lambda: {*replicas, "orchestrator"} <= run.family().keys(), run.start_s, "all replicas run", run)
     family = run.family()
     run.note_shared()
     acts, dead, pause_s = _acts(case, replicas, {role: process.pid for role, process in family.items()})
