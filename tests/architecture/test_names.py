@@ -45,13 +45,6 @@ CALLED_BY_LIBRARIES = {
 """What no line of the package names, because a base class of a library does."""
 
 
-def test_no_class_name_twice() -> None:
-    classes = Counter(
-        node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
-    )
-    assert {name: count for name, count in classes.items() if count > 1} == {}
-
-
 def test_config_classes_say_so() -> None:
     """Sections of a recipe. ``Recipe`` is the whole; the other dataclasses beside them are no sections."""
     pending, sections = [Recipe], set()
