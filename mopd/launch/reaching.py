@@ -55,7 +55,18 @@ def check_reach(timeout_s: float) -> None:
             "(schedule.wait_timeout_s): see their logs"
         ) from error
     with told_to_reach():
-        ProcessGroupGloo(PrefixStore("gloo", store), number, size, timedelta(seconds=REACH_S / _GLOO_FACTOR))
+        group = ProcessGroupGloo(PrefixStore("gloo", store), number, size, timedelta(seconds=REACH_S / _GLOO_FACTOR))
+    # A group that goes closes its connections, also those that a slower node is still about to make use of.
+    if store.add("connected", 1) == size:
+        store.set("all connected", "")
+    try:
+        store.wait(["all connected"], timedelta(seconds=2 * REACH_S))
+    except DistStoreError as error:
+        raise UserError(
+            f"{size - store.add('connected', 0)} of {size} nodes did not reach the others by gloo within "
+            f"{2 * REACH_S:g} s: see their logs; {CURE}"
+        ) from error
+    del group
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from tests.mutations import run
+
+ROOT = Path(__file__).parents[3]
 
 FILES = {
     "mopd/__init__.py": "",
@@ -39,26 +41,35 @@ LINES: dict[str, tuple[int, ...]] = {
 }
 
 
+TRY = """
+import sys
+from pathlib import Path
+from tests.mutations import run
+run.ROOT = Path(sys.argv[1])
+places = [place.rsplit(":", 1) for place in sys.argv[3:]]
+for one in run.try_all([next(run.mutations_of(7, file, int(line))) for file, line in places], Path(sys.argv[2])):
+    print("ended", f"{one['file']}:{one['line']}", one["ending"])
+"""
+"""In a process of its own, as ``make mutations``: it forks, and the tests' own processes have threads."""
+PLACES = [f"{file}:{line}" for file, lines in LINES.items() for line in lines]
+
+
 @pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def repository(tmp_path: Path) -> Path:
     root = tmp_path / "repository"
     for name, text in FILES.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     subprocess.run(["git", "init", "--quiet"], cwd=root, check=True, timeout=60)
-    monkeypatch.setattr(run, "ROOT", root)
-    run.parsed.cache_clear()
-    yield root
-    run.parsed.cache_clear()
+    return root
 
 
-def mutations() -> list[run.Mutation]:
-    """One of each line that is looked at."""
-    return [next(run.mutations_of(7, file, line)) for file, lines in LINES.items() for line in lines]
-
-
-def endings(found: list[dict[str, Any]]) -> dict[str, str]:
-    return {f"{one['file']}:{one['line']}": one["ending"] for one in found}
+def endings(repository: Path, results: Path, places: list[str]) -> dict[str, str]:
+    """Place -> how its first mutation ended."""
+    command = [sys.executable, "-c", TRY, str(repository), str(results), *places]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=600)
+    told = (line.split() for line in done.stdout.splitlines() if line.startswith("ended "))
+    return {place: ending for _, place, ending in told}
 
 
 EXPECTED = {
@@ -74,19 +85,18 @@ EXPECTED = {
 def test_only_what_the_mutation_caused_is_a_kill(repository: Path) -> None:
     """Statuses of pytest that say nothing, and a test that always fails, are tried on the unchanged copy."""
     results = repository.parent / "results"
-    found = run.try_all(mutations(), results)
-    assert endings(found) == EXPECTED
+    assert endings(repository, results, PLACES) == EXPECTED
     known = results.read_text()
-    assert endings(run.try_all(mutations(), results)) == EXPECTED and results.read_text() == known
+    assert endings(repository, results, PLACES) == EXPECTED and results.read_text() == known
 
 
 def test_a_changed_test_is_run_again(repository: Path) -> None:
-    results, one = repository.parent / "results", mutations()[1:2]
-    assert endings(run.try_all(one, results)) == {"mopd/sound/it.py:6": "survived"}
+    results, one = repository.parent / "results", PLACES[1:2]
+    assert endings(repository, results, one) == {"mopd/sound/it.py:6": "survived"}
     (repository / "tests" / "unit" / "sound" / "test_unseen.py").write_text(
         "from mopd.sound.it import unseen\n\n\ndef test_unseen():\n    assert unseen(3) == 6\n"
     )
-    assert endings(run.try_all(one, results)) == {"mopd/sound/it.py:6": "killed"}
+    assert endings(repository, results, one) == {"mopd/sound/it.py:6": "killed"}
     assert len(results.read_text().splitlines()) == 2
 
 
