@@ -39,7 +39,7 @@ class StudentGroup:
         """``facts`` is rank 0's answer to ``join``; ``turns``: where the student shares GPUs with the rollout."""
         dims = read_dims(Path(recipe.student.model))
         self.vocab_size = dims.vocab_size
-        """Of the model, without padding."""
+        """Tokens of the model's vocabulary, without padding."""
         self.dp_size = recipe.student.parallel.data_parallel_size
         self.packing = packing_rules(recipe.student, dims, on_gpu=facts["is_on_gpu"])
         self.weight_version = 0

@@ -30,13 +30,13 @@ from mopd.transfer.stages import Words
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
-"""Of one update; a replica that fails in all of them is left without."""
+"""Tries of one update; a replica that fails in all of them is left without the weights."""
 Ask = Callable[..., Awaitable[Any]]
 """Has all ranks execute a command (``Ranks.ask``)."""
 
 
 class Targets(Protocol):
-    """See ``mopd.replicas.transfer.TransferTargets``."""
+    """The replicas that receive an update, as ``mopd.replicas.transfer.TransferTargets`` reaches them."""
 
     async def lacking(self, weight_version: int | None) -> list[str]: ...
     async def join(self, names: Sequence[str], order: Mapping[str, Any], tensors: bytes) -> dict[str, str]: ...

@@ -58,7 +58,7 @@ class GroupWeightSync:
         self._sent: StagedWeights | None = None
         """What the router asks for."""
         self._loaded_digest, self._loaded_constants = b"", frozenset[str]()
-        """Of the constants that engines of this process have, and their names."""
+        """Digest of the constants that engines of this process have, and their names."""
 
     async def publish(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """``stage_updates`` and ``send``."""

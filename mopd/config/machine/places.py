@@ -71,7 +71,7 @@ class Tenant:
     key: str
     """``student``, or the group's: ``rollout``, ``teachers.math``."""
     number: int
-    """Of the rank, or of the replica in its group."""
+    """Number of the rank, or of the replica in its group."""
     component: int = 0
     """0: the student's; others in the order of ``NodePool.components``."""
     node: int
@@ -92,7 +92,7 @@ class Places:
     problems: tuple[tuple[Path_, str], ...]
     """Key of the recipe, and what is wrong with it."""
     num_nodes: tuple[int, ...]
-    """Of each component, the student's first."""
+    """Nodes of each component, the student's first."""
     student_nodes: int
     """The first ones of the first component."""
     ranks_per_node: int
@@ -128,7 +128,7 @@ class RayRequest:
     """What Ray is asked for: equal bundles, each of which must lie on one node."""
 
     name: str
-    """Of the placement group: the group's key, or ``pool NAME``."""
+    """Name of the placement group: the group's key, or ``pool NAME``."""
     keys: tuple[str, ...]
     """Groups that use the bundles, by turns if several; replica i of each has bundle i."""
     count: int

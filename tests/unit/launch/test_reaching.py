@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
+from mopd.launch import reaching
 from mopd.launch.node import NODE_NAME
 from mopd.launch.reaching import CURE, told_to_reach
 from tests.fixtures.networks import ADDRESSES, NETWORK, can_make_networks, two_networks
@@ -58,3 +62,32 @@ def test_nodes_without_a_firewall_reach_one_another(tmp_path: Path) -> None:
 def test_other_errors_are_left_alone() -> None:
     with pytest.raises(RuntimeError, match="another"), told_to_reach():
         raise RuntimeError("another")
+
+
+def test_a_fast_node_keeps_its_connections_until_all_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other node, which this test is, has connected and not said so yet: closed connections would end its start."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own = TCPStore("127.0.0.1", store.port, is_master=False)
+    monkeypatch.setattr(reaching, "agent_store", lambda prefix: own)
+    places = {
+        "RANK": 0,
+        "WORLD_SIZE": 2,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 2,
+    }
+    for name, value in {**places, "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, str(value))
+    fast = threading.Thread(target=reaching.check_reach, args=(DEADLINE_S,), daemon=True)
+    fast.start()
+    store.add("here", 1)
+    store.set("all", "")
+    slow = ProcessGroupGloo(PrefixStore("gloo", store), 1, 2, timedelta(seconds=DEADLINE_S))
+    fast.join(3.0)
+    assert fast.is_alive()
+    store.add("connected", 1)
+    store.set("all connected", "")
+    fast.join(DEADLINE_S)
+    assert not fast.is_alive()
+    del slow
